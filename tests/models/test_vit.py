@@ -1,0 +1,204 @@
+"""The Vision Transformer against published counts, transformers' and timm's implementations, and the paper's text."""
+
+import math
+
+import pytest
+import torch
+
+from peers import timm_vit, transformers_vit
+from vitscale.architectures import ViTShape, vit_shape
+from vitscale.models import ViT, initial_value, initialise
+
+# FACTS A1.4: the authors' own test table (1000 classes, output layer alone), then pre-training heads.
+FINE_TUNE_PARAMETERS = {
+    "ViT-Ti/16": 5_717_416,
+    "ViT-S/16": 22_050_664,
+    "ViT-S/32": 22_878_952,
+    "ViT-B/8": 86_576_872,
+    "ViT-B/16": 86_567_656,
+    "ViT-B/32": 88_224_232,
+    "ViT-L/16": 304_326_632,
+    "ViT-L/32": 306_535_400,
+    "ViT-H/14": 632_045_800,
+}
+PRETRAIN_PARAMETERS = {
+    ("ViT-B/16", 21_843): 103_186_515,
+    ("ViT-B/16", 18_291): 100_455_027,
+    ("ViT-B/32", 21_843): 104_843_091,
+    ("ViT-B/32", 18_291): 102_111_603,
+    ("ViT-L/16", 21_843): 326_740_307,
+    ("ViT-L/16", 18_291): 323_099_507,
+    ("ViT-L/32", 21_843): 328_949_075,
+    ("ViT-L/32", 18_291): 325_308_275,
+    ("ViT-H/14", 21_843): 660_385_363,
+    ("ViT-H/14", 18_291): 655_835_251,
+}
+TINY = ViTShape(patch_size=8, width=48, depth=2, mlp_dim=96, num_heads=3)
+
+
+def meta(name: str, **options) -> ViT:
+    with torch.device("meta"):
+        return ViT(vit_shape(name), image_size=224, **options)
+
+
+def count(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("name", "expected"), FINE_TUNE_PARAMETERS.items())
+def test_parameter_counts_of_the_authors_table(name, expected):
+    assert count(meta(name, num_classes=1000, head="linear")) == expected
+
+
+@pytest.mark.parametrize(("model", "expected"), PRETRAIN_PARAMETERS.items())
+def test_parameter_counts_with_the_pretraining_head(model, expected):
+    name, num_classes = model
+    assert count(meta(name, num_classes=num_classes)) == expected
+
+
+@pytest.mark.parametrize(("name", "expected"), [("ViT-B/16", 86_566_120), ("ViT-B/32", 88_222_696)])
+def test_mean_pooling_has_no_class_token(name, expected):
+    assert count(meta(name, num_classes=1000, head="linear", pool="mean")) == expected
+
+
+def test_parameter_names_are_frozen():
+    names = [name for name, _ in ViT(TINY, image_size=16, num_classes=5).named_parameters()]
+    assert [name for name in names if not name.startswith("blocks.1.")] == [
+        "cls",
+        "pos_embedding",
+        "embedding.weight",
+        "embedding.bias",
+        "blocks.0.norm1.weight",
+        "blocks.0.norm1.bias",
+        "blocks.0.attention.qkv.weight",
+        "blocks.0.attention.qkv.bias",
+        "blocks.0.attention.out.weight",
+        "blocks.0.attention.out.bias",
+        "blocks.0.norm2.weight",
+        "blocks.0.norm2.bias",
+        "blocks.0.mlp.fc1.weight",
+        "blocks.0.mlp.fc1.bias",
+        "blocks.0.mlp.fc2.weight",
+        "blocks.0.mlp.fc2.bias",
+        "norm.weight",
+        "norm.bias",
+        "pre_logits.weight",
+        "pre_logits.bias",
+        "head.weight",
+        "head.bias",
+    ]
+
+
+def randomised(**options) -> ViT:
+    """A small model whose every parameter is random, so that nothing can hide behind a zero."""
+    model = ViT(TINY, num_classes=7, **options).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2, generator=generator)
+    return model
+
+
+def images(size: int, batch: int = 4) -> torch.Tensor:
+    return torch.rand(batch, size, size, 3, generator=torch.Generator().manual_seed(2)) * 2 - 1
+
+
+@pytest.mark.parametrize("size", [32, 36])
+def test_logits_equal_those_of_transformers(size):
+    model = randomised(image_size=size, head="linear")
+    peer = transformers_vit(model)
+    with torch.no_grad():
+        pixels = images(size)
+        difference = model(pixels) - peer(pixels.permute(0, 3, 1, 2)[:, :, :32, :32]).logits
+    assert difference.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+def test_logits_equal_those_of_timm(pool):
+    model = randomised(image_size=32, head="linear", pool=pool)
+    peer = timm_vit(model)
+    with torch.no_grad():
+        pixels = images(32)
+        difference = model(pixels) - peer(pixels.permute(0, 3, 1, 2))
+    assert difference.abs().max() < 1e-5
+
+
+def test_the_pretraining_head_is_dense_tanh_dense():
+    model = randomised(image_size=32)
+    seen: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        logits = model(images(32), intermediates=seen)
+        by_hand = torch.tanh(seen["encoded"][:, 0] @ model.pre_logits.weight.T + model.pre_logits.bias)
+        by_hand = by_hand @ model.head.weight.T + model.head.bias
+    assert torch.allclose(logits, by_hand, atol=1e-5)
+    assert list(seen) == ["embedded", "block_0", "block_1", "encoded", "pre_logits"]
+    assert seen["block_1"].shape == (4, 17, 48) and seen["pre_logits"].shape == (4, 48)
+
+
+def test_a_patch_is_flattened_height_width_channel():
+    model = randomised(image_size=32)
+    pixels = images(32, batch=1)
+    patch = model.patchify(pixels)[0, 4 + 2]  # second row, third column of a 4x4 grid
+    assert torch.equal(patch, pixels[0, 8:16, 16:24].reshape(-1))
+
+
+def test_initial_values_are_those_of_the_authors_code():
+    model = ViT(vit_shape("ViT-S/16"), image_size=224, num_classes=1000)
+    initialise(model, seed=3)
+    D = 384
+    values = dict(model.named_parameters())
+    assert torch.all(values["head.weight"] == 0) and torch.all(values["head.bias"] == -10)
+    assert torch.all(values["cls"] == 0) and torch.all(values["norm.weight"] == 1)
+    assert values["pos_embedding"].std().item() == pytest.approx(0.02, rel=0.02)
+    # Xavier's bound for each of the three D x D matrices, not for the stacked one.
+    for matrix in values["blocks.0.attention.qkv.weight"].chunk(3):
+        assert matrix.abs().max().item() == pytest.approx(math.sqrt(6 / (2 * D)), rel=1e-3)
+        assert matrix.std().item() == pytest.approx(math.sqrt(2 / (2 * D)), rel=0.01)
+    assert torch.all(values["blocks.0.attention.qkv.bias"] == 0)
+    assert values["blocks.3.mlp.fc1.bias"].std().item() == pytest.approx(1e-6, rel=0.1)
+    embedding = values["embedding.weight"]  # fan-in 768; truncated at two standard deviations
+    assert embedding.std().item() == pytest.approx(768**-0.5, rel=0.01)
+    assert embedding.abs().max().item() < 2.3 * 768**-0.5
+
+
+def test_initial_values_depend_on_seed_and_name_alone():
+    small, large = ViT(TINY, image_size=16, num_classes=5), ViT(TINY, image_size=16, num_classes=9)
+    shape = torch.Size((144, 48))
+    first = initial_value(small, "blocks.0.attention.qkv.weight", shape, seed=0)
+    torch.rand(100)  # the global generator plays no part
+    assert torch.equal(first, initial_value(large, "blocks.0.attention.qkv.weight", shape, seed=0))
+    assert not torch.equal(first, initial_value(small, "blocks.1.attention.qkv.weight", shape, seed=0))
+    assert not torch.equal(first, initial_value(small, "blocks.0.attention.qkv.weight", shape, seed=1))
+
+
+def test_dropout_stands_where_the_paper_has_it():
+    """After the position embedding, the attention output and both MLP layers: 1 + 3 a block, none elsewhere."""
+    model = ViT(TINY, image_size=32, num_classes=7, dropout=0.5)
+    calls = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda module, inputs, output, name=name: calls.append(name))
+    initialise(model, 0)
+    model.train()
+    model(images(32))
+    block = ["dropout", "mlp.dropout", "mlp.dropout"]
+    assert calls == ["dropout"] + [f"blocks.{i}.{name}" for i in range(2) for name in block]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_activation_checkpointing_changes_no_gradient(every):
+    gradients = []
+    for checkpoint_every in (0, every):
+        model = ViT(TINY, image_size=32, num_classes=7, dropout=0.3, checkpoint_every=checkpoint_every)
+        model.load_state_dict(randomised(image_size=32).state_dict())
+        torch.manual_seed(5)
+        model.train()(images(32)).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients[0])
+
+
+@pytest.mark.parametrize("name", ["ViT-X/16", "ViT-B16", "vit-b/16", "ViT-B/0", ""])
+def test_an_unknown_model_suggests_the_nearest(name):
+    with pytest.raises(ValueError, match="did you mean 'ViT-"):
+        vit_shape(name)

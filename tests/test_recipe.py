@@ -1,0 +1,174 @@
+"""The recipe: what is read, what is refused, and with which words."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vitscale.errors import RecipeError
+from vitscale.recipe import Duration, differences, load_recipe, recipes_dir, validate_recipe
+
+RECIPES = sorted(path.stem for path in recipes_dir().glob("*.yaml"))
+
+MINIMAL = """
+model: {name: ViT-Ti/16}
+data: {train: some/where}
+batch: {global: 64}
+optimizer: {name: adamw, lr: 1e-3}
+schedule: {duration: {steps: 10}}
+"""
+
+
+def write(tmp_path: Path, text: str, name: str = "r.yaml") -> Path:
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def refused(tmp_path: Path, text: str, *settings: str) -> str:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write(tmp_path, text), settings)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stem", RECIPES)
+def test_every_shipped_recipe_is_valid_and_survives_a_round_trip(stem):
+    recipe = load_recipe(stem)
+    assert validate_recipe(yaml.safe_load(yaml.safe_dump(recipe.dump())), "again") == recipe
+    assert differences(recipe.dump(), load_recipe(recipes_dir() / f"{stem}.yaml").dump()) == []
+
+
+def test_h14_has_the_figures_of_table_3():
+    recipe = load_recipe("recipes/h14_jft.yaml")
+    assert recipe.optimizer.lr == 3e-4 and recipe.optimizer.weight_decay == 0.1 and recipe.model.dropout == 0.0
+    assert recipe.batch.global_size == 4096 and recipe.schedule.warmup.steps == 10_000
+    assert recipe.schedule.decay == "linear" and recipe.schedule.end_lr == 1e-5
+    # FACTS A2.4: 14 epochs of 303 million images in batches of 4096 are about 1.036 million steps.
+    assert recipe.schedule.duration.to_steps(303_000_000, 4096) == 14 * 73_974
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("optimizer.lrr=1", ["optimizer.lrr", "did you mean 'lr'"]),
+        ("optimzer.lr=1", ["optimzer", "did you mean 'optimizer'"]),
+        ("evaluation.fewshot=[{name: a, train: b, test: c, shot: [1]}]", ["evaluation.fewshot.0.shot", "'shots'"]),
+        ("optimizer.lr=fast", ["optimizer.lr", "'fast'", "number"]),
+        ("optimizer.lr=true", ["optimizer.lr", "True", "number"]),
+        ("batch.global=64.5", ["batch.global", "64.5", "integer"]),
+        ("optimizer.lr=-1", ["optimizer.lr", "-1", "greater than 0"]),
+        ("model.name=ViT-X/16", ["ViT-X/16", "did you mean 'ViT-"]),
+        ("model.num_heads=5", ["192", "num_heads 5"]),
+        ("schedule.decay=cos", ["schedule.decay", "'cosine'"]),
+        ("schedule.boundaries=[{steps: 5}]", ["boundaries", "stairs"]),
+        ("schedule.duration={steps: 1, epochs: 2}", ["schedule.duration", "exactly one"]),
+        ("optimizer.name=lamb", ["optimizer", "adamw", "sgd"]),
+        ("data.image_size=8", ["image_size 8", "patch"]),
+        ("data.crop.area=[0.5, 0.1]", ["data.crop", "area"]),
+        ("objective={on: 0.1, off: 0.2}", ["objective", "greater than off"]),
+        ("parallelism.zero_stage=4", ["parallelism.zero_stage", "4"]),
+        ("selection.metric=validation/top1", ["validation/top1", "not evaluated"]),
+        ("noequals", ["noequals", "KEY=VALUE"]),
+        ("a..b=1", ["a..b", "KEY=VALUE"]),
+        ("optimizer.lr=[", ["optimizer.lr", "not valid YAML"]),
+    ],
+)
+def test_a_mistake_is_one_message_naming_key_value_and_expectation(tmp_path, setting, words):
+    message = refused(tmp_path, MINIMAL, setting)
+    assert all(word in message for word in words), message
+
+
+def test_all_mistakes_are_told_at_once(tmp_path):
+    message = refused(tmp_path, MINIMAL, "optimizer.lrr=1", "batch.globl=2", "seed=-1")
+    assert all(word in message for word in ("optimizer.lrr", "batch.globl", "seed"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- a\n- b\n", ["mapping"]),
+        ("", ["mapping"]),
+        ("model: {name: a}\nmodel: {name: b}\n", ["line 2", "'model'", "twice"]),
+        ("a: [1, 2\n", ["line", "not valid YAML"]),
+        ("extends: nothing.yaml\n", ["nothing.yaml"]),
+        ("extends: [a]\n", ["extends"]),
+        ("1: 2\n", ["not a word"]),
+    ],
+)
+def test_a_file_that_is_no_recipe(tmp_path, text, words):
+    message = refused(tmp_path, text)
+    assert all(word in message for word in words), message
+
+
+def test_yaml_numbers_and_words_are_what_they_look_like(tmp_path):
+    recipe = load_recipe(write(tmp_path, MINIMAL + "objective: {on: 0.9999, off: 1e-4}\n"))
+    assert recipe.optimizer.lr == 1e-3
+    assert (recipe.objective.on, recipe.objective.off) == (0.9999, 1e-4)
+
+
+def test_a_recipe_extends_another_block_by_block(tmp_path):
+    write(tmp_path, MINIMAL, "base.yaml")
+    child = "extends: base.yaml\noptimizer: {weight_decay: 0.3}\nschedule: {duration: {epochs: 2}}\n"
+    recipe = load_recipe(write(tmp_path, child))
+    assert (recipe.optimizer.lr, recipe.optimizer.weight_decay) == (1e-3, 0.3)
+    assert recipe.schedule.duration == Duration(epochs=2)
+    other_kind = "extends: base.yaml\noptimizer: {name: sgd, lr: 0.1}\n"
+    assert load_recipe(write(tmp_path, other_kind)).optimizer.momentum == 0.9
+    write(tmp_path, "extends: b.yaml\n", "a.yaml")
+    assert "extends itself" in refused(tmp_path, "extends: r.yaml\n")
+
+
+def test_settings_override_any_field_and_a_duration_changes_its_unit(tmp_path):
+    recipe = load_recipe(
+        write(tmp_path, MINIMAL), ["schedule.duration.epochs=3", "schedule.warmup.steps=7", "data.crop.area=[0.2, 1]"]
+    )
+    assert recipe.schedule.duration == Duration(epochs=3)
+    assert recipe.schedule.warmup == Duration(steps=7)
+    assert recipe.data.crop.area == [0.2, 1]
+
+
+def test_durations_in_all_units():
+    assert Duration(steps=5).to_steps(1000, 100) == 5
+    assert Duration(epochs=2.5).to_steps(1050, 100) == 25
+    assert Duration(examples=1099).to_steps(1050, 100) == 10
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "world", "micro_max", "expected"),
+    [(4096, 8, 128, (128, 4)), (96, 2, 20, (16, 3)), (7, 1, 4, (1, 7)), (64, 64, 128, (1, 1))],
+)
+def test_micro_batch_is_the_largest_divisor_that_fits(tmp_path, global_batch, world, micro_max, expected):
+    settings = [f"batch.global={global_batch}", f"batch.micro_max={micro_max}"]
+    batch = load_recipe(write(tmp_path, MINIMAL), settings).batch
+    assert batch.split(world) == expected
+    assert expected[0] * expected[1] * world == global_batch
+
+
+def test_a_world_that_does_not_divide_the_batch_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match="64 does not divide by the 3 ranks"):
+        load_recipe(write(tmp_path, MINIMAL)).batch.split(3)
+
+
+def test_differences_ignore_how_and_name_what(tmp_path):
+    old = load_recipe(write(tmp_path, MINIMAL)).dump()
+    faster = ["parallelism.zero_stage=3", "batch.micro_max=2", "logging.every=1", "data.threads=4", "checkpoint.keep=9"]
+    assert differences(old, load_recipe(write(tmp_path, MINIMAL), faster).dump()) == []
+    other = load_recipe(write(tmp_path, MINIMAL), ["optimizer.lr=2e-3", "seed=1"]).dump()
+    assert differences(old, other) == ["optimizer.lr: 0.001 -> 0.002", "seed: 0 -> 1"]
+
+
+def test_a_dataset_without_a_root_says_how_to_set_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("VITSCALE_DATA_ROOT", raising=False)
+    recipe = load_recipe(write(tmp_path, MINIMAL))
+    with pytest.raises(RecipeError, match=r"data\.root=DIR.*VITSCALE_DATA_ROOT"):
+        recipe.dataset_path("jft300m/train")
+    (tmp_path / "jft300m" / "train").mkdir(parents=True)
+    monkeypatch.setenv("VITSCALE_DATA_ROOT", str(tmp_path))
+    assert recipe.dataset_path("jft300m/train") == tmp_path / "jft300m" / "train"
+    with pytest.raises(RecipeError, match="there is no"):
+        recipe.dataset_path("imagenet21k")
+
+
+def test_an_unknown_recipe_suggests_the_nearest():
+    with pytest.raises(RecipeError, match="did you mean 'h14_jft'"):
+        load_recipe("h14_jtf")

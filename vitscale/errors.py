@@ -1,0 +1,39 @@
+"""Errors that people cause and people read, each with the exit code that schedulers see.
+
+An error raised here ends the command with one readable message and no stack trace. The message says what was wrong,
+where, what was expected and what to do. Everything else is a bug and keeps its trace (exit code 1).
+"""
+
+EXIT_DONE = 0
+EXIT_RETRY = 75
+EXIT_PREEMPTED = 85
+
+
+class VitscaleError(Exception):
+    """Base of the errors below; `exit_code` is what the process ends with."""
+
+    exit_code = 1
+
+
+class RecipeError(VitscaleError):
+    """A recipe, a command line or an environment that cannot be run as written."""
+
+    exit_code = 2
+
+
+class DataError(VitscaleError):
+    """A dataset, shard or sample that is missing, damaged or of the wrong shape."""
+
+    exit_code = 3
+
+
+class NonFiniteError(VitscaleError):
+    """A loss or gradient that is NaN or infinite."""
+
+    exit_code = 4
+
+
+class CheckpointError(VitscaleError):
+    """A checkpoint that is missing, damaged or of another model. Data on disk, hence the same code as `DataError`."""
+
+    exit_code = 3

@@ -1,0 +1,6 @@
+"""Models: images in [-1, 1] -> logits. Nothing here knows of training."""
+
+from vitscale.models.initialise import initial_value, initialise
+from vitscale.models.vit import ViT
+
+__all__ = ["ViT", "initial_value", "initialise"]

@@ -1,0 +1,540 @@
+"""The recipe: one YAML file describes one run, typed and strict.
+
+`load_recipe` reads a file, applies what it extends and what the command line sets, and validates the whole before
+anything starts. Every mistake is a `RecipeError` that names the key, the value, what was expected and, for an unknown
+key, the nearest valid one. Nothing is silently ignored.
+"""
+
+import difflib
+import os
+import re
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from vitscale.architectures import ViTShape, vit_shape
+from vitscale.errors import RecipeError
+
+DATA_ROOT_VARIABLE = "VITSCALE_DATA_ROOT"
+
+# What may differ when a run is resumed: it changes where and how fast the run computes, not what it computes.
+FREE_ON_RESUME = (
+    "parallelism",
+    "batch.micro_max",
+    "data.root",
+    "data.threads",
+    "data.prefetch",
+    "evaluation",
+    "checkpoint",
+    "logging",
+    "deepspeed",
+)
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Duration(_Block):
+    """A length of training in exactly one unit: `{steps: n}`, `{epochs: x}` or `{examples: n}`."""
+
+    steps: int | None = Field(None, ge=0)
+    epochs: float | None = Field(None, ge=0)
+    examples: int | None = Field(None, ge=0)
+
+    @model_validator(mode="after")
+    def _one_unit(self) -> "Duration":
+        if sum(value is not None for value in (self.steps, self.epochs, self.examples)) != 1:
+            raise ValueError("give exactly one of steps, epochs, examples, e.g. {epochs: 7}")
+        return self
+
+    def to_steps(self, train_samples: int, global_batch: int) -> int:
+        """Steps of `global_batch` samples; an epoch has train_samples // global_batch steps (FACTS A2.4)."""
+        if self.steps is not None:
+            return self.steps
+        if self.examples is not None:
+            return self.examples // global_batch
+        assert self.epochs is not None
+        return int(self.epochs * (train_samples // global_batch))
+
+
+class Model(_Block):
+    """The architecture: a `name` such as ViT-B/16, explicit dimensions, or a name with some of them replaced."""
+
+    name: str | None = None
+    patch_size: int | None = Field(None, ge=1)
+    width: int | None = Field(None, ge=1)
+    depth: int | None = Field(None, ge=1)
+    mlp_dim: int | None = Field(None, ge=1)
+    num_heads: int | None = Field(None, ge=1)
+    num_classes: int | None = Field(None, ge=1, description="default: the number of class names of data.train")
+    pool: Literal["cls", "mean"] = "cls"
+    head: Literal["pretrain", "linear"] = "pretrain"
+    head_bias: float | None = Field(None, description="default: -10 with head: pretrain, 0 with head: linear")
+    dropout: float = Field(0.0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _has_dimensions(self) -> "Model":
+        self.shape()
+        return self
+
+    def shape(self) -> ViTShape:
+        """The dimensions, from the name and what replaces parts of it."""
+        named = vit_shape(self.name) if self.name is not None else None
+        dimensions = {}
+        for key in ("patch_size", "width", "depth", "mlp_dim", "num_heads"):
+            value = getattr(self, key)
+            if value is None and named is not None:
+                value = getattr(named, key)
+            if value is None:
+                raise ValueError(f"give a name such as ViT-B/16, or all dimensions ({key} is missing)")
+            dimensions[key] = value
+        if dimensions["width"] % dimensions["num_heads"]:
+            raise ValueError(f"width {dimensions['width']} does not divide into num_heads {dimensions['num_heads']}")
+        return ViTShape(**dimensions)
+
+
+class Crop(_Block):
+    """Random crop of the paper (inception crop): part of the area, aspect ratio width / height, both [low, high]."""
+
+    area: list[float] = [0.05, 1.0]
+    aspect: list[float] = [3 / 4, 4 / 3]
+
+    @model_validator(mode="after")
+    def _ranges(self) -> "Crop":
+        for name, (bounds, ceiling) in {"area": (self.area, 1.0), "aspect": (self.aspect, float("inf"))}.items():
+            if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] <= ceiling:
+                limit = " <= 1" if ceiling == 1.0 else ""
+                raise ValueError(f"{name} must be [low, high] with 0 < low <= high{limit}, not {bounds}")
+        return self
+
+
+class EvalCrop(_Block):
+    """What evaluation sees: the central `fraction` of the short side (`central`), or of each side (`square`)."""
+
+    kind: Literal["central", "square"] = "central"
+    fraction: float = Field(224 / 256, gt=0, le=1)
+
+
+class Data(_Block):
+    """The training data and how it is read."""
+
+    train: str = Field(description="a dataset: NAME or NAME/SPLIT under data.root, or a path")
+    root: str | None = Field(None, description=f"default: the environment variable {DATA_ROOT_VARIABLE}")
+    image_size: int = Field(224, ge=1)
+    crop: Crop = Crop()
+    flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
+    eval_crop: EvalCrop = EvalCrop()
+    threads: int = Field(2, ge=1, le=256, description="decoding threads a rank")
+    prefetch: int = Field(2, ge=1, le=64, description="batches decoded ahead")
+
+
+class Batch(_Block):
+    """The global batch is the experiment; micro-batch and accumulation follow from it and the world size."""
+
+    # `global` is a word of Python's, hence the alias.
+    global_size: Annotated[int, Field(ge=1, alias="global")]
+    micro_max: int = Field(128, ge=1, description="largest micro-batch a rank computes at once")
+
+    def split(self, world_size: int) -> tuple[int, int]:
+        """(micro-batch, accumulation steps) of each rank; their product times the world is the global batch."""
+        per_rank, rest = divmod(self.global_size, world_size)
+        if rest:
+            raise RecipeError(
+                f"batch.global {self.global_size} does not divide by the {world_size} ranks of this launch; "
+                f"use a world size that divides it"
+            )
+        micro = max(size for size in range(1, min(per_rank, self.micro_max) + 1) if per_rank % size == 0)
+        return micro, per_rank // micro
+
+
+class Objective(_Block):
+    """Cross-entropy over the classes; `on` and `off` are the target values of the true and the other classes."""
+
+    loss: Literal["sigmoid", "softmax"] = "sigmoid"
+    on: float = Field(1.0, ge=0, le=1)
+    off: float = Field(0.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _order(self) -> "Objective":
+        if self.on <= self.off:
+            raise ValueError(f"on ({self.on}) must be greater than off ({self.off})")
+        return self
+
+
+class AdamW(_Block):
+    """Adam with decoupled weight decay times the current learning rate (FACTS A2.2)."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: float = Field(gt=0)
+    betas: list[float] = Field([0.9, 0.999], min_length=2, max_length=2)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    decay_exclude: str | None = Field(None, description="regular expression; parameters it finds are not decayed")
+    clip_norm: float | None = Field(None, gt=0, description="global gradient norm above which gradients are scaled")
+
+
+class SGD(_Block):
+    """Stochastic gradient descent with momentum; weight decay is added to the gradient."""
+
+    name: Literal["sgd"]
+    lr: float = Field(gt=0)
+    momentum: float = Field(0.9, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    decay_exclude: str | None = Field(None, description="regular expression; parameters it finds are not decayed")
+    clip_norm: float | None = Field(None, gt=0, description="global gradient norm above which gradients are scaled")
+
+
+class Schedule(_Block):
+    """How long to train, and the learning rate over the steps (FACTS A2.4)."""
+
+    duration: Duration
+    warmup: Duration = Duration(steps=0)
+    decay: Literal["linear", "cosine", "stairs", "constant"] = "linear"
+    end_lr: float = Field(1e-5, ge=0, description="where decay: linear ends")
+    boundaries: list[Duration] = Field([], description="where decay: stairs multiplies the rate by factor")
+    factor: float = Field(0.1, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _stairs(self) -> "Schedule":
+        if (self.decay == "stairs") != bool(self.boundaries):
+            raise ValueError("boundaries belong to decay: stairs, and decay: stairs needs them")
+        for key, owner in (("end_lr", "linear"), ("factor", "stairs")):
+            if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
+                if self.decay != owner:
+                    raise ValueError(f"{key} belongs to decay: {owner}, and decay is {self.decay}")
+        return self
+
+
+class Parallelism(_Block):
+    """How the run is spread over devices; nothing here changes what is computed."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    activation_checkpointing: int = Field(
+        0, ge=0, description="recompute every k-th block's activations in the backward pass; 0: keep all"
+    )
+    offload: Literal["none", "optimizer"] = Field("none", description="optimizer: its state in host memory")
+
+    @model_validator(mode="after")
+    def _offload(self) -> "Parallelism":
+        if self.offload == "optimizer" and self.zero_stage == 0:
+            raise ValueError("offload: optimizer needs zero_stage 1, 2 or 3")
+        return self
+
+
+class FewShot(_Block):
+    """Closed-form few-shot evaluation on the representation (section 4.1, FACTS A4)."""
+
+    name: str
+    train: str = Field(description="a dataset, as data.train")
+    test: str = Field(description="a dataset, as data.train")
+    shots: list[int] = Field([1, 5, 10, 25], min_length=1)
+    seeds: int = Field(3, ge=1)
+    l2: float = Field(2.0**10, gt=0)
+    crop: EvalCrop = EvalCrop(kind="square")
+
+
+class Evaluation(_Block):
+    """What is measured during training, and when; always at the end as well."""
+
+    every: Duration | None = None
+    validation: str | None = Field(None, description="a dataset, as data.train: top-1, top-5 and loss")
+    fewshot: list[FewShot] = []
+    batch: int = Field(64, ge=1, description="images a rank forwards at once")
+
+    @model_validator(mode="after")
+    def _names(self) -> "Evaluation":
+        names = [task.name for task in self.fewshot]
+        if len(set(names)) != len(names):
+            raise ValueError(f"two few-shot evaluations have one name: {names}")
+        return self
+
+
+class Selection(_Block):
+    """Keep the best checkpoint by a metric; with `patience`, stop after so many evaluations without a better one."""
+
+    metric: str = "validation/top1"
+    mode: Literal["max", "min"] = "max"
+    patience: int | None = Field(None, ge=1)
+
+
+class Checkpoint(_Block):
+    """When to save, and what to keep."""
+
+    every: Duration | None = Field(None, description="default: at the end only")
+    keep: int = Field(2, ge=1, description="newest checkpoints kept; the best one is kept besides")
+
+
+class Logging(_Block):
+    """What is written while training."""
+
+    every: int = Field(50, ge=1, description="steps between lines of metrics.jsonl")
+    tensorboard: bool = True
+    batch_digest: bool = Field(False, description="a checksum over every pixel of each global batch")
+
+
+class Recipe(_Block):
+    """One run."""
+
+    model: Model
+    data: Data
+    batch: Batch
+    objective: Objective = Objective()
+    optimizer: Annotated[AdamW | SGD, Field(discriminator="name")]
+    schedule: Schedule
+    precision: Literal["bf16", "fp32"] = "bf16"
+    parallelism: Parallelism = Parallelism()
+    evaluation: Evaluation = Evaluation()
+    selection: Selection | None = None
+    checkpoint: Checkpoint = Checkpoint()
+    logging: Logging = Logging()
+    seed: int = Field(0, ge=0, lt=2**63)
+    deepspeed: dict[str, Any] = Field({}, description="additions to the derived DeepSpeed configuration")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Recipe":
+        if self.model.shape().grid(self.data.image_size) == 0:
+            raise ValueError(
+                f"data.image_size {self.data.image_size} is smaller than one patch of {self.model.shape().patch_size}"
+            )
+        if self.selection is not None:
+            self._check_selection(self.selection)
+        return self
+
+    def _check_selection(self, selection: Selection) -> None:
+        offered = [f"validation/{metric}" for metric in ("top1", "top5", "loss") if self.evaluation.validation]
+        offered += [f"{task.name}/{shots}shot" for task in self.evaluation.fewshot for shots in task.shots]
+        if selection.metric not in offered:
+            raise ValueError(f"selection.metric {selection.metric!r} is not evaluated; offered: {offered or 'none'}")
+        if self.evaluation.every is None:
+            raise ValueError("selection needs evaluation.every")
+
+    def dump(self) -> dict[str, Any]:
+        """Plain data of the whole recipe, defaults included, by the names that stand in YAML."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    def dataset_path(self, dataset: str) -> Path:
+        """Where the dataset `NAME[/SPLIT] | PATH` is.
+
+        Raises `RecipeError` where a name is given and no root is set, or nothing is there.
+        """
+        if dataset.startswith(("/", "./", "../", "~")):
+            path = Path(dataset).expanduser()
+        else:
+            root = self.data.root or os.environ.get(DATA_ROOT_VARIABLE)
+            if not root:
+                raise RecipeError(
+                    f"the recipe names the dataset {dataset!r}, but not where datasets are; "
+                    f"set it with --set data.root=DIR or the environment variable {DATA_ROOT_VARIABLE}"
+                )
+            path = Path(root).expanduser() / dataset
+        if not path.exists():
+            raise RecipeError(f"dataset {dataset!r}: there is no {path}")
+        return path
+
+
+# ---- Reading ---------------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people expect it: only true and false are booleans, 1e-5 is a number, a repeated key is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is not a word", key_node.start_mark)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":float", ":timestamp"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?([0-9]+\.[0-9]*([eE][-+]?[0-9]+)?|\.[0-9]+([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.inf|\.nan)$"),
+    list("-+0123456789."),
+)
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        raise RecipeError(f"{where}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+
+
+def recipes_dir() -> Path:
+    """The folder of the recipes that come with vitscale, in a checkout or an installed package."""
+    package = Path(__file__).parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def find_recipe(recipe: str | Path) -> Path:
+    """The file of a recipe given by path, or by the stem of one that comes with vitscale."""
+    path = Path(recipe)
+    if path.is_file():
+        return path
+    shipped = recipes_dir() / f"{path.name.removesuffix('.yaml')}.yaml"
+    if path.parent in (Path(), Path("recipes")) and shipped.is_file():
+        return shipped
+    known = sorted(file.stem for file in recipes_dir().glob("*.yaml"))
+    near = difflib.get_close_matches(path.name.removesuffix(".yaml"), known, n=1, cutoff=0.0)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise RecipeError(f"there is no recipe {str(recipe)!r}, neither a file nor one of {', '.join(known)}{hint}")
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` on top of `base`, block by block. A block whose `name` changes, and a duration, are replaced whole."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        both = isinstance(below, dict) and isinstance(value, dict)
+        if both and below.get("name") == value.get("name", below.get("name")) and not _is_duration(value):
+            merged[key] = _merge(below, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _is_duration(block: dict[str, Any]) -> bool:
+    return bool(block) and set(block) <= set(Duration.model_fields)
+
+
+def _read(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+    if path.resolve() in chain:
+        raise RecipeError(f"{path}: extends itself: {' -> '.join(str(p.name) for p in (*chain, path))}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read: {error}") from None
+    content = _parse_yaml(text, str(path))
+    if not isinstance(content, dict):
+        raise RecipeError(f"{path}: expected a mapping of keys such as model, data and batch")
+    base = content.pop("extends", None)
+    if base is None:
+        return content
+    if not isinstance(base, str):
+        raise RecipeError(f"{path}: extends: {base!r}: expected the file name of one recipe")
+    base_path = path.parent / base
+    if not base_path.is_file():
+        base_path = find_recipe(base)
+    return _merge(_read(base_path, (*chain, path.resolve())), content)
+
+
+def _apply_setting(content: dict[str, Any], setting: str) -> dict[str, Any]:
+    key, equals, text = setting.partition("=")
+    if not equals or not all(key.split(".")):
+        raise RecipeError(f"--set {setting}: expected KEY=VALUE, e.g. --set optimizer.lr=3e-4")
+    value = _parse_yaml(text, f"--set {key}")
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    unit = key.rpartition(".")[2]
+    if unit in Duration.model_fields and "." in key:
+        # `--set schedule.duration.steps=5` replaces the unit that the file has.
+        content = _without(content, key.split(".")[:-1])
+    return _merge(content, value)
+
+
+def _without(content: dict[str, Any], keys: list[str]) -> dict[str, Any]:
+    head, *rest = keys
+    below = content.get(head)
+    if not isinstance(below, dict):
+        return content
+    if rest:
+        return {**content, head: _without(below, rest)}
+    return {key: value for key, value in content.items() if key != head} if _is_duration(below) else content
+
+
+def load_recipe(recipe: str | Path, settings: Sequence[str] = ()) -> Recipe:
+    """Read, extend, override and validate a recipe.
+
+    Args:
+        recipe: a path, or the stem of a recipe that comes with vitscale.
+        settings: `a.b=c` overrides, values in YAML.
+
+    Raises:
+        RecipeError: one message that lists everything that is wrong.
+    """
+    path = find_recipe(recipe)
+    content = _read(path)
+    for setting in settings:
+        content = _apply_setting(content, setting)
+    return validate_recipe(content, str(path))
+
+
+def validate_recipe(content: dict[str, Any], where: str) -> Recipe:
+    """A recipe from plain data; `where` opens the error message."""
+    try:
+        return Recipe.model_validate(content)
+    except pydantic.ValidationError as error:
+        lines = [_describe(details) for details in error.errors()]
+        raise RecipeError(f"{where} is not a valid recipe:\n" + "\n".join(f"  {line}" for line in lines)) from None
+
+
+def _describe(details: Any) -> str:
+    parts = [part for part in details["loc"] if part not in ("adamw", "sgd")]
+    key = ".".join(map(str, parts))
+    kind, value = details["type"], details["input"]
+    if kind == "extra_forbidden":
+        valid = _valid_keys(parts[:-1])
+        near = difflib.get_close_matches(str(parts[-1]), valid, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
+        return f"{key}: unknown key; {hint}"
+    if kind == "missing":
+        return f"{key}: missing; set it in the recipe or with --set {key}=..."
+    if kind == "union_tag_not_found":
+        return f"{key}.name: missing; expected one of {details['ctx']['discriminator']}: adamw, sgd"
+    message = details["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    shown = "" if kind == "value_error" else f" {value!r}:"
+    return f"{key or 'recipe'}:{shown} {message}"
+
+
+def _valid_keys(parts: Sequence[str | int]) -> list[str]:
+    """The keys that a block of the recipe may have."""
+    models: list[type[BaseModel]] = [Recipe]
+    for part in parts:
+        if isinstance(part, int):
+            continue
+        annotations = [field.annotation for model in models for name, field in model.model_fields.items() if name == part]
+        models = [model for annotation in annotations for model in _models_in(annotation)]
+    return sorted({field.alias or name for model in models for name, field in model.model_fields.items()})
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in typing.get_args(annotation) for model in _models_in(inner)]
+
+
+# ---- Comparing -------------------------------------------------------------------------------------------------------
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Lines `key: old -> new` for all that differs between two dumped recipes and matters to what is computed."""
+    lines = []
+    for key in sorted({*old, *new}):
+        path = f"{prefix}{key}"
+        if path in FREE_ON_RESUME:
+            continue
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            lines += differences(before, after, f"{path}.")
+        elif before != after:
+            lines.append(f"{path}: {before!r} -> {after!r}")
+    return lines
