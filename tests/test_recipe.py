@@ -52,7 +52,7 @@ def test_h14_has_the_figures_of_table_3():
     [
         ("optimizer.lrr=1", ["optimizer.lrr", "did you mean 'lr'"]),
         ("optimzer.lr=1", ["optimzer", "did you mean 'optimizer'"]),
-        ("evaluation.fewshot=[{name: a, train: b, test: c, shot: [1]}]", ["evaluation.fewshot.0.shot", "'shots'"]),
+        ("evaluation.fewshot={tasks: [{name: a, train: b, tst: c}]}", ["evaluation.fewshot.tasks.0.tst", "'test'"]),
         ("optimizer.lr=fast", ["optimizer.lr", "'fast'", "number"]),
         ("optimizer.lr=true", ["optimizer.lr", "True", "number"]),
         ("batch.global=64.5", ["batch.global", "64.5", "integer"]),

@@ -205,19 +205,20 @@ class Schedule(_Block):
         if (self.decay == "stairs") != bool(self.boundaries):
             raise ValueError("boundaries belong to decay: stairs, and decay: stairs needs them")
         for key, owner in (("end_lr", "linear"), ("factor", "stairs")):
-            if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
-                if self.decay != owner:
-                    raise ValueError(f"{key} belongs to decay: {owner}, and decay is {self.decay}")
+            # A dumped recipe sets every field, so that a default is no sign of intent.
+            if getattr(self, key) != type(self).model_fields[key].default and self.decay != owner:
+                raise ValueError(f"{key} belongs to decay: {owner}, and decay is {self.decay}")
         return self
 
 
 class Parallelism(_Block):
-    """How the run is spread over devices; nothing here changes what is computed."""
+    """How the run is spread over devices; nothing here changes what is computed, but for the rounding of sums."""
 
     zero_stage: Literal[0, 1, 2, 3] = 1
     activation_checkpointing: int = Field(
         0, ge=0, description="recompute every k-th block's activations in the backward pass; 0: keep all"
     )
+    reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="in which gradients are summed over the ranks")
     offload: Literal["none", "optimizer"] = Field("none", description="optimizer: its state in host memory")
 
     @model_validator(mode="after")
@@ -227,16 +228,31 @@ class Parallelism(_Block):
         return self
 
 
-class FewShot(_Block):
-    """Closed-form few-shot evaluation on the representation (section 4.1, FACTS A4)."""
+class FewShotTask(_Block):
+    """One data set of the few-shot evaluation."""
 
     name: str
     train: str = Field(description="a dataset, as data.train")
     test: str = Field(description="a dataset, as data.train")
-    shots: list[int] = Field([1, 5, 10, 25], min_length=1)
-    seeds: int = Field(3, ge=1)
-    l2: float = Field(2.0**10, gt=0)
+
+
+class FewShot(_Block):
+    """Closed-form few-shot evaluation on the representation (section 4.1, FACTS A4)."""
+
+    tasks: list[FewShotTask] = Field(min_length=1)
+    shots: list[Annotated[int, Field(ge=1)]] = Field([1, 5, 10, 25], min_length=1)
+    seeds: int = Field(3, ge=1, description="draws of training samples that are averaged")
+    l2: Annotated[float, Field(gt=0)] | Literal["shared"] = Field(
+        2.0**10, description="shared: the paper's way, one a shot for all tasks by its mean rank on them"
+    )
     crop: EvalCrop = EvalCrop(kind="square")
+
+    @model_validator(mode="after")
+    def _names(self) -> "FewShot":
+        names = [task.name for task in self.tasks]
+        if len(set(names)) != len(names):
+            raise ValueError(f"two tasks have one name: {names}")
+        return self
 
 
 class Evaluation(_Block):
@@ -244,15 +260,8 @@ class Evaluation(_Block):
 
     every: Duration | None = None
     validation: str | None = Field(None, description="a dataset, as data.train: top-1, top-5 and loss")
-    fewshot: list[FewShot] = []
+    fewshot: FewShot | None = None
     batch: int = Field(64, ge=1, description="images a rank forwards at once")
-
-    @model_validator(mode="after")
-    def _names(self) -> "Evaluation":
-        names = [task.name for task in self.fewshot]
-        if len(set(names)) != len(names):
-            raise ValueError(f"two few-shot evaluations have one name: {names}")
-        return self
 
 
 class Selection(_Block):
@@ -308,7 +317,9 @@ class Recipe(_Block):
 
     def _check_selection(self, selection: Selection) -> None:
         offered = [f"validation/{metric}" for metric in ("top1", "top5", "loss") if self.evaluation.validation]
-        offered += [f"{task.name}/{shots}shot" for task in self.evaluation.fewshot for shots in task.shots]
+        if self.evaluation.fewshot is not None:
+            tasks, shots = self.evaluation.fewshot.tasks, self.evaluation.fewshot.shots
+            offered += [f"fewshot/{task.name}/{count}shot" for task in tasks for count in shots]
         if selection.metric not in offered:
             raise ValueError(f"selection.metric {selection.metric!r} is not evaluated; offered: {offered or 'none'}")
         if self.evaluation.every is None:
@@ -347,11 +358,15 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is not a word", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is not a word", key_node.start_mark
+                )
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                )
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -363,7 +378,9 @@ _Loader.yaml_implicit_resolvers = {
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?([0-9]+\.[0-9]*([eE][-+]?[0-9]+)?|\.[0-9]+([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.inf|\.nan)$"),
+    re.compile(
+        r"^[-+]?([0-9]+\.[0-9]*([eE][-+]?[0-9]+)?|\.[0-9]+([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.inf|\.nan)$"
+    ),
     list("-+0123456789."),
 )
 
@@ -403,9 +420,9 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
-        both = isinstance(below, dict) and isinstance(value, dict)
-        if both and below.get("name") == value.get("name", below.get("name")) and not _is_duration(value):
-            merged[key] = _merge(below, value)
+        if isinstance(below, dict) and isinstance(value, dict) and not _is_duration(value):
+            same_kind = below.get("name") == value.get("name", below.get("name"))
+            merged[key] = _merge(below, value) if same_kind else value
         else:
             merged[key] = value
     return merged
@@ -471,10 +488,14 @@ def load_recipe(recipe: str | Path, settings: Sequence[str] = ()) -> Recipe:
         RecipeError: one message that lists everything that is wrong.
     """
     path = find_recipe(recipe)
-    content = _read(path)
+    return override(_read(path), settings, str(path))
+
+
+def override(content: dict[str, Any], settings: Sequence[str], where: str) -> Recipe:
+    """A recipe from plain data with `a.b=c` settings on top; `where` opens the error message."""
     for setting in settings:
         content = _apply_setting(content, setting)
-    return validate_recipe(content, str(path))
+    return validate_recipe(content, where)
 
 
 def validate_recipe(content: dict[str, Any], where: str) -> Recipe:
@@ -511,7 +532,9 @@ def _valid_keys(parts: Sequence[str | int]) -> list[str]:
     for part in parts:
         if isinstance(part, int):
             continue
-        annotations = [field.annotation for model in models for name, field in model.model_fields.items() if name == part]
+        annotations = [
+            field.annotation for model in models for name, field in model.model_fields.items() if name == part
+        ]
         models = [model for annotation in annotations for model in _models_in(annotation)]
     return sorted({field.alias or name for model in models for name, field in model.model_fields.items()})
 

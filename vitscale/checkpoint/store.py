@@ -79,7 +79,9 @@ class CheckpointStore:
         outcomes = self.gather(outcome)
         failures = [str(outcome) for outcome in outcomes if isinstance(outcome, _Failure)]
         if failures:
-            raise CheckpointError(f"{self.root}: saving failed; earlier checkpoints are untouched. " + "; ".join(failures))
+            raise CheckpointError(
+                f"{self.root}: saving failed; earlier checkpoints are untouched. " + "; ".join(failures)
+            )
         return outcomes
 
     def newest(self, report: Callable[[str], None]) -> CheckpointReader | None:
@@ -107,6 +109,14 @@ class CheckpointStore:
                 f"Restore one, or start over in another --run-dir"
             )
         return None
+
+    def open(self, step: int) -> CheckpointReader:
+        """The checkpoint of one step, verified. Raises `CheckpointError` where it is missing or damaged."""
+        folder = self.root / step_folder(step)
+        problems = self._verify(folder)
+        if problems:
+            raise CheckpointError("; ".join(problems))
+        return CheckpointReader(folder)
 
     def _verify(self, folder: Path) -> list[str]:
         problems: list[str] = []

@@ -1,0 +1,122 @@
+"""Few-shot regression against scikit-learn's ridge; which samples are drawn; what is refused."""
+
+import numpy as np
+import pytest
+import torch
+from toy_split import model, split
+
+from vitscale.errors import DataError
+from vitscale.evaluation import PAPER_L2S, FewShot, SharedL2FewShot
+from vitscale.evaluation.fewshot import extract_features, select_shots
+from vitscale.evaluation.ridge import best_shared_l2, fewshot_accuracy
+
+K = 4
+L2S = [2.0**-10, 1.0, 2.0**10, 2.0**19]
+
+
+def features(samples, width, seed):
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, K, samples)
+    centres = np.random.default_rng(7).normal(size=(K, width))
+    return (3 + 0.6 * centres[y] + rng.normal(size=(samples, width))).astype(np.float32), y
+
+
+# More samples than features is the primal form, fewer the dual one.
+@pytest.mark.parametrize(("samples", "width"), [(60, 12), (13, 12), (12, 12), (9, 40)])
+def test_accuracy_equals_scikit_learn(samples, width):
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    train_x, train_y = features(samples, width, seed=1)
+    test_x, test_y = features(500, width, seed=2)
+    ours = fewshot_accuracy(*map(torch.from_numpy, (train_x, train_y, test_x, test_y)), K, L2S)
+    mean, std = train_x.astype(float).mean(0), train_x.astype(float).std(0) + 1e-5
+    train_a, test_a = (np.column_stack([(x - mean) / std, np.full(len(x), 100.0)]) for x in (train_x, test_x))
+    for l2, accuracy in zip(L2S, ours, strict=True):
+        ridge = linear_model.Ridge(alpha=l2, fit_intercept=False, solver="cholesky")
+        predicted = ridge.fit(train_a, 2 * np.eye(K)[train_y] - 1).predict(test_a).argmax(1)
+        assert accuracy == np.mean(predicted == test_y)
+    assert max(ours) > 0.4  # chance is 0.25
+
+
+def test_a_constant_feature_does_no_harm():
+    train_x, train_y = features(60, 12, seed=1)
+    test_x, test_y = features(500, 12, seed=2)
+    train_x[:, 3] = test_x[:, 3] = 5.0
+    (accuracy,) = fewshot_accuracy(*map(torch.from_numpy, (train_x, train_y, test_x, test_y)), K, [1.0])
+    assert accuracy > 0.5
+
+
+def test_shared_l2_has_the_best_mean_rank():
+    # The middle strength is nobody's best and the best for all together; a mean of accuracies would choose the first.
+    assert best_shared_l2(torch.tensor([[0.90, 0.20, 0.10], [0.30, 0.32, 0.31], [0.50, 0.52, 0.53]])) == 1
+    assert best_shared_l2(torch.tensor([[0.5, 0.5]])) == 0
+    assert best_shared_l2(torch.tensor([[0.5, 0.5, 0.6]])) == 2
+
+
+def test_draws_depend_on_seed_and_uid_alone_and_nest():
+    data = split(200, K, seed=1)
+
+    def drawn(shots, seed, order=slice(None)):
+        labels, uids = data.labels[order], data.uids[order]
+        rows = select_shots(labels, uids, shots, K, seed)
+        assert torch.bincount(labels[rows], minlength=K).tolist() == [shots] * K
+        return set(uids[rows].tolist())
+
+    shuffled = torch.randperm(200, generator=torch.Generator().manual_seed(0))
+    assert drawn(5, seed=0) == drawn(5, seed=0, order=shuffled)
+    assert drawn(1, seed=0) < drawn(5, seed=0) < drawn(10, seed=0)
+    assert drawn(5, seed=0) != drawn(5, seed=1)
+
+
+def test_draws_are_even():
+    # Each of 50 samples of one class should be among 10 drawn in about a fifth of the seeds.
+    labels, uids = torch.zeros(50, dtype=torch.int64), torch.arange(50)
+    hits = torch.zeros(50)
+    for seed in range(500):
+        hits[select_shots(labels, uids, 10, 1, seed)] += 1
+    assert (hits / 500 - 0.2).abs().max() < 0.08  # 4.5 standard deviations
+
+
+def test_features_are_sorted_and_without_fillers():
+    data = split(37, K, seed=1)
+    found = extract_features(data.loader(8), model(K))
+    order = data.uids.argsort()
+    assert torch.equal(found.uids, data.uids[order]) and torch.equal(found.labels, data.labels[order])
+    torch.testing.assert_close(found.features, model(K)(data.images[order]).pre_logits.float())
+
+
+def fewshot(name="one", train_seed=1, class_names="abcd", **options):
+    train, test = split(80, K, seed=train_seed), split(120, K, seed=2)
+    return FewShot(name, train.loader(16), test.loader(16), list(class_names), **options), train, test
+
+
+def test_evaluator_reports_every_shot():
+    found = dict(fewshot(shots=(1, 5))[0].run(model(K)))
+    assert list(found) == ["1shot", "5shot"] and found["5shot"] > 0.5
+
+
+def test_a_shared_strength_is_chosen_for_all_tasks_and_reported():
+    tasks = [fewshot(name, seed, shots=(1, 5))[0] for name, seed in (("one", 1), ("two", 4))]
+    found = dict(SharedL2FewShot("fewshot", tasks).run(model(K)))
+    assert list(found) == ["one/1shot", "two/1shot", "l2_1shot", "one/5shot", "two/5shot", "l2_5shot"]
+    assert found["l2_5shot"] in PAPER_L2S
+    fixed = dict(fewshot("one", 1, shots=(5,), l2=found["l2_5shot"])[0].run(model(K)))
+    assert found["one/5shot"] == fixed["5shot"]
+
+
+def test_a_class_with_too_few_samples_is_named():
+    evaluator, _, _ = fewshot(class_names=["robin", "jay", "crow", "wren", "owl"], shots=(2,))
+    with pytest.raises(DataError, match=r"'one': 2 shots .* fewer of owl \(0\)\. Ask"):
+        dict(evaluator.run(model(K)))
+
+
+@pytest.mark.parametrize("which", ["training", "test"])
+def test_labels_outside_the_classes_are_refused(which):
+    evaluator, train, test = fewshot(shots=(1,))
+    (train if which == "training" else test).labels[3] = -1
+    with pytest.raises(DataError, match=rf"'one': 1 {which} samples .* outside 0\.\.3"):
+        dict(evaluator.run(model(K)))
+
+
+def test_an_empty_split_is_refused():
+    with pytest.raises(DataError, match="its training split has no samples"):
+        dict(FewShot("one", lambda: [], lambda: [], list("abcd")).run(model(K)))

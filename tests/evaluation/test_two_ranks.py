@@ -1,0 +1,60 @@
+"""Two ranks report what one reports, and fail together. One launch for all of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from toy_split import model, split
+
+from vitscale.errors import DataError
+from vitscale.evaluation import FewShot, SharedL2FewShot, Validation, evaluate
+from vitscale.objectives import Classification
+
+K = 7
+
+
+def evaluators(rank, world):
+    # Odd sizes: the last batches have fillers, on one of the ranks nothing else.
+    validation, train, test = split(41, K, seed=1), split(150, K, seed=2), split(66, K, seed=3)
+    loaders = [part.loader(8, rank, world) for part in (train, test)]
+    return [
+        Validation("val", validation.loader(8, rank, world), Classification("sigmoid", 0.9, 0.01)),
+        FewShot("toy", *loaders, list("abcdefg"), shots=(1, 5)),
+        SharedL2FewShot("shared", [FewShot("toy", *loaders, list("abcdefg"), shots=(5,))], l2s=(1.0, 2.0**10)),
+    ]
+
+
+def failures(rank, world):
+    """Messages of data errors that only one rank can see for itself, or that only rank 0 looks for."""
+    mislabelled = split(41, K, seed=1)
+    mislabelled.labels[0] = K
+    data = split(41, K, seed=1).loader(8, rank, world)
+    bad = [
+        Validation("val", mislabelled.loader(8, rank, world), Classification("softmax")),
+        FewShot("toy", data, data, list("abcdefg"), shots=(40,)),
+    ]
+    messages = []
+    for evaluator in bad:
+        with pytest.raises(DataError) as error:
+            evaluate([evaluator], model(K))
+        messages.append(str(error.value))
+    return messages
+
+
+def worker(rank, world, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    report = [evaluate(evaluators(rank, world), model(K)), failures(rank, world)]
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+def test_two_ranks_equal_one(tmp_path):
+    mp.spawn(worker, args=(2, str(tmp_path)), nprocs=2)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    alone = evaluate(evaluators(0, 1), model(K))
+    assert first[0].pop("val/loss") == pytest.approx(alone.pop("val/loss"), rel=1e-9)
+    assert first[0] == alone
+    assert first[1] == failures(0, 1)

@@ -1,0 +1,80 @@
+"""Validation figures against a plain numpy computation, with fillers, ties, NaN and wrong labels."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from toy_split import Split, model, split
+
+from vitscale.errors import DataError
+from vitscale.evaluation import ModelOutputs, Validation, evaluate
+from vitscale.objectives import Classification
+
+SOFTMAX = Classification("softmax")
+
+
+def constant_logits(logits):
+    """A model that answers with the next rows of a matrix, whatever the image."""
+    position = 0
+
+    def predict(images):
+        nonlocal position
+        rows = torch.arange(position, position + len(images)).clamp(max=len(logits) - 1)
+        position += len(images)
+        return ModelOutputs(logits[rows], torch.zeros(len(images), 1))
+
+    return predict
+
+
+def blank(labels):
+    return Split(torch.zeros(len(labels), 4, 4, 3, dtype=torch.uint8), torch.tensor(labels), torch.arange(len(labels)))
+
+
+@pytest.mark.parametrize(("samples", "batch_size"), [(37, 8), (32, 8), (5, 64)])
+def test_accuracy_and_loss_equal_numpy(samples, batch_size):
+    data, predict = split(samples, 5 if samples < 7 else 7, seed=1), model(7)
+    logits, labels = predict(data.images).logits, data.labels
+    ranked = np.argsort(-logits.numpy(), axis=1)
+    found = dict(Validation("val", data.loader(batch_size), SOFTMAX).run(predict))
+    assert found["top1"] == np.mean(ranked[:, 0] == labels.numpy())
+    assert found["top5"] == np.mean((ranked[:, :5] == labels.numpy()[:, None]).any(axis=1))
+    assert found["loss"] == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-5)
+
+
+@pytest.mark.parametrize("num_classes", [2, 5])
+def test_no_top5_among_five_classes(num_classes):
+    data = split(20, num_classes, seed=2)
+    assert set(dict(Validation("val", data.loader(8), SOFTMAX).run(model(num_classes)))) == {"loss", "top1"}
+
+
+def test_equal_logits_are_one_answer_and_not_all():
+    found = dict(Validation("val", blank([0, 4, 5, 6]).loader(4), SOFTMAX).run(constant_logits(torch.zeros(4, 7))))
+    assert (found["top1"], found["top5"]) == (0.25, 0.5)
+
+
+def test_nan_is_a_wrong_answer():
+    logits = torch.eye(6)[torch.tensor([0, 1])]
+    logits[1, 1] = torch.nan
+    found = dict(Validation("val", blank([0, 1]).loader(2), SOFTMAX).run(constant_logits(logits)))
+    assert found["top1"] == 0.5 and np.isnan(found["loss"])
+
+
+@pytest.mark.parametrize("wrong", [-1, 7])
+def test_a_label_outside_the_classes_is_an_error(wrong):
+    data = split(20, 7, seed=3)
+    data.labels[4] = wrong
+    with pytest.raises(DataError, match=r"'val': 1 of 20 samples have a label outside 0\.\.6"):
+        dict(Validation("val", data.loader(8), SOFTMAX).run(model(7)))
+
+
+def test_an_empty_split_is_an_error():
+    with pytest.raises(DataError, match="no samples"):
+        dict(Validation("val", lambda: [], SOFTMAX).run(model(7)))
+
+
+def test_evaluate_prefixes_the_name():
+    data = split(20, 7, seed=3)
+    evaluators = [Validation(name, data.loader(8), SOFTMAX) for name in ("val", "minival")]
+    assert set(evaluate(evaluators, model(7))) == {
+        f"{name}/{metric}" for name in ("val", "minival") for metric in ("loss", "top1", "top5")
+    }

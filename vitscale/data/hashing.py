@@ -1,0 +1,37 @@
+"""Counter-based randomness: 64-bit hashes of small integers, the same on every machine and library version.
+
+NumPy reserves the right to change what its generators draw from one version to the next; sample order and augmentation
+must not change with it.
+"""
+
+import numpy as np
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser on uint64 values of any shape: a bijection of the 64-bit integers."""
+    z = values + _GOLDEN
+    z = (z ^ (z >> np.uint64(30))) * _FIRST
+    z = (z ^ (z >> np.uint64(27))) * _SECOND
+    return z ^ (z >> np.uint64(31))
+
+
+def combine(*parts: int) -> np.uint64:
+    """One 64-bit hash of several non-negative integers, in order."""
+    state = np.zeros(1, np.uint64)
+    for part in parts:
+        state = mix(state ^ np.array([part], np.uint64))
+    return state[0]
+
+
+def hashes(count: int, *parts: int) -> np.ndarray:
+    """uint64 (count,): the hash of `parts` and each of 0 .. count - 1."""
+    return mix(mix(np.arange(count, dtype=np.uint64)) ^ combine(*parts))
+
+
+def permutation(count: int, *parts: int) -> np.ndarray:
+    """A permutation of 0 .. count - 1 as a function of `parts`; int64 (count,)."""
+    return np.argsort(hashes(count, *parts), kind="stable")

@@ -1,0 +1,78 @@
+"""The evaluators that a recipe asks for, with loaders over their data sets."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from vitscale.data import EvalOrder, EvalTransform, Loader
+from vitscale.errors import DataError
+from vitscale.evaluation.classification import Validation
+from vitscale.evaluation.contract import Evaluator, MakeLoader
+from vitscale.evaluation.fewshot import PAPER_L2S, FewShot, SharedL2FewShot
+from vitscale.objectives import Classification
+from vitscale.recipe import EvalCrop, Recipe
+from vitscale.shards import Manifest
+
+
+def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 0, world: int = 1) -> list[Evaluator]:
+    """Evaluators of a model whose outputs are `class_names`, for one rank of `world`.
+
+    Raises `DataError` where a validation set's classes are not the model's.
+    """
+    evaluators: list[Evaluator] = []
+    settings = recipe.evaluation
+
+    def loader(manifest: Manifest, crop: EvalCrop) -> MakeLoader:
+        order = EvalOrder([shard.num_selected for shard in manifest.shards], settings.batch * world)
+        return lambda: Loader(
+            manifest,
+            order,
+            image_size=recipe.data.image_size,
+            transform=EvalTransform(crop.kind, crop.fraction),
+            rank=rank,
+            world=world,
+            threads=recipe.data.threads,
+            prefetch=recipe.data.prefetch,
+        )
+
+    if settings.validation is not None:
+        path = recipe.dataset_path(settings.validation)
+        manifest = Manifest.load(path)
+        check_class_names(path, manifest.class_names, class_names)
+        objective = Classification(recipe.objective.loss, recipe.objective.on, recipe.objective.off)
+        evaluators.append(Validation("validation", loader(manifest, recipe.data.eval_crop), objective))
+    if settings.fewshot is not None:
+        fewshot, tasks = settings.fewshot, []
+        for task in fewshot.tasks:
+            train = Manifest.load(recipe.dataset_path(task.train))
+            test_path = recipe.dataset_path(task.test)
+            test = Manifest.load(test_path)
+            check_class_names(test_path, test.class_names, train.class_names)
+            tasks.append(
+                FewShot(
+                    task.name if fewshot.l2 == "shared" else f"fewshot/{task.name}",
+                    loader(train, fewshot.crop),
+                    loader(test, fewshot.crop),
+                    train.class_names,
+                    shots=fewshot.shots,
+                    seeds=tuple(range(fewshot.seeds)),
+                    l2=PAPER_L2S[0] if fewshot.l2 == "shared" else fewshot.l2,
+                )
+            )
+        evaluators += [SharedL2FewShot("fewshot", tasks)] if fewshot.l2 == "shared" else tasks
+    return evaluators
+
+
+def check_class_names(dataset: Path, found: Sequence[str], expected: Sequence[str]) -> None:
+    """Raise `DataError` where a dataset's labels do not mean what the model's outputs mean."""
+    if tuple(found) == tuple(expected):
+        return
+    first = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), None)
+    difference = (
+        f"class {first} is {found[first]!r} here and {expected[first]!r} there"
+        if first is not None
+        else f"{len(found)} classes here and {len(expected)} there"
+    )
+    raise DataError(
+        f"{dataset}: its classes are not those it is evaluated against ({difference}); "
+        f"convert it with vitscale-convert --classes TRAINING_DATASET"
+    )

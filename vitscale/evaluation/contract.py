@@ -1,0 +1,74 @@
+"""The one contract between evaluators and whoever runs them.
+
+The runner (the trainer, or a stand-alone command) supplies `predict`; the evaluator brings its data and yields numbers.
+
+Every rank runs every evaluator and calls `predict` equally often: with ZeRO-3 a forward pass gathers parameters from
+all ranks, and one call more or less on some rank is a hang. Hence an evaluator never stops early on what it sees in
+its own batches; it raises after the ranks have compared notes, on all of them. All ranks yield the same numbers, so
+that decisions taken on them (keep the best, stop early) are the same everywhere.
+
+Shape legend: B batch, H W C image height, width, channels, D width of the representation, K classes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class ModelOutputs(NamedTuple):
+    """What a forward pass gives an evaluator, on any device and in any floating dtype.
+
+    `logits` (B, K); `pre_logits` (B, D), the representation before the tanh of the pre-training head.
+    """
+
+    logits: Tensor
+    pre_logits: Tensor
+
+
+class EvaluationBatch(Protocol):
+    """One rank's part of one batch; `vitscale.data` yields such batches, equally many on every rank.
+
+    Rows whose `mask` is False are fillers that make ranks equal; they count for nothing.
+    """
+
+    @property
+    def images(self) -> Tensor:
+        """(B, H, W, C) uint8."""
+
+    @property
+    def labels(self) -> Tensor:
+        """(B,) int64, -1 for none."""
+
+    @property
+    def uids(self) -> Tensor:
+        """(B,) int64, unique in the dataset."""
+
+    @property
+    def mask(self) -> Tensor:
+        """(B,) bool."""
+
+
+Predict = Callable[[Tensor], ModelOutputs]
+"""uint8 NHWC images on the host -> outputs. Moves, normalises, runs the model in evaluation mode, without gradients."""
+
+MakeLoader = Callable[[], Iterable[EvaluationBatch]]
+"""Begins one exact pass over a split: every sample once over all ranks."""
+
+
+class Evaluator(Protocol):
+    """Measures a model. `name` is unique within a run; metrics are reported as `<name>/<metric>`."""
+
+    @property
+    def name(self) -> str:
+        """For example `val`."""
+
+    def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
+        """Yield (metric name, value). Raises `DataError` on all ranks for data that cannot be evaluated."""
+
+
+def evaluate(evaluators: Sequence[Evaluator], predict: Predict) -> dict[str, float]:
+    """Run evaluators in order and collect `{"<evaluator>/<metric>": value}`."""
+    names = [evaluator.name for evaluator in evaluators]
+    assert len(set(names)) == len(names), f"evaluators share a name: {names}"
+    return {f"{evaluator.name}/{metric}": value for evaluator in evaluators for metric, value in evaluator.run(predict)}

@@ -1,0 +1,69 @@
+"""What evaluators need of other ranks. Without a process group there is one rank and nothing to do.
+
+Tensors stay on the device they come on, which has to be one that the process group's backend serves.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Result = TypeVar("Result")
+
+
+def world_size() -> int:
+    """Ranks that evaluate together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def reduce_sum(values: Tensor) -> Tensor:
+    """The sum of `values` over all ranks, on all of them."""
+    if world_size() > 1:
+        values = values.clone()
+        dist.all_reduce(values)
+    return values
+
+
+def gather_rows(*columns: Tensor) -> tuple[Tensor, ...] | None:
+    """Rows of all ranks, in rank order, in host memory of rank 0; None on the other ranks.
+
+    The columns of one rank have equally many rows; ranks may differ.
+    """
+    if world_size() == 1:
+        return tuple(column.cpu() for column in columns)
+    rows = columns[0].shape[0]
+    count = torch.tensor([rows], device=columns[0].device)
+    counts = [torch.empty_like(count) for _ in range(world_size())]
+    dist.all_gather(counts, count)
+    rows_by_rank = [int(other) for other in counts]
+    gathered = []
+    for column in columns:
+        # The backends exchange equal shapes only.
+        padded = column.new_zeros(max(1, *rows_by_rank), *column.shape[1:])
+        padded[:rows] = column
+        parts = [torch.empty_like(padded) for _ in rows_by_rank] if dist.get_rank() == 0 else None
+        dist.gather(padded, parts, dst=0)
+        if parts is not None:
+            gathered.append(torch.cat([part[:n] for part, n in zip(parts, rows_by_rank, strict=True)]).cpu())
+    return tuple(gathered) if dist.get_rank() == 0 else None
+
+
+def on_rank_zero(compute: Callable[[], Result]) -> Result:
+    """Run `compute` on rank 0 and return its result, or raise its exception, on every rank.
+
+    For work that would be repeated needlessly, and whose last bits might differ between devices.
+    """
+    if world_size() == 1:
+        return compute()
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = compute()
+        except Exception as error:  # the others wait in the broadcast: whatever it is, they must hear of it
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]

@@ -1,0 +1,74 @@
+"""Evaluating a checkpoint on its own, in one process, without the trainer."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import yaml
+
+from vitscale.checkpoint import CheckpointReader, CheckpointStore
+from vitscale.data import to_model_input
+from vitscale.errors import CheckpointError, RecipeError
+from vitscale.evaluation.build import build_evaluators
+from vitscale.evaluation.contract import ModelOutputs, evaluate
+from vitscale.models import ViT, build_model
+from vitscale.recipe import Recipe, override, validate_recipe
+
+
+def open_run(run_dir: Path, step: int | None = None) -> tuple[Recipe, CheckpointReader]:
+    """The recipe of a run and its newest checkpoint that verifies, or that of `step`.
+
+    Raises `RecipeError` where there is no run, `CheckpointError` where there is no such checkpoint.
+    """
+    saved = run_dir / "recipe.yaml"
+    if not saved.is_file():
+        raise RecipeError(f"{run_dir} is no run directory: there is no {saved.name} in it")
+    recipe = validate_recipe(yaml.safe_load(saved.read_text(encoding="utf-8")), str(saved))
+    store = CheckpointStore(run_dir / "checkpoints")
+    if step is None:
+        reader = store.newest(report=print)
+        if reader is None:
+            raise CheckpointError(f"{run_dir} has no checkpoint yet")
+        return recipe, reader
+    if step not in store.steps():
+        raise CheckpointError(f"{run_dir} has no checkpoint of step {step}; it has those of {store.steps()}")
+    return recipe, store.open(step)
+
+
+def load_model(recipe: Recipe, reader: CheckpointReader, device: torch.device) -> ViT:
+    """The model of a checkpoint in evaluation mode, in the precision that it was trained in."""
+    dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+    with torch.device("meta"):
+        model = build_model(recipe, len(reader.index.data["class_names"]))
+    reader.check_shapes({name: list(parameter.shape) for name, parameter in model.named_parameters()})
+    model = model.to(dtype).to_empty(device=device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(reader.parameter(name))
+    return model.eval()
+
+
+def evaluate_run(run_dir: Path, settings: Sequence[str] = (), step: int | None = None) -> tuple[int, dict[str, float]]:
+    """(step, metrics) of a checkpoint by the evaluators of its recipe.
+
+    Args:
+        run_dir: of the run.
+        settings: `a.b=c` overrides of the recipe, for example another `evaluation.validation`.
+        step: of the checkpoint; the newest one that verifies by default.
+    """
+    recipe, reader = open_run(run_dir, step)
+    recipe = override(recipe.dump(), settings, "the recipe of the run")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(recipe, reader, device)
+    dtype = next(model.parameters()).dtype
+
+    @torch.no_grad()
+    def predict(images: torch.Tensor) -> ModelOutputs:
+        seen: dict[str, torch.Tensor] = {}
+        logits = model(to_model_input(images, device, dtype), intermediates=seen)
+        return ModelOutputs(logits, seen["pre_logits"])
+
+    evaluators = build_evaluators(recipe, reader.index.data["class_names"])
+    if not evaluators:
+        raise RecipeError("the run's recipe has no evaluation; add one: --set evaluation.validation=DATASET")
+    return reader.index.step, evaluate(evaluators, predict)

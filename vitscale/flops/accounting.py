@@ -1,0 +1,32 @@
+"""From multiply-adds of one forward pass to the FLOPs of a run: the one convention behind every figure reported.
+
+It is the convention that reproduces the paper's corrected Table 6: two FLOPs a multiply-add, and a training step
+costs three forward passes (the backward pass computes gradients of inputs and of weights). Activation recomputation
+is not model FLOPs and is never counted.
+"""
+
+FLOPS_PER_MAC = 2
+FORWARD_PASSES_PER_TRAINING_STEP = 3
+
+
+def training_flops_per_image(macs: int) -> int:
+    """FLOPs of training on one image, given the MACs of its forward pass."""
+    return FORWARD_PASSES_PER_TRAINING_STEP * FLOPS_PER_MAC * macs
+
+
+def exaflops(macs: int, images: float) -> float:
+    """exaFLOPs (1e18) of training on `images` images, given the MACs of one forward pass."""
+    return training_flops_per_image(macs) * images / 1e18
+
+
+def mfu(images_per_s: float, macs: int, num_devices: int, peak: float | None) -> float | None:
+    """Model FLOPs utilisation, a fraction: what the model needs over what the devices could do.
+
+    Args:
+        images_per_s: of all devices together.
+        macs: of one forward pass of one image, padding counted.
+        peak: FLOP/s of one device (`hardware.peak_flops`). None, an unknown device, has no utilisation: None.
+    """
+    if peak is None:
+        return None
+    return training_flops_per_image(macs) * images_per_s / (num_devices * peak)

@@ -1,0 +1,164 @@
+"""The ranks of a run: who we are, how we talk, and how we end."""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vitscale.errors import RecipeError
+from vitscale.evaluation.distributed import on_rank_zero
+
+_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_STALE_LOCK_SECONDS = 1800
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the ranks of a run."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes and prints for all."""
+        return self.rank == 0
+
+
+def launched_rank() -> int:
+    """The rank that the launcher gave us, known before any process group exists; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def read_environment() -> tuple[int, int, int]:
+    """(rank, world size, local rank) from what launched us; one rank where nothing did.
+
+    Raises `RecipeError` naming what is missing where the environment is half set.
+    """
+    present = [name for name in _LAUNCH_VARIABLES if name in os.environ]
+    if not {"RANK", "WORLD_SIZE"} & set(present):
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+    elif len(present) < len(_LAUNCH_VARIABLES):
+        missing = [name for name in _LAUNCH_VARIABLES if name not in present]
+        raise RecipeError(
+            f"the launch environment is half set: {', '.join(present)} without {', '.join(missing)}; start with "
+            f"deepspeed, torchrun or plain python, or set all of them"
+        )
+    try:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    except ValueError:
+        values = {name: os.environ[name] for name in _LAUNCH_VARIABLES[:3]}
+        raise RecipeError(f"the launch environment should hold whole numbers, but holds {values}") from None
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def start(timeout: timedelta = timedelta(minutes=10)) -> World:
+    """Join the process group: NCCL on CUDA devices, gloo on CPUs.
+
+    Raises `RecipeError` for a half-set environment, more local ranks than devices, or a stale build lock.
+    """
+    import deepspeed
+
+    rank, size, local_rank = read_environment()
+    refuse_stale_build_locks()
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise RecipeError(
+                f"local rank {local_rank} has no device: this machine has {torch.cuda.device_count()} CUDA devices; "
+                f"start at most one rank a device"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        backend = "nccl"
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+        # Without it DeepSpeed compiles a shared-memory operator inside init_distributed, and hangs on a stale lock.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if "OMP_NUM_THREADS" not in os.environ or os.environ.get("OMP_NUM_THREADS") == "1":
+            local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", str(size))))
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+    deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
+    return World(rank, size, local_rank, device)
+
+
+def set_timeout_everywhere(timeout: timedelta = timedelta(minutes=10)) -> None:
+    """Give every process group the time-out: DeepSpeed makes groups of its own, with a default of 30 minutes."""
+    from torch.distributed import distributed_c10d
+
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def refuse_stale_build_locks() -> None:
+    """Raise `RecipeError` where a killed build of a torch extension left a lock: later starts would wait forever."""
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+    for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
+        age = time.time() - lock.stat().st_mtime
+        if age > _STALE_LOCK_SECONDS:
+            raise RecipeError(
+                f"{lock}: a lock of a build that began {age / 3600:.1f} hours ago; a killed build leaves it behind, "
+                f"and whatever needs that build waits for it forever. If none is running: rm {lock}"
+            )
+
+
+def gather(value: Any) -> list:
+    """One object of every rank, in rank order, on every rank."""
+    values: list = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def on_main(work: Callable[[], None]) -> None:
+    """Run on rank 0 what writes files for all; a failure there is a `RecipeError` on every rank, so nobody waits."""
+
+    def guarded() -> None:
+        try:
+            work()
+        except OSError as error:
+            raise RecipeError(f"{error.filename or 'a file'} cannot be written: {error.strerror or error}") from None
+
+    on_rank_zero(guarded)
+
+
+def gather_numbers(world: World, numbers: Sequence[float]) -> torch.Tensor:
+    """float64 (ranks, len(numbers)) on the CPU, of every rank's numbers."""
+    own = torch.tensor(numbers, dtype=torch.float64, device=world.device)
+    rows = [torch.empty_like(own) for _ in range(world.size)]
+    dist.all_gather(rows, own)
+    return torch.stack(rows).cpu()
+
+
+def sum_integers(world: World, value: int) -> int:
+    """Sum over the ranks modulo 2^64 of unsigned integers."""
+    signed = value - 2**64 if value >= 2**63 else value
+    total = torch.tensor(signed, dtype=torch.int64, device=world.device)
+    dist.all_reduce(total)
+    return int(total.item()) % 2**64
+
+
+def finish(code: int) -> None:
+    """End this rank at once with `code`.
+
+    Leaving through the interpreter lets library threads abort a process that has finished its work (seen with gloo),
+    so that a good run would report a bad code.
+    """
+    if dist.is_initialized() and code == 0:
+        dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,199 @@
+"""DeepSpeed, set up so that nothing about it changes what a recipe says.
+
+The configuration is derived from the recipe; a `deepspeed:` block may add to it, and contradicting it is an error.
+DeepSpeed's defaults that change results are set here, each with its reason.
+"""
+
+import difflib
+import logging
+import re
+import warnings
+from typing import Any
+
+import deepspeed
+import pydantic
+import torch
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from torch import nn
+
+from vitscale.errors import RecipeError
+from vitscale.recipe import AdamW, Recipe
+
+# What a `deepspeed:` block may hold: DeepSpeed itself accepts any unknown top-level key without a word.
+_TOP_LEVEL_KEYS = (
+    "activation_checkpointing",
+    "aio",
+    "bf16",
+    "comms_logger",
+    "communication_data_type",
+    "compile",
+    "data_types",
+    "disable_allgather",
+    "dump_state",
+    "flops_profiler",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "gradient_predivide_factor",
+    "memory_breakdown",
+    "prescale_gradients",
+    "seq_parallel_communication_data_type",
+    "steps_per_print",
+    "timers",
+    "torch_autocast",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "wall_clock_breakdown",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "zero_optimization",
+)
+
+
+def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
+    """The DeepSpeed configuration of a recipe on a world of this size.
+
+    Raises `RecipeError` where the recipe's `deepspeed:` block holds an unknown key or contradicts the recipe.
+    """
+    micro, accumulation = recipe.batch.split(world_size)
+    stage = recipe.parallelism.zero_stage
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        # Its replacement for a linear layer rounds differently from every other stage.
+        zero["memory_efficient_linear"] = False
+    if recipe.parallelism.offload == "optimizer":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    config: dict[str, Any] = {
+        "train_batch_size": recipe.batch.global_size,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+        # Stage 0 in fp32 has neither a norm nor a check of its own: the trainer does both.
+        "gradient_clipping": 0.0 if is_plain(recipe) else recipe.optimizer.clip_norm or 0.0,
+        "zero_optimization": zero,
+        # The optimizer is torch's, on every stage and device: one definition of AdamW, and no operator to compile.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31,
+    }
+    if recipe.precision == "bf16":
+        # A non-finite gradient must not reach the weights. DeepSpeed then skips the step in silence; the trainer looks.
+        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        config["communication_data_type"] = recipe.parallelism.reduce_dtype
+        if stage > 0 and accumulation > 1:
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
+    config = _add(config, recipe.deepspeed)
+    if recipe.deepspeed:
+        _check_blocks(config)
+    return config
+
+
+def is_plain(recipe: Recipe) -> bool:
+    """Whether DeepSpeed leaves the torch optimizer as it is: stage 0 in fp32."""
+    return recipe.parallelism.zero_stage == 0 and recipe.precision == "fp32"
+
+
+def _add(config: dict[str, Any], extra: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    merged = dict(config)
+    for key, value in extra.items():
+        path = f"{prefix}{key}"
+        if not prefix and key not in _TOP_LEVEL_KEYS:
+            near = difflib.get_close_matches(key, _TOP_LEVEL_KEYS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(_TOP_LEVEL_KEYS)}"
+            raise RecipeError(f"deepspeed.{path}: DeepSpeed has no such key; {hint}")
+        current = merged.get(key)
+        if isinstance(current, dict) and isinstance(value, dict):
+            merged[key] = _add(current, value, f"{path}.")
+        elif key in merged and current != value:
+            raise RecipeError(
+                f"deepspeed.{path}: {value!r} contradicts the recipe, from which {current!r} follows; "
+                f"change the recipe's own field instead"
+            )
+        else:
+            merged[key] = value
+    return merged
+
+
+def _check_blocks(config: dict[str, Any]) -> None:
+    """DeepSpeed's own check of the blocks it has a schema for, as one readable error."""
+    for block, schema in (("zero_optimization", DeepSpeedZeroConfig), ("bf16", DeepSpeedBF16Config)):
+        try:
+            schema(**config.get(block, {}))
+        except pydantic.ValidationError as error:
+            details = error.errors()[0]
+            key = ".".join(map(str, ("deepspeed", block, *details["loc"])))
+            raise RecipeError(f"{key}: {details['input']!r}: {details['msg']}") from None
+
+
+def build_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    """torch's optimizer over two groups: parameters that are decayed, and those that `decay_exclude` finds.
+
+    The learning rate is 0 until the trainer sets it before each step: DeepSpeed makes some of its state by a step with
+    zero gradients, which must not decay the weights.
+
+    Raises `RecipeError` for an expression that is not one, or that finds no parameter.
+    """
+    settings = recipe.optimizer
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        (plain if _is_excluded(name, settings.decay_exclude) else decayed).append(parameter)
+    if settings.decay_exclude is not None and not plain:
+        raise RecipeError(f"optimizer.decay_exclude: {settings.decay_exclude!r} finds none of the model's parameters")
+    groups = [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in ((decayed, settings.weight_decay), (plain, 0.0))
+        if parameters
+    ]
+    if isinstance(settings, AdamW):
+        # Offloaded state lives on the CPU, whatever the device: `fused` works on both.
+        betas = (settings.betas[0], settings.betas[1])
+        return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=settings.eps, fused=True)
+    return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=True)
+
+
+def _is_excluded(name: str, pattern: str | None) -> bool:
+    try:
+        return pattern is not None and re.search(pattern, name) is not None
+    except re.error as error:
+        raise RecipeError(f"optimizer.decay_exclude: {pattern!r} is not a regular expression: {error}") from None
+
+
+def build_engine(recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> Any:
+    """A DeepSpeed engine around a model. Its values are still unset: `fragments.load` gives them."""
+    _quieten()
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=build_optimizer(recipe, model), config=config, dist_init_required=False
+    )
+    return engine
+
+
+def _quieten() -> None:
+    """Errors and warnings pass; what DeepSpeed prints of its own progress does not."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+    deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *arguments, **options: None
+
+
+class Fp32Accumulation:
+    """Sums the micro-batches' gradients in fp32 under stage 0 with bf16, where DeepSpeed sums them in bf16.
+
+    Each parameter's gradient is taken out after every micro-batch, and the sum is put in its place after the last one,
+    before DeepSpeed reduces it over the ranks.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter in engine.module.parameters():
+            parameter.register_post_accumulate_grad_hook(self._take)
+
+    def _take(self, parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        if parameter not in self._sums:
+            self._sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
+        total = self._sums[parameter].add_(parameter.grad)
+        if self._engine.is_gradient_accumulation_boundary():
+            parameter.grad.copy_(total)
+            total.zero_()
+        else:
+            parameter.grad = None

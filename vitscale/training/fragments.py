@@ -1,0 +1,176 @@
+"""One way in and out of DeepSpeed's optimizers: fragments of fp32 masters and moments, for every ZeRO stage.
+
+A rank of ZeRO 1 and 2 owns a slice of one long vector of all parameters, of ZeRO 3 an equal share of each parameter; in
+stage 0 every rank holds everything, and the parameters are dealt out for saving. Nothing is gathered. The attributes
+read here are DeepSpeed 0.19's; `pyproject.toml` pins it for that reason.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vitscale.checkpoint import MASTER, Fragment
+
+Source = Callable[[str, str, int, int], Tensor]
+"""(kind, parameter, start, length) -> the 1-D fp32 values of that piece."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of one parameter in this rank's optimizer: elements [start, start + length), at `offset` of `flat`."""
+
+    name: str
+    start: int
+    length: int
+    flat: Tensor
+    offset: int
+
+    def view(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().view(-1).narrow(0, self.offset, self.length)
+
+
+def shapes(engine: Any) -> dict[str, list[int]]:
+    """Whole shapes of the parameters by name, in the model's order, under ZeRO 3 too."""
+    return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()}
+
+
+def owned(engine: Any, rank: int, world_size: int) -> list[Fragment]:
+    """What this rank saves: over all ranks every element of every parameter exactly once. Tensors are views."""
+    state = _base_optimizer(engine).state
+    kinds = moment_kinds(engine)
+    pieces = list(_pieces(engine))
+    if _is_replicated(engine):
+        pieces = pieces[rank::world_size]
+    return [
+        Fragment(
+            piece.name,
+            piece.start,
+            {MASTER: piece.view(piece.flat)} | {kind: piece.view(state[piece.flat][kind]) for kind in kinds},
+        )
+        for piece in pieces
+    ]
+
+
+@torch.no_grad()
+def load(engine: Any, source: Source, *, optimizer_steps: int) -> None:
+    """Give the engine its masters, moments and low-precision weights; all ranks call it together.
+
+    With `optimizer_steps` 0 the moments are zero and only masters are read from `source`. DeepSpeed may have made
+    optimizer state by a step of its own with zero gradients: whatever it holds is overwritten, the step count too.
+    """
+    if _wrapper(engine) == "DeepSpeedZeroOptimizer_Stage3":
+        engine.optimizer._partition_all_parameters()
+    _create_state(engine, optimizer_steps)
+    state = _base_optimizer(engine).state
+    for piece in _pieces(engine):
+        piece.view(piece.flat).copy_(source(MASTER, piece.name, piece.start, piece.length))
+        if optimizer_steps:
+            for kind in moment_kinds(engine):
+                piece.view(state[piece.flat][kind]).copy_(source(kind, piece.name, piece.start, piece.length))
+    _refresh_weights(engine)
+
+
+def moment_kinds(engine: Any) -> list[str]:
+    """The tensors that the optimizer keeps for each parameter."""
+    base = _base_optimizer(engine)
+    if isinstance(base, torch.optim.SGD):
+        return ["momentum_buffer"] if base.param_groups[0]["momentum"] else []
+    return ["exp_avg", "exp_avg_sq"]
+
+
+def _wrapper(engine: Any) -> str:
+    return type(engine.optimizer).__name__
+
+
+def _base_optimizer(engine: Any) -> torch.optim.Optimizer:
+    optimizer = engine.optimizer
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
+
+
+def _is_replicated(engine: Any) -> bool:
+    return _wrapper(engine) in ("AdamW", "SGD", "FP16_UnfusedOptimizer")
+
+
+def _flats(engine: Any) -> list[Tensor]:
+    """The fp32 tensors that the torch optimizer updates, hence the keys of its state."""
+    if _wrapper(engine) == "DeepSpeedZeroOptimizer_Stage3":
+        return list(engine.optimizer.fp32_partitioned_groups_flat)  # the torch groups are empty between steps
+    return [tensor for group in _base_optimizer(engine).param_groups for tensor in group["params"]]
+
+
+def _create_state(engine: Any, optimizer_steps: int) -> None:
+    state = _base_optimizer(engine).state
+    has_step = isinstance(_base_optimizer(engine), torch.optim.AdamW)
+    for flat in _flats(engine):
+        of_flat = state[flat]
+        if has_step:
+            of_flat["step"] = torch.tensor(float(optimizer_steps), dtype=torch.float32, device=flat.device)
+        for kind in moment_kinds(engine):
+            if of_flat.get(kind) is None:
+                of_flat[kind] = torch.zeros_like(flat.detach())
+            else:
+                of_flat[kind].zero_()  # padding between and behind the parameters too
+    if _wrapper(engine) in ("BF16_Optimizer", "DeepSpeedZeroOptimizer"):
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _pieces(engine: Any) -> Iterator[_Piece]:
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    optimizer = engine.optimizer
+    match _wrapper(engine):
+        case "AdamW" | "SGD":
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield _Piece(names[parameter], 0, parameter.numel(), parameter, 0)
+        case "FP16_UnfusedOptimizer":
+            for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+                for weight, master in zip(weights, masters, strict=True):
+                    yield _Piece(names[weight], 0, master.numel(), master, 0)
+        case "BF16_Optimizer":
+            for group, flat in zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True):
+                for weight in group:
+                    if (mapping := weight._hp_mapping) is not None:
+                        place, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+                        yield _Piece(names[weight], place.start, place.numel, flat, there.start)
+        case "DeepSpeedZeroOptimizer":
+            # Not by `_hp_mapping`, which names the wrong places when DeepSpeed has re-ordered the parameters.
+            for index, flat in enumerate(optimizer.single_partition_of_fp32_groups):
+                size = optimizer.partition_size[index]
+                low = size * dist.get_rank(optimizer.real_dp_process_group[index])
+                group, places = optimizer.round_robin_bit16_groups[index], optimizer.round_robin_bit16_offsets[index]
+                for weight, at in zip(group, places, strict=True):
+                    begin, end = max(at, low), min(at + weight.numel(), low + size)
+                    if begin < end:
+                        yield _Piece(names[weight], begin - at, end - begin, flat, begin - low)
+        case "DeepSpeedZeroOptimizer_Stage3":
+            for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+                for weight in group:
+                    _, offset, size = optimizer.grad_position[optimizer.get_param_id(weight)]
+                    start = size * weight.ds_zero_partition_rank
+                    length = min(size, weight.ds_numel - start)
+                    if length > 0:  # the last ranks of a small parameter hold padding only
+                        yield _Piece(names[weight], start, length, flat, offset)
+        case other:
+            raise TypeError(f"no way to the fragments of DeepSpeed's {other}")
+
+
+def _refresh_weights(engine: Any) -> None:
+    """Low-precision weights from the masters, on every rank."""
+    optimizer = engine.optimizer
+    match _wrapper(engine):
+        case "FP16_UnfusedOptimizer":
+            for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+                for weight, master in zip(weights, masters, strict=True):
+                    weight.data.copy_(master.data)
+        case "BF16_Optimizer" | "DeepSpeedZeroOptimizer":
+            optimizer.update_lp_params()
+        case "DeepSpeedZeroOptimizer_Stage3":
+            for group in range(len(optimizer.fp16_groups)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(group)
+            if optimizer.persistent_parameters:
+                optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+            optimizer.invalidate_secondary_tensor()

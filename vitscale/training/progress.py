@@ -1,0 +1,82 @@
+"""How far a run is, for people: one live line at a terminal, a plain line now and then elsewhere."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+PLAIN_INTERVAL_S = 30.0
+
+
+class TrainingProgress:
+    """Shows step, loss, learning rate, images/s and the time left; rank 0 alone has one. A context manager.
+
+    The time left comes from the mean pace since the first report of this process, evaluations and checkpoints
+    included and start-up and compilation not.
+
+    Args:
+        total_steps: of the whole run.
+        console: where to write; None is standard output.
+        clock: seconds from an arbitrary start.
+    """
+
+    def __init__(
+        self, total_steps: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._total = total_steps
+        self._console = console or Console()
+        self._clock = clock
+        self._first: tuple[int, float] | None = None  # step and time of the first report
+        self._last_line = 0.0
+        self._live: Progress | None = None
+        if self._console.is_terminal:
+            steps = TextColumn("step {task.completed:,.0f}/{task.total:,.0f}")
+            self._live = Progress(steps, BarColumn(), TextColumn("{task.description}"), console=self._console)
+            self._task = self._live.add_task("starting", total=total_steps)
+
+    def __enter__(self) -> "TrainingProgress":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, step: int, *, loss: float, lr: float, images_per_s: float) -> None:
+        """Report after `step` updates. Without a terminal this prints at most every 30 seconds, and at the end."""
+        now = self._clock()
+        if self._first is None:
+            self._first = (step, now)
+            self._last_line = now - PLAIN_INTERVAL_S
+        status = f"loss {loss:.4f}  lr {lr:.2e}  {images_per_s:,.1f} images/s  ETA {self._time_left(step, now)}"
+        if self._live is not None:
+            self._live.update(self._task, completed=step, description=status)
+        elif step >= self._total or now - self._last_line >= PLAIN_INTERVAL_S:
+            self._last_line = now
+            self._plain(f"step {step:,}/{self._total:,}  {status}")
+
+    def note(self, message: str) -> None:
+        """Print a line, above the live one where there is one."""
+        if self._live is not None:
+            self._live.console.print(message, markup=False, highlight=False)
+        else:
+            self._plain(message)
+
+    def _plain(self, line: str) -> None:
+        # soft_wrap: a log line stays one line, whatever width rich assumes of a file.
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _time_left(self, step: int, now: float) -> str:
+        assert self._first is not None
+        first_step, start = self._first
+        if step >= self._total:
+            return "0:00:00"
+        if step == first_step:
+            return "-"
+        return str(timedelta(seconds=round((self._total - step) * (now - start) / (step - first_step))))

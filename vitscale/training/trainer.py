@@ -1,0 +1,466 @@
+"""The trainer: one recipe, one run directory, from the first step or the last checkpoint to the end.
+
+It reads from top to bottom: set-up, data, model, checkpoint, step, evaluation, loop. The step is the only clock:
+learning rate, samples, augmentation, dropout, evaluation and checkpoint times are functions of (recipe, seed, step).
+"""
+
+import contextlib
+import json
+import math
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import deepspeed
+import torch
+import xxhash
+import yaml
+
+import vitscale
+from vitscale.checkpoint import CheckpointStore, Index
+from vitscale.data import ORDER_VERSION, Batch, Loader, TrainOrder, TrainTransform, to_model_input
+from vitscale.errors import CheckpointError, DataError, NonFiniteError, RecipeError
+from vitscale.evaluation import ModelOutputs, build_evaluators, evaluate
+from vitscale.flops import accounting, hardware
+from vitscale.flops.vit import recipe_macs
+from vitscale.models import ViT, build_model, initial_value
+from vitscale.objectives import Classification
+from vitscale.recipe import Duration, Recipe, differences, validate_recipe
+from vitscale.shards import Manifest
+from vitscale.training import distributed, fragments
+from vitscale.training.engine import Fp32Accumulation, build_engine, derive_config, is_plain
+from vitscale.training.metrics import MetricsWriter
+from vitscale.training.progress import TrainingProgress
+from vitscale.training.schedule import learning_rate
+
+RECIPE_FILE = "recipe.yaml"
+DONE_FILE = "DONE"
+CHECKPOINTS = "checkpoints"
+
+
+# ---- The run directory -----------------------------------------------------------------------------------------------
+
+
+def check_run_dir(recipe: Recipe, run_dir: Path) -> str | None:
+    """What a finished run says of itself, or None where there is something to train.
+
+    Raises `RecipeError` where the directory belongs to a run of another recipe.
+    """
+    saved = run_dir / RECIPE_FILE
+    if saved.exists():
+        old = validate_recipe(yaml.safe_load(saved.read_text(encoding="utf-8")), str(saved))
+        changed = differences(old.dump(), recipe.dump())
+        if changed:
+            raise RecipeError(
+                f"{run_dir} holds a run of another recipe:\n"
+                + "\n".join(f"  {line}" for line in changed)
+                + "\nUse another --run-dir, or the recipe that this run began with"
+            )
+    done = run_dir / DONE_FILE
+    return done.read_text(encoding="utf-8") if done.exists() else None
+
+
+class Trainer:
+    """One run. Construct it on every rank, then `run`.
+
+    Raises `RecipeError`, `DataError`, `CheckpointError` or `NonFiniteError` for what a person can mend.
+    """
+
+    # ---- Set-up ------------------------------------------------------------------------------------------------------
+
+    def __init__(self, recipe: Recipe, run_dir: Path, world: distributed.World) -> None:
+        self.recipe = recipe
+        self.run_dir = run_dir
+        self.world = world
+        self.config = derive_config(recipe, world.size)
+        self.micro_batch, self.accumulation = recipe.batch.split(world.size)
+        self.dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+        self.objective = Classification(recipe.objective.loss, recipe.objective.on, recipe.objective.off)
+        self.progress: TrainingProgress | None = None
+        self.gradient_norm = math.nan
+        self._set_up_data()
+        self._set_up_model()
+        self.evaluators = build_evaluators(recipe, self.manifest.class_names, rank=world.rank, world=world.size)
+        distributed.set_timeout_everywhere()
+        distributed.on_main(self._write_recipe)
+        self._restore()
+
+    def _write_recipe(self) -> None:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        aside = self.run_dir / f".{RECIPE_FILE}"
+        aside.write_text(yaml.safe_dump(self.recipe.dump(), sort_keys=False), encoding="utf-8")
+        aside.replace(self.run_dir / RECIPE_FILE)
+
+    def _say(self, message: str) -> None:
+        if self.world.is_main:
+            if self.progress is not None:
+                self.progress.note(message)
+            else:
+                print(message, flush=True)
+
+    # ---- Data --------------------------------------------------------------------------------------------------------
+
+    def _set_up_data(self) -> None:
+        path = self.recipe.dataset_path(self.recipe.data.train)
+        self.manifest = Manifest.load(path)
+        named = len(self.manifest.class_names)
+        self.num_classes = self.recipe.model.num_classes or named
+        if self.num_classes != named:
+            raise DataError(
+                f"{path} names {named} classes, the recipe's model.num_classes is {self.num_classes}; "
+                f"leave it out to take the dataset's"
+            )
+        if self.objective.loss == "softmax" and self.num_classes < 2:
+            raise DataError(f"{path}: softmax needs at least two classes, the dataset names {named}")
+        batch = self.recipe.batch.global_size
+        samples = [shard.num_selected for shard in self.manifest.shards]
+        self.order = TrainOrder(samples, batch, self.recipe.seed)
+        self.total_steps = self._steps(self.recipe.schedule.duration)
+        if self.total_steps < 1:
+            raise RecipeError(f"schedule.duration is less than one step of {batch} samples")
+
+    def _steps(self, duration: Duration) -> int:
+        return duration.to_steps(self.manifest.num_samples, self.recipe.batch.global_size)
+
+    def _is_due(self, every: Duration | None, step: int) -> bool:
+        return every is not None and step % max(1, self._steps(every)) == 0
+
+    def _open_loader(self, stop_step: int) -> Loader:
+        data = self.recipe.data
+        (area_low, area_high), (aspect_low, aspect_high) = data.crop.area, data.crop.aspect
+        return Loader(
+            self.manifest,
+            self.order,
+            image_size=data.image_size,
+            transform=TrainTransform((area_low, area_high), (aspect_low, aspect_high), data.flip),
+            rank=self.world.rank,
+            world=self.world.size,
+            seed=self.recipe.seed,
+            threads=data.threads,
+            prefetch=data.prefetch,
+            start_step=self.step,
+            stop_step=stop_step,
+            digest=self.recipe.logging.batch_digest,
+        )
+
+    # ---- Model -------------------------------------------------------------------------------------------------------
+
+    def _set_up_model(self) -> None:
+        if self.recipe.parallelism.zero_stage == 3:
+            # Each parameter is divided among the ranks as it is made: no rank ever holds the whole model.
+            with deepspeed.zero.Init(config_dict_or_path=self.config):
+                model = build_model(self.recipe, self.num_classes)
+        else:
+            model = build_model(self.recipe, self.num_classes).to(self.world.device, self.dtype)
+        self.engine = build_engine(self.recipe, model, self.config)
+        if self.recipe.parallelism.zero_stage == 0 and self.recipe.precision == "bf16" and self.accumulation > 1:
+            Fp32Accumulation(self.engine)
+        self.macs = sum(recipe_macs(self.recipe, self.num_classes).values())
+        self.peak_flops = None
+        if self.world.device.type == "cuda" and self.recipe.precision == "bf16":
+            self.peak_flops = hardware.peak_flops(torch.cuda.get_device_name(), "bf16")
+
+    # ---- Checkpoint --------------------------------------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        """Continue from the newest checkpoint that verifies, or begin with the initial weights."""
+        self.store = CheckpointStore(self.run_dir / CHECKPOINTS, rank=self.world.rank, gather=distributed.gather)
+        reader = self.store.newest(lambda problem: self._say(f"WARNING: {problem}"))
+        self.selection: dict[str, Any] = {"best": None, "best_step": None, "without_better": 0}
+        if reader is None:
+            whole = fragments.shapes(self.engine)
+            fragments.load(self.engine, _InitialValues(self.engine.module, whole, self.recipe.seed), optimizer_steps=0)
+            self.step = 0
+            return
+        self._check_same_data(reader.index)
+        reader.check_shapes(fragments.shapes(self.engine))
+        fragments.load(self.engine, reader.read, optimizer_steps=reader.index.optimizer_steps)
+        self.step = reader.index.step
+        self.selection = reader.index.selection
+        self._say(f"resumed from {reader.folder} at step {self.step:,} of {self.total_steps:,}")
+
+    def _data_identity(self) -> dict[str, Any]:
+        return {
+            "manifest_sha256": self.manifest.sha256,
+            "num_samples": self.manifest.num_samples,
+            "order_version": ORDER_VERSION,
+            "segments": self.order.segments,
+            "class_names": list(self.manifest.class_names),
+        }
+
+    def _check_same_data(self, index: Index) -> None:
+        now = self._data_identity()
+        changed = [key for key in now if index.data.get(key) != now[key]]
+        if changed:
+            raise CheckpointError(
+                f"{self.store.root}: this run began on other data: {', '.join(changed)} of "
+                f"{self.recipe.dataset_path(self.recipe.data.train)} differ from the checkpoint's. Point data.root at "
+                f"the dataset that it began with, or start over in another --run-dir"
+            )
+
+    def _save(self) -> None:
+        index = Index(
+            step=self.step,
+            world_size=self.world.size,
+            shapes=fragments.shapes(self.engine),
+            kinds=["master", *fragments.moment_kinds(self.engine)],
+            optimizer_steps=self.step,
+            recipe=self.recipe.dump(),
+            data=self._data_identity(),
+            versions={
+                "vitscale": vitscale.__version__,
+                "torch": torch.__version__,
+                "deepspeed": deepspeed.__version__,
+                "python": platform.python_version(),
+            },
+            selection=self.selection,
+        )
+        self.store.save(index, fragments.owned(self.engine, self.world.rank, self.world.size))
+        if self.selection["best_step"] == self.step:
+            assert self.recipe.selection is not None
+            self.store.mark_best(self.step, self.recipe.selection.metric, self.selection["best"])
+        self.store.retain(self.recipe.checkpoint.keep)
+
+    # ---- Step --------------------------------------------------------------------------------------------------------
+
+    def _train_step(self, batch: Batch) -> tuple[torch.Tensor, float]:
+        """One update on one global batch: (this rank's sum of losses, learning rate)."""
+        rate = self._learning_rate(self.step)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+        loss_sum = torch.zeros((), device=self.world.device)
+        # DeepSpeed averages over ranks and micro-batches: with this factor the gradient is that of the global mean.
+        scale = self.world.size * self.accumulation / self.recipe.batch.global_size
+        for micro_step in range(self.accumulation):
+            rows = slice(micro_step * self.micro_batch, (micro_step + 1) * self.micro_batch)
+            labels = batch.labels[rows].to(self.world.device, non_blocking=True)
+            self._seed_dropout(micro_step)
+            logits = self.engine(to_model_input(batch.images[rows], self.world.device, self.dtype))
+            losses = self.objective.per_sample_loss(logits, labels)
+            loss_sum += losses.detach().sum()
+            self.engine.backward(losses.sum() * scale)
+            if is_plain(self.recipe) and micro_step == self.accumulation - 1:
+                self._clip_plain(batch, loss_sum)
+            self.engine.step()
+        if not is_plain(self.recipe):
+            self.gradient_norm = float(self.engine.get_global_grad_norm())
+            # DeepSpeed skips an update with a non-finite gradient without a word.
+            if self.engine.skipped_steps or not math.isfinite(self.gradient_norm):
+                self._refuse_non_finite(batch, loss_sum)
+        return loss_sum, rate
+
+    def _clip_plain(self, batch: Batch, loss_sum: torch.Tensor) -> None:
+        """Norm, check and clipping of the averaged gradients, where DeepSpeed has none: stage 0 in fp32."""
+        limit = self.recipe.optimizer.clip_norm or math.inf
+        self.gradient_norm = float(torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), limit))
+        if not math.isfinite(self.gradient_norm):
+            self._refuse_non_finite(batch, loss_sum)
+
+    def _learning_rate(self, step: int) -> float:
+        schedule = self.recipe.schedule
+        return learning_rate(
+            step,
+            base=self.recipe.optimizer.lr,
+            total=self.total_steps,
+            warmup=self._steps(schedule.warmup),
+            decay=schedule.decay,
+            end=schedule.end_lr,
+            boundaries=[self._steps(boundary) for boundary in schedule.boundaries],
+            factor=schedule.factor,
+        )
+
+    def _seed_dropout(self, micro_step: int) -> None:
+        """Dropout is a function of (seed, step, rank, micro-step), so that it needs no state in a checkpoint."""
+        if self.recipe.model.dropout:
+            key = f"{self.recipe.seed}:{self.step}:{self.world.rank}:{micro_step}"
+            torch.manual_seed(xxhash.xxh64_intdigest(key.encode()) >> 1)
+
+    def _refuse_non_finite(self, batch: Batch, loss_sum: torch.Tensor) -> NoReturn:
+        state = "finite" if bool(torch.isfinite(loss_sum)) else "not finite"
+        raise NonFiniteError(
+            f"step {self.step + 1}: the gradient is not finite (norm {self.gradient_norm}, learning rate "
+            f"{self._learning_rate(self.step):.3g}). The loss of rank {self.world.rank} is {state}; the uids of its "
+            f"samples begin with {batch.uids[:8].tolist()}. Nothing of this step was saved: the newest checkpoint is "
+            f"that of step {max(self.store.steps(), default=0)}. Lower optimizer.lr or set optimizer.clip_norm"
+        )
+
+    # ---- Evaluation --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _predict(self, images: torch.Tensor) -> ModelOutputs:
+        seen: dict[str, torch.Tensor] = {}
+        logits = self.engine(to_model_input(images, self.world.device, self.dtype), intermediates=seen)
+        return ModelOutputs(logits, seen["pre_logits"])
+
+    def _evaluate(self) -> dict[str, float]:
+        if not self.evaluators:
+            return {}
+        self.engine.eval()
+        values = evaluate(self.evaluators, self._predict)
+        self.engine.train()
+        if self.world.is_main:
+            self.metrics.evaluation(self.step, values)
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+            self._say(f"step {self.step:,}  {shown}")
+        return values
+
+    def _select(self, values: dict[str, float]) -> bool:
+        """Note whether this is the best step so far; whether training should end for want of a better one."""
+        rule = self.recipe.selection
+        if rule is None:
+            return False
+        value, best = values[rule.metric], self.selection["best"]
+        better = best is None or (value > best if rule.mode == "max" else value < best)
+        self.selection = (
+            {"best": value, "best_step": self.step, "without_better": 0}
+            if better
+            else {**self.selection, "without_better": self.selection["without_better"] + 1}
+        )
+        return rule.patience is not None and self.selection["without_better"] >= rule.patience
+
+    # ---- Loop --------------------------------------------------------------------------------------------------------
+
+    def run(self, stop_at: int | None = None) -> None:
+        """Train to the end, or until `stop_at` updates are done; leaves a checkpoint either way."""
+        last = self.total_steps if stop_at is None else min(stop_at, self.total_steps)
+        if self.world.is_main:
+            self.metrics = MetricsWriter(self.run_dir, self.step, self.recipe.logging.tensorboard)
+            self.progress = TrainingProgress(self.total_steps)
+        values: dict[str, float] = {}
+        stopped_early = self._has_run_out_of_patience()
+        last = self.step if stopped_early else last
+        self.engine.train()
+        with self.progress or contextlib.nullcontext(), self._open_loader(last) as loader:
+            pace = _Pace(self.step)
+            for batch in pace.timed(loader):
+                loss_sum, rate = self._train_step(batch)
+                self.step += 1
+                if self.step % self.recipe.logging.every == 0 or self.step == last:
+                    self._log(batch, loss_sum, rate, pace)
+                with pace.paused():
+                    if self._is_due(self.recipe.evaluation.every, self.step) or self.step == self.total_steps:
+                        values = self._evaluate()
+                        stopped_early = self._select(values)
+                    if stopped_early or self.step == last or self._is_worth_saving():
+                        self._save()
+                if stopped_early:
+                    break
+        if not values and self.step == self.total_steps:
+            values = self._evaluate()  # the process that took the last step ended before it could say so
+        if self.world.is_main:
+            self.metrics.close()
+        if stopped_early or self.step == self.total_steps:
+            distributed.on_main(lambda: self._write_done(values, stopped_early))
+        else:
+            self._say(f"stopped at step {self.step:,} as asked; repeat the command to go on")
+
+    def _is_worth_saving(self) -> bool:
+        return self.selection["best_step"] == self.step or self._is_due(self.recipe.checkpoint.every, self.step)
+
+    def _has_run_out_of_patience(self) -> bool:
+        rule = self.recipe.selection
+        return rule is not None and rule.patience is not None and self.selection["without_better"] >= rule.patience
+
+    def _log(self, batch: Batch, loss_sum: torch.Tensor, rate: float, pace: "_Pace") -> None:
+        """One line of metrics; all ranks take part, rank 0 writes."""
+        seconds, waited = pace.per_step(self.step)
+        rows = distributed.gather_numbers(self.world, [loss_sum.item(), waited, self._peak_memory()])
+        digest = distributed.sum_integers(self.world, batch.digest) if batch.digest is not None else None
+        if not self.world.is_main:
+            return
+        global_batch = self.recipe.batch.global_size
+        loss = rows[:, 0].sum().item() / global_batch
+        images_per_s = global_batch / seconds
+        line: dict[str, float | str] = {
+            "loss": loss,
+            "lr": rate,
+            "grad_norm": self.gradient_norm,
+            "images_per_s": images_per_s,
+            "data_wait": rows[:, 1].max().item(),
+            "step_time_s": seconds,
+            "exaflops": accounting.exaflops(self.macs, self.step * global_batch),
+            "peak_memory_bytes": int(rows[:, 2].max().item()),
+        }
+        mfu = accounting.mfu(images_per_s, self.macs, self.world.size, self.peak_flops)
+        if mfu is not None:
+            line["mfu"] = mfu
+        if digest is not None:
+            line["batch_digest"] = f"{digest:016x}"
+        self.metrics.training(self.step, line)
+        if self.progress is not None:
+            self.progress.update(self.step, loss=loss, lr=rate, images_per_s=images_per_s)
+
+    def _peak_memory(self) -> int:
+        """Bytes: what torch allocated on a CUDA device, the process's resident set on a CPU."""
+        if self.world.device.type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def _write_done(self, values: dict[str, float], stopped_early: bool) -> None:
+        summary = {
+            "step": self.step,
+            "total_steps": self.total_steps,
+            "stopped_early": stopped_early,
+            "exaflops": accounting.exaflops(self.macs, self.step * self.recipe.batch.global_size),
+            "evaluation": values,
+        }
+        aside = self.run_dir / f".{DONE_FILE}"
+        aside.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        aside.replace(self.run_dir / DONE_FILE)
+        self._say(f"done: {self.step:,} steps, checkpoints and metrics in {self.run_dir}")
+
+
+class _InitialValues:
+    """The initial weights as a source of fragments; the last parameter drawn is kept, as its pieces come together."""
+
+    def __init__(self, model: ViT, shapes: dict[str, list[int]], seed: int) -> None:
+        self._model, self._shapes, self._seed = model, shapes, seed
+        self._name: str | None = None
+        self._value = torch.empty(0)
+
+    def __call__(self, kind: str, name: str, start: int, length: int) -> torch.Tensor:
+        if name != self._name:
+            self._name = name
+            self._value = initial_value(self._model, name, torch.Size(self._shapes[name]), self._seed).view(-1)
+        return self._value[start : start + length]
+
+
+class _Pace:
+    """Seconds a step takes and waits for data, between two lines of metrics; evaluations and checkpoints left out."""
+
+    def __init__(self, step: int) -> None:
+        self._start_interval(step)
+
+    def _start_interval(self, step: int) -> None:
+        self._step, self._began, self._waited, self._paused = step, time.perf_counter(), 0.0, 0.0
+
+    def timed(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The loader's batches, the wait for each of them counted."""
+        batches = iter(loader)
+        while True:
+            asked = time.perf_counter()
+            batch = next(batches, None)
+            self._waited += time.perf_counter() - asked
+            if batch is None:
+                return
+            yield batch
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time in here is no part of any step."""
+        began = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - began
+
+    def per_step(self, step: int) -> tuple[float, float]:
+        """(seconds, seconds waited for data) a step since the last call."""
+        steps = max(1, step - self._step)
+        seconds = (time.perf_counter() - self._began - self._paused) / steps
+        waited = self._waited / steps
+        self._start_interval(step)
+        return seconds, waited
