@@ -1,0 +1,96 @@
+"""What a person sees of a conversion: progress while it runs, a table when it is done."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+_LINE_SECONDS = 10.0
+
+
+@dataclass
+class Totals:
+    """Counts over the whole conversion."""
+
+    samples: int = 0
+    passed_through: int = 0
+    transcoded: int = 0
+    rejected: int = 0
+    shards: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    ignored: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def images_per_s(self) -> float:
+        return (self.samples + self.rejected) / max(self.seconds, 1e-9)
+
+
+class ProgressView:
+    """A bar on a terminal, a line every ten seconds elsewhere; both with images/s and the time left."""
+
+    def __init__(self, console: Console, images: int) -> None:
+        self._console, self._images = console, images
+        self._started = self._said = time.monotonic()
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("converting"),
+                BarColumn(None),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[rate]:,.0f} images/s"),
+                TextColumn("rejected {task.fields[rejected]:,}"),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=console,
+                expand=True,
+            )
+
+    def __enter__(self) -> "ProgressView":
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._images, rate=0.0, rejected=0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, done: int, rejected: int) -> None:
+        """Show that `done` images are through, `rejected` of them unusable."""
+        now = time.monotonic()
+        rate = done / max(now - self._started, 1e-9)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, rate=rate, rejected=rejected)
+        elif now - self._said >= _LINE_SECONDS:
+            self._said = now
+            left = f"{(self._images - done) / rate:,.0f} s left" if rate else "time left unknown"
+            self._console.print(
+                f"{done:,} of {self._images:,} images, {rate:,.0f} images/s, {left}, rejected {rejected:,}",
+                highlight=False,
+            )
+
+
+def summary(totals: Totals, title: str) -> Table:
+    """The closing table."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    ignored = ", ".join(f"{count:,} {reason}" for reason, count in sorted(totals.ignored.items())) or "0"
+    for name, value in (
+        ("samples", f"{totals.samples:,}"),
+        ("passed through", f"{totals.passed_through:,}"),
+        ("transcoded", f"{totals.transcoded:,}"),
+        ("rejected", f"{totals.rejected:,}"),
+        ("files ignored", ignored),
+        ("shards", f"{totals.shards:,}"),
+        ("bytes", f"{totals.bytes:,}"),
+        ("images/s", f"{totals.images_per_s:,.0f}"),
+        ("seconds", f"{totals.seconds:,.1f}"),
+    ):
+        table.add_row(name, value)
+    return table

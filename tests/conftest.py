@@ -1,0 +1,42 @@
+"""What several tests share: real data where they exist, a small folder of images where they do not matter."""
+
+import os
+from pathlib import Path
+
+import pytest
+from pictures import encoded, make_picture
+from PIL import Image
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def data_root() -> Path:
+    """The folder of real data sets; a test that asks for it is skipped where there is none."""
+    root = Path(os.environ.get("VITSCALE_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
+    if not root.is_dir():
+        pytest.skip(f"no real data at {root} (set VITSCALE_TEST_DATA)")
+    return root.resolve()
+
+
+@pytest.fixture(scope="session")
+def photos() -> list[bytes]:
+    """20 baseline JPEGs of several sizes, decoded cleanly by FFCV."""
+    return [encoded(make_picture(i, 40 + 3 * i, 64 - i), quality=90) for i in range(20)]
+
+
+@pytest.fixture(scope="session")
+def image_folder(tmp_path_factory: pytest.TempPathFactory, photos: list[bytes]) -> Path:
+    """20 JPEGs, one PNG with alpha and one turned JPEG in the classes cat, dog and owl; and two files to ignore."""
+    root = tmp_path_factory.mktemp("images")
+    for i, photo in enumerate(photos):
+        path = root / ("cat", "dog", "owl")[i % 3] / "nested" / f"{i:02d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(photo)
+    (root / "owl" / "alpha.png").write_bytes(encoded(make_picture(90, 30, 50).convert("RGBA"), "PNG"))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    (root / "dog" / "turned.JPG").write_bytes(encoded(make_picture(91, 30, 50), exif=exif))
+    (root / "readme.txt").write_text("not an image")
+    (root / "cat" / ".hidden.jpg").write_bytes(photos[0])
+    return root

@@ -1,0 +1,205 @@
+import gc
+import io
+import struct
+
+import google_crc32c
+import numpy as np
+import pytest
+from pictures import encoded, make_picture
+from PIL import Image
+
+from vitscale.errors import DataError
+from vitscale.shards import ShardFile, StoredSample, file_digests, jpeg, write_shard
+from vitscale.shards.beton import DEFAULT_PAGE_BYTES
+
+HEADER_BYTES, FIELD_BYTES, ROW_BYTES = 24, 1041, 40
+
+
+def samples_of(photos, labels=False):
+    for i, photo in enumerate(photos):
+        with Image.open(io.BytesIO(photo)) as image:
+            width, height = image.size
+        many = np.array([i % 3, 7, 9][: 1 + i % 3], np.int32) if labels else None
+        yield StoredSample(photo, height, width, i % 3, 1000 + 2 * i, many)
+
+
+@pytest.fixture
+def shard(tmp_path, photos):
+    write_shard(tmp_path / "s.beton", samples_of(photos))
+    return tmp_path / "s.beton"
+
+
+def test_what_is_written_is_read(tmp_path, photos):
+    stats = write_shard(tmp_path / "s.beton", samples_of(photos))
+    with ShardFile(tmp_path / "s.beton", expected_bytes=stats.bytes) as shard:
+        assert shard.samples == len(shard) == stats.samples == len(photos)
+        assert shard.fields == ("image", "label", "uid", "crc")
+        for slot, sample in enumerate(samples_of(photos)):
+            assert shard.read(slot) == sample.image
+            assert (shard.height[slot], shard.width[slot]) == (sample.height, sample.width)
+            assert (shard.label[slot], shard.uid[slot]) == (sample.label, sample.uid)
+            assert shard.crc[slot] == google_crc32c.value(sample.image) == stats.crc[slot]
+            assert shard.labels(slot) is None
+        assert [a.dtype for a in (shard.height, shard.offset, shard.size, shard.label, shard.uid, shard.crc)] == [
+            "i4", "i8", "i8", "i8", "i8", "u4",
+        ]  # fmt: skip
+    assert shard.fd == -1
+    assert [path.name for path in tmp_path.iterdir()] == ["s.beton"]
+
+
+def test_several_labels(tmp_path, photos):
+    samples = list(samples_of(photos, labels=True))
+    samples.append(StoredSample(photos[0], 40, 64, -1, 5000, np.array([], np.int32)))
+    write_shard(tmp_path / "s.beton", samples)
+    with ShardFile(tmp_path / "s.beton") as shard:
+        assert shard.fields[-1] == "labels"
+        for slot, sample in enumerate(samples):
+            assert shard.read(slot) == sample.image
+            assert shard.labels(slot).tolist() == sample.labels.tolist()
+
+
+# numba complains when FFCV's compiled pipelines are collected; the test collects them itself, to hear it here.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("labels", [False, True])
+def test_stock_ffcv_reads_it(tmp_path, labels, monkeypatch):
+    """FFCV's own Loader, as an independent reader of the format: pixels, labels, uids of several pages."""
+    monkeypatch.setenv("NUMBA_THREADING_LAYER", "omp")
+    from ffcv.loader import Loader, OrderOption
+
+    # Two samples of 5 MB (padding behind the end of a JPEG is allowed) do not fit one page.
+    pictures = [encoded(make_picture(i, 24, 32)) for i in range(8)]
+    stored = [photo + bytes(5_000_000) if i in (2, 5) else photo for i, photo in enumerate(pictures)]
+    samples = [
+        StoredSample(photo, 24, 32, i % 3, 10 * i, np.array([i % 3, i], np.int32) if labels else None)
+        for i, photo in enumerate(stored)
+    ]
+    write_shard(tmp_path / "s.beton", samples)
+    seen = 0
+    path = str(tmp_path / "s.beton")
+    # Its two ways of reading, one with each set of fields.
+    loader = Loader(path, batch_size=4, num_workers=1, os_cache=labels, order=OrderOption.SEQUENTIAL)
+    for batch in loader:
+        for image, label, uid, crc, *more in zip(*(part.numpy() for part in batch), strict=True):
+            sample = samples[seen]
+            assert np.array_equal(image, jpeg.decode(sample.image, 24, 32)[1])
+            assert (label, uid, crc) == (sample.label, sample.uid, google_crc32c.value(sample.image))
+            assert not labels or more[0].tobytes() == sample.labels.tobytes()
+            seen += 1
+    assert seen == len(samples)
+    del loader, batch
+    gc.collect()
+
+
+def test_bytes_do_not_depend_on_capacity(tmp_path, photos):
+    digests = set()
+    for capacity in (1, 8192, 1_000_000):  # the last needs five pages of metadata, and then moves every image
+        write_shard(tmp_path / "s.beton", samples_of(photos), capacity)
+        digests.add(file_digests(tmp_path / "s.beton"))
+    assert len(digests) == 1
+
+
+def test_a_large_sample_enlarges_the_pages(tmp_path, photos):
+    samples = list(samples_of(photos))
+    large = photos[3] + bytes(DEFAULT_PAGE_BYTES)
+    samples.insert(4, StoredSample(large, 49, 61, 0, 1))
+    stats = write_shard(tmp_path / "s.beton", samples)
+    assert stats.page_bytes == 2 * DEFAULT_PAGE_BYTES
+    with ShardFile(tmp_path / "s.beton") as shard:
+        assert [shard.read(slot) for slot in range(shard.samples)] == [sample.image for sample in samples]
+        first, last = shard.offset // stats.page_bytes, (shard.offset + shard.size - 1) // stats.page_bytes
+        assert np.array_equal(first, last)
+        # What is no sample is zero: moving leaves no remains.
+        gap = int(shard.offset[0]) - HEADER_BYTES - 4 * FIELD_BYTES - ROW_BYTES * shard.samples
+        content = (tmp_path / "s.beton").read_bytes()
+        assert content[int(shard.offset[0]) - gap : int(shard.offset[0])] == bytes(gap)
+
+
+def test_refusals_leave_nothing_behind(tmp_path, photos):
+    def broken():
+        yield from samples_of(photos[:3])
+        raise OSError("the source vanished")
+
+    for samples, error in (
+        (broken(), OSError),
+        ([], DataError),
+        ([StoredSample(b"", 1, 1, 0, 0)], ValueError),
+        ([StoredSample(b"x", 0, 1, 0, 0)], ValueError),
+        ([StoredSample(b"x", 1, 65536, 0, 0)], ValueError),
+        ([StoredSample(b"x", 1, 1, 0, 0, np.array([1], np.int32))], ValueError),
+        ([StoredSample(b"x", 1, 1, 0, 0), StoredSample(b"x", 1, 1, 0, 1, np.array([0], np.int32))], ValueError),
+    ):
+        with pytest.raises(error):
+            write_shard(tmp_path / "s.beton", samples)
+        assert list(tmp_path.iterdir()) == []
+
+
+def patch(position, kind, value):
+    def apply(content):
+        struct.pack_into(kind, content, position, value)
+
+    return apply
+
+
+FIRST_ROW = HEADER_BYTES + 4 * FIELD_BYTES
+DAMAGES = {
+    "crashed writer": (patch(16, "<Q", 0), "did not finish"),
+    "other version": (patch(0, "<H", 3), "format version 3"),
+    "field count": (patch(2, "<H", 9), "9 fields"),
+    "field type": (patch(HEADER_BYTES, "<B", 3), "fields"),
+    "field name": (patch(HEADER_BYTES + 1, "<B", 0x58), "Xmage"),
+    "page size": (patch(4, "<I", 12345678), "page size"),
+    "no samples": (patch(8, "<Q", 0), "no samples"),
+    "more samples": (patch(8, "<Q", 21), "allocation table of"),
+    "absurd samples": (patch(8, "<Q", 1 << 60), "samples"),
+    "table beyond the end": (patch(16, "<Q", 1 << 50), "allocation table at byte"),
+    "table elsewhere": (patch(16, "<Q", DEFAULT_PAGE_BYTES), "allocation table of"),
+    "image mode": (patch(FIRST_ROW, "<B", 1), "no JPEG"),
+    "no width": (patch(FIRST_ROW + 1, "<H", 0), "without height or width"),
+    "image position": (patch(FIRST_ROW + 5, "<Q", 17), "contradicts"),
+    "label": (patch(FIRST_ROW + 16, "<q", -2), "label below -1"),
+    "uid": (patch(FIRST_ROW + 24, "<q", -1), "negative uid"),
+    "crc": (patch(FIRST_ROW + 32, "<q", 1 << 33), "crc beyond"),
+    "truncated header": (lambda content: content.__delitem__(slice(10, None)), "header of 24 bytes"),
+    "truncated fields": (lambda content: content.__delitem__(slice(100, None)), "field table"),
+    "truncated images": (lambda content: content.__delitem__(slice(DEFAULT_PAGE_BYTES + 100, None)), "inside the file"),
+    "truncated table": (lambda content: content.__delitem__(slice(len(content) - 24, None)), "allocation table of"),
+    "appended": (lambda content: content.extend(bytes(24)), "allocation table of"),
+    "another file": (lambda content: content.__setitem__(slice(0, 4), b"\x89PNG"), "format version"),
+    "empty": (lambda content: content.clear(), "0 bytes"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named(shard, damage):
+    apply, message = DAMAGES[damage]
+    content = bytearray(shard.read_bytes())
+    apply(content)
+    shard.write_bytes(content)
+    with pytest.raises(DataError, match=message) as raised:
+        ShardFile(shard)
+    assert str(shard) in str(raised.value)
+
+
+def test_any_flip_in_the_allocation_table_is_found(shard):
+    content = shard.read_bytes()
+    table = struct.unpack_from("<Q", content, 16)[0]
+    rng = np.random.default_rng(0)
+    for position in rng.integers(table, len(content), 50):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << int(rng.integers(8))
+        shard.write_bytes(damaged)
+        with pytest.raises(DataError):
+            ShardFile(shard)
+
+
+def test_size_missing_file_and_truncation_after_opening(shard):
+    size = shard.stat().st_size
+    with pytest.raises(DataError, match=r"bytes; expected"):
+        ShardFile(shard, expected_bytes=size + 1)
+    with pytest.raises(DataError, match="cannot be opened"):
+        ShardFile(shard.with_name("absent.beton"))
+    with ShardFile(shard, expected_bytes=size) as opened:
+        with shard.open("r+b") as file:
+            file.truncate(DEFAULT_PAGE_BYTES)
+        with pytest.raises(DataError, match="ends after"):
+            opened.read(3)

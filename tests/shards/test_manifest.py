@@ -1,0 +1,125 @@
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from vitscale.errors import DataError
+from vitscale.shards import ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry
+
+
+def entry(path="shard-00000.beton", samples=10, **more):
+    return ShardEntry(
+        path=path, samples=samples, bytes=100, sha256="a" * 64, xxh3_128="b" * 32, first_uid=0, **more
+    )  # fmt: skip
+
+
+def manifest(*shards):
+    return Manifest(
+        fields=("image", "label", "uid", "crc"),
+        num_samples=sum(shard.num_selected for shard in shards),
+        class_names=("cat", "häschen"),
+        shuffle_seed=3,
+        options={"shard_samples": 10},
+        shards=shards,
+    )
+
+
+def test_saves_and_loads(tmp_path):
+    saved = manifest(entry(), entry("../elsewhere/shard-00001.beton", select=SelectFirst(first=4))).save(tmp_path)
+    for place in (tmp_path, str(tmp_path), tmp_path / "manifest.json"):
+        loaded = Manifest.load(place)
+        assert loaded == saved
+        assert loaded.sha256 == hashlib.sha256((tmp_path / "manifest.json").read_bytes()).hexdigest()
+    assert loaded.num_samples == 14
+    assert loaded.directory == tmp_path
+    assert loaded.shard_path(1) == tmp_path / "../elsewhere/shard-00001.beton"
+    assert loaded.selected_slots(0) is None
+    assert loaded.selected_slots(1).tolist() == [0, 1, 2, 3]
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+    again = tmp_path / "again"
+    again.mkdir()
+    assert loaded.save(again).sha256 == saved.sha256 == manifest(*saved.shards).sha256
+
+
+def excluding(tmp_path, slots, count=None, dtype=np.uint32):
+    np.save(tmp_path / "out.npy", np.array(slots, dtype))
+    digest = hashlib.sha256((tmp_path / "out.npy").read_bytes()).hexdigest()
+    excluded = ExcludedSlots(path="out.npy", sha256=digest, count=len(slots) if count is None else count)
+    return manifest(entry(select=SelectExclude(exclude=excluded))).save(tmp_path)
+
+
+def test_excluded_slots(tmp_path):
+    loaded = excluding(tmp_path, [0, 3, 9])
+    assert loaded.num_samples == 7
+    assert loaded.selected_slots(0).tolist() == [1, 2, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    "arguments", [([3, 0],), ([3, 3],), ([10],), ([1], 2), ([1, 2], None, np.int64)], ids=str
+)  # fmt: skip
+def test_impossible_excluded_slots(tmp_path, arguments):
+    with pytest.raises(DataError, match="sorted uint32 slots below 10"):
+        excluding(tmp_path, *arguments).selected_slots(0)
+
+
+def test_damaged_or_missing_excluded_slots(tmp_path):
+    loaded = excluding(tmp_path, [0, 3, 9])
+    with (tmp_path / "out.npy").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(DataError, match="sha256"):
+        loaded.selected_slots(0)
+    (tmp_path / "out.npy").unlink()
+    with pytest.raises(DataError, match="cannot be read"):
+        loaded.selected_slots(0)
+
+
+def change(**values):
+    return lambda data: data.update(values)
+
+
+def change_shard(**values):
+    return lambda data: data["shards"][0].update(values)
+
+
+@pytest.mark.parametrize(
+    ("apply", "message"),
+    [
+        (change(schema_version=2), "schema_version 2; this version of vitscale reads 1"),
+        (lambda data: data.pop("schema_version"), "no schema_version"),
+        (change(colour="red"), "colour: unknown key"),
+        (change_shard(colour="red"), r"shards\.0\.colour: unknown key"),
+        (change(num_samples=7), "num_samples is 7"),
+        (change(num_samples="20"), "num_samples: Input should be a valid integer"),
+        (lambda data: data.pop("class_names"), "class_names: Field required"),
+        (change(class_names=["cat", "cat"]), "class names appear twice: cat"),
+        (change_shard(path="shard-00001.beton"), "shard paths appear twice: shard-00001.beton"),
+        (change_shard(path="/etc/passwd"), "not relative"),
+        (change_shard(sha256="zz"), "sha256"),
+        (change_shard(select={"first": 11}), "does not fit 10 samples"),
+        (change_shard(select={"last": 1}), "select"),
+        (change_shard(samples=0), "samples"),
+    ],
+)
+def test_malformed_manifests_are_explained(tmp_path, apply, message):
+    manifest(entry(), entry("shard-00001.beton")).save(tmp_path)
+    data = json.loads((tmp_path / "manifest.json").read_text())
+    apply(data)
+    (tmp_path / "manifest.json").write_text(json.dumps(data))
+    with pytest.raises(DataError, match=message) as raised:
+        Manifest.load(tmp_path)
+    assert "manifest.json" in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '"x"', "\x00\x01"])
+def test_no_manifest_at_all(tmp_path, content):
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(DataError, match="not a manifest"):
+        Manifest.load(tmp_path)
+
+
+def test_missing(tmp_path):
+    with pytest.raises(DataError, match="no dataset there"):
+        Manifest.load(tmp_path)
+    with pytest.raises(DataError, match="no such file"):
+        Manifest.load(tmp_path / "absent")

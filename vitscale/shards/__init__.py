@@ -1,0 +1,38 @@
+"""Datasets on disk: shards, their manifest and their checksums. Written by `data_tools`, read by `vitscale.data`.
+
+The decoder is in `vitscale.shards.jpeg`, imported where images are decoded: reading a manifest needs no FFCV.
+"""
+
+from vitscale.shards.beton import DEFAULT_CAPACITY, ShardFile, ShardStats, StoredSample, field_names, write_shard
+from vitscale.shards.checksums import FileDigests, crc32c, crc32c_of, file_digests
+from vitscale.shards.durable import durable_file
+from vitscale.shards.manifest import (
+    MANIFEST_NAME,
+    SCHEMA_VERSION,
+    ExcludedSlots,
+    Manifest,
+    SelectExclude,
+    SelectFirst,
+    ShardEntry,
+)
+
+__all__ = [
+    "DEFAULT_CAPACITY",
+    "MANIFEST_NAME",
+    "SCHEMA_VERSION",
+    "ExcludedSlots",
+    "FileDigests",
+    "Manifest",
+    "SelectExclude",
+    "SelectFirst",
+    "ShardEntry",
+    "ShardFile",
+    "ShardStats",
+    "StoredSample",
+    "crc32c",
+    "crc32c_of",
+    "durable_file",
+    "field_names",
+    "file_digests",
+    "write_shard",
+]

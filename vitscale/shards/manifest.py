@@ -1,0 +1,241 @@
+"""A dataset: `manifest.json`, which lists its shards and which of their samples belong to it.
+
+A subset or a de-duplicated view is another manifest over the same shards (`select`), not a copy. Nothing of when, where
+or how fast stands in it, so equal inputs give equal bytes.
+"""
+
+import hashlib
+import json
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+
+from vitscale.errors import DataError
+from vitscale.shards.durable import durable_file
+
+MANIFEST_NAME = "manifest.json"
+SCHEMA_VERSION = 1
+
+_Count = Annotated[int, Field(ge=0)]
+_Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class SelectFirst(_Strict):
+    """The first `first` slots of a shard."""
+
+    first: _Count
+
+
+class ExcludedSlots(_Strict):
+    """A .npy file of `count` sorted uint32 slots; `path` is relative to the manifest's directory."""
+
+    path: str
+    sha256: _Sha256
+    count: _Count
+
+
+class SelectExclude(_Strict):
+    """All slots of a shard but those listed in a file."""
+
+    exclude: ExcludedSlots
+
+
+class ShardEntry(_Strict):
+    """One shard: where it is (relative to the manifest, may leave its directory), what it holds, what of it is used."""
+
+    path: str
+    samples: Annotated[int, Field(ge=1)]
+    bytes: Annotated[int, Field(ge=1)]
+    sha256: _Sha256
+    xxh3_128: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    first_uid: _Count
+    select: Literal["all"] | SelectFirst | SelectExclude = "all"
+
+    @model_validator(mode="after")
+    def _possible(self) -> "ShardEntry":
+        if not self.path or PurePosixPath(self.path).is_absolute():
+            raise ValueError(f"path {self.path!r} is not relative to the manifest")
+        if not 0 <= self.num_selected <= self.samples:
+            raise ValueError(f"select {self.select} does not fit {self.samples} samples")
+        return self
+
+    @property
+    def num_selected(self) -> int:
+        """Samples of this shard that belong to the dataset."""
+        match self.select:
+            case SelectFirst(first=first):
+                return first
+            case SelectExclude(exclude=excluded):
+                return self.samples - excluded.count
+        return self.samples
+
+
+class Manifest(_Strict):
+    """A dataset.
+
+    Attributes:
+        fields: what a sample of the shards has, in order.
+        num_samples: selected samples over all shards.
+        class_names: by label; empty for a dataset without labels.
+        shuffle_seed: of the conversion's global shuffle.
+        options: settings of the conversion that change its content.
+        num_rejected: images of the source that could not be decoded.
+        num_removed: samples that were taken out later (near-duplicates of a test set).
+        shards: in order of uid.
+    """
+
+    schema_version: Literal[1] = 1
+    fields: tuple[str, ...]
+    num_samples: _Count
+    class_names: tuple[str, ...]
+    shuffle_seed: int
+    options: dict[str, Any] = Field(default_factory=dict)
+    num_rejected: _Count = 0
+    num_removed: _Count = 0
+    shards: tuple[ShardEntry, ...]
+
+    _path: Path | None = PrivateAttr(default=None)
+    _sha256: str | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Manifest":
+        selected = sum(shard.num_selected for shard in self.shards)
+        if selected != self.num_samples:
+            raise ValueError(
+                f"num_samples is {self.num_samples}, but the shards' selected samples sum up to {selected}"
+            )
+        for what, values in (("shard paths", [s.path for s in self.shards]), ("class names", list(self.class_names))):
+            repeated = sorted({value for value in values if values.count(value) > 1}) if _repeats(values) else []
+            if repeated:
+                raise ValueError(f"{what} appear twice: {', '.join(repeated[:5])}")
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Manifest":
+        """Read a dataset's manifest, given its directory or the file itself.
+
+        Raises:
+            DataError: missing, unreadable, no JSON, of another schema version, or contradicting itself.
+        """
+        path = Path(path)
+        file = path / MANIFEST_NAME if path.is_dir() else path
+        try:
+            content = file.read_bytes()
+        except FileNotFoundError as error:
+            looked = "no dataset there (no manifest.json)" if path.is_dir() else "no such file or directory"
+            raise DataError(f"{path}: {looked}; a dataset is what vitscale-convert writes") from error
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read ({error.strerror})") from error
+        try:
+            data = json.loads(content)
+        except ValueError as error:
+            raise DataError(f"{file}: not a manifest: {error}") from error
+        if not isinstance(data, dict) or "schema_version" not in data:
+            raise DataError(f"{file}: not a manifest: no schema_version")
+        if data["schema_version"] != SCHEMA_VERSION:
+            raise DataError(
+                f"{file}: schema_version {data['schema_version']!r}; this version of vitscale reads {SCHEMA_VERSION}"
+            )
+        try:
+            manifest = cls.model_validate_json(content)
+        except ValidationError as error:
+            raise DataError(f"{file}: not a valid manifest: {_readable(error)}") from error
+        manifest._path = file
+        manifest._sha256 = hashlib.sha256(content).hexdigest()
+        return manifest
+
+    def save(self, directory: str | Path) -> "Manifest":
+        """Write `manifest.json` into a directory, complete or not at all; returns the dataset as `load` would.
+
+        Raises OSError.
+        """
+        file = Path(directory) / MANIFEST_NAME
+        with durable_file(file) as out:
+            out.write(self._content())
+        return Manifest.load(file)
+
+    @property
+    def path(self) -> Path:
+        """The manifest file. Raises ValueError for a manifest that was neither loaded nor saved."""
+        if self._path is None:
+            raise ValueError("this manifest has no place on disk yet: save it first")
+        return self._path
+
+    @property
+    def directory(self) -> Path:
+        """The dataset's directory."""
+        return self.path.parent
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the manifest file's bytes: the identity of the dataset."""
+        return self._sha256 or hashlib.sha256(self._content()).hexdigest()
+
+    def shard_path(self, index: int) -> Path:
+        """Where shard `index` of `shards` lies."""
+        return self.directory / self.shards[index].path
+
+    def selected_slots(self, index: int) -> np.ndarray | None:
+        """Slots of shard `index` that belong to the dataset, sorted, int64 (num_selected,); None for all of them.
+
+        Raises:
+            DataError: the list of excluded slots is missing, damaged or impossible.
+        """
+        shard = self.shards[index]
+        match shard.select:
+            case SelectFirst(first=first) if first < shard.samples:
+                return np.arange(first, dtype=np.int64)
+            case SelectExclude(exclude=excluded):
+                return np.delete(np.arange(shard.samples, dtype=np.int64), self._read_excluded(excluded, shard))
+        return None
+
+    def _read_excluded(self, excluded: ExcludedSlots, shard: ShardEntry) -> np.ndarray:
+        file = self.directory / excluded.path
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"{file}: the slots to leave out of {shard.path} cannot be read ({error.strerror})"
+            ) from error
+        found = hashlib.sha256(content).hexdigest()
+        if found != excluded.sha256:
+            raise DataError(f"{file}: damaged: sha256 {found}; the manifest says {excluded.sha256}")
+        try:
+            with file.open("rb") as opened:
+                slots = np.load(opened, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"{file}: not a .npy file ({error})") from error
+        if not (
+            isinstance(slots, np.ndarray)
+            and slots.dtype == np.uint32
+            and slots.shape == (excluded.count,)
+            and np.all(slots[1:] > slots[:-1])
+            and np.all(slots < shard.samples)
+        ):
+            raise DataError(f"{file}: expected {excluded.count} sorted uint32 slots below {shard.samples}")
+        return slots.astype(np.int64)
+
+    def _content(self) -> bytes:
+        # ASCII with escapes: the bytes must not depend on a locale.
+        return (json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True) + "\n").encode("ascii")
+
+
+def _repeats(values: list[str]) -> bool:
+    return len(set(values)) != len(values)
+
+
+def _readable(error: ValidationError) -> str:
+    """pydantic's errors in one line; a handful are enough to see what is wrong."""
+    problems = []
+    for problem in error.errors(include_url=False)[:5]:
+        where = ".".join(str(part) for part in problem["loc"])
+        what = "unknown key" if problem["type"] == "extra_forbidden" else problem["msg"].removeprefix("Value error, ")
+        problems.append(f"{where}: {what}" if where else what)
+    more = error.error_count() - len(problems)
+    return "; ".join(problems) + (f"; and {more} more" if more else "")
