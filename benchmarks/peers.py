@@ -95,7 +95,12 @@ def timm_vit(model: ViT) -> torch.nn.Module:
     for module in peer.modules():
         if isinstance(module, torch.nn.LayerNorm):
             module.eps = 1e-6
-    renamed = {"cls": "cls_token", "pos_embedding": "pos_embed", "embedding": "patch_embed.proj", "attention.out": "attn.proj"}
+    renamed = {
+        "cls": "cls_token",
+        "pos_embedding": "pos_embed",
+        "embedding": "patch_embed.proj",
+        "attention.out": "attn.proj",
+    }
     renamed["attention.qkv"] = "attn.qkv"
     values = {}
     for name, value in model.named_parameters():

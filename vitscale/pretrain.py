@@ -15,6 +15,7 @@ if sys.path and sys.path[0] and Path(sys.path[0]).resolve() == _HERE:
     sys.path[0] = str(_HERE.parent)
 
 import argparse  # noqa: E402
+import os  # noqa: E402
 
 from vitscale.errors import EXIT_DONE, RecipeError, VitscaleError  # noqa: E402
 from vitscale.recipe import Recipe, find_recipe, load_recipe  # noqa: E402
@@ -48,7 +49,11 @@ def main() -> None:
     except VitscaleError as error:
         code = error.exit_code
         _print_once(f"error: {error}")
-    _finish(code)
+    if "torch.distributed" in sys.modules:
+        from vitscale.training.distributed import finish
+
+        finish(code)
+    sys.exit(code)
 
 
 def pretrain(options: argparse.Namespace) -> None:
@@ -74,16 +79,8 @@ def pretrain(options: argparse.Namespace) -> None:
 
 def _print_once(message: str) -> None:
     """Print on rank 0; the others fail alike and keep quiet."""
-    from vitscale.training.distributed import launched_rank
-
-    if launched_rank() == 0:
+    if os.environ.get("RANK", "0") == "0":
         print(message, file=sys.stderr if message.startswith("error") else sys.stdout, flush=True)
-
-
-def _finish(code: int) -> None:
-    from vitscale.training.distributed import finish
-
-    finish(code)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-
 from peers import timm_vit, transformers_vit
+
 from vitscale.architectures import ViTShape, vit_shape
 from vitscale.models import ViT, initial_value, initialise
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from toy_dataset import write_toy_dataset
+
 from vitscale.errors import VitscaleError
 from vitscale.recipe import Recipe, validate_recipe
 

@@ -50,6 +50,9 @@ class EvalTransform:
     kind: Literal["central", "square"] = "central"
     fraction: float = 224 / 256
 
+    def __post_init__(self) -> None:
+        assert 0 < self.fraction <= 1, self.fraction
+
     def boxes(self, keys: np.ndarray, heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
         """int32 (B, 4); the keys play no part."""
         if self.kind == "central":
@@ -81,8 +84,8 @@ def inception_crop(
     """Random boxes (B, 4) int32 as TensorFlow's `sample_distorted_bounding_box` draws them (FACTS A2.5).
 
     The aspect ratio width / height is uniform in `aspect`; the height is uniform among the whole numbers whose area,
-    as part of the picture's, lies in `area`; the position is uniform. After 100 draws that do not fit, the whole
-    picture.
+    as part of the picture's, lies in `area`; the position is uniform (TensorFlow never draws the last one of each
+    axis; we do). After 100 draws that do not fit, the whole picture.
     """
     boxes = np.empty((len(keys), 4), np.int32)
     _inception_crop(

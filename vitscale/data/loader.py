@@ -6,6 +6,7 @@ memory is not used again.
 """
 
 import queue
+import resource
 import threading
 import weakref
 from collections import OrderedDict
@@ -26,7 +27,9 @@ from vitscale.shards import Manifest, ShardFile
 
 _SLICE_SAMPLES = 32
 _OPEN_SHARDS = 256
+_OPEN_FILES = 4096  # one rank alone may read from more than 1,024 shards in a batch, the usual limit of open files
 _POLL_SECONDS = 0.1
+_THREADS = "vitscale-data"
 _WORD = 2**64
 
 
@@ -64,8 +67,8 @@ class Loader:
         rank, world: slots [rank G / world, (rank + 1) G / world) of every global batch of G are ours.
         seed: of the augmentation.
         threads: that read and decode.
-        prefetch: batches that wait at most.
-        start_step, stop_step: a stop of None means the end of the order, or never.
+        prefetch: batches that wait at most; one more is being made.
+        start_step, stop_step: a stop of None means the end of the order, or never; no order is read beyond its end.
         digest: whether batches carry a checksum of their pixels.
 
     Raises:
@@ -89,13 +92,14 @@ class Loader:
         digest: bool = False,
     ) -> None:
         assert order.global_batch % world == 0, f"{world} ranks do not divide a batch of {order.global_batch}"
+        assert 0 <= rank < world and threads >= 1 and prefetch >= 1, (rank, world, threads, prefetch)
         reader = _BatchReader(manifest, order, image_size, transform, rank, world, seed, threads, digest)
-        last = order.steps if stop_step is None else stop_step
+        stops = [stop for stop in (order.steps, stop_step) if stop is not None]
         # The thread must not hold the loader, or an abandoned loader would never be collected.
-        self._producer = _Producer(reader, start_step, last, prefetch)
+        self._producer = _Producer(reader, start_step, min(stops, default=None), prefetch)
+        self._producer.start()
         self._finalizer = weakref.finalize(self, self._producer.stop)
         self._ended = False
-        self._producer.start()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -127,7 +131,7 @@ class _Producer(threading.Thread):
     """Makes batches ahead of their use, hands over an exception in place of a batch, None at the end."""
 
     def __init__(self, reader: "_BatchReader", first: int, last: int | None, prefetch: int) -> None:
-        super().__init__(name="vitscale-loader", daemon=True)
+        super().__init__(name=_THREADS, daemon=True)
         self._reader, self._first, self._last = reader, first, last
         self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(prefetch)
         self._stopping = threading.Event()
@@ -152,11 +156,19 @@ class _Producer(threading.Thread):
                 continue
 
     def take(self) -> Batch | BaseException | None:
-        return self._ready.get()
+        """The next item; None also where another thread closes the loader meanwhile."""
+        while self.is_alive() or not self._ready.empty():
+            try:
+                return self._ready.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                continue
+        return None
 
     def stop(self) -> None:
         self._stopping.set()
-        if self is not threading.current_thread():
+        self._reader.cancel()
+        # The garbage collector may call us in any thread, also in one of ours: that must not wait for itself.
+        if not threading.current_thread().name.startswith(_THREADS):
             self.join()
 
 
@@ -180,8 +192,12 @@ class _BatchReader:
         self._first_slot, self._last_slot = rank * share, (rank + 1) * share
         self._seed, self._digest = seed, digest
         self._shards = _OpenShards(manifest)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="vitscale-decode")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=_THREADS)
         self._buffers = threading.local()
+
+    def cancel(self) -> None:
+        """From any thread: make `read` fail soon, with an exception of no interest."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -201,7 +217,7 @@ class _BatchReader:
             return self._read_slice(samples, rows, boxes[rows], flips[rows], images[rows])
 
         digests = list(self._pool.map(work, range(0, count, _SLICE_SAMPLES)))
-        self._shards.trim()
+        self._shards.trim(keep=len(np.unique(slots.shard)))
         return Batch(
             step=step,
             epoch=slots.epoch,
@@ -302,20 +318,30 @@ class _OpenShards:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._open: OrderedDict[int, tuple[ShardFile, np.ndarray | None]] = OrderedDict()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
     def get(self, index: int) -> tuple[ShardFile, np.ndarray | None]:
         """The file of a shard, and its selected slots (None: all)."""
         if index not in self._open:
             entry = self._manifest.shards[index]
+            selected = self._manifest.selected_slots(index)
             file = ShardFile(self._manifest.shard_path(index), expected_bytes=entry.bytes)
-            if file.samples != entry.samples:
-                raise DataError(f"{file.path}: {file.samples} samples; the manifest says {entry.samples}")
-            self._open[index] = (file, self._manifest.selected_slots(index))
+            self._open[index] = (file, selected)
+            found = (file.samples, int(file.uid[0]))
+            if found != (entry.samples, entry.first_uid):
+                raise DataError(
+                    f"{file.path}: {found[0]} samples from uid {found[1]}; the manifest says {entry.samples} from "
+                    f"{entry.first_uid}: this is another shard"
+                )
         self._open.move_to_end(index)
         return self._open[index]
 
-    def trim(self) -> None:
-        while len(self._open) > _OPEN_SHARDS:
+    def trim(self, keep: int) -> None:
+        """Close the least recently used, but none of the last `keep`: the next batch reads from much the same."""
+        while len(self._open) > max(_OPEN_SHARDS, keep):
             _, (file, _) = self._open.popitem(last=False)
             file.close()
 

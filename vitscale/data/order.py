@@ -5,9 +5,9 @@ inside windows; each segment fills G / S slots of every global batch of G sample
 the windows it lies in, and the state of the order is the step alone.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,6 @@ WINDOW_SAMPLES = 65_536
 
 # What a hash is for, so that no two permutations share their keys.
 _SHARDS, _WINDOW = 1, 2
-
-_Value = TypeVar("_Value")
 
 
 class Slots(NamedTuple):
@@ -50,8 +48,8 @@ class TrainOrder:
     """
 
     def __init__(self, shard_samples: Sequence[int], global_batch: int, seed: int) -> None:
-        self._samples = np.asarray(shard_samples, np.int64)
-        self.num_samples = int(self._samples.sum())
+        samples = np.asarray(shard_samples, np.int64)
+        self.num_samples = int(samples.sum())
         self.global_batch = global_batch
         if self.num_samples < global_batch:
             raise DataError(
@@ -62,11 +60,11 @@ class TrainOrder:
         self._per_segment = global_batch // self.segments
         self._segment_length = self.num_samples // self.segments
         self.steps_per_epoch = self._segment_length // self._per_segment
-        self._seed = seed
         windows = -(-self._segment_length // WINDOW_SAMPLES)
         self._bounds = np.arange(windows + 1, dtype=np.int64) * self._segment_length // windows
-        self._windows = _Recent(2 * self.segments + 2)
-        self._epochs = _Recent(2)
+        # Loaders may share an order: lru_cache is safe in threads.
+        self._shuffled = lru_cache(2 * self.segments + 2)(partial(_shuffled_window, seed))
+        self._epoch = lru_cache(2)(partial(_shuffled_shards, seed, samples))
 
     @property
     def steps(self) -> None:
@@ -83,7 +81,7 @@ class TrainOrder:
             start = index * self._per_segment
             pieces.append(self._sequence_positions(epoch, segment, start + low, start + high))
         places = np.concatenate(pieces)
-        shards, ends = self._epochs.get(epoch, lambda: self._epoch(epoch))
+        shards, ends = self._epoch(epoch)
         at = np.searchsorted(ends, places, side="right")
         begins = np.where(at > 0, ends[at - 1], 0)
         return Slots(epoch, shards[at], places - begins, np.ones(len(places), bool))
@@ -100,16 +98,15 @@ class TrainOrder:
             start, window = end, window + 1
         return np.concatenate(pieces)
 
-    def _shuffled(self, epoch: int, segment: int, window: int, size: int) -> np.ndarray:
-        def make() -> np.ndarray:
-            return permutation(size, self._seed, _WINDOW, epoch, segment, window).astype(np.uint32)
 
-        return self._windows.get((epoch, segment, window), make)
+def _shuffled_window(seed: int, epoch: int, segment: int, window: int, size: int) -> np.ndarray:
+    return permutation(size, seed, _WINDOW, epoch, segment, window).astype(np.uint32)
 
-    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The shards in this epoch's order, and where each of them ends in its sequence."""
-        shards = permutation(len(self._samples), self._seed, _SHARDS, epoch)
-        return shards, np.cumsum(self._samples[shards])
+
+def _shuffled_shards(seed: int, samples: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    """The shards in this epoch's order, and where each of them ends in its sequence."""
+    shards = permutation(len(samples), seed, _SHARDS, epoch)
+    return shards, np.cumsum(samples[shards])
 
 
 class EvalOrder:
@@ -142,20 +139,3 @@ def num_segments(num_shards: int, global_batch: int) -> int:
     while segments * 2 <= MAX_SEGMENTS and global_batch % (segments * 2) == 0 and num_shards // (segments * 2) >= 2:
         segments *= 2
     return segments
-
-
-class _Recent:
-    """The last `capacity` values that were asked for, by key."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._values: OrderedDict = OrderedDict()
-
-    def get(self, key: object, make: Callable[[], _Value]) -> _Value:
-        if key in self._values:
-            self._values.move_to_end(key)
-            return self._values[key]
-        value = self._values[key] = make()
-        if len(self._values) > self._capacity:
-            self._values.popitem(last=False)
-        return value

@@ -1,6 +1,20 @@
 """Evaluators: one contract, run during training by schedule or on their own."""
 
 from vitscale.evaluation.build import build_evaluators, check_class_names
-from vitscale.evaluation.contract import Evaluator, ModelOutputs, Predict, evaluate
+from vitscale.evaluation.classification import Validation
+from vitscale.evaluation.contract import Evaluator, MakeLoader, ModelOutputs, Predict, evaluate
+from vitscale.evaluation.fewshot import PAPER_L2S, FewShot, SharedL2FewShot
 
-__all__ = ["Evaluator", "ModelOutputs", "Predict", "build_evaluators", "check_class_names", "evaluate"]
+__all__ = [
+    "PAPER_L2S",
+    "Evaluator",
+    "FewShot",
+    "MakeLoader",
+    "ModelOutputs",
+    "Predict",
+    "SharedL2FewShot",
+    "Validation",
+    "build_evaluators",
+    "check_class_names",
+    "evaluate",
+]

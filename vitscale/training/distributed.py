@@ -35,11 +35,6 @@ class World:
         return self.rank == 0
 
 
-def launched_rank() -> int:
-    """The rank that the launcher gave us, known before any process group exists; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
-
-
 def read_environment() -> tuple[int, int, int]:
     """(rank, world size, local rank) from what launched us; one rank where nothing did.
 

@@ -1,0 +1,187 @@
+"""Checkpoints: complete or absent, readable in any pieces, never silently wrong."""
+
+import itertools
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from vitscale.checkpoint import CheckpointReader, CheckpointStore, Fragment, Index
+from vitscale.errors import CheckpointError
+
+SHAPES = {"a.weight": [7, 13], "b": [5], "c": [1, 1, 33]}
+KINDS = ["master", "exp_avg"]
+
+
+def values(step: int) -> dict[tuple[str, str], torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    sizes = {name: int(torch.tensor(shape).prod()) for name, shape in SHAPES.items()}
+    return {(kind, name): torch.randn(size, generator=generator) for kind in KINDS for name, size in sizes.items()}
+
+
+def fragments(step: int, cuts: tuple[int, ...]) -> list[Fragment]:
+    """Everything, each parameter cut at the same places."""
+    whole = values(step)
+    found = []
+    for name in SHAPES:
+        length = len(whole["master", name])
+        edges = [0, *(cut for cut in cuts if cut < length), length]
+        for start, stop in itertools.pairwise(edges):
+            found.append(Fragment(name, start, {kind: whole[kind, name][start:stop] for kind in KINDS}))
+    return found
+
+
+def index(step: int) -> Index:
+    return Index(
+        step=step, world_size=1, shapes=SHAPES, kinds=KINDS, optimizer_steps=step, recipe={}, data={}, versions={}
+    )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints")
+
+
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "flipped":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    elif how == "truncated":
+        path.write_bytes(content[:-7])
+    elif how == "empty":
+        path.write_bytes(b"")
+    else:
+        path.unlink()
+
+
+def test_any_piece_can_be_read_whatever_the_cuts_were(store):
+    store.save(index(1), fragments(1, cuts=(3, 20, 21)))
+    reader = store.open(1)
+    for (kind, name), whole in values(1).items():
+        assert torch.equal(reader.parameter(name, kind), whole.view(SHAPES[name]))
+        for start, stop in ((0, 1), (2, 5), (3, 5), (0, len(whole))):
+            assert torch.equal(reader.read(kind, name, start, stop - start), whole[start:stop])
+
+
+def test_the_files_are_plain_safetensors_with_the_decided_keys(store):
+    folder = store.save(index(12), fragments(12, cuts=(20,)))
+    assert folder.name == "step-00000012"
+    with safe_open(folder / "rank-00000.safetensors", framework="pt") as file:
+        assert set(file.keys()) == {
+            f"{kind}/{place}" for kind in KINDS for place in ("a.weight@0", "a.weight@20", "b@0", "c@0", "c@20")
+        }
+    listed = json.loads((folder / "index.json").read_text())
+    assert [entry["path"] for entry in listed["files"]] == ["rank-00000.safetensors"]
+    assert listed["files"][0]["bytes"] == (folder / "rank-00000.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "empty", "missing"])
+@pytest.mark.parametrize("file", ["rank-00000.safetensors", "index.json"])
+def test_damage_is_found_and_the_checkpoint_before_is_used(store, how, file):
+    store.save(index(1), fragments(1, cuts=()))
+    newest = store.save(index(2), fragments(2, cuts=()))
+    damage(newest / file, how) if (file, how) != ("index.json", "flipped") else damage(newest / file, "truncated")
+    said: list[str] = []
+    reader = store.newest(said.append)
+    assert reader is not None and reader.index.step == 1
+    assert "step 2" in said[0] and file in said[0] and "step 1" in said[-1]
+
+
+def test_without_a_readable_checkpoint_nothing_starts_over(store):
+    for step in (1, 2):
+        damage(store.save(index(step), fragments(step, cuts=())) / "rank-00000.safetensors", "flipped")
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints can be read"):
+        store.newest(lambda message: None)
+
+
+def test_no_checkpoint_at_all_is_none(store):
+    assert store.newest(lambda message: None) is None
+
+
+def test_fragments_must_cover_every_parameter_once(store):
+    pieces = [fragment for fragment in fragments(1, cuts=(3,)) if (fragment.name, fragment.start) != ("b", 3)]
+    folder = store.save(index(1), pieces)
+    with pytest.raises(CheckpointError, match=r"master/b should be covered exactly once from 0 to 5.*break off at 3"):
+        CheckpointReader(folder)
+
+
+def test_another_model_is_refused_by_name(store):
+    store.save(index(1), fragments(1, cuts=()))
+    with pytest.raises(CheckpointError, match=r"(?s)missing d.*unexpected c.*b has shape \[5\], the model's is \[6\]"):
+        store.open(1).check_shapes({"a.weight": [7, 13], "b": [6], "d": [1]})
+
+
+def test_the_newest_and_the_best_are_kept(store):
+    for step in (1, 2, 3, 4, 5):
+        store.save(index(step), fragments(step, cuts=()))
+        if step == 2:
+            store.mark_best(2, "validation/top1", 0.9)
+        store.retain(keep=2)
+    assert store.steps() == [2, 4, 5]
+    assert store.best_step() == 2
+
+
+def test_a_full_disk_leaves_the_older_checkpoint_alone(store):
+    store.save(index(1), fragments(1, cuts=()))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))  # every file ends there, as on a disk that is full
+    try:
+        with pytest.raises(CheckpointError, match="saving failed; earlier checkpoints are untouched"):
+            store.save(index(2), fragments(2, cuts=()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert store.steps() == [1]
+    assert store.newest(lambda message: None).index.step == 1
+
+
+def test_what_is_no_index_is_said_to_be_none(store):
+    folder = store.save(index(1), fragments(1, cuts=()))
+    for content, words in (
+        ("[]", "schema_version"),
+        ('{"schema_version": 9}', "schema_version is 9"),
+        ("{", "cannot be"),
+    ):
+        (folder / "index.json").write_text(content)
+        with pytest.raises(CheckpointError, match=words):
+            CheckpointReader(folder)
+
+
+SAVER = """
+import sys, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_checkpoint_store import fragments, index
+from vitscale.checkpoint import CheckpointStore
+store = CheckpointStore(Path(sys.argv[1]))
+step = max(store.steps(), default=0)
+print("ready", flush=True)
+while True:
+    step += 1
+    store.save(index(step), fragments(step, cuts=(2,)))
+    store.retain(keep=3)
+"""
+
+
+def test_a_process_killed_while_saving_leaves_complete_checkpoints_only(store):
+    """kill -9 at random moments of a process that does nothing but save."""
+    random.seed(4)
+    here = str(Path(__file__).parent)
+    for _ in range(4):
+        process = subprocess.Popen([sys.executable, "-c", SAVER, str(store.root), here], stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        time.sleep(0.2 + random.random() * 0.2)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert store.steps(), "nothing was saved before the kill"
+        for step in store.steps():
+            assert torch.equal(store.open(step).parameter("b"), values(step)["master", "b"])

@@ -1,0 +1,158 @@
+"""The commands as people type them: real processes, their exit codes and what they print."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from toy_dataset import write_toy_dataset
+from training.ranks import BASE, STEPS
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PRETRAIN = REPOSITORY / "vitscale" / "pretrain.py"
+
+
+def program(name: str) -> str:
+    return shutil.which(name, path=str(Path(sys.executable).parent)) or name
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def run(*command: str | Path, cwd: Path = REPOSITORY, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "VITSCALE_DATA_ROOT"} | variables
+    arguments = [str(part) for part in command]
+    return subprocess.run(arguments, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the toy data and `toy.yaml`, whose run is 2 x 8 samples a step."""
+    place = tmp_path_factory.mktemp("commands")
+    write_toy_dataset(place / "data" / "train", [24, 24, 9], seed=1)
+    write_toy_dataset(place / "data" / "test", [13], seed=2)
+    write_toy_dataset(place / "data" / "other", [13], seed=3)
+    (place / "toy.yaml").write_text(yaml.safe_dump(BASE))
+    return place
+
+
+def pretrain(place: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """One rank, by plain python."""
+    data = f"data.root={place / 'data'}"
+    return run(sys.executable, PRETRAIN, "--recipe", place / "toy.yaml", "--set", data, *arguments, cwd=place)
+
+
+@pytest.fixture(scope="module")
+def two_rank_run(place: Path) -> Path:
+    """The README's command, stopped and repeated; its run directory."""
+    command = [
+        *(program("deepspeed"), "--num_accelerators", "2", "--master_port", free_port()),
+        *("vitscale/pretrain.py", "--recipe", place / "toy.yaml"),
+        *("--set", f"data.root={place / 'data'}", "--run-dir", place / "run"),
+    ]
+    first = run(*command, "--stop-at", "4")
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "stopped at step 4 as asked" in first.stdout
+    assert not (place / "run" / "DONE").exists()
+    second = run(*command)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "resumed from" in second.stdout and "at step 4 of 6" in second.stdout
+    return place / "run"
+
+
+def test_the_launcher_s_command_trains_stops_and_resumes(two_rank_run):
+    lines = [json.loads(line) for line in (two_rank_run / "metrics.jsonl").read_text().splitlines()]
+    training = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in training] == list(range(1, STEPS + 1))
+    expected = {"step", "loss", "lr", "grad_norm", "images_per_s", "data_wait", "step_time_s", "exaflops"}
+    # Nobody knows a CPU's peak, so there is no mfu.
+    assert set(training[0]) == expected | {"peak_memory_bytes", "batch_digest"}
+    assert json.loads((two_rank_run / "DONE").read_text())["step"] == STEPS
+
+
+def test_a_finished_run_says_so(place, two_rank_run):
+    again = pretrain(place, "--run-dir", two_rank_run)
+    assert again.returncode == 0 and "finished run; nothing to do" in again.stdout
+
+
+def test_another_recipe_in_the_same_directory_shows_the_difference(place, two_rank_run):
+    other = pretrain(place, "--run-dir", two_rank_run, "--set", "optimizer.lr=1.0")
+    assert other.returncode == 2
+    assert "optimizer.lr: 0.003 -> 1.0" in other.stderr and "Traceback" not in other.stderr
+
+
+def test_evaluate_agrees_with_the_run(two_rank_run):
+    result = run(program("vitscale"), "evaluate", two_rank_run, "--json")
+    assert result.returncode == 0, result.stderr
+    done = json.loads((two_rank_run / "DONE").read_text())
+    assert json.loads(result.stdout)["validation/top1"] == done["evaluation"]["validation/top1"]
+
+
+def test_evaluate_refuses_other_classes(place, two_rank_run, tmp_path):
+    dataset = tmp_path / "other"
+    shutil.copytree(place / "data" / "other", dataset)
+    manifest = json.loads((dataset / "manifest.json").read_text())
+    manifest["class_names"][2] = "azure"
+    (dataset / "manifest.json").write_text(json.dumps(manifest))
+    result = run(program("vitscale"), "evaluate", two_rank_run, "--set", f"evaluation.validation={dataset}")
+    assert result.returncode == 3
+    assert "class 2 is 'azure' here and 'blue' there" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--set", "optimizer.lrr=1"], 2, ["optimizer.lrr", "did you mean 'lr'"]),
+        (["--set", "data.train=nowhere"], 2, ["nowhere", "there is no"]),
+        (["--set", "batch.global=4096"], 3, ["57 samples", "4096"]),
+        (["--set", "model.num_classes=5"], 3, ["7 classes", "5"]),
+        (["--set", "deepspeed={zero_optimisation: {}}"], 2, ["zero_optimization"]),
+        (["--stop-at", "0"], 2, ["--stop-at"]),
+    ],
+)
+def test_mistakes_end_with_one_message_and_their_code(place, tmp_path, arguments, code, words):
+    result = pretrain(place, *arguments, "--run-dir", tmp_path / "run")
+    assert result.returncode == code, result.stdout + result.stderr
+    assert all(word in result.stderr for word in words), result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stderr.count("error:") == 1
+
+
+def test_a_damaged_shard_ends_the_run_with_the_sample_s_name(place, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(place / "data", data)
+    from vitscale.shards import ShardFile
+
+    with ShardFile(data / "train" / "shard-00001.beton") as shard:
+        position, uid = int(shard.offset[3]) + 200, int(shard.uid[3])
+    content = bytearray((data / "train" / "shard-00001.beton").read_bytes())
+    content[position] ^= 0xFF
+    (data / "train" / "shard-00001.beton").write_bytes(content)
+    result = pretrain(place, "--set", f"data.root={data}", "--run-dir", tmp_path / "run")
+    assert result.returncode == 3, result.stdout + result.stderr
+    assert "shard-00001.beton" in result.stderr and f"uid {uid}" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_recipe_prints_what_would_run(place):
+    result = run(program("vitscale"), "recipe", "h14_jft", "--set", "seed=5")
+    assert result.returncode == 0
+    shown = yaml.safe_load(result.stdout)
+    assert shown["seed"] == 5 and shown["batch"] == {"global": 4096, "micro_max": 128}
+    assert run(program("vitscale"), "recipe", "h14_jtf").returncode == 2
+
+
+@pytest.mark.slow
+def test_the_demo_reaches_its_accuracy(tmp_path):
+    result = run(program("vitscale"), "demo", "--out", tmp_path / "demo")
+    assert result.returncode == 0, result.stdout + result.stderr
+    done = json.loads((tmp_path / "demo" / "run" / "DONE").read_text())
+    assert done["evaluation"]["validation/top1"] >= 0.93
+    assert "test accuracy" in result.stdout and "resumed from" in result.stdout

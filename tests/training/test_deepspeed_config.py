@@ -1,0 +1,65 @@
+"""What we tell DeepSpeed, and what a recipe may add to it."""
+
+import pytest
+import torch
+from ranks import make_recipe
+from torch import nn
+
+from vitscale.errors import RecipeError
+from vitscale.training.engine import build_optimizer, derive_config
+
+
+def test_defaults_of_deepspeed_that_change_results_are_set(tmp_path):
+    recipe = make_recipe(tmp_path, parallelism={"zero_stage": 3}, batch={"global": 16, "micro_max": 4})
+    config = derive_config(recipe, world_size=2)
+    assert config["train_batch_size"] == 16
+    assert config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] * 2 == 16
+    assert config["zero_optimization"]["memory_efficient_linear"] is False
+    assert config["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert config["communication_data_type"] == "fp32"
+    assert config["bf16"]["check_grad_overflow"] is True
+    assert config["gradient_clipping"] == 1.0
+
+
+def test_without_accumulation_gradients_stay_in_bf16(tmp_path):
+    assert "data_types" not in derive_config(make_recipe(tmp_path), world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"zero_optimisation": {}}, ["deepspeed.zero_optimisation", "did you mean 'zero_optimization'"]),
+        ({"foo_bar": 1}, ["deepspeed.foo_bar", "known keys"]),
+        ({"train_batch_size": 32}, ["deepspeed.train_batch_size", "32", "contradicts", "16"]),
+        ({"zero_optimization": {"stage": 2}}, ["deepspeed.zero_optimization.stage", "contradicts"]),
+        ({"zero_optimization": {"overlap_com": True}}, ["deepspeed.zero_optimization.overlap_com"]),
+        ({"bf16": {"enabled": False}}, ["deepspeed.bf16.enabled", "contradicts"]),
+        ({"elasticity": {}}, ["deepspeed.elasticity", "no such key"]),
+    ],
+)
+def test_what_contradicts_the_recipe_or_does_not_exist_is_refused(tmp_path, extra, words):
+    with pytest.raises(RecipeError) as caught:
+        derive_config(make_recipe(tmp_path, deepspeed=extra), world_size=2)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_additions_are_passed_on(tmp_path):
+    extra = {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 1000}, "wall_clock_breakdown": True}
+    config = derive_config(make_recipe(tmp_path, deepspeed=extra), world_size=2)
+    assert config["zero_optimization"] == {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 1000}
+    assert config["wall_clock_breakdown"] is True
+
+
+def test_weight_decay_is_on_every_parameter_unless_excluded(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    (group,) = build_optimizer(make_recipe(tmp_path), model).param_groups
+    assert group["weight_decay"] == 0.1 and len(group["params"]) == 4
+    decayed, plain = build_optimizer(make_recipe(tmp_path, optimizer={"decay_exclude": "bias$"}), model).param_groups
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert [p.shape for p in plain["params"]] == [torch.Size([4]), torch.Size([4])]
+
+
+@pytest.mark.parametrize(("pattern", "words"), [("(", "not a regular expression"), ("nothing", "finds none")])
+def test_an_exclusion_that_cannot_be_meant_is_refused(tmp_path, pattern, words):
+    with pytest.raises(RecipeError, match=words):
+        build_optimizer(make_recipe(tmp_path, optimizer={"decay_exclude": pattern}), nn.Linear(2, 2))
