@@ -17,7 +17,7 @@ if sys.path and sys.path[0] and Path(sys.path[0]).resolve() == _HERE:
 import argparse  # noqa: E402
 import os  # noqa: E402
 
-from vitscale.errors import EXIT_DONE, RecipeError, VitscaleError  # noqa: E402
+from vitscale.errors import EXIT_DONE, DataError, RecipeError, VitscaleError  # noqa: E402
 from vitscale.recipe import Recipe, find_recipe, load_recipe  # noqa: E402
 
 
@@ -74,7 +74,14 @@ def pretrain(options: argparse.Namespace) -> None:
         return
     _, world_size, _ = distributed.read_environment()
     recipe.batch.split(world_size)
-    Trainer(recipe, run_dir, distributed.start()).run(options.stop_at)
+    world = distributed.start()
+    trainer = Trainer(recipe, run_dir, world)
+    try:
+        trainer.run(options.stop_at)
+    except DataError as error:
+        # Only the rank that reads a damaged sample knows of it, so it speaks for itself.
+        print(f"error: rank {world.rank}: {error}", file=sys.stderr, flush=True)
+        distributed.finish(error.exit_code)
 
 
 def _print_once(message: str) -> None:

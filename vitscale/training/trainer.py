@@ -280,12 +280,18 @@ class Trainer:
             torch.manual_seed(xxhash.xxh64_intdigest(key.encode()) >> 1)
 
     def _refuse_non_finite(self, batch: Batch, loss_sum: torch.Tensor) -> NoReturn:
-        state = "finite" if bool(torch.isfinite(loss_sum)) else "not finite"
+        """All ranks come here together: the norm is that of the sum over the ranks."""
+        outcomes = distributed.gather((math.isfinite(loss_sum.item()), batch.uids.tolist()))
+        bad = {rank: uids for rank, (is_finite, uids) in enumerate(outcomes) if not is_finite}
+        where = (
+            "; ".join(f"rank {rank} (uids {uids[:8]} and {max(0, len(uids) - 8)} more)" for rank, uids in bad.items())
+            or "none of the ranks, so it is the backward pass that overflows"
+        )
         raise NonFiniteError(
             f"step {self.step + 1}: the gradient is not finite (norm {self.gradient_norm}, learning rate "
-            f"{self._learning_rate(self.step):.3g}). The loss of rank {self.world.rank} is {state}; the uids of its "
-            f"samples begin with {batch.uids[:8].tolist()}. Nothing of this step was saved: the newest checkpoint is "
-            f"that of step {max(self.store.steps(), default=0)}. Lower optimizer.lr or set optimizer.clip_norm"
+            f"{self._learning_rate(self.step):.3g}). The loss is not finite on {where}. Nothing of this step was saved: "
+            f"the newest checkpoint is that of step {max(self.store.steps(), default=0)}. "
+            f"Lower optimizer.lr or set optimizer.clip_norm"
         )
 
     # ---- Evaluation --------------------------------------------------------------------------------------------------

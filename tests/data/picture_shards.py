@@ -1,0 +1,74 @@
+"""A small dataset of awkward pictures: several sizes down to one pixel, gray ones, progressive ones."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+from pictures import encoded, make_picture
+
+from vitscale.shards import (
+    ExcludedSlots,
+    Manifest,
+    SelectExclude,
+    SelectFirst,
+    ShardEntry,
+    StoredSample,
+    field_names,
+    file_digests,
+    write_shard,
+)
+
+SIZES = [(48, 40), (40, 48), (1, 1), (33, 97), (3, 200), (130, 20), (64, 64), (17, 31)]
+
+
+def picture(uid: int) -> tuple[bytes, int, int]:
+    """JPEG, height, width."""
+    height, width = SIZES[uid % len(SIZES)]
+    image = make_picture(uid, height, width)
+    options = {"quality": 92, "progressive": uid % 7 < 2, "subsampling": 2 * (uid % 2)}
+    return encoded(image.convert("L") if uid % 5 == 4 else image, **options), height, width
+
+
+def write_pictures(folder: Path, shard_sizes: list[int], step: int = 3) -> Manifest:
+    """Sample k has uid `step` * k and label k mod 4 - 1 (hence some without a label)."""
+    folder.mkdir(parents=True)
+    entries, done = [], 0
+    for index, size in enumerate(shard_sizes):
+        path = folder / f"shard-{index:05d}.beton"
+        uids = [step * k for k in range(done, done + size)]
+        done += size
+        write_shard(path, (StoredSample(*picture(uid), uid // step % 4 - 1, uid) for uid in uids), size)
+        digests = file_digests(path)
+        entries.append(
+            ShardEntry(
+                path=path.name,
+                samples=size,
+                bytes=digests.bytes,
+                sha256=digests.sha256,
+                xxh3_128=digests.xxh3_128,
+                first_uid=uids[0],
+            )
+        )
+    return Manifest(
+        fields=field_names(with_labels=False),
+        num_samples=done,
+        class_names=("a", "b", "c"),
+        shuffle_seed=0,
+        shards=tuple(entries),
+    ).save(folder)
+
+
+def view(manifest: Manifest, folder: Path, first: int, excluded: list[int]) -> Manifest:
+    """A dataset of the first `first` samples of shard 0 and all but `excluded` of shard 1."""
+    folder.mkdir()
+    list_file = folder / "excluded.npy"
+    np.save(list_file, np.array(excluded, np.uint32))
+    digest = hashlib.sha256(list_file.read_bytes()).hexdigest()
+    exclude = SelectExclude(exclude=ExcludedSlots(path=list_file.name, sha256=digest, count=len(excluded)))
+    selects = (SelectFirst(first=first), exclude)
+    shards = tuple(
+        entry.model_copy(update={"path": f"../{manifest.directory.name}/{entry.path}", "select": select})
+        for entry, select in zip(manifest.shards, selects, strict=False)
+    )
+    num_samples = sum(entry.num_selected for entry in shards)
+    return manifest.model_copy(update={"num_samples": num_samples, "shards": shards}).save(folder)
