@@ -1,19 +1,28 @@
 """The same weights in transformers' and timm's Vision Transformer: the independent implementations we are held to."""
 
+import sys
+
 import pytest
 import torch
 
 from vitscale.models import ViT
 
-_TORCHVISION_OPERATORS = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-)
-if not torch.cuda.is_available():
-    # torchvision has no build for a CPU torch: both peers import it, and it imports if its operators are declared.
-    _library = torch.library.Library("torchvision", "FRAGMENT")
-    for _operator in _TORCHVISION_OPERATORS:
-        _library.define(_operator)
+
+def _make_torchvision_importable() -> None:
+    """Both peers import torchvision, which has no compiled part for some builds of torch: declare what it looks for."""
+    try:
+        import torchvision  # noqa: F401
+    except ImportError:
+        pass
+    except RuntimeError:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        _LIBRARY.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _LIBRARY.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+_LIBRARY = torch.library.Library("torchvision", "FRAGMENT")  # what it declares lives as long as it does
+_make_torchvision_importable()
 
 
 def _conv(weight: torch.Tensor, patch: int) -> torch.Tensor:

@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 
 from data_tools.images import Reject, store_image
 from data_tools.sources.listing import Entry, Source
+from vitscale.durable import durable_file
 from vitscale.errors import DataError
-from vitscale.shards import ShardEntry, ShardStats, StoredSample, durable_file, file_digests, write_shard
+from vitscale.shards import ShardEntry, ShardStats, StoredSample, file_digests, write_shard
 
 _PROVENANCE = pa.schema(
     [

@@ -52,23 +52,22 @@ def pretrain(place: Path, *arguments: str | Path) -> subprocess.CompletedProcess
 
 @pytest.fixture(scope="module")
 def two_rank_run(place: Path) -> Path:
-    """The README's command, stopped and repeated; its run directory."""
-    command = [
-        *(program("deepspeed"), "--num_accelerators", "2", "--master_port", free_port()),
-        *("vitscale/pretrain.py", "--recipe", place / "toy.yaml"),
-        *("--set", f"data.root={place / 'data'}", "--run-dir", place / "run"),
-    ]
-    first = run(*command, "--stop-at", "4")
+    """The README's command, stopped by one launcher and continued by another; its run directory."""
+    script = ["vitscale/pretrain.py", "--recipe", place / "toy.yaml"]
+    script += ["--set", f"data.root={place / 'data'}", "--run-dir", place / "run"]
+    deepspeed = [program("deepspeed"), "--num_accelerators", "2", "--master_port", free_port()]
+    torchrun = [program("torchrun"), "--nproc-per-node", "2", "--master-port", free_port()]
+    first = run(*deepspeed, *script, "--stop-at", "4")
     assert first.returncode == 0, first.stdout + first.stderr
     assert "stopped at step 4 as asked" in first.stdout
     assert not (place / "run" / "DONE").exists()
-    second = run(*command)
+    second = run(*torchrun, *script)
     assert second.returncode == 0, second.stdout + second.stderr
     assert "resumed from" in second.stdout and "at step 4 of 6" in second.stdout
     return place / "run"
 
 
-def test_the_launcher_s_command_trains_stops_and_resumes(two_rank_run):
+def test_the_launchers_train_stop_and_resume(two_rank_run):
     lines = [json.loads(line) for line in (two_rank_run / "metrics.jsonl").read_text().splitlines()]
     training = [line for line in lines if "loss" in line]
     assert [line["step"] for line in training] == list(range(1, STEPS + 1))

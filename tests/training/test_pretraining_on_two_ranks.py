@@ -77,6 +77,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> Path:
         job("impatient", [IMPATIENT], [None]),
         job("other-data", [{}, {"data": {"train": "test"}}], [2, None]),
         job("damaged", [DAMAGED], [4]),
+        job("fewshot", [FEWSHOT], [None]),
     ]
     launch(root, jobs, 2)
     damage(root / "runs" / "damaged" / "checkpoints" / "step-00000004" / "rank-00001.safetensors")
@@ -90,6 +91,14 @@ IMPATIENT = {
     "schedule": {"duration": {"steps": 40}, "end_lr": 0.0},
     "evaluation": {"every": {"steps": 2}, "validation": "test", "batch": 8},
     "selection": {"metric": "validation/top1", "patience": 2},
+}
+FEWSHOT = {
+    "parallelism": {"zero_stage": 3},
+    "evaluation": {
+        "every": {"steps": 3},
+        "validation": "test",
+        "fewshot": {"tasks": [{"name": "toy", "train": "train", "test": "test"}], "shots": [1, 5], "seeds": 2},
+    },
 }
 DAMAGED = {"checkpoint": {"every": {"steps": 2}, "keep": 5}}
 
@@ -199,6 +208,16 @@ def test_final_accuracy_is_that_of_the_checkpoint_on_its_own(root):
     assert during["step"] == step == STEPS
     assert alone["validation/top1"] == during["eval/validation/top1"]
     assert alone["validation/loss"] == pytest.approx(during["eval/validation/loss"], rel=1e-5)
+
+
+def test_few_shot_evaluation_on_schedule_under_zero_3_and_alone(root):
+    lines = [json.loads(line) for line in (root / "runs" / "fewshot" / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [line for line in lines if "eval/fewshot/toy/5shot" in line]
+    assert [line["step"] for line in evaluations] == [3, 6]
+    _, alone = evaluate_run(root / "runs" / "fewshot")
+    for metric in ("fewshot/toy/1shot", "fewshot/toy/5shot", "validation/top1"):
+        assert alone[metric] == evaluations[-1][f"eval/{metric}"]
+    assert alone["fewshot/toy/5shot"] > 0.5, "seven colours are told apart by any representation"
 
 
 @pytest.mark.parametrize("name", ["nan-bf16", "nan-fp32"])

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vitscale.durable import write_text
 from vitscale.errors import CheckpointError
 
 SCHEMA_VERSION = 1
@@ -98,18 +99,14 @@ def write_rank_file(folder: Path, rank: int, fragments: list[Fragment]) -> FileE
         for kind, tensor in fragment.tensors.items()
     }
     save_file(tensors, path)
-    _sync(path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
     return FileEntry(path.name, path.stat().st_size, file_sha256(path))
 
 
 def write_index(folder: Path, index: Index) -> None:
     """Write index.json, the last file of a checkpoint."""
-    path = folder / INDEX
-    aside = folder / f".{INDEX}"
-    aside.write_text(json.dumps(asdict(index), indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    _sync(aside)
-    aside.replace(path)
-    _sync(folder)
+    write_text(folder / INDEX, json.dumps(asdict(index), indent=1, sort_keys=True) + "\n")
 
 
 def read_index(folder: Path) -> Index:
@@ -152,11 +149,3 @@ def file_sha256(path: Path) -> str:
         while chunk := file.read(_HASH_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

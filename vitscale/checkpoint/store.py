@@ -17,6 +17,7 @@ from vitscale.checkpoint.format import (
     write_rank_file,
 )
 from vitscale.checkpoint.reader import CheckpointReader
+from vitscale.durable import write_text
 from vitscale.errors import CheckpointError
 
 Gather = Callable[[object], list]
@@ -68,7 +69,7 @@ class CheckpointStore:
             write_index(building, index)
             self._discard(final)
             building.rename(final)
-            (self.root / "latest").write_text(final.name + "\n", encoding="utf-8")
+            write_text(self.root / "latest", final.name + "\n")  # also makes the rename survive a power cut
 
     def _together(self, work: Callable[[], object]) -> list:
         """Run `work` on every rank; a failure on any of them is an error on all of them, and never a hang."""
@@ -142,9 +143,7 @@ class CheckpointStore:
     def mark_best(self, step: int, metric: str, value: float) -> None:
         """Note the checkpoint that is kept whatever its age (rank 0 writes)."""
         if self.rank == 0:
-            aside = self.root / ".best.json"
-            aside.write_text(json.dumps({"step": step, "metric": metric, "value": value}) + "\n", encoding="utf-8")
-            aside.replace(self.root / "best.json")
+            write_text(self.root / "best.json", json.dumps({"step": step, "metric": metric, "value": value}) + "\n")
 
     def retain(self, keep: int) -> None:
         """Delete all but the newest `keep` checkpoints and the best one (rank 0 deletes)."""

@@ -3,7 +3,6 @@
 import json
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import vitscale
 from vitscale.errors import RecipeError, VitscaleError
 from vitscale.evaluation.finished import evaluate_run
 from vitscale.recipe import load_recipe
+from vitscale.training.distributed import free_port
 
 _MARKER = ".vitscale-demo"
 _STOP_AT = 250
@@ -40,7 +40,7 @@ def run_demo(out: Path) -> None:
 
     ranks = _ranks()
     pretrain = [
-        *(_program("deepspeed"), "--num_accelerators", str(ranks), "--master_port", _free_port()),
+        *(_program("deepspeed"), "--num_accelerators", str(ranks), "--master_port", free_port()),
         *(str(Path(vitscale.__file__).with_name("pretrain.py")), "--recipe", "demo"),
         *("--set", f"data.root={data}", "--run-dir", str(run)),
     ]
@@ -89,12 +89,6 @@ def _program(name: str) -> str:
     """A command of this Python environment, whether or not it is activated."""
     beside = Path(sys.executable).with_name(name)
     return str(beside) if beside.exists() else name
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def _command(console: Console, command: list[str]) -> None:

@@ -5,7 +5,6 @@ The decoder is in `vitscale.shards.jpeg`, imported where images are decoded: rea
 
 from vitscale.shards.beton import DEFAULT_CAPACITY, ShardFile, ShardStats, StoredSample, field_names, write_shard
 from vitscale.shards.checksums import FileDigests, crc32c, crc32c_of, file_digests
-from vitscale.shards.durable import durable_file
 from vitscale.shards.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
@@ -31,7 +30,6 @@ __all__ = [
     "StoredSample",
     "crc32c",
     "crc32c_of",
-    "durable_file",
     "field_names",
     "file_digests",
     "write_shard",

@@ -22,9 +22,9 @@ from typing import BinaryIO
 
 import numpy as np
 
+from vitscale.durable import durable_file
 from vitscale.errors import DataError
 from vitscale.shards.checksums import crc32c_of
-from vitscale.shards.durable import durable_file
 
 DEFAULT_CAPACITY = 8192
 DEFAULT_PAGE_BYTES = 8 << 20

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
+from vitscale.durable import durable_file
 from vitscale.errors import DataError
-from vitscale.shards.durable import durable_file
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 1

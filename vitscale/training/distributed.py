@@ -42,7 +42,7 @@ def read_environment() -> tuple[int, int, int]:
     """
     present = [name for name in _LAUNCH_VARIABLES if name in os.environ]
     if not {"RANK", "WORLD_SIZE"} & set(present):
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
     elif len(present) < len(_LAUNCH_VARIABLES):
         missing = [name for name in _LAUNCH_VARIABLES if name not in present]
         raise RecipeError(
@@ -56,7 +56,8 @@ def read_environment() -> tuple[int, int, int]:
         raise RecipeError(f"the launch environment should hold whole numbers, but holds {values}") from None
 
 
-def _free_port() -> str:
+def free_port() -> str:
+    """A TCP port of this machine that nobody listens on at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])

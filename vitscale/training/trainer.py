@@ -23,6 +23,7 @@ import yaml
 import vitscale
 from vitscale.checkpoint import CheckpointStore, Index
 from vitscale.data import ORDER_VERSION, Batch, Loader, TrainOrder, TrainTransform, to_model_input
+from vitscale.durable import write_text
 from vitscale.errors import CheckpointError, DataError, NonFiniteError, RecipeError
 from vitscale.evaluation import ModelOutputs, build_evaluators, evaluate
 from vitscale.flops import accounting, hardware
@@ -91,9 +92,7 @@ class Trainer:
 
     def _write_recipe(self) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        aside = self.run_dir / f".{RECIPE_FILE}"
-        aside.write_text(yaml.safe_dump(self.recipe.dump(), sort_keys=False), encoding="utf-8")
-        aside.replace(self.run_dir / RECIPE_FILE)
+        write_text(self.run_dir / RECIPE_FILE, yaml.safe_dump(self.recipe.dump(), sort_keys=False))
 
     def _say(self, message: str) -> None:
         if self.world.is_main:
@@ -229,6 +228,7 @@ class Trainer:
 
     def _train_step(self, batch: Batch) -> tuple[torch.Tensor, float]:
         """One update on one global batch: (this rank's sum of losses, learning rate)."""
+        self.objective.check_labels(batch.labels, self.num_classes)
         rate = self._learning_rate(self.step)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
@@ -289,7 +289,8 @@ class Trainer:
         )
         raise NonFiniteError(
             f"step {self.step + 1}: the gradient is not finite (norm {self.gradient_norm}, learning rate "
-            f"{self._learning_rate(self.step):.3g}). The loss is not finite on {where}. Nothing of this step was saved: "
+            f"{self._learning_rate(self.step):.3g}). The loss is not finite on {where}. "
+            f"Nothing of this step was saved: "
             f"the newest checkpoint is that of step {max(self.store.steps(), default=0)}. "
             f"Lower optimizer.lr or set optimizer.clip_norm"
         )
@@ -415,9 +416,7 @@ class Trainer:
             "exaflops": accounting.exaflops(self.macs, self.step * self.recipe.batch.global_size),
             "evaluation": values,
         }
-        aside = self.run_dir / f".{DONE_FILE}"
-        aside.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-        aside.replace(self.run_dir / DONE_FILE)
+        write_text(self.run_dir / DONE_FILE, json.dumps(summary, indent=1) + "\n")
         self._say(f"done: {self.step:,} steps, checkpoints and metrics in {self.run_dir}")
 
 

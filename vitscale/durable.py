@@ -7,11 +7,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-def part_path(path: Path) -> Path:
-    """Where a file lives until it is complete: hidden, beside its final name."""
-    return path.with_name(f".{path.name}.part")
-
-
 @contextmanager
 def durable_file(path: str | Path) -> Iterator[BinaryIO]:
     """Write a file under a temporary name; on leaving, flush it to the disk and rename it.
@@ -19,23 +14,29 @@ def durable_file(path: str | Path) -> Iterator[BinaryIO]:
     An exception inside leaves nothing behind; a killed process leaves the temporary name only. Raises OSError.
     """
     path = Path(path)
-    part = part_path(path)
+    part = path.with_name(f".{path.name}.part")  # hidden, beside its final name
     try:
         with part.open("w+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make a rename survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A text file, complete or not at all. Raises OSError."""
+    with durable_file(path) as file:
+        file.write(text.encode("utf-8"))
