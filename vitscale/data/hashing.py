@@ -34,4 +34,5 @@ def hashes(count: int, *parts: int) -> np.ndarray:
 
 def permutation(count: int, *parts: int) -> np.ndarray:
     """A permutation of 0 .. count - 1 as a function of `parts`; int64 (count,)."""
-    return np.argsort(hashes(count, *parts), kind="stable")
+    # `mix` is a bijection, hence no two keys are equal and any sort gives this order; the default is the fastest.
+    return np.argsort(hashes(count, *parts))

@@ -10,7 +10,28 @@ from numba import njit
 from vitscale.shards import crc32c
 from vitscale.shards.jpeg import c_imdecode, c_resize
 
-OK, CRC_MISMATCH, DECODER_REFUSED = 0, 1, 2
+OK, CRC_MISMATCH, DECODER_REFUSED, SIZE_MISMATCH = 0, 1, 2, 3
+
+
+@njit(nogil=True, cache=True)
+def has_size(stored, start, size, height, width):
+    """Whether the JPEG in `stored[start : start + size]` has this height and width in pixels by its own frame header.
+
+    The checksum covers the stored bytes alone. Asked for another size than the picture has, the decoder scales it or
+    fills a part of the scratch memory, and reports success: the rest would be another sample's pixels.
+    """
+    at, end = start + 2, start + size  # after the marker that starts every JPEG
+    while at + 9 <= end and stored[at] == 0xFF:
+        marker = stored[at + 1]
+        if marker == 0xFF:  # fill
+            at += 1
+        elif 0xC0 <= marker <= 0xCF and marker != 0xC4 and marker != 0xC8 and marker != 0xCC:
+            found_height = (np.int64(stored[at + 5]) << 8) | np.int64(stored[at + 6])
+            found_width = (np.int64(stored[at + 7]) << 8) | np.int64(stored[at + 8])
+            return found_height == height and found_width == width
+        else:
+            at += 2 + ((np.int64(stored[at + 2]) << 8) | np.int64(stored[at + 3]))
+    return False
 
 
 @njit(nogil=True, cache=True)
@@ -25,7 +46,7 @@ def decode_slice(stored, starts, sizes, crcs, heights, widths, boxes, flips, scr
         flips: bool (B,).
         scratch: uint8, room for the largest of the pictures.
         out: uint8 (B, S, S, 3), the result; zeros where the status is not OK.
-        status: int32 (B,): OK, CRC_MISMATCH or DECODER_REFUSED.
+        status: int32 (B,): OK, CRC_MISMATCH, DECODER_REFUSED or SIZE_MISMATCH.
     """
     side = out.shape[1]
     for b in range(len(starts)):
@@ -35,6 +56,10 @@ def decode_slice(stored, starts, sizes, crcs, heights, widths, boxes, flips, scr
             target[:] = 0
             continue
         height, width = heights[b], widths[b]
+        if not has_size(stored, starts[b], sizes[b], height, width):
+            status[b] = SIZE_MISMATCH
+            target[:] = 0
+            continue
         refused = c_imdecode(  # type: ignore[call-overload]
             np.uintp(stored.ctypes.data + starts[b]),
             np.uint64(sizes[b]),

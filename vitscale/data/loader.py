@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor
 
 from vitscale.data.augmentation import Transform, sample_keys
-from vitscale.data.kernel import CRC_MISMATCH, OK, decode_slice
+from vitscale.data.kernel import CRC_MISMATCH, OK, SIZE_MISMATCH, decode_slice
 from vitscale.data.order import EvalOrder, Slots, TrainOrder
 from vitscale.errors import DataError
 from vitscale.shards import Manifest, ShardFile
@@ -166,9 +166,10 @@ class _Producer(threading.Thread):
 
     def stop(self) -> None:
         self._stopping.set()
-        self._reader.cancel()
-        # The garbage collector may call us in any thread, also in one of ours: that must not wait for itself.
+        # The garbage collector may call us in any thread, also in one of ours: that must neither wait for itself nor
+        # touch the pool, whose lock it may hold. The producer sees the flag and ends.
         if not threading.current_thread().name.startswith(_THREADS):
+            self._reader.cancel()
             self.join()
 
 
@@ -190,7 +191,7 @@ class _BatchReader:
         self._order, self._image_size, self._transform = order, image_size, transform
         share = order.global_batch // world
         self._first_slot, self._last_slot = rank * share, (rank + 1) * share
-        self._seed, self._digest = seed, digest
+        self._seed, self._digest, self._threads = seed, digest, threads
         self._shards = _OpenShards(manifest)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=_THREADS)
         self._buffers = threading.local()
@@ -212,11 +213,14 @@ class _BatchReader:
         flips = self._transform.flips(keys)
         images = np.empty((count, self._image_size, self._image_size, 3), np.uint8)
 
+        # A rank's part may be small: at least two slices for every thread, so that none idles.
+        length = max(1, min(_SLICE_SAMPLES, count // (2 * self._threads)))
+
         def work(start: int) -> int:
-            rows = slice(start, min(start + _SLICE_SAMPLES, count))
+            rows = slice(start, min(start + length, count))
             return self._read_slice(samples, rows, boxes[rows], flips[rows], images[rows])
 
-        digests = list(self._pool.map(work, range(0, count, _SLICE_SAMPLES)))
+        digests = list(self._pool.map(work, range(0, count, length)))
         self._shards.trim(keep=len(np.unique(slots.shard)))
         return Batch(
             step=step,
@@ -301,11 +305,10 @@ class _Samples:
 
     def refuse(self, row: int, status: int) -> None:
         """Raise the `DataError` of a sample that is damaged."""
-        what = (
-            "its bytes do not match their checksum"
-            if status == CRC_MISMATCH
-            else "the decoder refused it, although its bytes match their checksum"
-        )
+        what = {
+            CRC_MISMATCH: "its bytes do not match their checksum",
+            SIZE_MISMATCH: "its picture is not of the height and width that the shard states",
+        }.get(status, "the decoder refused it, although its bytes match their checksum")
         raise DataError(
             f"{self.files[row].path}: slot {self.slots[row]}, uid {int(self.uids[row])}: {what}. "
             f"The shard is damaged: restore it, or convert it again"

@@ -1,0 +1,24 @@
+"""The recipe: one YAML file describes one run, typed and strict.
+
+`load_recipe` reads a file, applies what it extends and what the command line sets, and validates the whole before
+anything starts. Nothing is silently ignored.
+"""
+
+from vitscale.recipe.comparing import FREE_ON_RESUME, differences
+from vitscale.recipe.reading import find_recipe, load_recipe, override, recipes_dir, validate_recipe
+from vitscale.recipe.schema import DATA_ROOT_VARIABLE, AdamW, Duration, EvalCrop, Recipe
+
+__all__ = [
+    "DATA_ROOT_VARIABLE",
+    "FREE_ON_RESUME",
+    "AdamW",
+    "Duration",
+    "EvalCrop",
+    "Recipe",
+    "differences",
+    "find_recipe",
+    "load_recipe",
+    "override",
+    "recipes_dir",
+    "validate_recipe",
+]

@@ -1,0 +1,212 @@
+"""From files and command lines to a validated recipe.
+
+Every mistake is a `RecipeError` that names the key, the value, what was expected and, for an unknown key, the nearest
+valid one.
+"""
+
+import difflib
+import re
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import yaml
+from pydantic import BaseModel
+
+from vitscale.errors import RecipeError
+from vitscale.recipe.schema import Duration, Recipe
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people expect it: only true and false are booleans, 1e-5 is a number, a repeated key is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is not a word", key_node.start_mark
+                )
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":float", ":timestamp"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^[-+]?([0-9]+\.[0-9]*([eE][-+]?[0-9]+)?|\.[0-9]+([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.inf|\.nan)$"
+    ),
+    list("-+0123456789."),
+)
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        raise RecipeError(f"{where}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+
+
+def recipes_dir() -> Path:
+    """The folder of the recipes that come with vitscale, in a checkout or an installed package."""
+    package = Path(__file__).parent.parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def find_recipe(recipe: str | Path) -> Path:
+    """The file of a recipe given by path, or by the stem of one that comes with vitscale."""
+    path = Path(recipe)
+    if path.is_file():
+        return path
+    shipped = recipes_dir() / f"{path.name.removesuffix('.yaml')}.yaml"
+    if path.parent in (Path(), Path("recipes")) and shipped.is_file():
+        return shipped
+    known = sorted(file.stem for file in recipes_dir().glob("*.yaml"))
+    near = difflib.get_close_matches(path.name.removesuffix(".yaml"), known, n=1, cutoff=0.0)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise RecipeError(f"there is no recipe {str(recipe)!r}, neither a file nor one of {', '.join(known)}{hint}")
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` on top of `base`, block by block. A block whose `name` changes, and a duration, are replaced whole."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        if isinstance(below, dict) and isinstance(value, dict) and not _is_duration(value):
+            same_kind = below.get("name") == value.get("name", below.get("name"))
+            merged[key] = _merge(below, value) if same_kind else value
+        else:
+            merged[key] = value
+    return merged
+
+
+def _is_duration(block: dict[str, Any]) -> bool:
+    return bool(block) and set(block) <= set(Duration.model_fields)
+
+
+def _read(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+    if path.resolve() in chain:
+        raise RecipeError(f"{path}: extends itself: {' -> '.join(str(p.name) for p in (*chain, path))}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read: {error}") from None
+    content = _parse_yaml(text, str(path))
+    if not isinstance(content, dict):
+        raise RecipeError(f"{path}: expected a mapping of keys such as model, data and batch")
+    base = content.pop("extends", None)
+    if base is None:
+        return content
+    if not isinstance(base, str):
+        raise RecipeError(f"{path}: extends: {base!r}: expected the file name of one recipe")
+    base_path = path.parent / base
+    if not base_path.is_file():
+        base_path = find_recipe(base)
+    return _merge(_read(base_path, (*chain, path.resolve())), content)
+
+
+def _apply_setting(content: dict[str, Any], setting: str) -> dict[str, Any]:
+    key, equals, text = setting.partition("=")
+    if not equals or not all(key.split(".")):
+        raise RecipeError(f"--set {setting}: expected KEY=VALUE, e.g. --set optimizer.lr=3e-4")
+    value = _parse_yaml(text, f"--set {key}")
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    unit = key.rpartition(".")[2]
+    if unit in Duration.model_fields and "." in key:
+        # `--set schedule.duration.steps=5` replaces the unit that the file has.
+        content = _without(content, key.split(".")[:-1])
+    return _merge(content, value)
+
+
+def _without(content: dict[str, Any], keys: list[str]) -> dict[str, Any]:
+    head, *rest = keys
+    below = content.get(head)
+    if not isinstance(below, dict):
+        return content
+    if rest:
+        return {**content, head: _without(below, rest)}
+    return {key: value for key, value in content.items() if key != head} if _is_duration(below) else content
+
+
+def load_recipe(recipe: str | Path, settings: Sequence[str] = ()) -> Recipe:
+    """Read, extend, override and validate a recipe.
+
+    Args:
+        recipe: a path, or the stem of a recipe that comes with vitscale.
+        settings: `a.b=c` overrides, values in YAML.
+
+    Raises:
+        RecipeError: one message that lists everything that is wrong.
+    """
+    path = find_recipe(recipe)
+    return override(_read(path), settings, str(path))
+
+
+def override(content: dict[str, Any], settings: Sequence[str], where: str) -> Recipe:
+    """A recipe from plain data with `a.b=c` settings on top; `where` opens the error message."""
+    for setting in settings:
+        content = _apply_setting(content, setting)
+    return validate_recipe(content, where)
+
+
+def validate_recipe(content: dict[str, Any], where: str) -> Recipe:
+    """A recipe from plain data; `where` opens the error message."""
+    try:
+        return Recipe.model_validate(content)
+    except pydantic.ValidationError as error:
+        lines = [_describe(details) for details in error.errors()]
+        raise RecipeError(f"{where} is not a valid recipe:\n" + "\n".join(f"  {line}" for line in lines)) from None
+
+
+def _describe(details: Any) -> str:
+    parts = [part for part in details["loc"] if part not in ("adamw", "sgd")]
+    key = ".".join(map(str, parts))
+    kind, value = details["type"], details["input"]
+    if kind == "extra_forbidden":
+        valid = _valid_keys(parts[:-1])
+        near = difflib.get_close_matches(str(parts[-1]), valid, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
+        return f"{key}: unknown key; {hint}"
+    if kind == "missing":
+        return f"{key}: missing; set it in the recipe or with --set {key}=..."
+    if kind == "union_tag_not_found":
+        return f"{key}.name: missing; expected one of {details['ctx']['discriminator']}: adamw, sgd"
+    message = details["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    shown = "" if kind == "value_error" else f" {value!r}:"
+    return f"{key or 'recipe'}:{shown} {message}"
+
+
+def _valid_keys(parts: Sequence[str | int]) -> list[str]:
+    """The keys that a block of the recipe may have."""
+    models: list[type[BaseModel]] = [Recipe]
+    for part in parts:
+        if isinstance(part, int):
+            continue
+        annotations = [
+            field.annotation for model in models for name, field in model.model_fields.items() if name == part
+        ]
+        models = [model for annotation in annotations for model in _models_in(annotation)]
+    return sorted({field.alias or name for model in models for name, field in model.model_fields.items()})
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in typing.get_args(annotation) for model in _models_in(inner)]
