@@ -14,7 +14,7 @@ from PIL import Image
 from vitscale.data import EvalOrder, EvalTransform, Loader
 from vitscale.data.kernel import SIZE_MISMATCH, decode_slice, has_size
 from vitscale.errors import DataError
-from vitscale.shards import crc32c_of
+from vitscale.shards import crc32c_of, jpeg
 
 METADATA, ROW = 24 + 4 * 1041, 40  # bytes: header and four fields; one sample's record
 WIDTH, HEIGHT = 1, 3  # where they stand in a record
@@ -38,12 +38,21 @@ def filled():
     return content[:2] + b"\xff\xff\xff" + content[2:]
 
 
+def parameterless(marker):
+    """Markers without a length are legal anywhere, and the decoder takes them without a warning."""
+    content = encoded(make_picture(0, 48, 64))
+    content = content[:2] + marker + content[2:]
+    assert jpeg.decode(content, 48, 64)[0] == 0
+    return content
+
+
 PICTURES = {
     "baseline": lambda: encoded(make_picture(0, 48, 64)),
     "progressive": lambda: encoded(make_picture(0, 48, 64), progressive=True),
     "gray": lambda: encoded(make_picture(0, 48, 64).convert("L")),
     "thumbnail": thumbnailed,
     "fill bytes": filled,
+    "RST": lambda: parameterless(b"\xff\xd0\xff\xd7"),
 }
 
 

@@ -29,6 +29,8 @@ def has_size(stored, start, size, height, width):
             found_height = (np.int64(stored[at + 5]) << 8) | np.int64(stored[at + 6])
             found_width = (np.int64(stored[at + 7]) << 8) | np.int64(stored[at + 8])
             return found_height == height and found_width == width
+        elif marker == 0x01 or 0xD0 <= marker <= 0xD7:  # these have no length; the decoder passes over them
+            at += 2
         else:
             at += 2 + ((np.int64(stored[at + 2]) << 8) | np.int64(stored[at + 3]))
     return False
