@@ -5,8 +5,6 @@ where, what was expected and what to do. Everything else is a bug and keeps its 
 """
 
 EXIT_DONE = 0
-EXIT_RETRY = 75
-EXIT_PREEMPTED = 85
 
 
 class VitscaleError(Exception):

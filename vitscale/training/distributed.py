@@ -85,7 +85,7 @@ def start(timeout: timedelta = timedelta(minutes=10)) -> World:
         device, backend = torch.device("cpu"), "gloo"
         # Without it DeepSpeed compiles a shared-memory operator inside init_distributed, and hangs on a stale lock.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        if "OMP_NUM_THREADS" not in os.environ or os.environ.get("OMP_NUM_THREADS") == "1":
+        if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets 1 whatever the machine has
             local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", str(size))))
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
     deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
