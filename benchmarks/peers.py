@@ -2,7 +2,6 @@
 
 import sys
 
-import pytest
 import torch
 
 from vitscale.models import ViT
@@ -32,7 +31,8 @@ def _conv(weight: torch.Tensor, patch: int) -> torch.Tensor:
 
 def transformers_vit(model: ViT) -> torch.nn.Module:
     """A `ViTForImageClassification` with this model's weights (linear head, class token)."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     s, grid = model.shape, model.shape.grid(model.image_size)
     config = transformers.ViTConfig(
         hidden_size=s.width,
@@ -85,7 +85,8 @@ def transformers_vit(model: ViT) -> torch.nn.Module:
 
 def timm_vit(model: ViT) -> torch.nn.Module:
     """timm's `VisionTransformer` with this model's weights (linear head)."""
-    timm = pytest.importorskip("timm")
+    import timm
+
     s = model.shape
     peer = timm.models.vision_transformer.VisionTransformer(
         img_size=model.image_size,

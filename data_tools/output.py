@@ -44,6 +44,7 @@ def claimed(out: Path) -> Iterator[Path]:
         except BlockingIOError:
             raise RecipeError(f"OUT {out}: another vitscale-convert is writing there") from None
         try:
+            _refuse_foreign(out)  # once more: another converter may have finished since
             for leftover in out.iterdir():
                 if _OURS.fullmatch(leftover.name):
                     leftover.unlink()

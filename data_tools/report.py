@@ -85,7 +85,7 @@ def summary(totals: Totals, title: str) -> Table:
         ("samples", f"{totals.samples:,}"),
         ("passed through", f"{totals.passed_through:,}"),
         ("transcoded", f"{totals.transcoded:,}"),
-        ("rejected", f"{totals.rejected:,}"),
+        ("rejected", f"{totals.rejected:,}" + (" (listed in rejects.parquet)" if totals.rejected else "")),
         ("files ignored", ignored),
         ("shards", f"{totals.shards:,}"),
         ("bytes", f"{totals.bytes:,}"),

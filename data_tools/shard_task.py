@@ -69,7 +69,6 @@ class ShardReport:
     entry: ShardEntry | None = None
     passed_through: int = 0
     transcoded: int = 0
-    source_bytes: int = 0
     seconds: float = 0.0
     rejects: list[tuple[str, str]] = field(default_factory=list)  # key, reason
 
@@ -138,7 +137,6 @@ def _samples(
             report.rejects.append((entry.key, image.reason))
             progress.advance(rejected=True)
             continue
-        report.source_bytes += len(data)
         report.passed_through += image.passed_through
         report.transcoded += not image.passed_through
         for name, value in (

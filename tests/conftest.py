@@ -1,6 +1,10 @@
 """What several tests share: real data where they exist, a small folder of images where they do not matter."""
 
 import os
+
+# Two ranks share this machine whatever it has, and results are compared with those of a CPU.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 from pathlib import Path
 
 import pytest

@@ -1,27 +1,27 @@
 """What is installed: every package of the tree, and the recipes."""
 
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
-from vitscale.recipe import recipes_dir
-
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-def test_a_wheel_holds_every_package_and_recipe(tmp_path):
+def test_a_wheel_holds_every_module_and_recipe_and_nothing_else(tmp_path):
+    source = tmp_path / "source"
+    for folder in ("vitscale", "data_tools", "recipes"):
+        shutil.copytree(REPOSITORY / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / file, source / file)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    built = subprocess.run(
-        [*command, "--wheel-dir", str(tmp_path), str(REPOSITORY)], capture_output=True, text=True, check=False
-    )
+    command += ["--wheel-dir", str(tmp_path), str(source)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     (wheel,) = tmp_path.glob("*.whl")
-    inside = set(zipfile.ZipFile(wheel).namelist())
-    modules = {
-        path.relative_to(REPOSITORY).as_posix()
-        for package in ("vitscale", "data_tools")
-        for path in (REPOSITORY / package).rglob("*.py")
-    }
-    assert modules <= inside
-    assert {f"vitscale/recipes/{path.name}" for path in recipes_dir().glob("*.yaml")} <= inside
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    modules = {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("vitscale/**/*.py")}
+    modules |= {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("data_tools/**/*.py")}
+    recipes = {f"vitscale/recipes/{path.name}" for path in REPOSITORY.glob("recipes/*.yaml")}
+    assert inside == modules | recipes

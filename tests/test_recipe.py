@@ -43,7 +43,7 @@ def test_h14_has_the_figures_of_table_3():
     assert recipe.optimizer.lr == 3e-4 and recipe.optimizer.weight_decay == 0.1 and recipe.model.dropout == 0.0
     assert recipe.batch.global_size == 4096 and recipe.schedule.warmup.steps == 10_000
     assert recipe.schedule.decay == "linear" and recipe.schedule.end_lr == 1e-5
-    # FACTS A2.4: 14 epochs of 303 million images in batches of 4096 are about 1.036 million steps.
+    # 14 epochs of 303 million images in batches of 4096 are about 1.036 million steps.
     assert recipe.schedule.duration.to_steps(303_000_000, 4096) == 14 * 73_974
 
 

@@ -4,6 +4,8 @@ An error raised here ends the command with one readable message and no stack tra
 where, what was expected and what to do. Everything else is a bug and keeps its trace (exit code 1).
 """
 
+from typing import Self
+
 EXIT_DONE = 0
 
 
@@ -11,6 +13,12 @@ class VitscaleError(Exception):
     """Base of the errors below; `exit_code` is what the process ends with."""
 
     exit_code = 1
+    is_on_all_ranks = False
+
+    def on_all_ranks(self) -> Self:
+        """Mark an error that every rank of a run raises alike, so that one of them may speak for all."""
+        self.is_on_all_ranks = True
+        return self
 
 
 class RecipeError(VitscaleError):

@@ -17,7 +17,7 @@ if sys.path and sys.path[0] and Path(sys.path[0]).resolve() == _HERE:
 import argparse  # noqa: E402
 import os  # noqa: E402
 
-from vitscale.errors import EXIT_DONE, DataError, RecipeError, VitscaleError  # noqa: E402
+from vitscale.errors import EXIT_DONE, RecipeError, VitscaleError  # noqa: E402
 from vitscale.recipe import Recipe, find_recipe, load_recipe  # noqa: E402
 
 
@@ -48,46 +48,40 @@ def main() -> None:
         pretrain(options)
     except VitscaleError as error:
         code = error.exit_code
-        _print_once(f"error: {error}")
-    if "torch.distributed" in sys.modules:
-        from vitscale.training.distributed import finish
-
-        finish(code)
+        rank = os.environ.get("RANK", "0")
+        if rank == "0" or not error.is_on_all_ranks:
+            speaker = "" if rank == "0" else f"rank {rank}: "
+            print(f"error: {speaker}{error}", file=sys.stderr, flush=True)
+    if "vitscale.training.distributed" in sys.modules:
+        sys.modules["vitscale.training.distributed"].finish(code)
     sys.exit(code)
 
 
 def pretrain(options: argparse.Namespace) -> None:
     """Check everything that can be checked alone, then start the process group and train."""
-    recipe: Recipe = load_recipe(options.recipe, options.settings)
     run_dir: Path = options.run_dir or Path("runs") / find_recipe(options.recipe).stem
-    if options.stop_at is not None and options.stop_at < 1:
-        raise RecipeError(f"--stop-at {options.stop_at}: expected a step from 1")
-    if options.resume == "never" and (run_dir / "recipe.yaml").exists():
-        raise RecipeError(f"{run_dir} already holds a run; leave out --resume never to continue it")
-
-    from vitscale.training import distributed
-    from vitscale.training.trainer import Trainer, check_run_dir
-
-    done = check_run_dir(recipe, run_dir)
-    if done is not None:
-        _print_once(f"{run_dir} holds a finished run; nothing to do\n{done.rstrip()}")
-        return
-    _, world_size, _ = distributed.read_environment()
-    recipe.batch.split(world_size)
-    world = distributed.start()
-    trainer = Trainer(recipe, run_dir, world)
     try:
-        trainer.run(options.stop_at)
-    except DataError as error:
-        # Only the rank that reads a damaged sample knows of it, so it speaks for itself.
-        print(f"error: rank {world.rank}: {error}", file=sys.stderr, flush=True)
-        distributed.finish(error.exit_code)
+        recipe: Recipe = load_recipe(options.recipe, options.settings)
+        if options.stop_at is not None and options.stop_at < 1:
+            raise RecipeError(f"--stop-at {options.stop_at}: expected a step from 1")
 
+        # Imported when there is something to train: it takes seconds.
+        from vitscale.training import distributed
+        from vitscale.training.plan import plan_run
+        from vitscale.training.trainer import Trainer, check_run_dir
 
-def _print_once(message: str) -> None:
-    """Print on rank 0; the others fail alike and keep quiet."""
-    if os.environ.get("RANK", "0") == "0":
-        print(message, file=sys.stderr if message.startswith("error") else sys.stdout, flush=True)
+        done = check_run_dir(recipe, run_dir, may_resume=options.resume == "auto")
+        if done is not None:
+            if os.environ.get("RANK", "0") == "0":
+                print(f"{run_dir} holds a finished run; nothing to do\n{done.rstrip()}")
+            return
+        rank, world_size, local_rank = distributed.read_environment()
+        plan = plan_run(recipe, rank, world_size)
+    except VitscaleError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            error.on_all_ranks()  # the ranks of one machine see the same recipe and files, and its first one speaks
+        raise
+    Trainer(recipe, plan, run_dir, distributed.start(rank, world_size, local_rank)).run(options.stop_at)
 
 
 if __name__ == "__main__":

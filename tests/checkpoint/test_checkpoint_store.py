@@ -108,6 +108,19 @@ def test_no_checkpoint_at_all_is_none(store):
     assert store.newest(lambda message: None) is None
 
 
+def test_saving_after_a_fallback_replaces_what_was_damaged(store):
+    """The damaged ones are newer by number: they must not crowd out what the run goes on from."""
+    for step in (10, 20, 30):
+        folder = store.save(index(step), fragments(step, cuts=()))
+        if step > 10:
+            damage(folder / "rank-00000.safetensors", "flipped")
+    assert store.newest(lambda message: None).index.step == 10
+    store.save(index(15), fragments(15, cuts=()))
+    store.retain(keep=1, best=None)
+    assert store.steps() == [15]
+    assert store.newest(lambda message: None).index.step == 15
+
+
 def test_fragments_must_cover_every_parameter_once(store):
     pieces = [fragment for fragment in fragments(1, cuts=(3,)) if (fragment.name, fragment.start) != ("b", 3)]
     folder = store.save(index(1), pieces)
@@ -124,11 +137,8 @@ def test_another_model_is_refused_by_name(store):
 def test_the_newest_and_the_best_are_kept(store):
     for step in (1, 2, 3, 4, 5):
         store.save(index(step), fragments(step, cuts=()))
-        if step == 2:
-            store.mark_best(2, "validation/top1", 0.9)
-        store.retain(keep=2)
+        store.retain(keep=2, best=2)
     assert store.steps() == [2, 4, 5]
-    assert store.best_step() == 2
 
 
 def test_a_full_disk_leaves_the_older_checkpoint_alone(store):
@@ -168,7 +178,7 @@ print("ready", flush=True)
 while True:
     step += 1
     store.save(index(step), fragments(step, cuts=(2,)))
-    store.retain(keep=3)
+    store.retain(keep=3, best=None)
 """
 
 

@@ -9,7 +9,7 @@ from peers import timm_vit, transformers_vit
 from vitscale.architectures import ViTShape, vit_shape
 from vitscale.models import ViT, initial_value, initialise
 
-# FACTS A1.4: the authors' own test table (1000 classes, output layer alone), then pre-training heads.
+# The authors' own test table (1000 classes, output layer alone), then pre-training heads.
 FINE_TUNE_PARAMETERS = {
     "ViT-Ti/16": 5_717_416,
     "ViT-S/16": 22_050_664,
@@ -106,6 +106,7 @@ def images(size: int, batch: int = 4) -> torch.Tensor:
 @pytest.mark.parametrize("size", [32, 36])
 def test_logits_equal_those_of_transformers(size):
     model = randomised(image_size=size, head="linear")
+    pytest.importorskip("transformers")
     peer = transformers_vit(model)
     with torch.no_grad():
         pixels = images(size)
@@ -116,6 +117,7 @@ def test_logits_equal_those_of_transformers(size):
 @pytest.mark.parametrize("pool", ["cls", "mean"])
 def test_logits_equal_those_of_timm(pool):
     model = randomised(image_size=32, head="linear", pool=pool)
+    pytest.importorskip("timm")
     peer = timm_vit(model)
     with torch.no_grad():
         pixels = images(32)
@@ -143,7 +145,7 @@ def test_a_patch_is_flattened_height_width_channel():
 
 
 def test_initial_values_are_those_of_the_authors_code():
-    model = ViT(vit_shape("ViT-S/16"), image_size=224, num_classes=1000)
+    model = ViT(vit_shape("ViT-S/16"), image_size=224, num_classes=1000, head_bias=-10.0)
     initialise(model, seed=3)
     D = 384
     values = dict(model.named_parameters())
@@ -159,6 +161,20 @@ def test_initial_values_are_those_of_the_authors_code():
     embedding = values["embedding.weight"]  # fan-in 768; truncated at two standard deviations
     assert embedding.std().item() == pytest.approx(768**-0.5, rel=0.01)
     assert embedding.abs().max().item() < 2.3 * 768**-0.5
+
+
+def test_logits_in_bf16_are_not_rounded_to_the_bias():
+    """Between 8 and 16 bf16 has steps of 1/16: a bias of -10 must not put all logits on that grid."""
+    model = ViT(TINY, image_size=32, num_classes=50, head_bias=-10.0)
+    initialise(model, seed=0)
+    with torch.no_grad():
+        model.head.weight.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
+        exact = model(images(32, batch=16))
+        rounded = model.bfloat16()(images(32, batch=16).bfloat16())
+    assert rounded.dtype == torch.float32
+    assert (rounded - exact).abs().max() < 0.02
+    distinct = sum(len(row.unique()) for row in rounded) / len(rounded)
+    assert distinct > 45, "a grid of 1/16 would leave a handful of values"
 
 
 def test_initial_values_depend_on_seed_and_name_alone():

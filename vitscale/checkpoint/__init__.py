@@ -2,6 +2,17 @@
 
 from vitscale.checkpoint.format import MASTER, Fragment, Index, step_folder
 from vitscale.checkpoint.reader import CheckpointReader
+from vitscale.checkpoint.run_directory import CHECKPOINTS, DONE_FILE, RECIPE_FILE
 from vitscale.checkpoint.store import CheckpointStore
 
-__all__ = ["MASTER", "CheckpointReader", "CheckpointStore", "Fragment", "Index", "step_folder"]
+__all__ = [
+    "CHECKPOINTS",
+    "DONE_FILE",
+    "MASTER",
+    "RECIPE_FILE",
+    "CheckpointReader",
+    "CheckpointStore",
+    "Fragment",
+    "Index",
+    "step_folder",
+]

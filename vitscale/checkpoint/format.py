@@ -1,4 +1,4 @@
-"""The fragment format: a checkpoint is a folder that any world size and ZeRO stage can read (DESIGN: invariant 5).
+"""The fragment format: a checkpoint is a folder that any world size and ZeRO stage can read.
 
     step-00001000/
         rank-00000.safetensors    what rank 0 owned: keys KIND/PARAMETER@START, 1-D fp32 pieces of flattened parameters
@@ -8,7 +8,6 @@
 A checkpoint exists if and only if its index.json is there and every file in it verifies. No pickle anywhere.
 """
 
-import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
@@ -21,11 +20,11 @@ from torch import Tensor
 
 from vitscale.durable import write_text
 from vitscale.errors import CheckpointError
+from vitscale.shards import file_digests
 
 SCHEMA_VERSION = 1
 INDEX = "index.json"
 MASTER = "master"
-_HASH_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,8 @@ def write_rank_file(folder: Path, rank: int, fragments: list[Fragment]) -> FileE
     save_file(tensors, path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return FileEntry(path.name, path.stat().st_size, file_sha256(path))
+    size, sha256, _ = file_digests(path)
+    return FileEntry(path.name, size, sha256)
 
 
 def write_index(folder: Path, index: Index) -> None:
@@ -135,17 +135,8 @@ def file_problem(folder: Path, entry: FileEntry) -> str | None:
         size = path.stat().st_size
         if size != entry.bytes:
             return f"{path}: {size} bytes, expected {entry.bytes}"
-        if file_sha256(path) != entry.sha256:
+        if file_digests(path).sha256 != entry.sha256:
             return f"{path}: its content is damaged (sha256 differs from the index)"
     except OSError as error:
         return f"{path}: {error.strerror or error}"
     return None
-
-
-def file_sha256(path: Path) -> str:
-    """sha256 of a file, hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_HASH_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -1,6 +1,5 @@
 """The folder of a run's checkpoints: saving, finding the newest that verifies, keeping a few."""
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -70,6 +69,9 @@ class CheckpointStore:
             self._discard(final)
             building.rename(final)
             write_text(self.root / "latest", final.name + "\n")  # also makes the rename survive a power cut
+            for step in self.steps():
+                if step > index.step:  # damaged, or this run would not have come from before them
+                    self._discard(self.root / step_folder(step))
 
     def _together(self, work: Callable[[], object]) -> list:
         """Run `work` on every rank; a failure on any of them is an error on all of them, and never a hang."""
@@ -108,7 +110,7 @@ class CheckpointStore:
             raise CheckpointError(
                 f"{self.root}: none of the {len(steps)} checkpoints can be read; the newest fails with: {problems[0]}. "
                 f"Restore one, or start over in another --run-dir"
-            )
+            ).on_all_ranks()
         return None
 
     def open(self, step: int) -> CheckpointReader:
@@ -133,24 +135,16 @@ class CheckpointStore:
         merged = [problem for of_rank in self.gather(problems) for problem in of_rank]
         return list(dict.fromkeys(merged))
 
-    def best_step(self) -> int | None:
-        """The step marked as the best, if one is."""
-        try:
-            return json.loads((self.root / "best.json").read_text(encoding="utf-8"))["step"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+    def retain(self, keep: int, best: int | None) -> None:
+        """Delete all but the newest `keep` checkpoints and that of step `best`. Raises as `save` does."""
 
-    def mark_best(self, step: int, metric: str, value: float) -> None:
-        """Note the checkpoint that is kept whatever its age (rank 0 writes)."""
-        if self.rank == 0:
-            write_text(self.root / "best.json", json.dumps({"step": step, "metric": metric, "value": value}) + "\n")
+        def delete() -> None:
+            if self.rank == 0:
+                for step in self.steps()[:-keep]:
+                    if step != best:
+                        self._discard(self.root / step_folder(step))
 
-    def retain(self, keep: int) -> None:
-        """Delete all but the newest `keep` checkpoints and the best one (rank 0 deletes)."""
-        if self.rank == 0:
-            for step in self.steps()[:-keep]:
-                if step != self.best_step():
-                    self._discard(self.root / step_folder(step))
+        self._together(delete)
 
     def _discard(self, folder: Path) -> None:
         if folder.exists():

@@ -16,6 +16,7 @@ import vitscale
 from vitscale.errors import RecipeError, VitscaleError
 from vitscale.evaluation.finished import evaluate_run
 from vitscale.recipe import load_recipe
+from vitscale.shards import Manifest
 from vitscale.training.distributed import free_port
 
 _MARKER = ".vitscale-demo"
@@ -51,7 +52,8 @@ def run_demo(out: Path) -> None:
 
     console.rule("evaluating the last checkpoint on its own")
     step, values = evaluate_run(run)
-    console.print(_closing_table(run, step, values, time.monotonic() - began))
+    tested = Manifest.load(test).num_samples
+    console.print(_closing_table(run, step, values, tested, time.monotonic() - began))
 
 
 def _clear(out: Path) -> None:
@@ -107,14 +109,14 @@ class DemoError(VitscaleError):
         self.exit_code = code
 
 
-def _closing_table(run: Path, step: int, values: dict[str, float], seconds: float) -> Table:
+def _closing_table(run: Path, step: int, values: dict[str, float], tested: int, seconds: float) -> Table:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     training = [line for line in lines if "loss" in line]
     speeds = sorted(line["images_per_s"] for line in training)
     recipe = load_recipe("demo")
     table = Table(title="vitscale demo", show_header=False)
     rows = {
-        "test accuracy": f"{values['validation/top1']:.2%} of 360 images",
+        "test accuracy": f"{values['validation/top1']:.2%} of {tested:,} images",
         "training": f"{step:,} steps of {recipe.batch.global_size} images",
         "speed": f"{speeds[len(speeds) // 2]:,.0f} images/s (median)",
         "compute": f"{training[-1]['exaflops']:.3g} exaFLOPs",

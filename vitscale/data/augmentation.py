@@ -81,7 +81,7 @@ def inception_crop(
     area: tuple[float, float],
     aspect: tuple[float, float],
 ) -> np.ndarray:
-    """Random boxes (B, 4) int32 as TensorFlow's `sample_distorted_bounding_box` draws them (FACTS A2.5).
+    """Random boxes (B, 4) int32 as TensorFlow's `sample_distorted_bounding_box` draws them, as the paper used it.
 
     The aspect ratio width / height is uniform in `aspect`; the height is uniform among the whole numbers whose area,
     as part of the picture's, lies in `area`; the position is uniform (TensorFlow never draws the last one of each

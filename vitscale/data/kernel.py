@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 
 from vitscale.shards import crc32c
-from vitscale.shards.jpeg import c_imdecode, c_resize
+from vitscale.shards.jpeg import c_resize, decode_into
 
 OK, CRC_MISMATCH, DECODER_REFUSED, SIZE_MISMATCH = 0, 1, 2, 3
 
@@ -62,21 +62,7 @@ def decode_slice(stored, starts, sizes, crcs, heights, widths, boxes, flips, scr
             status[b] = SIZE_MISMATCH
             target[:] = 0
             continue
-        refused = c_imdecode(  # type: ignore[call-overload]
-            np.uintp(stored.ctypes.data + starts[b]),
-            np.uint64(sizes[b]),
-            np.uint32(height),
-            np.uint32(width),
-            np.uintp(scratch.ctypes.data),
-            np.uint32(height),
-            np.uint32(width),
-            np.uint32(0),
-            np.uint32(0),
-            np.uint32(1),
-            np.uint32(1),
-            False,
-            False,
-        )
+        refused = decode_into(stored.ctypes.data + starts[b], sizes[b], height, width, scratch.ctypes.data)
         if refused != 0:
             status[b] = DECODER_REFUSED
             target[:] = 0

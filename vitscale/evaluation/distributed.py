@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vitscale.errors import VitscaleError
+
 Result = TypeVar("Result")
 
 
@@ -65,5 +67,5 @@ def on_rank_zero(compute: Callable[[], Result]) -> Result:
             outcome[1] = error
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
-        raise outcome[1]
+        raise outcome[1].on_all_ranks() if isinstance(outcome[1], VitscaleError) else outcome[1]
     return outcome[0]

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitscale.data.hashing import mix
 from vitscale.errors import DataError
 from vitscale.evaluation.contract import MakeLoader, Predict
 from vitscale.evaluation.distributed import gather_rows, on_rank_zero
@@ -155,12 +156,5 @@ def select_shots(labels: Tensor, uids: Tensor, shots: int, num_classes: int, see
 
 
 def _hash(seed: int, uids: np.ndarray) -> np.ndarray:
-    """64-bit hashes of (seed, uid), (N,) uint64: two rounds of the SplitMix64 mixer."""
-    return _mix(_mix(np.array([seed], dtype=np.uint64)) ^ uids.astype(np.uint64))
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    """64-bit hashes of (seed, uid), (N,) uint64."""
+    return mix(mix(np.array([seed], dtype=np.uint64)) ^ uids.astype(np.uint64))

@@ -4,15 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import yaml
 
-from vitscale.checkpoint import CheckpointReader, CheckpointStore
+from vitscale.checkpoint import CHECKPOINTS, RECIPE_FILE, CheckpointReader, CheckpointStore
 from vitscale.data import to_model_input
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.evaluation.build import build_evaluators
 from vitscale.evaluation.contract import ModelOutputs, evaluate
 from vitscale.models import ViT, build_model
-from vitscale.recipe import Recipe, override, validate_recipe
+from vitscale.recipe import Recipe, override, parse_recipe
 
 
 def open_run(run_dir: Path, step: int | None = None) -> tuple[Recipe, CheckpointReader]:
@@ -20,11 +19,11 @@ def open_run(run_dir: Path, step: int | None = None) -> tuple[Recipe, Checkpoint
 
     Raises `RecipeError` where there is no run, `CheckpointError` where there is no such checkpoint.
     """
-    saved = run_dir / "recipe.yaml"
+    saved = run_dir / RECIPE_FILE
     if not saved.is_file():
         raise RecipeError(f"{run_dir} is no run directory: there is no {saved.name} in it")
-    recipe = validate_recipe(yaml.safe_load(saved.read_text(encoding="utf-8")), str(saved))
-    store = CheckpointStore(run_dir / "checkpoints")
+    recipe = parse_recipe(saved.read_text(encoding="utf-8"), str(saved))
+    store = CheckpointStore(run_dir / CHECKPOINTS)
     if step is None:
         reader = store.newest(report=print)
         if reader is None:

@@ -13,7 +13,14 @@ def build_model(recipe: Recipe, num_classes: int) -> ViT:
         num_classes=num_classes,
         pool=settings.pool,
         head=settings.head,
-        head_bias=settings.head_bias,
+        head_bias=initial_head_bias(recipe),
         dropout=settings.dropout,
         checkpoint_every=recipe.parallelism.activation_checkpointing,
     )
+
+
+def initial_head_bias(recipe: Recipe) -> float:
+    """-10 where the sigmoid loss meets the pre-training head, unless the recipe says otherwise; softmax cannot tell."""
+    if recipe.model.head_bias is not None:
+        return recipe.model.head_bias
+    return -10.0 if recipe.model.head == "pretrain" and recipe.objective.loss == "sigmoid" else 0.0

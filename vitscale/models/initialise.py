@@ -1,4 +1,4 @@
-"""Initial weights as a function of (seed, parameter name) alone (DESIGN: invariant 6)."""
+"""Initial weights as a function of (seed, parameter name) alone."""
 
 from collections.abc import Callable
 from typing import Protocol

@@ -28,6 +28,16 @@ class Linear(nn.Linear):
         pass
 
 
+class OutputLayer(Linear):
+    """The output layer: logits in fp32.
+
+    With a bias of -10 logits in bf16 would be multiples of 1/16 and many of them equal, so the bias is added in fp32.
+    """
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return F.linear(x_BD, self.weight).float() + self.bias.float()
+
+
 class LayerNorm(nn.LayerNorm):
     """Layer norm over the last dimension, eps 1e-6, values unset."""
 
@@ -96,8 +106,8 @@ class ViT(nn.Module):
         pool: `cls` reads the class token; `mean` averages the patches and has no class token.
         head: `pretrain` has a dense layer of width D with tanh before the output layer (section 3.1), `linear` has the
             output layer alone (fine-tuning).
-        head_bias: initial bias of the output layer; None means -10 for `pretrain` (FACTS of the sigmoid loss: every
-            class starts improbable) and 0 for `linear`.
+        head_bias: initial bias of the output layer. With the sigmoid loss the authors take -10: every class starts
+            improbable.
         dropout: rate after position embedding, attention output and both MLP layers (appendix B.1).
         checkpoint_every: recompute every k-th block's activations in the backward pass; 0 keeps all of them.
     """
@@ -110,7 +120,7 @@ class ViT(nn.Module):
         num_classes: int,
         pool: Literal["cls", "mean"] = "cls",
         head: Literal["pretrain", "linear"] = "pretrain",
-        head_bias: float | None = None,
+        head_bias: float = 0.0,
         dropout: float = 0.0,
         checkpoint_every: int = 0,
     ) -> None:
@@ -119,7 +129,7 @@ class ViT(nn.Module):
         self.shape = shape
         self.image_size = image_size
         self.pool = pool
-        self.head_bias = head_bias if head_bias is not None else (-10.0 if head == "pretrain" else 0.0)
+        self.head_bias = head_bias
         self.checkpoint_every = checkpoint_every
         num_tokens = shape.grid(image_size) ** 2 + (pool == "cls")
 
@@ -130,7 +140,7 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(D, shape.mlp_dim, shape.num_heads, dropout) for _ in range(shape.depth))
         self.norm = LayerNorm(D)
         self.pre_logits = Linear(D, D) if head == "pretrain" else None
-        self.head = Linear(D, num_classes)
+        self.head = OutputLayer(D, num_classes)
 
     def patchify(self, images_BHWC: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, N, P*P*C), patches in row-major order, each flattened as height, width, channel."""
@@ -168,7 +178,7 @@ class ViT(nn.Module):
         return self.head(x_BD)
 
     def initialiser(self, name: str) -> Callable[[Tensor, torch.Generator], None]:
-        """How the parameter `name` is filled at the start of training: the authors' code, FACTS A1.1 to A1.3.
+        """How the parameter `name` is filled at the start of training: as in the authors' code.
 
         The returned function fills a whole fp32 CPU tensor of the parameter's shape in place.
         """

@@ -83,13 +83,13 @@ def find_recipe(recipe: str | Path) -> Path:
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` on top of `base`, block by block. A block whose `name` changes, and a duration, are replaced whole."""
+    """`over` on top of `base`, block by block; a duration, and an optimizer of another name, are replaced whole."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
         if isinstance(below, dict) and isinstance(value, dict) and not _is_duration(value):
-            same_kind = below.get("name") == value.get("name", below.get("name"))
-            merged[key] = _merge(below, value) if same_kind else value
+            other_kind = key == "optimizer" and below.get("name") != value.get("name", below.get("name"))
+            merged[key] = value if other_kind else _merge(below, value)
         else:
             merged[key] = value
     return merged
@@ -162,6 +162,14 @@ def override(content: dict[str, Any], settings: Sequence[str], where: str) -> Re
     """A recipe from plain data with `a.b=c` settings on top; `where` opens the error message."""
     for setting in settings:
         content = _apply_setting(content, setting)
+    return validate_recipe(content, where)
+
+
+def parse_recipe(text: str, where: str) -> Recipe:
+    """A recipe from the text of one complete file, such as a run directory's."""
+    content = _parse_yaml(text, where)
+    if not isinstance(content, dict):
+        raise RecipeError(f"{where}: expected a mapping of keys such as model, data and batch")
     return validate_recipe(content, where)
 
 

@@ -1,10 +1,11 @@
 """The schema of a recipe: typed, strict, frozen. Every field says what it means."""
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from vitscale.architectures import ViTShape, vit_shape
 from vitscale.errors import RecipeError
@@ -13,7 +14,19 @@ DATA_ROOT_VARIABLE = "VITSCALE_DATA_ROOT"
 
 
 class _Block(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+def _is_pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r} is not a regular expression: {error}") from None
+    return text
+
+
+Pattern = Annotated[str, AfterValidator(_is_pattern)]
+"""A regular expression, looked for anywhere in a parameter's name."""
 
 
 class Duration(_Block):
@@ -29,8 +42,12 @@ class Duration(_Block):
             raise ValueError("give exactly one of steps, epochs, examples, e.g. {epochs: 7}")
         return self
 
+    def describe(self) -> str:
+        """In words, for messages."""
+        return ", ".join(f"{value:g} {unit}" for unit, value in self if value is not None)
+
     def to_steps(self, train_samples: int, global_batch: int) -> int:
-        """Steps of `global_batch` samples; an epoch has train_samples // global_batch steps (FACTS A2.4)."""
+        """Steps of `global_batch` samples; an epoch has train_samples // global_batch."""
         if self.steps is not None:
             return self.steps
         if self.examples is not None:
@@ -51,7 +68,7 @@ class Model(_Block):
     num_classes: int | None = Field(None, ge=1, description="default: the number of class names of data.train")
     pool: Literal["cls", "mean"] = "cls"
     head: Literal["pretrain", "linear"] = "pretrain"
-    head_bias: float | None = Field(None, description="default: -10 with head: pretrain, 0 with head: linear")
+    head_bias: float | None = Field(None, description="default: -10 with head: pretrain and the sigmoid loss, else 0")
     dropout: float = Field(0.0, ge=0, lt=1)
 
     @model_validator(mode="after")
@@ -144,14 +161,14 @@ class Objective(_Block):
 
 
 class AdamW(_Block):
-    """Adam with decoupled weight decay times the current learning rate (FACTS A2.2)."""
+    """Adam with decoupled weight decay times the current learning rate, as in the authors' code."""
 
     name: Literal["adamw"] = "adamw"
     lr: float = Field(gt=0)
-    betas: list[float] = Field([0.9, 0.999], min_length=2, max_length=2)
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field([0.9, 0.999], min_length=2, max_length=2)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
-    decay_exclude: str | None = Field(None, description="regular expression; parameters it finds are not decayed")
+    decay_exclude: Pattern | None = Field(None, description="parameters it finds are not decayed")
     clip_norm: float | None = Field(None, gt=0, description="global gradient norm above which gradients are scaled")
 
 
@@ -162,12 +179,12 @@ class SGD(_Block):
     lr: float = Field(gt=0)
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
-    decay_exclude: str | None = Field(None, description="regular expression; parameters it finds are not decayed")
+    decay_exclude: Pattern | None = Field(None, description="parameters it finds are not decayed")
     clip_norm: float | None = Field(None, gt=0, description="global gradient norm above which gradients are scaled")
 
 
 class Schedule(_Block):
-    """How long to train, and the learning rate over the steps (FACTS A2.4)."""
+    """How long to train, and the learning rate over the steps, as in the authors' code."""
 
     duration: Duration
     warmup: Duration = Duration(steps=0)
@@ -190,7 +207,7 @@ class Schedule(_Block):
 class Parallelism(_Block):
     """How the run is spread over devices; nothing here changes what is computed, but for the rounding of sums."""
 
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: int = Field(1, ge=0, le=3)
     activation_checkpointing: int = Field(
         0, ge=0, description="recompute every k-th block's activations in the backward pass; 0: keep all"
     )
@@ -213,7 +230,7 @@ class FewShotTask(_Block):
 
 
 class FewShot(_Block):
-    """Closed-form few-shot evaluation on the representation (section 4.1, FACTS A4)."""
+    """Closed-form few-shot evaluation on the representation (section 4.1)."""
 
     tasks: list[FewShotTask] = Field(min_length=1)
     shots: list[Annotated[int, Field(ge=1)]] = Field([1, 5, 10, 25], min_length=1)
@@ -287,6 +304,11 @@ class Recipe(_Block):
             raise ValueError(
                 f"data.image_size {self.data.image_size} is smaller than one patch of {self.model.shape().patch_size}"
             )
+        if self.precision == "fp32" and self.parallelism.reduce_dtype == "bf16":
+            raise ValueError("parallelism.reduce_dtype: bf16 belongs to precision: bf16, and precision is fp32")
+        nothing_to_evaluate = self.evaluation.validation is None and self.evaluation.fewshot is None
+        if self.evaluation.every is not None and nothing_to_evaluate:
+            raise ValueError("evaluation.every is set, but there is neither evaluation.validation nor .fewshot")
         if self.selection is not None:
             self._check_selection(self.selection)
         return self

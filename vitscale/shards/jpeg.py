@@ -71,7 +71,8 @@ c_resize = types.ExternalFunction("vitscale_resize", types.void(*([types.int64] 
 
 
 @njit(nogil=True, cache=True)
-def _decode(jpeg, jpeg_bytes, height, width, out):
+def decode_into(jpeg, jpeg_bytes, height, width, out):
+    """A plain decode between addresses, callable from compiled code. `out` has room for height x width x 3 bytes."""
     return c_imdecode(  # type: ignore[call-overload]
         np.uintp(jpeg),
         np.uint64(jpeg_bytes),
@@ -103,4 +104,4 @@ def decode(jpeg: bytes | np.ndarray, height: int, width: int) -> tuple[int, np.n
     rgb = np.zeros((height, width, 3), np.uint8)
     if source.size == 0 or rgb.size == 0:
         return -1, rgb
-    return int(_decode(source.ctypes.data, source.size, height, width, rgb.ctypes.data)), rgb
+    return int(decode_into(source.ctypes.data, source.size, height, width, rgb.ctypes.data)), rgb

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 
@@ -26,7 +27,6 @@ class World:
 
     rank: int
     size: int
-    local_rank: int
     device: torch.device
 
     @property
@@ -63,15 +63,13 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def start(timeout: timedelta = timedelta(minutes=10)) -> World:
+def start(rank: int, size: int, local_rank: int, timeout: timedelta = timedelta(minutes=10)) -> World:
     """Join the process group: NCCL on CUDA devices, gloo on CPUs.
 
-    Raises `RecipeError` for a half-set environment, more local ranks than devices, or a stale build lock.
+    Raises `RecipeError` for more local ranks than devices.
     """
-    import deepspeed
-
-    rank, size, local_rank = read_environment()
-    refuse_stale_build_locks()
+    for lock in stale_build_locks() if rank == 0 else []:
+        print(f"WARNING: {lock}: a killed build left this lock; whatever needs that build waits forever: rm {lock}")
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise RecipeError(
@@ -89,7 +87,7 @@ def start(timeout: timedelta = timedelta(minutes=10)) -> World:
             local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", str(size))))
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
     deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
-    return World(rank, size, local_rank, device)
+    return World(rank, size, device)
 
 
 def set_timeout_everywhere(timeout: timedelta = timedelta(minutes=10)) -> None:
@@ -100,16 +98,18 @@ def set_timeout_everywhere(timeout: timedelta = timedelta(minutes=10)) -> None:
         distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def refuse_stale_build_locks() -> None:
-    """Raise `RecipeError` where a killed build of a torch extension left a lock: later starts would wait forever."""
+def stale_build_locks() -> list[Path]:
+    """Locks of builds of torch extensions that began long ago. Nothing of ours is built, but an addition may be."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
-    for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
-        age = time.time() - lock.stat().st_mtime
-        if age > _STALE_LOCK_SECONDS:
-            raise RecipeError(
-                f"{lock}: a lock of a build that began {age / 3600:.1f} hours ago; a killed build leaves it behind, "
-                f"and whatever needs that build waits for it forever. If none is running: rm {lock}"
-            )
+    old = time.time() - _STALE_LOCK_SECONDS
+    return [lock for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")) if _modified(lock) < old]
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # its build has just ended
+        return time.time()
 
 
 def gather(value: Any) -> list:

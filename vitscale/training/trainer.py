@@ -21,47 +21,49 @@ import xxhash
 import yaml
 
 import vitscale
-from vitscale.checkpoint import CheckpointStore, Index
-from vitscale.data import ORDER_VERSION, Batch, Loader, TrainOrder, TrainTransform, to_model_input
+from vitscale.checkpoint import CHECKPOINTS, DONE_FILE, RECIPE_FILE, CheckpointStore, Index
+from vitscale.data import ORDER_VERSION, Batch, Loader, TrainTransform, to_model_input
 from vitscale.durable import write_text
-from vitscale.errors import CheckpointError, DataError, NonFiniteError, RecipeError
-from vitscale.evaluation import ModelOutputs, build_evaluators, evaluate
+from vitscale.errors import CheckpointError, NonFiniteError, RecipeError
+from vitscale.evaluation import ModelOutputs, evaluate
 from vitscale.flops import accounting, hardware
 from vitscale.flops.vit import recipe_macs
 from vitscale.models import ViT, build_model, initial_value
-from vitscale.objectives import Classification
-from vitscale.recipe import Duration, Recipe, differences, validate_recipe
-from vitscale.shards import Manifest
+from vitscale.recipe import Recipe, differences, parse_recipe
 from vitscale.training import distributed, fragments
-from vitscale.training.engine import Fp32Accumulation, build_engine, derive_config, is_plain
+from vitscale.training.engine import Fp32Accumulation, build_engine, is_plain
 from vitscale.training.metrics import MetricsWriter
+from vitscale.training.plan import Plan
 from vitscale.training.progress import TrainingProgress
-from vitscale.training.schedule import learning_rate
-
-RECIPE_FILE = "recipe.yaml"
-DONE_FILE = "DONE"
-CHECKPOINTS = "checkpoints"
-
 
 # ---- The run directory -----------------------------------------------------------------------------------------------
 
 
-def check_run_dir(recipe: Recipe, run_dir: Path) -> str | None:
+def check_run_dir(recipe: Recipe, run_dir: Path, *, may_resume: bool) -> str | None:
     """What a finished run says of itself, or None where there is something to train.
 
-    Raises `RecipeError` where the directory belongs to a run of another recipe.
+    Raises `RecipeError` where the directory belongs to a run of another recipe, or to any run when none may be resumed.
     """
-    saved = run_dir / RECIPE_FILE
-    if saved.exists():
-        old = validate_recipe(yaml.safe_load(saved.read_text(encoding="utf-8")), str(saved))
-        changed = differences(old.dump(), recipe.dump())
-        if changed:
+    saved, done = run_dir / RECIPE_FILE, run_dir / DONE_FILE
+    try:
+        old_text = saved.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        if any((run_dir / CHECKPOINTS).glob("step-*")):
             raise RecipeError(
-                f"{run_dir} holds a run of another recipe:\n"
-                + "\n".join(f"  {line}" for line in changed)
-                + "\nUse another --run-dir, or the recipe that this run began with"
-            )
-    done = run_dir / DONE_FILE
+                f"{run_dir} has checkpoints but no {RECIPE_FILE}: restore it, or use another --run-dir"
+            ) from None
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{saved} cannot be read: {error}") from None
+    if not may_resume:
+        raise RecipeError(f"{run_dir} already holds a run; leave out --resume never to continue it")
+    changed = differences(parse_recipe(old_text, str(saved)).dump(), recipe.dump())
+    if changed:
+        raise RecipeError(
+            f"{run_dir} holds a run of another recipe:\n"
+            + "\n".join(f"  {line}" for line in changed)
+            + "\nUse another --run-dir, or the recipe that this run began with"
+        )
     return done.read_text(encoding="utf-8") if done.exists() else None
 
 
@@ -73,19 +75,15 @@ class Trainer:
 
     # ---- Set-up ------------------------------------------------------------------------------------------------------
 
-    def __init__(self, recipe: Recipe, run_dir: Path, world: distributed.World) -> None:
+    def __init__(self, recipe: Recipe, plan: Plan, run_dir: Path, world: distributed.World) -> None:
         self.recipe = recipe
+        self.plan = plan
         self.run_dir = run_dir
         self.world = world
-        self.config = derive_config(recipe, world.size)
-        self.micro_batch, self.accumulation = recipe.batch.split(world.size)
         self.dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
-        self.objective = Classification(recipe.objective.loss, recipe.objective.on, recipe.objective.off)
         self.progress: TrainingProgress | None = None
         self.gradient_norm = math.nan
-        self._set_up_data()
         self._set_up_model()
-        self.evaluators = build_evaluators(recipe, self.manifest.class_names, rank=world.rank, world=world.size)
         distributed.set_timeout_everywhere()
         distributed.on_main(self._write_recipe)
         self._restore()
@@ -103,37 +101,15 @@ class Trainer:
 
     # ---- Data --------------------------------------------------------------------------------------------------------
 
-    def _set_up_data(self) -> None:
-        path = self.recipe.dataset_path(self.recipe.data.train)
-        self.manifest = Manifest.load(path)
-        named = len(self.manifest.class_names)
-        self.num_classes = self.recipe.model.num_classes or named
-        if self.num_classes != named:
-            raise DataError(
-                f"{path} names {named} classes, the recipe's model.num_classes is {self.num_classes}; "
-                f"leave it out to take the dataset's"
-            )
-        if self.objective.loss == "softmax" and self.num_classes < 2:
-            raise DataError(f"{path}: softmax needs at least two classes, the dataset names {named}")
-        batch = self.recipe.batch.global_size
-        samples = [shard.num_selected for shard in self.manifest.shards]
-        self.order = TrainOrder(samples, batch, self.recipe.seed)
-        self.total_steps = self._steps(self.recipe.schedule.duration)
-        if self.total_steps < 1:
-            raise RecipeError(f"schedule.duration is less than one step of {batch} samples")
-
-    def _steps(self, duration: Duration) -> int:
-        return duration.to_steps(self.manifest.num_samples, self.recipe.batch.global_size)
-
-    def _is_due(self, every: Duration | None, step: int) -> bool:
-        return every is not None and step % max(1, self._steps(every)) == 0
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and self.step % every == 0
 
     def _open_loader(self, stop_step: int) -> Loader:
         data = self.recipe.data
         (area_low, area_high), (aspect_low, aspect_high) = data.crop.area, data.crop.aspect
         return Loader(
-            self.manifest,
-            self.order,
+            self.plan.manifest,
+            self.plan.order,
             image_size=data.image_size,
             transform=TrainTransform((area_low, area_high), (aspect_low, aspect_high), data.flip),
             rank=self.world.rank,
@@ -151,14 +127,14 @@ class Trainer:
     def _set_up_model(self) -> None:
         if self.recipe.parallelism.zero_stage == 3:
             # Each parameter is divided among the ranks as it is made: no rank ever holds the whole model.
-            with deepspeed.zero.Init(config_dict_or_path=self.config):
-                model = build_model(self.recipe, self.num_classes)
+            with deepspeed.zero.Init(config_dict_or_path=self.plan.config):
+                model = build_model(self.recipe, self.plan.num_classes)
         else:
-            model = build_model(self.recipe, self.num_classes).to(self.world.device, self.dtype)
-        self.engine = build_engine(self.recipe, model, self.config)
-        if self.recipe.parallelism.zero_stage == 0 and self.recipe.precision == "bf16" and self.accumulation > 1:
+            model = build_model(self.recipe, self.plan.num_classes).to(self.world.device, self.dtype)
+        self.engine = build_engine(self.recipe, model, self.plan.config)
+        if self.recipe.parallelism.zero_stage == 0 and self.recipe.precision == "bf16" and self.plan.accumulation > 1:
             Fp32Accumulation(self.engine)
-        self.macs = sum(recipe_macs(self.recipe, self.num_classes).values())
+        self.macs = sum(recipe_macs(self.recipe, self.plan.num_classes).values())
         self.peak_flops = None
         if self.world.device.type == "cuda" and self.recipe.precision == "bf16":
             self.peak_flops = hardware.peak_flops(torch.cuda.get_device_name(), "bf16")
@@ -180,15 +156,15 @@ class Trainer:
         fragments.load(self.engine, reader.read, optimizer_steps=reader.index.optimizer_steps)
         self.step = reader.index.step
         self.selection = reader.index.selection
-        self._say(f"resumed from {reader.folder} at step {self.step:,} of {self.total_steps:,}")
+        self._say(f"resumed from {reader.folder} at step {self.step:,} of {self.plan.total_steps:,}")
 
     def _data_identity(self) -> dict[str, Any]:
         return {
-            "manifest_sha256": self.manifest.sha256,
-            "num_samples": self.manifest.num_samples,
+            "manifest_sha256": self.plan.manifest.sha256,
+            "num_samples": self.plan.manifest.num_samples,
             "order_version": ORDER_VERSION,
-            "segments": self.order.segments,
-            "class_names": list(self.manifest.class_names),
+            "segments": self.plan.order.segments,
+            "class_names": list(self.plan.manifest.class_names),
         }
 
     def _check_same_data(self, index: Index) -> None:
@@ -219,31 +195,28 @@ class Trainer:
             selection=self.selection,
         )
         self.store.save(index, fragments.owned(self.engine, self.world.rank, self.world.size))
-        if self.selection["best_step"] == self.step:
-            assert self.recipe.selection is not None
-            self.store.mark_best(self.step, self.recipe.selection.metric, self.selection["best"])
-        self.store.retain(self.recipe.checkpoint.keep)
+        self.store.retain(self.recipe.checkpoint.keep, best=self.selection["best_step"])
 
     # ---- Step --------------------------------------------------------------------------------------------------------
 
     def _train_step(self, batch: Batch) -> tuple[torch.Tensor, float]:
         """One update on one global batch: (this rank's sum of losses, learning rate)."""
-        self.objective.check_labels(batch.labels, self.num_classes)
-        rate = self._learning_rate(self.step)
+        self.plan.objective.check_labels(batch.labels, self.plan.num_classes)
+        rate = self.plan.learning_rate(self.step)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         loss_sum = torch.zeros((), device=self.world.device)
         # DeepSpeed averages over ranks and micro-batches: with this factor the gradient is that of the global mean.
-        scale = self.world.size * self.accumulation / self.recipe.batch.global_size
-        for micro_step in range(self.accumulation):
-            rows = slice(micro_step * self.micro_batch, (micro_step + 1) * self.micro_batch)
-            labels = batch.labels[rows].to(self.world.device, non_blocking=True)
+        scale = self.world.size * self.plan.accumulation / self.recipe.batch.global_size
+        for micro_step in range(self.plan.accumulation):
+            rows = slice(micro_step * self.plan.micro_batch, (micro_step + 1) * self.plan.micro_batch)
+            labels = batch.labels[rows].to(self.world.device)
             self._seed_dropout(micro_step)
             logits = self.engine(to_model_input(batch.images[rows], self.world.device, self.dtype))
-            losses = self.objective.per_sample_loss(logits, labels)
+            losses = self.plan.objective.per_sample_loss(logits, labels)
             loss_sum += losses.detach().sum()
             self.engine.backward(losses.sum() * scale)
-            if is_plain(self.recipe) and micro_step == self.accumulation - 1:
+            if is_plain(self.recipe) and micro_step == self.plan.accumulation - 1:
                 self._clip_plain(batch, loss_sum)
             self.engine.step()
         if not is_plain(self.recipe):
@@ -260,19 +233,6 @@ class Trainer:
         if not math.isfinite(self.gradient_norm):
             self._refuse_non_finite(batch, loss_sum)
 
-    def _learning_rate(self, step: int) -> float:
-        schedule = self.recipe.schedule
-        return learning_rate(
-            step,
-            base=self.recipe.optimizer.lr,
-            total=self.total_steps,
-            warmup=self._steps(schedule.warmup),
-            decay=schedule.decay,
-            end=schedule.end_lr,
-            boundaries=[self._steps(boundary) for boundary in schedule.boundaries],
-            factor=schedule.factor,
-        )
-
     def _seed_dropout(self, micro_step: int) -> None:
         """Dropout is a function of (seed, step, rank, micro-step), so that it needs no state in a checkpoint."""
         if self.recipe.model.dropout:
@@ -287,13 +247,14 @@ class Trainer:
             "; ".join(f"rank {rank} (uids {uids[:8]} and {max(0, len(uids) - 8)} more)" for rank, uids in bad.items())
             or "none of the ranks, so it is the backward pass that overflows"
         )
-        raise NonFiniteError(
+        error = NonFiniteError(
             f"step {self.step + 1}: the gradient is not finite (norm {self.gradient_norm}, learning rate "
-            f"{self._learning_rate(self.step):.3g}). The loss is not finite on {where}. "
+            f"{self.plan.learning_rate(self.step):.3g}). The loss is not finite on {where}. "
             f"Nothing of this step was saved: "
             f"the newest checkpoint is that of step {max(self.store.steps(), default=0)}. "
             f"Lower optimizer.lr or set optimizer.clip_norm"
         )
+        raise error.on_all_ranks()
 
     # ---- Evaluation --------------------------------------------------------------------------------------------------
 
@@ -304,10 +265,10 @@ class Trainer:
         return ModelOutputs(logits, seen["pre_logits"])
 
     def _evaluate(self) -> dict[str, float]:
-        if not self.evaluators:
+        if not self.plan.evaluators:
             return {}
         self.engine.eval()
-        values = evaluate(self.evaluators, self._predict)
+        values = evaluate(self.plan.evaluators, self._predict)
         self.engine.train()
         if self.world.is_main:
             self.metrics.evaluation(self.step, values)
@@ -333,10 +294,10 @@ class Trainer:
 
     def run(self, stop_at: int | None = None) -> None:
         """Train to the end, or until `stop_at` updates are done; leaves a checkpoint either way."""
-        last = self.total_steps if stop_at is None else min(stop_at, self.total_steps)
+        last = self.plan.total_steps if stop_at is None else min(stop_at, self.plan.total_steps)
         if self.world.is_main:
             self.metrics = MetricsWriter(self.run_dir, self.step, self.recipe.logging.tensorboard)
-            self.progress = TrainingProgress(self.total_steps)
+            self.progress = TrainingProgress(self.plan.total_steps)
         values: dict[str, float] = {}
         stopped_early = self._has_run_out_of_patience()
         last = self.step if stopped_early else last
@@ -349,24 +310,24 @@ class Trainer:
                 if self.step % self.recipe.logging.every == 0 or self.step == last:
                     self._log(batch, loss_sum, rate, pace)
                 with pace.paused():
-                    if self._is_due(self.recipe.evaluation.every, self.step) or self.step == self.total_steps:
+                    if self._is_due(self.plan.evaluate_every) or self.step == self.plan.total_steps:
                         values = self._evaluate()
                         stopped_early = self._select(values)
                     if stopped_early or self.step == last or self._is_worth_saving():
                         self._save()
                 if stopped_early:
                     break
-        if not values and self.step == self.total_steps:
+        if not values and self.step == self.plan.total_steps:
             values = self._evaluate()  # the process that took the last step ended before it could say so
         if self.world.is_main:
             self.metrics.close()
-        if stopped_early or self.step == self.total_steps:
+        if stopped_early or self.step == self.plan.total_steps:
             distributed.on_main(lambda: self._write_done(values, stopped_early))
         else:
             self._say(f"stopped at step {self.step:,} as asked; repeat the command to go on")
 
     def _is_worth_saving(self) -> bool:
-        return self.selection["best_step"] == self.step or self._is_due(self.recipe.checkpoint.every, self.step)
+        return self.selection["best_step"] == self.step or self._is_due(self.plan.checkpoint_every)
 
     def _has_run_out_of_patience(self) -> bool:
         rule = self.recipe.selection
@@ -411,8 +372,9 @@ class Trainer:
     def _write_done(self, values: dict[str, float], stopped_early: bool) -> None:
         summary = {
             "step": self.step,
-            "total_steps": self.total_steps,
+            "total_steps": self.plan.total_steps,
             "stopped_early": stopped_early,
+            "best_step": self.selection["best_step"],
             "exaflops": accounting.exaflops(self.macs, self.step * self.recipe.batch.global_size),
             "evaluation": values,
         }

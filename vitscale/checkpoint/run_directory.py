@@ -1,0 +1,5 @@
+"""What lies where in a run directory."""
+
+RECIPE_FILE = "recipe.yaml"
+CHECKPOINTS = "checkpoints"
+DONE_FILE = "DONE"
