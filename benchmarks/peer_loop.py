@@ -1,6 +1,6 @@
 """The accuracy of a recipe in a plain PyTorch loop around transformers' ViT: what ours has to match.
 
-    python benchmarks/peer_loop.py recipes/cifar10.yaml --set data.root=DATA [--json]
+    python benchmarks/peer_loop.py recipes/vit4_cifar10.yaml --set data.root=DATA [--json]
 
 The same batches, initial weights, schedule and global batch, in one process: transformers' model, torch's AdamW on fp32
 weights under bf16 autocast, torch's clipping and cross-entropy. Recipes with a linear head and softmax only.

@@ -13,6 +13,8 @@ import yaml
 from toy_dataset import write_toy_dataset
 from training.ranks import BASE, STEPS
 
+from vitscale.shards import ShardFile
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 PRETRAIN = REPOSITORY / "vitscale" / "pretrain.py"
 
@@ -115,6 +117,8 @@ def test_evaluate_refuses_other_classes(place, two_rank_run, tmp_path):
         (["--set", "model.num_classes=5"], 3, ["7 classes", "5"]),
         (["--set", "deepspeed={zero_optimisation: {}}"], 2, ["zero_optimization"]),
         (["--stop-at", "0"], 2, ["--stop-at"]),
+        (["--set", "schedule.warmup.steps=7"], 2, ["schedule.warmup is 7 steps", "6 steps"]),
+        (["--set", "checkpoint.every.examples=15"], 2, ["checkpoint.every: 15 examples", "one step of 16"]),
     ],
 )
 def test_mistakes_end_with_one_message_and_their_code(place, tmp_path, arguments, code, words):
@@ -125,17 +129,20 @@ def test_mistakes_end_with_one_message_and_their_code(place, tmp_path, arguments
     assert result.stderr.count("error:") == 1
 
 
-def test_a_damaged_shard_ends_the_run_with_the_sample_s_name(place, tmp_path):
+def test_a_damaged_shard_ends_both_ranks_with_the_sample_s_name(place, tmp_path):
+    """One rank meets it; it says so, nobody hangs, and the launcher passes its exit code on."""
     data = tmp_path / "data"
     shutil.copytree(place / "data", data)
-    from vitscale.shards import ShardFile
-
     with ShardFile(data / "train" / "shard-00001.beton") as shard:
         position, uid = int(shard.offset[3]) + 200, int(shard.uid[3])
     content = bytearray((data / "train" / "shard-00001.beton").read_bytes())
     content[position] ^= 0xFF
     (data / "train" / "shard-00001.beton").write_bytes(content)
-    result = pretrain(place, "--set", f"data.root={data}", "--run-dir", tmp_path / "run")
+    result = run(
+        *(program("deepspeed"), "--num_accelerators", "2", "--master_port", free_port(), PRETRAIN),
+        *("--recipe", place / "toy.yaml", "--set", f"data.root={data}", "--run-dir", tmp_path / "run"),
+        cwd=tmp_path,
+    )
     assert result.returncode == 3, result.stdout + result.stderr
     assert "shard-00001.beton" in result.stderr and f"uid {uid}" in result.stderr and "Traceback" not in result.stderr
 

@@ -67,6 +67,13 @@ def test_h14_has_the_figures_of_table_3():
         ("data.crop.area=[0.5, 0.1]", ["data.crop", "area"]),
         ("objective={on: 0.1, off: 0.2}", ["objective", "greater than off"]),
         ("parallelism.zero_stage=4", ["parallelism.zero_stage", "4"]),
+        ("parallelism.zero_stage=true", ["parallelism.zero_stage", "True", "integer"]),
+        ("optimizer.lr=.inf", ["optimizer.lr", "inf", "finite"]),
+        ("optimizer.betas=[1.5, 0.9]", ["optimizer.betas.0", "1.5"]),
+        ("optimizer.decay_exclude='('", ["optimizer.decay_exclude", "'('", "not a regular expression"]),
+        ("{precision: fp32}", ["KEY=VALUE"]),
+        ("parallelism={zero_stage: 9}", ["parallelism.zero_stage", "9"]),
+        ("evaluation.every={steps: 5}", ["evaluation.every is set", "evaluation.validation"]),
         ("selection.metric=validation/top1", ["validation/top1", "not evaluated"]),
         ("noequals", ["noequals", "KEY=VALUE"]),
         ("a..b=1", ["a..b", "KEY=VALUE"]),
@@ -125,6 +132,12 @@ def test_settings_override_any_field_and_a_duration_changes_its_unit(tmp_path):
     assert recipe.schedule.duration == Duration(epochs=3)
     assert recipe.schedule.warmup == Duration(steps=7)
     assert recipe.data.crop.area == [0.2, 1]
+
+
+def test_another_model_keeps_the_rest_of_its_block(tmp_path):
+    settings = ["model.dropout=0.1", "model.num_classes=9", "model.name=ViT-S/16"]
+    model = load_recipe(write(tmp_path, MINIMAL), settings).model
+    assert (model.name, model.dropout, model.num_classes) == ("ViT-S/16", 0.1, 9)
 
 
 def test_durations_in_all_units():

@@ -39,6 +39,12 @@ class NonFiniteError(VitscaleError):
     exit_code = 4
 
 
+class PeerLostError(VitscaleError):
+    """Another rank ended or fell silent; repeating the command continues from the last checkpoint."""
+
+    exit_code = 75
+
+
 class CheckpointError(VitscaleError):
     """A checkpoint that is missing, damaged or of another model. Data on disk, hence the same code as `DataError`."""
 

@@ -16,9 +16,12 @@ if sys.path and sys.path[0] and Path(sys.path[0]).resolve() == _HERE:
 
 import argparse  # noqa: E402
 import os  # noqa: E402
+import time  # noqa: E402
 
-from vitscale.errors import EXIT_DONE, RecipeError, VitscaleError  # noqa: E402
+from vitscale.errors import EXIT_DONE, PeerLostError, RecipeError, VitscaleError  # noqa: E402
 from vitscale.recipe import Recipe, find_recipe, load_recipe  # noqa: E402
+
+_AFTER_THE_FAILED_RANK_SECONDS = 5
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -50,8 +53,11 @@ def main() -> None:
         code = error.exit_code
         rank = os.environ.get("RANK", "0")
         if rank == "0" or not error.is_on_all_ranks:
-            speaker = "" if rank == "0" else f"rank {rank}: "
+            speaker = "" if rank == "0" or isinstance(error, PeerLostError) else f"rank {rank}: "
             print(f"error: {speaker}{error}", file=sys.stderr, flush=True)
+        if isinstance(error, PeerLostError):
+            # The launcher ends with the code of the rank that it sees ending first: leave that to the one that failed.
+            time.sleep(_AFTER_THE_FAILED_RANK_SECONDS)
     if "vitscale.training.distributed" in sys.modules:
         sys.modules["vitscale.training.distributed"].finish(code)
     sys.exit(code)
@@ -81,7 +87,13 @@ def pretrain(options: argparse.Namespace) -> None:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             error.on_all_ranks()  # the ranks of one machine see the same recipe and files, and its first one speaks
         raise
-    Trainer(recipe, plan, run_dir, distributed.start(rank, world_size, local_rank)).run(options.stop_at)
+    try:
+        Trainer(recipe, plan, run_dir, distributed.start(rank, world_size, local_rank)).run(options.stop_at)
+    except RuntimeError as error:
+        if not distributed.is_lost_peer(error):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise PeerLostError(f"rank {rank} lost another rank, whose own message says why: {reason}") from None
 
 
 if __name__ == "__main__":

@@ -147,6 +147,12 @@ def sum_integers(world: World, value: int) -> int:
     return int(total.item()) % 2**64
 
 
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because another rank has gone or keeps silent: gloo says so in words only."""
+    words = ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "timed out", "Connection refused")
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+
+
 def finish(code: int) -> None:
     """End this rank at once with `code`.
 
