@@ -96,4 +96,5 @@ class CheckpointReader:
             if name in self.index.shapes and self.index.shapes[name] != shape
         ]
         if problems:
-            raise CheckpointError(f"{self.folder} is of another model:\n" + "\n".join(f"  {line}" for line in problems))
+            listed = "\n".join(f"  {line}" for line in problems)
+            raise CheckpointError(f"{self.folder} is of another model:\n{listed}").on_all_ranks()

@@ -175,7 +175,7 @@ class Trainer:
                 f"{self.store.root}: this run began on other data: {', '.join(changed)} of "
                 f"{self.recipe.dataset_path(self.recipe.data.train)} differ from the checkpoint's. Point data.root at "
                 f"the dataset that it began with, or start over in another --run-dir"
-            )
+            ).on_all_ranks()
 
     def _save(self) -> None:
         index = Index(
