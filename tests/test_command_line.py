@@ -117,7 +117,6 @@ def test_evaluate_refuses_other_classes(place, two_rank_run, tmp_path):
         (["--set", "model.num_classes=5"], 3, ["7 classes", "5"]),
         (["--set", "deepspeed={zero_optimisation: {}}"], 2, ["zero_optimization"]),
         (["--stop-at", "0"], 2, ["--stop-at"]),
-        (["--set", "schedule.warmup.steps=7"], 2, ["schedule.warmup is 7 steps", "6 steps"]),
         (["--set", "checkpoint.every.examples=15"], 2, ["checkpoint.every: 15 examples", "one step of 16"]),
     ],
 )

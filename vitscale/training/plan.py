@@ -32,6 +32,7 @@ class Plan:
         total_steps: of the whole run.
         evaluate_every, checkpoint_every: steps; None for at the end only.
         learning_rate: of the update that follows so many steps.
+        warnings: what is possible, but hardly meant.
     """
 
     manifest: Manifest
@@ -46,6 +47,7 @@ class Plan:
     evaluate_every: int | None
     checkpoint_every: int | None
     learning_rate: Callable[[int], float]
+    warnings: list[str]
 
 
 def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
@@ -71,8 +73,12 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
     schedule = recipe.schedule
     total, warmup = interval("schedule.duration", schedule.duration), steps(schedule.warmup)
     assert total is not None
+    warnings = []
     if warmup > total:
-        raise RecipeError(f"schedule.warmup is {warmup:,} steps, longer than schedule.duration of {total:,} steps")
+        warnings.append(
+            f"schedule.warmup is {warmup:,} steps and the whole run {total:,}: the learning rate never reaches "
+            f"optimizer.lr"
+        )
     boundaries = [steps(boundary) for boundary in schedule.boundaries]
 
     def rate(step: int) -> float:
@@ -100,6 +106,7 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
         evaluate_every=interval("evaluation.every", recipe.evaluation.every),
         checkpoint_every=interval("checkpoint.every", recipe.checkpoint.every),
         learning_rate=rate,
+        warnings=warnings,
     )
 
 

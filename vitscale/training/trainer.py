@@ -83,6 +83,8 @@ class Trainer:
         self.dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
         self.progress: TrainingProgress | None = None
         self.gradient_norm = math.nan
+        for warning in plan.warnings:
+            self._say(f"WARNING: {warning}")
         self._set_up_model()
         distributed.set_timeout_everywhere()
         distributed.on_main(self._write_recipe)

@@ -1,0 +1,51 @@
+"""A recipe in steps, worked out before the ranks meet."""
+
+import pytest
+from ranks import make_data, make_recipe
+
+from vitscale.errors import DataError, RecipeError
+from vitscale.training.plan import plan_run
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("plan")
+    make_data(root)
+    return root
+
+
+def test_epochs_and_examples_become_steps_of_the_global_batch(root):
+    plan = plan_run(
+        make_recipe(
+            root,
+            schedule={"duration": {"epochs": 4}},
+            evaluation={"every": {"epochs": 1}, "validation": "test"},
+            checkpoint={"every": {"examples": 40}},
+        ),
+        rank=0,
+        world_size=2,
+    )
+    # 105 training images in batches of 16: 6 steps an epoch.
+    assert (plan.total_steps, plan.evaluate_every, plan.checkpoint_every) == (24, 6, 2)
+    assert (plan.micro_batch, plan.accumulation, plan.num_classes, plan.warnings) == (8, 1, 7, [])
+
+
+def test_a_warmup_beyond_the_run_is_told(root):
+    (warning,) = plan_run(make_recipe(root, schedule={"warmup": {"steps": 7}}), rank=0, world_size=1).warnings
+    assert "7 steps" in warning and "6" in warning
+
+
+@pytest.mark.parametrize(
+    ("blocks", "error", "words"),
+    [
+        ({"batch": {"global": 4096}}, DataError, "105 samples.*4096"),
+        ({"model": {"num_classes": 5}}, DataError, "7 classes.*5"),
+        ({"checkpoint": {"every": {"examples": 15}}}, RecipeError, "checkpoint.every: 15 examples"),
+        ({"schedule": {"duration": {"epochs": 0.1}}}, RecipeError, "schedule.duration: 0.1 epochs"),
+        ({"data": {"train": "nowhere"}}, RecipeError, "there is no"),
+        ({"batch": {"global": 15}}, RecipeError, "15 does not divide"),
+    ],
+)
+def test_what_cannot_be_is_refused(root, blocks, error, words):
+    with pytest.raises(error, match=words):
+        plan_run(make_recipe(root, **blocks), rank=0, world_size=2)
