@@ -81,6 +81,9 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         config["communication_data_type"] = recipe.parallelism.reduce_dtype
         if stage > 0 and accumulation > 1:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
+    zero |= {
+        key: size for key, size in _sizes(stage).items() if key not in recipe.deepspeed.get("zero_optimization", {})
+    }
     config = _add(config, recipe.deepspeed)
     if recipe.deepspeed:
         _check_blocks(config)
@@ -111,6 +114,23 @@ def _add(config: dict[str, Any], extra: dict[str, Any], prefix: str = "") -> dic
         else:
             merged[key] = value
     return merged
+
+
+def _sizes(stage: int) -> dict[str, int]:
+    """Elements in flight, which results do not depend on: DeepSpeed's own defaults cost gigabytes a rank.
+
+    A `deepspeed:` block may choose others.
+    """
+    sizes = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
+    if stage == 3:
+        # A block of ViT-H has 20 million parameters: a few of them are held whole, and are updated at a time.
+        sizes |= {
+            "stage3_prefetch_bucket_size": 20_000_000,
+            "stage3_max_live_parameters": 100_000_000,
+            "stage3_max_reuse_distance": 100_000_000,
+            "sub_group_size": 100_000_000,
+        }
+    return sizes
 
 
 def _check_blocks(config: dict[str, Any]) -> None:
