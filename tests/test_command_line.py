@@ -1,5 +1,6 @@
 """The commands as people type them: real processes, their exit codes and what they print."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -61,7 +62,7 @@ def two_rank_run(place: Path) -> Path:
     torchrun = [program("torchrun"), "--nproc-per-node", "2", "--master-port", free_port()]
     first = run(*deepspeed, *script, "--stop-at", "4")
     assert first.returncode == 0, first.stdout + first.stderr
-    assert "stopped at step 4 as asked" in first.stdout
+    assert "stopped at step 4, as --stop-at 4 asks" in first.stdout
     assert not (place / "run" / "DONE").exists()
     second = run(*torchrun, *script)
     assert second.returncode == 0, second.stdout + second.stderr
@@ -88,6 +89,32 @@ def test_another_recipe_in_the_same_directory_shows_the_difference(place, two_ra
     other = pretrain(place, "--run-dir", two_rank_run, "--set", "optimizer.lr=1.0")
     assert other.returncode == 2
     assert "optimizer.lr: 0.003 -> 1.0" in other.stderr and "Traceback" not in other.stderr
+
+
+def test_a_second_launch_in_a_directory_in_use_is_refused(place, tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with (run_dir / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second = pretrain(place, "--run-dir", run_dir)
+    assert second.returncode == 2 and "in use by another launch" in second.stderr
+
+
+def test_a_failing_last_evaluation_leaves_the_weights(place, tmp_path):
+    """The default saves at the end only, and the end is also when the test data are first looked at."""
+    data = tmp_path / "data"
+    shutil.copytree(place / "data", data)
+    shard = data / "test" / "shard-00000.beton"
+    with ShardFile(shard) as opened:
+        position = int(opened.offset[0]) + 200
+    content = bytearray(shard.read_bytes())
+    content[position] ^= 0xFF
+    shard.write_bytes(content)
+    arguments = ["--run-dir", tmp_path / "run", "--set", f"data.root={data}"]
+    first = pretrain(place, *arguments)
+    assert first.returncode == 3 and "shard-00000.beton" in first.stderr, first.stdout + first.stderr
+    again = pretrain(place, *arguments, "--set", "evaluation.validation=other")
+    assert again.returncode == 0 and f"at step {STEPS} of {STEPS}" in again.stdout, again.stdout + again.stderr
 
 
 def test_evaluate_agrees_with_the_run(two_rank_run):

@@ -1,3 +1,20 @@
 """vitscale: pre-train Vision Transformers at scale, on your own hardware."""
 
+import os
+import tempfile
+from pathlib import Path
+
 __version__ = "0.1.0"
+
+
+def _choose_kernel_cache() -> None:
+    """Give numba a folder for compiled kernels where neither the installation nor the home can be written.
+
+    It would refuse to compile there at all: in a container with a read-only image, say.
+    """
+    usual = (Path(__file__).parent, Path.home() / ".cache", Path.home())
+    if "NUMBA_CACHE_DIR" not in os.environ and not any(os.access(place, os.W_OK) for place in usual):
+        os.environ["NUMBA_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"vitscale-kernels-{os.getuid()}")
+
+
+_choose_kernel_cache()

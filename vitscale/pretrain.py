@@ -21,6 +21,7 @@ import time  # noqa: E402
 from vitscale.errors import EXIT_DONE, PeerLostError, RecipeError, VitscaleError  # noqa: E402
 from vitscale.recipe import Recipe, find_recipe, load_recipe  # noqa: E402
 
+_INTERRUPTED = 130
 _AFTER_THE_FAILED_RANK_SECONDS = 5
 
 
@@ -54,10 +55,13 @@ def main() -> None:
         rank = os.environ.get("RANK", "0")
         if rank == "0" or not error.is_on_all_ranks:
             speaker = "" if rank == "0" or isinstance(error, PeerLostError) else f"rank {rank}: "
-            print(f"error: {speaker}{error}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"error: {speaker}{error}\n")  # in one piece: other ranks write too
+            sys.stderr.flush()
         if isinstance(error, PeerLostError):
             # The launcher ends with the code of the rank that it sees ending first: leave that to the one that failed.
             time.sleep(_AFTER_THE_FAILED_RANK_SECONDS)
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
     if "vitscale.training.distributed" in sys.modules:
         sys.modules["vitscale.training.distributed"].finish(code)
     sys.exit(code)

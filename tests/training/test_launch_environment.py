@@ -51,6 +51,14 @@ def test_values_that_are_no_numbers_are_shown(environment):
         distributed.read_environment()
 
 
+@pytest.mark.parametrize("wrong", [{"RANK": "4"}, {"WORLD_SIZE": "0"}, {"MASTER_PORT": "99999"}, {"LOCAL_RANK": "-1"}])
+def test_an_impossible_environment_is_shown(environment, wrong):
+    for name, value in (VARIABLES | wrong).items():
+        environment.setenv(name, value)
+    with pytest.raises(RecipeError, match="impossible"):
+        distributed.read_environment()
+
+
 def test_a_stale_build_lock_is_named_and_a_fresh_one_is_left(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     lock = tmp_path / "py311_cpu" / "fused_adam" / "lock"

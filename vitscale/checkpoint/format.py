@@ -8,12 +8,14 @@
 A checkpoint exists if and only if its index.json is there and every file in it verifies. No pickle anywhere.
 """
 
+import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -50,7 +52,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Index:
-    """What index.json holds.
+    """What index.json holds, besides a checksum of its own.
 
     `shapes` are the parameters' shapes; `kinds` what is stored for each of them; `optimizer_steps` the number of
     updates behind the moments; `data` identifies the dataset and its order; `selection` is the state of the best
@@ -68,6 +70,9 @@ class Index:
     selection: dict[str, Any] = field(default_factory=dict)
     files: list[FileEntry] = field(default_factory=list)
     schema_version: int = SCHEMA_VERSION
+
+
+_INDEX = pydantic.TypeAdapter(Index)
 
 
 def step_folder(step: int) -> str:
@@ -98,6 +103,7 @@ def write_rank_file(folder: Path, rank: int, fragments: list[Fragment]) -> FileE
         for kind, tensor in fragment.tensors.items()
     }
     save_file(tensors, path)
+    path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes it the owner's alone; the folder follows the umask
     with path.open("rb") as file:
         os.fsync(file.fileno())
     size, sha256, _ = file_digests(path)
@@ -106,7 +112,9 @@ def write_rank_file(folder: Path, rank: int, fragments: list[Fragment]) -> FileE
 
 def write_index(folder: Path, index: Index) -> None:
     """Write index.json, the last file of a checkpoint."""
-    write_text(folder / INDEX, json.dumps(asdict(index), indent=1, sort_keys=True) + "\n")
+    content = asdict(index)
+    content["checksum"] = _checksum(content)
+    write_text(folder / INDEX, json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 
 def read_index(folder: Path) -> Index:
@@ -116,16 +124,27 @@ def read_index(folder: Path) -> Index:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: no {INDEX}, so this checkpoint was never finished") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
     version = content.get("schema_version") if isinstance(content, dict) else None
     if version != SCHEMA_VERSION:
         raise CheckpointError(f"{path}: schema_version is {version!r}; this vitscale reads {SCHEMA_VERSION}")
+    if content.pop("checksum", None) != _checksum(content):
+        raise CheckpointError(f"{path}: its content is damaged or was edited (it does not match its own checksum)")
     try:
-        files = [FileEntry(**entry) for entry in content.pop("files")]
-        return Index(files=files, **content)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not an index: {error}") from None
+        index = _INDEX.validate_json(json.dumps(content), strict=True)
+    except pydantic.ValidationError as error:
+        problem = error.errors()[0]
+        raise CheckpointError(f"{path}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+    if folder.name.startswith("step-") and folder.name != step_folder(index.step):
+        raise CheckpointError(f"{path}: it is the index of step {index.step}, in the folder {folder.name}")
+    return index
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    """sha256 of an index's own content: the files' digests in it are worth nothing if it can change unseen."""
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def file_problem(folder: Path, entry: FileEntry) -> str | None:

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from vitscale.checkpoint.format import (
     FileEntry,
@@ -60,7 +61,8 @@ class CheckpointStore:
 
     def _prepare(self, building: Path) -> None:
         if self.rank == 0:
-            shutil.rmtree(building, ignore_errors=True)
+            for left in self.root.glob(".building-*"):  # by a process that was killed while it saved
+                shutil.rmtree(left, ignore_errors=True)
             building.mkdir(parents=True)
 
     def _commit(self, building: Path, final: Path, index: Index) -> None:
@@ -70,8 +72,11 @@ class CheckpointStore:
             building.rename(final)
             write_text(self.root / "latest", final.name + "\n")  # also makes the rename survive a power cut
             for step in self.steps():
-                if step > index.step:  # damaged, or this run would not have come from before them
-                    self._discard(self.root / step_folder(step))
+                if step > index.step:  # unusable, or this run would not have come from before them
+                    folder = self.root / step_folder(step)
+                    aside = folder.with_name(f".unusable-{folder.name}")
+                    shutil.rmtree(aside, ignore_errors=True)
+                    folder.rename(aside)
 
     def _together(self, work: Callable[[], object]) -> list:
         """Run `work` on every rank; a failure on any of them is an error on all of them, and never a hang."""
@@ -134,6 +139,16 @@ class CheckpointStore:
             problems = [str(error)]
         merged = [problem for of_rank in self.gather(problems) for problem in of_rank]
         return list(dict.fromkeys(merged))
+
+    def amend(self, step: int, selection: dict[str, Any]) -> None:
+        """Replace the state of the selection in the index of a checkpoint. Raises as `save` does."""
+
+        def write() -> None:
+            if self.rank == 0:
+                folder = self.root / step_folder(step)
+                write_index(folder, replace(read_index(folder), selection=selection))
+
+        self._together(write)
 
     def retain(self, keep: int, best: int | None) -> None:
         """Delete all but the newest `keep` checkpoints and that of step `best`. Raises as `save` does."""

@@ -22,6 +22,8 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
     settings = recipe.evaluation
 
     def loader(manifest: Manifest, crop: EvalCrop) -> MakeLoader:
+        if manifest.num_samples == 0:
+            raise DataError(f"{manifest.path}: there are no samples to evaluate")
         order = EvalOrder([shard.num_selected for shard in manifest.shards], settings.batch * world)
         return lambda: Loader(
             manifest,

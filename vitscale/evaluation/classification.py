@@ -29,12 +29,12 @@ class Validation:
         loss_sum, counts, num_classes = self._sums(predict)
         samples, mislabelled, top1, top5 = counts
         if samples == 0:
-            raise DataError(f"evaluator {self.name!r} has nothing to evaluate: its split has no samples")
+            raise DataError(f"evaluator {self.name!r} has nothing to evaluate: its split has no samples").on_all_ranks()
         if mislabelled:
             raise DataError(
                 f"evaluator {self.name!r}: {mislabelled} of {samples} samples have a label outside "
                 f"0..{num_classes - 1} (-1 is unlabelled). Evaluate a split labelled with the model's own classes"
-            )
+            ).on_all_ranks()
         yield "loss", loss_sum / samples
         yield "top1", top1 / samples
         if num_classes > 5:

@@ -11,7 +11,7 @@ from vitscale.errors import CheckpointError, RecipeError
 from vitscale.evaluation.build import build_evaluators
 from vitscale.evaluation.contract import ModelOutputs, evaluate
 from vitscale.models import ViT, build_model
-from vitscale.recipe import Recipe, override, parse_recipe
+from vitscale.recipe import Recipe, override, read_recipe
 
 
 def open_run(run_dir: Path, step: int | None = None) -> tuple[Recipe, CheckpointReader]:
@@ -22,7 +22,7 @@ def open_run(run_dir: Path, step: int | None = None) -> tuple[Recipe, Checkpoint
     saved = run_dir / RECIPE_FILE
     if not saved.is_file():
         raise RecipeError(f"{run_dir} is no run directory: there is no {saved.name} in it")
-    recipe = parse_recipe(saved.read_text(encoding="utf-8"), str(saved))
+    recipe = read_recipe(saved)
     store = CheckpointStore(run_dir / CHECKPOINTS)
     if step is None:
         reader = store.newest(report=print)

@@ -5,7 +5,7 @@ anything starts. Nothing is silently ignored.
 """
 
 from vitscale.recipe.comparing import FREE_ON_RESUME, differences
-from vitscale.recipe.reading import find_recipe, load_recipe, override, parse_recipe, recipes_dir, validate_recipe
+from vitscale.recipe.reading import find_recipe, load_recipe, override, read_recipe, recipes_dir, validate_recipe
 from vitscale.recipe.schema import DATA_ROOT_VARIABLE, AdamW, Duration, EvalCrop, Recipe
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "find_recipe",
     "load_recipe",
     "override",
-    "parse_recipe",
+    "read_recipe",
     "recipes_dir",
     "validate_recipe",
 ]

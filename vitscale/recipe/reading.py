@@ -20,7 +20,7 @@ from vitscale.recipe.schema import Duration, Recipe
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people expect it: only true and false are booleans, 1e-5 is a number, a repeated key is an error."""
+    """YAML as people expect it: only true and false are booleans, 1e-5 is a number, 1:30 is none."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -39,10 +39,12 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":float", ":timestamp"))]
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":int", ":float", ":timestamp"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf"))
+# Not 010 (octal in YAML 1.1), 1:30 (sexagesimal) or 0x10: they stay words, and a word is no number.
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(
@@ -55,6 +57,8 @@ _Loader.add_implicit_resolver(
 def _parse_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, _Loader)
+    except (ValueError, KeyError, OverflowError, RecursionError) as error:  # what its constructors raise on odd scalars
+        raise RecipeError(f"{where}: not valid YAML: {type(error).__name__}: {str(error)[:200]}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
@@ -71,8 +75,11 @@ def recipes_dir() -> Path:
 def find_recipe(recipe: str | Path) -> Path:
     """The file of a recipe given by path, or by the stem of one that comes with vitscale."""
     path = Path(recipe)
-    if path.is_file():
-        return path
+    try:
+        if path.is_file():
+            return path
+    except OSError as error:
+        raise RecipeError(f"{str(recipe)[:100]}...: {error.strerror}") from None
     shipped = recipes_dir() / f"{path.name.removesuffix('.yaml')}.yaml"
     if path.parent in (Path(), Path("recipes")) and shipped.is_file():
         return shipped
@@ -165,12 +172,9 @@ def override(content: dict[str, Any], settings: Sequence[str], where: str) -> Re
     return validate_recipe(content, where)
 
 
-def parse_recipe(text: str, where: str) -> Recipe:
-    """A recipe from the text of one complete file, such as a run directory's."""
-    content = _parse_yaml(text, where)
-    if not isinstance(content, dict):
-        raise RecipeError(f"{where}: expected a mapping of keys such as model, data and batch")
-    return validate_recipe(content, where)
+def read_recipe(path: Path) -> Recipe:
+    """A recipe from one complete file, such as a run directory's."""
+    return validate_recipe(_read(path), str(path))
 
 
 def validate_recipe(content: dict[str, Any], where: str) -> Recipe:

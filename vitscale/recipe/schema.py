@@ -32,9 +32,9 @@ Pattern = Annotated[str, AfterValidator(_is_pattern)]
 class Duration(_Block):
     """A length of training in exactly one unit: `{steps: n}`, `{epochs: x}` or `{examples: n}`."""
 
-    steps: int | None = Field(None, ge=0)
-    epochs: float | None = Field(None, ge=0)
-    examples: int | None = Field(None, ge=0)
+    steps: int | None = Field(None, ge=0, lt=2**53)
+    epochs: float | None = Field(None, ge=0, lt=1e9)
+    examples: int | None = Field(None, ge=0, lt=2**53)
 
     @model_validator(mode="after")
     def _one_unit(self) -> "Duration":
@@ -119,7 +119,7 @@ class Data(_Block):
 
     train: str = Field(description="a dataset: NAME or NAME/SPLIT under data.root, or a path")
     root: str | None = Field(None, description=f"default: the environment variable {DATA_ROOT_VARIABLE}")
-    image_size: int = Field(224, ge=1)
+    image_size: int = Field(224, ge=1, le=8192)
     crop: Crop = Crop()
     flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
     eval_crop: EvalCrop = EvalCrop()
@@ -224,7 +224,7 @@ class Parallelism(_Block):
 class FewShotTask(_Block):
     """One data set of the few-shot evaluation."""
 
-    name: str
+    name: str = Field(min_length=1)
     train: str = Field(description="a dataset, as data.train")
     test: str = Field(description="a dataset, as data.train")
 

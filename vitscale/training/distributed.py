@@ -49,11 +49,14 @@ def read_environment() -> tuple[int, int, int]:
             f"the launch environment is half set: {', '.join(present)} without {', '.join(missing)}; start with "
             f"deepspeed, torchrun or plain python, or set all of them"
         )
+    values = {name: os.environ[name] for name in _LAUNCH_VARIABLES if name != "MASTER_ADDR"}
     try:
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+        rank, size, local_rank, port = (int(value) for value in values.values())
     except ValueError:
-        values = {name: os.environ[name] for name in _LAUNCH_VARIABLES[:3]}
         raise RecipeError(f"the launch environment should hold whole numbers, but holds {values}") from None
+    if not (0 <= rank < size and 0 <= local_rank < size and 0 < port < 65536):
+        raise RecipeError(f"the launch environment is impossible: {values}")
+    return rank, size, local_rank
 
 
 def free_port() -> str:
@@ -66,7 +69,7 @@ def free_port() -> str:
 def start(rank: int, size: int, local_rank: int, timeout: timedelta = timedelta(minutes=10)) -> World:
     """Join the process group: NCCL on CUDA devices, gloo on CPUs.
 
-    Raises `RecipeError` for more local ranks than devices.
+    Raises `RecipeError` for more local ranks than devices, and where the ranks cannot meet.
     """
     for lock in stale_build_locks() if rank == 0 else []:
         print(f"WARNING: {lock}: a killed build left this lock; whatever needs that build waits forever: rm {lock}")
@@ -86,7 +89,16 @@ def start(rank: int, size: int, local_rank: int, timeout: timedelta = timedelta(
         if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets 1 whatever the machine has
             local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", str(size))))
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
-    deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
+        deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
+    except (OSError, dist.DistError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RecipeError(
+            f"the ranks cannot meet at MASTER_ADDR:MASTER_PORT {where}: {reason}. "
+            f"Is the port in use, the address right, every rank started?"
+        ) from None
     return World(rank, size, device)
 
 
@@ -119,14 +131,14 @@ def gather(value: Any) -> list:
     return values
 
 
-def on_main(work: Callable[[], None]) -> None:
-    """Run on rank 0 what writes files for all; a failure there is a `RecipeError` on every rank, so nobody waits."""
+def on_main(work: Callable[[], None], folder: Path) -> None:
+    """Run on rank 0 what writes into `folder` for all; its failure is a `RecipeError` on every rank: nobody waits."""
 
     def guarded() -> None:
         try:
             work()
         except OSError as error:
-            raise RecipeError(f"{error.filename or 'a file'} cannot be written: {error.strerror or error}") from None
+            raise RecipeError(f"{error.filename or folder} cannot be written: {error.strerror or error}") from None
 
     on_rank_zero(guarded)
 

@@ -39,7 +39,6 @@ _TOP_LEVEL_KEYS = (
     "prescale_gradients",
     "seq_parallel_communication_data_type",
     "steps_per_print",
-    "timers",
     "torch_autocast",
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -48,6 +47,9 @@ _TOP_LEVEL_KEYS = (
     "zero_force_ds_cpu_optimizer",
     "zero_optimization",
 )
+
+
+_BLOCKS = ("activation_checkpointing", "aio", "bf16", "comms_logger", "compile", "data_types", "flops_profiler")
 
 
 def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
@@ -104,6 +106,8 @@ def _add(config: dict[str, Any], extra: dict[str, Any], prefix: str = "") -> dic
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(_TOP_LEVEL_KEYS)}"
             raise RecipeError(f"deepspeed.{path}: DeepSpeed has no such key; {hint}")
         current = merged.get(key)
+        if not prefix and key in _BLOCKS and not isinstance(value, dict):
+            raise RecipeError(f"deepspeed.{key}: {value!r}: expected a block of keys")
         if isinstance(current, dict) and isinstance(value, dict):
             merged[key] = _add(current, value, f"{path}.")
         elif key in merged and current != value:

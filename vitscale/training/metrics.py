@@ -120,7 +120,8 @@ def _drop_later_lines(path: Path, last_step: int) -> None:
                 row = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            if isinstance(row, dict) and row.get("step", math.inf) <= last_step:
+            step = row.get("step") if isinstance(row, dict) else None
+            if isinstance(step, int) and step <= last_step:
                 kept.append(line if line.endswith("\n") else line + "\n")
     aside = path.with_suffix(".jsonl.tmp")
     aside.write_text("".join(kept), encoding="utf-8")

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 PLAIN_INTERVAL_S = 30.0
+_LONGEST_S = 10**12  # about what a timedelta holds
 
 
 class TrainingProgress:
@@ -79,4 +80,5 @@ class TrainingProgress:
             return "0:00:00"
         if step == first_step:
             return "-"
-        return str(timedelta(seconds=round((self._total - step) * (now - start) / (step - first_step))))
+        seconds = (self._total - step) * (now - start) / (step - first_step)
+        return str(timedelta(seconds=min(round(seconds), _LONGEST_S)))

@@ -5,6 +5,7 @@ learning rate, samples, augmentation, dropout, evaluation and checkpoint times a
 """
 
 import contextlib
+import fcntl
 import json
 import math
 import platform
@@ -13,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import deepspeed
 import torch
@@ -29,10 +30,10 @@ from vitscale.evaluation import ModelOutputs, evaluate
 from vitscale.flops import accounting, hardware
 from vitscale.flops.vit import recipe_macs
 from vitscale.models import ViT, build_model, initial_value
-from vitscale.recipe import Recipe, differences, parse_recipe
+from vitscale.recipe import Recipe, differences, read_recipe
 from vitscale.training import distributed, fragments
 from vitscale.training.engine import Fp32Accumulation, build_engine, is_plain
-from vitscale.training.metrics import MetricsWriter
+from vitscale.training.metrics import METRICS_FILE, MetricsWriter
 from vitscale.training.plan import Plan
 from vitscale.training.progress import TrainingProgress
 
@@ -45,26 +46,25 @@ def check_run_dir(recipe: Recipe, run_dir: Path, *, may_resume: bool) -> str | N
     Raises `RecipeError` where the directory belongs to a run of another recipe, or to any run when none may be resumed.
     """
     saved, done = run_dir / RECIPE_FILE, run_dir / DONE_FILE
-    try:
-        old_text = saved.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    if not saved.exists():
         if any((run_dir / CHECKPOINTS).glob("step-*")):
-            raise RecipeError(
-                f"{run_dir} has checkpoints but no {RECIPE_FILE}: restore it, or use another --run-dir"
-            ) from None
+            raise RecipeError(f"{run_dir} has checkpoints but no {RECIPE_FILE}: restore it, or use another --run-dir")
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{saved} cannot be read: {error}") from None
     if not may_resume:
         raise RecipeError(f"{run_dir} already holds a run; leave out --resume never to continue it")
-    changed = differences(parse_recipe(old_text, str(saved)).dump(), recipe.dump())
+    changed = differences(read_recipe(saved).dump(), recipe.dump())
     if changed:
         raise RecipeError(
             f"{run_dir} holds a run of another recipe:\n"
             + "\n".join(f"  {line}" for line in changed)
             + "\nUse another --run-dir, or the recipe that this run began with"
         )
-    return done.read_text(encoding="utf-8") if done.exists() else None
+    try:
+        return done.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RecipeError(f"{done} cannot be read: {error.strerror}") from None
 
 
 class Trainer:
@@ -87,11 +87,20 @@ class Trainer:
             self._say(f"WARNING: {warning}")
         self._set_up_model()
         distributed.set_timeout_everywhere()
-        distributed.on_main(self._write_recipe)
+        self.lock: IO[str] | None = None
+        distributed.on_main(self._claim_run_dir, run_dir)
         self._restore()
 
-    def _write_recipe(self) -> None:
+    def _claim_run_dir(self) -> None:
+        """Take the run directory for this launch: two in one would overwrite each other's checkpoints."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.lock = (self.run_dir / ".lock").open("w")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RecipeError(
+                f"{self.run_dir} is in use by another launch; wait for it, or use another --run-dir"
+            ) from None
         write_text(self.run_dir / RECIPE_FILE, yaml.safe_dump(self.recipe.dump(), sort_keys=False))
 
     def _say(self, message: str) -> None:
@@ -149,6 +158,8 @@ class Trainer:
         reader = self.store.newest(lambda problem: self._say(f"WARNING: {problem}"))
         self.selection: dict[str, Any] = {"best": None, "best_step": None, "without_better": 0}
         if reader is None:
+            if (self.run_dir / METRICS_FILE).exists():
+                self._say(f"WARNING: {self.run_dir} holds a run without a checkpoint: it begins again at step 0")
             whole = fragments.shapes(self.engine)
             fragments.load(self.engine, _InitialValues(self.engine.module, whole, self.recipe.seed), optimizer_steps=0)
             self.step = 0
@@ -312,24 +323,30 @@ class Trainer:
                 if self.step % self.recipe.logging.every == 0 or self.step == last:
                     self._log(batch, loss_sum, rate, pace)
                 with pace.paused():
+                    # Before evaluating: whatever is wrong with the test data, the weights are safe.
+                    saves = self.step == last or self._is_due(self.plan.checkpoint_every)
+                    if saves:
+                        self._save()
                     if self._is_due(self.plan.evaluate_every) or self.step == self.plan.total_steps:
                         values = self._evaluate()
                         stopped_early = self._select(values)
-                    if stopped_early or self.step == last or self._is_worth_saving():
-                        self._save()
+                        if saves:
+                            self.store.amend(self.step, self.selection)
+                        elif stopped_early or self.selection["best_step"] == self.step:
+                            self._save()
                 if stopped_early:
                     break
-        if not values and self.step == self.plan.total_steps:
+        is_done = stopped_early or self.step == self.plan.total_steps
+        if is_done and not values:
             values = self._evaluate()  # the process that took the last step ended before it could say so
         if self.world.is_main:
             self.metrics.close()
-        if stopped_early or self.step == self.plan.total_steps:
-            distributed.on_main(lambda: self._write_done(values, stopped_early))
+        if is_done:
+            distributed.on_main(lambda: self._write_done(values, stopped_early), self.run_dir)
         else:
-            self._say(f"stopped at step {self.step:,} as asked; repeat the command to go on")
-
-    def _is_worth_saving(self) -> bool:
-        return self.selection["best_step"] == self.step or self._is_due(self.plan.checkpoint_every)
+            self._say(f"stopped at step {self.step:,}, as --stop-at {stop_at} asks; repeat the command to go on")
+        if self.lock is not None:
+            self.lock.close()
 
     def _has_run_out_of_patience(self) -> bool:
         rule = self.recipe.selection
