@@ -16,7 +16,10 @@ command -v g++ >/dev/null || missing+=(g++)
 command -v pkg-config >/dev/null || missing+=(pkg-config)
 pkg-config --exists opencv4 2>/dev/null || missing+=(libopencv-dev)
 pkg-config --exists libturbojpeg 2>/dev/null || [ -e /usr/include/turbojpeg.h ] || missing+=(libturbojpeg0-dev)
-"$python" -c 'import ensurepip' 2>/dev/null || missing+=("python3-venv")
+version="$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')"
+"$python" -c 'import ensurepip' 2>/dev/null || missing+=("$version-venv")
+"$python" -c 'import os, sysconfig; raise SystemExit(not os.path.exists(sysconfig.get_paths()["include"] + "/Python.h"))' ||
+    missing+=("$version-dev")
 if [ ${#missing[@]} -gt 0 ]; then
     command -v apt-get >/dev/null ||
         fail "missing: ${missing[*]} (Debian's names). Install them with your system's package manager, then repeat."
@@ -36,11 +39,11 @@ log="$venv/setup.log"
 : >"$log"
 install() {
     pip install --quiet --constraint constraints.txt "$@" >>"$log" 2>&1 ||
-        { grep -E 'error|ERROR' "$log" | tail -n 5 >&2; fail "pip install $* failed (whole log: $log)"; }
+        { { grep -iE 'error' "$log" || cat "$log"; } | tail -n 5 >&2; fail "pip install $* failed (whole log: $log)"; }
 }
-# torch goes first: DeepSpeed's own build looks for it, and the pinned version decides CPU or CUDA by what the index has.
+# torch goes first and alone, at the pinned version: whether that is a CPU or a CUDA build is up to what pip finds.
 install torch wheel setuptools
 install --editable '.[demo,dev]'
-# timm is a peer in tests only. Its torchvision is unpinned by our constraints' torch, hence without dependencies.
+# timm is a peer in tests only. Without dependencies: torchvision would insist on a torch of its own choice.
 install --no-deps timm torchvision
 say "ready: $venv"

@@ -29,7 +29,7 @@ def test_resuming_drops_later_lines_and_a_torn_one(tmp_path):
         first.training(step, {"loss": float(step)})
         first.evaluation(step, {"val/top1": 0.1})
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "lo')
+        file.write('{"step": null}\n[1]\n{"step": 6, "lo')
     MetricsWriter(tmp_path, resume_step=3, tensorboard=False).training(4, {"loss": -4.0})
     assert [row["step"] for row in rows(tmp_path)] == [1, 1, 2, 2, 3, 3, 4]
     assert rows(tmp_path)[-1]["loss"] == -4.0
