@@ -69,9 +69,9 @@ def main() -> None:
 
 def pretrain(options: argparse.Namespace) -> None:
     """Check everything that can be checked alone, then start the process group and train."""
-    run_dir: Path = options.run_dir or Path("runs") / find_recipe(options.recipe).stem
     try:
         recipe: Recipe = load_recipe(options.recipe, options.settings)
+        run_dir: Path = options.run_dir or Path("runs") / find_recipe(options.recipe).stem
         if options.stop_at is not None and options.stop_at < 1:
             raise RecipeError(f"--stop-at {options.stop_at}: expected a step from 1")
 

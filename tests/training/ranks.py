@@ -88,5 +88,19 @@ def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[
         except Exception:
             (root / "runs" / f"{job['name']}.crash-{rank}").write_text(traceback.format_exc())
             raise
+    if rank == 0:
+        (root / "runs" / f"world-{world_size}.json").write_text(json.dumps(_set_up_of_the_process()))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def _set_up_of_the_process() -> dict[str, Any]:
+    """What only the process itself can tell: the time-out of each of its groups, operators that would be compiled."""
+    import deepspeed
+    from torch.distributed import distributed_c10d
+
+    backends = [group._get_backend(torch.device("cpu")) for group in distributed_c10d._world.pg_map]
+    return {
+        "timeouts": [backend.options._timeout.total_seconds() for backend in backends],
+        "shm_op": deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"],
+    }

@@ -247,6 +247,12 @@ def test_a_run_without_progress_stops_early_and_keeps_its_best(root):
     assert CheckpointStore(root / "runs" / "impatient" / "checkpoints").steps() == [2, 6]
 
 
+def test_every_process_group_has_our_time_out_and_nothing_is_compiled(root):
+    set_up = json.loads((root / "runs" / "world-2.json").read_text())
+    assert len(set_up["timeouts"]) >= 2 and set(set_up["timeouts"]) == {600.0}
+    assert set_up["shm_op"] is False
+
+
 def test_other_data_under_a_run_are_refused(root):
     error = error_of(root, "other-data")
     assert error["kind"] == "CheckpointError" and "manifest_sha256" in error["message"]

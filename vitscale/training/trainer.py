@@ -98,9 +98,10 @@ class Trainer:
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RecipeError(
-                f"{self.run_dir} is in use by another launch; wait for it, or use another --run-dir"
-            ) from None
+            what = f"{self.run_dir} is in use by another launch; wait for it, or use another --run-dir"
+            raise RecipeError(what) from None
+        except OSError:
+            pass  # a file system without locks: nothing can be said there
         write_text(self.run_dir / RECIPE_FILE, yaml.safe_dump(self.recipe.dump(), sort_keys=False))
 
     def _say(self, message: str) -> None:
