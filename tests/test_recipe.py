@@ -62,6 +62,7 @@ def test_h14_has_the_figures_of_table_3():
         ("schedule.decay=cos", ["schedule.decay", "'cosine'"]),
         ("schedule.boundaries=[{steps: 5}]", ["boundaries", "stairs"]),
         ("schedule.duration={steps: 1, epochs: 2}", ["schedule.duration", "exactly one"]),
+        ("optimizer={lr: 1.0, name: null}", ["optimizer", "adamw", "sgd"]),
         ("optimizer.name=lamb", ["optimizer", "adamw", "sgd"]),
         ("data.image_size=8", ["image_size 8", "patch"]),
         ("data.crop.area=[0.5, 0.1]", ["data.crop", "area"]),

@@ -198,7 +198,7 @@ def _describe(details: Any) -> str:
     if kind == "missing":
         return f"{key}: missing; set it in the recipe or with --set {key}=..."
     if kind == "union_tag_not_found":
-        return f"{key}.name: missing; expected one of {details['ctx']['discriminator']}: adamw, sgd"
+        return f"{key}.name: missing; expected adamw or sgd"
     message = details["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     shown = "" if kind == "value_error" else f" {value!r}:"
