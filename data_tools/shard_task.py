@@ -17,7 +17,7 @@ from data_tools.images import Reject, store_image
 from data_tools.sources.listing import Entry, Source
 from vitscale.durable import durable_file
 from vitscale.errors import DataError
-from vitscale.shards import ShardEntry, ShardStats, StoredSample, file_digests, write_shard
+from vitscale.shards import ShardEntry, ShardStats, StoredSample, write_shard
 
 _PROVENANCE = pa.schema(
     [
@@ -94,15 +94,7 @@ def convert_shard(task: ShardTask, progress: Progress) -> ShardReport:
         if stats is not None:
             rows["crc32c"] = stats.crc.tolist()
             write_table(task.out / provenance_name(task.index), pa.table(rows, _PROVENANCE))
-            digests = file_digests(path)
-            report.entry = ShardEntry(
-                path=path.name,
-                samples=stats.samples,
-                bytes=digests.bytes,
-                sha256=digests.sha256,
-                xxh3_128=digests.xxh3_128,
-                first_uid=stats.first_uid,
-            )
+            report.entry = ShardEntry.of_file(path, samples=stats.samples, first_uid=stats.first_uid)
     except OSError as error:
         raise DataError(f"{error.filename or path}: cannot be written ({error.strerror or error})") from error
     report.seconds = time.monotonic() - started

@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from toy_dataset import write_toy_dataset
 from training.ranks import BASE, STEPS
 
 from vitscale.shards import ShardFile
+from vitscale.training.distributed import free_port
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PRETRAIN = REPOSITORY / "vitscale" / "pretrain.py"
@@ -22,12 +22,6 @@ PRETRAIN = REPOSITORY / "vitscale" / "pretrain.py"
 
 def program(name: str) -> str:
     return shutil.which(name, path=str(Path(sys.executable).parent)) or name
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def run(*command: str | Path, cwd: Path = REPOSITORY, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,7 @@ import numpy as np
 from pictures import encoded
 from PIL import Image
 
-from vitscale.shards import Manifest, ShardEntry, StoredSample, field_names, file_digests, write_shard
+from vitscale.shards import Manifest, ShardEntry, StoredSample, field_names, write_shard
 
 CLASS_NAMES = ("red", "green", "blue", "gray", "cyan", "yellow", "violet")
 HUES = np.array(
@@ -30,17 +30,7 @@ def write_toy_dataset(folder: Path, shard_sizes: list[int], seed: int = 0) -> Ma
             samples.append(StoredSample(jpeg, height, width, label, uid))
             uid += 1
         write_shard(path, samples, size)
-        digests = file_digests(path)
-        entries.append(
-            ShardEntry(
-                path=path.name,
-                samples=size,
-                bytes=digests.bytes,
-                sha256=digests.sha256,
-                xxh3_128=digests.xxh3_128,
-                first_uid=uid - size,
-            )
-        )
+        entries.append(ShardEntry.of_file(path, samples=size, first_uid=uid - size))
     manifest = Manifest(
         fields=field_names(with_labels=False),
         num_samples=uid,

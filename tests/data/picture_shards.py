@@ -14,7 +14,6 @@ from vitscale.shards import (
     ShardEntry,
     StoredSample,
     field_names,
-    file_digests,
     write_shard,
 )
 
@@ -38,17 +37,7 @@ def write_pictures(folder: Path, shard_sizes: list[int], step: int = 3) -> Manif
         uids = [step * k for k in range(done, done + size)]
         done += size
         write_shard(path, (StoredSample(*picture(uid), uid // step % 4 - 1, uid) for uid in uids), size)
-        digests = file_digests(path)
-        entries.append(
-            ShardEntry(
-                path=path.name,
-                samples=size,
-                bytes=digests.bytes,
-                sha256=digests.sha256,
-                xxh3_128=digests.xxh3_128,
-                first_uid=uids[0],
-            )
-        )
+        entries.append(ShardEntry.of_file(path, samples=size, first_uid=uids[0]))
     return Manifest(
         fields=field_names(with_labels=False),
         num_samples=done,

@@ -1,7 +1,6 @@
 """Two real DeepSpeed ranks: every ZeRO stage, resumed exactly and elastically, against a plain PyTorch loop."""
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from vitscale.data import Loader, TrainOrder, TrainTransform, to_model_input
 from vitscale.evaluation.finished import evaluate_run
 from vitscale.models import build_model, initial_value, initialise
 from vitscale.shards import Manifest
+from vitscale.training.distributed import free_port
 
 DROPOUT = {"dropout": 0.2}
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -39,15 +39,9 @@ def job(name: str, blocks: list[dict[str, Any]], stops: list[int | None], **extr
     return {"name": name, "blocks": blocks, "stops": stops, **extra}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def launch(root: Path, jobs: list[dict[str, Any]], world_size: int) -> None:
     (root / "runs").mkdir(exist_ok=True)
-    mp.spawn(run_jobs, (world_size, free_port(), root, jobs), nprocs=world_size)
+    mp.spawn(run_jobs, (world_size, int(free_port()), root, jobs), nprocs=world_size)
 
 
 @pytest.fixture(scope="module")

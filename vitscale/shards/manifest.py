@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 
 from vitscale.durable import durable_file
 from vitscale.errors import DataError
+from vitscale.shards.checksums import file_digests
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 1
@@ -64,6 +65,12 @@ class ShardEntry(_Strict):
         if not 0 <= self.num_selected <= self.samples:
             raise ValueError(f"select {self.select} does not fit {self.samples} samples")
         return self
+
+    @classmethod
+    def of_file(cls, path: Path, *, samples: int, first_uid: int) -> "ShardEntry":
+        """The entry of a shard that lies beside its manifest, its digests taken from the file. Raises OSError."""
+        digests = file_digests(path)
+        return cls(path=path.name, samples=samples, first_uid=first_uid, **digests._asdict())
 
     @property
     def num_selected(self) -> int:
