@@ -34,6 +34,7 @@ def test_without_accumulation_gradients_stay_in_bf16(tmp_path):
         ({"zero_optimization": {"stage": 2}}, ["deepspeed.zero_optimization.stage", "contradicts"]),
         ({"zero_optimization": {"overlap_com": True}}, ["deepspeed.zero_optimization.overlap_com"]),
         ({"bf16": {"enabled": False}}, ["deepspeed.bf16.enabled", "contradicts"]),
+        ({"zero_optimization": None}, ["deepspeed.zero_optimization", "None", "contradicts"]),
         ({"aio": 5}, ["deepspeed.aio", "5", "block"]),
         ({"elasticity": {}}, ["deepspeed.elasticity", "no such key"]),
     ],

@@ -89,7 +89,7 @@ class CheckpointStore:
         if failures:
             raise CheckpointError(
                 f"{self.root}: saving failed; earlier checkpoints are untouched. " + "; ".join(failures)
-            )
+            ).on_all_ranks()
         return outcomes
 
     def newest(self, report: Callable[[str], None]) -> CheckpointReader | None:

@@ -83,10 +83,8 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         config["communication_data_type"] = recipe.parallelism.reduce_dtype
         if stage > 0 and accumulation > 1:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
-    zero |= {
-        key: size for key, size in _sizes(stage).items() if key not in recipe.deepspeed.get("zero_optimization", {})
-    }
     config = _add(config, recipe.deepspeed)
+    config["zero_optimization"] = _sizes(stage) | config["zero_optimization"]
     if recipe.deepspeed:
         _check_blocks(config)
     return config

@@ -113,9 +113,6 @@ class Trainer:
 
     # ---- Data --------------------------------------------------------------------------------------------------------
 
-    def _is_due(self, every: int | None) -> bool:
-        return every is not None and self.step % every == 0
-
     def _open_loader(self, stop_step: int) -> Loader:
         data = self.recipe.data
         (area_low, area_high), (aspect_low, aspect_high) = data.crop.area, data.crop.aspect
@@ -304,6 +301,11 @@ class Trainer:
         )
         return rule.patience is not None and self.selection["without_better"] >= rule.patience
 
+    def _amend_selection(self) -> None:
+        """Note in the checkpoint just saved what the evaluation after it decided."""
+        if self.recipe.selection is not None:
+            self.store.amend(self.step, self.selection)
+
     # ---- Loop --------------------------------------------------------------------------------------------------------
 
     def run(self, stop_at: int | None = None) -> None:
@@ -332,7 +334,7 @@ class Trainer:
                         values = self._evaluate()
                         stopped_early = self._select(values)
                         if saves:
-                            self.store.amend(self.step, self.selection)
+                            self._amend_selection()
                         elif stopped_early or self.selection["best_step"] == self.step:
                             self._save()
                 if stopped_early:
@@ -348,6 +350,9 @@ class Trainer:
             self._say(f"stopped at step {self.step:,}, as --stop-at {stop_at} asks; repeat the command to go on")
         if self.lock is not None:
             self.lock.close()
+
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and self.step % every == 0
 
     def _has_run_out_of_patience(self) -> bool:
         rule = self.recipe.selection
