@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from vitscale.architectures import vit_shape
+from vitscale.architectures import architecture
 from vitscale.flops import exaflops, mfu, training_flops_per_image, vit_macs
 
 
 def macs(model, image_size=224, num_classes=18_291, **options):
-    shape = vit_shape(model)
+    shape = architecture(model)
     dimensions = {"patch_size": shape.patch_size, "width": shape.width, "depth": shape.depth, "mlp_dim": shape.mlp_dim}
     return vit_macs(image_size=image_size, num_classes=num_classes, **dimensions, **options)
 
@@ -67,7 +67,7 @@ def test_forward_equals_torch_flop_counter(pool, head):
     vit = pytest.importorskip("vitscale.models.vit")
     from torch.utils.flop_counter import FlopCounterMode
 
-    shape = vit_shape("ViT-Ti/14")
+    shape = architecture("ViT-Ti/14")
     with torch.device("meta"):
         model = vit.ViT(shape, image_size=64, num_classes=11, pool=pool, head=head)
         images = torch.empty(1, 64, 64, 3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peers import timm_vit, transformers_vit
 
-from vitscale.architectures import ViTShape, vit_shape
+from vitscale.architectures import ViTShape, architecture
 from vitscale.models import ViT, initial_value, initialise
 
 # The authors' own test table (1000 classes, output layer alone), then pre-training heads.
@@ -38,7 +38,7 @@ TINY = ViTShape(patch_size=8, width=48, depth=2, mlp_dim=96, num_heads=3)
 
 def meta(name: str, **options) -> ViT:
     with torch.device("meta"):
-        return ViT(vit_shape(name), image_size=224, **options)
+        return ViT(architecture(name), image_size=224, **options)
 
 
 def count(model: torch.nn.Module) -> int:
@@ -145,7 +145,7 @@ def test_a_patch_is_flattened_height_width_channel():
 
 
 def test_initial_values_are_those_of_the_authors_code():
-    model = ViT(vit_shape("ViT-S/16"), image_size=224, num_classes=1000, head_bias=-10.0)
+    model = ViT(architecture("ViT-S/16"), image_size=224, num_classes=1000, head_bias=-10.0)
     initialise(model, seed=3)
     D = 384
     values = dict(model.named_parameters())
@@ -217,4 +217,4 @@ def test_activation_checkpointing_changes_no_gradient(every):
 @pytest.mark.parametrize("name", ["ViT-X/16", "ViT-B16", "vit-b/16", "ViT-B/0", ""])
 def test_an_unknown_model_suggests_the_nearest(name):
     with pytest.raises(ValueError, match="did you mean 'ViT-"):
-        vit_shape(name)
+        architecture(name)

@@ -10,7 +10,7 @@ from vitscale.data import to_model_input
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.evaluation.build import build_evaluators
 from vitscale.evaluation.contract import ModelOutputs, evaluate
-from vitscale.models import ViT, build_model
+from vitscale.models import Model, build_model
 from vitscale.recipe import Recipe, override, read_recipe
 
 
@@ -34,7 +34,7 @@ def open_run(run_dir: Path, step: int | None = None) -> tuple[Recipe, Checkpoint
     return recipe, store.open(step)
 
 
-def load_model(recipe: Recipe, reader: CheckpointReader, device: torch.device) -> ViT:
+def load_model(recipe: Recipe, reader: CheckpointReader, device: torch.device) -> Model:
     """The model of a checkpoint in evaluation mode, in the precision that it was trained in."""
     dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
     with torch.device("meta"):

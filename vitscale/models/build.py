@@ -1,21 +1,38 @@
 """From a recipe to its model."""
 
+from vitscale.architectures import ResNetShape
+from vitscale.models.resnet import ResNet
 from vitscale.models.vit import ViT
 from vitscale.recipe import Recipe
 
+Model = ViT | ResNet
 
-def build_model(recipe: Recipe, num_classes: int) -> ViT:
+
+def build_model(recipe: Recipe, num_classes: int) -> Model:
     """The recipe's model, its values unset, on whatever device and dtype the context makes tensors."""
     settings = recipe.model
+    shape = settings.shape()
+    head_bias = initial_head_bias(recipe)
+    checkpoint_every = recipe.parallelism.activation_checkpointing
+    if isinstance(shape, ResNetShape):
+        return ResNet(
+            shape,
+            image_size=recipe.data.image_size,
+            num_classes=num_classes,
+            head_bias=head_bias,
+            checkpoint_every=checkpoint_every,
+        )
     return ViT(
-        settings.shape(),
+        shape,
         image_size=recipe.data.image_size,
         num_classes=num_classes,
-        pool=settings.pool,
+        pool=settings.pool_or_default(),
         head=settings.head,
-        head_bias=initial_head_bias(recipe),
+        head_bias=head_bias,
         dropout=settings.dropout,
-        checkpoint_every=recipe.parallelism.activation_checkpointing,
+        position=settings.position.kind,
+        position_at=settings.position.at,
+        checkpoint_every=checkpoint_every,
     )
 
 

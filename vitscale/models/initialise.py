@@ -1,17 +1,20 @@
-"""Initial weights as a function of (seed, parameter name) alone."""
+"""Initial weights as a function of (seed, parameter name) alone, and the distributions that the families draw from."""
 
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
+
+Initialiser = Callable[[Tensor, torch.Generator], None]
+"""Fills a whole fp32 CPU tensor of a parameter's shape in place."""
 
 
 class Initialisable(Protocol):
     """A model that can say how each of its parameters begins."""
 
-    def initialiser(self, name: str) -> Callable[[Tensor, torch.Generator], None]: ...
+    def initialiser(self, name: str) -> Initialiser: ...
 
 
 def initial_value(model: Initialisable, name: str, shape: torch.Size, seed: int) -> Tensor:
@@ -29,3 +32,39 @@ def initialise(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_value(model, name, parameter.shape, seed))  # type: ignore[arg-type]
+
+
+def constant(value: float) -> Initialiser:
+    """Every element is `value`."""
+
+    def fill(tensor: Tensor, generator: torch.Generator) -> None:
+        tensor.fill_(value)
+
+    return fill
+
+
+def normal(std: float) -> Initialiser:
+    """Normal with mean 0."""
+
+    def fill(tensor: Tensor, generator: torch.Generator) -> None:
+        tensor.normal_(0.0, std, generator=generator)
+
+    return fill
+
+
+def lecun_normal(tensor: Tensor, generator: torch.Generator) -> None:
+    """Variance 1 / fan_in from a normal truncated at two standard deviations (flax's default for dense and conv)."""
+    truncated_std = 0.87962566103423978  # standard deviation of a unit normal truncated to [-2, 2]
+    std = tensor[0].numel() ** -0.5 / truncated_std
+    nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std, generator=generator)
+
+
+def xavier_uniform(tensor: Tensor, generator: torch.Generator) -> None:
+    """Variance 2 / (fan_in + fan_out) from a uniform distribution."""
+    nn.init.xavier_uniform_(tensor, generator=generator)
+
+
+def xavier_uniform_thirds(tensor: Tensor, generator: torch.Generator) -> None:
+    """Query, key and value each with their own fan: over the stacked matrix the bound would be sqrt(2) too small."""
+    for matrix in tensor.chunk(3):
+        nn.init.xavier_uniform_(matrix, generator=generator)

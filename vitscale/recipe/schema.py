@@ -1,13 +1,14 @@
 """The schema of a recipe: typed, strict, frozen. Every field says what it means."""
 
+import dataclasses
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from vitscale.architectures import ViTShape, vit_shape
+from vitscale.architectures import ResNetShape, Shape, ViTShape, architecture
 from vitscale.errors import RecipeError
 
 DATA_ROOT_VARIABLE = "VITSCALE_DATA_ROOT"
@@ -56,8 +57,29 @@ class Duration(_Block):
         return int(self.epochs * (train_samples // global_batch))
 
 
+class Position(_Block):
+    """How positions are told to a Transformer, and where (appendix D.3); `relative` is told in every attention."""
+
+    kind: Literal["none", "1d", "2d", "relative"] = "1d"
+    at: Literal["stem", "every_layer", "shared"] = "stem"
+
+    @model_validator(mode="after")
+    def _somewhere(self) -> "Position":
+        if self.kind in ("none", "relative") and self.at != "stem":
+            raise ValueError(f"at: {self.at} belongs to kind: 1d and 2d, and kind is {self.kind}")
+        return self
+
+
+_TRANSFORMER_KEYS = ("patch_size", "width", "depth", "mlp_dim", "num_heads", "attention")
+_RESNET_KEYS = ("blocks", "width_factor", "variant", "mixing")
+
+
 class Model(_Block):
-    """The architecture: a `name` such as ViT-B/16, explicit dimensions, or a name with some of them replaced."""
+    """The architecture: a `name` such as ViT-B/16, explicit dimensions, or a name with some of them replaced.
+
+    Transformers are told by patch_size to num_heads, ResNets by `blocks`, hybrids by both: then `blocks` and
+    `width_factor` are those of the stem, and patch_size counts steps of its feature map.
+    """
 
     name: str | None = None
     patch_size: int | None = Field(None, ge=1)
@@ -65,31 +87,77 @@ class Model(_Block):
     depth: int | None = Field(None, ge=1)
     mlp_dim: int | None = Field(None, ge=1)
     num_heads: int | None = Field(None, ge=1)
+    attention: Literal["full", "axial"] | None = Field(None, description="axial: row blocks and column blocks")
+    blocks: list[Annotated[int, Field(ge=1)]] | None = Field(None, max_length=8, description="units of each stage")
+    width_factor: int | None = Field(None, ge=1)
+    variant: Literal["v1", "v2"] | None = Field(None, description="of a ResNet: post- or pre-activation, default v2")
+    mixing: Literal["conv", "axial"] | None = Field(None, description="in the units of a ResNet, default conv")
     num_classes: int | None = Field(None, ge=1, description="default: the number of class names of data.train")
-    pool: Literal["cls", "mean"] = "cls"
-    head: Literal["pretrain", "linear"] = "pretrain"
+    pool: Literal["cls", "mean"] | None = Field(
+        None, description="default: cls; mean where there is no class token: axial attention, ResNets"
+    )
+    head: Literal["pretrain", "linear"] = Field(
+        "pretrain", description="pretrain: a dense layer with tanh before the output layer (ResNets have none)"
+    )
     head_bias: float | None = Field(None, description="default: -10 with head: pretrain and the sigmoid loss, else 0")
     dropout: float = Field(0.0, ge=0, lt=1)
+    position: Position = Position()
 
     @model_validator(mode="after")
     def _has_dimensions(self) -> "Model":
-        self.shape()
+        shape = self.shape()
+        if isinstance(shape, ResNetShape):
+            foreign = {"pool": self.pool == "cls", "dropout": self.dropout > 0, "position": self.position != Position()}
+            for key in (key for key, is_set in foreign.items() if is_set):
+                raise ValueError(f"{key} {getattr(self, key)!r}: this is a ResNet, which has no {_MISSING[key]}")
+            return self
+        if shape.width % shape.num_heads:
+            raise ValueError(f"width {shape.width} does not divide into num_heads {shape.num_heads}")
+        if shape.width % 2 and self.position.kind == "2d":
+            raise ValueError(f"position.kind 2d: width {shape.width} does not divide into an x and a y half")
+        if shape.attention == "axial" and self.pool == "cls":
+            raise ValueError("pool: cls: axial attention works on a grid, which has no class token; use pool: mean")
         return self
 
-    def shape(self) -> ViTShape:
+    def pool_or_default(self) -> Literal["cls", "mean"]:
+        """How the tokens of a Transformer become one representation."""
+        shape = self.shape()
+        has_no_token = isinstance(shape, ResNetShape) or shape.attention == "axial"
+        return self.pool or ("mean" if has_no_token else "cls")
+
+    def shape(self) -> Shape:
         """The dimensions, from the name and what replaces parts of it."""
-        named = vit_shape(self.name) if self.name is not None else None
-        dimensions = {}
-        for key in ("patch_size", "width", "depth", "mlp_dim", "num_heads"):
-            value = getattr(self, key)
-            if value is None and named is not None:
-                value = getattr(named, key)
-            if value is None:
-                raise ValueError(f"give a name such as ViT-B/16, or all dimensions ({key} is missing)")
-            dimensions[key] = value
-        if dimensions["width"] % dimensions["num_heads"]:
-            raise ValueError(f"width {dimensions['width']} does not divide into num_heads {dimensions['num_heads']}")
-        return ViTShape(**dimensions)
+        named = architecture(self.name) if self.name is not None else None
+        of_transformer = self._given(_TRANSFORMER_KEYS)
+        of_resnet = self._given(_RESNET_KEYS)
+        if isinstance(named, ResNetShape) or (named is None and of_resnet and not of_transformer):
+            for key in of_transformer:
+                raise ValueError(f"{key} is a dimension of Transformers, and {self.name} is a ResNet")
+            return _complete(ResNetShape, named, of_resnet)
+        for key in ("variant", "mixing"):
+            if key in of_resnet:
+                raise ValueError(f"{key} belongs to ResNets; the stem of a hybrid is v1 with convolutions")
+        stem = named.stem if named is not None else None
+        if of_resnet:
+            of_transformer["stem"] = _complete(ResNetShape, stem, {"variant": "v1"} | of_resnet)
+        return _complete(ViTShape, named, of_transformer)
+
+    def _given(self, keys: tuple[str, ...]) -> dict[str, Any]:
+        given = {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+
+
+_MISSING = {"pool": "class token", "dropout": "dropout", "position": "position embeddings"}
+_Dimensions = TypeVar("_Dimensions", ViTShape, ResNetShape)
+
+
+def _complete(kind: type[_Dimensions], named: _Dimensions | None, given: dict[str, Any]) -> _Dimensions:
+    if named is not None:
+        return dataclasses.replace(named, **given)
+    for field in dataclasses.fields(kind):
+        if field.default is dataclasses.MISSING and field.name not in given:
+            raise ValueError(f"give a name such as ViT-B/16 or ResNet50x1, or all dimensions ({field.name} is missing)")
+    return kind(**given)
 
 
 class Crop(_Block):
@@ -300,9 +368,12 @@ class Recipe(_Block):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
-        if self.model.shape().grid(self.data.image_size) == 0:
+        shape = self.model.shape()
+        if isinstance(shape, ViTShape) and shape.grid(self.data.image_size) == 0:
+            size = shape.cut_size(self.data.image_size)
+            of_stem = "" if shape.stem is None else f", whose feature map has a side of {size},"
             raise ValueError(
-                f"data.image_size {self.data.image_size} is smaller than one patch of {self.model.shape().patch_size}"
+                f"data.image_size {self.data.image_size}{of_stem} is smaller than one patch of {shape.patch_size}"
             )
         if self.precision == "fp32" and self.parallelism.reduce_dtype == "bf16":
             raise ValueError("parallelism.reduce_dtype: bf16 belongs to precision: bf16, and precision is fp32")

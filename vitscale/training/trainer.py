@@ -29,7 +29,7 @@ from vitscale.errors import CheckpointError, NonFiniteError, RecipeError
 from vitscale.evaluation import ModelOutputs, evaluate
 from vitscale.flops import accounting, hardware
 from vitscale.flops.vit import recipe_macs
-from vitscale.models import ViT, build_model, initial_value
+from vitscale.models import Model, build_model, initial_value
 from vitscale.recipe import Recipe, differences, read_recipe
 from vitscale.training import distributed, fragments
 from vitscale.training.engine import Fp32Accumulation, build_engine, is_plain
@@ -410,7 +410,7 @@ class Trainer:
 class _InitialValues:
     """The initial weights as a source of fragments; the last parameter drawn is kept, as its pieces come together."""
 
-    def __init__(self, model: ViT, shapes: dict[str, list[int]], seed: int) -> None:
+    def __init__(self, model: Model, shapes: dict[str, list[int]], seed: int) -> None:
         self._model, self._shapes, self._seed = model, shapes, seed
         self._name: str | None = None
         self._value = torch.empty(0)

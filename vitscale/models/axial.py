@@ -1,0 +1,96 @@
+"""Axial attention (appendix D.5): attention along the rows of a grid, then along its columns.
+
+Shape legend: B batch, h w rows and columns of the grid, T = h * w tokens, D width, C channels, A heads, L = 2 n - 1
+offsets within a row or column of n positions.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from vitscale.models.encoder import Block, add_positions
+from vitscale.models.layers import Linear
+from vitscale.models.positions import TwoDPositions, by_offset, relative_logits, relative_table
+
+
+class AxialBlock(nn.Module):
+    """A row block and a column block, each of attention and MLP, in the place of one block with global attention."""
+
+    def __init__(
+        self,
+        width: int,
+        mlp_dim: int,
+        num_heads: int,
+        dropout: float,
+        *,
+        grid: int,
+        relative: bool = False,
+        pos_embedding: nn.Parameter | TwoDPositions | None = None,
+    ) -> None:
+        super().__init__()
+        self.grid = grid
+        self.pos_embedding = pos_embedding
+        relative_tokens = grid if relative else None
+        self.rows = Block(width, mlp_dim, num_heads, dropout, relative_tokens=relative_tokens)
+        self.columns = Block(width, mlp_dim, num_heads, dropout, relative_tokens=relative_tokens)
+
+    def forward(self, x_BTD: Tensor, shared_1TD: Tensor | None = None) -> Tensor:
+        """(B, T, D) -> (B, T, D); `shared_1TD` are position embeddings that all blocks add."""
+        x_BTD = add_positions(x_BTD, self.pos_embedding, shared_1TD)
+        B, T, D = x_BTD.shape
+        n = self.grid
+        x_rows = self.rows(x_BTD.reshape(B * n, n, D))
+        x_columns = self.columns(x_rows.view(B, n, n, D).transpose(1, 2).reshape(B * n, n, D))
+        return x_columns.view(B, n, n, D).transpose(1, 2).reshape(B, T, D)
+
+
+class LineAttention(nn.Module):
+    """Attention within lines of n positions, position-sensitive: Wang et al. (2020b), equation 4.
+
+    Learned embeddings of the offset are multiplied with the queries and with the keys, and one is added to the values;
+    the heads share them. Queries and keys have half as many channels as values.
+    """
+
+    def __init__(self, channels: int, length: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        head_dim = channels // num_heads
+        self.sizes = (head_dim // 2, head_dim // 2, head_dim)
+        self.qkv = Linear(channels, 2 * channels, bias=False)
+        self.relative = relative_table(length, 2 * head_dim)
+
+    def forward(self, x_BnC: Tensor) -> Tensor:
+        """Lines (B, n, C) -> (B, n, C)."""
+        B, n, C = x_BnC.shape
+        qkv = self.qkv(x_BnC).view(B, n, self.num_heads, -1).transpose(1, 2)
+        query, key, value = qkv.split(self.sizes, dim=-1)  # (B, A, n, d / 2) twice, (B, A, n, d)
+        of_query, of_key, of_value = self.relative.unsqueeze(0).split(self.sizes, dim=-1)  # (1, L, ...)
+        # A key's offset to the query is minus the query's to the key.
+        logits = query @ key.transpose(-1, -2)
+        logits = logits + relative_logits(query, of_query)
+        logits = logits + relative_logits(key, of_key.flip(1)).transpose(-1, -2)
+        weights = (logits * self.sizes[0] ** -0.5).softmax(dim=-1)
+        mixed = weights @ value + by_offset(weights) @ of_value
+        return mixed.transpose(1, 2).reshape(B, n, C)
+
+
+class AxialAttention2d(nn.Module):
+    """Row and then column attention over a feature map, where a ResNet has its 3x3 convolution (AxialResNet).
+
+    A stride of 2 is an average over 2 x 2 positions behind the attention.
+    """
+
+    NUM_HEADS = 8
+
+    def __init__(self, channels: int, size: int, stride: int) -> None:
+        super().__init__()
+        self.rows = LineAttention(channels, size, self.NUM_HEADS)
+        self.columns = LineAttention(channels, size, self.NUM_HEADS)
+        self.pool = nn.AvgPool2d(stride, stride, ceil_mode=True) if stride > 1 else None
+
+    def forward(self, x_BChw: Tensor) -> Tensor:
+        B, C, h, w = x_BChw.shape
+        x_rows = self.rows(x_BChw.permute(0, 2, 3, 1).reshape(B * h, w, C)).view(B, h, w, C)
+        x_columns = self.columns(x_rows.transpose(1, 2).reshape(B * w, h, C)).view(B, w, h, C)
+        # Back in the memory order of the feature maps around it, which every convolution would otherwise restore.
+        x_BChw = x_columns.permute(0, 3, 2, 1).contiguous(memory_format=torch.channels_last)
+        return x_BChw if self.pool is None else self.pool(x_BChw)

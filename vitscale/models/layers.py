@@ -1,0 +1,55 @@
+"""Layers that the families share.
+
+Their values are unset: `models.initialise` and the readers of weights are the only two sources of values, so that what
+a weight starts as never depends on how or where a module was built.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+LAYER_NORM_EPS = 1e-6
+CHANNELS = 3
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` that leaves its values unset (see the module's docstring)."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class OutputLayer(Linear):
+    """The output layer: logits in fp32.
+
+    With a bias of -10 logits in bf16 would be multiples of 1/16 and many of them equal, so the bias is added in fp32.
+    """
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return F.linear(x_BD, self.weight).float() + self.bias.float()
+
+
+class LayerNorm(nn.LayerNorm):
+    """Layer norm over the last dimension, eps 1e-6, values unset."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, eps=LAYER_NORM_EPS)
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+def run_block(block: Callable[..., Tensor], *inputs: Tensor | None, recompute: bool) -> Tensor:
+    """One block of a model, whose activations are recomputed in the backward pass where `recompute` says so."""
+    if recompute and torch.is_grad_enabled():
+        result = checkpoint(block, *inputs, use_reentrant=False)
+        assert isinstance(result, Tensor)
+        return result
+    return block(*inputs)
+
+
+def no_record(name: str, value: Tensor) -> None:
+    """Where the intermediate results of a forward pass go while nobody asks for them."""

@@ -1,0 +1,110 @@
+"""Ways to tell a Transformer where its tokens are (appendix D.3), and their resampling for another resolution.
+
+Shape legend: T tokens (N patches, and before them the class token where there is one), D width, A heads, h w rows and
+columns of the grid of patches.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+PositionKind = Literal["none", "1d", "2d", "relative"]
+PositionAt = Literal["stem", "every_layer", "shared"]
+
+
+class TwoDPositions(nn.Module):
+    """One embedding of D/2 a column (x) and one a row (y), side by side; the class token has one of its own."""
+
+    def __init__(self, grid: int, width: int, class_token: bool) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.empty(grid, width // 2))
+        self.y = nn.Parameter(torch.empty(grid, width // 2))
+        self.cls = nn.Parameter(torch.empty(1, width)) if class_token else None
+
+    def forward(self) -> Tensor:
+        """(1, T, D)"""
+        h, w, half = len(self.y), len(self.x), self.x.shape[1]
+        x_hwD = self.x.expand(h, w, half)
+        y_hwD = self.y.unsqueeze(1).expand(h, w, half)
+        patches = torch.cat([x_hwD, y_hwD], dim=-1).flatten(0, 1)
+        return (patches if self.cls is None else torch.cat([self.cls, patches])).unsqueeze(0)
+
+
+def absolute_positions(
+    kind: PositionKind, grid: int, width: int, class_token: bool
+) -> nn.Parameter | TwoDPositions | None:
+    """What is learned in order to be added to the tokens of a grid x grid of patches."""
+    if kind == "1d":
+        return nn.Parameter(torch.empty(1, grid**2 + class_token, width))
+    return TwoDPositions(grid, width, class_token) if kind == "2d" else None
+
+
+def position_values(positions: nn.Parameter | TwoDPositions | None) -> Tensor | None:
+    """(1, T, D) to add to the tokens."""
+    return positions() if isinstance(positions, TwoDPositions) else positions
+
+
+def relative_table(tokens: int, width: int) -> nn.Parameter:
+    """An embedding of every offset within a sequence: row o belongs to the offset o - (tokens - 1)."""
+    return nn.Parameter(torch.empty(2 * tokens - 1, width))
+
+
+def relative_logits(query_BATd: Tensor, table_ALd: Tensor) -> Tensor:
+    """Products of every query i with the embedding of every offset j - i.
+
+    Args:
+        query_BATd: (B, A, T, d).
+        table_ALd: (A, L, d) or (1, L, d) with L = 2 T - 1; row o belongs to the offset j - i = o - (T - 1).
+
+    Returns:
+        (B, A, T, T), of query i and position j.
+    """
+    B, A, T, _ = query_BATd.shape
+    if T == 1:
+        return query_BATd @ table_ALd.transpose(-1, -2)
+    by_offset = (query_BATd @ table_ALd.transpose(-1, -2)).flatten(-2)
+    # Entry (i, j - i + T - 1) of rows of 2 T - 1 is entry (i, j) of rows one shorter that begin T - 1 later: no gather,
+    # whose backward pass would add in any order.
+    return by_offset[..., T - 1 : T - 1 + T * (2 * T - 2)].view(B, A, T, 2 * T - 2)[..., :T]
+
+
+def by_offset(weights_BATT: Tensor) -> Tensor:
+    """The inverse of the shift in `relative_logits`: (B, A, T, T) of i and j -> (B, A, T, 2 T - 1) of i and j - i."""
+    B, A, T, _ = weights_BATT.shape
+    if T == 1:
+        return weights_BATT
+    rows = F.pad(weights_BATT, (0, T - 2)).flatten(-2)
+    return F.pad(rows, (T - 1, 1)).view(B, A, T, 2 * T - 1)
+
+
+def resample_positions(
+    positions_1TD: Tensor, old: tuple[int, int], new: tuple[int, int], class_token: bool = True
+) -> Tensor:
+    """Position embeddings for another resolution (section 3.2): the grid is interpolated, the class token kept.
+
+    Bilinear with the corners of both grids in one place, which is what the authors' `scipy.ndimage.zoom(grid, factors,
+    order=1)` computes; align_corners=False, as other projects have it, is something else.
+
+    Args:
+        positions_1TD: (1, T, D), T = class_token + rows * columns of `old`.
+        old, new: (rows, columns) of the grids.
+        class_token: whether the first embedding is the class token's.
+
+    Returns:
+        (1, T', D) in the dtype of `positions_1TD`, computed in fp32.
+
+    Raises `ValueError` where T is not that of `old`.
+    """
+    head, grid = positions_1TD[:, : int(class_token)], positions_1TD[:, int(class_token) :]
+    if grid.shape[1] != old[0] * old[1]:
+        raise ValueError(
+            f"{grid.shape[1]} position embeddings of patches cannot be a grid of {old[0]} x {old[1]} "
+            f"({'with' if class_token else 'without'} a class token)"
+        )
+    if old == new:
+        return positions_1TD
+    planes = grid.view(1, *old, -1).permute(0, 3, 1, 2).float()
+    planes = F.interpolate(planes, size=new, mode="bilinear", align_corners=True)
+    return torch.cat([head, planes.flatten(2).transpose(1, 2).to(head.dtype)], dim=1)

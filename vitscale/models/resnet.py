@@ -1,0 +1,240 @@
+"""The ResNets of the study: BiT (Kolesnikov et al., 2020), with group norm and weight-standardised convolutions.
+
+Two definitions are in use, and a shape's `variant` says which: v2 is pre-activation, as the released BiT weights are;
+v1 post-activation, as in the stems of the authors' hybrids. They differ in order, padding and constants, all of which
+are kept as published.
+
+Shape legend: B batch, H W image height and width, C channels, h w rows and columns of a feature map, K classes.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vitscale.architectures import RESNET_GROUPS, ResNetShape
+from vitscale.models.axial import AxialAttention2d
+from vitscale.models.initialise import Initialiser, constant, lecun_normal, normal
+from vitscale.models.layers import CHANNELS, OutputLayer, no_record, run_block
+
+GROUP_NORM_EPS = {"v1": 1e-6, "v2": 1e-5}
+Variant = Literal["v1", "v2"]
+
+
+class GroupNorm(nn.GroupNorm):
+    """Group norm of 32 groups, values unset."""
+
+    def __init__(self, channels: int, variant: Variant) -> None:
+        super().__init__(RESNET_GROUPS, channels, eps=GROUP_NORM_EPS[variant])
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class StdConv(nn.Conv2d):
+    """Convolution without bias whose weights are standardised for each output channel (Qiao et al., 2019).
+
+    The statistics are computed in fp32. v2 pads k // 2 on every side; v1 is 'SAME': with stride 2 one row and column
+    less at the top and left.
+    """
+
+    def __init__(self, inputs: int, outputs: int, kernel_size: int, stride: int, variant: Variant) -> None:
+        super().__init__(inputs, outputs, kernel_size, stride, padding=kernel_size // 2, bias=False)
+        self.variant = variant
+
+    def reset_parameters(self) -> None:
+        pass
+
+    def forward(self, x_BChw: Tensor) -> Tensor:
+        padding = self.padding
+        if self.variant == "v1" and self.stride[0] == 2 and self.kernel_size[0] > 1:
+            x_BChw, padding = _pad_same(x_BChw, self.kernel_size[0]), (0, 0)
+        return F.conv2d(x_BChw, self._standardised(), None, self.stride, padding)
+
+    def _standardised(self) -> Tensor:
+        if self.variant == "v2":
+            weight = F.layer_norm(self.weight.flatten(1), [self.weight[0].numel()], eps=1e-10)
+            return weight.view_as(self.weight)
+        weight = self.weight.float()
+        variance, mean = torch.var_mean(weight, dim=(1, 2, 3), correction=0, keepdim=True)
+        return ((weight - mean) / (variance.sqrt() + 1e-5)).to(self.weight.dtype)
+
+
+def _pad_same(x_BChw: Tensor, kernel_size: int) -> Tensor:
+    """Zeros around a feature map, so that a stride of 2 leaves half of it, rounded up: more on the right and below."""
+    pads: list[int] = []
+    for size in (x_BChw.shape[-1], x_BChw.shape[-2]):
+        total = max(kernel_size - (2 if size % 2 == 0 else 1), 0)
+        pads += [total // 2, total - total // 2]
+    return F.pad(x_BChw, pads)
+
+
+def _mixing(shape: ResNetShape, channels: int, size: int, stride: int) -> nn.Module:
+    if shape.mixing == "axial":
+        return AxialAttention2d(channels, size, stride)
+    return StdConv(channels, channels, 3, stride, shape.variant)
+
+
+class PreActivationUnit(nn.Module):
+    """A bottleneck unit of v2: norm and ReLU before each convolution."""
+
+    def __init__(self, shape: ResNetShape, inputs: int, outputs: int, size: int, stride: int) -> None:
+        super().__init__()
+        middle = outputs // 4
+        self.norm1 = GroupNorm(inputs, "v2")
+        self.conv1 = StdConv(inputs, middle, 1, 1, "v2")
+        self.norm2 = GroupNorm(middle, "v2")
+        self.conv2 = _mixing(shape, middle, size, stride)
+        self.norm3 = GroupNorm(middle, "v2")
+        self.conv3 = StdConv(middle, outputs, 1, 1, "v2")
+        self.proj = StdConv(inputs, outputs, 1, stride, "v2") if inputs != outputs or stride > 1 else None
+
+    def forward(self, x_BChw: Tensor) -> Tensor:
+        active = F.relu(self.norm1(x_BChw), inplace=True)
+        shortcut = x_BChw if self.proj is None else self.proj(active)
+        out = self.conv1(active)
+        out = self.conv2(F.relu(self.norm2(out), inplace=True))
+        return shortcut + self.conv3(F.relu(self.norm3(out), inplace=True))
+
+
+class PostActivationUnit(nn.Module):
+    """A bottleneck unit of v1: norm behind each convolution, ReLU behind the sum."""
+
+    def __init__(self, shape: ResNetShape, inputs: int, outputs: int, size: int, stride: int) -> None:
+        super().__init__()
+        middle = outputs // 4
+        self.conv1 = StdConv(inputs, middle, 1, 1, "v1")
+        self.norm1 = GroupNorm(middle, "v1")
+        self.conv2 = _mixing(shape, middle, size, stride)
+        self.norm2 = GroupNorm(middle, "v1")
+        self.conv3 = StdConv(middle, outputs, 1, 1, "v1")
+        self.norm3 = GroupNorm(outputs, "v1")
+        project = inputs != outputs or stride > 1
+        self.proj = StdConv(inputs, outputs, 1, stride, "v1") if project else None
+        self.proj_norm = GroupNorm(outputs, "v1") if project else None
+
+    def forward(self, x_BChw: Tensor) -> Tensor:
+        shortcut = x_BChw
+        if self.proj is not None and self.proj_norm is not None:
+            shortcut = self.proj_norm(self.proj(x_BChw))
+        out = F.relu(self.norm1(self.conv1(x_BChw)), inplace=True)
+        out = F.relu(self.norm2(self.conv2(out)), inplace=True)
+        return F.relu(shortcut + self.norm3(self.conv3(out)), inplace=True)
+
+
+class Root(nn.Module):
+    """The 7x7 convolution and the 3x3 max pooling, each of stride 2."""
+
+    def __init__(self, channels: int, variant: Variant) -> None:
+        super().__init__()
+        self.conv = StdConv(CHANNELS, channels, 7, 2, variant)
+        self.norm = GroupNorm(channels, variant) if variant == "v1" else None
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        x_BChw = self.conv(images_BCHW)
+        if self.norm is not None:
+            # Behind a ReLU zeros at the border are never the largest: they are the same as no padding at all.
+            return F.max_pool2d(_pad_same(F.relu(self.norm(x_BChw), inplace=True), 3), 3, 2)
+        # The released v2 weights were trained with zeros at the border, which compete with negative values.
+        return F.max_pool2d(F.pad(x_BChw, (1, 1, 1, 1)), 3, 2)
+
+
+class Features(nn.Module):
+    """Root and stages: images (B, H, W, 3) -> feature map (B, C, h, w), in channels-last memory."""
+
+    def __init__(self, shape: ResNetShape, *, image_size: int, checkpoint_every: int) -> None:
+        super().__init__()
+        self.checkpoint_every = checkpoint_every
+        self.root = Root(shape.root_channels, shape.variant)
+        unit = PreActivationUnit if shape.variant == "v2" else PostActivationUnit
+        inputs, size = shape.root_channels, -(-image_size // 4)
+        self.stages = nn.ModuleList()
+        for stage, length in enumerate(shape.blocks):
+            outputs = 256 * 2**stage * shape.width_factor
+            units = nn.ModuleList()
+            for index in range(length):
+                stride = 2 if stage > 0 and index == 0 else 1
+                units.append(unit(shape, inputs, outputs, size, stride))
+                inputs, size = outputs, -(-size // stride)
+            self.stages.append(units)
+
+    def units(self) -> list[nn.Module]:
+        """The units of all stages, in order."""
+        return [unit for stage in self.stages for unit in stage.children()]
+
+    def forward(self, images_BHWC: Tensor) -> Tensor:
+        x_BChw = self.root(images_BHWC.permute(0, 3, 1, 2))
+        for index, unit in enumerate(self.units()):
+            recompute = self.training and self.checkpoint_every > 0 and index % self.checkpoint_every == 0
+            x_BChw = run_block(unit, x_BChw, recompute=recompute)
+        return x_BChw
+
+
+class ResNet(nn.Module):
+    """A ResNet: images (B, H, W, 3) in [-1, 1] -> logits (B, K).
+
+    Args:
+        shape: the dimensions.
+        image_size: side of the square input in pixels.
+        num_classes: K.
+        head_bias: initial bias of the output layer, as in `ViT`.
+        checkpoint_every: recompute every k-th unit's activations in the backward pass; 0 keeps all of them.
+    """
+
+    def __init__(
+        self,
+        shape: ResNetShape,
+        *,
+        image_size: int,
+        num_classes: int,
+        head_bias: float = 0.0,
+        checkpoint_every: int = 0,
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.image_size = image_size
+        self.head_bias = head_bias
+        self.features = Features(shape, image_size=image_size, checkpoint_every=checkpoint_every)
+        self.norm = GroupNorm(shape.channels, "v2") if shape.variant == "v2" else None
+        self.head = OutputLayer(shape.channels, num_classes)
+
+    def forward(self, images_BHWC: Tensor, intermediates: dict[str, Tensor] | None = None) -> Tensor:
+        """Logits (B, K).
+
+        A dictionary passed as `intermediates` is filled with `encoded` (B, C, h, w): the last feature map, and
+        `pre_logits` (B, C): the representation, its mean over the positions.
+        """
+        keep = no_record if intermediates is None else intermediates.__setitem__
+        x_BChw = self.features(images_BHWC)
+        if self.norm is not None:
+            x_BChw = F.relu(self.norm(x_BChw), inplace=True)
+        keep("encoded", x_BChw)
+        x_BC = x_BChw.mean(dim=(2, 3))
+        keep("pre_logits", x_BC)
+        return self.head(x_BC)
+
+    def initialiser(self, name: str) -> Initialiser:
+        """How the parameter `name` begins: see `resnet_initialiser`; the output layer at zero and its bias."""
+        if name == "head.weight":
+            return constant(0.0)
+        if name == "head.bias":
+            return constant(self.head_bias)
+        return resnet_initialiser(name, self.shape.variant)
+
+
+def resnet_initialiser(name: str, variant: Variant) -> Initialiser:
+    """How a parameter of `Features` or a norm begins, as in the authors' code.
+
+    Convolutions and axial attention have variance 1 / fan_in (standardisation makes the scale of a convolution
+    indifferent); norms are the identity, but the last of each v1 unit begins at zero, and so the unit as its shortcut.
+    """
+    layer, _, kind = name.rpartition(".")
+    module = layer.rpartition(".")[2]
+    if kind == "relative":
+        return normal(0.02)
+    if "norm" in module:
+        return constant(1.0 if kind == "weight" and not (variant == "v1" and module == "norm3") else 0.0)
+    if module in ("conv", "conv1", "conv2", "conv3", "proj", "qkv"):
+        return lecun_normal
+    raise KeyError(f"no initial value is defined for the parameter {name!r}")
