@@ -72,6 +72,10 @@ class ViTShape:
         """Patches along one side of a square image; what lies beyond the last whole patch is not seen."""
         return self.cut_size(image_size) // self.patch_size
 
+    def unseen(self, image_size: int) -> int:
+        """Pixels, or steps of a stem's feature map, right of and below the last whole patch."""
+        return self.cut_size(image_size) % self.patch_size
+
     @property
     def patch_dim(self) -> int:
         """Values in one patch: P * P * channels."""
@@ -124,7 +128,7 @@ def architecture(name: str) -> Shape:
 
     Raises `ValueError` naming the nearest known model.
     """
-    if match := re.fullmatch(r"(?:(R[0-9]*)(?:x1)?\+|(Axial-))?ViT-([A-Za-z]+)/([1-9][0-9]*)", name):
+    if match := re.fullmatch(r"(?:(R[0-9]*)(?:x1)?\+|(Axial-))?ViT-([A-Za-z]+)/([1-9][0-9]{0,3})", name):
         stem, axial, size, patch = match.groups()
         if size in _VIT_SIZES and (stem is None or (stem, patch) in _STEMS):
             width, depth, mlp_dim, num_heads = _VIT_SIZES[size]
@@ -133,7 +137,7 @@ def architecture(name: str) -> Shape:
                 blocks, patch_size = _STEMS[stem, patch]
                 shape = replace(shape, patch_size=patch_size, stem=ResNetShape(blocks, variant="v1"))
             return shape
-    if match := re.fullmatch(r"(Axial)?ResNet([0-9]+)(?:x([1-9][0-9]*))?", name):
+    if match := re.fullmatch(r"(Axial)?ResNet([0-9]+)(?:x([1-9][0-9]{0,2}))?", name):
         axial, layers, factor = match.groups()
         if layers in _RESNET_BLOCKS:
             return ResNetShape(_RESNET_BLOCKS[layers], int(factor or 1), mixing="axial" if axial else "conv")

@@ -1,10 +1,22 @@
 """What training costs: multiply-adds of a model, FLOPs of a run, peaks of the hardware. No torch.
 
-Counts are conventional: every multiply-add of matrix products and convolutions, and nothing else.
+Every model has two figures. Conventional MACs count the taps of convolutions that fall on zero padding, as torch,
+fvcore and timm do: GMACs per image and MFU. Accounting MACs leave them out, as the paper's exaFLOPs do. Without
+convolutions the two are one.
 """
 
 from vitscale.flops.accounting import exaflops, mfu, training_flops_per_image
 from vitscale.flops.hardware import peak_flops
-from vitscale.flops.vit import vit_macs
+from vitscale.flops.operations import Operation
+from vitscale.flops.work import Work, model_work, recipe_work
 
-__all__ = ["exaflops", "mfu", "peak_flops", "training_flops_per_image", "vit_macs"]
+__all__ = [
+    "Operation",
+    "Work",
+    "exaflops",
+    "mfu",
+    "model_work",
+    "peak_flops",
+    "recipe_work",
+    "training_flops_per_image",
+]

@@ -1,8 +1,9 @@
 """From multiply-adds of one forward pass to the FLOPs of a run: the one convention behind every figure reported.
 
-It is the convention that reproduces the paper's corrected Table 6: two FLOPs a multiply-add, and a training step
-costs three forward passes (the backward pass computes gradients of inputs and of weights). Activation recomputation
-is not model FLOPs and is never counted.
+It is the convention that reproduces the paper's corrected Table 6: two FLOPs a multiply-add, taps on zero padding not
+counted, and a training step costs three forward passes (the backward pass computes gradients of inputs and of weights).
+MFU counts the taps on padding, as its usual definition does. Activation recomputation is not model FLOPs and is never
+counted.
 """
 
 FLOPS_PER_MAC = 2
@@ -14,9 +15,9 @@ def training_flops_per_image(macs: int) -> int:
     return FORWARD_PASSES_PER_TRAINING_STEP * FLOPS_PER_MAC * macs
 
 
-def exaflops(macs: int, images: float) -> float:
-    """exaFLOPs (1e18) of training on `images` images, given the MACs of one forward pass."""
-    return training_flops_per_image(macs) * images / 1e18
+def exaflops(accounting_macs: int, images: float) -> float:
+    """exaFLOPs (1e18) of training on `images` images, given the accounting MACs of one forward pass."""
+    return training_flops_per_image(accounting_macs) * images / 1e18
 
 
 def mfu(images_per_s: float, macs: int, num_devices: int, peak: float | None) -> float | None:

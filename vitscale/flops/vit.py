@@ -1,59 +1,67 @@
-"""Multiply-adds (MACs) of a Vision Transformer's forward pass (paper section 3.1)."""
+"""Operations of a Vision Transformer, its hybrids and variants (section 3.1, appendices D.3 and D.5).
 
-from vitscale.recipe import Recipe
+Shape legend: n patches along one side, N patches, T tokens (N, or N + 1 with a class token), D width, K classes.
+"""
+
+from typing import Literal
+
+from vitscale.architectures import ViTShape
+from vitscale.flops.operations import Operation, dense, parameters, product
+from vitscale.flops.resnet import feature_operations
 
 
-def vit_macs(
+def vit_operations(
+    shape: ViTShape,
     *,
     image_size: int,
-    patch_size: int,
-    width: int,
-    depth: int,
-    mlp_dim: int,
     num_classes: int,
-    class_token: bool = True,
-    pre_logits: bool = True,
-    channels: int = 3,
-) -> dict[str, int]:
-    """MACs of one image by part of the model; their sum is the whole forward pass.
+    pool: Literal["cls", "mean"],
+    head: Literal["pretrain", "linear"],
+    position: Literal["none", "1d", "2d", "relative"],
+    position_at: Literal["stem", "every_layer", "shared"],
+) -> list[Operation]:
+    """The operations on one image, in order; the options are those of `models.ViT`.
 
-    Counted: all dense layers and both products of attention (`scores` holds queries times keys and weights times
-    values). Not counted: biases, norms, softmax, activations, pooling, residual sums. The number of heads does not
-    enter.
-
-    Args:
-        image_size: side of the square input in pixels. Pixels beyond the last whole patch are not seen: ViT-H/14 at
-            384 has 27 x 27 patches.
-        patch_size: side P of a patch in pixels.
-        width, depth, mlp_dim: D, the number of blocks, the hidden size of the MLP.
-        num_classes: K, outputs of the last layer.
-        class_token: False for mean pooling, which has one token less.
-        pre_logits: whether there is the D x D layer before the head (pre-training; fine-tuning drops it).
-        channels: of the input image.
+    Both products of attention are `scores`, products with embeddings of offsets `relative`. The number of heads does
+    not enter.
     """
-    patches = (image_size // patch_size) ** 2
-    tokens = patches + class_token
-    return {
-        "patch_embedding": patches * patch_size**2 * channels * width,
-        "qkv": depth * tokens * 3 * width**2,
-        "scores": depth * 2 * tokens**2 * width,
-        "out": depth * tokens * width**2,
-        "mlp": depth * tokens * 2 * width * mlp_dim,
-        "pre_logits": width**2 if pre_logits else 0,
-        "head": width * num_classes,
-    }
+    D, n, T = shape.width, shape.grid(image_size), num_tokens(shape, image_size, pool)
+    operations = [] if shape.stem is None else feature_operations(shape.stem, image_size)
+    operations.append(dense("patch_embedding", n**2, shape.patch_dim, D, input_gradient=shape.stem is not None))
+    class_token = D if pool == "cls" else 0
+    if class_token:
+        operations.append(parameters("class_token", class_token))
+    if position in ("1d", "2d"):
+        once = T * D if position == "1d" else 2 * n * (D // 2) + class_token
+        operations.append(parameters("positions", once * (shape.depth if position_at == "every_layer" else 1)))
+    relative = position == "relative"
+    if shape.attention == "axial":
+        block = 2 * _block(shape, sequences=n, T=n, relative=relative)
+    else:
+        block = _block(shape, sequences=1, T=T, relative=relative)
+    operations += shape.depth * block
+    operations.append(parameters("norms", 2 * D))
+    if head == "pretrain":
+        operations.append(dense("pre_logits", 1, D, D))
+    operations.append(dense("head", 1, D, num_classes))
+    return operations
 
 
-def recipe_macs(recipe: Recipe, num_classes: int) -> dict[str, int]:
-    """MACs of one image through a recipe's model, by part."""
-    shape = recipe.model.shape()
-    return vit_macs(
-        image_size=recipe.data.image_size,
-        patch_size=shape.patch_size,
-        width=shape.width,
-        depth=shape.depth,
-        mlp_dim=shape.mlp_dim,
-        num_classes=num_classes,
-        class_token=recipe.model.pool == "cls",
-        pre_logits=recipe.model.head == "pretrain",
-    )
+def num_tokens(shape: ViTShape, image_size: int, pool: Literal["cls", "mean"]) -> int:
+    """T: the patches of a square image, and the class token where there is one."""
+    return shape.grid(image_size) ** 2 + (pool == "cls")
+
+
+def _block(shape: ViTShape, *, sequences: int, T: int, relative: bool) -> list[Operation]:
+    """One encoder block over independent sequences of T tokens: the whole image, or its rows or columns."""
+    D, offsets = shape.width, 2 * T - 1
+    told = [product("relative", sequences * T * offsets * D, params=offsets * D)] if relative else []
+    return [
+        parameters("norms", 4 * D),
+        dense("qkv", sequences * T, D, 3 * D),
+        product("scores", 2 * sequences * T**2 * D),
+        *told,
+        dense("out", sequences * T, D, D),
+        dense("mlp", sequences * T, D, shape.mlp_dim),
+        dense("mlp", sequences * T, shape.mlp_dim, D),
+    ]

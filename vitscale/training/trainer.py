@@ -28,7 +28,7 @@ from vitscale.durable import write_text
 from vitscale.errors import CheckpointError, NonFiniteError, RecipeError
 from vitscale.evaluation import ModelOutputs, evaluate
 from vitscale.flops import accounting, hardware
-from vitscale.flops.vit import recipe_macs
+from vitscale.flops.work import recipe_work
 from vitscale.models import Model, build_model, initial_value
 from vitscale.recipe import Recipe, differences, read_recipe
 from vitscale.training import distributed, fragments
@@ -143,7 +143,7 @@ class Trainer:
         self.engine = build_engine(self.recipe, model, self.plan.config)
         if self.recipe.parallelism.zero_stage == 0 and self.recipe.precision == "bf16" and self.plan.accumulation > 1:
             Fp32Accumulation(self.engine)
-        self.macs = sum(recipe_macs(self.recipe, self.plan.num_classes).values())
+        self.work = recipe_work(self.recipe, self.plan.num_classes)
         self.peak_flops = None
         if self.world.device.type == "cuda" and self.recipe.precision == "bf16":
             self.peak_flops = hardware.peak_flops(torch.cuda.get_device_name(), "bf16")
@@ -375,10 +375,10 @@ class Trainer:
             "images_per_s": images_per_s,
             "data_wait": rows[:, 1].max().item(),
             "step_time_s": seconds,
-            "exaflops": accounting.exaflops(self.macs, self.step * global_batch),
+            "exaflops": accounting.exaflops(self.work.accounting_macs, self.step * global_batch),
             "peak_memory_bytes": int(rows[:, 2].max().item()),
         }
-        mfu = accounting.mfu(images_per_s, self.macs, self.world.size, self.peak_flops)
+        mfu = accounting.mfu(images_per_s, self.work.macs, self.world.size, self.peak_flops)
         if mfu is not None:
             line["mfu"] = mfu
         if digest is not None:
@@ -400,7 +400,7 @@ class Trainer:
             "total_steps": self.plan.total_steps,
             "stopped_early": stopped_early,
             "best_step": self.selection["best_step"],
-            "exaflops": accounting.exaflops(self.macs, self.step * self.recipe.batch.global_size),
+            "exaflops": accounting.exaflops(self.work.accounting_macs, self.step * self.recipe.batch.global_size),
             "evaluation": values,
         }
         write_text(self.run_dir / DONE_FILE, json.dumps(summary, indent=1) + "\n")

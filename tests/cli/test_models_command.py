@@ -1,0 +1,99 @@
+"""`vitscale models` as people type it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from vitscale.architectures import REGISTRY
+
+# What the entry point does, and a word on stderr where torch came along.
+COMMAND = """
+import sys
+from vitscale.cli.main import main
+try:
+    main()
+finally:
+    if "torch" in sys.modules:
+        print("torch was imported", file=sys.stderr)
+"""
+
+
+def models(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", COMMAND, "models", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "torch was imported" not in result.stderr and "Traceback" not in result.stderr
+    return result
+
+
+def listed(*arguments: str) -> list[dict]:
+    result = models(*arguments, "--format", "json")
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_the_whole_registry():
+    rows = {row["name"]: row for row in listed()}
+    assert tuple(rows) == REGISTRY
+    # Parameters as published; MACs by hand.
+    macs = 196 * 768**2 + 12 * (197 * 12 * 768**2 + 2 * 197**2 * 768) + 768 * 1000
+    assert rows["ViT-B/16"] == {
+        "name": "ViT-B/16",
+        "family": "vit",
+        "image_size": 224,
+        "tokens": 197,
+        "params": 86_567_656,
+        "gmacs": macs / 1e9,
+        "accounting_gmacs": macs / 1e9,
+    }
+    assert (rows["R50+ViT-L/32"]["params"], rows["R50+ViT-L/32"]["tokens"]) == (328_994_856, 50)
+    assert rows["Axial-ViT-B/16"]["tokens"] == 196
+    resnet = rows["ResNet50x1"]
+    assert resnet["params"] == 25_549_352 and resnet["tokens"] is None
+    assert 0.95 < resnet["accounting_gmacs"] / resnet["gmacs"] < 0.97
+    families = {
+        name: rows[name]["family"] for name in ("R50+ViT-L/32", "ResNet50x1", "Axial-ViT-B/16", "AxialResNet50")
+    }
+    assert list(families.values()) == ["hybrid", "resnet", "axial", "axial"]
+
+
+def test_named_models_at_another_size_and_with_other_classes():
+    rows = listed("ViT-B/4", "ViT-H/14", "--image-size", "518", "--num-classes", "10")
+    assert [(row["name"], row["image_size"], row["tokens"]) for row in rows] == [
+        ("ViT-B/4", 518, 129**2 + 1),
+        ("ViT-H/14", 518, 1370),
+    ]
+    # From the published count at 224 and 1000 classes: 1370 - 257 positions more, 990 classes less.
+    assert rows[1]["params"] == 632_045_800 + (1370 - 257) * 1280 - 990 * 1281
+
+
+def test_the_table_says_what_is_counted_and_what_is_not_seen():
+    result = models("ViT-H/14", "ViT-B/16", "R+ViT-Ti/16", "--image-size", "384")
+    assert result.returncode == 0 and "GMACs/image" in result.stdout and "padding counted" in result.stdout
+    assert "ViT-H/14 at 384: 27 x 27 patches; 6 pixels right and below are not seen" in result.stdout
+    assert result.stdout.count("not seen") == 1
+    assert "1 pixel right and below is not seen" in models("ViT-B/16", "--image-size", "225").stdout
+    assert "1 feature map step right and below is not seen" in models("R+ViT-Ti/16", "--image-size", "228").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["vit-h/14"], "did you mean 'ViT-H/14'"),
+        (["ViT-B/16", "ResNet51x1"], "did you mean 'ResNet50x1'"),
+        ([""], "unknown model ''"),
+        (
+            ["ViT-B/32", "--image-size", "31"],
+            "ViT-B/32 at 31: the image of 31 x 31 is smaller than one patch of 32 x 32",
+        ),
+        (["R+ViT-Ti/16", "--image-size", "28"], "the feature map of 7 x 7 is smaller than one patch of 8 x 8"),
+        (["--image-size", "0"], "image-size"),
+        (["--num-classes", "0"], "num-classes"),
+        (["--format", "yaml"], "format"),
+    ],
+)
+def test_mistakes_are_one_message(arguments, words):
+    result = models(*arguments)
+    assert result.returncode == 2 and result.stdout == ""
+    assert words in result.stderr

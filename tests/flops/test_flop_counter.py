@@ -1,0 +1,99 @@
+"""Padding-counted MACs of both passes and the parameters, exactly as torch finds them in our models."""
+
+import pytest
+
+from vitscale.architectures import REGISTRY
+from vitscale.flops import recipe_work
+from vitscale.recipe import Recipe, validate_recipe
+
+torch = pytest.importorskip("torch")
+
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from vitscale.models import build_model  # noqa: E402
+
+SMALL = {"name": "ViT-Ti/16", "depth": 2}
+AXIAL = SMALL | {"attention": "axial"}
+STEM = {"name": "R50+ViT-B/16", "width": 64, "depth": 1, "mlp_dim": 96, "num_heads": 2, "blocks": [2, 1]}
+RESNET = {"name": "ResNet50", "blocks": [1, 2, 2]}
+
+
+def recipe_of(model: dict, image_size: int) -> Recipe:
+    return validate_recipe(
+        {
+            "model": model,
+            "data": {"train": "photos", "image_size": image_size},
+            "batch": {"global": 1},
+            "optimizer": {"name": "adamw", "lr": 1e-3},
+            "schedule": {"duration": {"steps": 1}},
+        },
+        "this test",
+    )
+
+
+def counted(recipe: Recipe) -> tuple[int, int, int]:
+    """FLOPs of the forward and of the backward pass, and the parameters."""
+    size = recipe.data.image_size
+    with torch.device("meta"):
+        model = build_model(recipe, 1000)
+        images = torch.empty(1, size, size, 3)
+    # A fused attention is counted by a formula of its own, whose backward pass computes the scores once more.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        logits = model(images)
+        forward = counter.get_total_flops()
+        logits.sum().backward()
+    return forward, counter.get_total_flops() - forward, sum(p.numel() for p in model.parameters())
+
+
+def check(recipe: Recipe) -> None:
+    work = recipe_work(recipe, 1000)
+    assert (2 * work.macs, 2 * work.backward_macs, work.params) == counted(recipe)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_every_registered_model(name):
+    check(recipe_of({"name": name}, 224))
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+@pytest.mark.parametrize("head", ["pretrain", "linear"])
+def test_pooling_and_heads(pool, head):
+    check(recipe_of(SMALL | {"pool": pool, "head": head}, 64))
+
+
+@pytest.mark.parametrize("model", [SMALL, SMALL | {"pool": "mean"}, AXIAL, STEM], ids=["cls", "mean", "axial", "stem"])
+@pytest.mark.parametrize(
+    ("kind", "at"),
+    [
+        ("none", "stem"),
+        ("relative", "stem"),
+        *((k, a) for k in ("1d", "2d") for a in ("stem", "every_layer", "shared")),
+    ],
+)
+def test_positions(model, kind, at):
+    check(recipe_of(model | {"position": {"kind": kind, "at": at}}, 64))
+
+
+@pytest.mark.parametrize("size", [64, 75, 81])
+@pytest.mark.parametrize("variant", ["v1", "v2"])
+@pytest.mark.parametrize("mixing", ["conv", "axial"])
+def test_variants_of_resnets_at_even_and_odd_sizes(size, variant, mixing):
+    check(recipe_of(RESNET | {"variant": variant, "mixing": mixing}, size))
+
+
+@pytest.mark.parametrize(
+    ("model", "size"),
+    [
+        (SMALL, 75),
+        (SMALL, 16),  # one patch
+        (AXIAL | {"position": {"kind": "relative"}}, 16),
+        (SMALL | {"patch_size": 14}, 384),
+        (STEM, 75),
+        (STEM | {"patch_size": 3}, 64),
+        (STEM | {"attention": "axial", "width_factor": 2}, 75),
+        ({"name": "AxialResNet50"}, 20),  # down to a map of one position
+    ],
+)
+def test_sizes_that_do_not_divide(model, size):
+    check(recipe_of(model, size))

@@ -1,0 +1,67 @@
+"""A model's work: the sum of its operations, from a recipe."""
+
+from dataclasses import dataclass
+
+from vitscale.architectures import ResNetShape
+from vitscale.flops.operations import Operation
+from vitscale.flops.resnet import resnet_operations
+from vitscale.flops.vit import vit_operations
+from vitscale.recipe import Recipe
+from vitscale.recipe.schema import Model
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one image costs a model, or a part of it, and the parameters."""
+
+    operations: tuple[Operation, ...]
+
+    @property
+    def macs(self) -> int:
+        """MACs of the forward pass, taps on zero padding counted: comparable with torch's and timm's figures."""
+        return sum(operation.macs for operation in self.operations)
+
+    @property
+    def accounting_macs(self) -> int:
+        """MACs of the forward pass without the taps on zero padding: those behind exaFLOPs (see `accounting`)."""
+        return sum(operation.accounting_macs for operation in self.operations)
+
+    @property
+    def backward_macs(self) -> int:
+        """MACs of the backward pass, padding counted, nothing recomputed; a little less than twice the forward pass,
+        because the images need no gradient."""
+        return sum(operation.backward_macs for operation in self.operations)
+
+    @property
+    def params(self) -> int:
+        """All parameters."""
+        return sum(operation.params for operation in self.operations)
+
+    def parts(self) -> dict[str, "Work"]:
+        """The breakdown, in the order in which an image meets the parts."""
+        parts: dict[str, list[Operation]] = {}
+        for operation in self.operations:
+            parts.setdefault(operation.part, []).append(operation)
+        return {part: Work(tuple(operations)) for part, operations in parts.items()}
+
+
+def model_work(model: Model, image_size: int, num_classes: int) -> Work:
+    """Work of the model that a recipe's `model` block describes, on one square image of `image_size` pixels a side."""
+    shape = model.shape()
+    if isinstance(shape, ResNetShape):
+        return Work(tuple(resnet_operations(shape, image_size=image_size, num_classes=num_classes)))
+    operations = vit_operations(
+        shape,
+        image_size=image_size,
+        num_classes=num_classes,
+        pool=model.pool_or_default(),
+        head=model.head,
+        position=model.position.kind,
+        position_at=model.position.at,
+    )
+    return Work(tuple(operations))
+
+
+def recipe_work(recipe: Recipe, num_classes: int) -> Work:
+    """Work of a recipe's model on one of its images."""
+    return model_work(recipe.model, recipe.data.image_size, num_classes)
