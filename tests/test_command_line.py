@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from toy_dataset import write_toy_dataset
 from training.ranks import BASE, STEPS
 
 from vitscale.shards import ShardFile
+from vitscale.shards.generated import write_generated_dataset
 from vitscale.training.distributed import free_port
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -34,9 +34,9 @@ def run(*command: str | Path, cwd: Path = REPOSITORY, **variables: str) -> subpr
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the toy data and `toy.yaml`, whose run is 2 x 8 samples a step."""
     place = tmp_path_factory.mktemp("commands")
-    write_toy_dataset(place / "data" / "train", [24, 24, 9], seed=1)
-    write_toy_dataset(place / "data" / "test", [13], seed=2)
-    write_toy_dataset(place / "data" / "other", [13], seed=3)
+    write_generated_dataset(place / "data" / "train", [24, 24, 9], seed=1)
+    write_generated_dataset(place / "data" / "test", [13], seed=2)
+    write_generated_dataset(place / "data" / "other", [13], seed=3)
     (place / "toy.yaml").write_text(yaml.safe_dump(BASE))
     return place
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from vitscale.architectures import ResNetShape, ViTShape
 from vitscale.errors import RecipeError
 from vitscale.recipe import Duration, differences, load_recipe, recipes_dir, validate_recipe
 
@@ -48,6 +49,30 @@ def test_h14_has_the_figures_of_table_3():
 
 
 @pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        ("{name: ViT-b/32}", ViTShape(32, 384, 12, 1536, 6)),  # B with every width halved (Figure 4)
+        ("{name: ViT-B/32, depth: 8, width: 1024, mlp_dim: 2048, num_heads: 16}", ViTShape(32, 1024, 8, 2048, 16)),
+        ("{name: ResNet152x2}", ResNetShape((3, 8, 36, 3), 2, "v2")),
+        ("{name: ResNet152x2, variant: v1}", ResNetShape((3, 8, 36, 3), 2, "v1")),
+        ("{name: AxialResNet50}", ResNetShape((3, 4, 6, 3), 1, "v2", "axial")),
+        ("{name: R50x1+ViT-B/16}", ViTShape(1, 768, 12, 3072, 12, stem=ResNetShape((3, 4, 9), 1, "v1"))),
+        ("{name: R+ViT-Ti/16}", ViTShape(8, 192, 12, 768, 3, stem=ResNetShape((), 1, "v1"))),
+        ("{name: Axial-ViT-B/32}", ViTShape(32, 768, 12, 3072, 12, "axial")),
+        ("{blocks: [1, 1], width_factor: 2}", ResNetShape((1, 1), 2)),
+        (
+            "{patch_size: 1, width: 64, depth: 2, mlp_dim: 128, num_heads: 4, blocks: [2]}",
+            ViTShape(1, 64, 2, 128, 4, stem=ResNetShape((2,), 1, "v1")),
+        ),
+    ],
+)
+def test_a_model_is_a_name_or_dimensions_or_both(tmp_path, model, shape):
+    recipe = load_recipe(write(tmp_path, MINIMAL.replace("{name: ViT-Ti/16}", model)))
+    assert recipe.model.shape() == shape
+    assert validate_recipe(recipe.dump(), "again") == recipe
+
+
+@pytest.mark.parametrize(
     ("setting", "words"),
     [
         ("optimizer.lrr=1", ["optimizer.lrr", "did you mean 'lr'"]),
@@ -58,7 +83,23 @@ def test_h14_has_the_figures_of_table_3():
         ("batch.global=64.5", ["batch.global", "64.5", "integer"]),
         ("optimizer.lr=-1", ["optimizer.lr", "-1", "greater than 0"]),
         ("model.name=ViT-X/16", ["ViT-X/16", "did you mean 'ViT-"]),
+        ("model.name=vit-b/16", ["'vit-b/16'", "did you mean 'ViT-B/16'"]),
+        ("model.name=ResNet49x1", ["ResNet49x1", "did you mean 'ResNet50x1'", "50, 101, 152, 200"]),
+        ("model.name=R50+ViT-B/14", ["R50+ViT-B/14", "did you mean 'R50+ViT-B/16'"]),
         ("model.num_heads=5", ["192", "num_heads 5"]),
+        ("model.variant=v1", ["variant belongs to ResNets"]),
+        ("model={name: ResNet50x1, width: 64}", ["width is a dimension of Transformers", "ResNet50x1"]),
+        ("model={name: ResNet50x1, pool: cls}", ["pool 'cls'", "no class token"]),
+        ("model={name: ResNet50x1, dropout: 0.1}", ["dropout 0.1", "ResNet"]),
+        ("model={name: ResNet50x1, position: {kind: 2d}}", ["position", "ResNet"]),
+        ("model={name: null, blocks: []}", ["blocks []", "needs a stage"]),
+        ("model={name: null, width: 64}", ["patch_size is missing", "ViT-B/16"]),
+        ("model={name: null, width_factor: 2}", ["blocks is missing", "ResNet50x1"]),
+        ("model={attention: axial, pool: cls}", ["pool: cls", "use pool: mean"]),
+        ("model.position={kind: relative, at: shared}", ["at: shared", "kind is relative"]),
+        ("model={width: 195, position: {kind: 2d}}", ["kind 2d", "width 195"]),
+        ("model.position.kind=3d", ["model.position.kind", "'3d'", "relative"]),
+        ("model={blocks: [3, 4, 9]}", ["224", "feature map", "14", "patch of 16"]),
         ("schedule.decay=cos", ["schedule.decay", "'cosine'"]),
         ("schedule.boundaries=[{steps: 5}]", ["boundaries", "stairs"]),
         ("schedule.duration={steps: 1, epochs: 2}", ["schedule.duration", "exactly one"]),
@@ -175,16 +216,45 @@ def test_differences_ignore_how_and_name_what(tmp_path):
     assert differences(old, other) == ["optimizer.lr: 0.001 -> 0.002", "seed: 0 -> 1"]
 
 
-def test_a_dataset_without_a_root_says_how_to_set_it(tmp_path, monkeypatch):
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A working directory and a home of our own, and datasets A and B of the same names."""
     monkeypatch.delenv("VITSCALE_DATA_ROOT", raising=False)
-    recipe = load_recipe(write(tmp_path, MINIMAL))
-    with pytest.raises(RecipeError, match=r"data\.root=DIR.*VITSCALE_DATA_ROOT"):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("a", "b", "c"):
+        (tmp_path / name / "jft300m" / "train").mkdir(parents=True)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "home" / ".config" / "vitscale").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path
+
+
+def test_a_dataset_without_a_place_says_how_to_give_one(elsewhere):
+    recipe = load_recipe(write(elsewhere, MINIMAL))
+    with pytest.raises(RecipeError, match=r"data\.root=DIR.*VITSCALE_DATA_ROOT.*`jft300m: DIR` into datasets\.yaml"):
         recipe.dataset_path("jft300m/train")
-    (tmp_path / "jft300m" / "train").mkdir(parents=True)
-    monkeypatch.setenv("VITSCALE_DATA_ROOT", str(tmp_path))
-    assert recipe.dataset_path("jft300m/train") == tmp_path / "jft300m" / "train"
-    with pytest.raises(RecipeError, match="there is no"):
+
+
+def test_the_nearest_word_on_where_a_dataset_is_counts(elsewhere, monkeypatch):
+    recipe = load_recipe(write(elsewhere, MINIMAL))
+    monkeypatch.setenv("VITSCALE_DATA_ROOT", str(elsewhere / "a"))
+    assert recipe.dataset_path("jft300m/train") == elsewhere / "a" / "jft300m" / "train"
+    write(elsewhere / "home" / ".config" / "vitscale", f"jft300m: {elsewhere}/b/jft300m", "datasets.yaml")
+    assert recipe.dataset_path("jft300m/train") == elsewhere / "b" / "jft300m" / "train"
+    assert recipe.dataset_path("jft300m") == elsewhere / "b" / "jft300m"
+    write(elsewhere / "work", "jft300m/train: ../c/jft300m/train  # beside this file", "datasets.yaml")
+    assert recipe.dataset_path("jft300m/train").resolve() == elsewhere / "c" / "jft300m" / "train"
+    rooted = load_recipe(write(elsewhere, MINIMAL), [f"data.root={elsewhere / 'a'}"])
+    assert rooted.dataset_path("jft300m/train") == elsewhere / "a" / "jft300m" / "train"
+    with pytest.raises(RecipeError, match=r"there is no .*a/imagenet21k"):
         recipe.dataset_path("imagenet21k")
+
+
+@pytest.mark.parametrize("text", ["- jft300m", "jft300m: [a, b]", "jft300m: 3", "{"])
+def test_a_wrong_datasets_file_is_an_error(elsewhere, text):
+    write(elsewhere / "work", text, "datasets.yaml")
+    with pytest.raises(RecipeError, match=r"datasets\.yaml"):
+        load_recipe(write(elsewhere, MINIMAL)).dataset_path("jft300m/train")
 
 
 def test_an_unknown_recipe_suggests_the_nearest():

@@ -72,9 +72,14 @@ class ViTShape:
         """Patches along one side of a square image; what lies beyond the last whole patch is not seen."""
         return self.cut_size(image_size) // self.patch_size
 
-    def unseen(self, image_size: int) -> int:
-        """Pixels, or steps of a stem's feature map, right of and below the last whole patch."""
-        return self.cut_size(image_size) % self.patch_size
+    def describe_border(self, image_size: int) -> str | None:
+        """What lies right of and below the last whole patch, in words; None where the image divides into patches."""
+        unseen, grid = self.cut_size(image_size) % self.patch_size, self.grid(image_size)
+        if unseen == 0:
+            return None
+        unit = "pixel" if self.stem is None else "feature map step"
+        amount = f"1 {unit} right and below is" if unseen == 1 else f"{unseen} {unit}s right and below are"
+        return f"{image_size} x {image_size} pixels are {grid} x {grid} patches; {amount} not seen"
 
     @property
     def patch_dim(self) -> int:

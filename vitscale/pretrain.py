@@ -19,7 +19,7 @@ import os  # noqa: E402
 import time  # noqa: E402
 
 from vitscale.errors import EXIT_DONE, PeerLostError, RecipeError, VitscaleError  # noqa: E402
-from vitscale.recipe import Recipe, find_recipe, load_recipe  # noqa: E402
+from vitscale.recipe import Recipe, find_recipe, load_recipe, override, smoke_form  # noqa: E402
 
 _INTERRUPTED = 130
 _AFTER_THE_FAILED_RANK_SECONDS = 5
@@ -38,6 +38,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         choices=("auto", "never"),
         default="auto",
         help="auto continues what is in the run directory; never refuses a directory that holds a run",
+    )
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="the recipe shrunk to a small model of its family and four steps, on generated pictures",
     )
     parser.add_argument("--stop-at", type=int, metavar="STEP", help="save and end after this step, to be continued")
     parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)
@@ -67,11 +72,28 @@ def main() -> None:
     sys.exit(code)
 
 
+def prepare_smoke(name: str, settings: list[str], data_root: Path) -> Recipe:
+    """The recipe's smoke form with `settings` on top, and the pictures that it trains on."""
+    from vitscale.shards.generated import write_generated_dataset
+
+    recipe = override(smoke_form(load_recipe(name), data_root).dump(), settings, "the smoke form")
+    try:
+        write_generated_dataset(data_root / "train", [96, 96, 64], seed=0)
+        write_generated_dataset(data_root / "test", [40], seed=1)
+    except OSError as error:
+        raise RecipeError(f"{data_root}: cannot be written: {error.strerror}") from None
+    return recipe
+
+
 def pretrain(options: argparse.Namespace) -> None:
     """Check everything that can be checked alone, then start the process group and train."""
     try:
-        recipe: Recipe = load_recipe(options.recipe, options.settings)
-        run_dir: Path = options.run_dir or Path("runs") / find_recipe(options.recipe).stem
+        suffix = "-smoke" if options.smoke else ""
+        run_dir: Path = options.run_dir or Path("runs") / f"{find_recipe(options.recipe).stem}{suffix}"
+        if options.smoke:
+            recipe = prepare_smoke(options.recipe, options.settings, run_dir / "data")
+        else:
+            recipe = load_recipe(options.recipe, options.settings)
         if options.stop_at is not None and options.stop_at < 1:
             raise RecipeError(f"--stop-at {options.stop_at}: expected a step from 1")
 

@@ -71,7 +71,7 @@ def test_named_models_at_another_size_and_with_other_classes():
 def test_the_table_says_what_is_counted_and_what_is_not_seen():
     result = models("ViT-H/14", "ViT-B/16", "R+ViT-Ti/16", "--image-size", "384")
     assert result.returncode == 0 and "GMACs/image" in result.stdout and "padding counted" in result.stdout
-    assert "ViT-H/14 at 384: 27 x 27 patches; 6 pixels right and below are not seen" in result.stdout
+    assert "ViT-H/14: 384 x 384 pixels are 27 x 27 patches; 6 pixels right and below are not seen" in result.stdout
     assert result.stdout.count("not seen") == 1
     assert "1 pixel right and below is not seen" in models("ViT-B/16", "--image-size", "225").stdout
     assert "1 feature map step right and below is not seen" in models("R+ViT-Ti/16", "--image-size", "228").stdout

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from toy_dataset import write_toy_dataset
 
 from vitscale.errors import VitscaleError
-from vitscale.recipe import Recipe, validate_recipe
+from vitscale.recipe import Recipe, load_recipe, smoke_form, validate_recipe
+from vitscale.shards.generated import write_generated_dataset
 
 STEPS = 6
 SHARDS = [24, 24, 24, 24, 9]
@@ -41,8 +41,8 @@ def make_recipe(root: Path, **blocks: Any) -> Recipe:
 
 def make_data(root: Path) -> None:
     """The toy datasets `train` and `test` under `root`."""
-    write_toy_dataset(root / "train", SHARDS, seed=1)
-    write_toy_dataset(root / "test", [13, 10], seed=2)
+    write_generated_dataset(root / "train", SHARDS, seed=1)
+    write_generated_dataset(root / "test", [13, 10], seed=2)
 
 
 def train(recipe: Recipe, run_dir: Path, world: Any, stop_at: int | None = None) -> None:
@@ -57,12 +57,8 @@ def train(recipe: Recipe, run_dir: Path, world: Any, stop_at: int | None = None)
         trainer.engine.destroy()
 
 
-def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[str, Any]]) -> None:
-    """Entry point of a rank: each job is {name, stops, blocks} and, to go on from another one's run, its `directory`.
-
-    `stops` are the steps at which its parts end, None for the end of the run; `blocks` are the recipes of the parts. An
-    error of ours ends a job and is written to `<name>.error`.
-    """
+def join(rank: int, world_size: int, port: int) -> Any:
+    """The process group, as a launcher would have it."""
     import os
 
     os.environ.update(
@@ -75,7 +71,25 @@ def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[
     )
     from vitscale.training import distributed
 
-    world = distributed.start(rank, world_size, rank)
+    return distributed.start(rank, world_size, rank)
+
+
+def run_smoke_forms(rank: int, world_size: int, port: int, root: Path, stems: list[str]) -> None:
+    """Entry point of a rank: two steps of the smoke form of each recipe."""
+    world = join(rank, world_size, port)
+    for stem in stems:
+        train(smoke_form(load_recipe(stem), root), root / "runs" / stem, world, stop_at=2)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[str, Any]]) -> None:
+    """Entry point of a rank: each job is {name, stops, blocks} and, to go on from another one's run, its `directory`.
+
+    `stops` are the steps at which its parts end, None for the end of the run; `blocks` are the recipes of the parts. An
+    error of ours ends a job and is written to `<name>.error`.
+    """
+    world = join(rank, world_size, port)
     for job in jobs:
         run_dir = root / "runs" / job.get("directory", job["name"])
         try:

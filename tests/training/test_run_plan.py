@@ -30,6 +30,11 @@ def test_epochs_and_examples_become_steps_of_the_global_batch(root):
     assert (plan.micro_batch, plan.accumulation, plan.num_classes, plan.warnings) == (8, 1, 7, [])
 
 
+def test_a_border_that_no_patch_covers_is_told(root):
+    (warning,) = plan_run(make_recipe(root, model={"patch_size": 5}), rank=0, world_size=1).warnings
+    assert warning == "32 x 32 pixels are 6 x 6 patches; 2 pixels right and below are not seen"
+
+
 def test_a_warmup_beyond_the_run_is_told(root):
     (warning,) = plan_run(make_recipe(root, schedule={"warmup": {"steps": 7}}), rank=0, world_size=1).warnings
     assert "7 steps" in warning and "6" in warning

@@ -39,7 +39,8 @@ def list_models(names: list[str], *, as_json: bool, image_size: int, num_classes
             raise RecipeError(str(error)) from None
         if isinstance(shape, ViTShape):
             _check_patch(name, shape, image_size)
-            notes += _unseen(name, shape, image_size)
+            border = shape.describe_border(image_size)
+            notes += [f"{name}: {border}"] if border else []
         rows.append(_row(name, shape, image_size, num_classes))
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
@@ -80,16 +81,6 @@ def _check_patch(name: str, shape: ViTShape, image_size: int) -> None:
             f"{name} at {image_size}: {cut} of {size} x {size} is smaller than one patch of {patch} x {patch}; "
             f"give a larger --image-size"
         )
-
-
-def _unseen(name: str, shape: ViTShape, image_size: int) -> list[str]:
-    """What a person should know about an image that does not divide into patches; nothing where it does."""
-    grid, unseen = shape.grid(image_size), shape.unseen(image_size)
-    if not unseen:
-        return []
-    unit = "pixel" if shape.stem is None else "feature map step"
-    amount = f"1 {unit} right and below is" if unseen == 1 else f"{unseen} {unit}s right and below are"
-    return [f"{name} at {image_size}: {grid} x {grid} patches; {amount} not seen"]
 
 
 def _table(rows: list[_Row], image_size: int, num_classes: int) -> Table:

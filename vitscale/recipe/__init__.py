@@ -5,8 +5,10 @@ anything starts. Nothing is silently ignored.
 """
 
 from vitscale.recipe.comparing import FREE_ON_RESUME, differences
+from vitscale.recipe.datasets import DATA_ROOT_VARIABLE, find_dataset
 from vitscale.recipe.reading import find_recipe, load_recipe, override, read_recipe, recipes_dir, validate_recipe
-from vitscale.recipe.schema import DATA_ROOT_VARIABLE, AdamW, Duration, EvalCrop, Recipe
+from vitscale.recipe.schema import AdamW, Duration, EvalCrop, Recipe
+from vitscale.recipe.smoke import smoke_form
 
 __all__ = [
     "DATA_ROOT_VARIABLE",
@@ -16,10 +18,12 @@ __all__ = [
     "EvalCrop",
     "Recipe",
     "differences",
+    "find_dataset",
     "find_recipe",
     "load_recipe",
     "override",
     "read_recipe",
     "recipes_dir",
+    "smoke_form",
     "validate_recipe",
 ]

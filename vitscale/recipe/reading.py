@@ -5,64 +5,17 @@ valid one.
 """
 
 import difflib
-import re
 import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pydantic
-import yaml
 from pydantic import BaseModel
 
 from vitscale.errors import RecipeError
 from vitscale.recipe.schema import Duration, Recipe
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML as people expect it: only true and false are booleans, 1e-5 is a number, 1:30 is none."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is not a word", key_node.start_mark
-                )
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":int", ":float", ":timestamp"))]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf"))
-# Not 010 (octal in YAML 1.1), 1:30 (sexagesimal) or 0x10: they stay words, and a word is no number.
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^[-+]?([0-9]+\.[0-9]*([eE][-+]?[0-9]+)?|\.[0-9]+([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.inf|\.nan)$"
-    ),
-    list("-+0123456789."),
-)
-
-
-def _parse_yaml(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, _Loader)
-    except (ValueError, KeyError, OverflowError, RecursionError) as error:  # what its constructors raise on odd scalars
-        raise RecipeError(f"{where}: not valid YAML: {type(error).__name__}: {str(error)[:200]}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark is not None else ""
-        raise RecipeError(f"{where}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+from vitscale.recipe.strict_yaml import parse_yaml
 
 
 def recipes_dir() -> Path:
@@ -113,7 +66,7 @@ def _read(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read: {error}") from None
-    content = _parse_yaml(text, str(path))
+    content = parse_yaml(text, str(path))
     if not isinstance(content, dict):
         raise RecipeError(f"{path}: expected a mapping of keys such as model, data and batch")
     base = content.pop("extends", None)
@@ -131,7 +84,7 @@ def _apply_setting(content: dict[str, Any], setting: str) -> dict[str, Any]:
     key, equals, text = setting.partition("=")
     if not equals or not all(key.split(".")):
         raise RecipeError(f"--set {setting}: expected KEY=VALUE, e.g. --set optimizer.lr=3e-4")
-    value = _parse_yaml(text, f"--set {key}")
+    value = parse_yaml(text, f"--set {key}")
     for part in reversed(key.split(".")):
         value = {part: value}
     unit = key.rpartition(".")[2]

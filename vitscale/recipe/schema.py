@@ -1,7 +1,6 @@
 """The schema of a recipe: typed, strict, frozen. Every field says what it means."""
 
 import dataclasses
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -10,8 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from vitscale.architectures import ResNetShape, Shape, ViTShape, architecture
 from vitscale.errors import RecipeError
-
-DATA_ROOT_VARIABLE = "VITSCALE_DATA_ROOT"
+from vitscale.recipe.datasets import find_dataset
 
 
 class _Block(BaseModel):
@@ -107,6 +105,8 @@ class Model(_Block):
     def _has_dimensions(self) -> "Model":
         shape = self.shape()
         if isinstance(shape, ResNetShape):
+            if not shape.blocks:
+                raise ValueError("blocks []: a ResNet needs a stage; only the stem of a hybrid may be a root alone")
             foreign = {"pool": self.pool == "cls", "dropout": self.dropout > 0, "position": self.position != Position()}
             for key in (key for key, is_set in foreign.items() if is_set):
                 raise ValueError(f"{key} {getattr(self, key)!r}: this is a ResNet, which has no {_MISSING[key]}")
@@ -186,7 +186,7 @@ class Data(_Block):
     """The training data and how it is read."""
 
     train: str = Field(description="a dataset: NAME or NAME/SPLIT under data.root, or a path")
-    root: str | None = Field(None, description=f"default: the environment variable {DATA_ROOT_VARIABLE}")
+    root: str | None = Field(None, description="the folder that holds the datasets; see recipe/datasets.py")
     image_size: int = Field(224, ge=1, le=8192)
     crop: Crop = Crop()
     flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
@@ -399,20 +399,5 @@ class Recipe(_Block):
         return self.model_dump(mode="json", by_alias=True)
 
     def dataset_path(self, dataset: str) -> Path:
-        """Where the dataset `NAME[/SPLIT] | PATH` is.
-
-        Raises `RecipeError` where a name is given and no root is set, or nothing is there.
-        """
-        if dataset.startswith(("/", "./", "../", "~")):
-            path = Path(dataset).expanduser()
-        else:
-            root = self.data.root or os.environ.get(DATA_ROOT_VARIABLE)
-            if not root:
-                raise RecipeError(
-                    f"the recipe names the dataset {dataset!r}, but not where datasets are; "
-                    f"set it with --set data.root=DIR or the environment variable {DATA_ROOT_VARIABLE}"
-                )
-            path = Path(root).expanduser() / dataset
-        if not path.exists():
-            raise RecipeError(f"dataset {dataset!r}: there is no {path}")
-        return path
+        """Where the dataset `NAME[/SPLIT] | PATH` is: see `datasets.find_dataset`."""
+        return find_dataset(dataset, self.data.root)

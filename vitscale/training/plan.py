@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from vitscale.architectures import ViTShape
 from vitscale.data import TrainOrder
 from vitscale.errors import DataError, RecipeError
 from vitscale.evaluation import Evaluator, build_evaluators
@@ -73,12 +74,15 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
     schedule = recipe.schedule
     total, warmup = interval("schedule.duration", schedule.duration), steps(schedule.warmup)
     assert total is not None
-    warnings = []
+    warnings: list[str] = []
     if warmup > total:
         warnings.append(
             f"schedule.warmup is {warmup:,} steps and the whole run {total:,}: the learning rate never reaches "
             f"optimizer.lr"
         )
+    shape = recipe.model.shape()
+    border = shape.describe_border(recipe.data.image_size) if isinstance(shape, ViTShape) else None
+    warnings += [border] if border else []
     boundaries = [steps(boundary) for boundary in schedule.boundaries]
 
     def rate(step: int) -> float:

@@ -1,0 +1,58 @@
+"""Every registered model: whole on the meta device, and small enough to compute with."""
+
+from dataclasses import replace
+
+import torch
+
+from vitscale.architectures import ResNetShape, Shape, architecture
+from vitscale.models import Model, ResNet, ViT
+
+
+def build(shape: Shape, image_size: int = 224, num_classes: int = 1000, **options) -> Model:
+    """A model of a shape; Transformers with a linear head and the pooling that goes with their attention."""
+    if isinstance(shape, ResNetShape):
+        return ResNet(shape, image_size=image_size, num_classes=num_classes, **options)
+    pool = "mean" if shape.attention == "axial" else "cls"
+    options = {"head": "linear", "pool": pool} | options
+    return ViT(shape, image_size=image_size, num_classes=num_classes, **options)
+
+
+def on_meta(name: str, **options) -> Model:
+    with torch.device("meta"):
+        return build(architecture(name), **options)
+
+
+def count(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def computable(name: str) -> Shape:
+    """The shape of a registered model; above 100 million parameters with one block, or one unit a stage."""
+    return architecture(name) if count(on_meta(name)) < 100e6 else shallow(name)
+
+
+def shallow(name: str) -> Shape:
+    """One block, or one unit a stage."""
+    shape = architecture(name)
+    if isinstance(shape, ResNetShape):
+        return replace(shape, blocks=(1,) * len(shape.blocks))
+    stem = shape.stem and replace(shape.stem, blocks=(1,) * len(shape.stem.blocks))
+    return replace(shape, depth=1, stem=stem)
+
+
+def with_values(model: Model, seed: int = 0) -> Model:
+    """Random values of the usual sizes for every parameter, so that nothing hides behind a zero or a one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and "pos_embedding" not in name:
+                parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
+            else:
+                is_scale = "norm" in name and name.endswith("weight")
+                parameter.normal_(1.0 if is_scale else 0.0, 0.1, generator=generator)
+    return model
+
+
+def images(size: int, batch: int = 2) -> torch.Tensor:
+    """(B, H, W, 3) in [-1, 1]"""
+    return torch.rand(batch, size, size, 3, generator=torch.Generator().manual_seed(2)) * 2 - 1

@@ -1,0 +1,221 @@
+"""What must hold for every registered model, by construction."""
+
+import peers  # noqa: F401 (makes timm importable)
+import pytest
+import torch
+from models.small_models import build, computable, count, images, on_meta, shallow, with_values
+
+from vitscale.architectures import REGISTRY, ResNetShape, ViTShape, architecture
+
+# The authors' own test table, 1000 classes, output layer alone.
+AUTHORS_COUNTS = {
+    "ViT-Ti/16": 5_717_416,
+    "ViT-S/16": 22_050_664,
+    "ViT-S/32": 22_878_952,
+    "ViT-B/8": 86_576_872,
+    "ViT-B/16": 86_567_656,
+    "ViT-B/32": 88_224_232,
+    "ViT-L/16": 304_326_632,
+    "ViT-L/32": 306_535_400,
+    "ViT-H/14": 632_045_800,
+    "R50+ViT-B/16": 98_659_112,
+    "R50+ViT-L/32": 328_994_856,
+    "R26+ViT-B/32": 101_383_976,
+    "R26+ViT-S/32": 36_431_912,
+    "R+ViT-Ti/16": 6_337_704,
+}
+# Convolution weights without the head in millions, as the authors' table has them.
+CONVOLUTIONS = {
+    "ResNet50x1": 23.5,
+    "ResNet50x2": 93.8,
+    "ResNet101x1": 42.4,
+    "ResNet152x1": 58.0,
+    "ResNet152x2": 232.0,
+    "ResNet200x3": 562.0,
+}
+TIMM_NAMES = {
+    "ViT-b/32": "vit_small_patch32_224",
+    "ViT-B/16": "vit_base_patch16_224",
+    "ViT-L/16": "vit_large_patch16_224",
+    "R50+ViT-B/16": "vit_base_r50_s16_224",
+    "R50+ViT-L/32": "vit_large_r50_s32_224",
+    "R26+ViT-S/32": "vit_small_r26_s32_224",
+    "R+ViT-Ti/16": "vit_tiny_r_s16_p8_224",
+    "ResNet50x1": "resnetv2_50x1_bit",
+    "ResNet50x3": "resnetv2_50x3_bit",
+    "ResNet101x1": "resnetv2_101x1_bit",
+    "ResNet101x3": "resnetv2_101x3_bit",
+    "ResNet152x2": "resnetv2_152x2_bit",
+    "ResNet152x4": "resnetv2_152x4_bit",
+}
+SIZE = 64
+
+every_model = pytest.mark.parametrize("name", REGISTRY)
+
+
+@pytest.mark.parametrize(("name", "expected"), AUTHORS_COUNTS.items())
+def test_parameter_counts_of_the_authors_table(name, expected):
+    assert count(on_meta(name)) == expected
+
+
+@pytest.mark.parametrize(("name", "millions"), CONVOLUTIONS.items())
+def test_convolution_weights_of_the_resnets(name, millions):
+    convolutions = sum(p.numel() for p in on_meta(name).parameters() if p.ndim == 4)
+    assert convolutions / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+@pytest.mark.parametrize(("name", "peer"), TIMM_NAMES.items())
+def test_parameter_counts_of_timm(name, peer):
+    timm = pytest.importorskip("timm")
+    with torch.device("meta"):
+        assert count(on_meta(name)) == count(timm.create_model(peer, num_classes=1000))
+
+
+def test_the_other_depths_and_widths_of_timm():
+    pytest.importorskip("timm")
+    from timm.models.resnetv2 import ResNetV2
+
+    for name in ("ResNet50x2", "ResNet152x1", "ResNet200x3"):
+        shape = architecture(name)
+        with torch.device("meta"):
+            peer = ResNetV2(layers=shape.blocks, width_factor=shape.width_factor, num_classes=1000)
+        assert count(on_meta(name)) == count(peer)
+
+
+@every_model
+def test_whole_on_the_meta_device(name):
+    """Nothing is allocated, and shapes fit from images to logits."""
+    model = on_meta(name, num_classes=21_843)
+    seen: dict[str, torch.Tensor] = {}
+    logits = model(torch.empty(2, 224, 224, 3, device="meta"), intermediates=seen)
+    assert logits.shape == (2, 21_843) and logits.is_meta
+    width = model.shape.width if isinstance(model.shape, ViTShape) else model.shape.channels
+    assert seen["pre_logits"].shape == (2, width)
+    for key, parameter in model.named_parameters():
+        assert parameter.is_meta
+        assert callable(model.initialiser(key))
+
+
+@every_model
+def test_the_backward_pass_reaches_every_parameter(name):
+    model = with_values(build(computable(name), image_size=SIZE, num_classes=7))
+    model(images(SIZE)).square().sum().backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), key
+        assert parameter.grad.abs().max() > 0, key
+
+
+@every_model
+def test_bf16_is_near_fp32(name):
+    """One unit a stage: through 50 layers of random weights a rounding grows to 15 %, in timm's ResNet to 18 %."""
+    model = with_values(build(shallow(name), image_size=SIZE, num_classes=100)).eval()
+    pixels = images(SIZE, batch=4)
+    with torch.no_grad():
+        exact = model(pixels)
+        rounded = model.bfloat16()(pixels.bfloat16())
+    assert rounded.dtype == torch.float32
+    assert (rounded - exact).norm() / (exact - exact.mean()).norm() < 0.05
+
+
+@every_model
+def test_recomputation_changes_no_gradient(name):
+    shape = computable(name)
+    dropout = {} if isinstance(shape, ResNetShape) else {"dropout": 0.3}
+    gradients = []
+    for every in (0, 2):
+        model = with_values(build(shape, image_size=SIZE, num_classes=7, checkpoint_every=every, **dropout))
+        torch.manual_seed(5)
+        model.train()(images(SIZE)).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def blocks_of(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.Size]]:
+    """The first and last block of a model's encoder and stages, each with the shape of its input."""
+    seen: list[tuple[torch.nn.Module, torch.Size]] = []
+    features = getattr(model, "features", None) or getattr(model, "stem", None)
+    modules = [*(features.units() if features is not None else []), *getattr(model, "blocks", [])]
+    hooks = [
+        module.register_forward_pre_hook(lambda module, inputs: seen.append((module, inputs[0].shape)))
+        for module in modules
+    ]
+    with torch.no_grad():
+        model(images(SIZE))
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+FAMILIES = [
+    ("ViT-Ti/16", {}),
+    ("ViT-Ti/16", {"position": "relative"}),
+    ("ViT-Ti/16", {"position": "2d", "position_at": "every_layer"}),
+    ("Axial-ViT-b/16", {}),
+    ("R26+ViT-S/32", {}),
+    ("ResNet50x1", {}),
+    ("AxialResNet50", {}),
+]
+
+
+def compiled_blocks_agree(name: str, options: dict, backend: str) -> None:
+    model = with_values(build(architecture(name), image_size=SIZE, num_classes=7, **options))
+    blocks = blocks_of(model)
+    for block, shape in (blocks[0], blocks[-1]):
+        torch._dynamo.reset()
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        compiled = torch.compile(block, fullgraph=True, dynamic=False, backend=backend)
+        results = []
+        for run in (block, compiled):
+            leaf = x.clone().requires_grad_()
+            run(leaf).square().sum().backward()
+            results.append(leaf.grad)
+        assert torch.allclose(*results, rtol=1e-3, atol=1e-3 * results[0].abs().max().item())
+
+
+@pytest.mark.parametrize(("name", "options"), FAMILIES)
+def test_blocks_compile_without_graph_breaks(name, options):
+    compiled_blocks_agree(name, options, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "options"), FAMILIES)
+def test_blocks_compile_to_native_code(name, options):
+    compiled_blocks_agree(name, options, "inductor")
+
+
+def test_parameter_names_of_resnets_are_frozen():
+    with torch.device("meta"):
+        v2 = build(ResNetShape((1, 1)), num_classes=5)
+        v1 = build(ResNetShape((1,), variant="v1"), num_classes=5)
+        axial = build(ResNetShape((1,), mixing="axial"), num_classes=5)
+    unit = [
+        "norm1.weight",
+        "norm1.bias",
+        "conv1.weight",
+        "norm2.weight",
+        "norm2.bias",
+        "conv2.weight",
+        "norm3.weight",
+        "norm3.bias",
+        "conv3.weight",
+        "proj.weight",
+    ]
+    ends = ["norm.weight", "norm.bias", "head.weight", "head.bias"]
+    assert [name for name, _ in v2.named_parameters()] == [
+        "features.root.conv.weight",
+        *(f"features.stages.{stage}.0.{name}" for stage in (0, 1) for name in unit),
+        *ends,
+    ]
+    assert [name.removeprefix("features.") for name, _ in v1.named_parameters()] == [
+        *("root.conv.weight", "root.norm.weight", "root.norm.bias"),
+        *("stages.0.0.conv1.weight", "stages.0.0.norm1.weight", "stages.0.0.norm1.bias"),
+        *("stages.0.0.conv2.weight", "stages.0.0.norm2.weight", "stages.0.0.norm2.bias"),
+        *("stages.0.0.conv3.weight", "stages.0.0.norm3.weight", "stages.0.0.norm3.bias"),
+        *("stages.0.0.proj.weight", "stages.0.0.proj_norm.weight", "stages.0.0.proj_norm.bias"),
+        *("head.weight", "head.bias"),
+    ]
+    assert [name for name, _ in axial.named_parameters() if "conv2" in name] == [
+        f"features.stages.0.0.conv2.{lines}.{name}"
+        for lines in ("rows", "columns")
+        for name in ("relative", "qkv.weight")
+    ]

@@ -1,0 +1,131 @@
+"""Position embeddings against scipy's zoom, against their definitions written out, and against one another."""
+
+import numpy as np
+import pytest
+import torch
+from models.small_models import build, images, with_values
+
+from vitscale.architectures import ViTShape
+from vitscale.models.positions import TwoDPositions, by_offset, relative_logits, resample_positions
+
+
+def model(depth: int = 2, **options):
+    shape = ViTShape(patch_size=8, width=48, depth=depth, mlp_dim=96, num_heads=3)
+    return with_values(build(shape, image_size=32, num_classes=7, **options)).eval()
+
+
+@pytest.mark.parametrize("class_token", [True, False])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [((14, 14), (24, 24)), ((24, 24), (14, 14)), ((7, 7), (12, 12)), ((7, 10), (12, 9)), ((16, 16), (37, 37))],
+)
+def test_resampling_is_the_authors_zoom(old, new, class_token):
+    ndimage = pytest.importorskip("scipy.ndimage")
+    positions = torch.randn(1, old[0] * old[1] + class_token, 5, generator=torch.Generator().manual_seed(0))
+    resampled = resample_positions(positions, old, new, class_token)
+    grid = positions[0, int(class_token) :].view(*old, 5).double().numpy()
+    zoomed = ndimage.zoom(grid, (new[0] / old[0], new[1] / old[1], 1), order=1)
+    assert zoomed.shape == (*new, 5)
+    assert np.abs(resampled[0, int(class_token) :].view(*new, 5).numpy() - zoomed).max() < 1e-5
+    assert torch.equal(resampled[:, : int(class_token)], positions[:, : int(class_token)])
+
+
+def test_resampling_to_the_same_grid_changes_no_bit():
+    positions = torch.randn(1, 1 + 6, 4)
+    assert torch.equal(resample_positions(positions, (2, 3), (2, 3)), positions)
+
+
+def test_resampling_says_what_does_not_fit():
+    with pytest.raises(ValueError, match="16 position embeddings of patches cannot be a grid of 4 x 5"):
+        resample_positions(torch.zeros(1, 17, 4), (4, 5), (8, 8))
+
+
+def test_two_dimensional_positions_are_an_x_and_a_y_half():
+    positions = TwoDPositions(3, 8, class_token=True)
+    with torch.no_grad():
+        for parameter in positions.parameters():
+            parameter.normal_()
+    values = positions()
+    assert values.shape == (1, 10, 8) and torch.equal(values[0, 0], positions.cls[0])
+    for row in range(3):
+        for column in range(3):
+            expected = torch.cat([positions.x[column], positions.y[row]])
+            assert torch.equal(values[0, 1 + 3 * row + column], expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_relative_logits_by_definition(tokens):
+    query = torch.randn(2, 3, tokens, 4)
+    table = torch.randn(3, 2 * tokens - 1, 4)
+    logits = relative_logits(query, table)
+    assert logits.shape == (2, 3, tokens, tokens)
+    for i in range(tokens):
+        for j in range(tokens):
+            expected = (query[:, :, i] * table[:, j - i + tokens - 1]).sum(-1)
+            assert torch.allclose(logits[:, :, i, j], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_weights_by_offset_by_definition(tokens):
+    weights = torch.randn(2, 3, tokens, tokens)
+    shifted = by_offset(weights)
+    expected = torch.zeros(2, 3, tokens, 2 * tokens - 1)
+    for i in range(tokens):
+        for j in range(tokens):
+            expected[:, :, i, j - i + tokens - 1] = weights[:, :, i, j]
+    assert torch.equal(shifted, expected)
+
+
+def test_relative_attention_by_definition():
+    """Appendix D.3: logits of content and of the offset's embedding, summed before the softmax."""
+    attention = model(position="relative").blocks[0].attention
+    x = torch.randn(2, 17, 48, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        query, key, value = (part.view(2, 17, 3, 16).transpose(1, 2) for part in attention.qkv(x).chunk(3, dim=-1))
+        offsets = torch.arange(17) - torch.arange(17).unsqueeze(1) + 16
+        of_offset = attention.relative[offsets].view(17, 17, 3, 16)
+        logits = torch.einsum("baid,bajd->baij", query, key) + torch.einsum("baid,ijad->baij", query, of_offset)
+        mixed = (logits / 4).softmax(-1) @ value
+        expected = attention.out(mixed.transpose(1, 2).flatten(2))
+        assert torch.allclose(attention(x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["1d", "2d"])
+def test_the_places_of_absolute_positions_agree_where_they_must(kind):
+    pixels = images(32)
+    with torch.no_grad():
+        # Before a single block the stem and the beginning of the layer are one place.
+        stem, shared = model(1, position=kind), model(1, position=kind, position_at="shared")
+        shared.load_state_dict(stem.state_dict())
+        assert torch.equal(stem(pixels), shared(pixels))
+        # Layers that happen to have learned the same are layers that share.
+        shared, every = model(position=kind, position_at="shared"), model(position=kind, position_at="every_layer")
+        state = shared.state_dict()
+        of_layers = {
+            name: state[name.split(".", 2)[2]] if "pos_embedding" in name else state[name]
+            for name in every.state_dict()
+        }
+        every.load_state_dict(of_layers)
+        assert torch.equal(shared(pixels), every(pixels))
+        stem = model(position=kind)
+        stem.load_state_dict(state)
+        assert not torch.allclose(shared(pixels), stem(pixels), atol=1e-2)
+
+
+def test_without_positions_the_patches_are_a_bag():
+    bag, ordered = model(position="none"), model()
+    pixels = images(32)
+    shuffled = pixels.view(2, 4, 8, 4, 8, 3)[:, [2, 0, 3, 1]].reshape(2, 32, 32, 3)
+    with torch.no_grad():
+        assert torch.allclose(bag(pixels), bag(shuffled), atol=1e-5)
+        assert not torch.allclose(ordered(pixels), ordered(shuffled), atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["none", "1d", "2d", "relative"])
+@pytest.mark.parametrize("attention", ["full", "axial"])
+def test_every_kind_learns_in_every_attention(kind, attention):
+    shape = ViTShape(8, 48, 2, 96, 3, attention)
+    for at in ("stem", "every_layer", "shared") if kind in ("1d", "2d") else ("stem",):
+        trained = with_values(build(shape, image_size=32, num_classes=7, position=kind, position_at=at))
+        trained(images(32)).square().sum().backward()
+        assert all(parameter.grad.abs().max() > 0 for parameter in trained.parameters())

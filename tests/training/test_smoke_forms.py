@@ -1,0 +1,61 @@
+"""The smoke form of every recipe that comes with vitscale: two steps on two real DeepSpeed ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.multiprocessing as mp
+from ranks import run_smoke_forms
+
+from vitscale.architectures import ResNetShape
+from vitscale.checkpoint import CheckpointStore
+from vitscale.recipe import load_recipe, recipes_dir, smoke_form
+from vitscale.shards.generated import write_generated_dataset
+from vitscale.training.distributed import free_port
+
+RECIPES = sorted(path.stem for path in recipes_dir().glob("*.yaml"))
+# One of each code path in every run of the tests; all of them in `make test-all`.
+IN_EVERY_RUN = {
+    *("h14_jft", "l16_i1k", "b16_i21k", "r50x1_sgd_jft", "r50_b16_jft", "b32_jft9m"),
+    *("axial_b32_jft", "axial_r50_jft", "b16_relpos_jft", "b16_pos2d_every_jft"),
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """All smoke forms that the tests below look at, in one launch."""
+    root = tmp_path_factory.mktemp("smoke")
+    write_generated_dataset(root / "train", [96, 96, 64], seed=0)
+    write_generated_dataset(root / "test", [40], seed=1)
+    stems = [item.callspec.params["stem"] for item in request.session.items if "two_steps" in item.name]
+    mp.spawn(run_smoke_forms, (2, int(free_port()), root, stems), nprocs=2)
+    return root
+
+
+@pytest.mark.parametrize(
+    "stem", [pytest.param(stem, marks=[] if stem in IN_EVERY_RUN else pytest.mark.slow) for stem in RECIPES]
+)
+def test_two_steps_of_every_recipe(root, stem):
+    lines = [json.loads(line) for line in (root / "runs" / stem / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2]
+    recipe = load_recipe(stem)
+    index = CheckpointStore(root / "runs" / stem / "checkpoints").open(2).index
+    assert ("momentum_buffer" in index.kinds) == (recipe.optimizer.name == "sgd")
+    assert any("eval/fewshot/imagenet/5shot" in line for line in lines) == (recipe.evaluation.fewshot is not None)
+
+
+@pytest.mark.parametrize("stem", RECIPES)
+def test_the_smoke_form_keeps_what_chooses_between_code_paths(stem, tmp_path):
+    recipe = load_recipe(stem)
+    small = smoke_form(recipe, tmp_path)
+    for block in ("objective", "parallelism", "precision", "selection", "deepspeed"):
+        assert getattr(small, block) == getattr(recipe, block)
+    assert small.optimizer == recipe.optimizer and small.schedule.decay == recipe.schedule.decay
+    assert (small.model.head, small.model.position) == (recipe.model.head, recipe.model.position)
+    one, other = small.model.shape(), recipe.model.shape()
+    assert type(one) is type(other)
+    if isinstance(one, ResNetShape):
+        assert (one.variant, one.mixing, len(one.blocks)) == (other.variant, other.mixing, len(other.blocks))
+    else:
+        assert (one.attention, one.patch_size) == (other.attention, other.patch_size)
+        assert (one.stem is None) == (other.stem is None)

@@ -1,0 +1,51 @@
+"""The smoke form of a recipe: the same model family and code path on any machine in seconds, everything shrunk."""
+
+from pathlib import Path
+from typing import Any
+
+from vitscale.architectures import ViTShape
+from vitscale.recipe.reading import validate_recipe
+from vitscale.recipe.schema import Recipe
+
+SMOKE_STEPS = 4
+TRAIN, TEST = "train", "test"
+"""The datasets of a smoke run, whatever the recipe's are."""
+
+
+def smoke_form(recipe: Recipe, data_root: Path) -> Recipe:
+    """The recipe with a small model of its family, small images, a batch of 8 and four steps.
+
+    What chooses between code paths stays: head, pooling, positions, loss, optimizer, schedule, precision, parallelism,
+    evaluators, selection. All data are `train` and `test` under `data_root`.
+    """
+    content = recipe.dump()
+    content["model"] |= _small_model(recipe)
+    content["data"] |= {"train": TRAIN, "root": str(data_root), "image_size": 64, "threads": 1}
+    content["batch"] = {"global": 8, "micro_max": 2}
+    content["schedule"] |= {
+        "duration": {"steps": SMOKE_STEPS},
+        "warmup": {"steps": 1},
+        "boundaries": [{"steps": 1 + index} for index in range(len(recipe.schedule.boundaries))],
+    }
+    content["checkpoint"]["every"] = {"steps": 2}
+    content["logging"] |= {"every": 1, "batch_digest": True}
+    evaluation = content["evaluation"]
+    if recipe.evaluation.every is not None:
+        evaluation["every"] = {"steps": 2}
+    if recipe.evaluation.validation is not None:
+        evaluation["validation"] = TEST
+    if recipe.evaluation.fewshot is not None:
+        for task in evaluation["fewshot"]["tasks"]:
+            task |= {"train": TRAIN, "test": TEST}
+    return validate_recipe(content, "the smoke form")
+
+
+def _small_model(recipe: Recipe) -> dict[str, Any]:
+    shape = recipe.model.shape()
+    small: dict[str, Any] = {"num_classes": None}
+    stem = shape.stem if isinstance(shape, ViTShape) else shape
+    if isinstance(shape, ViTShape):
+        small |= {"width": 64, "depth": 2, "mlp_dim": 128, "num_heads": 4}
+    if stem is not None:
+        small |= {"blocks": [1] * len(stem.blocks), "width_factor": 1}
+    return small

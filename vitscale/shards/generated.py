@@ -1,0 +1,63 @@
+"""Datasets of generated pictures whose colour tells their class, for smoke runs and tests."""
+
+import io
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from vitscale.shards.beton import StoredSample, field_names, write_shard
+from vitscale.shards.manifest import MANIFEST_NAME, Manifest, ShardEntry
+
+CLASS_NAMES = ("red", "green", "blue", "gray", "cyan", "yellow", "violet")
+_COLOURS = np.array(
+    [(190, 60, 60), (60, 190, 60), (60, 60, 190), (120, 120, 120), (60, 190, 190), (190, 190, 60), (190, 60, 190)]
+)
+
+
+def write_generated_dataset(folder: Path, shard_sizes: list[int], seed: int = 0) -> Manifest:
+    """Shards of pictures of 24 x 24 to 40 x 40 pixels, the seven classes equally often, and their manifest.
+
+    Equal arguments give equal bytes. What is there already is left as it is, so that several processes may call this at
+    once: each writes aside, and one of them renames first.
+    """
+    if not (folder / MANIFEST_NAME).exists():
+        aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+        _write(aside, shard_sizes, seed)
+        try:
+            aside.rename(folder)
+        except OSError:
+            if not (folder / MANIFEST_NAME).exists():
+                raise
+            shutil.rmtree(aside)
+    return Manifest.load(folder)
+
+
+def _write(folder: Path, shard_sizes: list[int], seed: int) -> None:
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(seed)
+    labels = rng.permutation(np.arange(sum(shard_sizes)) % len(CLASS_NAMES))
+    entries, uid = [], 0
+    for index, size in enumerate(shard_sizes):
+        path = folder / f"shard-{index:05d}.beton"
+        samples = [_sample(rng, int(labels[slot]), slot) for slot in range(uid, uid + size)]
+        write_shard(path, samples, size)
+        entries.append(ShardEntry.of_file(path, samples=size, first_uid=uid))
+        uid += size
+    Manifest(
+        fields=field_names(with_labels=False),
+        num_samples=uid,
+        class_names=CLASS_NAMES,
+        shuffle_seed=seed,
+        shards=tuple(entries),
+    ).save(folder)
+
+
+def _sample(rng: np.random.Generator, label: int, uid: int) -> StoredSample:
+    height, width = (int(side) for side in rng.integers(24, 41, 2))
+    pixels = np.clip(_COLOURS[label] + rng.normal(0, 40, (height, width, 3)), 0, 255).astype(np.uint8)
+    jpeg = io.BytesIO()
+    Image.fromarray(pixels).save(jpeg, "JPEG", quality=90)
+    return StoredSample(jpeg.getvalue(), height, width, label, uid)
