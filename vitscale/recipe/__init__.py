@@ -6,7 +6,15 @@ anything starts. Nothing is silently ignored.
 
 from vitscale.recipe.comparing import FREE_ON_RESUME, differences
 from vitscale.recipe.datasets import DATA_ROOT_VARIABLE, find_dataset
-from vitscale.recipe.reading import find_recipe, load_recipe, override, read_recipe, recipes_dir, validate_recipe
+from vitscale.recipe.reading import (
+    find_recipe,
+    list_recipes,
+    load_recipe,
+    override,
+    read_recipe,
+    recipes_dir,
+    validate_recipe,
+)
 from vitscale.recipe.schema import AdamW, Duration, EvalCrop, Recipe
 from vitscale.recipe.smoke import smoke_form
 
@@ -20,6 +28,7 @@ __all__ = [
     "differences",
     "find_dataset",
     "find_recipe",
+    "list_recipes",
     "load_recipe",
     "override",
     "read_recipe",

@@ -36,10 +36,18 @@ def find_recipe(recipe: str | Path) -> Path:
     shipped = recipes_dir() / f"{path.name.removesuffix('.yaml')}.yaml"
     if path.parent in (Path(), Path("recipes")) and shipped.is_file():
         return shipped
-    known = sorted(file.stem for file in recipes_dir().glob("*.yaml"))
-    near = difflib.get_close_matches(path.name.removesuffix(".yaml"), known, n=1, cutoff=0.0)
+    near = difflib.get_close_matches(path.name.removesuffix(".yaml"), list_recipes(), n=1, cutoff=0.0)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise RecipeError(f"there is no recipe {str(recipe)!r}, neither a file nor one of {', '.join(known)}{hint}")
+    raise RecipeError(
+        f"there is no recipe {str(recipe)!r}{hint}: expected a file, or one that comes with vitscale; "
+        f"`vitscale recipe` lists them"
+    )
+
+
+def list_recipes() -> dict[str, str]:
+    """The recipes that come with vitscale: stem -> what its first line says."""
+    files = sorted(recipes_dir().glob("*.yaml"))
+    return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") for file in files}
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
