@@ -9,18 +9,7 @@ from peers import timm_vit, transformers_vit
 from vitscale.architectures import ViTShape, architecture
 from vitscale.models import ViT, initial_value, initialise
 
-# The authors' own test table (1000 classes, output layer alone), then pre-training heads.
-FINE_TUNE_PARAMETERS = {
-    "ViT-Ti/16": 5_717_416,
-    "ViT-S/16": 22_050_664,
-    "ViT-S/32": 22_878_952,
-    "ViT-B/8": 86_576_872,
-    "ViT-B/16": 86_567_656,
-    "ViT-B/32": 88_224_232,
-    "ViT-L/16": 304_326_632,
-    "ViT-L/32": 306_535_400,
-    "ViT-H/14": 632_045_800,
-}
+# Computed from the authors' definitions, with the pre-training head.
 PRETRAIN_PARAMETERS = {
     ("ViT-B/16", 21_843): 103_186_515,
     ("ViT-B/16", 18_291): 100_455_027,
@@ -43,11 +32,6 @@ def meta(name: str, **options) -> ViT:
 
 def count(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize(("name", "expected"), FINE_TUNE_PARAMETERS.items())
-def test_parameter_counts_of_the_authors_table(name, expected):
-    assert count(meta(name, num_classes=1000, head="linear")) == expected
 
 
 @pytest.mark.parametrize(("model", "expected"), PRETRAIN_PARAMETERS.items())

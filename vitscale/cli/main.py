@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,19 +12,26 @@ from vitscale.errors import EXIT_DONE, VitscaleError
 app = typer.Typer(
     help="Pre-train Vision Transformers at scale.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
 )
+ExportFormat = Literal["hf", "timm", "npz", "safetensors"]
+HeadKind = Literal["linear", "pretrain"]
+ListFormat = Literal["table", "json"]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's field.")]
 
 
 @app.command()
 def recipe(
-    name: Annotated[str, typer.Argument(help="A file, or the stem of a recipe that comes with vitscale.")],
+    name: Annotated[str | None, typer.Argument(help="A file, or the stem of one that comes with vitscale.")] = None,
     settings: Settings = None,
 ) -> None:
-    """Check a recipe and print it with every default and override."""
+    """Check a recipe and print it with every default and override; without a name, list those that come along."""
     import yaml
 
-    from vitscale.recipe import load_recipe
+    from vitscale.recipe import list_recipes, load_recipe
 
+    if name is None:
+        for stem, title in list_recipes().items():
+            print(f"{stem:<20}  {title}")
+        return
     print(yaml.safe_dump(load_recipe(name, settings or []).dump(), sort_keys=False), end="")
 
 
@@ -48,6 +55,19 @@ def evaluate(
 
 
 @app.command()
+def models(
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Such as ViT-B/16; all by default.")] = None,
+    form: Annotated[ListFormat, typer.Option("--format", help="What to print.")] = "table",
+    image_size: Annotated[int, typer.Option(min=1, max=8192, help="Side of the image in pixels.")] = 224,
+    num_classes: Annotated[int, typer.Option(min=1, max=10**9, help="Outputs of the linear head.")] = 1000,
+) -> None:
+    """List models with their parameters, tokens and multiply-adds."""
+    from vitscale.cli.models import list_models
+
+    list_models(names or [], as_json=form == "json", image_size=image_size, num_classes=num_classes)
+
+
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where the demo puts its images, shards and run.")] = Path("runs/demo"),
 ) -> None:
@@ -55,6 +75,38 @@ def demo(
     from vitscale.cli.demo import run_demo
 
     run_demo(out)
+
+
+@app.command()
+def export(
+    source: Annotated[str, typer.Argument(help="A run's directory, a model's name, or weights of any format.")],
+    form: Annotated[ExportFormat, typer.Option("--format", help="What to write.")],
+    out: Annotated[Path, typer.Option(help="The file, or for hf the folder; nothing is overwritten.")],
+    step: Annotated[int | None, typer.Option(help="Of a run's checkpoint; the newest by default.")] = None,
+    model: Annotated[str | None, typer.Option(help="What weights in another format are of, e.g. ViT-B/16.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of a named model's fresh weights; default 0.")] = None,
+    num_classes: Annotated[int | None, typer.Option(min=1, help="Of a named model.")] = None,
+    image_size: Annotated[
+        int | None, typer.Option(min=1, help="Of a named model (default 224), or to resample position embeddings to.")
+    ] = None,
+    head: Annotated[HeadKind | None, typer.Option(help="Of a named model; default linear.")] = None,
+    drop_head: Annotated[bool, typer.Option("--drop-head", help="Leave out output layer and pre_logits.")] = False,
+) -> None:
+    """Write the weights of a run, a fresh model or a file for timm, transformers or Google's code, or as ours."""
+    from vitscale.cli.export import run_export
+
+    run_export(
+        source,
+        form,
+        out,
+        drop_head=drop_head,
+        step=step,
+        model=model,
+        seed=seed,
+        num_classes=num_classes,
+        image_size=image_size,
+        head=head,
+    )
 
 
 def main() -> None:

@@ -13,9 +13,10 @@ from vitscale.recipe.reading import (
     override,
     read_recipe,
     recipes_dir,
+    validate_model,
     validate_recipe,
 )
-from vitscale.recipe.schema import AdamW, Duration, EvalCrop, Recipe
+from vitscale.recipe.schema import AdamW, Duration, EvalCrop, Model, Recipe
 from vitscale.recipe.smoke import smoke_form
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "AdamW",
     "Duration",
     "EvalCrop",
+    "Model",
     "Recipe",
     "differences",
     "find_dataset",
@@ -34,5 +36,6 @@ __all__ = [
     "read_recipe",
     "recipes_dir",
     "smoke_form",
+    "validate_model",
     "validate_recipe",
 ]

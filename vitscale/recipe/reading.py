@@ -8,14 +8,16 @@ import difflib
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pydantic
 from pydantic import BaseModel
 
 from vitscale.errors import RecipeError
-from vitscale.recipe.schema import Duration, Recipe
+from vitscale.recipe.schema import Duration, Model, Recipe
 from vitscale.recipe.strict_yaml import parse_yaml
+
+_Block = TypeVar("_Block", Recipe, Model)
 
 
 def recipes_dir() -> Path:
@@ -140,19 +142,33 @@ def read_recipe(path: Path) -> Recipe:
 
 def validate_recipe(content: dict[str, Any], where: str) -> Recipe:
     """A recipe from plain data; `where` opens the error message."""
+    return _validate(Recipe, content, f"{where} is not a valid recipe")
+
+
+def validate_model(content: dict[str, Any], image_size: int, where: str) -> Model:
+    """The `model` block of a recipe for images of this size, from plain data; `where` opens the error message."""
+    model = _validate(Model, content, f"{where} is not a valid model")
     try:
-        return Recipe.model_validate(content)
+        model.check_image_size(image_size)
+    except ValueError as error:
+        raise RecipeError(f"{where}: {error}") from None
+    return model
+
+
+def _validate(block: type[_Block], content: dict[str, Any], complaint: str) -> _Block:
+    try:
+        return block.model_validate(content)
     except pydantic.ValidationError as error:
-        lines = [_describe(details) for details in error.errors()]
-        raise RecipeError(f"{where} is not a valid recipe:\n" + "\n".join(f"  {line}" for line in lines)) from None
+        lines = [_describe(details, block) for details in error.errors()]
+        raise RecipeError(f"{complaint}:\n" + "\n".join(f"  {line}" for line in lines)) from None
 
 
-def _describe(details: Any) -> str:
+def _describe(details: Any, block: type[BaseModel]) -> str:
     parts = [part for part in details["loc"] if part not in ("adamw", "sgd")]
     key = ".".join(map(str, parts))
     kind, value = details["type"], details["input"]
     if kind == "extra_forbidden":
-        valid = _valid_keys(parts[:-1])
+        valid = _valid_keys(parts[:-1], block)
         near = difflib.get_close_matches(str(parts[-1]), valid, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
         return f"{key}: unknown key; {hint}"
@@ -163,12 +179,12 @@ def _describe(details: Any) -> str:
     message = details["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     shown = "" if kind == "value_error" else f" {value!r}:"
-    return f"{key or 'recipe'}:{shown} {message}"
+    return f"{key or block.__name__.lower()}:{shown} {message}"
 
 
-def _valid_keys(parts: Sequence[str | int]) -> list[str]:
+def _valid_keys(parts: Sequence[str | int], block: type[BaseModel]) -> list[str]:
     """The keys that a block of the recipe may have."""
-    models: list[type[BaseModel]] = [Recipe]
+    models: list[type[BaseModel]] = [block]
     for part in parts:
         if isinstance(part, int):
             continue

@@ -119,6 +119,14 @@ class Model(_Block):
             raise ValueError("pool: cls: axial attention works on a grid, which has no class token; use pool: mean")
         return self
 
+    def check_image_size(self, image_size: int) -> None:
+        """Raise `ValueError` where the image has not a single patch."""
+        shape = self.shape()
+        if isinstance(shape, ViTShape) and shape.grid(image_size) == 0:
+            size = shape.cut_size(image_size)
+            of_stem = "" if shape.stem is None else f", whose feature map has a side of {size},"
+            raise ValueError(f"image_size {image_size}{of_stem} is smaller than one patch of {shape.patch_size}")
+
     def pool_or_default(self) -> Literal["cls", "mean"]:
         """How the tokens of a Transformer become one representation."""
         shape = self.shape()
@@ -368,13 +376,7 @@ class Recipe(_Block):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
-        shape = self.model.shape()
-        if isinstance(shape, ViTShape) and shape.grid(self.data.image_size) == 0:
-            size = shape.cut_size(self.data.image_size)
-            of_stem = "" if shape.stem is None else f", whose feature map has a side of {size},"
-            raise ValueError(
-                f"data.image_size {self.data.image_size}{of_stem} is smaller than one patch of {shape.patch_size}"
-            )
+        self.model.check_image_size(self.data.image_size)
         if self.precision == "fp32" and self.parallelism.reduce_dtype == "bf16":
             raise ValueError("parallelism.reduce_dtype: bf16 belongs to precision: bf16, and precision is fp32")
         nothing_to_evaluate = self.evaluation.validation is None and self.evaluation.fewshot is None

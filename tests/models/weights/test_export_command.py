@@ -1,0 +1,208 @@
+"""`vitscale export`: from a run, a name or a file to every format, in little memory, with one message on a mistake."""
+
+import itertools
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from models.weights.exported import TINY, described, differing, valued, write
+
+from vitscale.checkpoint import CHECKPOINTS, RECIPE_FILE, CheckpointStore, Fragment, Index
+from vitscale.cli.export import run_export
+from vitscale.errors import CheckpointError, RecipeError
+from vitscale.models import initialise
+from vitscale.models.weights import describe, load_weights, open_weights
+from vitscale.recipe import validate_recipe
+
+NAMES = [f"kind {i}" for i in range(7)]
+
+
+def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    program = shutil.which("vitscale", path=str(Path(sys.executable).parent)) or "vitscale"
+    return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False)
+
+
+def fragments(model: torch.nn.Module, layout: str, ranks: int) -> list[Fragment]:
+    """The masters as the ranks of a ZeRO stage hold them: whole, in slices of one long vector, or each in shares."""
+    found, place = [], 0
+    total = sum(parameter.numel() for parameter in model.parameters())
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().reshape(-1)
+        length = len(flat)
+        if layout == "slices":
+            cuts = {math.ceil(total / ranks) * rank - place for rank in range(ranks)}
+        else:
+            cuts = {math.ceil(length / ranks) * rank for rank in range(ranks)} if layout == "shares" else set()
+        edges = sorted({0, length} | {cut for cut in cuts if 0 < cut < length})
+        found += [Fragment(name, a, {"master": flat[a:b]}) for a, b in itertools.pairwise(edges)]
+        place += length
+    return found
+
+
+def finished_run(folder: Path, model: torch.nn.Module, block: dict, layout: str, ranks: int) -> Path:
+    recipe = validate_recipe(
+        {
+            "model": block,
+            "data": {"train": "toy", "image_size": 64},
+            "batch": {"global": 8},
+            "optimizer": {"name": "adamw", "lr": 1e-3},
+            "schedule": {"duration": {"steps": 3}},
+        },
+        "test",
+    )
+    folder.mkdir()
+    (folder / RECIPE_FILE).write_text(yaml.safe_dump(recipe.dump()))
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    for step in (2, 3):
+        index = Index(
+            step=step,
+            world_size=ranks,
+            shapes=shapes,
+            kinds=["master"],
+            optimizer_steps=step,
+            recipe=recipe.dump(),
+            data={"class_names": NAMES},
+            versions={},
+        )
+        CheckpointStore(folder / CHECKPOINTS).save(index, fragments(model, layout, ranks))
+    return folder
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("whole", 1), ("slices", 3), ("slices", 8), ("shares", 5)])
+@pytest.mark.parametrize("form", ["safetensors", "npz", "timm", "hf"])
+def test_a_run_of_any_stage_and_world(layout, ranks, form, tmp_path, capsys):
+    block = TINY | {"head": "linear"}
+    model = valued(described(block))
+    run = finished_run(tmp_path / "run", model, block, layout, ranks)
+    out = tmp_path / f"out{ {'npz': '.npz', 'hf': ''}.get(form, '.safetensors') }"
+    run_export(str(run), form, out, step=2 if form == "npz" else None)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert f"wrote {out}:" in (said := capsys.readouterr().out) and f"{count:,} parameters" in said
+    again = described(block).build().to_empty(device="cpu")
+    load_weights(again, open_weights(out))
+    assert differing(model, again) == []
+    if form == "hf":
+        assert json.loads((out / "config.json").read_text())["id2label"] == {str(i): n for i, n in enumerate(NAMES)}
+    if form == "safetensors":
+        assert describe(open_weights(out)).class_names == NAMES
+
+
+def test_a_run_s_mistakes(tmp_path):
+    block = TINY | {"head": "pretrain"}
+    run = finished_run(tmp_path / "run", valued(described(block)), block, "whole", 1)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 9"):
+        run_export(str(run), "npz", tmp_path / "a.npz", step=9)
+    with pytest.raises(RecipeError, match="--drop-head"):
+        run_export(str(run), "timm", tmp_path / "a.safetensors")
+    with pytest.raises(RecipeError, match=r"--num-classes, --seed: .* is a run"):
+        run_export(str(run), "npz", tmp_path / "a.npz", seed=1, num_classes=3)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    run_export(str(run), "timm", tmp_path / "a.safetensors", drop_head=True)
+    assert not {"head.weight", "pre_logits.weight"} & open_weights(tmp_path / "a.safetensors").entries.keys()
+
+
+def test_fresh_weights_are_those_that_training_begins_with(tmp_path):
+    run_export("ViT-Ti/16", "timm", tmp_path / "a.safetensors", seed=5, num_classes=3, image_size=32)
+    description = described({"name": "ViT-Ti/16"}, 32, 3)
+    expected = description.build().to_empty(device="cpu")
+    initialise(expected, 5)
+    found = description.build().to_empty(device="cpu")
+    load_weights(found, open_weights(tmp_path / "a.safetensors"), report=lambda note: None)
+    assert differing(expected, found) == []
+
+
+def test_any_format_becomes_any_other(tmp_path):
+    """Round all formats and back: the bytes that came out first come out last."""
+    description = described({"name": "ViT-Ti/16"}, class_names=NAMES)
+    path = write(valued(description), description, "hf", tmp_path)
+    files = {}
+    for turn in (1, 2):
+        for form, suffix in (("npz", ".npz"), ("timm", ".safetensors"), ("safetensors", ".safetensors"), ("hf", "")):
+            out = tmp_path / f"{form}-{turn}{suffix}"
+            own = path.name.startswith("safetensors")
+            run_export(str(path), form, out, model=None if own else "ViT-Ti/16")
+            path = out
+            files[form, turn] = (out / "model.safetensors" if form == "hf" else out).read_bytes()
+    assert all(files[form, 1] == files[form, 2] for form in ("npz", "timm", "safetensors", "hf"))
+    assert files["hf", 1] == (tmp_path / "hf" / "model.safetensors").read_bytes()
+
+
+def test_another_image_size(tmp_path, capsys):
+    run_export("ViT-Ti/16", "npz", tmp_path / "a.npz", num_classes=3, image_size=64)
+    run_export(str(tmp_path / "a.npz"), "timm", tmp_path / "b.safetensors", model="ViT-Ti/16", image_size=96)
+    assert "pos_embedding resampled from (4, 4) to (6, 6)" in capsys.readouterr().out
+    assert open_weights(tmp_path / "b.safetensors").entries["pos_embed"].shape == (1, 37, 192)
+
+
+def test_the_command(tmp_path):
+    done = command("export", "ViT-Ti/16", "--num-classes", "3", "--format", "hf", "--out", tmp_path / "new" / "hf")
+    assert done.returncode == 0, done.stderr
+    size = sum(path.stat().st_size for path in (tmp_path / "new" / "hf").iterdir())
+    assert done.stdout == f"wrote {tmp_path / 'new' / 'hf'}: ViT-Ti/16 as hf, 5,524,995 parameters, {size:,} bytes\n"
+    wrong = command("export", tmp_path / "new" / "hf", "--model", "ViT-S/16", "--format", "npz", "--out", "a.npz")
+    assert wrong.returncode == 3 and "vit.layernorm.weight has shape (192,), the model's is (384,)" in wrong.stderr
+    assert "Traceback" not in wrong.stderr and wrong.stderr.count("error:") == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "form", "out", "options", "words"),
+    [
+        ("ViT-B16", "npz", "a.npz", {"num_classes": 3}, "did you mean 'ViT-B/16'"),
+        ("nowhere.npz", "npz", "a.npz", {"model": "ViT-B/16"}, "there is no such run, file or folder"),
+        ("ViT-B/16", "npz", "a.npz", {}, "need --num-classes"),
+        ("ViT-B/16", "npz", "a.npz", {"num_classes": 3, "step": 3}, "--step"),
+        ("ViT-B/16", "npz", "a.safetensors", {"num_classes": 3}, r"ends in \.npz"),
+        ("ViT-B/16", "hf", "..", {"num_classes": 3}, "name a folder"),
+        ("ViT-B/16", "npz", "a.npz", {"num_classes": 3, "image_size": 8}, "smaller than one patch"),
+        ("Axial-ViT-B/16", "timm", "a.safetensors", {"num_classes": 3}, "not axial attention"),
+        ("ViT-B/16", "timm", "a.safetensors", {"num_classes": 3, "head": "pretrain"}, "--drop-head"),
+    ],
+)
+def test_mistakes(source, form, out, options, words, tmp_path):
+    with pytest.raises(RecipeError, match=words):
+        run_export(source, form, tmp_path / out, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from vitscale.cli.export import run_export
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+out, suffix = Path(sys.argv[1]), {"npz": ".npz", "hf": ""}
+for form in ("safetensors", "timm", "npz", "hf"):
+    run_export("ViT-Ti/16", form, out / f"small-{form}{suffix.get(form, '.safetensors')}", num_classes=3)
+    run_export(str(out / f"small-{form}{suffix.get(form, '.safetensors')}"), "npz", out / f"small-of-{form}.npz",
+               model="ViT-Ti/16")
+before = peak()
+for form in ("safetensors", "timm", "npz", "hf"):
+    path = out / f"large-{form}{suffix.get(form, '.safetensors')}"
+    run_export("ViT-S/16", form, path, num_classes=1000)
+    run_export(str(path), "timm", out / f"of-{form}.safetensors", model="ViT-S/16")
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss counts KiB on Linux")
+def test_no_format_holds_all_weights_at_once(tmp_path):
+    measured = subprocess.run(
+        [sys.executable, "-c", MEASURE, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"MALLOC_ARENA_MAX": "1"},
+    )
+    assert measured.returncode == 0, measured.stderr
+    whole = 22_050_664 * 4
+    assert int(measured.stdout.split()[-1]) < whole / 2

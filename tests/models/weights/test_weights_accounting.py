@@ -1,0 +1,282 @@
+"""Nothing is skipped: every key that is missing, unexpected or of another shape is named; damage is a message."""
+
+import pickle
+
+import pytest
+import torch
+from models.weights.exported import TINY, described, differing, valued, write
+from safetensors.torch import load_file, save_file
+
+from vitscale.errors import CheckpointError, RecipeError, VitscaleError
+from vitscale.models.weights import describe, load_weights, open_weights, parameters, write_weights
+
+# Each format's name of one parameter that every Transformer has.
+NORM = {"safetensors": "norm.weight", "timm": "norm.weight", "hf": "vit.layernorm.weight"}
+HEAD = {"safetensors": "head.weight", "timm": "head.weight", "hf": "classifier.weight"}
+FORMATS = pytest.mark.parametrize("form", list(NORM))
+
+
+def changed(form: str, folder, change) -> tuple:
+    """A model, and the file of its weights after a change to its dictionary of tensors."""
+    description = described(TINY)
+    model = valued(description)
+    path = write(model, description, form, folder)
+    file = path / "model.safetensors" if form == "hf" else path
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    return model, path
+
+
+def refused(model, path, **options) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(model, open_weights(path), **options)
+    return str(caught.value)
+
+
+@FORMATS
+def test_all_that_differs_is_listed(form, tmp_path):
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[NORM[form]]
+        tensors["surplus"] = torch.ones(3)
+        tensors[HEAD[form]] = torch.ones(9, 48)
+        tensors["another"] = torch.ones(2, 2)
+
+    model, path = changed(form, tmp_path, change)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    message = refused(model, path)
+    assert f"missing {NORM[form]} (48,)" in message
+    assert "unexpected surplus (3,)" in message and "unexpected another (2, 2)" in message
+    assert f"{HEAD[form]} has shape (9, 48), the model's is (7, 48)" in message
+    assert "--drop-head" not in message, "it would not help"
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+@FORMATS
+def test_another_number_of_classes_is_refused_unless_the_head_is_dropped(form, tmp_path):
+    description = described(TINY, num_classes=7)
+    path = write(valued(description), description, form, tmp_path)
+    other = valued(described(TINY, num_classes=5), seed=1)
+    before = other.head.weight.detach().clone()
+    message = refused(other, path)
+    assert message.count("has shape") == 2 and "--drop-head" in message
+    load_weights(other, open_weights(path), drop_head=True)
+    assert torch.equal(other.head.weight, before)
+    expected = valued(description)
+    assert torch.equal(other.blocks[1].attention.qkv.weight, expected.blocks[1].attention.qkv.weight)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "npz"])
+def test_pre_logits_are_part_of_the_head(form, tmp_path):
+    description = described(TINY | {"head": "pretrain"})
+    path = write(valued(description), description, form, tmp_path)
+    linear = valued(described(TINY), seed=1)
+    message = refused(linear, path)
+    assert message.count("unexpected pre_logits") == 2 and message.count("\n") == 3 and "--drop-head" in message
+    load_weights(linear, open_weights(path), drop_head=True)
+    pretrain = described(TINY | {"head": "pretrain"}, num_classes=5).build()
+    readers = parameters(pretrain, open_weights(path), drop_head=True)
+    assert pretrain.state_dict().keys() - readers.keys() == {
+        "head.weight",
+        "head.bias",
+        "pre_logits.weight",
+        "pre_logits.bias",
+    }
+    no_head = write_without_head(description, form, tmp_path)
+    assert "missing" in refused(linear, no_head)
+    load_weights(linear, open_weights(no_head), drop_head=True)
+
+
+def write_without_head(description, form: str, folder):
+    (folder / "headless").mkdir()
+    return write(valued(description), description, form, folder / "headless", drop_head=True)
+
+
+def test_a_file_without_a_head_knows_it(tmp_path):
+    description = described(TINY, class_names=[str(i) for i in range(7)])
+    found = describe(open_weights(write(valued(description), description, "safetensors", tmp_path, drop_head=True)))
+    assert found.num_classes is None and found.class_names is None
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "{",
+        "[]",
+        '{"version": 9}',
+        '{"version": 1, "model": {}}',
+        '{"version": 1, "model": "ViT", "image_size": 64, "num_classes": 7, "class_names": null}',
+        '{"version": 1, "model": {"name": "ViT-X"}, "image_size": 64, "num_classes": 7, "class_names": null}',
+        '{"version": 1, "model": {"name": "ViT-B/16"}, "image_size": "64", "num_classes": 7, "class_names": null}',
+        '{"version": 1, "model": {"name": "ViT-B/16"}, "image_size": 64, "num_classes": "7", "class_names": null}',
+        '{"version": 1, "model": {"name": "ViT-B/16"}, "image_size": 64, "num_classes": 7, "class_names": ["a"]}',
+    ],
+)
+def test_a_damaged_description(said, tmp_path):
+    save_file({"embedding.weight": torch.ones(2)}, tmp_path / "a.safetensors", {"vitscale": said})
+    with pytest.raises(VitscaleError):
+        describe(open_weights(tmp_path / "a.safetensors"), "ViT-B/16").build()
+
+
+@pytest.mark.parametrize(
+    ("position", "names"),
+    [
+        ({"kind": "1d"}, ["pos_embedding"]),
+        ({"kind": "2d"}, ["pos_embedding.x", "pos_embedding.y"]),
+        ({"kind": "2d", "at": "every_layer"}, ["blocks.0.pos_embedding.x", "blocks.1.pos_embedding.y"]),
+    ],
+)
+def test_positions_fit_another_resolution(position, names, tmp_path):
+    small, large = (described(TINY | {"position": position}, size) for size in (40, 72))
+    model = valued(small)
+    notes: list[str] = []
+    again = valued(large, seed=1)
+    load_weights(again, open_weights(write(model, small, "safetensors", tmp_path)), report=notes.append)
+    assert len(notes) == sum("pos_embedding" in n and not n.endswith("cls") for n, _ in model.named_parameters())
+    ours, theirs = dict(model.named_parameters()), dict(again.named_parameters())
+    for name in names:  # 5 positions a side become 9: every second one is an old one
+        old, new = ours[name], theirs[name]
+        if old.ndim == 3:
+            old, new = old[0, 1:].view(5, 5, 48), new[0, 1:].view(9, 9, 48)[::2]
+            new = new[:, ::2]
+        else:
+            new = new[::2]
+        assert torch.allclose(old, new, atol=1e-6)
+    assert torch.equal(ours["cls"], theirs["cls"])
+
+
+def test_relative_positions_do_not(tmp_path):
+    small, large = (described(TINY | {"position": {"kind": "relative"}}, size) for size in (40, 72))
+    path = write(valued(small), small, "safetensors", tmp_path)
+    assert refused(valued(large), path).count("attention.relative has shape") == 2
+
+
+def test_a_grid_that_is_no_square_is_of_another_shape(tmp_path):
+    model, path = changed("timm", tmp_path, lambda tensors: tensors.update(pos_embed=torch.ones(1, 1 + 48, 48)))
+    assert "pos_embed has shape (1, 49, 48), the model's is (1, 65, 48)" in refused(model, path)
+
+
+def test_a_class_token_too_many(tmp_path):
+    description = described(TINY)
+    path = write(valued(description), description, "timm", tmp_path)
+    message = refused(valued(described(TINY | {"pool": "mean"})), path)
+    assert "unexpected cls_token" in message and "pos_embed has shape" in message
+
+
+def test_fp16_and_bf16_are_read_and_integers_are_not(tmp_path):
+    def halve(tensors: dict[str, torch.Tensor]) -> None:
+        tensors |= {key: value.bfloat16() for key, value in tensors.items()}
+        tensors["norm.weight"] = tensors["norm.weight"].half()
+
+    model, path = changed("timm", tmp_path, halve)
+    expected = {name: parameter.bfloat16().float() for name, parameter in model.named_parameters()}
+    load_weights(model, open_weights(path))
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
+    path.unlink()
+    model, path = changed("timm", tmp_path, lambda tensors: tensors.update({"norm.bias": torch.ones(48).int()}))
+    assert "norm.bias has type torch.int32" in refused(model, path)
+
+
+def test_a_model_in_bf16_is_given_its_dtype(tmp_path):
+    description = described(TINY)
+    model = valued(description)
+    again = described(TINY).build().to_empty(device="cpu").bfloat16()
+    load_weights(again, open_weights(write(model, description, "npz", tmp_path)))
+    assert differing(model.bfloat16(), again) == [] and again.norm.weight.dtype == torch.bfloat16
+
+
+class Evil:
+    def __reduce__(self):
+        return (print, ("executed",))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.safetensors", b"", "not a safetensors file"),
+        ("a.safetensors", b"\x10" + bytes(30), "not a safetensors file"),
+        ("a.pth", b"nothing of torch's", "cannot be read as tensors alone"),
+        ("a.pth", pickle.dumps({"model": Evil()}, protocol=2), "cannot be read as tensors alone"),
+        ("a.npz", b"PK\x03\x04", "not an .npz, or damaged"),
+        ("a.h5", b"\x89HDF", "weights are in files that end in"),
+        ("a.pt", "torch", "found Tensor"),
+        ("a.bin", "odd", "no tensors are epoch"),
+        ("a.pt", "foreign", "neither ours nor timm's"),
+    ],
+)
+def test_what_is_no_weights(name, content, words, tmp_path, capfd):
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        odd = {"torch": torch.ones(3), "odd": {"a": torch.ones(2), "epoch": 3}, "foreign": {"conv1": torch.ones(2)}}
+        torch.save(odd[content], path)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        open_weights(path)
+    assert str(path) in str(caught.value)
+    assert "executed" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["safetensors", "timm", "hf"])
+def test_truncated_files(form, tmp_path):
+    description = described(TINY)
+    path = write(valued(description), description, form, tmp_path)
+    file = path / "model.safetensors" if form == "hf" else path
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="damaged"):
+        open_weights(path)
+
+
+def test_folders_that_are_none_of_ours(tmp_path):
+    (tmp_path / "readme.md").write_text("nothing")
+    with pytest.raises(CheckpointError, match=r"has a config.json; this one has readme\.md"):
+        open_weights(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "deit"}')
+    with pytest.raises(CheckpointError, match="found 'deit'"):
+        open_weights(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+        open_weights(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}')
+    with pytest.raises(CheckpointError, match="is no file beside it"):
+        open_weights(tmp_path)
+
+
+def test_a_wrong_or_missing_name(tmp_path):
+    description = described({"name": "ViT-Ti/16"})
+    source = open_weights(write(valued(description), description, "timm", tmp_path))
+    with pytest.raises(RecipeError, match="name it: --model"):
+        describe(source)
+    with pytest.raises(RecipeError, match="did you mean 'ViT-"):
+        describe(source, "ViT-Ty/16")
+    for other in ("ViT-S/16", "ViT-Ti/32", "ViT-L/16", "R+ViT-Ti/16", "ResNet50x1"):
+        with pytest.raises(CheckpointError, match="of another model"):
+            load_weights(describe(source, other).build(), source)
+    with pytest.raises(RecipeError, match="not axial attention"):
+        load_weights(describe(source, "Axial-ViT-B/16").build(), source)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "npz", "timm", "hf"])
+def test_nothing_is_overwritten_and_a_failure_leaves_nothing(form, tmp_path):
+    description = described(TINY)
+    model = valued(description)
+    path = write(model, description, form, tmp_path)
+    with pytest.raises(RecipeError, match="is there already"):
+        write(model, description, form, tmp_path)
+    if form != "hf":
+        with pytest.raises(RecipeError, match="ends in"):
+            write_weights(tmp_path / "weights", form, description, dict(model.named_parameters()).__getitem__)
+
+    def breaks(name: str) -> torch.Tensor:
+        if name == "norm.bias":
+            raise CheckpointError("broken off")
+        return model.get_parameter(name).detach()
+
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(VitscaleError, match="broken off"):
+        write_weights(empty / path.name, form, description, breaks)
+    assert list(empty.iterdir()) == []
+    if form == "hf":
+        write_weights(empty, form, description, lambda name: model.get_parameter(name).detach())
+        assert (empty / "config.json").is_file()

@@ -1,0 +1,260 @@
+"""Our exports in the libraries they are for: strict keys, and logits within 1e-4 of ours from the same weights."""
+
+import logging
+import warnings
+from functools import partial
+
+import numpy as np
+import peers  # noqa: F401 (makes timm importable)
+import pytest
+import torch
+from models.small_models import images, on_meta
+from models.test_every_model import TIMM_NAMES
+from models.weights.exported import TINY, described, valued, write
+from PIL import Image
+from safetensors.torch import load_file
+
+from vitscale.errors import CheckpointError, RecipeError
+from vitscale.models.weights import describe, load_weights, open_weights
+from vitscale.models.weights.table import table, their_shapes
+
+timm = pytest.importorskip("timm")
+SIZE, CLASSES = 64, 7
+TANH = {"act_layer": "gelu_tanh"}
+MEAN = {"global_pool": "avg", "class_token": False, "fc_norm": False}
+OF_TIMM = [
+    ({"name": "ViT-Ti/16"}, "vit_tiny_patch16_224", {"img_size": SIZE} | TANH),
+    ({"name": "ViT-S/32", "pool": "mean"}, "vit_small_patch32_224", {"img_size": SIZE} | TANH | MEAN),
+    ({"name": "R+ViT-Ti/16"}, "vit_tiny_r_s16_p8_224", {"img_size": SIZE} | TANH),
+    ({"name": "R50+ViT-B/16"}, "vit_base_r50_s16_224", {"img_size": SIZE} | TANH),
+    ({"name": "ResNet50x1"}, "resnetv2_50x1_bit", {}),
+]
+of_timm = pytest.mark.parametrize(("block", "timm_name", "options"), OF_TIMM, ids=[case[1] for case in OF_TIMM])
+
+
+def timm_model(name: str, options: dict) -> torch.nn.Module:
+    return timm.create_model(name, num_classes=CLASSES, **options).eval()
+
+
+def prepared(block: dict):
+    """Our model with every parameter random; weights large enough that nobody's eps matters."""
+    description = described(block, SIZE, CLASSES)
+    model = valued(description)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 4:
+                parameter.mul_(parameter[0].numel() ** 0.5)
+    return description, model
+
+
+def assert_equal_logits(model: torch.nn.Module, peer: torch.nn.Module) -> None:
+    pixels = images(SIZE)
+    with torch.no_grad():
+        ours = model(pixels)
+        theirs = peer(pixels.permute(0, 3, 1, 2))
+    theirs = getattr(theirs, "logits", theirs)
+    assert ours.std() > 0.1
+    assert (ours - theirs).abs().max() < 1e-4
+
+
+@of_timm
+def test_timm_computes_our_logits(block, timm_name, options, tmp_path):
+    description, model = prepared(block)
+    peer = timm_model(timm_name, options)
+    peer.load_state_dict(load_file(write(model, description, "timm", tmp_path)), strict=True)
+    assert_equal_logits(model, peer)
+
+
+@of_timm
+def test_timm_s_reader_of_google_s_files_reads_ours(block, timm_name, options, tmp_path):
+    description, model = prepared(block)
+    peer = timm_model(timm_name, options)
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.fill_(torch.nan)
+    peer.load_pretrained(str(write(model, description, "npz", tmp_path)))
+    assert_equal_logits(model, peer)
+
+
+@of_timm
+def test_timm_s_weights_in_our_model(block, timm_name, options, tmp_path):
+    """The way in: a file that timm's user saved by torch.save, wrapped and prefixed as trainers do it."""
+    _, model = prepared(block)
+    peer = timm_model(timm_name, options)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in peer.named_parameters():
+            # Convolutions are standardised: large weights make the difference between the libraries' eps vanish.
+            std = 1.0 if parameter.ndim == 4 and "proj" not in name and "head" not in name else 0.03
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * std)
+    state = {f"module.{key}": value for key, value in peer.state_dict().items()}
+    torch.save({"state_dict": state, "epoch": 3}, tmp_path / "last.pth")
+    load_weights(model, open_weights(tmp_path / "last.pth"))
+    assert_equal_logits(model, peer)
+
+
+def test_post_activation_resnets_in_timm(tmp_path):
+    from timm.layers import StdConv2dSame
+    from timm.models.resnetv2 import ResNetV2
+
+    description, model = prepared({"blocks": [2, 2, 1], "variant": "v1"})
+    conv = partial(StdConv2dSame, eps=1e-8)
+    peer = ResNetV2([2, 2, 1], (256, 512, 1024), CLASSES, preact=False, stem_type="same", conv_layer=conv).eval()
+    peer.load_state_dict(load_file(write(model, description, "timm", tmp_path)), strict=True)
+    assert_equal_logits(model, peer)
+
+
+@pytest.mark.parametrize(("name", "timm_name"), TIMM_NAMES.items())
+def test_every_key_and_shape_is_timm_s(name, timm_name):
+    model = on_meta(name)
+    with torch.device("meta"):
+        options = {"embed_dim": 384} if name == "ViT-b/32" else {}
+        peer = timm.create_model(timm_name, num_classes=1000, **options)
+    expected = {key: tuple(value.shape) for key, value in peer.state_dict().items()}
+    assert their_shapes(model, table(model, "timm")) == expected
+
+
+@pytest.fixture
+def complaints():
+    """What transformers and Python complain of, as a list that fills."""
+    transformers = pytest.importorskip("transformers")
+    found: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    handler = Keep(logging.WARNING)
+    transformers.utils.logging.get_logger("transformers").addHandler(handler)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+        found += [str(warning.message) for warning in caught]
+    transformers.utils.logging.get_logger("transformers").removeHandler(handler)
+
+
+def opened_by_transformers(folder, complaints: list[str]) -> torch.nn.Module:
+    from transformers import ViTForImageClassification
+
+    peer, info = ViTForImageClassification.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    assert complaints == []
+    return peer.eval()
+
+
+# 60 is no multiple of 8: the last pixels are not seen, and transformers is given the ones that are.
+@pytest.mark.parametrize("size", [64, 60])
+def test_transformers_opens_our_folder_and_computes_our_logits(size, complaints, tmp_path):
+    names = [f"kind {i}" for i in range(CLASSES)]
+    description = described(TINY, size, CLASSES, names)
+    model = valued(description)
+    peer = opened_by_transformers(write(model, description, "hf", tmp_path), complaints)
+    assert [peer.config.id2label[i] for i in range(CLASSES)] == names and peer.config.label2id["kind 3"] == 3
+    seen = size // 8 * 8
+    assert peer.config.image_size == seen
+    pixels = images(size)
+    with torch.no_grad():
+        difference = model(pixels) - peer(pixels.permute(0, 3, 1, 2)[:, :, :seen, :seen]).logits
+    assert difference.abs().max() < 1e-4
+
+
+def test_the_pipeline_of_transformers_prepares_images_as_we_do(complaints, tmp_path):
+    from transformers import pipeline
+
+    names = [f"kind {i}" for i in range(CLASSES)]
+    description = described(TINY, SIZE, CLASSES, names)
+    model = valued(description)
+    classify = pipeline("image-classification", model=str(write(model, description, "hf", tmp_path)), device="cpu")
+    picture = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
+    answers = {answer["label"]: answer["score"] for answer in classify(Image.fromarray(picture), top_k=CLASSES)}
+    with torch.no_grad():
+        pixels = torch.from_numpy(picture)[None].float() / 127.5 - 1
+        expected = model(pixels).softmax(-1)[0]
+    assert answers.keys() == set(names)
+    assert all(answers[name] == pytest.approx(float(expected[i]), abs=1e-4) for i, name in enumerate(names))
+
+
+def test_a_pretraining_head_leaves_transformers_the_representation_alone(complaints, tmp_path):
+    description = described(TINY | {"head": "pretrain"}, SIZE, CLASSES)
+    model = valued(description)
+    with pytest.raises(RecipeError, match=r"pre_logits.weight.*--drop-head"):
+        write(model, description, "hf", tmp_path)
+    peer = opened_by_transformers(write(model, description, "hf", tmp_path, drop_head=True), complaints)
+    seen: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        pixels = images(SIZE)
+        model(pixels, intermediates=seen)
+        output = peer(pixels.permute(0, 3, 1, 2), output_hidden_states=True)
+    assert (output.logits - seen["encoded"][:, 0]).abs().max() < 1e-4  # its classifier is the identity
+
+
+@pytest.mark.parametrize("how", ["saved", "in shards", "modules' names"])
+def test_what_transformers_writes_is_read(how, tmp_path):
+    import transformers
+
+    _, model = prepared({"name": "ViT-Ti/16"})
+    config = transformers.ViTConfig(
+        hidden_size=192,
+        num_hidden_layers=12,
+        num_attention_heads=3,
+        intermediate_size=768,
+        hidden_act="gelu_pytorch_tanh",
+        layer_norm_eps=1e-6,
+        image_size=SIZE,
+        patch_size=16,
+        id2label={i: f"kind {i}" for i in range(CLASSES)},
+        label2id={f"kind {i}": i for i in range(CLASSES)},
+    )
+    peer = transformers.ViTForImageClassification(config).eval()
+    path = tmp_path / "folder"
+    if how == "modules' names":
+        torch.save(peer.state_dict(), path := tmp_path / "state.bin")
+    else:
+        peer.save_pretrained(path, max_shard_size="4MB" if how == "in shards" else "1GB")
+        assert (len(list(path.glob("*.safetensors"))) > 1) == (how == "in shards")
+        assert describe(open_weights(path), "ViT-Ti/16").class_names == [f"kind {i}" for i in range(CLASSES)]
+    notes: list[str] = []
+    load_weights(model, open_weights(path), report=notes.append)
+    assert notes == []
+    assert_equal_logits(model, peer)
+
+
+def test_another_activation_is_told(tmp_path):
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=48, num_hidden_layers=2, num_attention_heads=3, intermediate_size=96, image_size=64, patch_size=8
+    )
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "folder")
+    notes: list[str] = []
+    description = described(TINY, 64, 2)
+    load_weights(valued(description), open_weights(tmp_path / "folder"), report=notes.append)
+    assert len(notes) == 1 and "'gelu'" in notes[0] and "1e-12" in notes[0]
+
+
+def test_the_headless_model_of_transformers(tmp_path):
+    """Its names have no `vit.` before them, and its pooler is the dense layer of a pre-training head."""
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=96,
+        hidden_act="gelu_pytorch_tanh",
+        layer_norm_eps=1e-6,
+        image_size=SIZE,
+        patch_size=8,
+    )
+    peer = transformers.ViTModel(config).eval()
+    peer.save_pretrained(tmp_path / "folder")
+    source = open_weights(tmp_path / "folder")
+    _, model = prepared(TINY)
+    with pytest.raises(CheckpointError, match=r"unexpected pooler.dense.weight(.|\n)*--drop-head"):
+        load_weights(model, source)
+    load_weights(model, source, drop_head=True)
+    seen: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        model(images(SIZE), intermediates=seen)
+        expected = peer(images(SIZE).permute(0, 3, 1, 2)).last_hidden_state
+    assert (seen["encoded"] - expected).abs().max() < 1e-4

@@ -1,0 +1,24 @@
+"""Weights in and out of every format: Google's `.npz`, timm's and transformers', and ours.
+
+A table for each family says what our parameters are called in a format and how their values are laid out there; it is
+read in both directions. Reading and writing hold one parameter at a time.
+"""
+
+from vitscale.models.weights.description import Description, describe, named
+from vitscale.models.weights.opening import open_weights
+from vitscale.models.weights.reading import load_weights, parameters
+from vitscale.models.weights.rules import Format
+from vitscale.models.weights.source import Source
+from vitscale.models.weights.writing import write_weights
+
+__all__ = [
+    "Description",
+    "Format",
+    "Source",
+    "describe",
+    "load_weights",
+    "named",
+    "open_weights",
+    "parameters",
+    "write_weights",
+]

@@ -1,0 +1,49 @@
+"""Which format a file or folder has, by its name and its keys."""
+
+from pathlib import Path
+
+from vitscale.errors import CheckpointError
+from vitscale.models.weights import huggingface
+from vitscale.models.weights.npz import read_npz
+from vitscale.models.weights.source import Source, rename, some
+from vitscale.models.weights.torch_files import SAFETENSORS, TORCH_SUFFIXES, read_safetensors, read_torch
+
+# A key that every file of a format has, for Transformers and for ResNets.
+_OURS = {"embedding.weight", "features.root.conv.weight"}
+_TIMM = {"patch_embed.proj.weight", "stem.conv.weight"}
+
+
+def open_weights(path: Path) -> Source:
+    """The weights in a file or folder of any format that we know; nothing but names and shapes is read yet.
+
+    Formats: Google's `.npz`; a folder of transformers'; `.safetensors`, `.pth`, `.pt` and `.bin` with our names,
+    timm's or transformers'.
+
+    Raises `CheckpointError` for what is damaged, pickled or of no known format, saying what was seen.
+    """
+    if path.is_dir():
+        if (path / huggingface.CONFIG).is_file():
+            return huggingface.read_folder(path)
+        seen = some(sorted(entry.name for entry in path.iterdir())) or "nothing"
+        raise CheckpointError(f"{path}: a folder of weights has a {huggingface.CONFIG}; this one has {seen}")
+    if not path.is_file():
+        raise CheckpointError(f"{path}: there is no such file or folder")
+    if path.suffix == ".npz":
+        return read_npz(path)
+    if path.suffix == SAFETENSORS:
+        entries, metadata = read_safetensors(path)
+    elif path.suffix in TORCH_SUFFIXES:
+        entries, metadata = read_torch(path), {}
+    else:
+        known = ", ".join((".npz", SAFETENSORS, *TORCH_SUFFIXES))
+        raise CheckpointError(f"{path}: weights are in files that end in {known}, or in a folder of transformers")
+    if _OURS & entries.keys():
+        return Source(path, "safetensors", entries, metadata)
+    if _TIMM & entries.keys():
+        return Source(path, "timm", entries)
+    if any(map(huggingface.is_key, entries)):
+        return Source(path, "hf", rename(path, entries, huggingface.file_name))
+    raise CheckpointError(
+        f"{path}: the names are neither ours nor timm's nor those of transformers' Vision Transformer; "
+        f"there is none of {', '.join(sorted(_OURS | _TIMM))}; it has {some(sorted(entries)) or 'no tensors'}"
+    )

@@ -1,0 +1,126 @@
+"""From a source to our parameters: every key accounted for, one parameter computed at a time."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vitscale.errors import CheckpointError
+from vitscale.models.build import Model
+from vitscale.models.positions import resample_positions
+from vitscale.models.vit import ViT
+from vitscale.models.weights.rules import Rule
+from vitscale.models.weights.source import Source
+from vitscale.models.weights.table import HEAD, table, their_shapes
+
+Report = Callable[[str], None]
+
+# Keys that only a head has: what `drop_head` may leave unread. transformers' pooler is the authors' pre_logits.
+_HEAD_KEYS = {
+    "safetensors": ("head.", "pre_logits."),
+    "npz": ("head/", "pre_logits/", "resnet/head/"),
+    "timm": ("head.", "pre_logits."),
+    "hf": ("classifier.", "vit.pooler."),
+}
+
+
+def parameters(
+    model: Model, source: Source, drop_head: bool = False, report: Report = print
+) -> dict[str, Callable[[], Tensor]]:
+    """Our parameter's name -> how to read it: fp32, on the CPU, in the model's shape.
+
+    Args:
+        model: holds the shapes; its values, if it has any, are not looked at.
+        source: of any format.
+        drop_head: leave out the output layer and `pre_logits`, whatever the source has of them.
+        report: is told what is worth knowing: positions resampled, a head of zeros, what the source has besides.
+
+    Position embeddings of another resolution are resampled (section 3.2). Raises `CheckpointError` listing every other
+    key that is missing, unexpected or of another shape, and `RecipeError` where the format cannot hold the model.
+    """
+    names = [name for name, _ in model.named_parameters() if not (drop_head and name in HEAD)]
+    rules = {rule.ours: rule for rule in table(model, source.form) if rule.ours in names}
+    _account(model, source, rules, names, drop_head)
+    for note in source.notes:
+        report(f"{source.path}: {note}")
+    return {name: _reader(model, source, rules[name], report) for name in names}
+
+
+def load_weights(model: Model, source: Source, drop_head: bool = False, report: Report = print) -> None:
+    """Give a model that holds whole parameters, in any dtype, the values of a source; see `parameters`.
+
+    With `drop_head` the output layer and `pre_logits` keep the values that they have.
+    """
+    readers = parameters(model, source, drop_head, report)
+    ours = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, read in readers.items():
+            ours[name].copy_(read())
+
+
+def _account(model: Model, source: Source, rules: dict[str, Rule], names: list[str], drop_head: bool) -> None:
+    expected = their_shapes(model, list(rules.values()))
+    resizable = {rule.theirs[0] for rule in rules.values() if _old_grid(model, source, rule) is not None}
+    dropped = _HEAD_KEYS[source.form] if drop_head else None
+    # (name in the table, what is wrong)
+    problems = [(name, f"missing {name}: this format has no place for it") for name in names if name not in rules]
+    for key, shape in expected.items():
+        entry = source.entries.get(key)
+        if entry is None:
+            problems.append((key, f"missing {key} {shape}"))
+        elif entry.shape != shape and key not in resizable:
+            problems.append((key, f"{entry.key} has shape {entry.shape}, the model's is {shape}"))
+    for key, entry in source.entries.items():
+        if key not in expected and not (dropped and key.startswith(dropped)):
+            problems.append((key, f"unexpected {entry.key} {entry.shape}"))
+    if problems:
+        listed = "\n".join(f"  {text}" for _, text in problems)
+        of_head = all(key in HEAD or key.startswith(_HEAD_KEYS[source.form]) for key, _ in problems)
+        advice = "\nleave the head out: --drop-head" if of_head else ""
+        raise CheckpointError(f"{source.path} ({source.form}) is of another model:\n{listed}{advice}")
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Old and new (rows, columns) of position embeddings, and whether the class token's comes before them."""
+
+    old: tuple[int, int]
+    new: tuple[int, int]
+    class_token: bool
+
+
+def _old_grid(model: Model, source: Source, rule: Rule) -> _Grid | None:
+    """How the source's position embeddings differ from the model's; None where they do not, or by more than size."""
+    entry = source.entries.get(rule.theirs[0])
+    last = rule.ours.rpartition(".")[2]
+    if entry is None or not isinstance(model, ViT) or "pos_embedding" not in rule.ours or last == "cls":
+        return None
+    shape, grid = entry.shape, model.shape.grid(model.image_size)
+    if last in ("x", "y"):  # one axis of a 2d table: (rows, D / 2)
+        of_this_kind = len(shape) == 2 and shape[1] == model.shape.width // 2 and shape[0] > 0
+        return _Grid((shape[0], 1), (grid, 1), False) if of_this_kind and shape[0] != grid else None
+    class_token = model.cls is not None
+    if len(shape) != 3 or (shape[0], shape[2]) != (1, model.shape.width) or shape[1] <= class_token:
+        return None
+    side = math.isqrt(shape[1] - class_token)
+    if side**2 != shape[1] - class_token or side == grid:
+        return None
+    return _Grid((side, side), (grid, grid), class_token)
+
+
+def _reader(model: Model, source: Source, rule: Rule, report: Report) -> Callable[[], Tensor]:
+    def read() -> Tensor:
+        value = rule.join(tuple(source.entries[key].read() for key in rule.theirs))
+        if rule.ours == "head.weight" and not value.any():
+            report(f"{source.path}: every weight of the head is zero, as in the released ImageNet-21k originals")
+        grid = _old_grid(model, source, rule)
+        if grid is None:
+            return value.contiguous()
+        report(f"{source.path}: {rule.ours} resampled from {grid.old} to {grid.new} positions")
+        table = value if value.ndim == 3 else value.unsqueeze(0)
+        resampled = resample_positions(table, grid.old, grid.new, grid.class_token)
+        return resampled if value.ndim == 3 else resampled.squeeze(0)
+
+    return read

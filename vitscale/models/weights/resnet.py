@@ -1,0 +1,85 @@
+"""The converter of the ResNets (BiT), and of the stems of hybrids."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from vitscale.architectures import ResNetShape
+from vitscale.models.resnet import ResNet
+from vitscale.models.weights.rules import Format, Rule, as_conv, as_flax_conv, flax_conv, flax_norm, renamed, same
+
+
+def refusal(shape: ResNetShape, form: Format) -> str | None:
+    """Why a format cannot hold this ResNet; None where it can."""
+    if form == "hf":
+        return "hf holds Vision Transformers with a class token"
+    if shape.mixing == "axial":
+        return f"{form} holds ResNets with 3x3 convolutions, not axial attention; use safetensors"
+    if form == "npz" and shape.variant == "v1":
+        return "npz holds pre-activation ResNets (BiT, variant v2); this one is v1"
+    return None
+
+
+def resnet_rules(model: ResNet, form: Format) -> list[Rule]:
+    """Every parameter of a ResNet in a format that can hold it."""
+    if form == "timm":
+        final = renamed("norm", "norm") if model.norm is not None else []
+        return [*timm_features(model.features, "features.", ""), *final, *as_conv("head", "head.fc")]
+    return [
+        *_bit_features(model.features),
+        *flax_norm("norm", "resnet/group_norm", "gamma", "beta"),
+        *as_flax_conv("head", "resnet/head/conv2d"),
+    ]
+
+
+def timm_features(features: nn.Module, ours: str, theirs: str) -> Iterator[Rule]:
+    """Root and stages in timm; `ours` and `theirs` precede the names."""
+    renames = {"proj": "downsample.conv", "proj_norm": "downsample.norm"}
+    # timm has the root of a stem without stages (R+ViT-Ti/16) in the place of the whole ResNet.
+    root = "stem." if any(name.startswith("stages.") for name, _ in features.named_parameters()) else ""
+    for name, _ in features.named_parameters():
+        place, layer, kind = name.rsplit(".", 2)
+        if place == "root":
+            place = f"{root}{layer}"
+        else:
+            _, stage, unit = place.split(".")
+            place = f"stages.{stage}.blocks.{unit}.{renames.get(layer, layer)}"
+        yield same(f"{ours}{name}", f"{theirs}{place}.{kind}")
+
+
+def flax_stem(features: nn.Module, ours: str) -> Iterator[Rule]:
+    """Root and stages of a hybrid in Google's .npz."""
+    renames = {"proj": "conv_proj", "proj_norm": "gn_proj", "norm1": "gn1", "norm2": "gn2", "norm3": "gn3"}
+    for place, layer in _layers(features):
+        if place == "root":
+            theirs = {"conv": "conv_root", "norm": "gn_root"}[layer]
+        else:
+            _, stage, unit = place.split(".")
+            theirs = f"block{int(stage) + 1}/unit{int(unit) + 1}/{renames.get(layer, layer)}"
+        name = f"{ours}{place}.{layer}"
+        yield from flax_norm(name, theirs) if "norm" in layer else [flax_conv(name, theirs)]
+
+
+def _bit_features(features: nn.Module) -> Iterator[Rule]:
+    """Root and stages in BiT's .npz: the three convolutions of a unit are a, b and c."""
+    letters = {"1": "a", "2": "b", "3": "c"}
+    for place, layer in _layers(features):
+        name = f"features.{place}.{layer}"
+        if place == "root":
+            yield flax_conv(name, "resnet/root_block/standardized_conv2d")
+            continue
+        _, stage, unit = place.split(".")
+        theirs = f"resnet/block{int(stage) + 1}/unit{int(unit) + 1:02d}"
+        theirs += "/a/proj" if layer == "proj" else f"/{letters[layer[-1]]}"
+        if "norm" in layer:
+            yield from flax_norm(name, f"{theirs}/group_norm", "gamma", "beta")
+        else:
+            yield flax_conv(name, f"{theirs}/standardized_conv2d")
+
+
+def _layers(features: nn.Module) -> Iterator[tuple[str, str]]:
+    """(place, layer) of every convolution and norm: `root` or `stages.S.U`, and `conv1`, `norm1`, `proj` ..."""
+    for name, _ in features.named_parameters():
+        place, layer, kind = name.rsplit(".", 2)
+        if kind == "weight":
+            yield place, layer

@@ -1,0 +1,146 @@
+"""One rule of a converter: a parameter of ours, what it is called elsewhere, and how its values are laid out there.
+
+A rule works in both directions, so that one table serves import and export. On meta tensors it tells shapes.
+
+Shape legend: D width, H heads, d = D / H, P patch size, C channels, K classes, O I outputs and inputs of a layer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, cat
+
+Format = Literal["safetensors", "npz", "timm", "hf"]
+"""`safetensors` is ours; `npz` is Google's, `timm` a state dict of timm's, `hf` a folder of transformers'."""
+
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Our parameter `ours` is `theirs`: one array or several.
+
+    `split` takes our tensor to theirs, in the order of `theirs`; `join` is its inverse.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    split: Callable[[Tensor], Tensors]
+    join: Callable[[Tensors], Tensor]
+
+
+def same(ours: str, theirs: str) -> Rule:
+    """Another name alone."""
+    return _one(ours, theirs, lambda value: value, lambda value: value)
+
+
+def renamed(ours: str, theirs: str) -> list[Rule]:
+    """A layer with weight and bias under another name."""
+    return [same(f"{ours}.{kind}", f"{theirs}.{kind}") for kind in ("weight", "bias")]
+
+
+def flax_dense(ours: str, theirs: str) -> list[Rule]:
+    """weight (O, I) <-> kernel (I, O)."""
+    return [_one(f"{ours}.weight", f"{theirs}/kernel", _transpose, _transpose), same(f"{ours}.bias", f"{theirs}/bias")]
+
+
+def flax_conv(ours: str, theirs: str) -> Rule:
+    """weight (O, I, h, w) <-> kernel (h, w, I, O)."""
+    return _one(
+        f"{ours}.weight",
+        f"{theirs}/kernel",
+        lambda value: value.permute(2, 3, 1, 0),
+        lambda value: value.permute(3, 2, 0, 1),
+    )
+
+
+def flax_norm(ours: str, theirs: str, scale: str = "scale", bias: str = "bias") -> list[Rule]:
+    """weight and bias <-> scale and bias, or what else they are called."""
+    return [same(f"{ours}.weight", f"{theirs}/{scale}"), same(f"{ours}.bias", f"{theirs}/{bias}")]
+
+
+def flax_patches(ours: str, theirs: str, patch_size: int) -> list[Rule]:
+    """weight (D, P*P*C) in height-width-channel order <-> kernel (P, P, C, D)."""
+    P = patch_size
+    kernel = _one(
+        f"{ours}.weight",
+        f"{theirs}/kernel",
+        lambda value: value.T.reshape(P, P, -1, len(value)),
+        lambda value: value.reshape(-1, value.shape[-1]).T,
+    )
+    return [kernel, same(f"{ours}.bias", f"{theirs}/bias")]
+
+
+def flax_attention(ours: str, theirs: str, num_heads: int) -> list[Rule]:
+    """qkv (3D, D) and out (D, D) <-> query, key and value (D, H, d), out (H, d, D), and their biases."""
+    words = ("query", "key", "value")
+    weight = Rule(
+        f"{ours}.qkv.weight",
+        tuple(f"{theirs}/{word}/kernel" for word in words),
+        lambda value: tuple(part.T.reshape(part.shape[1], num_heads, -1) for part in value.chunk(3)),
+        lambda values: cat([value.flatten(1).T for value in values]),
+    )
+    bias = Rule(
+        f"{ours}.qkv.bias",
+        tuple(f"{theirs}/{word}/bias" for word in words),
+        lambda value: tuple(part.view(num_heads, -1) for part in value.chunk(3)),
+        lambda values: cat([value.flatten() for value in values]),
+    )
+    out = _one(
+        f"{ours}.out.weight",
+        f"{theirs}/out/kernel",
+        lambda value: value.T.reshape(num_heads, -1, len(value)),
+        lambda value: value.flatten(0, 1).T,
+    )
+    return [weight, bias, out, same(f"{ours}.out.bias", f"{theirs}/out/bias")]
+
+
+def torch_patches(ours: str, theirs: str, patch_size: int) -> list[Rule]:
+    """weight (D, P*P*C) in height-width-channel order <-> weight (D, C, P, P)."""
+    P = patch_size
+    weight = _one(
+        f"{ours}.weight",
+        f"{theirs}.weight",
+        lambda value: value.view(len(value), P, P, -1).permute(0, 3, 1, 2),
+        lambda value: value.permute(0, 2, 3, 1).flatten(1),
+    )
+    return [weight, same(f"{ours}.bias", f"{theirs}.bias")]
+
+
+def in_thirds(ours: str, theirs: tuple[str, str, str]) -> list[Rule]:
+    """A layer of three stacked parts <-> three layers."""
+    return [
+        Rule(f"{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs), lambda value: value.chunk(3), cat)
+        for kind in ("weight", "bias")
+    ]
+
+
+def as_conv(ours: str, theirs: str) -> list[Rule]:
+    """weight (O, I) <-> weight (O, I, 1, 1)."""
+    weight = _one(
+        f"{ours}.weight",
+        f"{theirs}.weight",
+        lambda value: value[:, :, None, None],
+        lambda value: value.flatten(1),
+    )
+    return [weight, same(f"{ours}.bias", f"{theirs}.bias")]
+
+
+def as_flax_conv(ours: str, theirs: str) -> list[Rule]:
+    """weight (O, I) <-> kernel (1, 1, I, O)."""
+    kernel = _one(
+        f"{ours}.weight",
+        f"{theirs}/kernel",
+        lambda value: value.T[None, None],
+        lambda value: value.flatten(0, 2).T,
+    )
+    return [kernel, same(f"{ours}.bias", f"{theirs}/bias")]
+
+
+def _one(ours: str, theirs: str, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Rule:
+    return Rule(ours, (theirs,), lambda value: (there(value),), lambda values: back(values[0]))
+
+
+def _transpose(value: Tensor) -> Tensor:
+    return value.T

@@ -1,0 +1,57 @@
+"""Weights on disk as names and shapes, read one tensor at a time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from vitscale.errors import CheckpointError
+from vitscale.models.weights.rules import Format
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One array of a file: its key there, its shape, and how to read it (fp32, on the CPU)."""
+
+    key: str
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+    def changed(self, shape: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> "Entry":
+        """The same array with another layout."""
+        return replace(self, shape=shape, read=lambda: change(self.read()))
+
+
+@dataclass(frozen=True)
+class Source:
+    """The weights in one file or folder, under the names that our table of its format uses.
+
+    Args:
+        path: of the file or folder.
+        form: its format.
+        entries: name in the table -> array.
+        metadata: what our own files say of their model; empty in other formats.
+        notes: what a reader should know: what was left unread, and what the file says that we compute otherwise.
+    """
+
+    path: Path
+    form: Format
+    entries: dict[str, Entry]
+    metadata: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def rename(path: Path, entries: dict[str, Entry], new_name: Callable[[str], str]) -> dict[str, Entry]:
+    """The same entries under other names. Raises `CheckpointError` where two of them would have one."""
+    result: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        other = result.setdefault(new_name(name), entry)
+        if other is not entry:
+            raise CheckpointError(f"{path}: {other.key} and {entry.key} are two names of one parameter")
+    return result
+
+
+def some(keys: list[str], limit: int = 8) -> str:
+    """The first of many keys, for a message."""
+    return ", ".join(keys[:limit]) + (f", ... ({len(keys)} in all)" if len(keys) > limit else "")

@@ -1,0 +1,35 @@
+"""The converter's table of any model in any format."""
+
+import torch
+
+from vitscale.errors import RecipeError
+from vitscale.models.build import Model
+from vitscale.models.vit import ViT
+from vitscale.models.weights import resnet, vit
+from vitscale.models.weights.rules import Format, Rule, same
+
+HEAD = ("head.weight", "head.bias", "pre_logits.weight", "pre_logits.bias")
+"""Our parameters that `--drop-head` leaves out."""
+
+
+def table(model: Model, form: Format) -> list[Rule]:
+    """One rule for each parameter of a model, `pre_logits` excepted where a format has none.
+
+    Raises `RecipeError` saying what the format can hold.
+    """
+    if form == "safetensors":
+        return [same(name, name) for name, _ in model.named_parameters()]
+    reason = vit.refusal(model, form) if isinstance(model, ViT) else resnet.refusal(model.shape, form)
+    if reason is not None:
+        raise RecipeError(reason)
+    return vit.vit_rules(model, form) if isinstance(model, ViT) else resnet.resnet_rules(model, form)
+
+
+def their_shapes(model: Model, rules: list[Rule]) -> dict[str, tuple[int, ...]]:
+    """Key -> shape of everything that a table of this model speaks of."""
+    ours = {name: torch.empty(parameter.shape, device="meta") for name, parameter in model.named_parameters()}
+    shapes = {}
+    for rule in rules:
+        for key, part in zip(rule.theirs, rule.split(ours[rule.ours]), strict=True):
+            shapes[key] = tuple(part.shape)
+    return shapes

@@ -1,0 +1,113 @@
+"""Tensors in safetensors files, whole or in shards, and in files of torch.save; safetensors written as a stream."""
+
+import json
+import math
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from vitscale.errors import CheckpointError
+from vitscale.models.weights.source import Entry, some
+
+SAFETENSORS = ".safetensors"
+TORCH_SUFFIXES = (".pth", ".pt", ".bin")
+_WRAPPERS = ("state_dict", "model")
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """(entries, metadata) of one file. Raises `CheckpointError`."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a safetensors file, or damaged: {error}") from None
+
+    def read(key: str) -> Tensor:
+        # Opened for each tensor, so that those read before do not stay mapped into memory.
+        with safe_open(path, framework="pt") as file:
+            return _floating(file.get_tensor(key), path, key)
+
+    return {key: Entry(key, shape, partial(read, key)) for key, shape in shapes.items()}, metadata
+
+
+def read_shards(index: Path) -> dict[str, Entry]:
+    """The entries of all files that a `*.safetensors.index.json` names. Raises `CheckpointError`."""
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted({str(name) for name in weight_map.values()})
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index}: not an index of safetensors files: {error!r}") from None
+    entries: dict[str, Entry] = {}
+    for name in files:
+        if Path(name).name != name:
+            raise CheckpointError(f"{index}: {name!r} is no file beside it")
+        entries |= read_safetensors(index.parent / name)[0]
+    if entries.keys() != weight_map.keys():
+        differing = sorted(entries.keys() ^ weight_map.keys())
+        raise CheckpointError(f"{index}: the index and the files differ in {some(differing)}")
+    return entries
+
+
+def read_torch(path: Path) -> dict[str, Entry]:
+    """The state dict in a file of torch.save, bare or under `state_dict` or `model`. Raises `CheckpointError`."""
+    try:
+        with path.open("rb") as file:
+            is_zip = file.read(4) == b"PK\x03\x04"  # else torch's older format, which cannot be mapped into memory
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except Exception as error:  # an unpickler meets damage with whatever error comes first
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise CheckpointError(f"{path}: cannot be read as tensors alone: {reason}") from None
+    for wrapper in _WRAPPERS:
+        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
+            content = content[wrapper]
+            break
+    if not isinstance(content, dict) or not content:
+        raise CheckpointError(f"{path}: expected a state dict, found {type(content).__name__}")
+    foreign = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
+    if foreign:
+        raise CheckpointError(
+            f"{path}: expected a state dict, bare or under {' or '.join(_WRAPPERS)}; no tensors are {some(foreign)}"
+        )
+    entries = {
+        key: Entry(key, tuple(value.shape), partial(_floating, value, path, key)) for key, value in content.items()
+    }
+    if all(key.startswith("module.") for key in entries):
+        entries = {key.removeprefix("module."): entry for key, entry in entries.items()}
+    return entries
+
+
+def _floating(value: Tensor, path: Path, key: str) -> Tensor:
+    if not value.is_floating_point():
+        raise CheckpointError(f"{path}: {key} has type {value.dtype}, which is no floating-point type")
+    return value.float()
+
+
+def write_safetensors(
+    file: BinaryIO,
+    shapes: dict[str, tuple[int, ...]],
+    tensors: Iterable[tuple[str, Tensor]],
+    metadata: dict[str, str],
+) -> None:
+    """fp32 tensors in the order of `shapes`, one at a time: the library's own writer wants all of them at once.
+
+    The format: 8 bytes of the header's length, a JSON header of types, shapes and positions, the values.
+    Raises OSError.
+    """
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    position = 0
+    for key, shape in shapes.items():
+        end = position + 4 * math.prod(shape)
+        header[key] = {"dtype": "F32", "shape": shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the values are aligned
+    file.write(len(text).to_bytes(8, "little") + text)
+    for (expected, shape), (key, value) in zip(shapes.items(), tensors, strict=True):
+        assert key == expected and tuple(value.shape) == shape and value.dtype == torch.float32
+        file.write(value.contiguous().numpy().data.cast("B"))
