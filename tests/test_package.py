@@ -23,5 +23,6 @@ def test_a_wheel_holds_every_module_and_recipe_and_nothing_else(tmp_path):
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("vitscale/**/*.py")}
     modules |= {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("data_tools/**/*.py")}
+    modules |= {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("vitscale/**/*.csv")}
     recipes = {f"vitscale/{path.relative_to(REPOSITORY).as_posix()}" for path in REPOSITORY.glob("recipes/**/*.yaml")}
     assert inside == modules | recipes

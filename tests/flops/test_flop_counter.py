@@ -1,4 +1,5 @@
-"""Padding-counted MACs of both passes and the parameters, exactly as torch finds them in our models."""
+"""Padding-counted MACs of both passes, what activation checkpointing repeats of them, and the parameters: exactly as
+torch finds them in our models."""
 
 import pytest
 
@@ -19,7 +20,7 @@ STEM = {"name": "R50+ViT-B/16", "width": 64, "depth": 1, "mlp_dim": 96, "num_hea
 RESNET = {"name": "ResNet50", "blocks": [1, 2, 2]}
 
 
-def recipe_of(model: dict, image_size: int) -> Recipe:
+def recipe_of(model: dict, image_size: int, recompute_every: int = 0) -> Recipe:
     return validate_recipe(
         {
             "model": model,
@@ -27,6 +28,7 @@ def recipe_of(model: dict, image_size: int) -> Recipe:
             "batch": {"global": 1},
             "optimizer": {"name": "adamw", "lr": 1e-3},
             "schedule": {"duration": {"steps": 1}},
+            "parallelism": {"activation_checkpointing": recompute_every},
         },
         "this test",
     )
@@ -97,3 +99,26 @@ def test_variants_of_resnets_at_even_and_odd_sizes(size, variant, mixing):
 )
 def test_sizes_that_do_not_divide(model, size):
     check(recipe_of(model, size))
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize(
+    "model",
+    [
+        SMALL | {"depth": 5},
+        SMALL | {"dropout": 0.1},
+        SMALL | {"pool": "mean", "position": {"kind": "relative"}},
+        AXIAL,
+        STEM | {"depth": 3},
+        RESNET | {"variant": "v1"},
+        RESNET | {"variant": "v2"},
+        RESNET | {"variant": "v1", "mixing": "axial"},
+        RESNET | {"variant": "v2", "mixing": "axial"},
+    ],
+    ids=lambda model: "-".join(str(value) for value in model.values()),
+)
+def test_recomputed_activations(model, every):
+    plain, recomputing = recipe_of(model, 64), recipe_of(model, 64, every)
+    extra = counted(recomputing)[1] - counted(plain)[1]
+    assert extra == 2 * recipe_work(plain, 1000).recomputed(every).macs > 0
+    assert recipe_work(plain, 1000).recomputed(0).macs == 0

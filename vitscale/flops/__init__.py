@@ -3,6 +3,9 @@
 Every model has two figures. Conventional MACs count the taps of convolutions that fall on zero padding, as torch,
 fvcore and timm do: GMACs per image and MFU. Accounting MACs leave them out, as the paper's exaFLOPs do. Without
 convolutions the two are one.
+
+What the paper reports is in `published`; `command` is `vitscale-flops`, and the modules that it alone needs are not
+imported here.
 """
 
 from vitscale.flops.accounting import exaflops, mfu, training_flops_per_image

@@ -4,7 +4,8 @@ Counted are the multiply-adds (MACs) of matrix products and convolutions. Not co
 activations, pooling, residual sums, the standardisation of convolutions' weights.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,8 @@ class Operation:
         accounting_macs: without the taps on zero padding; the paper's exaFLOPs are counted so (see `accounting`).
         params: parameters, biases included.
         input_gradient: whether the backward pass needs the gradient of the input as well. The images need none.
+        recomputed_in: the index of the block whose activations, recomputed in the backward pass, take this operation
+            once more; None where that never happens.
     """
 
     part: str
@@ -24,11 +27,25 @@ class Operation:
     accounting_macs: int
     params: int
     input_gradient: bool = True
+    recomputed_in: int | None = None
 
     @property
     def backward_macs(self) -> int:
         """MACs of the gradients of both factors, or of the weights alone; padding counted."""
         return 2 * self.macs if self.input_gradient else self.macs
+
+
+def block_of(operations: Iterable[Operation], index: int, *, needs_output: bool) -> list[Operation]:
+    """The operations of one block, in order, as activation checkpointing takes them.
+
+    Recomputing stops with the last activation that the backward pass needs. Where that is not the output of the last
+    matrix product (`needs_output`), this product is not computed again.
+    """
+    marked = [replace(operation, recomputed_in=index) for operation in operations]
+    if not needs_output:
+        last = max(position for position, operation in enumerate(marked) if operation.macs)
+        marked[last] = replace(marked[last], recomputed_in=None)
+    return marked
 
 
 def dense(

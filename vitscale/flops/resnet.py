@@ -1,7 +1,7 @@
 """Operations of the ResNets (BiT), as baselines and as stems of hybrids."""
 
 from vitscale.architectures import ResNetShape
-from vitscale.flops.operations import Operation, convolution, dense, parameters, product
+from vitscale.flops.operations import Operation, block_of, convolution, dense, parameters, product
 
 _AXIAL_HEADS = 8
 
@@ -21,28 +21,33 @@ def feature_operations(shape: ResNetShape, image_size: int) -> list[Operation]:
     operations = [convolution("root", image_size, 3, channels, 7, stride=2, input_gradient=False)]
     if shape.variant == "v1":
         operations.append(parameters("root", 2 * channels))
+    units = 0
     for stage, length in enumerate(shape.blocks):
         outputs = 256 * 2**stage * shape.width_factor
         for index in range(length):
             stride = 2 if stage > 0 and index == 0 else 1
-            operations += _unit(shape, f"stage{stage + 1}", channels, outputs, size, stride)
+            unit = _unit(shape, f"stage{stage + 1}", channels, outputs, size, stride)
+            # v1 ends with a norm, which needs its input to go back; v2 with a sum, which does not.
+            operations += block_of(unit, units, needs_output=shape.variant == "v1")
+            units += 1
             channels, size = outputs, -(-size // stride)
     return operations
 
 
 def _unit(shape: ResNetShape, part: str, inputs: int, outputs: int, size: int, stride: int) -> list[Operation]:
-    """One bottleneck unit."""
+    """One bottleneck unit: the shortcut, where it is a convolution, and the three of the residual."""
     middle, out_size = outputs // 4, -(-size // stride)
-    operations = [convolution(part, size, inputs, middle, 1)]
+    normed = inputs + 2 * middle if shape.variant == "v2" else 2 * middle + outputs
+    operations = []
+    if inputs != outputs or stride > 1:
+        operations.append(convolution(part, size, inputs, outputs, 1, stride))
+        normed += outputs if shape.variant == "v1" else 0
+    operations.append(convolution(part, size, inputs, middle, 1))
     if shape.mixing == "axial":
         operations += 2 * _line_attention(part, middle, size)
     else:
         operations.append(convolution(part, size, middle, middle, 3, stride))
     operations.append(convolution(part, out_size, middle, outputs, 1))
-    normed = inputs + 2 * middle if shape.variant == "v2" else 2 * middle + outputs
-    if inputs != outputs or stride > 1:
-        operations.append(convolution(part, size, inputs, outputs, 1, stride))
-        normed += outputs if shape.variant == "v1" else 0
     operations.append(parameters(part, 2 * normed))
     return operations
 

@@ -6,7 +6,7 @@ Shape legend: n patches along one side, N patches, T tokens (N, or N + 1 with a 
 from typing import Literal
 
 from vitscale.architectures import ViTShape
-from vitscale.flops.operations import Operation, dense, parameters, product
+from vitscale.flops.operations import Operation, block_of, dense, parameters, product
 from vitscale.flops.resnet import feature_operations
 
 
@@ -19,6 +19,7 @@ def vit_operations(
     head: Literal["pretrain", "linear"],
     position: Literal["none", "1d", "2d", "relative"],
     position_at: Literal["stem", "every_layer", "shared"],
+    dropout: bool = False,
 ) -> list[Operation]:
     """The operations on one image, in order; the options are those of `models.ViT`.
 
@@ -39,7 +40,9 @@ def vit_operations(
         block = 2 * _block(shape, sequences=n, T=n, relative=relative)
     else:
         block = _block(shape, sequences=1, T=T, relative=relative)
-    operations += shape.depth * block
+    for index in range(shape.depth):
+        # A block ends with the output of its MLP, which only dropout's mask is drawn behind.
+        operations += block_of(block, index, needs_output=dropout)
     operations.append(parameters("norms", 2 * D))
     if head == "pretrain":
         operations.append(dense("pre_logits", 1, D, D))

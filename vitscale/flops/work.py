@@ -37,6 +37,17 @@ class Work:
         """All parameters."""
         return sum(operation.params for operation in self.operations)
 
+    def recomputed(self, every: int) -> "Work":
+        """What the backward pass computes again where the activations of every k-th block are not kept; 0: nothing.
+
+        `every` is the recipe's `parallelism.activation_checkpointing`; blocks and the units of a stem are counted each
+        from their first. What a fused attention computes again on its own account is not in it.
+        """
+        if every == 0:
+            return Work(())
+        again = [one for one in self.operations if one.recomputed_in is not None and one.recomputed_in % every == 0]
+        return Work(tuple(again))
+
     def parts(self) -> dict[str, "Work"]:
         """The breakdown, in the order in which an image meets the parts."""
         parts: dict[str, list[Operation]] = {}
@@ -58,6 +69,7 @@ def model_work(model: Model, image_size: int, num_classes: int) -> Work:
         head=model.head,
         position=model.position.kind,
         position_at=model.position.at,
+        dropout=model.dropout > 0,
     )
     return Work(tuple(operations))
 

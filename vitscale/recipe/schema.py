@@ -80,14 +80,14 @@ class Model(_Block):
     """
 
     name: str | None = None
-    patch_size: int | None = Field(None, ge=1)
-    width: int | None = Field(None, ge=1)
-    depth: int | None = Field(None, ge=1)
-    mlp_dim: int | None = Field(None, ge=1)
-    num_heads: int | None = Field(None, ge=1)
+    patch_size: int | None = Field(None, ge=1, le=8192)
+    width: int | None = Field(None, ge=1, le=2**17)
+    depth: int | None = Field(None, ge=1, le=1024)
+    mlp_dim: int | None = Field(None, ge=1, le=2**19)
+    num_heads: int | None = Field(None, ge=1, le=1024)
     attention: Literal["full", "axial"] | None = Field(None, description="axial: row blocks and column blocks")
-    blocks: list[Annotated[int, Field(ge=1)]] | None = Field(None, max_length=8, description="units of each stage")
-    width_factor: int | None = Field(None, ge=1)
+    blocks: list[Annotated[int, Field(ge=1, le=1024)]] | None = Field(None, max_length=8, description="units a stage")
+    width_factor: int | None = Field(None, ge=1, le=64)
     variant: Literal["v1", "v2"] | None = Field(None, description="of a ResNet: post- or pre-activation, default v2")
     mixing: Literal["conv", "axial"] | None = Field(None, description="in the units of a ResNet, default conv")
     num_classes: int | None = Field(None, ge=1, description="default: the number of class names of data.train")

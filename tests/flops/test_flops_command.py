@@ -1,0 +1,210 @@
+"""`vitscale-flops` as people type it: real processes, what they print, and how mistakes end."""
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# What the entry point does, and a word on stderr where torch came along.
+COMMAND = """
+import sys
+from vitscale.flops.command import main
+try:
+    main()
+finally:
+    if "torch" in sys.modules:
+        print("torch was imported", file=sys.stderr)
+"""
+KEYS = "recipe model epochs tokens params gmacs accounting_gmacs images exaflops published_exaflops"
+KEYS += " published_first_exaflops deviation"
+OUTSIDE = {"b32_jft", "r50_l16_jft"}
+
+
+def flops(*arguments: object, **options) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "VITSCALE_DATA_ROOT"}
+    command = [sys.executable, "-c", COMMAND, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, **options)
+    assert "torch was imported" not in result.stderr and "Traceback" not in result.stderr, result.stderr
+    return result
+
+
+def listed(*arguments: object, **options) -> list[dict]:
+    result = flops(*arguments, "--format", "json", **options)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def grid() -> dict[str, dict]:
+    return {row["recipe"]: row for row in listed()}
+
+
+def test_the_grid_beside_table_6(grid):
+    assert all(" ".join(row) == KEYS for row in grid.values())
+    compared = {name: row["deviation"] for name, row in grid.items() if row["published_exaflops"] is not None}
+    assert len(compared) == 18 and list(grid)[:18] == list(compared)
+    assert {name for name, deviation in compared.items() if abs(deviation) >= 0.015} == OUTSIDE
+
+
+def test_a_row_in_full(grid):
+    """Parameters as the authors' code has them; MACs and exaFLOPs by hand."""
+    macs = 256 * 588 * 1280 + 32 * 257 * (4 * 1280**2 + 2 * 1280 * 5120)
+    macs += 32 * 2 * 257**2 * 1280 + 1280**2 + 1280 * 18_291
+    exaflops = 6 * macs * 14 * 303e6 / 1e18
+    assert grid["h14_jft"] == {
+        "recipe": "h14_jft",
+        "model": "ViT-H/14",
+        "epochs": 14,
+        "tokens": 257,
+        "params": 655_835_251,
+        "gmacs": macs / 1e9,
+        "accounting_gmacs": macs / 1e9,
+        "images": 4_242_000_000,
+        "exaflops": pytest.approx(exaflops, rel=1e-12),
+        "published_exaflops": 4262,
+        "published_first_exaflops": 12826,
+        "deviation": pytest.approx(exaflops / 4262 - 1, rel=1e-9),
+    }
+
+
+def test_other_data_sets_and_lengths(grid):
+    assert grid["b16_i21k"]["images"] == 90 * 14_094_722
+    assert grid["l16_i1k"]["images"] == 300 * 1_281_167
+    assert grid["b32_jft9m"]["images"] == 517_818 * 4096
+    assert grid["b32_jft9m"]["epochs"] == pytest.approx(517_818 * 4096 / 9e6)
+    assert grid["demo"]["exaflops"] is None and grid["demo"]["params"] is None and grid["demo"]["tokens"] == 17
+    assert grid["r50x1_jft"]["tokens"] is None and grid["r50x1_jft"]["accounting_gmacs"] < grid["r50x1_jft"]["gmacs"]
+
+
+def test_only_the_paper_s_own_run_has_a_published_figure(grid):
+    assert {name for name in grid if name.startswith("b16_") and grid[name]["deviation"] is not None} == {"b16_jft"}
+    assert grid["r50x1_sgd_jft"]["deviation"] is None
+    for setting in ("model.pool=mean", "model.position.kind=2d", "model.depth=11", "data.image_size=256"):
+        assert listed("b16_jft", "--set", setting)[0]["published_exaflops"] is None
+    # By what it is, not by its name.
+    assert listed("l16_jft", "--set", "schedule.duration.epochs=14")[0]["published_exaflops"] == 1567
+    hybrid = ["--set", "model.name=R50x1+ViT-B/16"]
+    assert listed("b16_jft", *hybrid)[0]["published_exaflops"] == 274
+    assert listed("b16_jft", "--samples", 1000)[0]["published_exaflops"] is None
+
+
+def test_fine_tuning_at_a_higher_resolution():
+    settings = ["data.image_size=384", "model.head=linear", "model.num_classes=1000", "schedule.duration.steps=20000"]
+    settings += ["batch.global=512", "schedule.warmup.steps=500"]
+    (row,) = listed("b16_jft", *(part for setting in settings for part in ("--set", setting)))
+    # timm lists 55.48 GMACs for vit_base_patch16_384, norms included.
+    assert row["tokens"] == 577 and row["images"] == 20_000 * 512 and row["gmacs"] == pytest.approx(55.48, rel=2e-3)
+
+
+def test_a_dataset_s_own_manifest(tmp_path):
+    manifest = {"schema_version": 1, "fields": ["image"], "num_samples": 70, "class_names": ["a", "b", "c"]}
+    shard = {"path": "s", "samples": 70, "bytes": 1, "sha256": "0" * 64, "xxh3_128": "0" * 32, "first_uid": 0}
+    folder = tmp_path / "digits" / "train"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"shuffle_seed": 0, "shards": [shard]}))
+    (row,) = listed("demo", "--set", f"data.root={tmp_path}")
+    assert row["images"] == 60 * 70
+    (given,) = listed("demo", "--samples", 70, "--set", "model.num_classes=3")
+    assert given == row
+
+
+def test_the_breakdown_is_the_whole():
+    rows = listed("r50_l32_jft", "--breakdown", "--set", "parallelism.activation_checkpointing=1")
+    parts = {row["part"]: row for row in rows}
+    total, again, hardware = parts.pop("model FLOPs"), parts.pop("recomputed"), parts.pop("hardware FLOPs")
+    assert list(parts)[:6] == ["root", "stage1", "stage2", "stage3", "stage4", "patch_embedding"]
+    assert {"qkv", "scores", "out", "mlp", "pre_logits", "head"} < set(parts)
+    for key in ("params", "gmacs", "accounting_gmacs", "exaflops", "share"):
+        assert sum(row[key] for row in parts.values()) == pytest.approx(total[key], rel=1e-12)
+    assert total["share"] == 1
+    # One of the three passes over the units and all of the blocks but the last product of each.
+    blocks = sum(parts[name]["exaflops"] for name in ("stage1", "stage2", "stage3", "stage4", "qkv", "scores", "out"))
+    assert again["exaflops"] == pytest.approx((blocks + parts["mlp"]["exaflops"] / 2) / 3, rel=1e-12)
+    assert hardware["exaflops"] == pytest.approx(total["exaflops"] + again["exaflops"])
+    assert (
+        "recomputes the activations of every block"
+        in flops("b16_jft", "--set", "parallelism.activation_checkpointing=1").stdout
+    )
+
+
+def test_hours_energy_and_cost():
+    (row,) = listed("l16_jft", *("--hardware", "H200", "--devices", 64, "--mfu", 0.45, "--price", 3.5))
+    hours = row["exaflops"] * 1e18 / (64 * 989.4e12 * 0.45) / 3600  # no convolutions: model FLOPs of both kinds agree
+    assert row["hours"] == pytest.approx(hours) and row["device_hours"] == pytest.approx(64 * hours)
+    assert row["energy_kwh"] == pytest.approx(64 * hours * 0.7) and row["cost"] == pytest.approx(64 * hours * 3.5)
+    out = flops("l16_jft", "--hardware", "h200", "--devices", 64, "--mfu", 0.45).stdout
+    assert "NVIDIA H200 datasheet" in out and "bf16" in out and "cost" not in out
+
+
+def test_like_the_paper():
+    rows = {row["recipe"]: row for row in listed("--like-paper") if row["recipe"]}
+    assert rows["h14_jft"]["utilisation"] == pytest.approx(0.32, abs=0.005)
+    assert rows["l16_jft_14ep"]["utilisation"] == pytest.approx(0.43, abs=0.005)
+    assert {row["model"] for row in listed("--like-paper")} >= {"ResNet152x4", "EfficientNet-L2"}
+    # On the paper's own cores, as well used, the core-days come back.
+    (row,) = listed("h14_jft", "--like-paper", "--hardware", "tpuv3", "--devices", 100)
+    assert row["hours"] == pytest.approx(2500 * 24 / 100)
+    (row,) = listed("h14_jft", "--like-paper", "--hardware", "tpuv3", "--devices", 100, "--mfu", 0.64)
+    assert row["hours"] == pytest.approx(2500 * 24 / 100 * rows["h14_jft"]["utilisation"] / 0.64)
+
+
+def test_what_a_budget_buys():
+    rows = listed("--budget", 500)
+    assert all(row["exaflops"] <= 500 for row in rows)
+    assert rows[0]["recipe"] == "r50_l32_jft" and rows[0]["imagenet"] == 85.68
+    assert [row["imagenet"] or 0 for row in rows] == sorted((row["imagenet"] or 0 for row in rows), reverse=True)
+    by_name = {row["recipe"]: row for row in rows}
+    assert by_name["r50x1_sgd_jft"]["table"] == 7 and by_name["r50x1_sgd_jft"]["average_5"] == pytest.approx(88.786)
+    assert by_name["b16_i1k"]["table"] == 5 and by_name["b16_nopos_jft"]["imagenet_5shot"] == 0.61382
+    assert by_name["l16_i21k"]["imagenet"] == by_name["l16_i21k_90ep"]["imagenet"] == 85.15
+    assert "Nothing fits in 1 exaFLOPs; the smallest is b16_jft" in flops("b16_jft", "--budget", 1).stdout
+    assert listed("b16_jft", "--budget", 1) == []
+
+
+def test_csv_and_markdown_and_a_table_of_the_same():
+    (from_json,) = listed("r50x1_jft")
+    (row,) = csv.DictReader(io.StringIO(flops("r50x1_jft", "--format", "csv").stdout))
+    assert list(row) == list(from_json) and float(row["exaflops"]) == from_json["exaflops"] and row["tokens"] == ""
+    lines = flops("r50x1_jft", "--format", "markdown").stdout.splitlines()
+    assert len(lines) == 3 and len({line.count("|") for line in lines}) == 1 and "+1.4 %" in lines[2]
+    table = flops("r50x1_jft", "shape_all_double_jft").stdout
+    assert "+1.4 %" in table and "…" not in table and max(map(len, table.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["b16_jtf"], ["b16_jft"]),
+        (["demo"], ["digits/train", "--samples", "num_classes"]),
+        (["b16_jft", "--set", "model.depht=3"], ["depht", "'depth'"]),
+        (["--samples", 5], ["name the recipes"]),
+        (["--hardware", "h300", "--devices", 1, "--mfu", 0.4], ["'h300'", "h200: 989.4 TFLOP/s bf16", "tpuv3", "T4"]),
+        (["--hardware", "h200"], ["--devices", "--mfu"]),
+        (["--hardware", "h200", "--devices", 8, "--mfu", 45], ["--mfu 0.45"]),
+        (["--hardware", "h200", "--devices", 0, "--mfu", 0.45], ["--devices"]),
+        (["--hardware", "h200", "--devices", 8, "--mfu", 0.45, "--price", -1], ["--price"]),
+        (["--devices", 8], ["only with --hardware"]),
+        (["--budget", "nan"], ["--budget"]),
+        (["--breakdown", "--budget", 5], ["does not go with"]),
+        (["--like-paper", "b16_jft"], ["Table 2 has nothing of b16_jft", "ViT-H/14"]),
+        (["--run", "nowhere", "b16_jft"], ["RECIPE does not go with --run"]),
+        (["--plot", "figure.jpg"], [".png or .svg"]),
+        (["--format", "xml"], ["xml"]),
+    ],
+)
+def test_mistakes_end_with_one_message(arguments, words):
+    result = flops(*arguments)
+    assert result.returncode == 2 and result.stdout == ""
+    assert all(word in result.stderr for word in words), result.stderr
+
+
+def test_a_full_disk_is_no_bug():
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", COMMAND, "b16_jft"]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 3 and "cannot be written" in result.stderr and "Traceback" not in result.stderr

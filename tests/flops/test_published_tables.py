@@ -1,0 +1,67 @@
+"""The paper's tables as data: the sums that the paper prints itself, and what two of its tables both print."""
+
+import pytest
+
+from vitscale.architectures import architecture
+from vitscale.flops.published import table_2, table_5, table_6, table_7, table_8, table_9
+
+ACCURACIES = ("imagenet", "imagenet_real", "cifar10", "cifar100", "pets", "flowers")
+
+
+def test_how_many_rows_there_are():
+    assert [len(table()) for table in (table_2, table_5, table_6, table_7, table_8, table_9)] == [5, 13, 18, 4, 8, 3]
+
+
+@pytest.mark.parametrize("row", table_7(), ids=lambda row: f"{row.model}-{row.optimizer}")
+def test_averages_of_table_7(row):
+    assert row.average_5 == pytest.approx(row.average, abs=0.0051)
+
+
+def test_table_7_repeats_table_6():
+    of_table_6 = {row.model: row for row in table_6() if row.epochs == 7}
+    for row in table_7():
+        if row.optimizer == "adamw":
+            other = of_table_6[row.model]
+            assert row.imagenet_real is None
+            assert all(getattr(row, name) == getattr(other, name) for name in ACCURACIES if name != "imagenet_real")
+
+
+def test_table_5_repeats_table_6():
+    """The longest run of each model; but of ViT-H/14, whose two rows the paper has from different fine-tunings."""
+    longest = {row.model: row for row in sorted(table_6(), key=lambda row: row.epochs)}
+    for row in table_5():
+        if row.pretraining == "jft300m" and row.model != "ViT-H/14":
+            assert all(getattr(row, name) == getattr(longest[row.model], name) for name in ACCURACIES)
+
+
+def test_means_of_table_9():
+    vtab = {(row.model, row.pretraining): row.vtab for row in table_2()}
+    for run, scores in table_9().items():
+        mean = scores["mean"]
+        tasks = [score for task, score in scores.items() if task != "mean"]
+        assert len(tasks) == 19 and sum(tasks) / 19 == pytest.approx(mean, abs=0.051)
+        assert vtab[run] == pytest.approx(mean, abs=0.051)
+
+
+def test_twice_the_epochs_are_twice_the_compute():
+    """But for one row, which the paper has wrong."""
+    of = {(row.model, row.epochs): row.exaflops for row in table_6()}
+    for model in {model for model, epochs in of if epochs == 14 and (model, 7) in of}:
+        assert (of[model, 14] == pytest.approx(2 * of[model, 7], abs=1.01)) == (model != "R50x1+ViT-L/16")
+
+
+def test_every_model_is_one_of_ours():
+    for row in (*table_5(), *table_6(), *table_7()):
+        architecture(row.model)
+
+
+def test_standard_deviations_belong_to_means():
+    rows = {row.name: row for row in table_2()}
+    assert (rows["BiT-L"].imagenet_real, rows["BiT-L"].imagenet_real_std) == (90.54, None)
+    assert rows["Noisy Student"].cifar10 is None
+    assert [row.tpuv3_core_days for row in table_2()] == [2500, 680, 230, 9900, 12300]
+
+
+def test_table_8_prints_fractions():
+    assert {row.position for row in table_8()} == {"none", "1d", "2d", "relative"}
+    assert all(0.61 < row.imagenet_5shot < 0.65 for row in table_8())

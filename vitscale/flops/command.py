@@ -1,0 +1,187 @@
+"""vitscale-flops: what recipes and runs cost, beside what the paper publishes.
+
+One report a call: the grid (by default), --breakdown, --budget, --hardware, --like-paper, --run or --plot.
+"""
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from vitscale.errors import RecipeError, VitscaleError
+from vitscale.flops import reports
+from vitscale.flops.cost import Hardware
+from vitscale.flops.estimate import Estimate, estimate
+from vitscale.flops.hardware import find_device
+from vitscale.flops.published import table_6
+from vitscale.flops.view import Form, render
+from vitscale.recipe import find_recipe, load_recipe, recipes_dir
+
+# What goes with the option that chooses the report; the first of them that is given chooses.
+_COST_OPTIONS = {"--hardware", "--devices", "--mfu", "--price"}
+_GOES_WITH = {
+    "--plot": {"--run"},
+    "--run": {"--hardware", "--devices", "--price", "--format"},
+    "--like-paper": {"RECIPE", "--format", *_COST_OPTIONS},
+    "--breakdown": {"RECIPE", "--set", "--samples", "--format"},
+    "--budget": {"RECIPE", "--set", "--samples", "--format", *_COST_OPTIONS},
+    "--hardware": {"RECIPE", "--set", "--samples", "--format", *_COST_OPTIONS},
+}
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command()
+def command(
+    recipes: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE]...", help="Files, or stems of recipes that come with vitscale; all by default."
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of every recipe.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Training samples, where epochs are of other data.")
+    ] = None,
+    form: Annotated[Form, typer.Option("--format", help="What to print.")] = "table",
+    breakdown: Annotated[bool, typer.Option("--breakdown", help="Where FLOPs and parameters are.")] = False,
+    budget: Annotated[
+        float | None, typer.Option(metavar="EXAFLOPS", help="List what fits, the paper's best results first.")
+    ] = None,
+    hardware: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Hours and energy on h200, a100, tpuv3, ...")
+    ] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="How many of them.")] = None,
+    mfu: Annotated[
+        float | None, typer.Option(metavar="FRACTION", help="The share of their peak that training reaches: 0.45.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(help="Of one device for one hour.")] = None,
+    like_paper: Annotated[
+        bool, typer.Option("--like-paper", help="Table 2's TPUv3-core-days: utilisation, and cost on --hardware.")
+    ] = False,
+    runs: Annotated[
+        list[Path] | None, typer.Option("--run", metavar="DIR", help="What a run has cost so far; may be repeated.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw Figure 5, and finished --run, as .png or .svg.")
+    ] = None,
+) -> None:
+    """What recipes cost: parameters, multiply-adds and exaFLOPs, beside the paper's figures."""
+    given = {
+        "RECIPE": recipes,
+        "--set": settings,
+        "--samples": samples,
+        "--format": form if form != "table" else None,
+        "--breakdown": breakdown or None,
+        "--budget": budget,
+        "--hardware": hardware,
+        "--devices": devices,
+        "--mfu": mfu,
+        "--price": price,
+        "--like-paper": like_paper or None,
+        "--run": runs,
+        "--plot": plot,
+    }
+    try:
+        _check({option for option, value in given.items() if value is not None})
+        _check_numbers(budget, mfu, price)
+        device = None if hardware is None else find_device(hardware)
+        if plot is not None:
+            _plot(plot, runs or [])
+            return
+        if runs:
+            from vitscale.flops.runs import read_run, runs_view
+
+            render(runs_view([read_run(run) for run in runs], device, devices, price), form)
+            return
+        bought = None
+        if device is not None:
+            if devices is None or (mfu is None and not like_paper):
+                raise RecipeError(_COST_NEEDS)
+            bought = Hardware(device, devices, price)
+        estimates = _estimates(recipes or [], settings or [], samples)
+        if like_paper:
+            from vitscale.flops.like_paper import like_paper_view
+
+            view = like_paper_view(estimates, bought, mfu, whole_table=not recipes)
+        elif breakdown:
+            view = reports.breakdown_view(estimates)
+        elif budget is not None or bought is not None:
+            view = reports.purchase_view(estimates, budget, bought, mfu)
+        else:
+            view = reports.grid_view(estimates)
+        render(view, form)
+    except VitscaleError as error:
+        Console(stderr=True).print(f"[red]error: {escape(str(error))}[/red]", soft_wrap=True, highlight=False)
+        raise typer.Exit(error.exit_code) from None
+
+
+_COST_NEEDS = (
+    "--hardware needs --devices N and --mfu FRACTION. No utilisation is assumed: take that of a run of yours "
+    "(vitscale-flops --run DIR), or what the paper's cores reached (--like-paper: 0.32 for ViT-H/14, 0.43 for ViT-L/16)"
+)
+
+
+def _check(given: set[str]) -> None:
+    """Refuse options that would be ignored."""
+    report = next((option for option in _GOES_WITH if option in given), None)
+    allowed = {"RECIPE", "--set", "--samples", "--format"} if report is None else _GOES_WITH[report]
+    foreign = sorted(given - allowed - {report})
+    if foreign and report is None:
+        raise RecipeError(f"{', '.join(foreign)}: only with --hardware")
+    if foreign:
+        raise RecipeError(f"{', '.join(foreign)} does not go with {report}")
+    if "--samples" in given and "RECIPE" not in given:
+        raise RecipeError("--samples is of one training set: name the recipes that train on it")
+
+
+def _check_numbers(budget: float | None, mfu: float | None, price: float | None) -> None:
+    if budget is not None and not (math.isfinite(budget) and budget > 0):
+        raise RecipeError(f"--budget {budget:g}: expected exaFLOPs above 0")
+    if mfu is not None and not 0 < mfu <= 1:
+        percent = f"; {mfu:g} % is --mfu {mfu / 100:g}" if 1 < mfu <= 100 else ""
+        raise RecipeError(f"--mfu {mfu:g}: expected a fraction above 0 and at most 1{percent}")
+    if price is not None and not (math.isfinite(price) and price >= 0):
+        raise RecipeError(f"--price {price:g}: expected the price of one device-hour")
+
+
+def _plot(path: Path, runs: list[Path]) -> None:
+    from vitscale.flops.figure5 import draw, points_of
+    from vitscale.flops.runs import read_run
+
+    points, notes = points_of([read_run(run) for run in runs])
+    draw(path, points)
+    print(f"wrote {path}")
+    for note in notes:
+        typer.echo(note, err=True)
+
+
+def _estimates(names: list[str], settings: list[str], samples: int | None) -> list[Estimate]:
+    """Of the named recipes in their order, or of all: first the rows of Table 6 in its order, then by name."""
+    if not names:
+        files = sorted(recipes_dir().glob("*.yaml"))
+        found = [estimate(file.stem, load_recipe(file, settings)) for file in files]
+        order = {row: place for place, row in enumerate(table_6())}
+        return sorted(found, key=lambda one: len(order) if one.published is None else order[one.published])
+    found = []
+    for name in names:
+        file = find_recipe(name)
+        shipped = file.parent.resolve() == recipes_dir().resolve()
+        found.append(estimate(file.stem if shipped else str(file), load_recipe(file, settings), samples))
+    if len(found) == 1:
+        reports.check_known(found[0])
+    return found
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

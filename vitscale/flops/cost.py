@@ -1,0 +1,61 @@
+"""From model FLOPs to hours, energy and money on some devices. Nothing is assumed: the utilisation is given."""
+
+from dataclasses import dataclass
+
+from vitscale.flops.accounting import training_flops_per_image
+from vitscale.flops.hardware import Device
+
+ENERGY_SAYS = "kWh: what the devices draw at most, without hosts and cooling."
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a run is to be computed on.
+
+    Args:
+        device: one of them.
+        count: how many.
+        price: of one device for one hour, in any currency; None where nobody asks.
+    """
+
+    device: Device
+    count: int
+    price: float | None = None
+
+    def hours(self, macs: int, images: int, mfu: float) -> float:
+        """Hours of training on `images`, given the MACs of one forward pass, padding counted as MFU does.
+
+        Evaluation, checkpoints and interruptions come on top.
+        """
+        peak, _ = self.device.training_peak
+        return training_flops_per_image(macs) * images / (self.count * peak * mfu) / 3600
+
+    def describe(self) -> str:
+        """The devices, with the source of their peak."""
+        return f"{self.count:,} x {self.device.describe()}"
+
+    def cost(self, hours: float) -> "Cost":
+        """What so many hours of all devices come to."""
+        return Cost.of(hours, self.count, self.device, self.price)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Hours on the clock, hours of all devices, kWh that these draw at most, and the price; None where not known."""
+
+    hours: float
+    device_hours: float | None
+    energy_kwh: float | None
+    cost: float | None
+
+    @classmethod
+    def of(cls, hours: float, count: int | None, device: Device | None, price: float | None) -> "Cost":
+        """The cost of `hours` on `count` devices."""
+        device_hours = None if count is None else hours * count
+        watts = None if device is None else device.watts
+        return cls(
+            hours=hours,
+            device_hours=device_hours,
+            energy_kwh=None if device_hours is None or watts is None else device_hours * watts / 1000,
+            cost=None if device_hours is None or price is None else device_hours * price,
+        )

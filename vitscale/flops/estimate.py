@@ -1,0 +1,126 @@
+"""A recipe's estimate: its work, the images it trains on, what that comes to, and what the paper says of it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from vitscale.architectures import ResNetShape, ViTShape
+from vitscale.errors import VitscaleError
+from vitscale.flops.accounting import FORWARD_PASSES_PER_TRAINING_STEP, exaflops
+from vitscale.flops.matching import scaling_row
+from vitscale.flops.published import Scaling
+from vitscale.flops.training_set import images_of, training_set
+from vitscale.flops.vit import num_tokens
+from vitscale.flops.work import Work, recipe_work
+from vitscale.recipe import Recipe
+from vitscale.recipe.schema import Model
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One recipe's figures.
+
+    Attributes:
+        name: of the recipe.
+        recipe: itself.
+        work: on one image; None where nothing says how many classes the model has.
+        samples: in the training set, or None.
+        images: that the whole run trains on, or None.
+        problem: why something is None.
+    """
+
+    name: str
+    recipe: Recipe
+    work: Work | None
+    samples: int | None
+    images: int | None
+    problem: VitscaleError | None
+
+    @property
+    def epochs(self) -> float | None:
+        """As the recipe says, or images by samples."""
+        if self.recipe.schedule.duration.epochs is not None:
+            return self.recipe.schedule.duration.epochs
+        return None if self.samples is None or self.images is None else self.images / self.samples
+
+    @property
+    def tokens(self) -> int | None:
+        """Of a Transformer, class token included."""
+        shape = self.recipe.model.shape()
+        if isinstance(shape, ResNetShape):
+            return None
+        return num_tokens(shape, self.recipe.data.image_size, self.recipe.model.pool_or_default())
+
+    @cached_property
+    def exaflops(self) -> float | None:
+        """Model FLOPs of the whole run, in the paper's accounting."""
+        return self.exaflops_of(self.work)
+
+    def exaflops_of(self, work: Work | None) -> float | None:
+        """Model FLOPs of a part of the model over the whole run."""
+        return None if work is None or self.images is None else exaflops(work.accounting_macs, self.images)
+
+    @cached_property
+    def recomputed(self) -> Work:
+        """What activation checkpointing computes once more: forward passes that model FLOPs do not count."""
+        return Work(()) if self.work is None else self.work.recomputed(self.recipe.parallelism.activation_checkpointing)
+
+    @property
+    def recomputed_exaflops(self) -> float | None:
+        """What `recomputed` adds over the whole run: one pass, of the three that training has."""
+        trained = self.exaflops_of(self.recomputed)
+        return None if trained is None else trained / FORWARD_PASSES_PER_TRAINING_STEP
+
+    @property
+    def hardware_exaflops(self) -> float | None:
+        """What the devices compute: model FLOPs and what is recomputed."""
+        return None if self.exaflops is None else self.exaflops + (self.recomputed_exaflops or 0.0)
+
+    @cached_property
+    def published(self) -> Scaling | None:
+        """The row of Table 6 that this recipe repeats."""
+        return scaling_row(self.recipe, self.images)
+
+    @property
+    def deviation(self) -> float | None:
+        """From the corrected table, as a fraction of it."""
+        if self.published is None or self.exaflops is None:
+            return None
+        return self.exaflops / self.published.exaflops - 1
+
+    @property
+    def model_name(self) -> str:
+        """The model's name with what is replaced in it, or its dimensions."""
+        return _describe(self.recipe.model)
+
+
+def estimate(name: str, recipe: Recipe, samples: int | None = None) -> Estimate:
+    """Work out a recipe; `samples` overrules the size of its training set."""
+    data = training_set(recipe, samples)
+    work = None if data.num_classes is None else recipe_work(recipe, data.num_classes)
+    return Estimate(name, recipe, work, data.samples, images_of(recipe, data.samples), data.problem)
+
+
+_DIMENSIONS = (
+    "patch_size",
+    "width",
+    "depth",
+    "mlp_dim",
+    "num_heads",
+    "attention",
+    "blocks",
+    "width_factor",
+    "variant",
+    "mixing",
+)
+
+
+def _describe(model: Model) -> str:
+    """`ViT-B/16`, `ViT-B/16 depth=6`, or for a model without a name `L8 D1024 MLP2048 /32`."""
+    if model.name is not None:
+        given = [f"{key}={value}" for key in _DIMENSIONS if (value := getattr(model, key)) is not None]
+        return " ".join([model.name, *given])
+    shape = model.shape()
+    if isinstance(shape, ViTShape):
+        stem = "" if shape.stem is None else f"R{list(shape.stem.blocks)}x{shape.stem.width_factor}+"
+        return f"{stem}L{shape.depth} D{shape.width} MLP{shape.mlp_dim} /{shape.patch_size}"
+    return f"ResNet{list(shape.blocks)}x{shape.width_factor}"

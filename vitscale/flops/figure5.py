@@ -1,0 +1,127 @@
+"""Figure 5 from the paper's Table 6: transfer accuracy against pre-training compute, beside runs of one's own.
+
+What is reported of the paper is top-1 after fine-tuning. A run has something else, the top-1 of its own head on its own
+validation data, without fine-tuning. Only on ImageNet are the two of one kind, and there a run stands in the paper's
+panel, with a marker of its own. Runs on other data get a panel of their own: their accuracies compare with no other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vitscale.architectures import ResNetShape, architecture
+from vitscale.durable import durable_file
+from vitscale.errors import RecipeError
+from vitscale.flops.published import Scaling, table_6
+from vitscale.flops.runs import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SUFFIXES = (".png", ".svg")
+# Marker, colour and the side of its label: up or down, and slanted, because neighbours stand close.
+_FAMILIES = {"ViT": ("o", "tab:blue", -1), "ResNet (BiT)": ("s", "tab:gray", -1), "Hybrid": ("^", "tab:orange", 1)}
+_TOP1 = "validation/top1"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A finished run: exaFLOPs and top-1 in percent on its validation dataset."""
+
+    label: str
+    exaflops: float
+    top1: float
+    dataset: str
+
+    @property
+    def is_on_imagenet(self) -> bool:
+        """Whether it was validated on the data set of that name."""
+        return self.dataset.split("/")[0] == "imagenet"
+
+
+def points_of(runs: Sequence[Run]) -> tuple[list[Point], list[str]]:
+    """The runs that can be drawn, and notes on those that cannot.
+
+    Raises `RecipeError` for a run that is not finished.
+    """
+    points, notes = [], []
+    for run in runs:
+        if run.done is None:
+            raise RecipeError(f"{run.directory} is not finished (there is no DONE in it): only finished runs are drawn")
+        evaluation = run.done.get("evaluation")
+        top1 = evaluation.get(_TOP1) if isinstance(evaluation, dict) else None
+        dataset = run.recipe.evaluation.validation
+        if not isinstance(top1, float | int) or dataset is None:
+            notes.append(f"{run.directory} is not drawn: its DONE has no {_TOP1}")
+            continue
+        points.append(Point(run.directory.resolve().name, run.exaflops, 100 * top1, dataset))
+    return points, notes
+
+
+def draw(path: Path, points: Sequence[Point]) -> None:
+    """Write the figure as PNG or SVG, by the suffix of `path`.
+
+    Raises `RecipeError` for another suffix, without matplotlib, or where nothing can be written.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise RecipeError(f"--plot {path}: expected a name that ends with {' or '.join(SUFFIXES)}")
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise RecipeError("--plot needs matplotlib: pip install 'vitscale[plot]'") from None
+    others = [point for point in points if not point.is_on_imagenet]
+    panels = 3 if others else 2
+    figure = Figure(figsize=(5.5 * panels, 4.6), layout="constrained", dpi=150)
+    axes: Sequence[Axes] = figure.subplots(1, panels)
+    _draw_paper(axes[0], "Average-5", {row: row.average_5 for row in table_6()})
+    _draw_paper(axes[1], "ImageNet", {row: row.imagenet for row in table_6()})
+    _draw_runs(axes[1], [point for point in points if point.is_on_imagenet])
+    if others:
+        axes[2].set_title("own runs, each on its own data")
+        _draw_runs(axes[2], others)
+    for panel in axes:
+        panel.set_xscale("log")
+        panel.set_xlabel("pre-training compute (exaFLOPs)")
+        panel.grid(alpha=0.3)
+        panel.legend(loc="lower right", fontsize=8)
+    axes[0].set_ylabel("top-1 after fine-tuning (%), Table 6")
+    if others:
+        axes[2].set_ylim(0, 100)
+        axes[2].set_ylabel("validation top-1 (%), not fine-tuned")
+    try:
+        # A salt and no date, so that equal figures are equal files.
+        with durable_file(path) as file, matplotlib.rc_context({"svg.hashsalt": "vitscale"}):
+            metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
+            figure.savefig(file, format=path.suffix[1:].lower(), metadata=metadata)
+    except OSError as error:
+        raise RecipeError(f"--plot {path}: cannot be written ({error.strerror})") from None
+
+
+def _draw_paper(axes: "Axes", title: str, values: dict[Scaling, float]) -> None:
+    axes.set_title(title)
+    axes.margins(0.1)
+    for family, (marker, colour, side) in _FAMILIES.items():
+        rows = [row for row in values if _family(row) == family]
+        axes.plot([row.exaflops for row in rows], [values[row] for row in rows], marker, color=colour, label=family)
+        style: dict[str, Any] = {"ha": "left", "va": "bottom"} if side > 0 else {"ha": "right", "va": "top"}
+        for row in rows:
+            name = row.model.removeprefix("ViT-").removeprefix("ResNet").replace("R50x1+ViT-", "R50+")
+            place, offset = (row.exaflops, values[row]), (2 * side, 3 * side)
+            axes.annotate(
+                name, place, offset, textcoords="offset points", fontsize=6, color=colour, rotation=30, **style
+            )
+
+
+def _family(row: Scaling) -> str:
+    shape = architecture(row.model)
+    if isinstance(shape, ResNetShape):
+        return "ResNet (BiT)"
+    return "ViT" if shape.stem is None else "Hybrid"
+
+
+def _draw_runs(axes: "Axes", points: Sequence[Point]) -> None:
+    for index, point in enumerate(points):
+        label = f"{point.label}: top-1 on {point.dataset}, not fine-tuned"
+        axes.plot(point.exaflops, point.top1, "*", color=f"C{3 + index % 7}", markersize=13, label=label)

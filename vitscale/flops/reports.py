@@ -1,0 +1,245 @@
+"""What `vitscale-flops` reports of recipes: the grid, where the FLOPs go, what a budget buys, hours and money."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from vitscale.architectures import ViTShape
+from vitscale.errors import RecipeError
+from vitscale.flops.accounting import FORWARD_PASSES_PER_TRAINING_STEP
+from vitscale.flops.cost import ENERGY_SAYS, Hardware
+from vitscale.flops.estimate import Estimate
+from vitscale.flops.matching import position_row, transfer_row
+from vitscale.flops.view import Column, Row, View, number, percent, short
+
+RECIPE = Column("recipe", "recipe", is_text=True)
+EXAFLOPS = Column("exaflops", "exaFLOPs", number(1))
+_IDENTITY = (
+    RECIPE,
+    Column("model", "model", is_text=True, spare=5),
+    Column("epochs", "epochs", short, spare=2),
+    EXAFLOPS,
+)
+_GRID = (
+    RECIPE,
+    Column("model", "model", is_text=True, spare=5),
+    Column("epochs", "epochs", short, spare=7),
+    Column("tokens", "tokens", number(0), spare=2),
+    Column("params", "params\n(M)", number(1, 1e6)),
+    Column("gmacs", "GMACs\n/image", number(2)),
+    Column("accounting_gmacs", "acct.\nGMACs", number(2), spare=6),
+    Column("images", "images\n(M)", number(0, 1e6), spare=1),
+    EXAFLOPS,
+    Column("published_exaflops", "paper", number(0)),
+    Column("published_first_exaflops", "first\nposted", number(0), spare=4),
+    Column("deviation", "deviation", percent(1, "+")),
+)
+_BREAKDOWN = (
+    RECIPE,
+    Column("part", "part", is_text=True),
+    Column("params", "params", number(0)),
+    Column("gmacs", "GMACs\n/image", number(3)),
+    Column("accounting_gmacs", "accounting\nGMACs", number(3), spare=1),
+    EXAFLOPS,
+    Column("share", "share", percent(1)),
+)
+_RESULTS = (
+    Column("budget_share", "of budget", percent(0), spare=4),
+    Column("imagenet", "ImageNet", number(2)),
+    Column("average_5", "average-5", number(2)),
+    Column("imagenet_5shot", "5-shot", percent(2)),
+    Column("table", "table", number(0), spare=3),
+)
+COST = (
+    Column("hours", "hours", number(1)),
+    Column("device_hours", "device\nhours", number(0)),
+    Column("energy_kwh", "kWh", number(0), spare=1),
+    Column("cost", "cost", number(0)),
+)
+
+_ACCOUNTING_SAYS = (
+    "exaFLOPs: 3 passes x 2 FLOPs x accounting MACs x images. Accounting MACs leave out the taps on zero padding, "
+    "which GMACs/image count, as timm and torch do."
+)
+_PAPER_SAYS = "paper: the corrected Table 6, and the figures first posted, which it replaced."
+_RESULTS_SAY = (
+    "Top-1 in percent that the paper reports: ImageNet and average-5 (with CIFAR-10, CIFAR-100, Pets, Flowers) after "
+    "fine-tuning, 5-shot on ImageNet in Table 8. Table 5 does not say which of two lengths on ImageNet-21k it is of."
+)
+
+
+def grid_view(estimates: Sequence[Estimate]) -> View:
+    """Every recipe beside what the paper publishes of it."""
+    rows: list[Row] = []
+    for one in estimates:
+        work, published = one.work, one.published
+        rows.append(
+            {
+                "recipe": one.name,
+                "model": one.model_name,
+                "epochs": one.epochs,
+                "tokens": one.tokens,
+                "params": None if work is None else work.params,
+                "gmacs": None if work is None else work.macs / 1e9,
+                "accounting_gmacs": None if work is None else work.accounting_macs / 1e9,
+                "images": one.images,
+                "exaflops": one.exaflops,
+                "published_exaflops": None if published is None else published.exaflops,
+                "published_first_exaflops": None if published is None else published.exaflops_first_posted,
+                "deviation": one.deviation,
+            }
+        )
+    is_compared = [one.published is not None for one in estimates]
+    compared = sum(is_compared)
+    groups = (compared,) if all(is_compared[:compared]) else ()
+    legend = [_ACCOUNTING_SAYS, *([_PAPER_SAYS] if compared else [])]
+    return View(_GRID, rows, legend, _notes(estimates), groups)
+
+
+def breakdown_view(estimates: Sequence[Estimate]) -> View:
+    """Where MACs, FLOPs and parameters are; behind model FLOPs what recomputing activations adds to them."""
+    rows: list[Row] = []
+    groups = []
+    for one in estimates:
+        before = len(rows)
+        rows += _parts(one)
+        groups.append(len(rows) - before)
+    return View(_BREAKDOWN, rows, [_ACCOUNTING_SAYS], _notes(estimates), groups)
+
+
+def _parts(one: Estimate) -> list[Row]:
+    if one.work is None:
+        return []
+    again = one.recomputed
+    counted = [(part, work, one.exaflops_of(work)) for part, work in one.work.parts().items()]
+    counted.append(("model FLOPs", one.work, one.exaflops))
+    if again.operations:
+        counted.append(("recomputed", again, one.recomputed_exaflops))
+    rows: list[Row] = []
+    for part, work, exaflops in counted:
+        rows.append(
+            {
+                "recipe": one.name,
+                "part": part,
+                "params": work.params if part != "recomputed" else None,
+                "gmacs": work.macs / 1e9,
+                "accounting_gmacs": work.accounting_macs / 1e9,
+                "exaflops": exaflops,
+                "share": work.accounting_macs / one.work.accounting_macs if part != "recomputed" else None,
+            }
+        )
+    if again.operations:
+        whole = {"recipe": one.name, "part": "hardware FLOPs", "exaflops": one.hardware_exaflops}
+        rows.append({column.key: None for column in _BREAKDOWN} | whole)
+    return rows
+
+
+def purchase_view(
+    estimates: Sequence[Estimate], budget: float | None, hardware: Hardware | None, mfu: float | None
+) -> View:
+    """Of the recipes those that fit in a budget of exaFLOPs, the best first by the paper's results; and their cost.
+
+    Without a budget all of them, in their order; without hardware no cost.
+    """
+    columns, legend = [*_IDENTITY], []
+    notes: list[str] = []
+    if budget is not None:
+        columns += _RESULTS
+        legend.append(_RESULTS_SAY)
+        known = [(one.exaflops, one) for one in estimates if one.exaflops is not None]
+        notes = _unknown(estimates)
+        estimates = [one for exaflops, one in known if exaflops <= budget]
+        if known and not estimates:
+            least, smallest = min(known, key=lambda pair: pair[0])
+            notes.append(f"Nothing fits in {budget:g} exaFLOPs; the smallest is {smallest.name} with {least:.3g}.")
+    bought = [(one, _purchase_row(one, budget)) for one in estimates]
+    if budget is not None:
+        bought.sort(key=lambda pair: _worth(pair[1]), reverse=True)
+    if hardware is not None and mfu is not None:
+        columns += COST
+        for one, row in bought:
+            row |= _cost_row(one, hardware, mfu)
+        legend += [
+            f"{hardware.describe()}. {percent(1)(mfu)} MFU: of model FLOPs, padding counted.",
+            *cost_legend(hardware),
+        ]
+        notes += _cost_notes(estimates, hardware, mfu)
+    return View(columns, [row for _, row in bought], legend, [*notes, *_notes(estimates)])
+
+
+def _worth(row: Row) -> tuple[float, float, float]:
+    return row["imagenet"] or 0.0, row["imagenet_5shot"] or 0.0, row["exaflops"]
+
+
+def _purchase_row(one: Estimate, budget: float | None) -> Row:
+    row: Row = {"recipe": one.name, "model": one.model_name, "epochs": one.epochs, "exaflops": one.exaflops}
+    if budget is None or one.exaflops is None:
+        return row
+    found, position = transfer_row(one.recipe, one.images), position_row(one.recipe, one.images)
+    return row | {
+        "budget_share": one.exaflops / budget,
+        "imagenet": None if found is None else found[1].imagenet,
+        "average_5": None if found is None else found[1].average_5,
+        "imagenet_5shot": None if position is None else position.imagenet_5shot,
+        "table": 8 if found is None and position is not None else None if found is None else found[0],
+    }
+
+
+def _cost_row(one: Estimate, hardware: Hardware, mfu: float) -> Row:
+    if one.work is None or one.images is None:
+        return {column.key: None for column in COST}
+    return asdict(hardware.cost(hardware.hours(one.work.macs, one.images, mfu)))
+
+
+def cost_legend(hardware: Hardware) -> list[str]:
+    """What hours and kWh leave out."""
+    hours = "Hours: of training steps alone, without evaluation and checkpoints."
+    return [hours, ENERGY_SAYS] if hardware.device.watts is not None else [hours]
+
+
+def _cost_notes(estimates: Sequence[Estimate], hardware: Hardware, mfu: float) -> list[str]:
+    notes = []
+    _, dtype = hardware.device.training_peak
+    other = sorted({one.recipe.precision for one in estimates} - {dtype})
+    if other:
+        notes.append(f"The peak is of {dtype}, and recipes compute in {', '.join(other)}: the MFU must be meant so.")
+    for one in estimates:
+        if one.work is not None and one.recomputed.operations:
+            share = one.recomputed.macs / (FORWARD_PASSES_PER_TRAINING_STEP * one.work.macs)
+            notes.append(f"{one.name}: with what it recomputes, {percent(1)(mfu * (1 + share))} of the peak (HFU)")
+    return notes
+
+
+def _notes(estimates: Sequence[Estimate]) -> list[str]:
+    """What is missing and why, what is recomputed, what of an image is not seen."""
+    notes = _unknown(estimates)
+    for one in estimates:
+        if one.recomputed_exaflops and one.exaflops is not None:
+            every = one.recipe.parallelism.activation_checkpointing
+            blocks = "every block" if every == 1 else f"one block in {every}"
+            notes.append(
+                f"{one.name} recomputes the activations of {blocks}: {one.exaflops:,.1f} exaFLOPs of model FLOPs are "
+                f"{one.hardware_exaflops:,.1f} of hardware FLOPs"
+            )
+        shape = one.recipe.model.shape()
+        border = shape.describe_border(one.recipe.data.image_size) if isinstance(shape, ViTShape) else None
+        notes += [f"{one.name}: {border}"] if border else []
+    return notes
+
+
+def _unknown(estimates: Sequence[Estimate]) -> list[str]:
+    names = ", ".join(one.name for one in estimates if one.problem is not None)
+    if not names:
+        return []
+    return [
+        f"{names}: without the dataset (--set data.root=DIR) there are no figures, unless --samples N and --set "
+        f"model.num_classes=K stand in for it."
+    ]
+
+
+def check_known(one: Estimate) -> None:
+    """Raise `RecipeError` where something keeps a recipe from being worked out."""
+    if one.problem is not None:
+        raise RecipeError(
+            f"{one.name}: {one.problem}. Without the dataset, say how many samples it has with --samples N and how "
+            f"many classes with --set model.num_classes=K"
+        )

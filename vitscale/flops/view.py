@@ -1,0 +1,174 @@
+"""A table of results and the four forms it is printed in."""
+
+import csv
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from vitscale.errors import DataError
+
+Form = Literal["table", "json", "csv", "markdown"]
+Row = dict[str, Any]
+
+_PIPED_WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its key in JSON and CSV, which have the bare value, and how people see it.
+
+    `spare` is the order in which a narrow terminal leaves columns out, the highest first; 0 stays.
+    """
+
+    key: str
+    heading: str
+    show: Callable[[Any], str] = str
+    is_text: bool = False
+    spare: int = 0
+
+    @property
+    def title(self) -> str:
+        """The heading in one line."""
+        return self.heading.replace("\n", " ")
+
+    def cell(self, row: Row) -> str:
+        """What people see; nothing for None."""
+        return "" if row[self.key] is None else self.show(row[self.key])
+
+
+@dataclass(frozen=True)
+class View:
+    """Rows, each with a value for every column, and what is said below them.
+
+    The `legend` explains columns; `notes` tell of these rows what the columns cannot. `groups` are the lengths of
+    blocks of rows that belong together. People are not shown a column without a single value; programs get them all.
+    """
+
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    legend: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    groups: Sequence[int] = ()
+
+    def bare_rows(self) -> list[Row]:
+        """The values of all columns."""
+        return [{column.key: row[column.key] for column in self.columns} for row in self.rows]
+
+    def shown_columns(self) -> list[Column]:
+        """Those that people see."""
+        return [column for column in self.columns if any(row[column.key] is not None for row in self.rows)]
+
+
+def number(decimals: int, scale: float = 1.0) -> Callable[[float], str]:
+    """Digits in groups of three; what would be shown as zero, with three significant digits."""
+
+    def show(value: float) -> str:
+        scaled = value / scale
+        if scaled == 0:
+            return "0"
+        return f"{scaled:,.{decimals}f}" if abs(scaled) >= 10.0**-decimals else f"{scaled:.3g}"
+
+    return show
+
+
+def short(value: float) -> str:
+    """Four significant digits, none that say nothing: 7, 0.5, 235.7."""
+    return f"{value:,.4g}"
+
+
+def percent(decimals: int, sign: str = "") -> Callable[[float], str]:
+    """A fraction in percent."""
+    return lambda value: f"{value:{sign}.{decimals}%}".replace("%", " %")
+
+
+def render(view: View, form: Form) -> None:
+    """Print to stdout; where a program reads that, the notes go to stderr and there is no legend.
+
+    Raises `DataError` where stdout takes no more.
+    """
+    try:
+        _PRINTERS[form](view)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise  # somebody has read enough, which typer takes for an end
+    except OSError as error:
+        # What is still buffered would fail once more at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise DataError(f"the output cannot be written: {error.strerror}") from None
+    if form != "table":
+        for note in view.notes:
+            print(note, file=sys.stderr)
+
+
+def _print_json(view: View) -> None:
+    print(json.dumps(view.bare_rows(), indent=1))
+
+
+def _print_csv(view: View) -> None:
+    writer = csv.DictWriter(sys.stdout, [column.key for column in view.columns], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(view.bare_rows())
+
+
+def _print_markdown(view: View) -> None:
+    columns = view.shown_columns()
+    lines = [[column.title for column in columns]]
+    lines.append(["---" if column.is_text else "---:" for column in columns])
+    lines += [[column.cell(row).replace("|", "\\|") for column in columns] for row in view.rows]
+    for line in lines:
+        print(f"| {' | '.join(line)} |")
+
+
+def _print_table(view: View) -> None:
+    console = Console(highlight=False)
+    # What is piped has no terminal whose width would matter.
+    room = console.width if console.is_terminal else max(console.width, _PIPED_WIDTH)
+    columns = view.shown_columns()
+    hidden: list[Column] = []
+    table = _table(view, columns)
+    while _width(console, table) > room and any(column.spare for column in columns):
+        hidden.append(max(columns, key=lambda column: column.spare))
+        columns.remove(hidden[-1])
+        table = _table(view, columns)
+    # A number cut short would be another number: where there is no room even so, lines are longer than the terminal.
+    if view.rows:
+        Console(highlight=False, width=max(room, _width(console, table))).print(table)
+        print()
+    notes = [*view.legend, *view.notes] if view.rows else list(view.notes)
+    if hidden:
+        left_out = ", ".join(column.title for column in hidden)
+        notes.append(f"Left out for want of width: {left_out}.")
+    for note in notes:
+        Console(highlight=False, width=room).print(Text(note))
+
+
+def _width(console: Console, table: Table) -> int:
+    """Columns of the terminal that the table would like to have."""
+    return Measurement.get(console, console.options.update(width=1000), table).maximum
+
+
+def _table(view: View, columns: Sequence[Column]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for column in columns:
+        table.add_column(column.heading, justify="left" if column.is_text else "right", no_wrap=True)
+    ends = {sum(view.groups[: index + 1]) for index in range(len(view.groups))}
+    for index, row in enumerate(view.rows, start=1):
+        table.add_row(*(Text(column.cell(row)) for column in columns), end_section=index in ends)
+    return table
+
+
+_PRINTERS: dict[Form, Callable[[View], None]] = {
+    "table": _print_table,
+    "json": _print_json,
+    "csv": _print_csv,
+    "markdown": _print_markdown,
+}
