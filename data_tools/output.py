@@ -16,7 +16,7 @@ from vitscale.shards import MANIFEST_NAME
 REJECTS_NAME = "rejects.parquet"
 LOG_NAME = "convert.log.jsonl"
 _WORK_NAME = ".vitscale-convert"
-_OURS = re.compile(r"\.?(shard-\d{5,}\.(beton|idx\.parquet)|rejects\.parquet|manifest\.json)(\.part)?")
+_OURS = re.compile(r"\.?(shard-\d{5,}\.(beton|idx\.parquet)|rejects\.parquet|manifest\.json)(\.[0-9a-f]{8}\.part)?")
 
 
 @contextmanager

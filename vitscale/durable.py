@@ -1,6 +1,7 @@
 """Files that exist completely or not at all under their final name."""
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import BinaryIO
 def durable_file(path: str | Path) -> Iterator[BinaryIO]:
     """Write a file under a temporary name; on leaving, flush it to the disk and rename it.
 
-    An exception inside leaves nothing behind; a killed process leaves the temporary name only. Raises OSError.
+    The temporary name is nobody else's: of two writers of one file the last one wins, whole. An exception inside leaves
+    nothing behind; a killed process leaves the temporary name only. Raises OSError.
     """
     path = Path(path)
-    part = path.with_name(f".{path.name}.part")  # hidden, beside its final name
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")  # hidden, beside its final name
     try:
-        with part.open("w+b") as file:
+        with part.open("x+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -72,28 +72,23 @@ def main() -> None:
     sys.exit(code)
 
 
-def prepare_smoke(name: str, settings: list[str], data_root: Path) -> Recipe:
-    """The recipe's smoke form with `settings` on top, and the pictures that it trains on."""
+def write_smoke_data(data_root: Path, world_size: int) -> None:
+    """The pictures that a smoke form trains on: some batches of them."""
     from vitscale.shards.generated import write_generated_dataset
 
-    recipe = override(smoke_form(load_recipe(name), data_root).dump(), settings, "the smoke form")
     try:
-        write_generated_dataset(data_root / "train", [96, 96, 64], seed=0)
+        write_generated_dataset(data_root / "train", [96, 96, max(64, 16 * world_size)], seed=0)
         write_generated_dataset(data_root / "test", [40], seed=1)
     except OSError as error:
         raise RecipeError(f"{data_root}: cannot be written: {error.strerror}") from None
-    return recipe
 
 
 def pretrain(options: argparse.Namespace) -> None:
     """Check everything that can be checked alone, then start the process group and train."""
     try:
+        recipe: Recipe = load_recipe(options.recipe, [] if options.smoke else options.settings)
         suffix = "-smoke" if options.smoke else ""
         run_dir: Path = options.run_dir or Path("runs") / f"{find_recipe(options.recipe).stem}{suffix}"
-        if options.smoke:
-            recipe = prepare_smoke(options.recipe, options.settings, run_dir / "data")
-        else:
-            recipe = load_recipe(options.recipe, options.settings)
         if options.stop_at is not None and options.stop_at < 1:
             raise RecipeError(f"--stop-at {options.stop_at}: expected a step from 1")
 
@@ -102,12 +97,17 @@ def pretrain(options: argparse.Namespace) -> None:
         from vitscale.training.plan import plan_run
         from vitscale.training.trainer import Trainer, check_run_dir
 
+        rank, world_size, local_rank = distributed.read_environment()
+        smoke_data = run_dir / f"smoke-data-{world_size}"
+        if options.smoke:
+            recipe = override(smoke_form(recipe, smoke_data, world_size).dump(), options.settings, "the smoke form")
         done = check_run_dir(recipe, run_dir, may_resume=options.resume == "auto")
         if done is not None:
             if os.environ.get("RANK", "0") == "0":
                 print(f"{run_dir} holds a finished run; nothing to do\n{done.rstrip()}")
             return
-        rank, world_size, local_rank = distributed.read_environment()
+        if options.smoke:
+            write_smoke_data(smoke_data, world_size)
         plan = plan_run(recipe, rank, world_size)
     except VitscaleError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":

@@ -78,7 +78,7 @@ def run_smoke_forms(rank: int, world_size: int, port: int, root: Path, stems: li
     """Entry point of a rank: two steps of the smoke form of each recipe."""
     world = join(rank, world_size, port)
     for stem in stems:
-        train(smoke_form(load_recipe(stem), root), root / "runs" / stem, world, stop_at=2)
+        train(smoke_form(load_recipe(stem), root, world_size), root / "runs" / stem, world, stop_at=2)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

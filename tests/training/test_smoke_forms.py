@@ -9,7 +9,7 @@ from ranks import run_smoke_forms
 
 from vitscale.architectures import ResNetShape
 from vitscale.checkpoint import CheckpointStore
-from vitscale.recipe import load_recipe, recipes_dir, smoke_form
+from vitscale.recipe import load_recipe, override, recipes_dir, smoke_form
 from vitscale.shards.generated import write_generated_dataset
 from vitscale.training.distributed import free_port
 
@@ -42,6 +42,18 @@ def test_two_steps_of_every_recipe(root, stem):
     index = CheckpointStore(root / "runs" / stem / "checkpoints").open(2).index
     assert ("momentum_buffer" in index.kinds) == (recipe.optimizer.name == "sgd")
     assert any("eval/fewshot/imagenet/5shot" in line for line in lines) == (recipe.evaluation.fewshot is not None)
+
+
+def test_a_smoke_form_fits_any_world_and_patch(tmp_path):
+    recipe = load_recipe("b16_jft")
+    assert {world: smoke_form(recipe, tmp_path, world).batch.split(world) for world in (1, 2, 3, 64)} == {
+        1: (2, 4),
+        2: (2, 2),
+        3: (2, 2),
+        64: (2, 2),
+    }
+    large = override(recipe.dump(), ["model.patch_size=96", "data.image_size=192"], "test")
+    assert smoke_form(large, tmp_path).data.image_size == 128
 
 
 @pytest.mark.parametrize("stem", RECIPES)

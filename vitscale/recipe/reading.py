@@ -38,7 +38,7 @@ def find_recipe(recipe: str | Path) -> Path:
     shipped = recipes_dir() / f"{path.name.removesuffix('.yaml')}.yaml"
     if path.parent in (Path(), Path("recipes")) and shipped.is_file():
         return shipped
-    near = difflib.get_close_matches(path.name.removesuffix(".yaml"), list_recipes(), n=1, cutoff=0.0)
+    near = difflib.get_close_matches(path.name.removesuffix(".yaml"), list_recipes(), n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise RecipeError(
         f"there is no recipe {str(recipe)!r}{hint}: expected a file, or one that comes with vitscale; "

@@ -376,7 +376,10 @@ class Recipe(_Block):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
-        self.model.check_image_size(self.data.image_size)
+        try:
+            self.model.check_image_size(self.data.image_size)
+        except ValueError as error:
+            raise ValueError(f"data.{error}") from None
         if self.precision == "fp32" and self.parallelism.reduce_dtype == "bf16":
             raise ValueError("parallelism.reduce_dtype: bf16 belongs to precision: bf16, and precision is fp32")
         nothing_to_evaluate = self.evaluation.validation is None and self.evaluation.fewshot is None

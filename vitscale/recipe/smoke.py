@@ -12,16 +12,16 @@ TRAIN, TEST = "train", "test"
 """The datasets of a smoke run, whatever the recipe's are."""
 
 
-def smoke_form(recipe: Recipe, data_root: Path) -> Recipe:
-    """The recipe with a small model of its family, small images, a batch of 8 and four steps.
+def smoke_form(recipe: Recipe, data_root: Path, world_size: int = 1) -> Recipe:
+    """The recipe with a small model of its family, small images, a few images a rank and four steps.
 
     What chooses between code paths stays: head, pooling, positions, loss, optimizer, schedule, precision, parallelism,
     evaluators, selection. All data are `train` and `test` under `data_root`.
     """
     content = recipe.dump()
     content["model"] |= _small_model(recipe)
-    content["data"] |= {"train": TRAIN, "root": str(data_root), "image_size": 64, "threads": 1}
-    content["batch"] = {"global": 8, "micro_max": 2}
+    content["data"] |= {"train": TRAIN, "root": str(data_root), "image_size": _small_image(recipe), "threads": 1}
+    content["batch"] = {"global": max(8, 4 * world_size), "micro_max": 2}
     content["schedule"] |= {
         "duration": {"steps": SMOKE_STEPS},
         "warmup": {"steps": 1},
@@ -38,6 +38,14 @@ def smoke_form(recipe: Recipe, data_root: Path) -> Recipe:
         for task in evaluation["fewshot"]["tasks"]:
             task |= {"train": TRAIN, "test": TEST}
     return validate_recipe(content, "the smoke form")
+
+
+def _small_image(recipe: Recipe) -> int:
+    """64 pixels, or the first power of two that holds a patch."""
+    shape, size = recipe.model.shape(), 64
+    while isinstance(shape, ViTShape) and shape.grid(size) == 0:
+        size *= 2
+    return size
 
 
 def _small_model(recipe: Recipe) -> dict[str, Any]:

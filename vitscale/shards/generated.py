@@ -1,8 +1,9 @@
 """Datasets of generated pictures whose colour tells their class, for smoke runs and tests."""
 
+import contextlib
 import io
-import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -24,19 +25,19 @@ def write_generated_dataset(folder: Path, shard_sizes: list[int], seed: int = 0)
     once: each writes aside, and one of them renames first.
     """
     if not (folder / MANIFEST_NAME).exists():
-        aside = folder.with_name(f".{folder.name}.{os.getpid()}")
-        _write(aside, shard_sizes, seed)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
-            aside.rename(folder)
-        except OSError:
-            if not (folder / MANIFEST_NAME).exists():
-                raise
-            shutil.rmtree(aside)
+            _write(aside, shard_sizes, seed)
+            aside.chmod(0o755)
+            with contextlib.suppress(OSError):  # another process was faster
+                aside.rename(folder)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
     return Manifest.load(folder)
 
 
 def _write(folder: Path, shard_sizes: list[int], seed: int) -> None:
-    folder.mkdir(parents=True)
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(sum(shard_sizes)) % len(CLASS_NAMES))
     entries, uid = [], 0

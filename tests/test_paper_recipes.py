@@ -1,0 +1,177 @@
+"""The recipes of the paper's grid against its Table 3, appendices B.1 and D, written out once more."""
+
+import pytest
+
+from vitscale.recipe import load_recipe, recipes_dir
+
+# Table 3: recipe -> model, epochs, base learning rate. All of JFT: linear decay, weight decay 0.1, no dropout.
+JFT = {
+    "b32_jft": ("ViT-B/32", 7, 8e-4),
+    "b16_jft": ("ViT-B/16", 7, 8e-4),
+    "l32_jft": ("ViT-L/32", 7, 6e-4),
+    "l16_jft": ("ViT-L/16", 7, 4e-4),
+    "l16_jft_14ep": ("ViT-L/16", 14, 4e-4),
+    "h14_jft": ("ViT-H/14", 14, 3e-4),
+    "r50x1_jft": ("ResNet50x1", 7, 1e-3),
+    "r50x2_jft": ("ResNet50x2", 7, 1e-3),
+    "r101x1_jft": ("ResNet101x1", 7, 8e-4),
+    "r152x1_jft": ("ResNet152x1", 7, 6e-4),
+    "r152x2_jft": ("ResNet152x2", 7, 6e-4),
+    "r152x2_jft_14ep": ("ResNet152x2", 14, 6e-4),  # Table 3 has no row for it, nor for the next: ours
+    "r200x3_jft": ("ResNet200x3", 14, 6e-4),
+    "r50_b32_jft": ("R50+ViT-B/32", 7, 8e-4),
+    "r50_b16_jft": ("R50+ViT-B/16", 7, 8e-4),
+    "r50_l32_jft": ("R50+ViT-L/32", 7, 2e-4),
+    "r50_l16_jft": ("R50+ViT-L/16", 7, 4e-4),
+    "r50_l16_jft_14ep": ("R50+ViT-L/16", 14, 4e-4),
+}
+I21K = {"b16_i21k": 90, "b32_i21k": 90, "l16_i21k": 30, "l16_i21k_90ep": 90, "l32_i21k": 30, "l32_i21k_90ep": 90}
+I1K = ("b16_i1k", "b32_i1k", "l16_i1k", "l32_i1k")
+FIGURE_4 = {
+    "bhalf32": ("ViT-b/32", 8e-4),
+    "b32": ("ViT-B/32", 8e-4),
+    "l32": ("ViT-L/32", 6e-4),
+    "l16": ("ViT-L/16", 4e-4),
+    "r50x1": ("ResNet50x1", 1e-3),
+    "r152x2": ("ResNet152x2", 6e-4),
+}
+# Table 8: what b16_... is called -> kind and place of its position embeddings.
+TABLE_8 = {
+    "nopos": ("none", "stem"),
+    "pos1d": ("1d", "stem"),
+    "pos1d_every": ("1d", "every_layer"),
+    "pos1d_shared": ("1d", "shared"),
+    "pos2d": ("2d", "stem"),
+    "pos2d_every": ("2d", "every_layer"),
+    "pos2d_shared": ("2d", "shared"),
+    "relpos": ("relative", "stem"),
+}
+
+
+def check_adam(recipe, lr, weight_decay, clip=None):
+    optimizer = recipe.optimizer
+    assert (optimizer.name, optimizer.lr, optimizer.weight_decay) == ("adamw", lr, weight_decay)
+    assert (optimizer.betas, optimizer.eps, optimizer.clip_norm) == ([0.9, 0.999], 1e-8, clip)
+    assert optimizer.decay_exclude is None
+
+
+def check_shared(recipe, decay="linear"):
+    assert recipe.batch.global_size == 4096 and recipe.data.image_size == 224
+    assert recipe.objective.loss == "sigmoid" and recipe.model.head == "pretrain" and recipe.model.head_bias is None
+    assert (recipe.schedule.warmup.steps, recipe.schedule.decay, recipe.schedule.end_lr) == (10_000, decay, 1e-5)
+    assert (recipe.data.crop.area, recipe.data.crop.aspect) == ([0.05, 1.0], [3 / 4, 4 / 3])
+    assert recipe.data.flip == 0.5
+
+
+def check_jft(recipe, lr, dropout=0.0):
+    check_shared(recipe)
+    check_adam(recipe, lr, 0.1)
+    assert recipe.model.dropout == dropout and recipe.model.num_classes == 18_291
+    assert (recipe.objective.on, recipe.objective.off) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("stem", JFT)
+def test_the_scaling_study(stem):
+    model, epochs, lr = JFT[stem]
+    recipe = load_recipe(stem)
+    check_jft(recipe, lr)
+    assert (recipe.model.name, recipe.schedule.duration.epochs) == (model, epochs)
+    assert recipe.data.train == "jft300m/train"
+
+
+@pytest.mark.parametrize("stem", I21K)
+def test_imagenet21k(stem):
+    recipe = load_recipe(stem)
+    check_shared(recipe)
+    check_adam(recipe, 1e-3, 0.03)
+    assert recipe.model.name == f"ViT-{stem[0].upper()}/{stem[1:3]}" and recipe.schedule.duration.epochs == I21K[stem]
+    assert (recipe.model.dropout, recipe.model.num_classes) == (0.1, 21_843)
+    assert (recipe.objective.on, recipe.objective.off) == (0.9999, 0.0001)
+
+
+@pytest.mark.parametrize("stem", I1K)
+def test_imagenet(stem):
+    recipe = load_recipe(stem)
+    check_shared(recipe, decay="cosine")
+    check_adam(recipe, 3e-3, 0.3, clip=1.0)
+    assert recipe.model.name == f"ViT-{stem[0].upper()}/{stem[1:3]}" and recipe.schedule.duration.epochs == 300
+    assert (recipe.model.dropout, recipe.model.num_classes) == (0.1, 1000)
+    assert (recipe.objective.on, recipe.objective.off) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("size", ["9m", "30m", "90m", "300m"])
+@pytest.mark.parametrize("short", FIGURE_4)
+def test_sizes_of_the_data_set(short, size):
+    model, lr = FIGURE_4[short]
+    recipe = load_recipe(f"{short}_jft{size}")
+    check_jft(recipe, lr)
+    assert recipe.model.name == model
+    assert recipe.data.train == ("jft300m/train" if size == "300m" else f"jft300m/train-{size}")
+    assert recipe.schedule.duration.steps == 7 * (303_000_000 // 4096), "as many images whatever the size"
+    assert recipe.selection.metric == "validation/top1" and recipe.selection.patience is not None
+    assert [task.name for task in recipe.evaluation.fewshot.tasks] == ["imagenet"]
+
+
+@pytest.mark.parametrize("short", TABLE_8)
+def test_position_embeddings(short):
+    recipe = load_recipe(f"b16_{short}_jft")
+    check_jft(recipe, 8e-4)
+    assert recipe.model.name == "ViT-B/16" and recipe.schedule.duration.epochs == 7
+    assert (recipe.model.position.kind, recipe.model.position.at) == TABLE_8[short]
+    assert 5 in recipe.evaluation.fewshot.shots
+
+
+def test_the_shape_study_varies_one_thing_at_a_time():
+    base = load_recipe("shape_base_jft")
+    check_jft(base, 6e-4)
+    base_shape = base.model.shape()
+    assert (base_shape.depth, base_shape.width, base_shape.mlp_dim, base_shape.patch_size) == (8, 1024, 2048, 32)
+    keys = {"depth": "depth", "width": "width", "mlp": "mlp_dim", "patch": "patch_size"}
+    seen = set()
+    for file in recipes_dir().glob("shape_*_jft.yaml"):
+        recipe = load_recipe(file)
+        check_jft(recipe, 6e-4)
+        shape, what = recipe.model.shape(), file.stem.removeprefix("shape_").removesuffix("_jft")
+        assert shape.width // shape.num_heads == 64
+        changed = {key for key in keys.values() if getattr(shape, key) != getattr(base_shape, key)}
+        kind = what.rstrip("0123456789")
+        if kind in keys:
+            assert changed == {keys[kind]} and getattr(shape, keys[kind]) == int(what.removeprefix(kind))
+        elif what != "base":
+            assert changed == {"depth", "width", "mlp_dim"}
+        seen.add(kind)
+    assert seen == {*keys, "base", "all_half", "all_double"} and load_recipe("shape_depth64_jft").model.depth == 64
+
+
+@pytest.mark.parametrize("stem", ["r50x1_sgd_jft", "r152x2_sgd_jft"])
+def test_sgd_is_bit_s(stem):
+    """Kolesnikov et al. (2020): 0.03 * batch / 256, momentum 0.9, weight decay 1e-4, 40 epochs in stairs."""
+    recipe, adam = load_recipe(stem), load_recipe(stem.replace("_sgd", ""))
+    assert recipe.model == adam.model and recipe.schedule.duration == adam.schedule.duration
+    optimizer = recipe.optimizer
+    assert (optimizer.name, optimizer.momentum, optimizer.weight_decay) == ("sgd", 0.9, 1e-4)
+    assert optimizer.lr == pytest.approx(0.03 * 4096 / 256)
+    stairs = [boundary.epochs * 40 / 7 for boundary in recipe.schedule.boundaries]
+    assert stairs == pytest.approx([10, 23, 30, 37]) and recipe.schedule.warmup.steps == 5_000
+
+
+@pytest.mark.parametrize(
+    ("stem", "model", "lr"),
+    [
+        ("axial_b32_jft", "Axial-ViT-B/32", 8e-4),
+        ("axial_b16_jft", "Axial-ViT-B/16", 8e-4),
+        ("axial_r50_jft", "AxialResNet50", 1e-3),
+    ],
+)
+def test_axial_models(stem, model, lr):
+    recipe = load_recipe(stem)
+    check_jft(recipe, lr)
+    assert recipe.model.name == model and 5 in recipe.evaluation.fewshot.shots
+
+
+def test_no_recipe_of_the_paper_is_left_out():
+    known = {*JFT, *I21K, *I1K, "r50x1_sgd_jft", "r152x2_sgd_jft", "axial_b32_jft", "axial_b16_jft", "axial_r50_jft"}
+    known |= {f"{short}_jft{size}" for short in FIGURE_4 for size in ("9m", "30m", "90m", "300m")}
+    known |= {f"b16_{short}_jft" for short in TABLE_8}
+    others = {path.stem for path in recipes_dir().glob("*.yaml")} - known
+    assert {stem for stem in others if not stem.startswith("shape_")} == {"demo", "vit4_cifar10"}
