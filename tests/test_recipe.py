@@ -237,11 +237,29 @@ def test_the_nearest_word_on_where_a_dataset_is_counts(elsewhere, monkeypatch):
     assert recipe.dataset_path("jft300m/train").resolve() == elsewhere / "c" / "jft300m" / "train"
     rooted = load_recipe(write(elsewhere, MINIMAL), [f"data.root={elsewhere / 'a'}"])
     assert rooted.dataset_path("jft300m/train") == elsewhere / "a" / "jft300m" / "train"
-    with pytest.raises(RecipeError, match=r"there is no .*a/imagenet21k"):
+    with pytest.raises(RecipeError, match=r"there is no .*a/imagenet21k .by VITSCALE_DATA_ROOT"):
         recipe.dataset_path("imagenet21k")
+    write(elsewhere / "work", "# nothing yet", "datasets.yaml")
+    assert recipe.dataset_path("jft300m/train") == elsewhere / "b" / "jft300m" / "train"
 
 
-@pytest.mark.parametrize("text", ["- jft300m", "jft300m: [a, b]", "jft300m: 3", "{"])
+def test_a_user_without_a_home_is_no_error(elsewhere, monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setenv("VITSCALE_DATA_ROOT", str(elsewhere / "a"))
+    recipe = load_recipe(write(elsewhere, MINIMAL))
+    assert recipe.dataset_path("jft300m/train") == elsewhere / "a" / "jft300m" / "train"
+
+
+@pytest.mark.parametrize("dataset", ["~nosuchuser/train", "x" * 5000])
+def test_an_odd_dataset_is_an_error_and_no_trace(elsewhere, dataset):
+    with pytest.raises(RecipeError, match="dataset"):
+        load_recipe(write(elsewhere, MINIMAL), [f"data.root={elsewhere}"]).dataset_path(dataset)
+
+
+@pytest.mark.parametrize("text", ["- jft300m", "jft300m: [a, b]", "jft300m: 3", "{", "jft300m: ''", "jft300m: ~"])
 def test_a_wrong_datasets_file_is_an_error(elsewhere, text):
     write(elsewhere / "work", text, "datasets.yaml")
     with pytest.raises(RecipeError, match=r"datasets\.yaml"):

@@ -94,7 +94,7 @@ def test_variants_of_resnets_at_even_and_odd_sizes(size, variant, mixing):
         (STEM, 75),
         (STEM | {"patch_size": 3}, 64),
         (STEM | {"attention": "axial", "width_factor": 2}, 75),
-        ({"name": "AxialResNet50"}, 20),  # down to a map of one position
+        ({"name": "AxialResNet50"}, 40),  # over one position einsum multiplies, and nothing is counted
     ],
 )
 def test_sizes_that_do_not_divide(model, size):

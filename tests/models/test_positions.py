@@ -6,7 +6,7 @@ import torch
 from models.small_models import build, images, with_values
 
 from vitscale.architectures import ViTShape
-from vitscale.models.positions import TwoDPositions, by_offset, relative_logits, resample_positions
+from vitscale.models.positions import TwoDPositions, relative_logits, resample_positions
 
 
 def model(depth: int = 2, **options):
@@ -56,24 +56,13 @@ def test_two_dimensional_positions_are_an_x_and_a_y_half():
 @pytest.mark.parametrize("tokens", [1, 2, 5])
 def test_relative_logits_by_definition(tokens):
     query = torch.randn(2, 3, tokens, 4)
-    table = torch.randn(3, 2 * tokens - 1, 4)
+    table = torch.randn(2 * tokens - 1, 3, 4)
     logits = relative_logits(query, table)
     assert logits.shape == (2, 3, tokens, tokens)
     for i in range(tokens):
         for j in range(tokens):
-            expected = (query[:, :, i] * table[:, j - i + tokens - 1]).sum(-1)
+            expected = (query[:, :, i] * table[j - i + tokens - 1]).sum(-1)
             assert torch.allclose(logits[:, :, i, j], expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 5])
-def test_weights_by_offset_by_definition(tokens):
-    weights = torch.randn(2, 3, tokens, tokens)
-    shifted = by_offset(weights)
-    expected = torch.zeros(2, 3, tokens, 2 * tokens - 1)
-    for i in range(tokens):
-        for j in range(tokens):
-            expected[:, :, i, j - i + tokens - 1] = weights[:, :, i, j]
-    assert torch.equal(shifted, expected)
 
 
 def test_relative_attention_by_definition():

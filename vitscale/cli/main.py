@@ -32,7 +32,10 @@ def recipe(
         for stem, title in list_recipes().items():
             print(f"{stem:<20}  {title}")
         return
-    print(yaml.safe_dump(load_recipe(name, settings or []).dump(), sort_keys=False), end="")
+    loaded = load_recipe(name, settings or [])
+    print(yaml.safe_dump(loaded.dump(), sort_keys=False), end="")
+    if border := loaded.describe_border():
+        print(f"note: {border}", file=sys.stderr)
 
 
 @app.command()

@@ -59,5 +59,5 @@ def _line_attention(part: str, channels: int, n: int) -> list[Operation]:
     return [
         dense(part, n**2, channels, 2 * channels, bias=False),
         product(part, n**3 * (narrow + wide)),
-        product(part, n**2 * offsets * (2 * narrow + wide), params=offsets * 2 * head_dim),
+        product(part, n**3 * (2 * narrow + wide), params=offsets * 2 * head_dim),
     ]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vitscale.models.encoder import Block, add_positions
 from vitscale.models.layers import Linear
-from vitscale.models.positions import TwoDPositions, by_offset, relative_logits, relative_table
+from vitscale.models.positions import TwoDPositions, relative_table
 
 
 class AxialBlock(nn.Module):
@@ -63,13 +63,13 @@ class LineAttention(nn.Module):
         B, n, C = x_BnC.shape
         qkv = self.qkv(x_BnC).view(B, n, self.num_heads, -1).transpose(1, 2)
         query, key, value = qkv.split(self.sizes, dim=-1)  # (B, A, n, d / 2) twice, (B, A, n, d)
-        of_query, of_key, of_value = self.relative.unsqueeze(0).split(self.sizes, dim=-1)  # (1, L, ...)
-        # A key's offset to the query is minus the query's to the key.
+        # Row i, column j: the embedding of the offset j - i.
+        of_query, of_key, of_value = self.relative.unfold(0, n, 1).flip(0).split(self.sizes, dim=1)  # (i, ..., j)
         logits = query @ key.transpose(-1, -2)
-        logits = logits + relative_logits(query, of_query)
-        logits = logits + relative_logits(key, of_key.flip(1)).transpose(-1, -2)
+        logits = logits + torch.einsum("baid,idj->baij", query, of_query)
+        logits = logits + torch.einsum("bajd,idj->baij", key, of_key)
         weights = (logits * self.sizes[0] ** -0.5).softmax(dim=-1)
-        mixed = weights @ value + by_offset(weights) @ of_value
+        mixed = weights @ value + torch.einsum("baij,idj->baid", weights, of_value)
         return mixed.transpose(1, 2).reshape(B, n, C)
 
 
@@ -91,6 +91,6 @@ class AxialAttention2d(nn.Module):
         B, C, h, w = x_BChw.shape
         x_rows = self.rows(x_BChw.permute(0, 2, 3, 1).reshape(B * h, w, C)).view(B, h, w, C)
         x_columns = self.columns(x_rows.transpose(1, 2).reshape(B * w, h, C)).view(B, w, h, C)
-        # Back in the memory order of the feature maps around it, which every convolution would otherwise restore.
+        # In the memory order of the feature maps around it.
         x_BChw = x_columns.permute(0, 3, 2, 1).contiguous(memory_format=torch.channels_last)
         return x_BChw if self.pool is None else self.pool(x_BChw)

@@ -31,8 +31,7 @@ class Attention(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (B, A, T, D / A)
         bias = None
         if self.relative is not None:
-            table_ALd = self.relative.view(-1, self.num_heads, head_dim).transpose(0, 1)
-            bias = relative_logits(query * head_dim**-0.5, table_ALd)
+            bias = relative_logits(query, (self.relative * head_dim**-0.5).view(-1, self.num_heads, head_dim))
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
         return self.out(mixed.transpose(1, 2).reshape(B, T, D))
 

@@ -42,6 +42,13 @@ class LayerNorm(nn.LayerNorm):
         pass
 
 
+def check_size(images_BHWC: Tensor, image_size: int) -> None:
+    """Raise `ValueError` where images are not those the model was built for: a part of them would silently be lost."""
+    expected = (image_size, image_size, CHANNELS)
+    if tuple(images_BHWC.shape[1:]) != expected:
+        raise ValueError(f"images of shape {tuple(images_BHWC.shape)}; this model takes (batch, *{expected})")
+
+
 def run_block(block: Callable[..., Tensor], *inputs: Tensor | None, recompute: bool) -> Tensor:
     """One block of a model, whose activations are recomputed in the backward pass where `recompute` says so."""
     if recompute and torch.is_grad_enabled():

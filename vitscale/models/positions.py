@@ -51,32 +51,23 @@ def relative_table(tokens: int, width: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(2 * tokens - 1, width))
 
 
-def relative_logits(query_BATd: Tensor, table_ALd: Tensor) -> Tensor:
+def relative_logits(query_BATd: Tensor, table_LAd: Tensor) -> Tensor:
     """Products of every query i with the embedding of every offset j - i.
 
     Args:
         query_BATd: (B, A, T, d).
-        table_ALd: (A, L, d) or (1, L, d) with L = 2 T - 1; row o belongs to the offset j - i = o - (T - 1).
+        table_LAd: (L, A, d) with L = 2 T - 1; row o belongs to the offset j - i = o - (T - 1).
 
     Returns:
         (B, A, T, T), of query i and position j.
     """
     B, A, T, _ = query_BATd.shape
+    by_offset = torch.einsum("batd,lad->batl", query_BATd, table_LAd)
     if T == 1:
-        return query_BATd @ table_ALd.transpose(-1, -2)
-    by_offset = (query_BATd @ table_ALd.transpose(-1, -2)).flatten(-2)
+        return by_offset
     # Entry (i, j - i + T - 1) of rows of 2 T - 1 is entry (i, j) of rows one shorter that begin T - 1 later: no gather,
     # whose backward pass would add in any order.
-    return by_offset[..., T - 1 : T - 1 + T * (2 * T - 2)].view(B, A, T, 2 * T - 2)[..., :T]
-
-
-def by_offset(weights_BATT: Tensor) -> Tensor:
-    """The inverse of the shift in `relative_logits`: (B, A, T, T) of i and j -> (B, A, T, 2 T - 1) of i and j - i."""
-    B, A, T, _ = weights_BATT.shape
-    if T == 1:
-        return weights_BATT
-    rows = F.pad(weights_BATT, (0, T - 2)).flatten(-2)
-    return F.pad(rows, (T - 1, 1)).view(B, A, T, 2 * T - 1)
+    return by_offset.flatten(-2)[..., T - 1 : T - 1 + T * (2 * T - 2)].view(B, A, T, 2 * T - 2)[..., :T]
 
 
 def resample_positions(

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from vitscale.architectures import RESNET_GROUPS, ResNetShape
 from vitscale.models.axial import AxialAttention2d
 from vitscale.models.initialise import Initialiser, constant, lecun_normal, normal
-from vitscale.models.layers import CHANNELS, OutputLayer, no_record, run_block
+from vitscale.models.layers import CHANNELS, OutputLayer, check_size, no_record, run_block
 
 GROUP_NORM_EPS = {"v1": 1e-6, "v2": 1e-5}
 Variant = Literal["v1", "v2"]
@@ -35,8 +35,8 @@ class GroupNorm(nn.GroupNorm):
 class StdConv(nn.Conv2d):
     """Convolution without bias whose weights are standardised for each output channel (Qiao et al., 2019).
 
-    The statistics are computed in fp32. v2 pads k // 2 on every side; v1 is 'SAME': with stride 2 one row and column
-    less at the top and left.
+    The statistics are computed in fp32. v2 pads k // 2 on every side; v1 is 'SAME', which with a stride of 2 over an
+    even size pads one row and column less at the top and left.
     """
 
     def __init__(self, inputs: int, outputs: int, kernel_size: int, stride: int, variant: Variant) -> None:
@@ -47,10 +47,12 @@ class StdConv(nn.Conv2d):
         pass
 
     def forward(self, x_BChw: Tensor) -> Tensor:
-        padding = self.padding
-        if self.variant == "v1" and self.stride[0] == 2 and self.kernel_size[0] > 1:
-            x_BChw, padding = _pad_same(x_BChw, self.kernel_size[0]), (0, 0)
-        return F.conv2d(x_BChw, self._standardised(), None, self.stride, padding)
+        h, w = x_BChw.shape[-2:]
+        if self.variant == "v1" and self.stride[0] == 2 and self.kernel_size[0] > 1 and (h % 2 == 0 or w % 2 == 0):
+            k = self.kernel_size[0] // 2
+            padded = F.pad(x_BChw, (k - (w % 2 == 0), k, k - (h % 2 == 0), k))
+            return F.conv2d(padded, self._standardised(), None, self.stride)
+        return F.conv2d(x_BChw, self._standardised(), None, self.stride, self.padding)
 
     def _standardised(self) -> Tensor:
         if self.variant == "v2":
@@ -59,15 +61,6 @@ class StdConv(nn.Conv2d):
         weight = self.weight.float()
         variance, mean = torch.var_mean(weight, dim=(1, 2, 3), correction=0, keepdim=True)
         return ((weight - mean) / (variance.sqrt() + 1e-5)).to(self.weight.dtype)
-
-
-def _pad_same(x_BChw: Tensor, kernel_size: int) -> Tensor:
-    """Zeros around a feature map, so that a stride of 2 leaves half of it, rounded up: more on the right and below."""
-    pads: list[int] = []
-    for size in (x_BChw.shape[-1], x_BChw.shape[-2]):
-        total = max(kernel_size - (2 if size % 2 == 0 else 1), 0)
-        pads += [total // 2, total - total // 2]
-    return F.pad(x_BChw, pads)
 
 
 def _mixing(shape: ResNetShape, channels: int, size: int, stride: int) -> nn.Module:
@@ -133,15 +126,23 @@ class Root(nn.Module):
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         x_BChw = self.conv(images_BCHW)
+        h, w = x_BChw.shape[-2:]
         if self.norm is not None:
-            # Behind a ReLU zeros at the border are never the largest: they are the same as no padding at all.
-            return F.max_pool2d(_pad_same(F.relu(self.norm(x_BChw), inplace=True), 3), 3, 2)
-        # The released v2 weights were trained with zeros at the border, which compete with negative values.
-        return F.max_pool2d(F.pad(x_BChw, (1, 1, 1, 1)), 3, 2)
+            return F.max_pool2d(F.relu(self.norm(x_BChw), inplace=True), 3, 2, (h % 2, w % 2), ceil_mode=True)
+        # The released v2 weights were trained with zeros at the border, which compete with negative values: not what
+        # torch pads with. The first windows reach beyond the border, and over an odd size the last ones too.
+        pooled = F.max_pool2d(x_BChw, 3, 2, 1)
+        for side, size in ((2, h), (3, w)):
+            for place in (0, -1) if size % 2 else (0,):
+                pooled.select(side, place).clamp_(min=0)
+        return pooled
 
 
 class Features(nn.Module):
-    """Root and stages: images (B, H, W, 3) -> feature map (B, C, h, w), in channels-last memory."""
+    """Root and stages: images (B, H, W, 3) -> feature map (B, C, h, w).
+
+    The images come in channels-last memory, and convolutions and CPU norms keep it.
+    """
 
     def __init__(self, shape: ResNetShape, *, image_size: int, checkpoint_every: int) -> None:
         super().__init__()
@@ -206,6 +207,8 @@ class ResNet(nn.Module):
         `pre_logits` (B, C): the representation, its mean over the positions.
         """
         keep = no_record if intermediates is None else intermediates.__setitem__
+        if self.shape.mixing == "axial":
+            check_size(images_BHWC, self.image_size)
         x_BChw = self.features(images_BHWC)
         if self.norm is not None:
             x_BChw = F.relu(self.norm(x_BChw), inplace=True)

@@ -23,7 +23,7 @@ from vitscale.models.initialise import (
     xavier_uniform,
     xavier_uniform_thirds,
 )
-from vitscale.models.layers import LayerNorm, Linear, OutputLayer, no_record, run_block
+from vitscale.models.layers import LayerNorm, Linear, OutputLayer, check_size, no_record, run_block
 from vitscale.models.positions import PositionAt, PositionKind, absolute_positions, position_values
 from vitscale.models.resnet import Features, resnet_initialiser
 
@@ -107,6 +107,7 @@ class ViT(nn.Module):
         A dictionary passed as `intermediates` is filled with `embedded` (B, T, D), `block_0` ... (B, T, D), `encoded`
         (B, T, D, after the final norm) and `pre_logits` (B, D): the representation, before tanh where there is one.
         """
+        check_size(images_BHWC, self.image_size)
         keep = no_record if intermediates is None else intermediates.__setitem__
         x_BHWC = images_BHWC if self.stem is None else self.stem(images_BHWC).permute(0, 2, 3, 1)
         x_BTD = self.embedding(self.patchify(x_BHWC))

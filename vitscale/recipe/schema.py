@@ -403,6 +403,11 @@ class Recipe(_Block):
         """Plain data of the whole recipe, defaults included, by the names that stand in YAML."""
         return self.model_dump(mode="json", by_alias=True)
 
+    def describe_border(self) -> str | None:
+        """What no patch covers, in words; None where the image divides into patches."""
+        shape = self.model.shape()
+        return shape.describe_border(self.data.image_size) if isinstance(shape, ViTShape) else None
+
     def dataset_path(self, dataset: str) -> Path:
         """Where the dataset `NAME[/SPLIT] | PATH` is: see `datasets.find_dataset`."""
         return find_dataset(dataset, self.data.root)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vitscale.architectures import ViTShape
 from vitscale.data import TrainOrder
 from vitscale.errors import DataError, RecipeError
 from vitscale.evaluation import Evaluator, build_evaluators
@@ -80,8 +79,7 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
             f"schedule.warmup is {warmup:,} steps and the whole run {total:,}: the learning rate never reaches "
             f"optimizer.lr"
         )
-    shape = recipe.model.shape()
-    border = shape.describe_border(recipe.data.image_size) if isinstance(shape, ViTShape) else None
+    border = recipe.describe_border()
     warnings += [border] if border else []
     boundaries = [steps(boundary) for boundary in schedule.boundaries]
 

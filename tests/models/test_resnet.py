@@ -1,0 +1,152 @@
+"""The details in which ResNets are wrong most easily: against formulas written out, and against timm in fp64."""
+
+from functools import partial
+
+import peers  # noqa: F401 (makes timm importable)
+import pytest
+import torch
+from models.small_models import build, images, with_values
+from torch.nn import functional as F
+
+from vitscale.architectures import ResNetShape, ViTShape
+from vitscale.models import build_model, initial_value
+from vitscale.models.resnet import GroupNorm, StdConv
+from vitscale.models.weights.table import table
+from vitscale.recipe import validate_recipe
+
+
+@pytest.mark.parametrize("size", [8, 9])
+@pytest.mark.parametrize("kernel_size", [1, 3, 7])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("variant", ["v1", "v2"])
+def test_a_standardised_convolution_by_its_formula(variant, stride, kernel_size, size):
+    """Weights so small that the eps decide: 1e-5 on the deviation (v1), 1e-10 on the variance (v2)."""
+    conv = StdConv(4, 6, kernel_size, stride, variant)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        conv.weight.normal_(1e-3, 2e-5, generator=generator)
+        weight = conv.weight.double()
+        mean = weight.mean(dim=(1, 2, 3), keepdim=True)
+        variance = (weight - mean).square().mean(dim=(1, 2, 3), keepdim=True)
+        scale = variance.sqrt() + 1e-5 if variant == "v1" else (variance + 1e-10).sqrt()
+        x = torch.randn(2, 4, size, size, generator=generator)
+        # TensorFlow's 'SAME': as much as the outputs need, the odd one at the end; BiT pads k // 2 all around.
+        total = max((-(-size // stride) - 1) * stride + kernel_size - size, 0)
+        before, after = (total // 2, total - total // 2) if variant == "v1" else (kernel_size // 2, kernel_size // 2)
+        padded = F.pad(x.double(), (before, after, before, after))
+        expected = F.conv2d(padded, (weight - mean) / scale, stride=stride)
+        result = conv(x)
+    assert result.shape == expected.shape
+    assert (result - expected).abs().max() / expected.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("variant", "eps"), [("v1", 1e-6), ("v2", 1e-5)])
+def test_group_norms_have_the_eps_of_their_authors(variant, eps):
+    norm = GroupNorm(64, variant)
+    x = torch.randn(2, 64, 5, 5, generator=torch.Generator().manual_seed(0)) * 1e-3
+    with torch.no_grad():
+        norm.weight.fill_(1.0)
+        norm.bias.fill_(0.0)
+        groups = x.double().view(2, 32, -1)
+        variance = groups.var(dim=-1, correction=0, keepdim=True)
+        expected = (groups - groups.mean(dim=-1, keepdim=True)) / (variance + eps).sqrt()
+        assert torch.allclose(norm(x).double().view_as(expected), expected, atol=1e-4)
+
+
+def values_for(model, form="timm"):
+    ours = dict(model.named_parameters())
+    rules = table(model, form)
+    return {key: part for rule in rules for key, part in zip(rule.theirs, rule.split(ours[rule.ours]), strict=True)}
+
+
+def large_weights(model):
+    """timm adds its eps to the variance of a weight, the authors' v1 code to the deviation: large weights need none."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 4:
+                parameter.mul_(parameter[0].numel() ** 0.5)
+    return model
+
+
+@pytest.mark.parametrize("size", [64, 97, 98, 225])
+@pytest.mark.parametrize("variant", ["v1", "v2"])
+def test_logits_equal_timm_s_at_even_and_odd_sizes(variant, size):
+    pytest.importorskip("timm")
+    from timm.layers import GroupNormAct, StdConv2d, StdConv2dSame
+    from timm.models.resnetv2 import ResNetV2
+
+    blocks = (2, 1, 1, 1)
+    model = with_values(build(ResNetShape(blocks, variant=variant), image_size=size, num_classes=7))
+    model = large_weights(model).double().eval()
+    norm = partial(GroupNormAct, num_groups=32, eps=1e-6 if variant == "v1" else 1e-5)
+    kind = {"preact": False, "stem_type": "same"} if variant == "v1" else {"preact": True, "stem_type": "fixed"}
+    conv = partial(StdConv2dSame if variant == "v1" else StdConv2d, eps=1e-10)
+    peer = ResNetV2(layers=blocks, num_classes=7, norm_layer=norm, conv_layer=conv, **kind).double().eval()
+    peer.load_state_dict(values_for(model))
+    with torch.no_grad():
+        pixels = images(size).double()
+        difference = model(pixels) - peer(pixels.permute(0, 3, 1, 2))
+    assert difference.abs().max() < 2e-5  # logits are fp32
+
+
+def in_a_recipe(model: dict):
+    content = {
+        "model": model,
+        "data": {"train": "none", "image_size": 64},
+        "batch": {"global": 1},
+        "optimizer": {"name": "adamw", "lr": 1.0},
+        "schedule": {"duration": {"steps": 1}},
+    }
+    return build_model(validate_recipe(content, "test"), 5)
+
+
+SMALL = {"width": 64, "depth": 1, "mlp_dim": 128, "num_heads": 4}
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"blocks": [1, 1]},
+        {"blocks": [1, 1], "variant": "v1"},
+        {"blocks": [1, 1], "mixing": "axial"},
+        {"blocks": [1, 1], "patch_size": 4, **SMALL},
+        {"patch_size": 8, "attention": "axial", **SMALL},
+        {"patch_size": 8, "position": {"kind": "relative"}, **SMALL},
+    ],
+)
+def test_initial_values_of_every_family(block):
+    """Appendix of the authors' code: lecun normal convolutions, identity norms, v1 units begin as their shortcut."""
+    model = in_a_recipe(block)
+    values = {name: initial_value(model, name, p.shape, seed=0) for name, p in model.named_parameters()}
+    assert torch.all(values["head.weight"] == 0) and torch.all(values["head.bias"] == -10), "sigmoid pre-training"
+    is_v1 = isinstance(model.shape, ViTShape) or model.shape.variant == "v1"
+    for name, value in values.items():
+        module, _, kind = name.rpartition(".")
+        if value.ndim == 4:
+            fan_in = value[0].numel()
+            assert value.std().item() == pytest.approx(fan_in**-0.5, rel=0.06), name
+            assert value.abs().max().item() < 2.3 * fan_in**-0.5, name
+        elif kind == "relative":
+            assert value.std().item() == pytest.approx(0.02, rel=0.15), name
+        elif "norm" in module:
+            of_unit = ".stages." in name and module.endswith("norm3")
+            expected = 0.0 if kind == "bias" or (of_unit and is_v1) else 1.0
+            assert torch.all(value == expected), name
+
+
+def test_a_v1_unit_begins_as_its_shortcut():
+    model = build(ResNetShape((2,), variant="v1"), image_size=32, num_classes=5)
+    unit = model.features.units()[1]
+    with torch.no_grad():
+        for name, parameter in unit.named_parameters(prefix="features.stages.0.1"):
+            parameter.copy_(initial_value(model, name, parameter.shape, seed=0))
+        x = torch.rand(2, 256, 8, 8, generator=torch.Generator().manual_seed(0))
+        assert torch.equal(unit(x), x)
+
+
+@pytest.mark.parametrize("shape", [ViTShape(8, 48, 1, 96, 3), ResNetShape((1,), mixing="axial")])
+def test_images_of_another_size_are_refused(shape):
+    model = with_values(build(shape, image_size=32, num_classes=5))
+    for size in ((1, 40, 32, 3), (1, 32, 24, 3), (1, 32, 32, 4)):
+        with pytest.raises(ValueError, match="this model takes"):
+            model(torch.zeros(size))
