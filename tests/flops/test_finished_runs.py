@@ -1,15 +1,17 @@
 """Runs from their records: time, images/s, MFU and cost; and their points beside Figure 5."""
 
 import json
+import warnings
 
 import pytest
 import yaml
 
 from vitscale.errors import DataError, RecipeError
-from vitscale.flops import runs
-from vitscale.flops.figure5 import draw, points_of
+from vitscale.flops import records
+from vitscale.flops.figure5 import Point, draw, points_of
 from vitscale.flops.hardware import find_device
-from vitscale.flops.runs import read_run, runs_view
+from vitscale.flops.records import read_run
+from vitscale.flops.runs import runs_view
 from vitscale.recipe import load_recipe
 
 # Steps 1 to 10 took 2 s each, 11 to 15 took 4 s each.
@@ -27,22 +29,30 @@ def run_dir(tmp_path):
     recipe = load_recipe("b16_jft", ["model.num_classes=null", "evaluation.validation=imagenet/validation"])
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.dump()))
     write_metrics(tmp_path, LINES)
-    folder = tmp_path / "checkpoints" / "step-00000015"
-    folder.mkdir(parents=True)
-    (folder / "index.json").write_text(json.dumps(INDEX))
+    write_index(tmp_path, "step-00000015", json.dumps(INDEX))
     return tmp_path
+
+
+def write_index(directory, checkpoint, content):
+    folder = directory / "checkpoints" / checkpoint
+    folder.mkdir(parents=True)
+    (folder / "index.json").write_text(content)
 
 
 def write_metrics(directory, lines):
     (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-def finish(directory, evaluation):
-    (directory / "DONE").write_text(json.dumps({"step": 15, "exaflops": 0.15, "evaluation": evaluation}))
+def finish(directory, evaluation, **more):
+    (directory / "DONE").write_text(json.dumps({"step": 15, "exaflops": 0.15, "evaluation": evaluation} | more))
+
+
+def view_of(directory, device=None, count=None, price=None):
+    return runs_view([read_run(directory)], device, count, price)
 
 
 def row_of(directory, device=None, count=None, price=None):
-    return runs_view([read_run(directory)], device, count, price).rows[0]
+    return view_of(directory, device, count, price).rows[0]
 
 
 def test_what_a_run_under_way_has_cost(run_dir):
@@ -67,8 +77,80 @@ def test_mfu_of_a_device_that_the_run_did_not_know(run_dir):
 def test_a_torn_line_is_told_of(run_dir):
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 20, "lo')
-    view = runs_view([read_run(run_dir)], None, None, None)
+    view = view_of(run_dir)
     assert view.rows[0]["step"] == 15 and any("damaged lines" in note for note in view.notes)
+
+
+@pytest.mark.parametrize("step", ["1e400", "9" * 400, "9" * 5000, "true", '"16"', "[" * 100_000])
+def test_lines_that_no_trainer_writes_are_damaged(run_dir, step):
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": {step}, "step_time_s": 1.0, "exaflops": 0.2}}\n')
+        file.write(f'{{"step": 16, "step_time_s": {step}, "exaflops": 0.2}}\n')
+        file.write(f'{{"step": {step}, "eval/validation/top1": 0.25}}\n{{"step": [1], "eval/validation/top1": 0.25}}\n')
+    assert row_of(run_dir)["step"] == 15
+
+
+def test_a_run_that_was_resumed_on_another_number_of_devices(run_dir):
+    write_metrics(run_dir, [LINES[0] | {"world_size": 8}, LINES[2] | {"world_size": 2}])
+    view = view_of(run_dir, price=2.0)
+    row, of_devices = view.rows[0], (8 * 20 + 2 * 20) / 3600
+    assert row["device_hours"] == pytest.approx(of_devices) and row["cost"] == pytest.approx(2 * of_devices)
+    assert row["devices"] == 2 and row["mfu"] == pytest.approx((8 * 20 * 0.4 + 2 * 20 * 0.2) / (10 * 20))
+    assert any("ran on 2 and 8 devices" in note for note in view.notes) and len(view.notes) == 1
+    assert row_of(run_dir, count=4)["device_hours"] == pytest.approx(4 * 40 / 3600)
+
+
+def test_mfu_from_all_device_seconds_where_the_metrics_have_none(run_dir):
+    paces = [{key: value for key, value in line.items() if key != "mfu"} for line in (LINES[0], LINES[2])]
+    write_metrics(run_dir, [paces[0] | {"world_size": 8}, paces[1] | {"world_size": 8}])
+    even = row_of(run_dir, find_device("a100"))["mfu"]
+    write_metrics(run_dir, [paces[0] | {"world_size": 8}, paces[1] | {"world_size": 2}])
+    assert row_of(run_dir, find_device("a100"))["mfu"] == pytest.approx(even * (8 + 8) / (8 + 2))
+
+
+def test_metrics_that_do_not_tell_the_world_size(run_dir):
+    assert any("as the newest checkpoint says" in note for note in view_of(run_dir).notes)
+    assert not any("checkpoint says" in note for note in view_of(run_dir, count=4).notes)
+
+
+def test_lost_metrics_are_told_of(run_dir):
+    pace = {"step_time_s": 2.0, "exaflops": 0.1, "world_size": 8, "mfu": 0.4}
+    whole = [{"step": step} | pace for step in (50, 100, 130, 150, 200, 220)]  # stopped once at 130, and at 220
+    write_metrics(run_dir, whole)
+    assert view_of(run_dir).notes == []
+    write_metrics(run_dir, [line for line in whole if line["step"] in (100, 220)])
+    view = view_of(run_dir)
+    assert view.rows[0]["hours"] == pytest.approx(440 / 3600)
+    (note,) = view.notes
+    assert "steps 1 to 50, 101 to 200 have no metrics; their pace is assumed" in note
+
+
+DAMAGED = ["[]", "{", '{"world_size": 2, "data": null}', '{"world_size": 2, "data": []}']
+DAMAGED += [json.dumps(INDEX | {"world_size": size}) for size in (None, True, 0, 10**400)]
+DAMAGED += [json.dumps(INDEX | {"data": INDEX["data"] | {"class_names": names}}) for names in (5, [1], "ab")]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_an_older_index_stands_in_for_a_damaged_one(run_dir, content):
+    row = row_of(run_dir)
+    write_index(run_dir, "step-00000020", content)
+    view = view_of(run_dir)
+    assert view.rows[0] == row and any("step-00000020/index.json is damaged" in note for note in view.notes)
+    (run_dir / "checkpoints/step-00000015/index.json").write_text(content)
+    view = view_of(run_dir)
+    assert view.rows[0] == row | {"devices": None, "device_hours": None, "total_steps": None}
+    assert any("say --devices N" in note for note in view.notes)
+
+
+def test_the_newest_index_by_its_step(run_dir):
+    write_index(run_dir, "step-100000000", json.dumps(INDEX | {"world_size": 3}))
+    assert row_of(run_dir)["devices"] == 3
+
+
+def test_a_small_utilisation_is_not_none():
+    from vitscale.flops.view import percent
+
+    assert [percent(1)(value) for value in (0.4567, 0.0005, 0.000123, 0)] == ["45.7 %", "0.05 %", "0.0123 %", "0 %"]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +160,7 @@ def test_a_torn_line_is_told_of(run_dir):
         (lambda run: (run / "metrics.jsonl").unlink(), DataError, "no training step yet"),
         (lambda run: (run / "metrics.jsonl").write_text('[1]\n"x"\n'), DataError, "no training step yet"),
         (lambda run: (run / "DONE").write_text("{"), DataError, "DONE"),
-        (lambda run: (run / "checkpoints/step-00000015/index.json").write_text("[]"), DataError, "index.json"),
+        (lambda run: (run / "DONE").write_text("[" * 100_000), DataError, "DONE"),
     ],
 )
 def test_broken_records(run_dir, spoil, error, word):
@@ -95,6 +177,33 @@ def test_only_finished_runs_with_an_accuracy_are_points(run_dir):
     finish(run_dir, {"validation/top1": 0.725})
     ((point,), notes) = points_of([read_run(run_dir)])
     assert (point.exaflops, point.top1, point.is_on_imagenet, notes) == (0.15, 72.5, True, [])
+
+
+def test_the_selected_step_is_the_point(run_dir):
+    finish(run_dir, {"validation/top1": 0.25}, best_step=10)
+    ((point,), _) = points_of([read_run(run_dir)])
+    assert point.top1 == 50.0
+    finish(run_dir, {"validation/top1": 0.25}, best_step=15)
+    ((point,), _) = points_of([read_run(run_dir)])
+    assert point.top1 == 25.0
+    finish(run_dir, {"validation/top1": 0.25}, best_step=12)
+    points, (note,) = points_of([read_run(run_dir)])
+    assert points == [] and "step 12, its best" in note
+
+
+@pytest.mark.parametrize("top1", [None, "0.5", float("nan"), 10**400, [0.5]])
+def test_what_is_no_accuracy_is_not_drawn(run_dir, top1):
+    finish(run_dir, {"validation/top1": top1})
+    points, (note,) = points_of([read_run(run_dir)])
+    assert points == [] and "validation/top1" in note
+
+
+def test_many_runs_leave_the_panels_room(tmp_path):
+    pytest.importorskip("matplotlib")
+    points = [Point(f"run{i}", 10.0 + i, 50.0, data) for i in range(45) for data in ("imagenet/validation", "photos")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib warns of axes that collapse
+        draw(tmp_path / "many.png", points)
 
 
 def test_the_figure_in_both_formats(run_dir, tmp_path):
@@ -117,7 +226,7 @@ def test_the_records_have_the_trainer_s_names():
     from vitscale.checkpoint.format import INDEX as INDEX_FILE
     from vitscale.training.metrics import METRICS_FILE
 
-    assert (runs.RECIPE_FILE, runs.DONE_FILE) == (checkpoint.RECIPE_FILE, checkpoint.DONE_FILE)
-    assert runs.METRICS_FILE == METRICS_FILE
-    assert f"{checkpoint.CHECKPOINTS}/step-*/{INDEX_FILE}" == runs.INDEX_FILES
+    assert (records.RECIPE_FILE, records.DONE_FILE) == (checkpoint.RECIPE_FILE, checkpoint.DONE_FILE)
+    assert records.METRICS_FILE == METRICS_FILE
+    assert f"{checkpoint.CHECKPOINTS}/step-*/{INDEX_FILE}" == records.INDEX_FILES
     assert checkpoint.step_folder(15) == "step-00000015"

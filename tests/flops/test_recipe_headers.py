@@ -6,7 +6,7 @@ import pytest
 
 from vitscale.flops.estimate import estimate
 from vitscale.flops.matching import position_row, state_of_the_art_row, transfer_row
-from vitscale.flops.published import table_5, table_6, table_7
+from vitscale.flops.published import table_5, table_6, table_7, table_8
 from vitscale.recipe import load_recipe, recipes_dir
 
 ACCURACIES = {
@@ -44,46 +44,63 @@ def test_expected_compute(estimates, file):
     assert len(expected) == 1
     (computed, published), one = expected[0], estimates[file]
     assert is_rounded(one.exaflops, computed)
-    assert (one.published is None) == (published == "")
     if published:
-        assert one.published.exaflops == float(published.replace(",", ""))
+        assert one.published is not None and one.published.exaflops == float(published.replace(",", ""))
 
 
-@pytest.mark.parametrize("file", OF_THE_PAPER, ids=lambda file: file.stem)
+def printed_results(file) -> tuple[int, dict[str, float]] | None:
+    """(number of the table, accuracies by title) that a header prints of fine-tuning."""
+    pattern = r"The paper reports, after fine-tuning(?: at 384 px)? \(Table (\d)\): ([^;]*?)[;.](?: |$)"
+    if (results := re.search(pattern, header_of(file))) is None:
+        return None
+    return int(results[1]), {
+        title: float(value) for title, value in re.findall(r"([^,]+?) ([\d.]+)(?:, |$)", results[2])
+    }
+
+
+@pytest.mark.parametrize("file", list(filter(printed_results, OF_THE_PAPER)), ids=lambda file: file.stem)
 def test_results(estimates, file):
-    header, one = header_of(file), estimates[file]
-    results = re.search(
-        r"The paper reports, after fine-tuning(?: at 384 px)? \(Table (\d)\): ([^;]*?)[;.](?: |$)", header
-    )
-    found = transfer_row(one.recipe, one.images)
-    assert (results is None) == (found is None)
-    if results is not None:
-        table, row = found
-        printed = dict(part.rsplit(" ", 1) for part in results[2].split(", "))
-        assert int(results[1]) == table
-        expected = {title: getattr(row, name) for title, name in ACCURACIES.items()}
-        assert {title: float(value) for title, value in printed.items()} == {
-            title: value for title, value in expected.items() if value is not None
-        }
+    table, row = transfer_row(estimates[file].recipe, estimates[file].images)
+    expected = {title: getattr(row, name) for title, name in ACCURACIES.items()}
+    assert printed_results(file) == (table, {title: value for title, value in expected.items() if value is not None})
 
 
-@pytest.mark.parametrize("file", OF_THE_PAPER, ids=lambda file: file.stem)
-def test_results_of_table_8(estimates, file):
-    printed = re.findall(r"ImageNet 5-shot ([\d.]*\d) \(Table 8\)", header_of(file))
-    row = position_row(estimates[file].recipe, estimates[file].images)
-    if printed:
-        assert row is not None and [row.imagenet_5shot] == [float(value) for value in printed]
-    else:
-        # The default of all other studies is a row of this one as well, which its recipe need not say.
-        assert row is None or (row.position, row.at) == ("1d", "stem")
+def test_every_run_of_the_tables_is_printed(estimates):
+    """By the recipe that repeats it; where two do, as for two studies, by one of them at least."""
+    rows, printed, published = {}, set(), set()
+    for file, one in estimates.items():
+        if (found := transfer_row(one.recipe, one.images)) is not None:
+            rows[id(found[1])] = found[1]
+            printed |= {id(found[1])} if printed_results(file) is not None else set()
+        if one.published is not None and "(the paper's: " in header_of(file):
+            published.add(id(one.published))
+    assert printed == set(rows)
+    assert published == {id(row) for row in table_6()}
 
 
-@pytest.mark.parametrize("file", OF_THE_PAPER, ids=lambda file: file.stem)
-def test_results_of_table_2(estimates, file):
+def test_results_of_table_8(estimates):
+    """Every row is printed, and by a recipe that measures it."""
+    printed = {}
+    for file, one in estimates.items():
+        values = re.findall(r"ImageNet 5-shot ([\d.]*\d) \(Table 8\)", header_of(file))
+        if values:
+            row = position_row(one.recipe, one.images)
+            assert row is not None and [row.imagenet_5shot] == [float(value) for value in values], file
+            assert 5 in one.recipe.evaluation.fewshot.shots, file
+            printed[row.position, row.at] = float(values[0])
+    assert printed == {(row.position, row.at): row.imagenet_5shot for row in table_8()}
+
+
+@pytest.mark.parametrize("name", ["h14_jft", "l16_jft_14ep"])
+def test_results_of_table_2(estimates, name):
+    file = recipes_dir() / f"{name}.yaml"
     printed = re.findall(r"ImageNet ([\d.]+) at \d+ px with Polyak averaging \(Table 2\)", header_of(file))
-    if printed:
-        row = state_of_the_art_row(estimates[file].recipe)
-        assert row is not None and [row.imagenet] == [float(value) for value in printed]
+    row = state_of_the_art_row(estimates[file].recipe, estimates[file].images)
+    assert [row.imagenet] == [float(value) for value in printed]
+
+
+def test_no_other_recipe_prints_table_2():
+    assert {file.stem for file in OF_THE_PAPER if "(Table 2)" in header_of(file)} == {"h14_jft", "l16_jft_14ep"}
 
 
 def test_every_run_of_the_tables_has_a_recipe(estimates):

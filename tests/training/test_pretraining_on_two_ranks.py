@@ -135,6 +135,7 @@ def error_of(root: Path, name: str) -> dict[str, str]:
     "name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in BLOCKS]
 )
 def test_an_interrupted_run_equals_the_uninterrupted_one_to_the_last_bit(root, name):
+    assert set(column(root, name, "world_size")) == {2}
     for key in ("loss", "lr", "grad_norm", "batch_digest"):
         assert column(root, name, key) == column(root, f"{name}-resumed", key)
     assert column(root, name, "step") == list(range(1, STEPS + 1))

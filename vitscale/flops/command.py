@@ -3,7 +3,8 @@
 One report a call: the grid (by default), --breakdown, --budget, --hardware, --like-paper, --run or --plot.
 """
 
-import math
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,11 +18,12 @@ from vitscale.flops.cost import Hardware
 from vitscale.flops.estimate import Estimate, estimate
 from vitscale.flops.hardware import find_device
 from vitscale.flops.published import table_6
-from vitscale.flops.view import Form, render
+from vitscale.flops.view import Form, render, say
 from vitscale.recipe import find_recipe, load_recipe, recipes_dir
 
 # What goes with the option that chooses the report; the first of them that is given chooses.
-_COST_OPTIONS = {"--hardware", "--devices", "--mfu", "--price"}
+_OF_HARDWARE = {"--devices", "--mfu", "--price"}
+_COST_OPTIONS = {"--hardware", *_OF_HARDWARE}
 _GOES_WITH = {
     "--plot": {"--run"},
     "--run": {"--hardware", "--devices", "--price", "--format"},
@@ -30,6 +32,14 @@ _GOES_WITH = {
     "--budget": {"RECIPE", "--set", "--samples", "--format", *_COST_OPTIONS},
     "--hardware": {"RECIPE", "--set", "--samples", "--format", *_COST_OPTIONS},
 }
+
+# Lowest, highest, what it is. Within them every figure is a number that people can read.
+_RANGES = {
+    "--budget": (1e-9, 1e12, "exaFLOPs"),
+    "--mfu": (1e-6, 1, "a fraction"),
+    "--price": (0, 1e9, "the price of one device-hour"),
+}
+_MOST = 2**53  # whole numbers up to here are exact as floats
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -46,7 +56,7 @@ def command(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of every recipe.")
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="Training samples, where epochs are of other data.")
+        int | None, typer.Option(min=1, max=_MOST, help="Training samples, where epochs are of other data.")
     ] = None,
     form: Annotated[Form, typer.Option("--format", help="What to print.")] = "table",
     breakdown: Annotated[bool, typer.Option("--breakdown", help="Where FLOPs and parameters are.")] = False,
@@ -56,7 +66,7 @@ def command(
     hardware: Annotated[
         str | None, typer.Option(metavar="NAME", help="Hours and energy on h200, a100, tpuv3, ...")
     ] = None,
-    devices: Annotated[int | None, typer.Option(min=1, help="How many of them.")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, max=_MOST, help="How many of them.")] = None,
     mfu: Annotated[
         float | None, typer.Option(metavar="FRACTION", help="The share of their peak that training reaches: 0.45.")
     ] = None,
@@ -89,15 +99,17 @@ def command(
     }
     try:
         _check({option for option, value in given.items() if value is not None})
-        _check_numbers(budget, mfu, price)
+        _check_numbers({"--budget": budget, "--mfu": mfu, "--price": price})
+        directories = _once(runs or [])
         device = None if hardware is None else find_device(hardware)
         if plot is not None:
-            _plot(plot, runs or [])
+            _plot(plot, directories)
             return
         if runs:
-            from vitscale.flops.runs import read_run, runs_view
+            from vitscale.flops.records import read_run
+            from vitscale.flops.runs import runs_view
 
-            render(runs_view([read_run(run) for run in runs], device, devices, price), form)
+            render(runs_view([read_run(run) for run in directories], device, devices, price), form)
             return
         bought = None
         if device is not None:
@@ -132,31 +144,35 @@ def _check(given: set[str]) -> None:
     report = next((option for option in _GOES_WITH if option in given), None)
     allowed = {"RECIPE", "--set", "--samples", "--format"} if report is None else _GOES_WITH[report]
     foreign = sorted(given - allowed - {report})
-    if foreign and report is None:
-        raise RecipeError(f"{', '.join(foreign)}: only with --hardware")
-    if foreign:
+    if foreign and report is not None:
         raise RecipeError(f"{', '.join(foreign)} does not go with {report}")
+    of_hardware = sorted(given & _OF_HARDWARE)
+    if of_hardware and report != "--run" and "--hardware" not in given:
+        raise RecipeError(f"{', '.join(of_hardware)}: only with --hardware")
     if "--samples" in given and "RECIPE" not in given:
         raise RecipeError("--samples is of one training set: name the recipes that train on it")
 
 
-def _check_numbers(budget: float | None, mfu: float | None, price: float | None) -> None:
-    if budget is not None and not (math.isfinite(budget) and budget > 0):
-        raise RecipeError(f"--budget {budget:g}: expected exaFLOPs above 0")
-    if mfu is not None and not 0 < mfu <= 1:
-        percent = f"; {mfu:g} % is --mfu {mfu / 100:g}" if 1 < mfu <= 100 else ""
-        raise RecipeError(f"--mfu {mfu:g}: expected a fraction above 0 and at most 1{percent}")
-    if price is not None and not (math.isfinite(price) and price >= 0):
-        raise RecipeError(f"--price {price:g}: expected the price of one device-hour")
+def _check_numbers(given: dict[str, float | None]) -> None:
+    for option, value in given.items():
+        low, high, what = _RANGES[option]
+        if value is not None and not low <= value <= high:
+            percent = f"; {value:g} % is --mfu {value / 100:g}" if option == "--mfu" and 1 < value <= 100 else ""
+            raise RecipeError(f"{option} {value:g}: expected {what} from {low:g} to {high:g}{percent}")
 
 
-def _plot(path: Path, runs: list[Path]) -> None:
+def _once(runs: Sequence[Path]) -> list[Path]:
+    """Every directory once, in order."""
+    return list({os.path.realpath(run): run for run in runs}.values())
+
+
+def _plot(path: Path, runs: Sequence[Path]) -> None:
     from vitscale.flops.figure5 import draw, points_of
-    from vitscale.flops.runs import read_run
+    from vitscale.flops.records import read_run
 
     points, notes = points_of([read_run(run) for run in runs])
     draw(path, points)
-    print(f"wrote {path}")
+    say(f"wrote {path}")
     for note in notes:
         typer.echo(note, err=True)
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from vitscale.flops.accounting import training_flops_per_image
 from vitscale.flops.hardware import Device
 
-ENERGY_SAYS = "kWh: what the devices draw at most, without hosts and cooling."
-
 
 @dataclass(frozen=True)
 class Hardware:
@@ -34,28 +32,15 @@ class Hardware:
         """The devices, with the source of their peak."""
         return f"{self.count:,} x {self.device.describe()}"
 
-    def cost(self, hours: float) -> "Cost":
-        """What so many hours of all devices come to."""
-        return Cost.of(hours, self.count, self.device, self.price)
 
-
-@dataclass(frozen=True)
-class Cost:
+def cost_row(
+    hours: float, device_hours: float | None, device: Device | None, price: float | None
+) -> dict[str, float | None]:
     """Hours on the clock, hours of all devices, kWh that these draw at most, and the price; None where not known."""
-
-    hours: float
-    device_hours: float | None
-    energy_kwh: float | None
-    cost: float | None
-
-    @classmethod
-    def of(cls, hours: float, count: int | None, device: Device | None, price: float | None) -> "Cost":
-        """The cost of `hours` on `count` devices."""
-        device_hours = None if count is None else hours * count
-        watts = None if device is None else device.watts
-        return cls(
-            hours=hours,
-            device_hours=device_hours,
-            energy_kwh=None if device_hours is None or watts is None else device_hours * watts / 1000,
-            cost=None if device_hours is None or price is None else device_hours * price,
-        )
+    watts = None if device is None else device.watts
+    return {
+        "hours": hours,
+        "device_hours": device_hours,
+        "energy_kwh": None if device_hours is None or watts is None else device_hours * watts / 1000,
+        "cost": None if device_hours is None or price is None else device_hours * price,
+    }

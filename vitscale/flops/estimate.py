@@ -40,7 +40,7 @@ class Estimate:
         """As the recipe says, or images by samples."""
         if self.recipe.schedule.duration.epochs is not None:
             return self.recipe.schedule.duration.epochs
-        return None if self.samples is None or self.images is None else self.images / self.samples
+        return None if not self.samples or self.images is None else self.images / self.samples
 
     @property
     def tokens(self) -> int | None:

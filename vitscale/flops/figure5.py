@@ -14,7 +14,7 @@ from vitscale.architectures import ResNetShape, architecture
 from vitscale.durable import durable_file
 from vitscale.errors import RecipeError
 from vitscale.flops.published import Scaling, table_6
-from vitscale.flops.runs import Run
+from vitscale.flops.records import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,11 +23,13 @@ SUFFIXES = (".png", ".svg")
 # Marker, colour and the side of its label: up or down, and slanted, because neighbours stand close.
 _FAMILIES = {"ViT": ("o", "tab:blue", -1), "ResNet (BiT)": ("s", "tab:gray", -1), "Hybrid": ("^", "tab:orange", 1)}
 _TOP1 = "validation/top1"
+_MOST_IN_LEGEND = 12
 
 
 @dataclass(frozen=True)
 class Point:
-    """A finished run: exaFLOPs and top-1 in percent on its validation dataset."""
+    """A finished run: exaFLOPs of the whole, and top-1 in percent on its validation dataset, of the step that was
+    selected or else of the last."""
 
     label: str
     exaflops: float
@@ -47,13 +49,12 @@ def points_of(runs: Sequence[Run]) -> tuple[list[Point], list[str]]:
     """
     points, notes = [], []
     for run in runs:
-        if run.done is None:
+        if not run.is_done:
             raise RecipeError(f"{run.directory} is not finished (there is no DONE in it): only finished runs are drawn")
-        evaluation = run.done.get("evaluation")
-        top1 = evaluation.get(_TOP1) if isinstance(evaluation, dict) else None
-        dataset = run.recipe.evaluation.validation
-        if not isinstance(top1, float | int) or dataset is None:
-            notes.append(f"{run.directory} is not drawn: its DONE has no {_TOP1}")
+        top1, dataset = run.evaluation.get(_TOP1), run.recipe.evaluation.validation
+        if top1 is None or dataset is None:
+            of_best = "" if run.best_step is None else f" of step {run.best_step:,}, its best"
+            notes.append(f"{run.directory} is not drawn: its records have no {_TOP1}{of_best}")
             continue
         points.append(Point(run.directory.resolve().name, run.exaflops, 100 * top1, dataset))
     return points, notes
@@ -71,6 +72,9 @@ def draw(path: Path, points: Sequence[Point]) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise RecipeError("--plot needs matplotlib: pip install 'vitscale[plot]'") from None
+    except ValueError as error:
+        # It wants to know the backend of MPLBACKEND, though nothing is shown in a window.
+        raise RecipeError(f"--plot: matplotlib refuses its settings (MPLBACKEND, matplotlibrc): {error}") from None
     others = [point for point in points if not point.is_on_imagenet]
     panels = 3 if others else 2
     figure = Figure(figsize=(5.5 * panels, 4.6), layout="constrained", dpi=150)
@@ -122,6 +126,9 @@ def _family(row: Scaling) -> str:
 
 
 def _draw_runs(axes: "Axes", points: Sequence[Point]) -> None:
+    more = len(points) - _MOST_IN_LEGEND
     for index, point in enumerate(points):
         label = f"{point.label}: top-1 on {point.dataset}, not fine-tuned"
+        if index >= _MOST_IN_LEGEND:
+            label = f"and {more} more" if index == _MOST_IN_LEGEND else "_"  # a legend leaves that out
         axes.plot(point.exaflops, point.top1, "*", color=f"C{3 + index % 7}", markersize=13, label=label)

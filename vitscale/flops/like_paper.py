@@ -1,16 +1,15 @@
 """TPUv3-core-days of the paper's Table 2: the utilisation they imply, and what the same runs cost on other devices."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from vitscale.errors import RecipeError
 from vitscale.flops.accounting import training_flops_per_image
-from vitscale.flops.cost import Hardware
+from vitscale.flops.cost import Hardware, cost_row
 from vitscale.flops.estimate import Estimate
 from vitscale.flops.hardware import find_device
 from vitscale.flops.matching import state_of_the_art_row
 from vitscale.flops.published import StateOfTheArt, table_2
-from vitscale.flops.reports import COST, EXAFLOPS, RECIPE, cost_legend
+from vitscale.flops.reports import COST, EXAFLOPS, RECIPE, TRAINING_HOURS_SAY, energy_legend
 from vitscale.flops.view import Column, Row, View, number, percent, short
 
 _COLUMNS = (
@@ -26,6 +25,9 @@ _TABLE_SAYS = (
     "TPUv3-core-days: Table 2. It does not say for how many epochs, so every length that Table 3 has is here; the "
     "longer ones fit the utilisation of ViT-H/14."
 )
+_HOURS_SAY = (
+    "Hours: the paper's core-days, by the peaks of both devices, with all that its cores did beside training steps."
+)
 
 
 def like_paper_view(
@@ -37,7 +39,7 @@ def like_paper_view(
     """
     runs: list[tuple[StateOfTheArt, Estimate | None]] = []
     for published in table_2():
-        found = [one for one in estimates if state_of_the_art_row(one.recipe) == published]
+        found = [one for one in estimates if state_of_the_art_row(one.recipe, one.images) == published]
         runs += [(published, one) for one in found]
         if whole_table and not found:
             runs.append((published, None))
@@ -49,7 +51,8 @@ def like_paper_view(
     legend = [_TABLE_SAYS]
     if hardware is not None:
         used = "As well used as the paper's cores" if mfu is None else f"{percent(1)(mfu)} MFU"
-        legend += [f"{hardware.describe()}. {used}.", *cost_legend(hardware)]
+        hours = _HOURS_SAY if mfu is None else TRAINING_HOURS_SAY
+        legend += [f"{hardware.describe()}. {used}.", hours, *energy_legend(hardware.device)]
     return View([*_COLUMNS, *(COST if hardware is not None else ())], rows, legend)
 
 
@@ -79,4 +82,4 @@ def _row(published: StateOfTheArt, one: Estimate | None, hardware: Hardware | No
         hours = hardware.hours(one.work.macs, one.images, mfu)
     else:
         return row | {column.key: None for column in COST}
-    return row | asdict(hardware.cost(hours))
+    return row | cost_row(hours, hours * hardware.count, hardware.device, hardware.price)

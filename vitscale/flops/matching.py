@@ -1,11 +1,12 @@
 """Which of the paper's results belong to a recipe: by what the recipe is, not by the name of its file.
 
-The model, the images and how often they are seen, and the optimizer decide. Its learning rate, the batch and
-regularisation do not.
+The model, the images and how often they are seen, and the optimizer decide. Its learning rate, the batch,
+regularisation and what is evaluated on the way do not.
 """
 
 from vitscale.architectures import architecture
 from vitscale.flops.published import (
+    DataSize,
     PositionEmbedding,
     Scaling,
     StateOfTheArt,
@@ -16,16 +17,21 @@ from vitscale.flops.published import (
     table_7,
     table_8,
 )
-from vitscale.flops.training_set import PAPER_SAMPLES
+from vitscale.flops.training_set import PAPER_SETS
 from vitscale.recipe import Recipe
 from vitscale.recipe.schema import Model, Position
 
-_CLASSES = {"jft300m": 18_291, "imagenet21k": 21_843, "imagenet": 1_000}
-# Table 5 does not say for how many epochs; Table 3 does, with two lengths for the large models on ImageNet-21k.
-_TABLE_5_EPOCHS = {"imagenet": (300,), "imagenet21k": (90,)}
-_TABLE_5_EPOCHS_LARGE = {"imagenet": (300,), "imagenet21k": (30, 90)}
 # Tables 7 and 8 are of runs of 7 epochs.
 _ABLATION_EPOCHS = 7
+
+
+def possible_epochs(row: DataSize | StateOfTheArt) -> tuple[int, ...]:
+    """The lengths that a row may be of, where its table does not say: those that Table 3 has."""
+    if row.pretraining == "jft300m":
+        return tuple(scaling.epochs for scaling in table_6() if scaling.model == row.model)
+    if row.pretraining == "imagenet21k" and row.model.startswith("ViT-L"):
+        return 30, 90
+    return {"imagenet21k": (90,), "imagenet": (300,)}.get(row.pretraining, ())
 
 
 def scaling_row(recipe: Recipe, images: int | None) -> Scaling | None:
@@ -44,8 +50,7 @@ def transfer_row(recipe: Recipe, images: int | None) -> tuple[int, Transfer] | N
         if _is_run(recipe, images, choice.model, "jft300m", (_ABLATION_EPOCHS,), choice.optimizer):
             return 7, choice
     for size in table_5():
-        epochs = _TABLE_5_EPOCHS_LARGE if size.model.startswith("ViT-L") else _TABLE_5_EPOCHS
-        if _is_run(recipe, images, size.model, size.pretraining, epochs.get(size.pretraining, ())):
+        if _is_run(recipe, images, size.model, size.pretraining, possible_epochs(size)):
             return 5, size
     return None
 
@@ -60,10 +65,10 @@ def position_row(recipe: Recipe, images: int | None) -> PositionEmbedding | None
     return None
 
 
-def state_of_the_art_row(recipe: Recipe) -> StateOfTheArt | None:
-    """The column of Table 2 whose model and data these are. The table does not say for how many epochs."""
+def state_of_the_art_row(recipe: Recipe, images: int | None) -> StateOfTheArt | None:
+    """The column of Table 2 that this recipe may repeat, at any of its possible lengths."""
     for row in table_2():
-        if row.pretraining in _CLASSES and _is_pretraining(recipe, row.model, row.pretraining):
+        if _is_run(recipe, images, row.model, row.pretraining, possible_epochs(row)):
             return row
     return None
 
@@ -71,23 +76,21 @@ def state_of_the_art_row(recipe: Recipe) -> StateOfTheArt | None:
 def _is_run(
     recipe: Recipe, images: int | None, model: str, pretraining: str, epochs: tuple[int, ...], optimizer: str = "adamw"
 ) -> bool:
-    lengths = [count * PAPER_SAMPLES[f"{pretraining}/train"] for count in epochs]
-    return images in lengths and recipe.optimizer.name == optimizer and _is_pretraining(recipe, model, pretraining)
-
-
-def _is_pretraining(recipe: Recipe, name: str, pretraining: str) -> bool:
-    """Whether the recipe pre-trains the paper's model of that name, unchanged, on one of its data sets."""
-    if recipe.data.train != f"{pretraining}/train" or recipe.data.image_size != 224:
+    """Whether the recipe pre-trains the paper's model of that name, unchanged, on one of its data sets so long."""
+    name = f"{pretraining}/train"
+    if recipe.data.train != name or recipe.data.image_size != 224 or recipe.optimizer.name != optimizer:
         return False
-    if recipe.model.num_classes != _CLASSES[pretraining]:
+    data = PAPER_SETS.get(name)
+    if (
+        data is None
+        or recipe.model.num_classes != data.num_classes
+        or images not in [count * data.samples for count in epochs]
+    ):
         return False
-    try:
-        shape = architecture(name)
-    except ValueError:
-        return False  # Noisy Student's EfficientNet
-    plain, model = Model(name=name), recipe.model
+    plain, mine = Model(name=model), recipe.model
     return (
-        model.shape() == shape
-        and (model.head, model.position) == (plain.head, plain.position)
-        and model.pool_or_default() == plain.pool_or_default()
+        mine.num_classes == data.num_classes
+        and mine.shape() == architecture(model)
+        and (mine.head, mine.position) == (plain.head, plain.position)
+        and mine.pool_or_default() == plain.pool_or_default()
     )

@@ -1,28 +1,24 @@
 """What `vitscale-flops` reports of recipes: the grid, where the FLOPs go, what a budget buys, hours and money."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
-from vitscale.architectures import ViTShape
 from vitscale.errors import RecipeError
 from vitscale.flops.accounting import FORWARD_PASSES_PER_TRAINING_STEP
-from vitscale.flops.cost import ENERGY_SAYS, Hardware
+from vitscale.flops.cost import Hardware, cost_row
 from vitscale.flops.estimate import Estimate
-from vitscale.flops.matching import position_row, transfer_row
+from vitscale.flops.hardware import Device
+from vitscale.flops.matching import position_row, possible_epochs, transfer_row
+from vitscale.flops.published import DataSize
 from vitscale.flops.view import Column, Row, View, number, percent, short
 
 RECIPE = Column("recipe", "recipe", is_text=True)
 EXAFLOPS = Column("exaflops", "exaFLOPs", number(1))
-_IDENTITY = (
-    RECIPE,
-    Column("model", "model", is_text=True, spare=5),
-    Column("epochs", "epochs", short, spare=2),
-    EXAFLOPS,
-)
+_MODEL = Column("model", "model", is_text=True, spare=5)
+_EPOCHS = Column("epochs", "epochs", short, spare=7)
 _GRID = (
     RECIPE,
-    Column("model", "model", is_text=True, spare=5),
-    Column("epochs", "epochs", short, spare=7),
+    _MODEL,
+    _EPOCHS,
     Column("tokens", "tokens", number(0), spare=2),
     Column("params", "params\n(M)", number(1, 1e6)),
     Column("gmacs", "GMACs\n/image", number(2)),
@@ -48,6 +44,7 @@ _RESULTS = (
     Column("average_5", "average-5", number(2)),
     Column("imagenet_5shot", "5-shot", percent(2)),
     Column("table", "table", number(0), spare=3),
+    Column("result_of_epochs", "of epochs", is_text=True),
 )
 COST = (
     Column("hours", "hours", number(1)),
@@ -63,8 +60,14 @@ _ACCOUNTING_SAYS = (
 _PAPER_SAYS = "paper: the corrected Table 6, and the figures first posted, which it replaced."
 _RESULTS_SAY = (
     "Top-1 in percent that the paper reports: ImageNet and average-5 (with CIFAR-10, CIFAR-100, Pets, Flowers) after "
-    "fine-tuning, 5-shot on ImageNet in Table 8. Table 5 does not say which of two lengths on ImageNet-21k it is of."
+    "fine-tuning, 5-shot on ImageNet in Table 8. Where a table does not say how long the run was, 'of epochs' has the "
+    "lengths that it may be of: the shorter run may well do worse."
 )
+_OUTLIERS_SAY = (
+    "Beyond 1.5 %: the paper's figure of ViT-B/32 fits 49 tokens, without the class token; those of R50+ViT-L/16 for 7 "
+    "and for 14 epochs contradict each other."
+)
+TRAINING_HOURS_SAY = "Hours: of training steps alone, without evaluation and checkpoints."
 
 
 def grid_view(estimates: Sequence[Estimate]) -> View:
@@ -92,6 +95,8 @@ def grid_view(estimates: Sequence[Estimate]) -> View:
     compared = sum(is_compared)
     groups = (compared,) if all(is_compared[:compared]) else ()
     legend = [_ACCOUNTING_SAYS, *([_PAPER_SAYS] if compared else [])]
+    if any(abs(one.deviation or 0) > 0.015 for one in estimates):
+        legend.append(_OUTLIERS_SAY)
     return View(_GRID, rows, legend, _notes(estimates), groups)
 
 
@@ -140,7 +145,7 @@ def purchase_view(
 
     Without a budget all of them, in their order; without hardware no cost.
     """
-    columns, legend = [*_IDENTITY], []
+    columns, legend = [RECIPE, _MODEL, _EPOCHS, EXAFLOPS], []
     notes: list[str] = []
     if budget is not None:
         columns += _RESULTS
@@ -160,7 +165,8 @@ def purchase_view(
             row |= _cost_row(one, hardware, mfu)
         legend += [
             f"{hardware.describe()}. {percent(1)(mfu)} MFU: of model FLOPs, padding counted.",
-            *cost_legend(hardware),
+            TRAINING_HOURS_SAY,
+            *energy_legend(hardware.device),
         ]
         notes += _cost_notes(estimates, hardware, mfu)
     return View(columns, [row for _, row in bought], legend, [*notes, *_notes(estimates)])
@@ -175,25 +181,28 @@ def _purchase_row(one: Estimate, budget: float | None) -> Row:
     if budget is None or one.exaflops is None:
         return row
     found, position = transfer_row(one.recipe, one.images), position_row(one.recipe, one.images)
+    lengths = possible_epochs(found[1]) if found is not None and isinstance(found[1], DataSize) else ()
     return row | {
         "budget_share": one.exaflops / budget,
         "imagenet": None if found is None else found[1].imagenet,
         "average_5": None if found is None else found[1].average_5,
         "imagenet_5shot": None if position is None else position.imagenet_5shot,
         "table": 8 if found is None and position is not None else None if found is None else found[0],
+        "result_of_epochs": " or ".join(map(str, lengths)) if len(lengths) > 1 else None,
     }
 
 
 def _cost_row(one: Estimate, hardware: Hardware, mfu: float) -> Row:
     if one.work is None or one.images is None:
         return {column.key: None for column in COST}
-    return asdict(hardware.cost(hardware.hours(one.work.macs, one.images, mfu)))
+    hours = hardware.hours(one.work.macs, one.images, mfu)
+    return cost_row(hours, hours * hardware.count, hardware.device, hardware.price)
 
 
-def cost_legend(hardware: Hardware) -> list[str]:
-    """What hours and kWh leave out."""
-    hours = "Hours: of training steps alone, without evaluation and checkpoints."
-    return [hours, ENERGY_SAYS] if hardware.device.watts is not None else [hours]
+def energy_legend(device: Device | None) -> list[str]:
+    """What kWh are, where there are any."""
+    known = device is not None and device.watts is not None
+    return ["kWh: what the devices draw at most, without hosts and cooling."] if known else []
 
 
 def _cost_notes(estimates: Sequence[Estimate], hardware: Hardware, mfu: float) -> list[str]:
@@ -213,6 +222,10 @@ def _notes(estimates: Sequence[Estimate]) -> list[str]:
     """What is missing and why, what is recomputed, what of an image is not seen."""
     notes = _unknown(estimates)
     for one in estimates:
+        if one.images == 0:
+            length, batch = one.recipe.schedule.duration.describe(), one.recipe.batch.global_size
+            samples = "" if one.samples is None else f" of {one.samples:,} samples"
+            notes.append(f"{one.name} is a run of 0 steps: {length}{samples}, in batches of {batch:,}")
         if one.recomputed_exaflops and one.exaflops is not None:
             every = one.recipe.parallelism.activation_checkpointing
             blocks = "every block" if every == 1 else f"one block in {every}"
@@ -220,26 +233,32 @@ def _notes(estimates: Sequence[Estimate]) -> list[str]:
                 f"{one.name} recomputes the activations of {blocks}: {one.exaflops:,.1f} exaFLOPs of model FLOPs are "
                 f"{one.hardware_exaflops:,.1f} of hardware FLOPs"
             )
-        shape = one.recipe.model.shape()
-        border = shape.describe_border(one.recipe.data.image_size) if isinstance(shape, ViTShape) else None
+        border = one.recipe.describe_border()
         notes += [f"{one.name}: {border}"] if border else []
     return notes
 
 
 def _unknown(estimates: Sequence[Estimate]) -> list[str]:
-    names = ", ".join(one.name for one in estimates if one.problem is not None)
-    if not names:
-        return []
+    names: dict[str, list[str]] = {}
+    for one in estimates:
+        if one.problem is not None:
+            names.setdefault(_stand_ins(one), []).append(one.name)
     return [
-        f"{names}: without the dataset (--set data.root=DIR) there are no figures, unless --samples N and --set "
-        f"model.num_classes=K stand in for it."
+        f"{', '.join(concerned)}: no figures without the dataset (--set data.root=DIR), unless {stand_ins} for it."
+        for stand_ins, concerned in names.items()
     ]
 
 
 def check_known(one: Estimate) -> None:
     """Raise `RecipeError` where something keeps a recipe from being worked out."""
     if one.problem is not None:
-        raise RecipeError(
-            f"{one.name}: {one.problem}. Without the dataset, say how many samples it has with --samples N and how "
-            f"many classes with --set model.num_classes=K"
-        )
+        raise RecipeError(f"{one.name}: {one.problem}. Without the dataset, {_stand_ins(one)} for it")
+
+
+def _stand_ins(one: Estimate) -> str:
+    """What is to be said in place of the dataset, of what is not known."""
+    options = [
+        *(["--samples N"] if one.images is None else []),
+        *(["--set model.num_classes=K"] if one.work is None else []),
+    ]
+    return f"{' and '.join(options)} stand{'s' if len(options) == 1 else ''} in"

@@ -1,21 +1,31 @@
 """How many images a run trains on, and how many classes its model tells apart.
 
-The paper's data sets have the paper's sizes, whatever lies on this machine under their names: figures of the grid are
-the same everywhere. Any other data set is asked for its manifest.
+The paper's data sets have the paper's sizes, so that figures of the grid are the same everywhere. A recipe that says
+where its data are, or has other classes than the paper's, means a data set of one's own, whatever it is called: like
+any other it is asked for its manifest.
 """
 
 from dataclasses import dataclass
 
-from vitscale.errors import VitscaleError
+from vitscale.errors import DataError, VitscaleError
 from vitscale.recipe import Recipe
 
-PAPER_SAMPLES = {
-    "jft300m/train": 303_000_000,
-    "jft300m/train-90m": 90_000_000,
-    "jft300m/train-30m": 30_000_000,
-    "jft300m/train-9m": 9_000_000,
-    "imagenet21k/train": 14_197_122 - 102_400,  # the authors validate on the rest
-    "imagenet/train": 1_281_167,
+
+@dataclass(frozen=True)
+class PaperSet:
+    """A training set of the paper: samples and classes."""
+
+    samples: int
+    num_classes: int
+
+
+PAPER_SETS = {
+    "jft300m/train": PaperSet(303_000_000, 18_291),
+    "jft300m/train-90m": PaperSet(90_000_000, 18_291),
+    "jft300m/train-30m": PaperSet(30_000_000, 18_291),
+    "jft300m/train-9m": PaperSet(9_000_000, 18_291),
+    "imagenet21k/train": PaperSet(14_197_122 - 102_400, 21_843),  # the authors validate on the rest
+    "imagenet/train": PaperSet(1_281_167, 1_000),
 }
 
 
@@ -30,8 +40,10 @@ class TrainingSet:
 
 def training_set(recipe: Recipe, samples: int | None = None) -> TrainingSet:
     """The training data of a recipe; `samples` overrules how many there are."""
-    samples = samples or PAPER_SAMPLES.get(recipe.data.train)
     num_classes = recipe.model.num_classes
+    paper = PAPER_SETS.get(recipe.data.train)
+    if samples is None and paper is not None and not recipe.data.root and num_classes == paper.num_classes:
+        samples = paper.samples
     counts_epochs = recipe.schedule.duration.epochs is not None
     if num_classes is not None and (samples is not None or not counts_epochs):
         return TrainingSet(samples, num_classes)
@@ -42,16 +54,22 @@ def training_set(recipe: Recipe, samples: int | None = None) -> TrainingSet:
         manifest = Manifest.load(recipe.dataset_path(recipe.data.train))
     except VitscaleError as error:
         return TrainingSet(samples, num_classes, error)
-    return TrainingSet(samples or manifest.num_samples, num_classes or len(manifest.class_names) or None)
+    samples = manifest.num_samples if samples is None else samples
+    num_classes = num_classes or len(manifest.class_names) or None
+    return TrainingSet(samples, num_classes, None if num_classes else DataError(f"{manifest.path} names no classes"))
 
 
 def images_of(recipe: Recipe, samples: int | None) -> int | None:
     """Images that the whole run trains on; None where its length is in epochs and the samples are not known.
 
-    Epochs are counted whole, samples times epochs, as in the paper's accounting. Training leaves out the remainder of
-    an epoch that fills no batch, less than one batch of each epoch; an early stop is not foreseen.
+    As many as training takes: whole batches. But epochs of the paper's data sets are counted whole, samples times
+    epochs, as in the paper's accounting. An early stop is not foreseen.
     """
     duration, batch = recipe.schedule.duration, recipe.batch.global_size
     if duration.epochs is not None:
-        return None if samples is None else round(samples * duration.epochs)
-    return duration.to_steps(0, batch) * batch
+        if samples is None:
+            return None
+        paper = PAPER_SETS.get(recipe.data.train)
+        if paper is not None and samples == paper.samples:
+            return round(samples * duration.epochs)
+    return duration.to_steps(samples or 0, batch) * batch

@@ -4,7 +4,8 @@ import csv
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from vitscale.errors import DataError
 Form = Literal["table", "json", "csv", "markdown"]
 Row = dict[str, Any]
 
-_PIPED_WIDTH = 120
+_UNLIMITED = 2**20  # characters in a line
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,10 @@ def short(value: float) -> str:
 
 
 def percent(decimals: int, sign: str = "") -> Callable[[float], str]:
-    """A fraction in percent."""
-    return lambda value: f"{value:{sign}.{decimals}%}".replace("%", " %")
+    """A fraction in percent; with a sign a difference, without one a share: `number` says how small ones look."""
+    if sign:
+        return lambda value: f"{100 * value:{sign}.{decimals}f} %"
+    return lambda value: f"{number(decimals, 0.01)(value)} %"
 
 
 def render(view: View, form: Form) -> None:
@@ -95,8 +98,26 @@ def render(view: View, form: Form) -> None:
 
     Raises `DataError` where stdout takes no more.
     """
-    try:
+    with _stdout():
         _PRINTERS[form](view)
+    if form != "table":
+        for note in view.notes:
+            print(note, file=sys.stderr)
+
+
+def say(text: str) -> None:
+    """Print one line to stdout. Raises `DataError` where that takes no more."""
+    with _stdout():
+        print(text)
+
+
+@contextmanager
+def _stdout() -> Iterator[None]:
+    """What is printed in here has left the process at the end, or is an error."""
+    if sys.stdout is None:
+        raise DataError("the output cannot be written: stdout is closed")
+    try:
+        yield
         sys.stdout.flush()
     except BrokenPipeError:
         raise  # somebody has read enough, which typer takes for an end
@@ -104,13 +125,10 @@ def render(view: View, form: Form) -> None:
         # What is still buffered would fail once more at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise DataError(f"the output cannot be written: {error.strerror}") from None
-    if form != "table":
-        for note in view.notes:
-            print(note, file=sys.stderr)
 
 
 def _print_json(view: View) -> None:
-    print(json.dumps(view.bare_rows(), indent=1))
+    print(json.dumps(view.bare_rows(), indent=1, allow_nan=False))
 
 
 def _print_csv(view: View) -> None:
@@ -131,7 +149,7 @@ def _print_markdown(view: View) -> None:
 def _print_table(view: View) -> None:
     console = Console(highlight=False)
     # What is piped has no terminal whose width would matter.
-    room = console.width if console.is_terminal else max(console.width, _PIPED_WIDTH)
+    room = console.width if console.is_terminal else _UNLIMITED
     columns = view.shown_columns()
     hidden: list[Column] = []
     table = _table(view, columns)
@@ -141,7 +159,7 @@ def _print_table(view: View) -> None:
         table = _table(view, columns)
     # A number cut short would be another number: where there is no room even so, lines are longer than the terminal.
     if view.rows:
-        Console(highlight=False, width=max(room, _width(console, table))).print(table)
+        Console(highlight=False, width=_width(console, table)).print(table)
         print()
     notes = [*view.legend, *view.notes] if view.rows else list(view.notes)
     if hidden:
@@ -153,7 +171,7 @@ def _print_table(view: View) -> None:
 
 def _width(console: Console, table: Table) -> int:
     """Columns of the terminal that the table would like to have."""
-    return Measurement.get(console, console.options.update(width=1000), table).maximum
+    return Measurement.get(console, console.options.update(width=_UNLIMITED), table).maximum
 
 
 def _table(view: View, columns: Sequence[Column]) -> Table:

@@ -90,7 +90,9 @@ class Model(_Block):
     width_factor: int | None = Field(None, ge=1, le=64)
     variant: Literal["v1", "v2"] | None = Field(None, description="of a ResNet: post- or pre-activation, default v2")
     mixing: Literal["conv", "axial"] | None = Field(None, description="in the units of a ResNet, default conv")
-    num_classes: int | None = Field(None, ge=1, description="default: the number of class names of data.train")
+    num_classes: int | None = Field(
+        None, ge=1, le=2**31, description="default: the number of class names of data.train"
+    )
     pool: Literal["cls", "mean"] | None = Field(
         None, description="default: cls; mean where there is no class token: axial attention, ResNets"
     )
@@ -207,7 +209,7 @@ class Batch(_Block):
     """The global batch is the experiment; micro-batch and accumulation follow from it and the world size."""
 
     # `global` is a word of Python's, hence the alias.
-    global_size: Annotated[int, Field(ge=1, alias="global")]
+    global_size: Annotated[int, Field(ge=1, le=2**31, alias="global")]
     micro_max: int = Field(128, ge=1, description="largest micro-batch a rank computes at once")
 
     def split(self, world_size: int) -> tuple[int, int]:
@@ -285,7 +287,7 @@ class Parallelism(_Block):
 
     zero_stage: int = Field(1, ge=0, le=3)
     activation_checkpointing: int = Field(
-        0, ge=0, description="recompute every k-th block's activations in the backward pass; 0: keep all"
+        0, ge=0, le=2**31, description="recompute every k-th block's activations in the backward pass; 0: keep all"
     )
     reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="in which gradients are summed over the ranks")
     offload: Literal["none", "optimizer"] = Field("none", description="optimizer: its state in host memory")

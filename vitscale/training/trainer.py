@@ -375,6 +375,7 @@ class Trainer:
             "images_per_s": images_per_s,
             "data_wait": rows[:, 1].max().item(),
             "step_time_s": seconds,
+            "world_size": self.world.size,
             "exaflops": accounting.exaflops(self.work.accounting_macs, self.step * global_batch),
             "peak_memory_bytes": int(rows[:, 2].max().item()),
         }
