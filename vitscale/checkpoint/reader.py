@@ -63,17 +63,20 @@ class CheckpointReader:
     def read(self, kind: str, name: str, start: int, length: int) -> Tensor:
         """Elements [start, start + length) of one flattened parameter's `kind`: fp32, on the CPU.
 
-        Raises `CheckpointError` for a parameter or range that is not there.
+        Raises `CheckpointError` for a parameter or range that is not there, or no longer.
         """
         result = torch.empty(length, dtype=torch.float32)
         filled = 0
         for piece in self._pieces.get((kind, name), []):
             low, high = max(piece.start, start), min(piece.stop, start + length)
             if low < high:
-                with safe_open(piece.path, framework="pt") as file:
-                    result[low - start : high - start] = file.get_slice(piece.key)[
-                        low - piece.start : high - piece.start
-                    ]
+                try:
+                    with safe_open(piece.path, framework="pt") as file:
+                        result[low - start : high - start] = file.get_slice(piece.key)[
+                            low - piece.start : high - piece.start
+                        ]
+                except (OSError, SafetensorError) as error:
+                    raise CheckpointError(f"{piece.path}: cannot be read any more: {error}") from None
                 filled += high - low
         if filled != length:
             raise CheckpointError(f"{self.folder}: no {kind}/{name}[{start}:{start + length}] in it")

@@ -1,22 +1,36 @@
 """`vitscale export`: weights of a run, a fresh model or a file, in any format that can hold them."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from vitscale.architectures import architecture
+from vitscale.architectures import architecture, nearest
 from vitscale.checkpoint import RECIPE_FILE
 from vitscale.errors import RecipeError
 from vitscale.models import initial_value
-from vitscale.models.weights import Description, Format, describe, named, open_weights, parameters, write_weights
+from vitscale.models.weights import Description, describe, has_head, open_weights, parameters, write_weights
+from vitscale.recipe import apply_setting, differences, find_recipe, load_recipe, validate_recipe
+from vitscale.weight_formats import Format
 
 # Which options each kind of source understands; an option that would do nothing is refused.
 _OPTIONS = {
     "a run": {"step"},
-    "a file of weights": {"model", "image_size"},
+    "a file of weights": {"model", "set", "image_size"},
     "a model's name": {"seed", "num_classes", "image_size", "head"},
 }
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """What is to be written: a parameter's name -> its whole tensor."""
+
+    description: Description
+    parameter: Callable[[str], Tensor]
+    has_head: bool = True
 
 
 def run_export(
@@ -27,30 +41,56 @@ def run_export(
     drop_head: bool = False,
     step: int | None = None,
     model: str | None = None,
+    settings: Sequence[str] = (),
     seed: int | None = None,
     num_classes: int | None = None,
     image_size: int | None = None,
     head: str | None = None,
 ) -> None:
     """Write the weights and print one line. Raises `RecipeError` and `CheckpointError`."""
-    options = {"step": step, "model": model, "seed": seed, "num_classes": num_classes}
+    options = {"step": step, "model": model, "set": settings or None, "seed": seed, "num_classes": num_classes}
     options |= {"image_size": image_size, "head": head}
     given = {name for name, value in options.items() if value is not None}
     path = Path(source)
-    if (path / RECIPE_FILE).is_file():
-        _only("a run", source, given)
-        description, parameter = _of_run(path, step)
-    elif path.exists():
-        _only("a file of weights", source, given)
-        description, parameter = _of_file(path, model, image_size, drop_head)
-    else:
-        _check_name(source)
-        _only("a model's name", source, given)
-        description, parameter = _fresh(source, seed or 0, num_classes, image_size or 224, head or "linear")
-    count = write_weights(out, form, description, parameter, drop_head)
-    files = [out] if out.is_file() else [*out.iterdir()]
-    size = sum(file.stat().st_size for file in files)
-    print(f"wrote {out}: {description.model.get('name') or source} as {form}, {count:,} parameters, {size:,} bytes")
+    try:
+        if _is_there(path / RECIPE_FILE):
+            _only("a run", source, given)
+            weights = _of_run(path, step)
+        elif _is_there(path):
+            _only("a file of weights", source, given)
+            weights = _of_file(path, _block(model, settings), image_size, drop_head)
+        else:
+            _check_name(source)
+            _only("a model's name", source, given)
+            block = {"name": source, "head": head or "linear", "num_classes": num_classes}
+            weights = _fresh(Description(block, image_size or 224, num_classes), seed or 0, drop_head)
+        drop_head = drop_head or not weights.has_head
+        count = write_weights(out, form, weights.description, weights.parameter, drop_head)
+    except KeyboardInterrupt:
+        if not _written(out):
+            print("interrupted: nothing was written", file=sys.stderr)
+        raise
+    what = [weights.description.title]
+    what += [f"step {weights.description.step:,}"] if weights.description.step is not None else []
+    what += ["without a head"] if drop_head else []
+    size = sum(file.stat().st_size for file in _written(out))
+    print(f"wrote {out}: {', '.join(what)} as {form}, {count:,} parameters, {size:,} bytes")
+
+
+def _written(out: Path) -> list[Path]:
+    if out.is_dir():
+        return [*out.iterdir()]
+    return [out] if out.is_file() else []
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise RecipeError(f"{str(path)[:100]}: {error.strerror}") from None
+    return True
 
 
 def _check_name(source: str) -> None:
@@ -66,33 +106,57 @@ def _only(kind: str, source: str, given: set[str]) -> None:
         raise RecipeError(f"{flags}: {source} is {kind}, for which this says nothing")
 
 
-def _of_run(run_dir: Path, step: int | None) -> tuple[Description, Callable[[str], Tensor]]:
+def _of_run(run_dir: Path, step: int | None) -> _Weights:
     from vitscale.evaluation.finished import open_run  # seconds of imports that the other sources do without
 
     recipe, reader = open_run(run_dir, step)
+    # What was trained: the checkpoint's index has a checksum, the run's recipe can be edited.
+    trained = validate_recipe(reader.index.recipe, f"the recipe in {reader.folder}")
+    block = trained.dump()["model"]
+    if edits := differences(block, recipe.dump()["model"], "model."):
+        print(f"{run_dir / RECIPE_FILE} was edited ({'; '.join(edits)}); what was trained is exported")
     class_names = list(reader.index.data["class_names"])
-    block = recipe.dump()["model"]
-    description = Description(block, recipe.data.image_size, len(class_names), class_names)
+    size, step = trained.data.image_size, reader.index.step
+    description = Description(block, size, len(class_names), class_names, step)
     shapes = {name: list(parameter.shape) for name, parameter in description.build().named_parameters()}
     reader.check_shapes(shapes)
-    return description, reader.parameter
+    return _Weights(description, reader.parameter)
 
 
-def _of_file(
-    path: Path, name: str | None, image_size: int | None, drop_head: bool
-) -> tuple[Description, Callable[[str], Tensor]]:
+def _of_file(path: Path, block: dict[str, Any] | None, image_size: int | None, drop_head: bool) -> _Weights:
     source = open_weights(path)
-    description = describe(source, name, image_size)
-    readers = parameters(description.build(), source, drop_head)
-    return description, lambda name: readers[name]()
+    description = describe(source, block, image_size)
+    headless = description.num_classes is None and not has_head(source)
+    readers = parameters(description.build(), source, drop_head or headless)
+    return _Weights(description, lambda name: readers[name](), not headless)
 
 
-def _fresh(
-    name: str, seed: int, num_classes: int | None, image_size: int, head: str
-) -> tuple[Description, Callable[[str], Tensor]]:
-    if num_classes is None:
-        raise RecipeError(f"{name}: fresh weights need --num-classes")
-    description = named(name, num_classes, image_size, head)
+def _block(model: str | None, settings: Sequence[str]) -> dict[str, Any] | None:
+    """The model block that `--model` and `--set` give: of a name, or a recipe's. Raises `RecipeError`."""
+    if model is None:
+        if settings:
+            raise RecipeError("--set changes the model that --model gives; name that too")
+        return None
+    for setting in settings:
+        if not setting.startswith("model."):
+            raise RecipeError(f"--set {setting}: only the model of a recipe counts here; expected model.KEY=VALUE")
+    content: dict[str, Any] = {"model": {"name": model}}
+    try:
+        architecture(model)
+    except ValueError:
+        try:
+            find_recipe(model)
+        except RecipeError as error:
+            raise RecipeError(f"--model: {error}; as a model's name it is nearest to {nearest(model)!r}") from None
+        return load_recipe(model, settings).dump()["model"]
+    for setting in settings:
+        content = apply_setting(content, setting)
+    return content["model"]
+
+
+def _fresh(description: Description, seed: int, drop_head: bool) -> _Weights:
+    if description.num_classes is None and not drop_head:
+        raise RecipeError(f"{description.title}: fresh weights need --num-classes")
     model = description.build()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    return description, lambda name: initial_value(model, name, shapes[name], seed)
+    return _Weights(description, lambda name: initial_value(model, name, shapes[name], seed))

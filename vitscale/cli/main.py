@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 import typer
 
 from vitscale.errors import EXIT_DONE, VitscaleError
+from vitscale.weight_formats import Format
 
 app = typer.Typer(
     help="Pre-train Vision Transformers at scale.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
 )
-ExportFormat = Literal["hf", "timm", "npz", "safetensors"]
 HeadKind = Literal["linear", "pretrain"]
 ListFormat = Literal["table", "json"]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's field.")]
@@ -83,14 +83,23 @@ def demo(
 @app.command()
 def export(
     source: Annotated[str, typer.Argument(help="A run's directory, a model's name, or weights of any format.")],
-    form: Annotated[ExportFormat, typer.Option("--format", help="What to write.")],
+    form: Annotated[Format, typer.Option("--format", help="What to write.")],
     out: Annotated[Path, typer.Option(help="The file, or for hf the folder; nothing is overwritten.")],
     step: Annotated[int | None, typer.Option(help="Of a run's checkpoint; the newest by default.")] = None,
-    model: Annotated[str | None, typer.Option(help="What weights in another format are of, e.g. ViT-B/16.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of a named model's fresh weights; default 0.")] = None,
-    num_classes: Annotated[int | None, typer.Option(min=1, help="Of a named model.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="What weights in another format are of: ViT-B/16, or a recipe, whose model it is."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of --model, e.g. model.depth=8.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**63 - 1, help="Of a named model's fresh weights; default 0.")
+    ] = None,
+    num_classes: Annotated[int | None, typer.Option(min=1, max=10**9, help="Of a named model.")] = None,
     image_size: Annotated[
-        int | None, typer.Option(min=1, help="Of a named model (default 224), or to resample position embeddings to.")
+        int | None,
+        typer.Option(min=1, max=8192, help="Of a named model (default 224), or to resample position embeddings to."),
     ] = None,
     head: Annotated[HeadKind | None, typer.Option(help="Of a named model; default linear.")] = None,
     drop_head: Annotated[bool, typer.Option("--drop-head", help="Leave out output layer and pre_logits.")] = False,
@@ -105,6 +114,7 @@ def export(
         drop_head=drop_head,
         step=step,
         model=model,
+        settings=settings or [],
         seed=seed,
         num_classes=num_classes,
         image_size=image_size,

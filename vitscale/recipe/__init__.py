@@ -7,6 +7,7 @@ anything starts. Nothing is silently ignored.
 from vitscale.recipe.comparing import FREE_ON_RESUME, differences
 from vitscale.recipe.datasets import DATA_ROOT_VARIABLE, find_dataset
 from vitscale.recipe.reading import (
+    apply_setting,
     find_recipe,
     list_recipes,
     load_recipe,
@@ -27,6 +28,7 @@ __all__ = [
     "EvalCrop",
     "Model",
     "Recipe",
+    "apply_setting",
     "differences",
     "find_dataset",
     "find_recipe",

@@ -90,7 +90,8 @@ def _read(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     return _merge(_read(base_path, (*chain, path.resolve())), content)
 
 
-def _apply_setting(content: dict[str, Any], setting: str) -> dict[str, Any]:
+def apply_setting(content: dict[str, Any], setting: str) -> dict[str, Any]:
+    """Plain data with one `a.b=c` on top. Raises `RecipeError` for what is no setting."""
     key, equals, text = setting.partition("=")
     if not equals or not all(key.split(".")):
         raise RecipeError(f"--set {setting}: expected KEY=VALUE, e.g. --set optimizer.lr=3e-4")
@@ -131,7 +132,7 @@ def load_recipe(recipe: str | Path, settings: Sequence[str] = ()) -> Recipe:
 def override(content: dict[str, Any], settings: Sequence[str], where: str) -> Recipe:
     """A recipe from plain data with `a.b=c` settings on top; `where` opens the error message."""
     for setting in settings:
-        content = _apply_setting(content, setting)
+        content = apply_setting(content, setting)
     return validate_recipe(content, where)
 
 

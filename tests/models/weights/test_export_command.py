@@ -9,13 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
-from models.weights.exported import TINY, described, differing, valued, write
+from models.weights.exported import SUFFIX, TINY, described, differing, valued, write
 
-from vitscale.checkpoint import CHECKPOINTS, RECIPE_FILE, CheckpointStore, Fragment, Index
+from vitscale.checkpoint import CHECKPOINTS, RECIPE_FILE, CheckpointReader, CheckpointStore, Fragment, Index
 from vitscale.cli.export import run_export
+from vitscale.cli.main import main
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.models import initialise
 from vitscale.models.weights import describe, load_weights, open_weights
@@ -81,10 +83,12 @@ def test_a_run_of_any_stage_and_world(layout, ranks, form, tmp_path, capsys):
     block = TINY | {"head": "linear"}
     model = valued(described(block))
     run = finished_run(tmp_path / "run", model, block, layout, ranks)
-    out = tmp_path / f"out{ {'npz': '.npz', 'hf': ''}.get(form, '.safetensors') }"
+    out = tmp_path / f"out{SUFFIX[form]}"
+    step = 2 if form == "npz" else 3
     run_export(str(run), form, out, step=2 if form == "npz" else None)
     count = sum(parameter.numel() for parameter in model.parameters())
-    assert f"wrote {out}:" in (said := capsys.readouterr().out) and f"{count:,} parameters" in said
+    title = "patch_size 8, width 48, depth 2, mlp_dim 96, num_heads 3"
+    assert f"wrote {out}: {title}, step {step} as {form}, {count:,} parameters" in capsys.readouterr().out
     again = described(block).build().to_empty(device="cpu")
     load_weights(again, open_weights(out))
     assert differing(model, again) == []
@@ -106,6 +110,93 @@ def test_a_run_s_mistakes(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     run_export(str(run), "timm", tmp_path / "a.safetensors", drop_head=True)
     assert not {"head.weight", "pre_logits.weight"} & open_weights(tmp_path / "a.safetensors").entries.keys()
+
+
+def test_a_run_is_what_was_trained(tmp_path, capsys):
+    """An edited recipe changes nothing; a damaged newest checkpoint gives an older one, which is told."""
+    block = TINY | {"head": "linear"}
+    run = finished_run(tmp_path / "run", valued(described(block)), block, "whole", 1)
+    recipe = yaml.safe_load((run / RECIPE_FILE).read_text())
+    recipe["model"]["num_heads"] = 6
+    (run / RECIPE_FILE).write_text(yaml.safe_dump(recipe))
+    run_export(str(run), "npz", tmp_path / "a.npz")
+    assert "was edited (model.num_heads: 3 -> 6)" in capsys.readouterr().out
+    with np.load(tmp_path / "a.npz") as file:
+        attention = "Transformer/encoderblock_0/MultiHeadDotProductAttention_1"
+        assert file[f"{attention}/query/kernel"].shape == (48, 3, 16)
+    newest = run / CHECKPOINTS / "step-00000003"
+    reader = CheckpointReader(newest)
+    (newest / "rank-00000.safetensors").unlink()
+    run_export(str(run), "safetensors", tmp_path / "a.safetensors")
+    assert ", step 2 as safetensors" in capsys.readouterr().out.splitlines()[-1]
+    assert describe(open_weights(tmp_path / "a.safetensors")).step == 2
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: cannot be read any more"):
+        reader.parameter("norm.weight")
+    with pytest.raises(CheckpointError, match=r"a run's directory a recipe\.yaml"):
+        run_export(str(newest), "npz", tmp_path / "b.npz")
+
+
+def test_a_file_of_replaced_dimensions_is_named_by_a_recipe(tmp_path, capsys):
+    """`--model` takes a name or a recipe, of a file or of those that come along, and `--set` changes it."""
+    block = {"name": "ViT-Ti/16", "depth": 2, "head": "linear"}
+    run = finished_run(tmp_path / "run", valued(described(block)), block, "whole", 1)
+    run_export(str(run), "npz", tmp_path / "run.npz")
+    of_tiny = [f"model.{key}={value}" for key, value in block.items()]
+    ways = [("ViT-Ti/16", ["model.depth=2"]), (str(run / RECIPE_FILE), []), ("b16_i21k", of_tiny)]
+    for i, (model, settings) in enumerate(ways):
+        run_export(str(tmp_path / "run.npz"), "npz", tmp_path / f"{i}.npz", model=model, settings=settings)
+        assert f"{i}.npz: ViT-Ti/16 with depth 2 as npz" in capsys.readouterr().out
+        assert (tmp_path / f"{i}.npz").read_bytes() == (tmp_path / "run.npz").read_bytes()
+    with pytest.raises(RecipeError, match="dept: unknown key; did you mean 'depth'"):
+        run_export(str(tmp_path / "run.npz"), "npz", tmp_path / "b.npz", model="ViT-Ti/16", settings=["model.dept=2"])
+    with pytest.raises(RecipeError, match=r"expected model\.KEY=VALUE"):
+        run_export(str(tmp_path / "run.npz"), "npz", tmp_path / "b.npz", model="ViT-Ti/16", settings=["seed=2"])
+    with pytest.raises(RecipeError, match="--set changes the model that --model gives"):
+        run_export(str(tmp_path / "run.npz"), "npz", tmp_path / "b.npz", settings=["model.depth=2"])
+    with pytest.raises(RecipeError, match=r"no recipe 'ViT-Ti-16'.*; as a model's name it is nearest to 'ViT-Ti/16'"):
+        run_export(str(tmp_path / "run.npz"), "npz", tmp_path / "b.npz", model="ViT-Ti-16")
+    run_export(str(run), "safetensors", tmp_path / "own.safetensors")
+    with pytest.raises(RecipeError, match=r"it is ViT-Ti/16 with depth 2, not ViT-Ti/16$"):
+        run_export(str(tmp_path / "own.safetensors"), "npz", tmp_path / "b.npz", model="ViT-Ti/16")
+
+
+def test_a_post_activation_resnet_goes_through_timm(tmp_path):
+    block = {"name": "ResNet50x1", "blocks": [1, 1], "variant": "v1"}
+    description = described(block)
+    model = valued(description)
+    path = write(model, description, "timm", tmp_path)
+    out = tmp_path / "again.safetensors"
+    run_export(str(path), "safetensors", out, model="ResNet50x1", settings=["model.blocks=[1, 1]", "model.variant=v1"])
+    again = describe(open_weights(out)).build().to_empty(device="cpu")
+    load_weights(again, open_weights(out))
+    assert differing(model, again) == []
+
+
+@pytest.mark.parametrize("form", ["safetensors", "npz", "timm", "hf"])
+def test_what_has_no_head_is_passed_on_without_one(form, tmp_path, capsys):
+    description = described({"name": "ViT-Ti/16", "depth": 1})
+    path = write(valued(description), description, form, tmp_path, drop_head=True)
+    options = {} if form == "safetensors" else {"model": "ViT-Ti/16", "settings": ["model.depth=1"]}
+    run_export(str(path), "npz", tmp_path / "out.npz", **options)
+    assert "ViT-Ti/16 with depth 1, without a head as npz" in capsys.readouterr().out
+    assert not [key for key in open_weights(tmp_path / "out.npz").entries if "head" in key]
+
+
+def test_half_a_head_is_no_missing_head(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    description = described({"name": "ViT-Ti/16", "depth": 1})
+    path = write(valued(description), description, "timm", tmp_path)
+    tensors = load_file(path)
+    del tensors["head.bias"]
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"missing head\.bias"):
+        run_export(str(path), "npz", tmp_path / "out.npz", model="ViT-Ti/16", settings=["model.depth=1"])
+
+
+def test_fresh_weights_without_a_head_need_no_classes(tmp_path):
+    run_export("ViT-Ti/16", "npz", tmp_path / "a.npz", drop_head=True, image_size=16)
+    assert "head/kernel" not in open_weights(tmp_path / "a.npz").entries
 
 
 def test_fresh_weights_are_those_that_training_begins_with(tmp_path):
@@ -141,14 +232,26 @@ def test_another_image_size(tmp_path, capsys):
     assert open_weights(tmp_path / "b.safetensors").entries["pos_embed"].shape == (1, 37, 192)
 
 
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, monkeypatch, capsys):
     done = command("export", "ViT-Ti/16", "--num-classes", "3", "--format", "hf", "--out", tmp_path / "new" / "hf")
     assert done.returncode == 0, done.stderr
     size = sum(path.stat().st_size for path in (tmp_path / "new" / "hf").iterdir())
     assert done.stdout == f"wrote {tmp_path / 'new' / 'hf'}: ViT-Ti/16 as hf, 5,524,995 parameters, {size:,} bytes\n"
-    wrong = command("export", tmp_path / "new" / "hf", "--model", "ViT-S/16", "--format", "npz", "--out", "a.npz")
-    assert wrong.returncode == 3 and "vit.layernorm.weight has shape (192,), the model's is (384,)" in wrong.stderr
-    assert "Traceback" not in wrong.stderr and wrong.stderr.count("error:") == 1
+    out = str(tmp_path / "a.npz")
+    folder = str(tmp_path / "new" / "hf")
+    wrong = {
+        (folder, "--model", "ViT-S/16"): "layernorm.weight has shape (192,), the model's is (384,)",
+        ("ViT-Ti/16", "--num-classes", str(10**15)): "'--num-classes'",
+        ("ViT-Ti/16", "--num-classes", "1", "--image-size", str(10**7)): "'--image-size'",
+        ("ViT-Ti/16", "--num-classes", "1", "--seed", str(2**63)): "'--seed'",
+    }
+    for arguments, words in wrong.items():
+        monkeypatch.setattr(sys, "argv", ["vitscale", "export", *arguments, "--format", "npz", "--out", out])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr().err
+        assert ended.value.code == (3 if folder in arguments else 2) and words in said
+        assert said.lower().count("error:") == 1
 
 
 @pytest.mark.parametrize(
@@ -160,7 +263,11 @@ def test_the_command(tmp_path):
         ("ViT-B/16", "npz", "a.npz", {"num_classes": 3, "step": 3}, "--step"),
         ("ViT-B/16", "npz", "a.safetensors", {"num_classes": 3}, r"ends in \.npz"),
         ("ViT-B/16", "hf", "..", {"num_classes": 3}, "name a folder"),
-        ("ViT-B/16", "npz", "a.npz", {"num_classes": 3, "image_size": 8}, "smaller than one patch"),
+        ("ViT-B/16", "npz", "a.npz", {"num_classes": 3, "image_size": 8}, "^ViT-B/16: .* smaller than one patch"),
+        ("ViT-B/16", "npz", "a.npz", {"num_classes": 3, "settings": ["model.depth=3"]}, "--set: ViT-B/16 is a model's"),
+        ("ResNet50x1", "hf", "a", {"num_classes": 3}, "this is a ResNet; use timm"),
+        ("AxialResNet50", "hf", "a", {"num_classes": 3}, "this is a ResNet; use safetensors"),
+        ("x" * 5000, "npz", "a.npz", {}, "^x{100}: File name too long"),
         ("Axial-ViT-B/16", "timm", "a.safetensors", {"num_classes": 3}, "not axial attention"),
         ("ViT-B/16", "timm", "a.safetensors", {"num_classes": 3, "head": "pretrain"}, "--drop-head"),
     ],
@@ -169,6 +276,18 @@ def test_mistakes(source, form, out, options, words, tmp_path):
     with pytest.raises(RecipeError, match=words):
         run_export(source, form, tmp_path / out, **options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_source_that_may_not_be_read(tmp_path):
+    (tmp_path / "closed").mkdir(mode=0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)  # whom no mode lets in
+    try:
+        with pytest.raises(RecipeError, match=r"closed/a\.npz/recipe\.yaml: Permission denied"):
+            run_export(str(tmp_path / "closed" / "a.npz"), "npz", tmp_path / "a.npz", model="ViT-B/16")
+    finally:
+        os.seteuid(user)
 
 
 MEASURE = """

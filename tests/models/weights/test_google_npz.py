@@ -131,7 +131,7 @@ def test_every_naming_computes_timm_s_logits(generation, compressed, tmp_path):
     assert expected.std() > 0.1
     assert (logits(model) - expected).abs().max() < 1e-4
     assert len(notes) == (generation in ("with optimizer", "image tower")), notes
-    found = describe(open_weights(path), "ViT-Ti/16")
+    found = describe(open_weights(path), {"name": "ViT-Ti/16"})
     assert (found.num_classes, found.image_size, found.model.get("pool", "cls")) == (CLASSES, SIZE, pool)
 
 
@@ -174,7 +174,7 @@ def test_other_floating_types_and_orders(change, tmp_path):
 
 def test_the_pretraining_head_is_kept(tmp_path):
     path = saved(tmp_path / "weights.npz", authors(pre_logits=True))
-    assert describe(open_weights(path), "ViT-Ti/16").model["head"] == "pretrain"
+    assert describe(open_weights(path), {"name": "ViT-Ti/16"}).model["head"] == "pretrain"
     model, _ = loaded(path, head="pretrain")
     arrays = authors(pre_logits=True)
     seen: dict[str, torch.Tensor] = {}

@@ -41,7 +41,7 @@ def test_every_format_is_in_the_table():
     assert {family(name) for name in REGISTRY} == SUPPORTED.keys()
 
 
-@pytest.mark.parametrize("largest", [40e6, pytest.param(100e6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("largest", [10e6, pytest.param(100e6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", REGISTRY)
 def test_every_model_through_every_format(name, largest, tmp_path):
     description = described(block_of(name, largest))
@@ -88,7 +88,7 @@ def test_variants_of_the_transformer(options, formats, tmp_path):
 def test_post_activation_resnets_are_ours_and_timm_s(tmp_path):
     description = described({"blocks": [1, 1], "variant": "v1"})
     model = valued(description)
-    with pytest.raises(RecipeError, match="npz holds pre-activation ResNets"):
+    with pytest.raises(RecipeError, match=r"npz holds pre-activation ResNets.*use timm"):
         write(model, description, "npz", tmp_path)
     for form in ("safetensors", "timm"):
         again = description.build().to_empty(device="cpu")
@@ -105,7 +105,7 @@ def test_a_name_and_the_keys_say_what_a_file_is(name, form, tmp_path):
     pool = "mean" if name == "ViT-Ti/16" and form != "hf" else None
     description = described({"name": name, "depth": None, "pool": pool}, image_size=96, num_classes=11)
     source = open_weights(write(valued(description), description, form, tmp_path))
-    found = describe(source, name)
+    found = describe(source, {"name": name})
     shape = architecture(name)
     # A ResNet's files do not tell the size of its images.
     assert found.image_size == (96 if isinstance(shape, ViTShape) or form == "safetensors" else 224)
@@ -124,4 +124,4 @@ def test_our_own_file_says_it_all(tmp_path):
     load_weights(again, source)
     assert differing(model, again) == []
     with pytest.raises(RecipeError, match="not ViT-B/16"):
-        describe(source, "ViT-B/16")
+        describe(source, {"name": "ViT-B/16"})

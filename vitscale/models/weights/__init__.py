@@ -4,20 +4,20 @@ A table for each family says what our parameters are called in a format and how 
 read in both directions. Reading and writing hold one parameter at a time.
 """
 
-from vitscale.models.weights.description import Description, describe, named
+from vitscale.models.weights.description import Description, describe
 from vitscale.models.weights.opening import open_weights
-from vitscale.models.weights.reading import load_weights, parameters
-from vitscale.models.weights.rules import Format
+from vitscale.models.weights.reading import has_head, load_weights, parameters
 from vitscale.models.weights.source import Source
 from vitscale.models.weights.writing import write_weights
+from vitscale.weight_formats import Format
 
 __all__ = [
     "Description",
     "Format",
     "Source",
     "describe",
+    "has_head",
     "load_weights",
-    "named",
     "open_weights",
     "parameters",
     "write_weights",

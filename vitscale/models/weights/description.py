@@ -2,12 +2,14 @@
 
 import json
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any
 
+import pydantic
 import torch
+from pydantic import Field
 
-from vitscale.architectures import ResNetShape, Shape, architecture
+from vitscale.architectures import ResNetShape, Shape, ViTShape
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.models.build import Model, build_of_block
 from vitscale.models.weights import huggingface
@@ -17,6 +19,9 @@ from vitscale.recipe import validate_model
 
 METADATA_KEY = "vitscale"
 _VERSION = 1
+_MAX_IMAGE_SIZE = 8192
+_MAX_CLASSES = 10**9
+_DIMENSIONS = {field.name for shape in (ViTShape, ResNetShape) for field in fields(shape)}
 
 
 @dataclass(frozen=True)
@@ -25,19 +30,33 @@ class Description:
 
     Args:
         model: the block of a recipe, as plain data.
-        image_size: side of the square input in pixels.
-        num_classes: K; None where the file has no head.
+        image_size: side of the square input in pixels, at most 8192.
+        num_classes: K, at most 1e9; None where the file has no head.
         class_names: of the K outputs, where they are known.
+        step: of the checkpoint that the values are from, where they are from one.
     """
 
     model: dict[str, Any]
-    image_size: int
-    num_classes: int | None
+    image_size: Annotated[int, Field(ge=1, le=_MAX_IMAGE_SIZE)]
+    num_classes: Annotated[int, Field(ge=1, le=_MAX_CLASSES)] | None
     class_names: list[str] | None = None
+    step: Annotated[int, Field(ge=0)] | None = None
+
+    @property
+    def title(self) -> str:
+        """The name, and the dimensions that replace some of its own: `ViT-B/32 with depth 8`."""
+        name = self.model.get("name")
+        given = ((key, value) for key, value in self.model.items() if key in _DIMENSIONS and value is not None)
+        dimensions = ", ".join(f"{key} {value}" for key, value in given)
+        return f"{name} with {dimensions}" if name and dimensions else str(name or dimensions)
 
     def build(self) -> Model:
         """The model on the meta device. Raises `RecipeError`."""
-        block = validate_model(self.model, self.image_size, "the model of these weights")
+        sizes = (("image size", self.image_size, _MAX_IMAGE_SIZE), ("num_classes", self.num_classes or 1, _MAX_CLASSES))
+        for what, value, largest in sizes:
+            if not 1 <= value <= largest:
+                raise RecipeError(f"{self.title}: {what} {value:,}: expected 1 to {largest:,}")
+        block = validate_model(self.model, self.image_size, self.title)
         with torch.device("meta"):
             return build_of_block(block, image_size=self.image_size, num_classes=self.num_classes or 1)
 
@@ -49,37 +68,37 @@ class Description:
             "image_size": self.image_size,
             "num_classes": self.num_classes,
             "class_names": self.class_names,
+            "step": self.step,
         }
         return json.dumps(content, ensure_ascii=False)
 
 
-def named(name: str, num_classes: int, image_size: int, head: str) -> Description:
-    """An architecture by its name. Raises `RecipeError` naming the nearest one."""
-    _shape(name)
-    return Description({"name": name, "head": head, "num_classes": num_classes}, image_size, num_classes)
+_STORED = pydantic.TypeAdapter(Description)
 
 
-def describe(source: Source, name: str | None = None, image_size: int | None = None) -> Description:
+def describe(source: Source, model: dict[str, Any] | None = None, image_size: int | None = None) -> Description:
     """What a source holds.
 
     Args:
         source: of any format.
-        name: of the architecture; our own files say it themselves.
+        model: the block of a recipe, a name at least; our own files say it themselves. Head and pooling are the file's.
         image_size: to give the model; by default that of the source, or 224 where it does not tell (ResNets).
 
-    Raises `RecipeError` where a name is missing or contradicts the file.
+    Raises `RecipeError` where a model is missing, or is not the one that the file says it is of.
     """
     own = _own(source)
     if own is not None:
-        if name is not None and name != own.model.get("name"):
-            raise RecipeError(f"{source.path} says that it is {own.model.get('name') or own.model}, not {name}")
+        if model is not None and _shape(model) != _shape(own.model):
+            asked = replace(own, model=model).title
+            raise RecipeError(f"{source.path} says that it is {own.title}, not {asked}")
         return replace(own, image_size=image_size or own.image_size)
-    if name is None:
-        raise RecipeError(f"{source.path} ({source.form}) does not say which model it is of; name it: --model NAME")
-    shape = _shape(name)
-    pixels = _pixels_of_a_token(shape)
-    # Any model of this name tells what its parameters are called in this format.
-    block: dict[str, Any] = {"name": name, "head": "pretrain"}
+    if model is None:
+        raise RecipeError(
+            f"{source.path} ({source.form}) does not say which model it is of; name it: --model NAME or --model RECIPE"
+        )
+    pixels = _pixels_of_a_token(_shape(model))
+    # Whatever its head and its classes, a model of these dimensions tells what its parameters are called here.
+    block = model | {"head": "pretrain", "num_classes": None}
     keys = {rule.ours: rule.theirs[0] for rule in table(Description(block, pixels, 1).build(), source.form)}
     found = {ours: source.entries[key].shape for ours, key in keys.items() if key in source.entries}
     if "cls" in keys and "cls" not in found:
@@ -89,10 +108,14 @@ def describe(source: Source, name: str | None = None, image_size: int | None = N
     tokens = found.get("pos_embedding", ())
     side = math.isqrt(max(tokens[1] - ("cls" in found), 0)) if len(tokens) == 3 else 0
     num_classes = found["head.bias"][0] if found.get("head.bias") else None
-    names = huggingface.class_names(source.path) if source.form == "hf" and source.path.is_dir() else None
+    names = huggingface.class_names(source.config)
     return Description(
         block, image_size or side * pixels or 224, num_classes, names if names and len(names) == num_classes else None
     )
+
+
+def _shape(model: dict[str, Any]) -> Shape:
+    return validate_model(model, _MAX_IMAGE_SIZE, str(model.get("name") or "the model")).shape()
 
 
 def _pixels_of_a_token(shape: Shape) -> int:
@@ -101,27 +124,23 @@ def _pixels_of_a_token(shape: Shape) -> int:
     return shape.patch_size * (1 if shape.stem is None else shape.stem.stride)
 
 
-def _shape(name: str) -> Shape:
-    try:
-        return architecture(name)
-    except ValueError as error:
-        raise RecipeError(str(error)) from None
-
-
 def _own(source: Source) -> Description | None:
     text = source.metadata.get(METADATA_KEY)
     if text is None:
         return None
     try:
-        content = json.loads(text)
-        if content["version"] != _VERSION:
-            raise CheckpointError(f"{source.path}: written by a later vitscale (version {content['version']})")
-        own = Description(*(content[key] for key in ("model", "image_size", "num_classes", "class_names")))
-        K, names = own.num_classes, own.class_names
-        has_classes = K is None or (isinstance(K, int) and K > 0 and (names is None or len(names) == K))
-        has_size = isinstance(own.image_size, int) and own.image_size > 0
-        if not isinstance(own.model, dict) or not has_classes or not has_size:
-            raise ValueError(f"model {own.model!r}, image_size {own.image_size!r}, num_classes {K!r}")
+        version = json.loads(text)["version"]
+        if version != _VERSION:
+            raise CheckpointError(f"{source.path}: written by a later vitscale (version {version!r})")
+        own = _STORED.validate_json(text, strict=True)
+        if own.class_names is not None and len(own.class_names) != own.num_classes:
+            raise ValueError(f"{len(own.class_names)} names of {own.num_classes} classes")
+        validate_model(own.model, own.image_size, "its model")
+    except pydantic.ValidationError as error:
+        problem = error.errors()[0]
+        reason = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+    except (ValueError, KeyError, TypeError, RecursionError, RecipeError) as error:
+        reason = str(error) if isinstance(error, RecipeError) else repr(error)
+    else:
         return own
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{source.path}: its description of the model is damaged: {error!r}") from None
+    raise CheckpointError(f"{source.path}: its description of the model is damaged: {reason}")

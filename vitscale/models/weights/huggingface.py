@@ -2,9 +2,11 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from vitscale.architectures import ViTShape
 from vitscale.errors import CheckpointError
 from vitscale.models.layers import CHANNELS, LAYER_NORM_EPS
 from vitscale.models.vit import ViT
@@ -16,7 +18,25 @@ PREPROCESSOR = "preprocessor_config.json"
 WEIGHTS = "model.safetensors"
 _INDEX = f"{WEIGHTS}.index.json"
 _OLD_WEIGHTS = "pytorch_model.bin"
-_ACTIVATION = "gelu_pytorch_tanh"
+_DIMENSIONS = {
+    "hidden_size": "width",
+    "num_hidden_layers": "depth",
+    "num_attention_heads": "num_heads",
+    "intermediate_size": "mlp_dim",
+    "patch_size": "patch_size",
+}
+_FUNCTIONS = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": LAYER_NORM_EPS}
+_PIXELS = {"image_mean": [0.5] * CHANNELS, "image_std": [0.5] * CHANNELS}
+_DEFAULTS = {  # what transformers takes for what a config.json leaves out
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "patch_size": 16,
+    "qkv_bias": True,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+}
 _RENAMES = (  # the modules of transformers 5 -> the names in its files and version 4's
     (r"^vit\.layers\.(\d+)\.", r"vit.encoder.layer.\1."),
     (r"\.attention\.q_proj\.", ".attention.attention.query."),
@@ -44,7 +64,12 @@ def file_name(name: str) -> str:
 
 def read_folder(folder: Path) -> Source:
     """Raises `CheckpointError` for a folder without a Vision Transformer."""
-    config = _read_config(folder / CONFIG)
+    config = _DEFAULTS | _read_json(folder / CONFIG)
+    if config.get("model_type") != "vit":
+        raise CheckpointError(
+            f"{folder / CONFIG}: expected model_type 'vit', a Vision Transformer's; found {config.get('model_type')!r}"
+        )
+    preprocessor = _read_json(folder / PREPROCESSOR) if (folder / PREPROCESSOR).is_file() else {}
     if (folder / WEIGHTS).is_file():
         entries = read_safetensors(folder / WEIGHTS)[0]
     elif (folder / _INDEX).is_file():
@@ -53,18 +78,31 @@ def read_folder(folder: Path) -> Source:
         entries = read_torch(folder / _OLD_WEIGHTS)
     else:
         raise CheckpointError(f"{folder}: no {WEIGHTS}, {_INDEX} or {_OLD_WEIGHTS} beside {CONFIG}")
-    differing = [
-        f"{key} {config[key]!r} (here {ours!r})"
-        for key, ours in (("hidden_act", _ACTIVATION), ("layer_norm_eps", LAYER_NORM_EPS))
-        if config.get(key, ours) != ours
+    notes = [
+        *_differing(CONFIG, config, _FUNCTIONS, "logits will differ a little"),
+        *_differing(PREPROCESSOR, preprocessor, _PIXELS, "the same image is another input here"),
     ]
-    notes = (f"{CONFIG} asks for {' and '.join(differing)}: logits will differ a little",) if differing else ()
-    return Source(folder, "hf", rename(folder, entries, file_name), notes=notes)
+    return Source(folder, "hf", rename(folder, entries, file_name), config=config, notes=tuple(notes))
 
 
-def class_names(folder: Path) -> list[str] | None:
-    """The classes that a folder names, unless they are the placeholders of transformers."""
-    named = _read_config(folder / CONFIG).get("id2label")
+def _differing(file: str, content: dict[str, Any], ours: dict[str, Any], so: str) -> list[str]:
+    found = [f"{key} {content[key]!r} (here {ours[key]!r})" for key in ours if content.get(key, ours[key]) != ours[key]]
+    return [f"{file} asks for {' and '.join(found)}: {so}"] if found else []
+
+
+def contradictions(config: dict[str, Any], shape: ViTShape) -> list[tuple[str, str]]:
+    """(key, what is wrong) of all by which a config.json is of another model; the heads show nowhere else."""
+    ours = {key: getattr(shape, name) for key, name in _DIMENSIONS.items()} | {"qkv_bias": True}
+    return [
+        (key, f"{CONFIG}: {key} is {config[key]!r}, the model's is {value!r}")
+        for key, value in ours.items()
+        if config[key] != value
+    ]
+
+
+def class_names(config: dict[str, Any]) -> list[str] | None:
+    """The classes that a config.json names, unless they are the placeholders of transformers."""
+    named = config.get("id2label")
     if not isinstance(named, dict):
         return None
     names = [named.get(str(i)) for i in range(len(named))]
@@ -73,35 +111,39 @@ def class_names(folder: Path) -> list[str] | None:
     return [str(name) for name in names]
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
-    kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind != "vit":
-        raise CheckpointError(f"{path}: expected model_type 'vit', a Vision Transformer's; found {kind!r}")
-    return config
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
 
 
-def configuration(model: ViT, num_labels: int, class_names: list[str] | None) -> dict[str, dict[str, Any]]:
-    """File name -> content of the JSON files. The image size is the part of the image that whole patches cover."""
+def distinct(labels: list[str]) -> list[str]:
+    """The labels, those that stand twice with their class number behind them: label2id has room for one of a name."""
+    while len(set(labels)) < len(labels):
+        times = Counter(labels)
+        labels = [f"{label} ({i})" if times[label] > 1 else label for i, label in enumerate(labels)]
+    return labels
+
+
+def configuration(model: ViT, labels: list[str]) -> dict[str, dict[str, Any]]:
+    """File name -> content of the JSON files; labels are distinct.
+
+    The image size is the part of the image that whole patches cover.
+    """
     shape = model.shape
     size = shape.grid(model.image_size) * shape.patch_size
-    labels = class_names or [f"LABEL_{i}" for i in range(num_labels)]
     config = {
         "architectures": ["ViTForImageClassification"],
         "model_type": "vit",
-        "hidden_size": shape.width,
-        "num_hidden_layers": shape.depth,
-        "num_attention_heads": shape.num_heads,
-        "intermediate_size": shape.mlp_dim,
-        "hidden_act": _ACTIVATION,
+        **{key: getattr(shape, ours) for key, ours in _DIMENSIONS.items()},
+        **_FUNCTIONS,
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
-        "layer_norm_eps": LAYER_NORM_EPS,
         "image_size": size,
-        "patch_size": shape.patch_size,
         "num_channels": CHANNELS,
         "qkv_bias": True,
         "id2label": {str(i): label for i, label in enumerate(labels)},
@@ -115,7 +157,6 @@ def configuration(model: ViT, num_labels: int, class_names: list[str] | None) ->
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": [0.5] * CHANNELS,
-        "image_std": [0.5] * CHANNELS,
+        **_PIXELS,
     }
     return {CONFIG: config, PREPROCESSOR: preprocessor}

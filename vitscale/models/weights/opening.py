@@ -21,11 +21,21 @@ def open_weights(path: Path) -> Source:
 
     Raises `CheckpointError` for what is damaged, pickled or of no known format, saying what was seen.
     """
+    try:
+        return _open(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _open(path: Path) -> Source:
     if path.is_dir():
         if (path / huggingface.CONFIG).is_file():
             return huggingface.read_folder(path)
         seen = some(sorted(entry.name for entry in path.iterdir())) or "nothing"
-        raise CheckpointError(f"{path}: a folder of weights has a {huggingface.CONFIG}; this one has {seen}")
+        raise CheckpointError(
+            f"{path}: a folder of weights has a {huggingface.CONFIG}, a run's directory a recipe.yaml; "
+            f"this one has {seen}"
+        )
     if not path.is_file():
         raise CheckpointError(f"{path}: there is no such file or folder")
     if path.suffix == ".npz":

@@ -11,6 +11,7 @@ from vitscale.errors import CheckpointError
 from vitscale.models.build import Model
 from vitscale.models.positions import resample_positions
 from vitscale.models.vit import ViT
+from vitscale.models.weights import huggingface
 from vitscale.models.weights.rules import Rule
 from vitscale.models.weights.source import Source
 from vitscale.models.weights.table import HEAD, table, their_shapes
@@ -24,6 +25,11 @@ _HEAD_KEYS = {
     "timm": ("head.", "pre_logits."),
     "hf": ("classifier.", "vit.pooler."),
 }
+
+
+def has_head(source: Source) -> bool:
+    """Whether a source holds anything that `drop_head` leaves out."""
+    return any(key.startswith(_HEAD_KEYS[source.form]) for key in source.entries)
 
 
 def parameters(
@@ -66,6 +72,8 @@ def _account(model: Model, source: Source, rules: dict[str, Rule], names: list[s
     dropped = _HEAD_KEYS[source.form] if drop_head else None
     # (name in the table, what is wrong)
     problems = [(name, f"missing {name}: this format has no place for it") for name in names if name not in rules]
+    if source.config and isinstance(model, ViT):
+        problems += huggingface.contradictions(source.config, model.shape)
     for key, shape in expected.items():
         entry = source.entries.get(key)
         if entry is None:

@@ -6,17 +6,19 @@ from torch import nn
 
 from vitscale.architectures import ResNetShape
 from vitscale.models.resnet import ResNet
-from vitscale.models.weights.rules import Format, Rule, as_conv, as_flax_conv, flax_conv, flax_norm, renamed, same
+from vitscale.models.weights.rules import Rule, as_conv, as_flax_conv, flax_conv, flax_norm, renamed, same
+from vitscale.weight_formats import Format
 
 
 def refusal(shape: ResNetShape, form: Format) -> str | None:
     """Why a format cannot hold this ResNet; None where it can."""
     if form == "hf":
-        return "hf holds Vision Transformers with a class token"
+        alternative = "safetensors" if shape.mixing == "axial" else "timm"
+        return f"hf holds Vision Transformers with a class token, and this is a ResNet; use {alternative}"
     if shape.mixing == "axial":
         return f"{form} holds ResNets with 3x3 convolutions, not axial attention; use safetensors"
     if form == "npz" and shape.variant == "v1":
-        return "npz holds pre-activation ResNets (BiT, variant v2); this one is v1"
+        return "npz holds pre-activation ResNets (BiT, variant v2); this one is v1; use timm or safetensors"
     return None
 
 

@@ -7,12 +7,10 @@ Shape legend: D width, H heads, d = D / H, P patch size, C channels, K classes, 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor, cat
 
-Format = Literal["safetensors", "npz", "timm", "hf"]
-"""`safetensors` is ours; `npz` is Google's, `timm` a state dict of timm's, `hf` a folder of transformers'."""
+from vitscale.weight_formats import Format as Format
 
 Tensors = tuple[Tensor, ...]
 

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from vitscale.errors import CheckpointError
-from vitscale.models.weights.rules import Format
+from vitscale.weight_formats import Format
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Source:
         form: its format.
         entries: name in the table -> array.
         metadata: what our own files say of their model; empty in other formats.
+        config: of a folder of transformers', with its defaults; empty in other formats.
         notes: what a reader should know: what was left unread, and what the file says that we compute otherwise.
     """
 
@@ -39,6 +41,7 @@ class Source:
     form: Format
     entries: dict[str, Entry]
     metadata: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 

@@ -6,7 +6,8 @@ from vitscale.errors import RecipeError
 from vitscale.models.build import Model
 from vitscale.models.vit import ViT
 from vitscale.models.weights import resnet, vit
-from vitscale.models.weights.rules import Format, Rule, same
+from vitscale.models.weights.rules import Rule, same
+from vitscale.weight_formats import Format
 
 HEAD = ("head.weight", "head.bias", "pre_logits.weight", "pre_logits.bias")
 """Our parameters that `--drop-head` leaves out."""

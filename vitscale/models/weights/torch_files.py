@@ -2,6 +2,8 @@
 
 import json
 import math
+import pickle
+import re
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -30,8 +32,14 @@ def read_safetensors(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 
     def read(key: str) -> Tensor:
         # Opened for each tensor, so that those read before do not stay mapped into memory.
-        with safe_open(path, framework="pt") as file:
-            return _floating(file.get_tensor(key), path, key)
+        try:
+            with safe_open(path, framework="pt") as file:
+                value = file.get_tensor(key)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: {key} cannot be read any more: {error}") from None
+        if tuple(value.shape) != shapes[key]:
+            raise CheckpointError(f"{path}: {key} has another shape than before: the file was replaced")
+        return _floating(value, path, key)
 
     return {key: Entry(key, shape, partial(read, key)) for key, shape in shapes.items()}, metadata
 
@@ -41,7 +49,7 @@ def read_shards(index: Path) -> dict[str, Entry]:
     try:
         weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted({str(name) for name in weight_map.values()})
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index}: not an index of safetensors files: {error!r}") from None
     entries: dict[str, Entry] = {}
     for name in files:
@@ -61,8 +69,7 @@ def read_torch(path: Path) -> dict[str, Entry]:
             is_zip = file.read(4) == b"PK\x03\x04"  # else torch's older format, which cannot be mapped into memory
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # an unpickler meets damage with whatever error comes first
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise CheckpointError(f"{path}: cannot be read as tensors alone: {reason}") from None
+        raise CheckpointError(f"{path}: cannot be read as tensors alone: {_reason(error)}") from None
     for wrapper in _WRAPPERS:
         if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
             content = content[wrapper]
@@ -74,12 +81,24 @@ def read_torch(path: Path) -> dict[str, Entry]:
         raise CheckpointError(
             f"{path}: expected a state dict, bare or under {' or '.join(_WRAPPERS)}; no tensors are {some(foreign)}"
         )
+    if nameless := [repr(key) for key in content if not isinstance(key, str)]:
+        raise CheckpointError(f"{path}: expected a state dict; keys that are no names: {some(nameless)}")
     entries = {
         key: Entry(key, tuple(value.shape), partial(_floating, value, path, key)) for key, value in content.items()
     }
     if all(key.startswith("module.") for key in entries):
         entries = {key.removeprefix("module."): entry for key, entry in entries.items()}
     return entries
+
+
+def _reason(error: Exception) -> str:
+    """In our words: torch's own advise to run what a stranger's file asks for."""
+    text = str(error)
+    if asked := re.search(r"GLOBAL (\S+) was not an allowed", text):
+        return f"it asks to run {asked[1]}; save the values alone: torch.save(model.state_dict(), ...)"
+    if isinstance(error, pickle.UnpicklingError) or "weights_only" in text:
+        return "it is damaged, or holds more than tensors"
+    return text.partition("\n")[0] or type(error).__name__
 
 
 def _floating(value: Tensor, path: Path, key: str) -> Tensor:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from vitscale.models.vit import ViT
 from vitscale.models.weights.resnet import flax_stem, timm_features
 from vitscale.models.weights.rules import (
-    Format,
     Rule,
     flax_attention,
     flax_dense,
@@ -16,6 +15,7 @@ from vitscale.models.weights.rules import (
     same,
     torch_patches,
 )
+from vitscale.weight_formats import Format
 
 
 def refusal(model: ViT, form: Format) -> str | None:
@@ -24,8 +24,6 @@ def refusal(model: ViT, form: Format) -> str | None:
         return f"{form} holds Transformers with global attention, not axial attention; use safetensors"
     if (model.position, model.position_at) != ("1d", "stem"):
         return f"{form} holds 1d position embeddings at the stem, not {_positions(model)}; use safetensors"
-    if model.shape.stem is not None and model.shape.stem.variant == "v2":
-        return f"{form} holds hybrids whose stem is post-activation (v1); this one is v2; use safetensors"
     if form == "hf" and model.shape.stem is not None:
         return "hf holds Vision Transformers without a ResNet before them; use timm or npz"
     if form == "hf" and model.cls is None:

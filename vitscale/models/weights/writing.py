@@ -1,7 +1,10 @@
 """From our parameters to a file or folder of any format, one parameter in memory at a time."""
 
+import errno
 import json
 import math
+import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,11 +18,16 @@ from vitscale.models.vit import ViT
 from vitscale.models.weights import huggingface
 from vitscale.models.weights.description import METADATA_KEY, Description
 from vitscale.models.weights.npz import write_npz
-from vitscale.models.weights.rules import Format, Rule
+from vitscale.models.weights.reading import Report
+from vitscale.models.weights.rules import Rule
+from vitscale.models.weights.source import some
 from vitscale.models.weights.table import HEAD, table, their_shapes
 from vitscale.models.weights.torch_files import SAFETENSORS, write_safetensors
+from vitscale.weight_formats import Format
 
 _SUFFIX: dict[Format, str] = {"safetensors": SAFETENSORS, "npz": ".npz", "timm": SAFETENSORS, "hf": ""}
+# What a system says where the name of a new file or folder is taken, an empty folder's excepted.
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 
 
 def write_weights(
@@ -28,18 +36,21 @@ def write_weights(
     description: Description,
     parameter: Callable[[str], Tensor],
     drop_head: bool = False,
+    report: Report = print,
 ) -> int:
     """Write the weights of a model; the number of values written.
 
     Args:
-        out: the file, or for hf the folder. Complete or absent: it is written aside and renamed.
+        out: the file, or for hf the folder. Complete or absent: it is written aside and renamed. What has this name,
+            now or when it is to be renamed, is left as it is.
         form: the format.
         description: the model, its image size and classes.
         parameter: our parameter's name -> its whole tensor, fp32 on the CPU; asked once for each.
         drop_head: leave the output layer and `pre_logits` out.
+        report: is told what is worth knowing: values that are not finite, classes of one name.
 
     Raises `RecipeError` where the format cannot hold the model, where `out` ends otherwise than the format does, or
-    where it exists; an empty folder may be there for hf.
+    where it exists; an empty folder may be there for hf. `CheckpointError` where there is no room.
     """
     if drop_head:
         description = replace(description, num_classes=None, class_names=None)
@@ -52,37 +63,63 @@ def write_weights(
             f"pre-training head; leave the head out with --drop-head, or use safetensors or npz"
         )
     shapes = their_shapes(model, rules)
+    count = sum(map(math.prod, shapes.values()))
+    tensors = _stream(rules, parameter, report)
     try:
-        _check_out(out, form)
-        out.parent.mkdir(parents=True, exist_ok=True)
+        _prepare(out, form, 4 * count)
         if form == "hf":
             assert isinstance(model, ViT)
-            _write_folder(out, model, shapes, _stream(rules, parameter), description)
+            _write_folder(out, model, shapes, tensors, _labels(description, report))
         else:
-            with durable_file(out) as file:
+            with durable_file(out, overwrite=False) as file:
                 if form == "npz":
-                    write_npz(file, _stream(rules, parameter))
+                    write_npz(file, tensors)
                 else:
                     metadata = {METADATA_KEY: description.to_json()} if form == "safetensors" else {"format": "pt"}
-                    write_safetensors(file, shapes, _stream(rules, parameter), metadata)
+                    write_safetensors(file, shapes, tensors, metadata)
     except OSError as error:
+        if error.errno in _TAKEN and os.path.lexists(out):
+            raise _taken(out) from None
         raise CheckpointError(f"{out}: cannot be written: {error}") from None
-    return sum(map(math.prod, shapes.values()))
+    return count
 
 
-def _stream(rules: list[Rule], parameter: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _stream(rules: list[Rule], parameter: Callable[[str], Tensor], report: Report) -> Iterator[tuple[str, Tensor]]:
+    all_finite = True
     for rule in rules:
-        yield from zip(rule.theirs, rule.split(parameter(rule.ours)), strict=True)
+        value = parameter(rule.ours)
+        if all_finite and not value.isfinite().all():
+            all_finite = False
+            report(f"{rule.ours} holds values that are NaN or infinite; it is the first one that does")
+        yield from zip(rule.theirs, rule.split(value), strict=True)
 
 
-def _check_out(out: Path, form: Format) -> None:
+def _labels(description: Description, report: Report) -> list[str]:
+    names = description.class_names or [f"LABEL_{i}" for i in range(description.num_classes or 0)]
+    labels = huggingface.distinct(names)
+    changed = [label for name, label in zip(names, labels, strict=True) if name != label]
+    if changed:
+        report(f"several classes have one name; {huggingface.CONFIG} tells them apart by number: {some(changed)}")
+    return labels
+
+
+def _prepare(out: Path, form: Format, size: int) -> None:
+    """Refuse what cannot be written before anything is computed, and make the folders above it."""
     if form != "hf" and out.suffix != _SUFFIX[form]:
         raise RecipeError(f"--out {out}: format {form} is a file that ends in {_SUFFIX[form]}")
     if out.name in ("", ".."):
         raise RecipeError(f"--out {out}: name a folder that is to be made")
-    is_empty_folder = out.is_dir() and not any(out.iterdir())
-    if out.exists() and not (form == "hf" and is_empty_folder):
-        raise RecipeError(f"--out {out}: is there already; nothing is overwritten")
+    is_empty_folder = not out.is_symlink() and out.is_dir() and not any(out.iterdir())
+    if os.path.lexists(out) and not (form == "hf" and is_empty_folder):
+        raise _taken(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(out.parent).free
+    if size > free > 0:  # 0 is also what a file system says that does not know
+        raise CheckpointError(f"{out}: {size:,} bytes are needed, and {free:,} are free")
+
+
+def _taken(out: Path) -> RecipeError:
+    return RecipeError(f"--out {out}: is there already; nothing is overwritten")
 
 
 def _write_folder(
@@ -90,18 +127,16 @@ def _write_folder(
     model: ViT,
     shapes: dict[str, tuple[int, ...]],
     tensors: Iterator[tuple[str, Tensor]],
-    description: Description,
+    labels: list[str],
 ) -> None:
-    part = out.with_name(f".{out.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+    part = out.with_name(f".{out.name}.{secrets.token_hex(4)}.part")  # hidden, beside its final name, nobody else's
     try:
         part.mkdir()
-        content = huggingface.configuration(model, description.num_classes or 0, description.class_names)
-        for name, block in content.items():
+        for name, block in huggingface.configuration(model, labels).items():
             write_text(part / name, json.dumps(block, indent=2, ensure_ascii=False) + "\n")
         with durable_file(part / huggingface.WEIGHTS) as file:
             write_safetensors(file, shapes, tensors, {"format": "pt"})
-        part.replace(out)
+        part.rename(out)  # over nothing, or an empty folder: anything else is refused by the system
         sync_folder(out.parent)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)

@@ -1,0 +1,114 @@
+"""What a source says of itself is held against the model, and a source that changes while it is read is named."""
+
+import json
+
+import pytest
+import torch
+from models.weights.exported import TINY, described, valued, write
+
+from vitscale.errors import CheckpointError, RecipeError
+from vitscale.models.weights import Description, describe, load_weights, open_weights, write_weights
+from vitscale.models.weights import huggingface as hf
+
+
+def edited(path, **changes):
+    """A JSON file with other values; None takes a key away."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def folder(tmp_path, class_names=None):
+    description = described(TINY, class_names=class_names)
+    model = valued(description)
+    return model, write(model, description, "hf", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_attention_heads": 6}, "num_attention_heads is 6, the model's is 3"),
+        ({"num_attention_heads": None}, "num_attention_heads is 12, the model's is 3"),  # transformers' default
+        ({"qkv_bias": False}, "qkv_bias is False, the model's is True"),
+        ({"hidden_size": 96, "patch_size": 4}, "hidden_size is 96(.|\n)*patch_size is 4, the model's is 8"),
+        ({"num_hidden_layers": 1, "intermediate_size": 9}, "num_hidden_layers is 1(.|\n)*intermediate_size is 9"),
+    ],
+)
+def test_a_config_of_another_model(changes, words, tmp_path):
+    model, path = folder(tmp_path)
+    edited(path / "config.json", **changes)
+    with pytest.raises(CheckpointError, match=words):
+        load_weights(model, open_weights(path))
+
+
+def test_what_a_config_leaves_out_is_what_transformers_takes():
+    config = pytest.importorskip("transformers").ViTConfig().to_dict()
+    assert {key: config[key] for key in hf._DEFAULTS} == hf._DEFAULTS
+
+
+def test_another_range_of_pixels_is_told(tmp_path):
+    model, path = folder(tmp_path)
+    edited(path / "preprocessor_config.json", image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225])
+    notes: list[str] = []
+    load_weights(model, open_weights(path), report=notes.append)
+    assert len(notes) == 1 and "image_mean [0.485, 0.456, 0.406] (here [0.5, 0.5, 0.5]) and image_std" in notes[0]
+    (path / "preprocessor_config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"preprocessor_config\.json: cannot be read"):
+        open_weights(path)
+
+
+def test_classes_of_one_name_are_told_apart(tmp_path, capsys):
+    _, path = folder(tmp_path, ["crane", "ox", "crane", "crane (0)", "ox (4)", "a", "b"])
+    config = json.loads((path / "config.json").read_text())
+    labels = [config["id2label"][str(i)] for i in range(7)]
+    assert labels == ["crane (0) (0)", "ox", "crane (2)", "crane (0) (3)", "ox (4)", "a", "b"]
+    assert config["label2id"] == {label: i for i, label in enumerate(labels)}
+    assert "several classes have one name" in capsys.readouterr().out
+
+
+def test_the_title_names_what_was_replaced():
+    block = {"name": "R50+ViT-B/16", "width": 64, "depth": 2, "num_heads": None, "head": "linear"}
+    assert Description(block, 64, 7).title == "R50+ViT-B/16 with width 64, depth 2"
+    with pytest.raises(RecipeError, match="ViT-B/16: image size 10,000,000: expected 1 to 8,192"):
+        Description({"name": "ViT-B/16"}, 10**7, 7).build()
+    with pytest.raises(RecipeError, match="ViT-B/16: num_classes 10,000,000,000: expected 1 to"):
+        Description({"name": "ViT-B/16"}, 224, 10**10).build()
+
+
+@pytest.mark.parametrize(("form", "kind"), [("safetensors", "gone"), ("npz", "gone"), ("timm", "cut"), ("hf", "other")])
+def test_a_source_that_changes_while_it_is_read_is_to_blame(form, kind, tmp_path):
+    description = described(TINY)
+    path = write(valued(description), description, form, tmp_path)
+    source = open_weights(path)
+    file = path / "model.safetensors" if form == "hf" else path
+    if kind == "gone":
+        file.unlink()
+    elif kind == "cut":
+        file.write_bytes(file.read_bytes()[:5000])
+    else:
+        (tmp_path / "new").mkdir()
+        other = described(TINY, num_classes=9)
+        (write(valued(other), other, form, tmp_path / "new") / "model.safetensors").replace(file)
+    key = "head/kernel" if form == "npz" else "classifier.weight" if form == "hf" else "head.weight"
+    with pytest.raises(CheckpointError) as caught:
+        write_weights(tmp_path / "v.npz", "npz", description, lambda name: source.entries[key].read())
+    assert str(file) in str(caught.value) and "v.npz" not in str(caught.value)
+
+
+def test_keys_that_are_no_names(tmp_path):
+    torch.save({1: torch.ones(2), ("a", 2): torch.ones(2)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"keys that are no names: 1, \('a', 2\)"):
+        open_weights(tmp_path / "a.pt")
+
+
+def test_an_index_of_a_thousand_brackets(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="not an index"):
+        open_weights(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "npz", "timm", "hf"])
+def test_our_own_description_has_the_step(form, tmp_path):
+    description = Description(TINY | {"head": "linear"}, 64, 7, step=123)
+    source = open_weights(write(valued(description), description, form, tmp_path))
+    assert describe(source, TINY).step == (123 if form == "safetensors" else None)

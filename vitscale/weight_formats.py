@@ -1,0 +1,6 @@
+"""The formats in which weights leave and enter. Pure data: no torch, so that a command line can offer them at once."""
+
+from typing import Literal
+
+Format = Literal["hf", "timm", "npz", "safetensors"]
+"""`safetensors` is ours; `npz` is Google's, `timm` a state dict of timm's, `hf` a folder of transformers'."""
