@@ -6,8 +6,8 @@ import torch
 
 from vitscale.models import ViT
 from vitscale.models.weights import huggingface
-from vitscale.models.weights.rules import Format
 from vitscale.models.weights.table import table
+from vitscale.weight_formats import Format
 
 
 def _make_torchvision_importable() -> None:

@@ -70,7 +70,7 @@ def test_the_launchers_train_stop_and_resume(two_rank_run):
     assert [line["step"] for line in training] == list(range(1, STEPS + 1))
     expected = {"step", "loss", "lr", "grad_norm", "images_per_s", "data_wait", "step_time_s", "exaflops"}
     # Nobody knows a CPU's peak, so there is no mfu.
-    assert set(training[0]) == expected | {"peak_memory_bytes", "batch_digest"}
+    assert set(training[0]) == expected | {"world_size", "peak_memory_bytes", "batch_digest"}
     assert json.loads((two_rank_run / "DONE").read_text())["step"] == STEPS
 
 

@@ -11,7 +11,7 @@ from vitscale.errors import CheckpointError, RecipeError
 from vitscale.evaluation.build import build_evaluators
 from vitscale.evaluation.contract import ModelOutputs, evaluate
 from vitscale.models import Model, build_model
-from vitscale.recipe import Recipe, override, read_recipe
+from vitscale.recipe import Recipe, override, read_recipe, validate_recipe
 
 
 def open_run(run_dir: Path, step: int | None = None) -> tuple[Recipe, CheckpointReader]:
@@ -34,8 +34,10 @@ def open_run(run_dir: Path, step: int | None = None) -> tuple[Recipe, Checkpoint
     return recipe, store.open(step)
 
 
-def load_model(recipe: Recipe, reader: CheckpointReader, device: torch.device) -> Model:
+def load_model(reader: CheckpointReader, device: torch.device) -> Model:
     """The model of a checkpoint in evaluation mode, in the precision that it was trained in."""
+    # By the checkpoint's own record, which has a checksum: the run's recipe.yaml can be edited.
+    recipe = validate_recipe(reader.index.recipe, f"the recipe in {reader.folder}")
     dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
     with torch.device("meta"):
         model = build_model(recipe, len(reader.index.data["class_names"]))
@@ -58,7 +60,7 @@ def evaluate_run(run_dir: Path, settings: Sequence[str] = (), step: int | None =
     recipe, reader = open_run(run_dir, step)
     recipe = override(recipe.dump(), settings, "the recipe of the run")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(recipe, reader, device)
+    model = load_model(reader, device)
     dtype = next(model.parameters()).dtype
 
     @torch.no_grad()

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from torch import Tensor, cat
 
-from vitscale.weight_formats import Format as Format
-
 Tensors = tuple[Tensor, ...]
 
 
