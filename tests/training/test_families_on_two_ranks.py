@@ -10,8 +10,10 @@ import torch.multiprocessing as mp
 from ranks import STEPS, make_data, make_recipe, run_jobs
 
 from vitscale.checkpoint import CheckpointStore
-from vitscale.evaluation.finished import evaluate_run
+from vitscale.cli.export import run_export
+from vitscale.evaluation.finished import evaluate_run, load_model, open_run
 from vitscale.models import build_model, initial_value
+from vitscale.models.weights import describe, load_weights, open_weights
 from vitscale.training.distributed import free_port
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -89,3 +91,20 @@ def test_every_parameter_is_trained_and_evaluated(root, family, stage):
     # bf16 keeps 8 bits; six steps of a small model stay close.
     losses = column(root, f"{family}-bf16", "loss")
     assert losses == pytest.approx(column(root, f"{family}-zero3", "loss"), rel=0.02)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("family", "form"), [("hybrid", "npz"), ("resnet-v2", "timm"), ("2d-shared", "safetensors")])
+def test_a_run_of_any_stage_leaves_in_a_format_and_comes_back(root, family, form, stage, tmp_path):
+    run_dir = root / "runs" / f"{family}-zero{stage}"
+    out = tmp_path / ("weights.npz" if form == "npz" else "weights.safetensors")
+    run_export(str(run_dir), form, out)
+    recipe, reader = open_run(run_dir)
+    trained = load_model(reader, torch.device("cpu"))
+    source = open_weights(out)
+    returned = build_model(recipe, 7).eval()
+    assert describe(source, recipe.dump()["model"], 32).build().shape == trained.shape
+    load_weights(returned, source)
+    pixels = torch.rand(3, 32, 32, 3, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    with torch.no_grad():
+        assert torch.equal(returned(pixels), trained(pixels))
