@@ -1,18 +1,19 @@
 """What several tests share: real data where they exist, a small folder of images where they do not matter."""
 
 import os
-import signal
 
 # Two ranks share this machine whatever it has, and results are compared with those of a CPU.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-# Started in the background, a shell has processes ignore Ctrl-C, and what they start as well.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import signal
 from pathlib import Path
 
 import pytest
 from pictures import encoded, make_picture
 from PIL import Image
+
+# What a shell starts in the background ignores Ctrl-C, and so would what the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
