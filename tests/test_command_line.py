@@ -118,6 +118,21 @@ def test_evaluate_agrees_with_the_run(two_rank_run):
     assert json.loads(result.stdout)["validation/top1"] == done["evaluation"]["validation/top1"]
 
 
+def test_evaluate_refuses_images_of_another_size(two_rank_run):
+    result = run(program("vitscale"), "evaluate", two_rank_run, "--set", "data.image_size=64")
+    assert result.returncode == 3 and "pos_embedding has shape" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_evaluate_takes_the_model_that_was_trained(two_rank_run, tmp_path):
+    edited = tmp_path / "run"
+    shutil.copytree(two_rank_run, edited)
+    text = (edited / "recipe.yaml").read_text()
+    assert "num_heads: 2" in text
+    (edited / "recipe.yaml").write_text(text.replace("num_heads: 2", "num_heads: 4"))
+    one, other = (run(program("vitscale"), "evaluate", place, "--json") for place in (two_rank_run, edited))
+    assert one.returncode == other.returncode == 0 and one.stdout == other.stdout
+
+
 def test_evaluate_refuses_other_classes(place, two_rank_run, tmp_path):
     dataset = tmp_path / "other"
     shutil.copytree(place / "data" / "other", dataset)

@@ -100,7 +100,7 @@ def test_a_run_of_any_stage_leaves_in_a_format_and_comes_back(root, family, form
     out = tmp_path / ("weights.npz" if form == "npz" else "weights.safetensors")
     run_export(str(run_dir), form, out)
     recipe, reader = open_run(run_dir)
-    trained = load_model(reader, torch.device("cpu"))
+    trained = load_model(recipe, reader, torch.device("cpu"))
     source = open_weights(out)
     returned = build_model(recipe, 7).eval()
     assert describe(source, recipe.dump()["model"], 32).build().shape == trained.shape

@@ -13,7 +13,7 @@ from vitscale.checkpoint import RECIPE_FILE
 from vitscale.errors import RecipeError
 from vitscale.models import initial_value
 from vitscale.models.weights import Description, describe, has_head, open_weights, parameters, write_weights
-from vitscale.recipe import apply_setting, differences, find_recipe, load_recipe, validate_recipe
+from vitscale.recipe import apply_setting, differences, find_recipe, load_recipe
 from vitscale.weight_formats import Format
 
 # Which options each kind of source understands; an option that would do nothing is refused.
@@ -107,11 +107,11 @@ def _only(kind: str, source: str, given: set[str]) -> None:
 
 
 def _of_run(run_dir: Path, step: int | None) -> _Weights:
-    from vitscale.evaluation.finished import open_run  # seconds of imports that the other sources do without
+    # Seconds of imports that the other sources do without.
+    from vitscale.evaluation.finished import open_run, trained_recipe
 
     recipe, reader = open_run(run_dir, step)
-    # What was trained: the checkpoint's index has a checksum, the run's recipe can be edited.
-    trained = validate_recipe(reader.index.recipe, f"the recipe in {reader.folder}")
+    trained = trained_recipe(reader)
     block = trained.dump()["model"]
     if edits := differences(block, recipe.dump()["model"], "model."):
         print(f"{run_dir / RECIPE_FILE} was edited ({'; '.join(edits)}); what was trained is exported")

@@ -34,10 +34,13 @@ def open_run(run_dir: Path, step: int | None = None) -> tuple[Recipe, Checkpoint
     return recipe, store.open(step)
 
 
-def load_model(reader: CheckpointReader, device: torch.device) -> Model:
+def trained_recipe(reader: CheckpointReader) -> Recipe:
+    """What a checkpoint was trained by, by its own record, which has a checksum: a run's recipe.yaml can be edited."""
+    return validate_recipe(reader.index.recipe, f"the recipe in {reader.folder}")
+
+
+def load_model(recipe: Recipe, reader: CheckpointReader, device: torch.device) -> Model:
     """The model of a checkpoint in evaluation mode, in the precision that it was trained in."""
-    # By the checkpoint's own record, which has a checksum: the run's recipe.yaml can be edited.
-    recipe = validate_recipe(reader.index.recipe, f"the recipe in {reader.folder}")
     dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
     with torch.device("meta"):
         model = build_model(recipe, len(reader.index.data["class_names"]))
@@ -58,9 +61,10 @@ def evaluate_run(run_dir: Path, settings: Sequence[str] = (), step: int | None =
         step: of the checkpoint; the newest one that verifies by default.
     """
     recipe, reader = open_run(run_dir, step)
-    recipe = override(recipe.dump(), settings, "the recipe of the run")
+    as_trained = recipe.dump() | {"model": trained_recipe(reader).dump()["model"]}
+    recipe = override(as_trained, settings, "the recipe of the run")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(reader, device)
+    model = load_model(recipe, reader, device)
     dtype = next(model.parameters()).dtype
 
     @torch.no_grad()
