@@ -11,6 +11,8 @@ from typing import Literal
 
 RESNET_GROUPS = 32
 """Groups of every group norm of the ResNets: all of their channel counts are multiples of it."""
+AXIAL_RESNET_HEADS = 8
+"""Heads of every attention of an AxialResNet."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,14 @@ class ResNetShape:
         """Channels behind the 7x7 convolution."""
         return 64 * self.width_factor
 
+    def stage_channels(self, stage: int) -> int:
+        """Channels behind a stage, counted from 0."""
+        return 256 * 2**stage * self.width_factor
+
     @property
     def channels(self) -> int:
         """Channels of the last feature map."""
-        return 128 * 2 ** len(self.blocks) * self.width_factor if self.blocks else self.root_channels
+        return self.stage_channels(len(self.blocks) - 1) if self.blocks else self.root_channels
 
     @property
     def stride(self) -> int:
@@ -80,6 +86,11 @@ class ViTShape:
         unit = "pixel" if self.stem is None else "feature map step"
         amount = f"1 {unit} right and below is" if unseen == 1 else f"{unseen} {unit}s right and below are"
         return f"{image_size} x {image_size} pixels are {grid} x {grid} patches; {amount} not seen"
+
+    @property
+    def stride(self) -> int:
+        """Pixels of the image for one patch."""
+        return self.patch_size * (1 if self.stem is None else self.stem.stride)
 
     @property
     def patch_dim(self) -> int:

@@ -5,20 +5,14 @@ import sys
 
 import numpy as np
 import pytest
+from models.small_models import AUTHORS_COUNTS
 
 from vitscale.flops import exaflops, mfu, model_work, training_flops_per_image
 from vitscale.flops.operations import taps_inside
 from vitscale.recipe.schema import Model, Position
 
 # With 1000 classes and the output layer alone: the authors' own test table, and for g, G and the ResNets timm's models.
-PUBLISHED_PARAMETERS = {
-    "ViT-B/16": 86_567_656,
-    "ViT-H/14": 632_045_800,
-    "R50+ViT-B/16": 98_659_112,
-    "R50+ViT-L/32": 328_994_856,
-    "R26+ViT-B/32": 101_383_976,
-    "R26+ViT-S/32": 36_431_912,
-    "R+ViT-Ti/16": 6_337_704,
+PUBLISHED_PARAMETERS = AUTHORS_COUNTS | {
     "ViT-g/14": 1_012_611_432,
     "ViT-G/14": 1_844_440_680,
     "ResNet50x1": 25_549_352,

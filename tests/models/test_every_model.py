@@ -3,27 +3,10 @@
 import peers  # noqa: F401 (makes timm importable)
 import pytest
 import torch
-from models.small_models import build, computable, count, images, on_meta, shallow, with_values
+from models.small_models import AUTHORS_COUNTS, build, computable, count, images, on_meta, shallow, with_values
 
 from vitscale.architectures import REGISTRY, ResNetShape, ViTShape, architecture
 
-# The authors' own test table, 1000 classes, output layer alone.
-AUTHORS_COUNTS = {
-    "ViT-Ti/16": 5_717_416,
-    "ViT-S/16": 22_050_664,
-    "ViT-S/32": 22_878_952,
-    "ViT-B/8": 86_576_872,
-    "ViT-B/16": 86_567_656,
-    "ViT-B/32": 88_224_232,
-    "ViT-L/16": 304_326_632,
-    "ViT-L/32": 306_535_400,
-    "ViT-H/14": 632_045_800,
-    "R50+ViT-B/16": 98_659_112,
-    "R50+ViT-L/32": 328_994_856,
-    "R26+ViT-B/32": 101_383_976,
-    "R26+ViT-S/32": 36_431_912,
-    "R+ViT-Ti/16": 6_337_704,
-}
 # Convolution weights without the head in millions, as the authors' table has them.
 CONVOLUTIONS = {
     "ResNet50x1": 23.5,

@@ -12,7 +12,7 @@ from vitscale.flops.training_set import images_of, training_set
 from vitscale.flops.vit import num_tokens
 from vitscale.flops.work import Work, recipe_work
 from vitscale.recipe import Recipe
-from vitscale.recipe.schema import Model
+from vitscale.recipe.schema import DIMENSIONS, Model
 
 
 @dataclass(frozen=True)
@@ -100,24 +100,10 @@ def estimate(name: str, recipe: Recipe, samples: int | None = None) -> Estimate:
     return Estimate(name, recipe, work, data.samples, images_of(recipe, data.samples), data.problem)
 
 
-_DIMENSIONS = (
-    "patch_size",
-    "width",
-    "depth",
-    "mlp_dim",
-    "num_heads",
-    "attention",
-    "blocks",
-    "width_factor",
-    "variant",
-    "mixing",
-)
-
-
 def _describe(model: Model) -> str:
     """`ViT-B/16`, `ViT-B/16 depth=6`, or for a model without a name `L8 D1024 MLP2048 /32`."""
     if model.name is not None:
-        given = [f"{key}={value}" for key in _DIMENSIONS if (value := getattr(model, key)) is not None]
+        given = [f"{key}={value}" for key in DIMENSIONS if (value := getattr(model, key)) is not None]
         return " ".join([model.name, *given])
     shape = model.shape()
     if isinstance(shape, ViTShape):

@@ -1,9 +1,7 @@
 """Operations of the ResNets (BiT), as baselines and as stems of hybrids."""
 
-from vitscale.architectures import ResNetShape
+from vitscale.architectures import AXIAL_RESNET_HEADS, ResNetShape
 from vitscale.flops.operations import Operation, block_of, convolution, dense, parameters, product
-
-_AXIAL_HEADS = 8
 
 
 def resnet_operations(shape: ResNetShape, *, image_size: int, num_classes: int) -> list[Operation]:
@@ -23,7 +21,7 @@ def feature_operations(shape: ResNetShape, image_size: int) -> list[Operation]:
         operations.append(parameters("root", 2 * channels))
     units = 0
     for stage, length in enumerate(shape.blocks):
-        outputs = 256 * 2**stage * shape.width_factor
+        outputs = shape.stage_channels(stage)
         for index in range(length):
             stride = 2 if stage > 0 and index == 0 else 1
             unit = _unit(shape, f"stage{stage + 1}", channels, outputs, size, stride)
@@ -54,8 +52,8 @@ def _unit(shape: ResNetShape, part: str, inputs: int, outputs: int, size: int, s
 
 def _line_attention(part: str, channels: int, n: int) -> list[Operation]:
     """Attention within all rows, or all columns, of n x n positions; queries and keys are half as wide as values."""
-    head_dim = channels // _AXIAL_HEADS
-    narrow, wide, offsets = _AXIAL_HEADS * (head_dim // 2), _AXIAL_HEADS * head_dim, 2 * n - 1
+    head_dim = channels // AXIAL_RESNET_HEADS
+    narrow, wide, offsets = AXIAL_RESNET_HEADS * (head_dim // 2), AXIAL_RESNET_HEADS * head_dim, 2 * n - 1
     return [
         dense(part, n**2, channels, 2 * channels, bias=False),
         product(part, n**3 * (narrow + wide)),

@@ -7,6 +7,7 @@ offsets within a row or column of n positions.
 import torch
 from torch import Tensor, nn
 
+from vitscale.architectures import AXIAL_RESNET_HEADS
 from vitscale.models.encoder import Block, add_positions
 from vitscale.models.layers import Linear
 from vitscale.models.positions import TwoDPositions, relative_table
@@ -79,12 +80,10 @@ class AxialAttention2d(nn.Module):
     A stride of 2 is an average over 2 x 2 positions behind the attention.
     """
 
-    NUM_HEADS = 8
-
     def __init__(self, channels: int, size: int, stride: int) -> None:
         super().__init__()
-        self.rows = LineAttention(channels, size, self.NUM_HEADS)
-        self.columns = LineAttention(channels, size, self.NUM_HEADS)
+        self.rows = LineAttention(channels, size, AXIAL_RESNET_HEADS)
+        self.columns = LineAttention(channels, size, AXIAL_RESNET_HEADS)
         self.pool = nn.AvgPool2d(stride, stride, ceil_mode=True) if stride > 1 else None
 
     def forward(self, x_BChw: Tensor) -> Tensor:

@@ -152,7 +152,7 @@ class Features(nn.Module):
         inputs, size = shape.root_channels, -(-image_size // 4)
         self.stages = nn.ModuleList()
         for stage, length in enumerate(shape.blocks):
-            outputs = 256 * 2**stage * shape.width_factor
+            outputs = shape.stage_channels(stage)
             units = nn.ModuleList()
             for index in range(length):
                 stride = 2 if stage > 0 and index == 0 else 1

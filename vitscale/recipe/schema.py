@@ -70,6 +70,8 @@ class Position(_Block):
 
 _TRANSFORMER_KEYS = ("patch_size", "width", "depth", "mlp_dim", "num_heads", "attention")
 _RESNET_KEYS = ("blocks", "width_factor", "variant", "mixing")
+DIMENSIONS = _TRANSFORMER_KEYS + _RESNET_KEYS
+"""Keys of a model that replace a part of what its name says."""
 
 
 class Model(_Block):

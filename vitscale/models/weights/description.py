@@ -2,26 +2,26 @@
 
 import json
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import pydantic
 import torch
 from pydantic import Field
 
-from vitscale.architectures import ResNetShape, Shape, ViTShape
+from vitscale.architectures import Shape
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.models.build import Model, build_of_block
 from vitscale.models.weights import huggingface
 from vitscale.models.weights.source import Source
 from vitscale.models.weights.table import table
 from vitscale.recipe import validate_model
+from vitscale.recipe.schema import DIMENSIONS
 
 METADATA_KEY = "vitscale"
 _VERSION = 1
 _MAX_IMAGE_SIZE = 8192
 _MAX_CLASSES = 10**9
-_DIMENSIONS = {field.name for shape in (ViTShape, ResNetShape) for field in fields(shape)}
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Description:
     def title(self) -> str:
         """The name, and the dimensions that replace some of its own: `ViT-B/32 with depth 8`."""
         name = self.model.get("name")
-        given = ((key, value) for key, value in self.model.items() if key in _DIMENSIONS and value is not None)
+        given = ((key, value) for key, value in self.model.items() if key in DIMENSIONS and value is not None)
         dimensions = ", ".join(f"{key} {value}" for key, value in given)
         return f"{name} with {dimensions}" if name and dimensions else str(name or dimensions)
 
@@ -96,7 +96,7 @@ def describe(source: Source, model: dict[str, Any] | None = None, image_size: in
         raise RecipeError(
             f"{source.path} ({source.form}) does not say which model it is of; name it: --model NAME or --model RECIPE"
         )
-    pixels = _pixels_of_a_token(_shape(model))
+    pixels = _shape(model).stride
     # Whatever its head and its classes, a model of these dimensions tells what its parameters are called here.
     block = model | {"head": "pretrain", "num_classes": None}
     keys = {rule.ours: rule.theirs[0] for rule in table(Description(block, pixels, 1).build(), source.form)}
@@ -116,12 +116,6 @@ def describe(source: Source, model: dict[str, Any] | None = None, image_size: in
 
 def _shape(model: dict[str, Any]) -> Shape:
     return validate_model(model, _MAX_IMAGE_SIZE, str(model.get("name") or "the model")).shape()
-
-
-def _pixels_of_a_token(shape: Shape) -> int:
-    if isinstance(shape, ResNetShape):
-        return shape.stride
-    return shape.patch_size * (1 if shape.stem is None else shape.stem.stride)
 
 
 def _own(source: Source) -> Description | None:
