@@ -1,17 +1,21 @@
 """Checksums: CRC-32C for every stored image, SHA-256 and XXH3-128 for every file.
 
 CRC-32C (Castagnoli) is what the loader checks per sample; it is a compiled function so that the loader's kernel can
-call it without leaving compiled code. The two file digests serve different readers: SHA-256 proves, XXH3-128 is fast
-enough to verify a shard each time it arrives in a cache.
+call it without leaving compiled code, and uses the instruction that x86 has for it. The two file digests serve
+different readers: SHA-256 proves, XXH3-128 is fast enough to verify a shard each time it arrives in a cache.
 """
 
 import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
+import llvmlite.binding as llvm
 import numpy as np
 import xxhash
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 _POLYNOMIAL = 0x82F63B78  # Castagnoli, bits reversed
 _BLOCK_BYTES = 4 << 20
@@ -40,6 +44,40 @@ def _slicing_tables() -> np.ndarray:
 
 
 _TABLES = _slicing_tables()
+_HAS_INSTRUCTION = bool(llvm.get_host_cpu_features().get("sse4.2"))
+
+
+@intrinsic
+def _instruction(typing_context, crc, word):
+    """x86's CRC32 of 8 more bytes; both uint64."""
+
+    def generate(context, builder, signature, arguments):
+        word_type = ir.IntType(64)
+        function_type = ir.FunctionType(word_type, [word_type, word_type])
+        name = "llvm.x86.sse42.crc32.64.64"
+        return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), arguments)
+
+    return types.uint64(types.uint64, types.uint64), generate
+
+
+@njit(nogil=True, cache=True)
+def _by_tables(crc, word):
+    """The same by slicing-by-8."""
+    mask = np.uint64(0xFF)
+    word ^= crc
+    return (
+        np.uint64(_TABLES[7, word & mask])
+        ^ np.uint64(_TABLES[6, (word >> np.uint64(8)) & mask])
+        ^ np.uint64(_TABLES[5, (word >> np.uint64(16)) & mask])
+        ^ np.uint64(_TABLES[4, (word >> np.uint64(24)) & mask])
+        ^ np.uint64(_TABLES[3, (word >> np.uint64(32)) & mask])
+        ^ np.uint64(_TABLES[2, (word >> np.uint64(40)) & mask])
+        ^ np.uint64(_TABLES[1, (word >> np.uint64(48)) & mask])
+        ^ np.uint64(_TABLES[0, word >> np.uint64(56)])
+    )
+
+
+_next_word = _instruction if _HAS_INSTRUCTION else _by_tables
 
 
 @njit(nogil=True, cache=True)
@@ -60,17 +98,7 @@ def crc32c(data, start, size):
         word = np.uint64(0)
         for k in range(8):
             word |= np.uint64(data[i + np.uint64(k)]) << np.uint64(8 * k)
-        word ^= crc
-        crc = (
-            np.uint64(_TABLES[7, word & mask])
-            ^ np.uint64(_TABLES[6, (word >> eight) & mask])
-            ^ np.uint64(_TABLES[5, (word >> np.uint64(16)) & mask])
-            ^ np.uint64(_TABLES[4, (word >> np.uint64(24)) & mask])
-            ^ np.uint64(_TABLES[3, (word >> np.uint64(32)) & mask])
-            ^ np.uint64(_TABLES[2, (word >> np.uint64(40)) & mask])
-            ^ np.uint64(_TABLES[1, (word >> np.uint64(48)) & mask])
-            ^ np.uint64(_TABLES[0, word >> np.uint64(56)])
-        )
+        crc = _next_word(crc, word)  # type: ignore[call-arg]
         i += eight
     while i < end:
         crc = np.uint64(_TABLES[0, (crc ^ np.uint64(data[i])) & mask]) ^ (crc >> eight)
