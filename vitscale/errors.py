@@ -45,6 +45,12 @@ class PeerLostError(VitscaleError):
     exit_code = 75
 
 
+class StorageError(VitscaleError):
+    """A remote place that does not answer; repeating the command later may help."""
+
+    exit_code = 75
+
+
 class CheckpointError(VitscaleError):
     """A checkpoint that is missing, damaged or of another model. Data on disk, hence the same code as `DataError`."""
 

@@ -1,6 +1,7 @@
 import hashlib
 import json
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -116,6 +117,26 @@ def test_no_manifest_at_all(tmp_path, content):
     (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(DataError, match="not a manifest"):
         Manifest.load(tmp_path)
+
+
+def test_at_a_url(tmp_path):
+    manifest(entry("../elsewhere/shard-00001.beton")).save(tmp_path)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tmp_path / "manifest.json"), "/bucket/a/train/manifest.json")
+    try:
+        for place in ("memory://bucket/a/train", "memory://bucket/a/train/", "memory://bucket/a/train/manifest.json"):
+            loaded = Manifest.load(place)
+            assert loaded.where == "memory://bucket/a/train/manifest.json"
+            assert loaded.sha256 == Manifest.load(tmp_path).sha256
+            assert loaded.location("../elsewhere/x.beton") == "memory://bucket/a/elsewhere/x.beton"
+        with pytest.raises(DataError, match=r"leads out of memory://bucket"):
+            loaded.location("../../../other/x.beton")
+        with pytest.raises(ValueError, match="not on this machine"):
+            _ = loaded.path
+        with pytest.raises(DataError, match="no such file"):
+            Manifest.load("memory://bucket/absent")
+    finally:
+        memory.rm("/bucket", recursive=True)
 
 
 def test_missing(tmp_path):

@@ -1,9 +1,18 @@
 """Datasets on disk: shards, their manifest and their checksums. Written by `data_tools`, read by `vitscale.data`.
 
-The decoder is in `vitscale.shards.jpeg`, imported where images are decoded: reading a manifest needs no FFCV.
+The decoder is in `vitscale.shards.jpeg`, imported where images are decoded: reading a manifest needs no FFCV. Tables of
+provenance are in `vitscale.shards.provenance`, which loads pyarrow; training needs none.
 """
 
-from vitscale.shards.beton import DEFAULT_CAPACITY, ShardFile, ShardStats, StoredSample, field_names, write_shard
+from vitscale.shards.beton import (
+    DEFAULT_CAPACITY,
+    NO_LABEL,
+    ShardFile,
+    ShardStats,
+    StoredSample,
+    field_names,
+    write_shard,
+)
 from vitscale.shards.checksums import FileDigests, crc32c, crc32c_of, file_digests
 from vitscale.shards.manifest import (
     MANIFEST_NAME,
@@ -18,6 +27,7 @@ from vitscale.shards.manifest import (
 __all__ = [
     "DEFAULT_CAPACITY",
     "MANIFEST_NAME",
+    "NO_LABEL",
     "SCHEMA_VERSION",
     "ExcludedSlots",
     "FileDigests",

@@ -5,7 +5,9 @@ or how fast stands in it, so equal inputs give equal bytes.
 """
 
 import hashlib
+import io
 import json
+import posixpath
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -15,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 from vitscale.durable import durable_file
 from vitscale.errors import DataError
 from vitscale.shards.checksums import file_digests
+from vitscale.storage import base_name, is_url, join, read_bytes
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 1
@@ -107,7 +110,7 @@ class Manifest(_Strict):
     num_removed: _Count = 0
     shards: tuple[ShardEntry, ...]
 
-    _path: Path | None = PrivateAttr(default=None)
+    _where: str | None = PrivateAttr(default=None)
     _sha256: str | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
@@ -125,20 +128,25 @@ class Manifest(_Strict):
 
     @classmethod
     def load(cls, path: str | Path) -> "Manifest":
-        """Read a dataset's manifest, given its directory or the file itself.
+        """Read a dataset's manifest, given its directory or the file itself, on this machine or at a URL.
 
         Raises:
             DataError: missing, unreadable, no JSON, of another schema version, or contradicting itself.
+            RecipeError, StorageError: a URL of an unknown kind; one that does not answer.
         """
-        path = Path(path)
-        file = path / MANIFEST_NAME if path.is_dir() else path
+        where = str(path)
+        if is_url(where):
+            is_folder, file = False, where if base_name(where).endswith(".json") else join(where, MANIFEST_NAME)
+        else:
+            is_folder = Path(where).is_dir()
+            file = join(where, MANIFEST_NAME) if is_folder else where
         try:
-            content = file.read_bytes()
+            content = read_bytes(file)
         except FileNotFoundError as error:
-            looked = "no dataset there (no manifest.json)" if path.is_dir() else "no such file or directory"
-            raise DataError(f"{path}: {looked}; a dataset is what vitscale-convert writes") from error
+            looked = "no dataset there (no manifest.json)" if is_folder else "no such file or directory"
+            raise DataError(f"{where}: {looked}; a dataset is what vitscale-convert writes") from error
         except OSError as error:
-            raise DataError(f"{file}: cannot be read ({error.strerror})") from error
+            raise DataError(f"{file}: cannot be read ({error.strerror or error})") from error
         try:
             data = json.loads(content)
         except ValueError as error:
@@ -153,7 +161,7 @@ class Manifest(_Strict):
             manifest = cls.model_validate_json(content)
         except ValidationError as error:
             raise DataError(f"{file}: not a valid manifest: {_readable(error)}") from error
-        manifest._path = file
+        manifest._where = file
         manifest._sha256 = hashlib.sha256(content).hexdigest()
         return manifest
 
@@ -168,11 +176,18 @@ class Manifest(_Strict):
         return Manifest.load(file)
 
     @property
-    def path(self) -> Path:
-        """The manifest file. Raises ValueError for a manifest that was neither loaded nor saved."""
-        if self._path is None:
+    def where(self) -> str:
+        """Path or URL of the manifest file. Raises ValueError for a manifest that was neither loaded nor saved."""
+        if self._where is None:
             raise ValueError("this manifest has no place on disk yet: save it first")
-        return self._path
+        return self._where
+
+    @property
+    def path(self) -> Path:
+        """The manifest file. Raises ValueError unless it lies on this machine."""
+        if is_url(self.where):
+            raise ValueError(f"{self.where} is not on this machine")
+        return Path(self.where)
 
     @property
     def directory(self) -> Path:
@@ -183,6 +198,17 @@ class Manifest(_Strict):
     def sha256(self) -> str:
         """SHA-256 of the manifest file's bytes: the identity of the dataset."""
         return self._sha256 or hashlib.sha256(self._content()).hexdigest()
+
+    def location(self, path: str) -> str:
+        """Path or URL of what the manifest names relative to its directory. Raises DataError for what leaves a URL."""
+        if not is_url(self.where):
+            return str(self.directory / path)
+        scheme, _, file = self.where.partition("://")
+        inside = posixpath.normpath(posixpath.join(posixpath.dirname(file), path))
+        host = file.split("/")[0]  # or bucket
+        if inside.split("/")[0] != host:
+            raise DataError(f"{self.where}: {path} leads out of {scheme}://{host}")
+        return f"{scheme}://{inside}"
 
     def shard_path(self, index: int) -> Path:
         """Where shard `index` of `shards` lies."""
@@ -203,19 +229,18 @@ class Manifest(_Strict):
         return None
 
     def _read_excluded(self, excluded: ExcludedSlots, shard: ShardEntry) -> np.ndarray:
-        file = self.directory / excluded.path
+        file = self.location(excluded.path)
         try:
-            content = file.read_bytes()
+            content = read_bytes(file)
         except OSError as error:
             raise DataError(
-                f"{file}: the slots to leave out of {shard.path} cannot be read ({error.strerror})"
+                f"{file}: the slots to leave out of {shard.path} cannot be read ({error.strerror or error})"
             ) from error
         found = hashlib.sha256(content).hexdigest()
         if found != excluded.sha256:
             raise DataError(f"{file}: damaged: sha256 {found}; the manifest says {excluded.sha256}")
         try:
-            with file.open("rb") as opened:
-                slots = np.load(opened, allow_pickle=False)
+            slots = np.load(io.BytesIO(content), allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
             raise DataError(f"{file}: not a .npy file ({error})") from error
         if not (

@@ -1,0 +1,71 @@
+"""`vitscale shards`: look at datasets, check them, compare them, and get their images back."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Look at, check, compare and export datasets.", no_args_is_help=True, rich_markup_mode=None)
+
+Dataset = Annotated[str, typer.Argument(help="A dataset's folder or manifest.json, here or at a URL (s3://, gs://).")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command()
+def info(
+    dataset: Dataset,
+    classes: Annotated[bool, typer.Option("--classes", help="Count the samples of each class, too.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Say what a dataset is: samples, classes, shards, bytes, options."""
+    from vitscale.cli.shards_output import show_info
+
+    show_info(dataset, classes, as_json)
+
+
+@app.command()
+def verify(
+    dataset: Dataset,
+    workers: Annotated[int | None, typer.Option(min=1, help="Shards at a time.", show_default="one a core")] = None,
+    decode: Annotated[bool, typer.Option("--decode", help="Decode every image, too, as training will.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Read every byte and list what is missing or damaged (exit code 3)."""
+    from vitscale.cli.shards_output import show_verdict
+
+    show_verdict(dataset, workers, decode, as_json)
+
+
+@app.command()
+def head(
+    dataset: Dataset,
+    count: Annotated[int, typer.Option("-n", min=1, max=400, help="Samples.")] = 16,
+    out: Annotated[Path | None, typer.Option(help="A .png to draw their pictures into.")] = None,
+) -> None:
+    """List the first samples, and draw a contact sheet of them."""
+    from vitscale.cli.shards_output import show_head
+
+    show_head(dataset, count, out)
+
+
+@app.command()
+def diff(
+    a: Annotated[str, typer.Argument(help="A dataset.")],
+    b: Annotated[str, typer.Argument(help="Another one.")],
+    as_json: Json = False,
+) -> None:
+    """Say what differs between two datasets (exit code 1)."""
+    from vitscale.cli.shards_output import show_difference
+
+    show_difference(a, b, as_json)
+
+
+@app.command()
+def export(
+    dataset: Dataset,
+    out: Annotated[str, typer.Argument(help="A new or empty folder.")],
+) -> None:
+    """Write the images back as files in class folders, unchanged."""
+    from vitscale.cli.shards_output import run_export
+
+    run_export(dataset, out)

@@ -1,0 +1,217 @@
+"""What `vitscale shards` prints."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from vitscale.durable import durable_file
+from vitscale.errors import DataError, RecipeError
+from vitscale.shards import Manifest
+
+_LINE_SECONDS = 10.0
+_SHOWN_DAMAGE = 100
+_SHOWN_NAMES = 10
+_EXIT_DIFFERENT = 1
+
+
+def show_info(dataset: str, classes: bool, as_json: bool) -> None:
+    """Raises DataError and StorageError, as all of these functions."""
+    from vitscale.shards.info import class_counts, describe
+
+    manifest = Manifest.load(dataset)
+    facts = describe(manifest)
+    counts, unlabelled = class_counts(manifest) if classes else ({}, 0)
+    if as_json:
+        print(json.dumps(facts | ({"class_counts": counts, "unlabelled": unlabelled} if classes else {}), indent=1))
+        return
+    console = Console()
+    selecting = facts["selecting_shards"]
+    rows = {
+        "samples": f"{facts['samples']:,}",
+        "of stored": f"{facts['stored_samples']:,}" if selecting else None,
+        "classes": f"{facts['classes']:,}",
+        "fields": ", ".join(facts["fields"]),
+        "shards": f"{facts['shards']:,}" + (f", of {selecting:,} only a part" if selecting else ""),
+        "bytes": f"{facts['bytes']:,}",
+        "bytes a sample": f"{facts['mean_bytes_per_sample']:,}",
+        "rejected": f"{facts['rejected']:,}",
+        "removed": f"{facts['removed']:,}",
+        "shuffle seed": str(facts["shuffle_seed"]),
+        "schema version": str(facts["schema_version"]),
+        "sha256": facts["sha256"],
+    }
+    for which in ("largest", "smallest"):
+        if shard := facts[f"{which}_shard"]:
+            rows[f"{which} shard"] = f"{shard['path']}, {shard['bytes']:,} bytes"
+    rows |= {f"option {name}": json.dumps(value) for name, value in sorted(facts["options"].items())}
+    say = partial(console.print, highlight=False, soft_wrap=True)
+    say(_plain(facts["manifest"]))
+    for name, value in rows.items():
+        if value is not None:
+            say(f"  {name:<{max(map(len, rows))}}  {_plain(value)}")
+    if classes:
+        _print_counts(console, counts, unlabelled)
+
+
+def show_verdict(dataset: str, workers: int | None, decode: bool, as_json: bool) -> None:
+    """Raises typer.Exit(3) for a damaged dataset."""
+    from vitscale.shards.verify import verify
+
+    manifest = Manifest.load(dataset)
+    workers = workers or len(os.sched_getaffinity(0))
+    started = time.monotonic()
+    with _progress("shards", len(manifest.shards)) as progress:
+        verdict = verify(manifest, workers=workers, decode=decode, progress=progress)
+    seconds = time.monotonic() - started
+    if as_json:
+        print(json.dumps({"ok": not verdict.damage, **asdict(verdict)}, indent=1))
+    else:
+        console = Console()
+        if verdict.damage:
+            table = Table(title=f"{len(verdict.damage):,} findings", title_justify="left")
+            for heading in ("file", "sample", "what is wrong"):
+                table.add_column(heading, overflow="fold")
+            for damage in verdict.damage[:_SHOWN_DAMAGE]:
+                sample = "" if damage.uid is None else f"uid {damage.uid}"
+                table.add_row(*map(_plain, (damage.path, f"{sample} {damage.key or ''}".strip(), damage.what)))
+            console.print(table)
+            if len(verdict.damage) > _SHOWN_DAMAGE:
+                console.print(f"... and {len(verdict.damage) - _SHOWN_DAMAGE:,} more; --json lists all")
+        for note in verdict.notes:
+            console.print(f"note: {_plain(note)}", highlight=False, soft_wrap=True)
+        rate = verdict.bytes / max(seconds, 1e-9) / 1e9
+        console.print(
+            f"{'DAMAGED' if verdict.damage else 'whole'}: {verdict.shards:,} shards, {verdict.samples:,} samples"
+            f"{', all decoded' if decode else ''}, {verdict.bytes:,} bytes in {seconds:,.1f} s ({rate:.2f} GB/s)",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if verdict.damage:
+        raise typer.Exit(DataError.exit_code)
+
+
+def show_head(dataset: str, count: int, out: Path | None) -> None:
+    """Raises RecipeError for an `out` that cannot be written."""
+    from vitscale.shards.contact_sheet import contact_sheet, first_samples
+
+    if out is not None and out.suffix.lower() != ".png":
+        raise RecipeError(f"--out {out}: a contact sheet is a .png")
+    manifest = Manifest.load(dataset)
+    samples = list(first_samples(manifest, count))
+    table = Table(title=_plain(f"first {len(samples):,} of {manifest.num_samples:,} samples"), title_justify="left")
+    for heading in ("uid", "height", "width", "bytes"):
+        table.add_column(heading, justify="right")
+    table.add_column("class", overflow="fold")
+    table.add_column("key", overflow="fold")
+    for sample in samples:
+        numbers = (sample.uid, sample.height, sample.width, f"{sample.bytes:,}")
+        table.add_row(*map(str, numbers), _plain(", ".join(sample.class_names)), _plain(sample.key or ""))
+    console = Console()
+    console.print(table)
+    if out is not None:
+        sheet = contact_sheet(samples)
+        try:
+            with durable_file(out) as file:
+                sheet.save(file, "PNG")
+        except OSError as error:
+            raise RecipeError(f"--out {out}: cannot be written ({error.strerror})") from error
+        console.print(f"drawn: {_plain(str(out))}", highlight=False, soft_wrap=True)
+
+
+def show_difference(a: str, b: str, as_json: bool) -> None:
+    """Raises typer.Exit(1) if the datasets differ."""
+    from vitscale.shards.diff import diff
+
+    found = diff(Manifest.load(a), Manifest.load(b))
+    if as_json:
+        print(json.dumps({"equal": not found, **asdict(found)}, indent=1, default=str))
+    else:
+        console = Console()
+
+        def say(line: str) -> None:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+        for name, (of_a, of_b) in found.facts.items():
+            say(f"{name}: {_shown(of_a)} -> {_shown(of_b)}")
+        for what, names in (("removed", found.classes_removed), ("added", found.classes_added)):
+            if names:
+                more = f" and {len(names) - _SHOWN_NAMES:,} more" if len(names) > _SHOWN_NAMES else ""
+                say(f"classes {what}: {', '.join(map(repr, names[:_SHOWN_NAMES]))}{more}")
+        if found.classes_reordered:
+            say("classes that both have come in another order")
+        for what, count in found.counts.items():
+            say(f"{what}: {count:,} samples")
+            for key, of_a, of_b in found.examples[what]:
+                say(f"    {key!r}: {' -> '.join(filter(None, (of_a, of_b)))}")
+            if count > len(found.examples[what]):
+                say("    ...")
+        if not found:
+            say(f"equal: {found.equal_shards:,} shards are the same")
+    if found:
+        raise typer.Exit(_EXIT_DIFFERENT)
+
+
+def run_export(dataset: str, out: str) -> None:
+    """Write the images and print one line."""
+    from vitscale.shards.export import export
+
+    manifest = Manifest.load(dataset)
+    with _progress("images", manifest.num_samples) as progress:
+        written = export(manifest, out, progress)
+    print(f"wrote {out}: {written:,} images, {len(manifest.class_names):,} classes")
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, a line every ten seconds elsewhere; on stderr."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn(what), BarColumn(None), MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn())
+        with Progress(*columns, console=console, expand=True) as bar:
+            task = bar.add_task("", total=total)
+            yield lambda done: bar.update(task, completed=done)
+        return
+    said = time.monotonic()
+
+    def say(done: int) -> None:
+        nonlocal said
+        if time.monotonic() - said >= _LINE_SECONDS:
+            said = time.monotonic()
+            console.print(f"{done:,} of {total:,} {what}", highlight=False)
+
+    yield say
+
+
+def _print_counts(console: Console, counts: dict[str, int], unlabelled: int) -> None:
+    table = Table(title="samples of each class", title_justify="left")
+    table.add_column("label", justify="right")
+    table.add_column("class", overflow="fold")
+    table.add_column("samples", justify="right")
+    for label, (name, count) in enumerate(counts.items()):
+        table.add_row(str(label), _plain(name), f"{count:,}")
+    if unlabelled:
+        table.add_row("", "(no label)", f"{unlabelled:,}")
+    console.print(table)
+
+
+def _plain(text: str) -> str:
+    """Text as it is: no markup of rich's, nothing that steers a terminal."""
+    return escape("".join(char if char.isprintable() else repr(char)[1:-1] for char in text))
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 300 else f"{text[:300]}..."

@@ -1,0 +1,100 @@
+"""The first samples of a dataset, to be looked at: their facts, and a contact sheet of their pictures."""
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil, sqrt
+
+from PIL import Image, ImageDraw, ImageFont
+
+from vitscale.errors import DataError
+from vitscale.shards.manifest import Manifest
+from vitscale.shards.opening import open_shard
+
+_SIDE = 160  # pixels of a picture at most
+_GAP = 12
+_TEXT_SIZE = 13
+_LINE = 18
+_BACKGROUND, _MARGIN, _TEXT, _FAINT = "white", "#ececec", "black", "#666666"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample: its uid, its key if known, names of its classes, size in pixels and bytes, and its picture, small."""
+
+    uid: int
+    key: str | None
+    class_names: tuple[str, ...]
+    height: int
+    width: int
+    bytes: int
+    picture: Image.Image
+
+
+def first_samples(manifest: Manifest, count: int) -> Iterator[Sample]:
+    """The first selected samples in stored order. Raises DataError (damage) and StorageError."""
+    names = manifest.class_names
+    for index in range(len(manifest.shards)):
+        if count <= 0:
+            return
+        with open_shard(manifest, index) as shard:
+            for slot in shard.slots[:count].tolist():
+                image = shard.image(slot)
+                yield Sample(
+                    uid=int(shard.file.uid[slot]),
+                    key=None if shard.keys is None else shard.keys[slot],
+                    class_names=tuple(
+                        names[label] if label < len(names) else f"class {label}" for label in shard.labels(slot)
+                    ),
+                    height=int(shard.file.height[slot]),
+                    width=int(shard.file.width[slot]),
+                    bytes=len(image),
+                    picture=_picture(image, shard.name(slot)),
+                )
+                count -= 1
+
+
+def contact_sheet(samples: list[Sample]) -> Image.Image:
+    """Pictures side by side in their own proportions, under each its class and uid."""
+    columns = ceil(sqrt(max(1, len(samples))))
+    rows = max(1, ceil(len(samples) / columns))
+    step_x, step_y = _SIDE + _GAP, _SIDE + 2 * _LINE + _GAP
+    sheet = Image.new("RGB", (columns * step_x + _GAP, rows * step_y + _GAP), _BACKGROUND)
+    draw = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default(_TEXT_SIZE)
+    for i, sample in enumerate(samples):
+        x, y = _GAP + (i % columns) * step_x, _GAP + (i // columns) * step_y
+        draw.rectangle((x, y, x + _SIDE - 1, y + _SIDE - 1), fill=_MARGIN)
+        picture = sample.picture
+        sheet.paste(picture, (x + (_SIDE - picture.width) // 2, y + (_SIDE - picture.height) // 2))
+        for line, (text, colour) in enumerate(((_class_text(sample), _TEXT), (f"uid {sample.uid}", _FAINT))):
+            at = (x + _SIDE / 2, y + _SIDE + line * _LINE + _LINE / 2 + 1)
+            draw.text(at, _shortened(text, font), fill=colour, font=font, anchor="mm")
+    return sheet
+
+
+def _class_text(sample: Sample) -> str:
+    text = ", ".join(sample.class_names) if sample.class_names else "no label"
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
+    """`text`, with its end left out if it is wider than a picture."""
+    text = text[:_SIDE]  # no letter is narrower than a pixel
+    if font.getlength(text) <= _SIDE:
+        return text
+    while text and font.getlength(f"{text}…") > _SIDE:
+        text = text[:-1]
+    return f"{text}…"
+
+
+def _picture(jpeg: bytes, name: str) -> Image.Image:
+    try:
+        with Image.open(io.BytesIO(jpeg)) as image:
+            image.draft("RGB", (2 * _SIDE, 2 * _SIDE))  # decodes large ones at a fraction of their size
+            picture = image.convert("RGB")
+    except Exception as error:  # Pillow raises nearly anything on damaged files
+        raise DataError(f"{name}: cannot be decoded ({error})") from error
+    scale = _SIDE / max(picture.size)
+    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
+    return picture.resize(size, Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST)

@@ -1,0 +1,101 @@
+"""Where samples came from: `shard-NNNNN.idx.parquet` beside every shard, and `rejects.parquet` beside the manifest.
+
+Training never reads these tables; hence nothing but what does reads this module, which loads pyarrow.
+"""
+
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vitscale import storage
+from vitscale.durable import durable_file
+from vitscale.errors import DataError
+
+REJECTS_NAME = "rejects.parquet"
+
+PROVENANCE = pa.schema(
+    [
+        pa.field("uid", pa.int64(), nullable=False),
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("labels", pa.list_(pa.field("element", pa.int32(), nullable=False)), nullable=False),  # [] for none
+        pa.field("height", pa.int32(), nullable=False),
+        pa.field("width", pa.int32(), nullable=False),
+        pa.field("size", pa.int64(), nullable=False),  # bytes as stored
+        pa.field("crc32c", pa.uint32(), nullable=False),  # of the bytes as stored
+        pa.field("sha256", pa.binary(32), nullable=False),  # of the source's bytes
+        pa.field("passed_through", pa.bool_(), nullable=False),
+    ]
+)
+REJECTS = pa.schema([pa.field("key", pa.string(), nullable=False), pa.field("reason", pa.string(), nullable=False)])
+
+_SHARD_SUFFIX = ".beton"
+_TABLE_SUFFIX = ".idx.parquet"
+_PathOrUrl = TypeVar("_PathOrUrl", str, Path)
+
+
+def provenance_path(shard: _PathOrUrl) -> _PathOrUrl:
+    """Path or URL of the table that belongs to a shard: `a/shard-00000.beton` -> `a/shard-00000.idx.parquet`."""
+    if isinstance(shard, Path):
+        return shard.with_name(provenance_path(shard.name))
+    return shard.removesuffix(_SHARD_SUFFIX) + _TABLE_SUFFIX
+
+
+def write_provenance(path: str | Path, table: pa.Table) -> None:
+    """Write a shard's table, of schema PROVENANCE, one row a sample in order of slots; complete or not at all.
+
+    Equal tables give equal bytes. Raises OSError, or ValueError for another schema.
+    """
+    _write(path, [table], PROVENANCE)
+
+
+def read_provenance(path: str | Path, columns: list[str] | None = None) -> pa.Table:
+    """The table of a shard, or some of its columns. Raises DataError: missing, damaged or of another schema."""
+    return _read(path, PROVENANCE, columns)
+
+
+def write_rejects(path: str | Path, tables: Iterable[pa.Table]) -> None:
+    """Write the images that could not be stored, in pieces of schema REJECTS; otherwise as `write_provenance`."""
+    _write(path, tables, REJECTS)
+
+
+def read_rejects(path: str | Path) -> pa.Table:
+    """The images that could not be stored; `path` may be a URL. Raises as `read_provenance`, and StorageError."""
+    if not storage.is_url(str(path)):
+        return _read(path, REJECTS, None)
+    with tempfile.NamedTemporaryFile() as copy:
+        storage.get(str(path), Path(copy.name))
+        return _read(copy.name, REJECTS, None)
+
+
+def _write(path: str | Path, tables: Iterable[pa.Table], schema: pa.Schema) -> None:
+    with (
+        durable_file(path) as file,
+        pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer,
+    ):
+        for table in tables:
+            if table.schema != schema:
+                raise ValueError(f"{path}: a table of {table.schema.to_string()}, expected {schema.to_string()}")
+            writer.write_table(table)
+
+
+def _read(path: str | Path, schema: pa.Schema, columns: list[str] | None) -> pa.Table:
+    try:
+        with Path(path).open("rb") as opened, pq.ParquetFile(opened, page_checksum_verification=True) as file:
+            found = file.schema_arrow
+            if found != schema:
+                raise DataError(f"{path}: a table of {', '.join(found.names)}; expected {', '.join(schema.names)}")
+            table = file.read(columns, use_threads=False)
+            table.validate(full=True)
+            # No checksum covers the footer: a row group that is said to be shorter than it is reads without complaint.
+            if table.num_rows != file.metadata.num_rows:
+                raise DataError(f"{path}: damaged: {table.num_rows:,} rows of {file.metadata.num_rows:,}")
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file; vitscale-convert writes it with the dataset") from error
+    # pyarrow reports damage as any of them.
+    except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: damaged or not readable ({error})") from error
+    return table
