@@ -1,32 +1,179 @@
-"""Where images come from: one file a kind of source, all behind one small interface."""
+"""Where images come from: one file a kind of source, all behind the interface in `source.py`."""
 
-from pathlib import Path
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from glob import glob, has_magic
+from typing import Literal, get_args
 
+from data_tools.sources.cifar import is_cifar, open_cifar
+from data_tools.sources.dataset import open_dataset
 from data_tools.sources.folder import FolderSource
-from data_tools.sources.listing import IMAGE_SUFFIXES, Entry, Listing, Source, list_images
-from data_tools.sources.tar import TAR_SUFFIXES, open_tar
+from data_tools.sources.image_list import open_image_list
+from data_tools.sources.parquet import open_parquet
+from data_tools.sources.source import IMAGE_SUFFIXES, Item, Source, SourceOptions
+from data_tools.sources.tar import TAR_SUFFIXES, open_tars
+from data_tools.sources.tfrecord import open_tfrecords
+from vitscale import storage
 from vitscale.errors import RecipeError
+from vitscale.shards import MANIFEST_NAME
 
-__all__ = ["IMAGE_SUFFIXES", "Entry", "Listing", "Source", "check_source", "list_images", "open_source"]
+__all__ = ["KINDS", "Item", "Kind", "Source", "SourceOptions", "open_source"]
+
+Kind = Literal["folder", "tar", "list", "parquet", "tfrecord", "cifar", "dataset"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_LIST_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".csv.gz", ".tsv.gz", ".jsonl.gz", ".ndjson.gz")
+_RECORD_NAME = re.compile(r".*\.(tfrecords?|tfrec)(\.gz)?|.+-\d{5}-of-\d{5}(\.gz)?")
+_BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_OPENERS: dict[Kind, Callable[[str, Sequence[str], SourceOptions], Source]] = {
+    "tar": open_tars,
+    "list": open_image_list,
+    "parquet": open_parquet,
+    "tfrecord": open_tfrecords,
+    "dataset": open_dataset,
+}
+_SPLIT_OF_A_FILE = re.compile(r"(.+)-\d{5}-of-\d{5}\.\w+")
 
 
-def check_source(path: Path) -> None:
-    """Raise RecipeError where there is nothing at `path`, or nothing of a kind that is understood."""
-    if not path.exists():
-        raise RecipeError(f"SRC {path}: no such file or directory")
-    if not path.is_dir() and not path.name.lower().endswith(tuple(TAR_SUFFIXES)):
-        raise RecipeError(
-            f"SRC {path}: a file that is none of {', '.join(TAR_SUFFIXES)}. "
-            "Expected a folder of class folders with images in them, or a tar of one"
-        )
+def open_source(src: str, kind: Kind | None, options: SourceOptions, *, has_splits: bool = False) -> Source:
+    """The source at a path, a URL, or a pattern of either (`*`, `?`, `{000..123}`).
 
-
-def open_source(path: Path, work: Path) -> Source:
-    """The source at `path`. A compressed tar is unpacked once into the folder `work`, for random access.
+    Args:
+        src: as the person typed it.
+        kind: None to find out.
+        options: what the person says of labels and fields.
+        has_splits: training and test images are told apart later.
 
     Raises:
-        RecipeError: see `check_source`.
-        DataError: a damaged archive.
+        RecipeError: there is nothing, or nothing of a kind that is understood.
+        DataError: a damaged source.
     """
-    check_source(path)
-    return FolderSource(path) if path.is_dir() else open_tar(path, work)
+    files = _files(src)
+    found = kind or _kind_of(src, files)
+    if options.labels is not None and found not in ("folder", "tar"):
+        raise RecipeError(f"--labels: SRC {src} is of the kind {found}, which has labels of its own")
+    if found == "folder":
+        return FolderSource((files[0],), options.labels)
+    if found == "dataset":
+        return open_dataset(src, files, options)
+    if len(files) == 1 and storage.is_folder(files[0]):
+        files = _members(src, files[0], found)
+    if found == "cifar":
+        return open_cifar(src, files, options, mixed_ok=has_splits)
+    if found in ("parquet", "tfrecord") and not has_splits:
+        _refuse_mixed(src, files)
+    return _OPENERS[found](src, files, options)
+
+
+def _files(src: str) -> list[str]:
+    """What `src` stands for: itself, or what a pattern matches. Raises RecipeError if there is nothing."""
+    expanded = _expand(src)
+    files: list[str] = []
+    for name in expanded:
+        if not has_magic(name) or (not storage.is_url(name) and storage.exists(name)):
+            files.append(name)
+        elif storage.is_url(name):
+            fs, pattern = storage.filesystem(name)
+            matched = storage.patiently(name, partial(fs.glob, pattern))
+            files += sorted(fs.unstrip_protocol(match) for match in matched)
+        else:
+            files += sorted(glob(name, recursive=True))  # noqa: PTH207 -- a pattern, not below a folder
+    if not files:
+        raise RecipeError(f"SRC {src}: nothing matches")
+    for name in files if len(files) == 1 or len(expanded) > 1 else ():
+        if not storage.exists(name):
+            raise RecipeError(f"SRC {name}: no such file or directory")
+    return files
+
+
+def _expand(src: str) -> list[str]:
+    """`shard-{000..123}.tar` as the names it stands for."""
+    match = _BRACES.search(src)
+    if match is None:
+        return [src]
+    first, last = match[1], match[2]
+    numbers = range(int(first), int(last) + 1)
+    if not numbers:
+        raise RecipeError(f"SRC {src}: {match[0]} counts down; expected the smaller number first")
+    names = [f"{src[: match.start()]}{number:0{len(first)}d}{src[match.end() :]}" for number in numbers]
+    return [expanded for name in names for expanded in _expand(name)]
+
+
+def _kind_of(src: str, files: list[str]) -> Kind:
+    """The kind that the names tell. Raises RecipeError where they tell none, or several."""
+    if len(files) == 1 and storage.is_folder(files[0]):
+        return _kind_of_folder(files[0])
+    kinds = {_kind_of_file(name) for name in files}
+    if len(kinds) == 1 and (kind := kinds.pop()) is not None:
+        return kind
+    shown = ", ".join(storage.base_name(name) for name in files[:5])
+    raise RecipeError(
+        f"SRC {src}: its kind cannot be told from {'the name' if len(files) == 1 else 'the names'} {shown}. Expected "
+        f"a folder of images, or files ending in {' '.join([*TAR_SUFFIXES, '.csv .tsv .jsonl .parquet .tfrecord'])}; "
+        f"or say --format {'|'.join(KINDS)}"
+    )
+
+
+def _kind_of_file(name: str) -> Kind | None:
+    name = storage.base_name(name)
+    low = name.lower()
+    if low.startswith("cifar-") and low.endswith(tuple(TAR_SUFFIXES)):
+        return "cifar"
+    if low.endswith(tuple(TAR_SUFFIXES)):
+        return "tar"
+    if low.endswith(_LIST_SUFFIXES):
+        return "list"
+    if low.endswith(".parquet"):
+        return "parquet"
+    if name == MANIFEST_NAME:
+        return "dataset"
+    if _RECORD_NAME.fullmatch(low):
+        return "tfrecord"
+    if is_cifar([name]):
+        return "cifar"
+    return None
+
+
+def _kind_of_folder(folder: str) -> Kind:
+    """A folder is what it holds: a data set, files of one of the other kinds, or else images."""
+    names = [name for name in storage.names_in(folder) if not name.startswith(".")]
+    if MANIFEST_NAME in names:
+        return "dataset"
+    if is_cifar(names):
+        return "cifar"
+    if any(name.lower().endswith(IMAGE_SUFFIXES) for name in names):
+        return "folder"
+    kinds = {kind for name in names if (kind := _kind_of_file(name)) not in (None, "list")}
+    if not kinds:
+        return "folder"  # of class folders; a list of labels may lie beside them
+    if len(kinds) > 1 or any(storage.is_folder(storage.join(folder, name)) for name in names):
+        raise RecipeError(
+            f"SRC {folder}: holds {' and '.join(sorted(map(str, kinds)))} files"
+            f"{' beside folders' if len(kinds) == 1 else ''}. Say which are meant with a pattern, such as "
+            f"'{storage.join(folder, '*.tar')}', or with --format {'|'.join(KINDS)}"
+        )
+    kind = kinds.pop()
+    assert kind is not None
+    return kind
+
+
+def _members(src: str, folder: str, kind: Kind) -> list[str]:
+    """The files of a kind in a folder. Raises RecipeError if there are none."""
+    names = storage.names_in(folder)
+    if kind == "cifar":
+        return [storage.join(folder, name) for name in names]
+    found = [name for name in names if _kind_of_file(name) == kind and not name.startswith(".")]
+    if not found:
+        raise RecipeError(f"SRC {src}: no {kind} files in this folder; it holds {', '.join(names[:10]) or 'nothing'}")
+    return [storage.join(folder, name) for name in found]
+
+
+def _refuse_mixed(src: str, files: Sequence[str]) -> None:
+    """`train-00000-of-00005` beside `validation-00000-of-00001`: together they would be a training set of both."""
+    splits = {match[1] for name in files if (match := _SPLIT_OF_A_FILE.fullmatch(storage.base_name(name)))}
+    if len(splits) > 1:
+        raise RecipeError(
+            f"SRC {src}: holds several splits: {', '.join(sorted(splits))}. Say which is meant with a pattern, such "
+            f"as '{storage.join(src, min(splits) + '-*')}', or tell them apart with --split"
+        )

@@ -1,114 +1,115 @@
-"""A tar of images, read by offset from any process. A compressed one is unpacked to a plain one first."""
+"""Tars of images, however they say the classes: by folders, by tars in the tar, as a WebDataset, or not at all."""
 
-import bz2
-import errno
-import gzip
-import lzma
-import posixpath
-import shutil
-import tarfile
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from data_tools.sources.listing import NO_FILE
-from vitscale.errors import DataError
+from data_tools.sources.archive import (
+    ARCHIVE_INSIDE,
+    TAR_SUFFIXES,
+    is_tar,
+    must_stream,
+    open_archive,
+    read_place,
+    visible_path,
+)
+from data_tools.sources.fields import refuse_fields
+from data_tools.sources.label_list import labelled, read_label_list
+from data_tools.sources.nested_tar import NestedTarSource, SynsetTarSource, are_synsets
+from data_tools.sources.source import IMAGE_SUFFIXES, Item, Source, SourceOptions, path_item
+from data_tools.sources.webdataset import WebDatasetSource, sample_name
+from vitscale.errors import RecipeError
 
-# Suffix -> what opens the compressed stream; None for a plain tar.
-TAR_SUFFIXES: dict[str, Callable[..., Any] | None] = {
-    ".tar": None,
-    ".tar.gz": gzip.open,
-    ".tgz": gzip.open,
-    ".tar.xz": lzma.open,
-    ".txz": lzma.open,
-    ".tar.bz2": bz2.open,
-}
-_COPY_BYTES = 4 << 20
+__all__ = ["TAR_SUFFIXES", "TarSource", "is_tar", "open_tars"]
+
+# What is looked at to tell which kind of tar this is.
+_PEEK_FILES = 200
+_PEEK_BYTES = 64 << 20
 
 
-def open_tar(path: Path, work: Path) -> "TarSource":
-    """The tar at `path`; unpacked into `work` if it is compressed. Raises DataError for a damaged one."""
-    suffix = max((suffix for suffix in TAR_SUFFIXES if path.name.lower().endswith(suffix)), key=len)
-    opener = TAR_SUFFIXES[suffix]
-    if opener is None:
-        return TarSource(path, str(path))
-    plain = work / "source.tar"
-    try:
-        with opener(path, "rb") as packed, plain.open("wb") as out:
-            shutil.copyfileobj(packed, out, _COPY_BYTES)
-    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: truncated or damaged archive ({error})") from error
-    except OSError as error:
-        # bz2 reports damage as an OSError without number.
-        what = f"cannot be unpacked into {work} ({error.strerror})" if error.errno else f"damaged archive ({error})"
-        raise DataError(f"{path}: {what}") from error
-    return TarSource(plain, str(path))
+def open_tars(src: str, files: Sequence[str], options: SourceOptions) -> Source:
+    """The source that consists of the tars `files`, paths or URLs, of one kind; the first tells which.
+
+    Args:
+        src: what people call the source.
+        files: one or more names for which `is_tar` holds.
+        options: `labels` for images whose folders say nothing; `image_field` and `label_field` for a WebDataset, which
+            they declare the tars to be.
+
+    Raises:
+        RecipeError: options that this kind of tar has no use for; a list of labels that is not there.
+        DataError: a first tar that is damaged or missing; a list of labels that cannot be understood.
+        StorageError: one that does not answer.
+    """
+    parts = tuple(files)
+    streams = any(must_stream(file) for file in parts)
+    kind = _kind(parts[0])
+    if kind is NestedTarSource:
+        refuse_fields(options, "an archive of archives, one a class,")
+        if options.labels is not None:
+            raise RecipeError(f"--labels: SRC {src} holds one archive a class, which says the label; leave it out")
+        return NestedTarSource(parts, streams)
+    if options.labels is not None:
+        refuse_fields(options, "a tar with a list of labels")
+        read_label_list(options.labels)  # before anything long starts
+        return TarSource(parts, streams, options.labels)
+    if are_synsets(parts):
+        refuse_fields(options, "archives of one class each, named like it,")
+        return SynsetTarSource(parts, streams)
+    if kind is WebDatasetSource or options.image_field is not None or options.label_field is not None:
+        return WebDatasetSource(parts, streams, options.image_field, options.label_field)
+    return TarSource(parts, streams)
+
+
+def _kind(where: str) -> type[Source]:
+    """What the first files of a tar make it."""
+    images: set[str] = set()
+    described: set[str] = set()
+    seen = 0
+    with open_archive(where) as archive:
+        for header in archive.headers():
+            if seen == _PEEK_FILES or header.offset > _PEEK_BYTES:
+                break
+            path = visible_path(header.name.encode("utf-8", "surrogateescape"), Counter())
+            if path is None or header.isdir():
+                continue
+            seen += 1
+            if is_tar(path) and not images:
+                return NestedTarSource
+            name, extension = sample_name(path)
+            if path.lower().endswith(IMAGE_SUFFIXES):
+                images.add(name)
+            elif extension in ("cls", "json"):
+                described.add(name)
+            if name in images and name in described:
+                return WebDatasetSource
+    return TarSource
 
 
 @dataclass(frozen=True)
 class TarSource:
-    """Images in a plain tar. A location is (position, size) in bytes; `name` is what people call the archive."""
+    """Images in tars. Their folders say the class; or `labels`, a label list, does."""
 
-    path: Path
-    name: str
+    parts: tuple[str, ...]
+    streams: bool
+    labels: str | None = None
+    class_names: tuple[str, ...] | None = None
 
-    def files(self, ignored: Counter[str]) -> Iterator[tuple[bytes, tuple[int, int]]]:
-        """Every file of the archive, links resolved to what they point at. Raises DataError for a damaged archive."""
-        places: dict[str, tuple[int, int]] = {}
-        try:
-            # Names are only ever keys: nothing is extracted, so a path cannot lead anywhere.
-            with tarfile.open(self.path, "r:", encoding="utf-8", errors="surrogateescape") as archive:
-                for member in archive:
-                    place = _place(member, places)
-                    if place is not None:
-                        places[posixpath.normpath(member.name)] = place
-                        yield member.name.encode("utf-8", "surrogateescape"), place
-                    elif not member.isdir():
-                        ignored[NO_FILE] += 1
-                    archive.members = []  # type: ignore[attr-defined]  # else it keeps every header in memory
-                end = archive.offset
-            self._check_end(end)
-        except (tarfile.TarError, EOFError, ValueError) as error:
-            raise DataError(f"{self.name}: truncated or damaged archive ({error})") from error
-        except OSError as error:
-            raise DataError(f"{self.name}: cannot be read ({error.strerror or error})") from error
+    def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
+        """The images of one tar. Raises DataError for damage, and for images that the label list does not name."""
+        images = self._images(part, ignored)
+        return images if self.labels is None else labelled(images, self.labels, self.parts[part])
 
-    def read(self, location: tuple[int, int]) -> bytes:
-        """The bytes of a file. Raises OSError."""
-        position, size = location
-        with self.path.open("rb") as file:
-            file.seek(position)
-            data = file.read(size)
-        if len(data) != size:
-            raise OSError(errno.EIO, "the archive has become shorter")
-        return data
+    def _images(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
+        with open_archive(self.parts[part]) as archive:
+            for member in archive.files(ignored):
+                if is_tar(member.path.decode("utf-8", "replace")) and visible_path(member.path, Counter()):
+                    ignored[ARCHIVE_INSIDE] += 1
+                    continue
+                item = path_item(member.path, b"", ignored)
+                if item is not None:
+                    yield item._replace(content=archive.content(member, self.streams))
 
-    def _check_end(self, end: int) -> None:
-        """Python's tarfile takes a damaged header, or a cut between two files, for the end: tell them apart."""
-        with self.path.open("rb") as file:
-            file.seek(end)
-            mark = file.read(tarfile.BLOCKSIZE)
-            if len(mark) < tarfile.BLOCKSIZE or any(mark):
-                short = len(mark) < tarfile.BLOCKSIZE
-                what = "truncated: no end-of-archive mark" if short else "a damaged header"
-                raise DataError(f"{self.name}: {what} at byte {end:,}; what follows would be lost")
-            while block := file.read(_COPY_BYTES):
-                if block.count(0) != len(block):
-                    raise DataError(
-                        f"{self.name}: data after the end of the archive at byte {end:,}. "
-                        "Are these several archives in one file? Then convert them one by one or repack them"
-                    )
-
-
-def _place(member: tarfile.TarInfo, places: dict[str, tuple[int, int]]) -> tuple[int, int] | None:
-    """Where the bytes of a member are; None if it has none here (folders, devices, links to elsewhere)."""
-    if member.isreg() and not member.issparse():
-        return member.offset_data, member.size
-    if member.islnk():
-        return places.get(posixpath.normpath(member.linkname))
-    if member.issym():
-        return places.get(posixpath.normpath(posixpath.join(posixpath.dirname(member.name), member.linkname)))
-    return None
+    def read(self, part: int, content: bytes) -> bytes:
+        """The bytes of one image file. Raises OSError."""
+        return read_place(self.parts[part], content)

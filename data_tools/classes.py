@@ -1,0 +1,101 @@
+"""Class names: collected while images are listed, numbered once all are known."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from vitscale.errors import DataError, RecipeError
+from vitscale.shards import Manifest
+
+_MAX_NUMBER = 10_000_000
+_SHOWN = 20
+
+
+class Vocabulary:
+    """Class names in the order of their first appearance; a name's position is its provisional number."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._numbers: dict[str, int] = {}
+
+    def number(self, name: str) -> int:
+        """The provisional number of a class."""
+        found = self._numbers.get(name)
+        if found is None:
+            found = self._numbers[name] = len(self.names)
+            self.names.append(name)
+            if found > _MAX_NUMBER:
+                raise DataError(
+                    f"more than {_MAX_NUMBER:,} different labels, such as {self.names[0]!r} and {name!r}: "
+                    "are these captions? Choose another field with --label-field"
+                )
+        return found
+
+
+def order_classes(
+    names: list[str], stated: tuple[str, ...] | None, known: tuple[str, ...] | None, *, from_folders: bool
+) -> tuple[tuple[str, ...], np.ndarray]:
+    """Number the classes.
+
+    Args:
+        names: those that occur.
+        stated: all classes in order, as the source itself has it.
+        known: all classes in order, as the person has it; goes before `stated`.
+        from_folders: the names are of folders, sorted by code points. Otherwise names that are all numbers are the
+            class numbers themselves.
+
+    Returns:
+        All class names by label, and the label of each of `names`, int32.
+
+    Raises:
+        DataError: classes that are not among the known ones.
+    """
+    order = known or stated
+    numbers = [int(name) for name in names if _is_number(name)]
+    are_numbers = not from_folders and bool(names) and len(numbers) == len(names)
+    if order is not None:
+        label_of = {name: label for label, name in enumerate(order)}
+        if are_numbers and not label_of.keys() >= set(names) and max(numbers) < len(order):
+            return order, np.array(numbers, np.int32)
+        unknown = sorted(name for name in names if name not in label_of)
+        if unknown:
+            shown = ", ".join(map(repr, unknown[:_SHOWN])) + (" ..." if len(unknown) > _SHOWN else "")
+            where = "--classes" if known else "the source's own list of classes"
+            raise DataError(f"{len(unknown)} of {len(names)} classes of the source are not in {where}: {shown}")
+        return order, np.array([label_of[name] for name in names], np.int32)
+    if are_numbers:
+        if max(numbers) >= _MAX_NUMBER:
+            raise DataError(f"labels go up to {max(numbers):,}: are these class numbers? Give names with --classes")
+        return tuple(map(str, range(max(numbers) + 1))), np.array(numbers, np.int32)
+    ordered = sorted(names)
+    label_of = {name: label for label, name in enumerate(ordered)}
+    return tuple(ordered), np.array([label_of[name] for name in names], np.int32)
+
+
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdecimal() and (name == "0" or not name.startswith("0"))
+
+
+def read_classes(path: Path) -> tuple[str, ...]:
+    """Class names from a text file, one a line, or from another dataset. Raises RecipeError or DataError."""
+    if path.is_dir() or path.suffix == ".json":
+        names = Manifest.load(path).class_names
+    else:
+        try:
+            names = tuple(line for line in path.read_text("utf-8").splitlines() if line.strip())
+        except (OSError, UnicodeDecodeError) as error:
+            what = error.strerror if isinstance(error, OSError) else "not a text file in UTF-8"
+            raise RecipeError(
+                f"--classes {path}: {what}. Expected a file of one class name a line, or a dataset"
+            ) from error
+    repeated = _repeated(names)
+    if repeated or not names:
+        what = f"names twice: {', '.join(map(repr, repeated[:5]))}" if repeated else "no class names in it"
+        raise RecipeError(f"--classes {path}: {what}")
+    return names
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    seen: set[str] = set()
+    return sorted({name for name in names if name in seen or seen.add(name)})  # type: ignore[func-returns-value]

@@ -1,0 +1,233 @@
+"""Reading tars: the members of one, from the first to the last, with every kind of damage told.
+
+A plain tar on this machine is read by offsets; a compressed or remote one as a stream, once. Names are only ever keys:
+nothing is extracted, so a path cannot lead anywhere.
+"""
+
+import bz2
+import errno
+import gzip
+import lzma
+import os
+import posixpath
+import struct
+import tarfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data_tools.sources.parts import open_part
+from data_tools.sources.source import HIDDEN, IMAGE_SUFFIXES, NO_FILE
+from data_tools.sources.tar_bytes import Plain, Raw, Reader, Stream
+from vitscale import storage
+from vitscale.errors import DataError
+
+# Suffix -> what opens the compressed stream; None for a plain tar.
+TAR_SUFFIXES: dict[str, Callable[..., Any] | None] = {
+    ".tar": None,
+    ".tar.gz": gzip.open,
+    ".tgz": gzip.open,
+    ".tar.xz": lzma.open,
+    ".txz": lzma.open,
+    ".tar.bz2": bz2.open,
+}
+ARCHIVE_INSIDE = "archive inside of the archive"
+
+_COPY_BYTES = 4 << 20
+_MAX_STREAMED_BYTES = 1 << 30  # of one image, which has to be held in memory
+_PLACE = struct.Struct("<QQ")  # offset, size
+# tarfile itself stumbles over headers that were made to be odd: hence the last line.
+_DAMAGE = (
+    *(tarfile.TarError, EOFError, lzma.LZMAError, zlib.error),
+    *(ValueError, LookupError, ArithmeticError, MemoryError, RecursionError),
+)
+
+
+def is_tar(name: str) -> bool:
+    """Whether a file is a tar, by its name."""
+    return name.lower().endswith(tuple(TAR_SUFFIXES))
+
+
+def suffix_of(name: str) -> str:
+    """The longest of TAR_SUFFIXES that a name ends in; empty for none."""
+    return max((suffix for suffix in TAR_SUFFIXES if name.lower().endswith(suffix)), key=len, default="")
+
+
+def stem_of(where: str) -> str:
+    """The last part of a tar's path or URL, without the suffix."""
+    name = storage.base_name(where)
+    return name[: len(name) - len(suffix_of(name))]
+
+
+def must_stream(where: str) -> bool:
+    """Whether a tar can only be read from the start to the end."""
+    return storage.is_url(where) or TAR_SUFFIXES[suffix_of(where)] is not None
+
+
+def visible_path(path: bytes, ignored: Counter[str]) -> str | None:
+    """A path as it appears in keys (see `path_item`); None, and counted, if it is hidden."""
+    parts = [part for part in path.decode("utf-8", "backslashreplace").split("/") if part not in ("", ".", "..")]
+    if not parts or any(part.startswith(".") or part == "__MACOSX" for part in parts):
+        ignored[HIDDEN] += 1
+        return None
+    return "/".join(parts)
+
+
+class Place(NamedTuple):
+    """Where the bytes of a file lie, counted from the start of the outermost archive."""
+
+    offset: int
+    size: int
+
+
+class Member(NamedTuple):
+    """A file of an archive. Its path is that in the archive, in whatever encoding."""
+
+    path: bytes
+    place: Place
+
+
+class Archive:
+    """A tar, or one that lies within another. `name` is what people call it."""
+
+    def __init__(self, name: str, raw: Raw, start: int = 0, size: int | None = None):
+        self.name = name
+        self._raw, self._start, self._size = raw, start, size
+
+    def headers(self) -> Iterator[tarfile.TarInfo]:
+        """Every member. Raises DataError for an archive that is damaged or goes on behind its end."""
+        with _damage_told(self.name):
+            reader = Reader(self._raw, self._start, self._size)
+            with tarfile.TarFile(fileobj=reader, encoding="utf-8", errors="surrogateescape") as archive:  # type: ignore[arg-type]
+                for header in archive:
+                    if not 0 <= header.size < 1 << 63:
+                        raise tarfile.ReadError(f"a file of {header.size:,} bytes")
+                    yield header
+                    archive.members = []  # type: ignore[attr-defined]  # else it keeps every header in memory
+                self._check_end(reader, archive.offset)
+
+    def files(self, ignored: Counter[str]) -> Iterator[Member]:
+        """Every file, links resolved to what they point at before them. Raises as `headers`.
+
+        A link to an image in a stream is a DataError: what has passed cannot be read again.
+        """
+        links: dict[int, Place] | None = None
+        for header in self.headers():
+            place = self._place(header)
+            if place is None and (header.islnk() or header.issym()):
+                if self._raw.streams:
+                    self._refuse_image(header)
+                else:
+                    links = self._links() if links is None else links
+                    place = links.get(header.offset)
+            if place is not None:
+                yield Member(header.name.encode("utf-8", "surrogateescape"), place)
+            elif not header.isdir():
+                ignored[NO_FILE] += 1
+
+    def content(self, member: Member, streams: bool) -> bytes:
+        """What an Item has as content: the bytes if the source streams, else their place as `read_place` wants it."""
+        return self.read(member, _MAX_STREAMED_BYTES) if streams else _PLACE.pack(*member.place)
+
+    def read(self, member: Member, limit: int) -> bytes:
+        """The bytes of the file that `files` came to last. Raises DataError for more than `limit`."""
+        offset, size = member.place
+        if size > limit:
+            raise DataError(f"{self.name}: {os.fsdecode(member.path)!r} has {size:,} bytes; expected at most {limit:,}")
+        with _damage_told(self.name):
+            self._raw.seek(offset)
+            data = self._raw.read(size)
+            if len(data) < size:
+                raise EOFError("unexpected end of data")
+            return data
+
+    def inside(self, member: Member) -> "Archive":
+        """The tar that a member is; to be read before the next member."""
+        return Archive(f"{self.name}: {os.fsdecode(member.path)}", self._raw, *member.place)
+
+    def _place(self, header: tarfile.TarInfo) -> Place | None:
+        if header.isreg() and not header.issparse():
+            return Place(self._start + header.offset_data, header.size)
+        return None
+
+    def _links(self) -> dict[int, Place]:
+        """Offset of a link's header -> place of what it points at; in passes of its own, for the memory's sake."""
+        targets = {_target(header) for header in self.headers() if header.islnk() or header.issym()}
+        places: dict[str, Place] = {}
+        links: dict[int, Place] = {}
+        for header in self.headers():
+            place = self._place(header)
+            if header.islnk() or header.issym():
+                place = places.get(_target(header))
+                if place is not None:
+                    links[header.offset] = place
+            name = posixpath.normpath(header.name)
+            if place is not None and name in targets:
+                places[name] = place
+        return links
+
+    def _refuse_image(self, header: tarfile.TarInfo) -> None:
+        if header.name.lower().endswith((*IMAGE_SUFFIXES, *TAR_SUFFIXES)):
+            raise DataError(
+                f"{self.name}: {header.name!r} is a link to {header.linkname!r}, and in an archive that is compressed "
+                "or remote there is no way back to that. Unpack it to a plain .tar on this machine; or pack it anew "
+                "with copies in place of links (tar --dereference --hard-dereference)"
+            )
+
+    def _check_end(self, reader: Reader, end: int) -> None:
+        """Python's tarfile takes a damaged header, or a cut between two files, for the end: tell them apart."""
+        mark = reader.last
+        if len(mark) < tarfile.BLOCKSIZE or any(mark):
+            short = len(mark) < tarfile.BLOCKSIZE
+            what = "truncated: no end-of-archive mark" if short else "a damaged header"
+            raise DataError(f"{self.name}: {what} at byte {end:,}; what follows would be lost")
+        while block := reader.read(_COPY_BYTES):
+            if block.count(0) != len(block):
+                raise DataError(
+                    f"{self.name}: data after the end of the archive at byte {end:,}. "
+                    "Are these several archives in one file? Then convert them one by one or repack them"
+                )
+
+
+@contextmanager
+def open_archive(where: str) -> Iterator[Archive]:
+    """The tar at a path or URL. Raises DataError or StorageError."""
+    streams = must_stream(where)
+    with _damage_told(where):
+        opened = open_part(where) if streams else storage.open_stream(where)
+    with opened as file:
+        unpack = TAR_SUFFIXES[suffix_of(where)]
+        yield Archive(where, Stream(unpack(file) if unpack else file) if streams else Plain(file))
+
+
+def read_place(where: str, content: bytes) -> bytes:
+    """The bytes of a file in a plain tar, from what `Archive.content` gave. Raises OSError."""
+    offset, size = _PLACE.unpack(content)
+    with Path(where).open("rb") as file:
+        file.seek(offset)
+        data = file.read(size)
+    if len(data) != size:
+        raise OSError(errno.EIO, "the archive has become shorter", where)
+    return data
+
+
+def _target(header: tarfile.TarInfo) -> str:
+    """What a link points at, as a path from the archive's root."""
+    folder = posixpath.dirname(header.name) if header.issym() else ""
+    return posixpath.normpath(posixpath.join(folder, header.linkname))
+
+
+@contextmanager
+def _damage_told(name: str) -> Iterator[None]:
+    try:
+        yield
+    except _DAMAGE as error:
+        raise DataError(f"{name}: truncated or damaged archive ({error})") from error
+    except OSError as error:
+        # gzip and bz2 report damage as an OSError without number; so are missing objects of some remote file systems.
+        if error.errno is None and not isinstance(error, FileNotFoundError | PermissionError):
+            raise DataError(f"{name}: truncated or damaged archive ({error})") from error
+        raise DataError(f"{name}: cannot be read ({error.strerror or error})") from error

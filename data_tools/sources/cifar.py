@@ -1,0 +1,240 @@
+"""CIFAR-10 and CIFAR-100 as their authors publish them: the Python or the binary version, packed or unpacked.
+
+    Python   data_batch_1..5, test_batch (CIFAR-100: train, test): pickled dicts of data (N, 3072), labels, filenames
+             batches.meta (CIFAR-100: meta): a pickled dict of the classes' names
+    binary   the same with .bin: records of the label (CIFAR-100: coarse, then fine) and 3072 bytes of pixels
+             batches.meta.txt (CIFAR-100: fine_label_names.txt, coarse_label_names.txt): a name a line
+
+Pixels are red, green and blue planes of 32 x 32, row by row. Each image is handed on as a binary PPM file, which is
+those pixels behind a line of text. Source: https://www.cs.toronto.edu/~kriz/cifar.html
+"""
+
+import posixpath
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from data_tools.sources.archive import is_tar, open_archive
+from data_tools.sources.fields import NO_LABELS
+from data_tools.sources.parts import open_part, reading
+from data_tools.sources.restricted_pickle import load_pickle
+from data_tools.sources.source import Item, SourceOptions
+from vitscale.errors import DataError, RecipeError
+from vitscale.storage import base_name
+
+_PIXELS = 3 * 32 * 32
+_PPM_HEAD = b"P6\n32 32\n255\n"
+_MAX_FILE_BYTES = 1 << 30
+_CLASSES = {"labels": 10, "fine_labels": 100, "coarse_labels": 20}
+_BINARY = ".bin"
+_CIFAR10 = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+_CIFAR100 = ("train", "test")
+_BATCHES = frozenset(name + suffix for name in _CIFAR10 + _CIFAR100 for suffix in ("", _BINARY))
+
+
+class _Place(NamedTuple):
+    """A file on its own, or a member of a tar."""
+
+    where: str
+    member: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What the file is called, without suffix: the batch."""
+        return base_name(self.member or self.where).removesuffix(_BINARY)
+
+    @property
+    def is_binary(self) -> bool:
+        return (self.member or self.where).endswith(_BINARY)
+
+    def beside(self, name: str) -> "_Place":
+        """Another file in the same folder."""
+        if self.member is not None:
+            return _Place(self.where, posixpath.join(posixpath.dirname(self.member), name))
+        return _Place(self.where[: -len(base_name(self.where))] + name)
+
+    def __str__(self) -> str:
+        return self.where if self.member is None else f"{self.where}: {self.member}"
+
+    def read(self) -> bytes:
+        """The whole file. Raises DataError or StorageError."""
+        if self.member is None:
+            with reading(self.where), closing(open_part(self.where)) as file:
+                return _limited(file.read(_MAX_FILE_BYTES + 1), str(self))
+        with open_archive(self.where) as archive:
+            for member in archive.files(Counter()):
+                if _member_name(member.path) == self.member:
+                    return archive.read(member, _MAX_FILE_BYTES)
+        raise DataError(f"{self}: missing")
+
+
+@dataclass(frozen=True)
+class CifarSource:
+    """Batches of CIFAR. `labels` is which of a batch's lists of labels is taken; None for none."""
+
+    places: tuple[_Place, ...]
+    labels: str | None
+    class_names: tuple[str, ...] | None
+    streams: ClassVar[bool] = True
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(map(str, self.places))
+
+    def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
+        place = self.places[part]
+        data = place.read()
+        batch = _binary_batch(data, place) if place.is_binary else _pickled_batch(data, place)
+        classes = _CLASSES[self.labels] if self.labels is not None else 0
+        for i, pixels in enumerate(batch.pixels):
+            labels: tuple[str, ...] = ()
+            if self.labels is not None:
+                label = batch.labels[self.labels][i]
+                if not 0 <= label < classes:
+                    raise DataError(f"{place}: image {i} has the label {label}; there are {classes} classes")
+                labels = (self.class_names[label],) if self.class_names is not None else ()
+            name = f"/{batch.names[i]}" if batch.names else ""
+            planes = pixels.reshape(3, 32, 32)
+            yield Item(f"{place.name}/{i:05d}{name}", labels, _PPM_HEAD + planes.transpose(1, 2, 0).tobytes())
+
+    def read(self, part: int, content: bytes) -> bytes:
+        return content
+
+
+def is_cifar(names: Collection[str]) -> bool:
+    """Whether files of these names, all of a folder or archive, or one alone, are CIFAR."""
+    found = {base_name(name) for name in names} - {"file.txt~"}  # which CIFAR-100 has by mistake
+    # `train` and `test` are names that folders of images have, too.
+    return bool(found & (_BATCHES - set(_CIFAR100))) or (
+        "meta" in found and len(found) > 1 and found <= {*_CIFAR100, "meta"}
+    )
+
+
+def open_cifar(src: str, files: Sequence[str], options: SourceOptions, mixed_ok: bool = False) -> CifarSource:
+    """CIFAR from files of one version: batches, or tars of them; other files among them are left aside.
+
+    Args:
+        src: as the person typed it.
+        files: paths or URLs.
+        options: `label_field` is fine_labels or coarse_labels for CIFAR-100.
+        mixed_ok: training and test images may come together, since they are told apart later.
+
+    Raises:
+        RecipeError: no batches, several versions, training and test images together, an unknown field.
+        DataError, StorageError: names of classes that are missing or damaged; an archive that is.
+    """
+    places = [place for file in files for place in _batches(file)]
+    names = [place.name for place in places]
+    if not places:
+        raise RecipeError(f"{src}: no batches of CIFAR ({', '.join((*_CIFAR10, *_CIFAR100))}; perhaps with .bin)")
+    is_fine = names[0] in _CIFAR100
+    if len(set(names)) < len(names) or any((name in _CIFAR100) != is_fine for name in names):
+        shown = ", ".join(map(str, places))
+        raise RecipeError(f"{src}: holds more than one version of CIFAR: {shown}. Convert them one by one")
+    if not mixed_ok and len({name.startswith("test") for name in names}) > 1:
+        train = "train" if is_fine else "data_batch_*"
+        raise RecipeError(
+            f"{src}: holds training and test images ({', '.join(names)}). Keep them apart: --split 'train={train}/*' "
+            f"--split '{'test=test' if is_fine else 'test=test_batch'}/*'; or name the files of one of them as SRC"
+        )
+    if options.image_field is not None:
+        raise RecipeError(f"--image-field {options.image_field}: CIFAR has one image a record; leave it out")
+    fields = ("fine_labels", "coarse_labels") if is_fine else ("labels",)
+    field = options.label_field or fields[0]
+    if field == NO_LABELS:
+        return CifarSource(tuple(places), None, None)
+    if field not in fields:
+        raise RecipeError(f"--label-field {field}: expected {' or '.join((*fields, NO_LABELS))}")
+    return CifarSource(tuple(places), field, _class_names(places[0], field))
+
+
+def _batches(file: str) -> list[_Place]:
+    if not is_tar(file):
+        return [_Place(file)] if base_name(file) in _BATCHES else []
+    with open_archive(file) as archive:
+        paths = [_member_name(member.path) for member in archive.files(Counter())]
+    return [_Place(file, path) for path in sorted(paths) if base_name(path) in _BATCHES]
+
+
+def _class_names(place: _Place, field: str) -> tuple[str, ...]:
+    """The classes' names from the file beside a batch."""
+    key = field.replace("labels", "label_names")
+    if place.is_binary:
+        meta = place.beside("batches.meta.txt" if field == "labels" else f"{key}.txt")
+        names: Any = [line.strip() for line in meta.read().decode("utf-8", "replace").splitlines() if line.strip()]
+    else:
+        meta = place.beside("batches.meta" if field == "labels" else "meta")
+        names = _dict(meta).get(key)
+    if isinstance(names, list):
+        names = [_text(name) for name in names]
+    if not isinstance(names, list) or len(names) != _CLASSES[field] or len(set(names)) < len(names):
+        raise DataError(f"{meta}: expected the names of {_CLASSES[field]} classes, found {str(names)[:200]}")
+    return tuple(names)
+
+
+# -------------------------------------------------------------------------------------------------------------- batches
+
+
+class _Batch(NamedTuple):
+    """uint8 (N, 3072); N labels by name of the list; N names of files, or none."""
+
+    pixels: np.ndarray
+    labels: dict[str, list[int]]
+    names: list[str]
+
+
+def _binary_batch(data: bytes, place: _Place) -> _Batch:
+    fields = ("coarse_labels", "fine_labels") if place.name in _CIFAR100 else ("labels",)
+    size = len(fields) + _PIXELS
+    if not data or len(data) % size:
+        raise DataError(f"{place}: {len(data):,} bytes; expected records of {size:,}: truncated, or no batch of CIFAR")
+    records = np.frombuffer(data, np.uint8).reshape(-1, size)
+    labels = {field: records[:, column].tolist() for column, field in enumerate(fields)}
+    return _Batch(records[:, len(fields) :], labels, [])
+
+
+def _pickled_batch(data: bytes, place: _Place) -> _Batch:
+    batch = _dict(place, data)
+    pixels = batch.get("data")
+    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (_PIXELS,):
+        raise DataError(f"{place}: no batch of CIFAR: expected `data`, an array of bytes (N, {_PIXELS})")
+    fields = ("fine_labels", "coarse_labels") if place.name in _CIFAR100 else ("labels",)
+    labels: dict[str, list[int]] = {}
+    for field in fields:
+        values = batch.get(field)
+        if (
+            not isinstance(values, list)
+            or len(values) != len(pixels)
+            or any(type(value) is not int for value in values)
+        ):
+            raise DataError(f"{place}: no batch of CIFAR: expected `{field}`, a list of {len(pixels):,} numbers")
+        labels[field] = values
+    names = batch.get("filenames", [])
+    if not isinstance(names, list) or len(names) not in (0, len(pixels)):
+        raise DataError(f"{place}: no batch of CIFAR: expected `filenames`, a list of {len(pixels):,} names")
+    return _Batch(pixels, labels, [_text(name) for name in names])
+
+
+def _dict(place: _Place, data: bytes | None = None) -> dict[str, Any]:
+    value = load_pickle(place.read() if data is None else data, str(place))
+    if not isinstance(value, dict):
+        raise DataError(f"{place}: expected a dict, found {type(value).__name__}")
+    return {_text(key): item for key, item in value.items()}
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
+
+
+def _member_name(path: bytes) -> str:
+    return path.decode("utf-8", "backslashreplace")
+
+
+def _limited(data: bytes, where: str) -> bytes:
+    if len(data) > _MAX_FILE_BYTES:
+        raise DataError(f"{where}: more than {_MAX_FILE_BYTES:,} bytes; no batch of CIFAR has so many")
+    return data

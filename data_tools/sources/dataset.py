@@ -1,0 +1,100 @@
+"""Another dataset of vitscale as a source: its selected samples under the keys that they had when it was made."""
+
+import struct
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from data_tools.sources.fields import refuse_fields
+from data_tools.sources.source import Item, SourceOptions
+from vitscale.errors import DataError, RecipeError
+from vitscale.shards import Manifest, crc32c_of, file_digests
+from vitscale.shards.opening import OpenShard, open_shard
+from vitscale.storage import is_url
+
+_PLACE = struct.Struct("<QQI")  # position in the shard, size, crc32c
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """The dataset of a manifest, one part a shard. Content is where an image lies in its shard, and its checksum.
+
+    Attributes:
+        manifest: path or URL; not the manifest itself, which may be large.
+        sha256: of the manifest.
+    """
+
+    manifest: str
+    sha256: str
+    parts: tuple[str, ...]
+    class_names: tuple[str, ...] | None
+
+    @property
+    def streams(self) -> bool:
+        return is_url(self.manifest)
+
+    def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
+        manifest = _manifest(self.manifest, self.sha256)
+        with open_shard(manifest, part) as shard:
+            if self.streams:
+                _check_arrival(shard, manifest, self.parts[part])
+            file = shard.file
+            for slot in shard.slots.tolist():
+                key = f"uid-{int(file.uid[slot])}" if shard.keys is None else shard.keys[slot]
+                labels = tuple(self._class_name(label, part, key) for label in shard.labels(slot))
+                if self.streams:
+                    content = shard.image(slot)
+                else:
+                    content = _PLACE.pack(file.offset[slot], file.size[slot], file.crc[slot])
+                yield Item(key, labels, content)
+
+    def read(self, part: int, content: bytes) -> bytes:
+        if self.streams:
+            return content
+        position, size, crc = _PLACE.unpack(content)
+        with Path(self.parts[part]).open("rb") as file:
+            file.seek(position)
+            data = file.read(size)
+        if len(data) != size or crc32c_of(data) != crc:
+            raise OSError(f"damaged in {self.parts[part]}: its checksum is wrong")
+        return data
+
+    def _class_name(self, label: int, part: int, key: str) -> str:
+        names = self.class_names or ()
+        if label >= len(names):
+            raise DataError(
+                f"{self.parts[part]}: {key!r} has the label {label}; the manifest names {len(names)} classes"
+            )
+        return names[label]
+
+
+def open_dataset(src: str, files: Sequence[str], options: SourceOptions) -> DatasetSource:
+    """The dataset at a path or URL: its folder, or its manifest.
+
+    Raises:
+        RecipeError: several at once; fields, which a dataset has not.
+        DataError, StorageError: a manifest that is missing, damaged or does not answer.
+    """
+    refuse_fields(options, "a dataset")
+    if len(files) != 1:
+        raise RecipeError(f"SRC {src}: {len(files)} datasets; their classes may differ. Convert them one by one")
+    manifest = Manifest.load(files[0])
+    parts = tuple(manifest.location(shard.path) for shard in manifest.shards)
+    return DatasetSource(manifest.where, manifest.sha256, parts, manifest.class_names or None)
+
+
+@lru_cache(maxsize=1)
+def _manifest(where: str, sha256: str) -> Manifest:
+    """The manifest, read once a process: that of a large dataset has megabytes."""
+    manifest = Manifest.load(where)
+    if manifest.sha256 != sha256:
+        raise DataError(f"{where}: has changed since the conversion began. Repeat the command")
+    return manifest
+
+
+def _check_arrival(shard: OpenShard, manifest: Manifest, where: str) -> None:
+    found, expected = file_digests(shard.file.path).sha256, manifest.shards[shard.index].sha256
+    if found != expected:
+        raise DataError(f"{where}: damaged, there or on the way: sha256 {found}; the manifest says {expected}")

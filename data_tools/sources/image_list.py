@@ -1,0 +1,225 @@
+"""A list of images with their labels: CSV, TSV or JSON lines of paths or URLs, perhaps compressed with gzip.
+
+    path,label              {"file_name": "a/1.jpg", "label": "cat"}
+    a/1.jpg,cat             {"file_name": "a/2.jpg", "label": ["cat", "dog"]}
+    a/2.jpg,cat|dog         {"file_name": "https://host/3.jpg", "label": null}
+
+Relative paths start at the list's own folder. Lists have millions of rows: what runs once a row is kept plain.
+"""
+
+import csv
+import io
+import json
+import posixpath
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, ClassVar, NamedTuple
+
+from data_tools.sources.fields import IMAGE_NAMES, NO_LABELS, choose_image, choose_label, label_columns
+from data_tools.sources.parts import clean_path, open_unzipped, reading
+from data_tools.sources.source import IMAGE_SUFFIXES, Item, SourceOptions, numbered_label
+from vitscale.errors import DataError, RecipeError
+from vitscale.storage import is_url, read_bytes
+
+CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+JSON_SUFFIXES = (".jsonl", ".ndjson")
+
+_MAX_LINE_BYTES = 1 << 20
+_MAX_CACHED = 100_000
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class ImageListSource:
+    """Images named by lists. Content is a path or URL as it is written, in UTF-8."""
+
+    parts: tuple[str, ...]
+    options: SourceOptions
+    streams: ClassVar[bool] = False
+    class_names: tuple[str, ...] | None = None
+
+    def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
+        where = self.parts[part]
+        with reading(where), closing(open_unzipped(where)) as file:
+            yield from _rows(file, where, self.options)
+
+    def read(self, part: int, content: bytes) -> bytes:
+        path = content.decode()
+        try:
+            return read_bytes(path if is_url(path) else _beside(self.parts[part], path))
+        except ValueError as error:  # a NUL in a path
+            raise OSError(f"{path!r}: no path of a file ({error})") from error
+
+
+def open_image_list(src: str, files: Sequence[str], options: SourceOptions) -> ImageListSource:
+    """Lists of images, by suffix. Their columns are looked up here, so that a wrong one shows at once.
+
+    Raises:
+        RecipeError: a suffix that is none of a list; columns that are not known.
+        DataError, StorageError: a list that is damaged in its first row, or that cannot be read.
+    """
+    for where in files:
+        with reading(where), closing(open_unzipped(where)) as file:
+            next(_rows(file, where, options), None)
+    return ImageListSource(tuple(files), options)
+
+
+def _beside(where: str, path: str) -> str:
+    """A path relative to the folder of the list `where`."""
+    if is_url(where) and not path.startswith("/"):
+        scheme, _, there = where.partition("://")
+        return f"{scheme}://{posixpath.normpath(posixpath.join(posixpath.dirname(there), path))}"
+    return posixpath.join(posixpath.dirname(where), path)
+
+
+def _rows(file: io.BufferedReader, where: str, options: SourceOptions) -> Iterator[Item]:
+    if file.peek(len(_BOM))[: len(_BOM)] == _BOM:
+        file.read(len(_BOM))
+    # A file without line ends must not be read into memory at once.
+    lines = map(bytes.decode, iter(partial(file.readline, _MAX_LINE_BYTES), b""))
+    suffix = posixpath.splitext(where.lower().removesuffix(".gz"))[1]
+    if suffix in CSV_DELIMITERS:
+        return _csv_rows(lines, CSV_DELIMITERS[suffix], where, options)
+    if suffix in JSON_SUFFIXES:
+        return _json_rows(lines, where, options)
+    raise RecipeError(f"{where}: not a list of images; those end in {', '.join((*CSV_DELIMITERS, *JSON_SUFFIXES))}")
+
+
+def _key(path: str, where: str, line: int) -> str:
+    # Nearly all paths are clean already, and this runs for each.
+    if path and path[0] not in "./" and "/." not in path and "//" not in path:
+        return path
+    key = clean_path(path)
+    if not key:
+        raise DataError(f"{where}, line {line}: no path of an image")
+    return key
+
+
+# ---------------------------------------------------------------------------------------------------------- CSV and TSV
+
+
+class _Layout(NamedTuple):
+    """Number of columns, those of image and label (None for none), and whether the first row names them."""
+
+    columns: int
+    image: int
+    label: int | None
+    has_header: bool
+
+
+def _csv_rows(lines: Iterator[str], delimiter: str, where: str, options: SourceOptions) -> Iterator[Item]:
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    try:
+        first = next((row for row in rows if row), None)
+        if first is None:
+            raise DataError(f"{where}: an empty list")
+        layout = _layout(first, where, options)
+        columns, image_at, label_at = layout.columns, layout.image, layout.label
+        labels_of: dict[str, tuple[str, ...]] = {}
+        labels: tuple[str, ...] | None = ()
+        body: Iterable[list[str]] = rows if layout.has_header else chain([first], rows)
+        for row in body:
+            if len(row) != columns:
+                if not row:
+                    continue
+                raise DataError(
+                    f"{where}, line {rows.line_num}: {len(row)} columns; expected {columns} as in the first row "
+                    "(a field with a delimiter in it needs quotes)"
+                )
+            path = row[image_at]
+            if label_at is not None:
+                text = row[label_at]
+                labels = labels_of.get(text)
+                if labels is None:
+                    if len(labels_of) >= _MAX_CACHED:
+                        labels_of.clear()
+                    labels = labels_of[text] = _split_labels(text)
+            yield Item(_key(path, where, rows.line_num), labels, path.encode())
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}, line {rows.line_num + 1}: not UTF-8 ({error.reason})") from error
+    except csv.Error as error:
+        raise DataError(f"{where}, line {rows.line_num}: not valid CSV ({error})") from error
+
+
+def _layout(first: list[str], where: str, options: SourceOptions) -> _Layout:
+    names = [field.strip() for field in first]
+    images = [name for name in names if name.lower() in IMAGE_NAMES]
+    if not images and options.image_field is None and _looks_like_image(first[0]):
+        label = 1 if options.label_field != NO_LABELS else None
+        if len(first) == 2 or (len(first) == 1 and label is None):
+            return _Layout(len(first), 0, label, has_header=False)
+        raise RecipeError(
+            f"{where}: {len(first)} columns and no header. Expected two, image and label; otherwise a first row that "
+            f"names the columns (--label-field {NO_LABELS} for a list without labels)"
+        )
+    if len(set(names)) < len(names):
+        raise RecipeError(f"{where}: a column twice in the header {', '.join(names)}")
+    image = choose_image(names, images, options, where)
+    label_name = choose_label(names, label_columns(names), options, where)
+    label_at = None if label_name is None else names.index(label_name)
+    return _Layout(len(names), names.index(image), label_at, has_header=True)
+
+
+def _looks_like_image(field: str) -> bool:
+    return is_url(field) or field.lower().endswith(IMAGE_SUFFIXES)
+
+
+def _split_labels(text: str) -> tuple[str, ...]:
+    """`a|b` -> (a, b); nothing and -1 are no labels."""
+    labels = dict.fromkeys(label.strip() for label in text.split("|"))
+    return tuple(label for label in labels if label not in ("", "-1"))
+
+
+# ----------------------------------------------------------------------------------------------------------- JSON lines
+
+
+def _json_rows(lines: Iterator[str], where: str, options: SourceOptions) -> Iterator[Item]:
+    image: str | None = None
+    label: str | None = None
+    number = 0
+    try:
+        for number, line in enumerate(lines, 1):
+            if line.isspace():
+                continue
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise DataError(f"{where}, line {number}: expected a JSON object, found {type(row).__name__}")
+            if image is None:
+                columns = list(row)
+                candidates = [name for name in columns if name.lower() in IMAGE_NAMES]
+                image = choose_image(columns, candidates, options, where)
+                label = choose_label(columns, label_columns(columns), options, where)
+            path = row.get(image)
+            if not isinstance(path, str) or not path:
+                raise DataError(f"{where}, line {number}: no path of an image in {image!r}")
+            labels: tuple[str, ...] = ()
+            if label is not None:
+                if label not in row:
+                    raise DataError(f"{where}, line {number}: no {label!r}; write null for an image without labels")
+                labels = _json_labels(row[label], f"{where}, line {number}")
+            yield Item(_key(path, where, number), labels, path.encode())
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}, line {number + 1}: not UTF-8 ({error.reason})") from error
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}, line {number}: half a character ({error.reason})") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}, line {number}: not valid JSON ({error})") from error
+    if image is None:
+        raise DataError(f"{where}: an empty list")
+
+
+def _json_labels(value: Any, where: str) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value.encode()  # JSON can spell what no text is
+        return (value,) if value else ()
+    if value is None:
+        return ()
+    if isinstance(value, int) and not isinstance(value, bool):
+        return numbered_label(value, where)
+    if isinstance(value, list) and not any(isinstance(label, list) for label in value):
+        return tuple(dict.fromkeys(chain.from_iterable(_json_labels(label, where) for label in value)))
+    raise DataError(f"{where}: label {str(value)[:100]}; expected text, a whole number, a list of them, or null")

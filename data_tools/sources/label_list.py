@@ -1,0 +1,253 @@
+"""Lists of labels: a file beside a collection that says what its folders do not. Three kinds:
+
+- One label a line: the n-th line is for the image whose name ends in the number n, counted from 1.
+- A table (.csv, .tsv, or a text of image names with a blank or tab behind them): path or name of an image, then its
+  label, or several with | between them. Further columns need a header. Kaggle's LOC_val_solution.csv is such a table.
+- ILSVRC2012_devkit_t12.tar.gz: the labels of ImageNet's validation images as they are published.
+"""
+
+import csv
+import io
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+import numpy as np
+import xxhash
+
+from data_tools.sources.archive import is_tar, open_archive
+from data_tools.sources.parts import open_part
+from data_tools.sources.source import IMAGE_SUFFIXES, Item, numbered_label
+from vitscale.errors import DataError, RecipeError
+
+_GROUND_TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
+_META = "data/meta.mat"
+_ILSVRC_NAME = re.compile(r"ILSVRC2012_val_\d{8}\.", re.IGNORECASE)
+_NAME_COLUMNS = ("path", "filepath", "file_path", "filename", "file_name", "file", "image", "image_id", "imageid")
+_LABEL_COLUMNS = ("label", "labels", "cls", "class", "class_name", "target", "predictionstring")
+_BOXES = "predictionstring"  # Kaggle's: class, x, y, x, y; class, ...
+_MAX_MEMBER_BYTES = 64 << 20
+_EXAMPLES = 5
+
+# Name or path of an image (None if images are numbered), and its labels.
+Row = tuple[str | None, tuple[str, ...]]
+
+
+class LabelList:
+    """The labels of images, by path; about 20 bytes an image.
+
+    Args:
+        where: what people call the list.
+        rows: one an image, either all with names or all without. Raises DataError for two of one name.
+    """
+
+    def __init__(self, where: str, rows: Iterable[Row]):
+        self.where = where
+        known: dict[tuple[str, ...], int] = {}
+        labels, hashes = array("i"), array("Q")
+        for name, row_labels in rows:
+            labels.append(known.setdefault(row_labels, len(known)))
+            if name is not None:
+                hashes.append(_hash(name))
+        if not labels:
+            raise DataError(f"--labels {where}: no labels in it")
+        self._known = list(known)
+        self._labels = np.array(labels, np.int32)
+        self._numbered = not hashes
+        self._only_counts = all(_is_count(row_labels) for row_labels in known)
+        self._taken_by = np.zeros(len(labels), np.uint64)
+        self._hashes = np.array(hashes, np.uint64)
+        order = np.argsort(self._hashes, kind="stable")
+        if hashes:
+            self._hashes, self._labels = self._hashes[order], self._labels[order]
+            twice = np.flatnonzero(self._hashes[1:] == self._hashes[:-1])
+            if len(twice):
+                first, second = (int(order[twice[0] + i]) + 1 for i in (0, 1))
+                raise DataError(
+                    f"--labels {where}: rows {first:,} and {second:,} (without the header) are of one image. Expected "
+                    "one row an image, several labels with | between them"
+                )
+
+    def labels_of(self, path: str) -> tuple[str, ...] | None:
+        """The labels of the image at a path; None if the list does not name it.
+
+        A list may name the whole path, or its last parts, with or without the suffix. Raises DataError for a second
+        image that the same entry fits, and for one without a number that the lines have.
+        """
+        at = self._by_number(path) if self._numbered else self._by_name(path)
+        if at is None:
+            return None
+        hash_of_path = _hash(path)
+        if self._taken_by[at] not in (0, hash_of_path):
+            raise DataError(
+                f"--labels {self.where}: {path!r} is the second image that one entry fits; expected one each. Name "
+                "images by their paths, not by file names alone"
+            )
+        self._taken_by[at] = hash_of_path
+        return self._known[self._labels[at]]
+
+    def _by_name(self, path: str) -> int | None:
+        parts = path.split("/")
+        for start in range(len(parts)):
+            tail = "/".join(parts[start:])
+            for name in (tail, tail.rpartition(".")[0]):
+                at = int(np.searchsorted(self._hashes, np.uint64(_hash(name))))
+                if at < len(self._hashes) and self._hashes[at] == _hash(name):
+                    return at
+        return None
+
+    def _by_number(self, path: str) -> int:
+        name = path.rpartition("/")[2]
+        where = f"--labels {self.where}"
+        if _ILSVRC_NAME.match(name) and self._only_counts:
+            raise DataError(
+                f"{where}: numbers from 1 are no labels for {name}: they are ILSVRC2012_IDs, in an order of their own. "
+                "Give ILSVRC2012_devkit_t12.tar.gz itself, which says what they mean, or a list of synset names"
+            )
+        digits = re.search(r"([0-9]{1,18})$", name.rpartition(".")[0])
+        if digits is None:
+            raise DataError(
+                f"{where}: one label a line, for images whose names end in their number; {path!r} does not. Give a "
+                "table (.csv) of names and labels"
+            )
+        number = int(digits[1])
+        if not 1 <= number <= len(self._labels):
+            raise DataError(f"{where}: has lines 1 to {len(self._labels):,}; {path!r} asks for line {number:,}")
+        return number - 1
+
+
+def labelled(items: Iterable[Item], labels: str, where: str) -> Iterator[Item]:
+    """The same items with the labels that the list at the path or URL `labels` has for them.
+
+    Raises as `read_label_list` and, once all items have passed, DataError for those that the list does not name.
+    """
+    listed = read_label_list(labels)
+    missing = 0
+    examples: list[str] = []
+    for item in items:
+        found = listed.labels_of(item.key)
+        if found is not None:
+            yield item._replace(labels=found)
+            continue
+        missing += 1
+        if len(examples) < _EXAMPLES:
+            examples.append(item.key)
+    if missing:
+        shown = ", ".join(map(repr, examples)) + (" ..." if missing > len(examples) else "")
+        raise DataError(f"--labels {labels}: does not name {missing:,} images of {where}: {shown}")
+
+
+def read_label_list(path: str) -> LabelList:
+    """The label list at a path or URL. Raises RecipeError if there is none, DataError if it cannot be understood."""
+    if is_tar(path):
+        return LabelList(path, _devkit_rows(path))
+    try:
+        with open_part(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+            return LabelList(path, _text_rows(path, text))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"--labels {path}: expected a text in UTF-8, or a table ({error})") from error
+    except OSError as error:
+        raise RecipeError(f"--labels {path}: {error.strerror or error}") from error
+
+
+def _text_rows(where: str, text: Iterable[str]) -> Iterator[Row]:
+    lines = iter(text)
+    first = next(lines, "")
+    lines = chain([first], lines)
+    if where.lower().endswith((".csv", ".tsv")):
+        yield from _table_rows(where, csv.reader(lines, delimiter="\t" if where.lower().endswith(".tsv") else ","))
+        return
+    for separator in ("\t", ",", None):
+        cells = first.strip().split(separator, 1)
+        if len(cells) == 2 and cells[0].strip().lower().endswith(IMAGE_SUFFIXES):
+            yield from _table_rows(where, (line.strip().split(separator, 1) for line in lines))
+            return
+    end = 0
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            end = end or number
+        elif end:
+            raise DataError(f"--labels {where}: line {end:,} is empty, later ones are not; expected a label a line")
+        else:
+            yield None, _labels(line, f"--labels {where}, line {number:,}")
+
+
+def _table_rows(where: str, rows: Iterable[list[str]]) -> Iterator[Row]:
+    name_column, label_column, boxes, width = 0, 1, False, 2
+    for number, row in enumerate(rows, 1):
+        if not any(cell.strip() for cell in row):
+            continue
+        if number == 1:
+            names = [cell.strip().lower() for cell in row]
+            label_names = [name for name in _LABEL_COLUMNS if name in names]
+            if len(row) > 1 and label_names and not any(name.endswith(IMAGE_SUFFIXES) for name in names):
+                label_column, boxes, width = names.index(label_names[0]), label_names[0] == _BOXES, len(row)
+                others = [name for name in _NAME_COLUMNS if name in names] or [names[label_column == 0]]
+                name_column = names.index(others[0])
+                continue
+        if len(row) != width:
+            raise DataError(
+                f"--labels {where}, line {number:,}: {len(row)} columns; expected {width}: name and label of an image"
+                + (" (or more, with a header that calls one of them 'label')" if width == 2 else "")
+            )
+        cell = row[label_column]
+        if boxes:
+            cell = "|".join(dict.fromkeys(cell.split()[::5]))
+        yield row[name_column].strip(), _labels(cell, f"--labels {where}, line {number:,}")
+
+
+def _devkit_rows(where: str) -> Iterator[Row]:
+    """The validation labels of ImageNet as synsets; the development kit has them as numbers in an order of its own."""
+    found: dict[str, bytes] = {}
+    with open_archive(where) as archive:
+        for member in archive.files(Counter()):
+            for name in (_META, _GROUND_TRUTH):
+                if member.path.endswith(name.encode()):
+                    found[name] = archive.read(member, _MAX_MEMBER_BYTES)
+    if len(found) < 2:
+        raise DataError(
+            f"--labels {where}: expected the kit ILSVRC2012_devkit_t12.tar.gz, with {_META}, {_GROUND_TRUTH}"
+        )
+    synsets = _synsets(where, found[_META])
+    for number, line in enumerate(found[_GROUND_TRUTH].split(), 1):
+        synset = synsets.get(line.decode("ascii", "replace"))
+        if synset is None:
+            raise DataError(f"--labels {where}: line {number:,} of {_GROUND_TRUTH}, {line[:20]!r}, is no ILSVRC2012_ID")
+        yield f"ILSVRC2012_val_{number:08d}", (synset,)
+
+
+def _synsets(where: str, meta: bytes) -> dict[str, str]:
+    """ILSVRC2012_ID -> synset, such as n02119789."""
+    try:
+        from scipy.io import loadmat  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise RecipeError(f"--labels {where}: reading {_META} needs SciPy: pip install scipy") from error
+    try:
+        table = loadmat(io.BytesIO(meta), squeeze_me=True, variable_names=["synsets"])["synsets"]
+        return {str(int(row["ILSVRC2012_ID"])): str(row["WNID"]) for row in table}
+    except Exception as error:  # SciPy raises nearly anything on a damaged file
+        raise DataError(
+            f"--labels {where}: {_META} is damaged or of another kind ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _labels(cell: str, where: str) -> tuple[str, ...]:
+    """Labels from numbers or names with | between them."""
+    labels: list[str] = []
+    for name in cell.split("|"):
+        if not name.strip():
+            raise DataError(f"{where}: no label (-1 stands for none)")
+        is_number = re.fullmatch(r"-?[0-9]{1,18}", name.strip())
+        labels += numbered_label(int(name), where) if is_number else (name.strip(),)
+    return tuple(labels)
+
+
+def _is_count(labels: tuple[str, ...]) -> bool:
+    return len(labels) == 1 and labels[0].isdecimal() and int(labels[0]) > 0
+
+
+def _hash(name: str) -> int:
+    parts = [part for part in name.split("/") if part not in ("", ".", "..")]
+    return xxhash.xxh3_64_intdigest("/".join(parts).encode()) or 1

@@ -1,0 +1,232 @@
+"""Parquet files with the images inside, as Hugging Face's `datasets` writes them, and plain ones.
+
+The image is a column of bytes, or a struct of `bytes` and `path`. The label is a number, a text, or a list of them;
+where the file's Hugging Face metadata name the classes, a number becomes a name.
+"""
+
+import json
+import posixpath
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import types
+
+from data_tools.sources.fields import choose_image, choose_label, label_columns
+from data_tools.sources.parts import open_part, part_names, reading
+from data_tools.sources.source import Item, SourceOptions, numbered_label
+from vitscale.errors import DataError, RecipeError
+
+PARQUET_SUFFIXES = (".parquet", ".parq", ".pq")
+
+_BATCH_ROWS = 16
+_BUFFER_BYTES = 4 << 20
+_OPENED_AT_ONCE = 8
+_TEXTS = (types.is_string, types.is_large_string, types.is_string_view)
+_BYTES = (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
+_LISTS = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+
+
+class _Layout(NamedTuple):
+    """Columns of a file: the image (and whether it is a struct), the label, and the names of its classes."""
+
+    image: str
+    is_struct: bool
+    label: str | None
+    class_names: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class ParquetSource:
+    """Images in parquet files, read a few rows at a time. `names` begin the keys of each file's images."""
+
+    parts: tuple[str, ...]
+    names: tuple[str, ...]
+    layout: _Layout
+    streams: ClassVar[bool] = True
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        return self.layout.class_names
+
+    def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
+        where, layout = self.parts[part], self.layout
+        columns = [layout.image] if layout.label is None else [layout.image, layout.label]
+        row = 0
+        with _opened(where) as file:
+            # One group after the other, columns read piece by piece: a group may be as large as the file.
+            for batch in file.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False):
+                images = batch.column(layout.image)
+                labels = None if layout.label is None else batch.column(layout.label)
+                for i in range(batch.num_rows):
+                    spot = f"{where}, row {row}"
+                    data, path = _image(images[i].as_py(), layout.is_struct, spot)
+                    named = () if labels is None else _labels(labels[i].as_py(), layout.class_names, spot)
+                    yield Item(f"{self.names[part]}/{row:09d}{path}", named, data)
+                    row += 1
+            if row != file.metadata.num_rows:
+                raise DataError(f"{where}: damaged: {row:,} rows of {file.metadata.num_rows:,}")
+
+    def read(self, part: int, content: bytes) -> bytes:
+        return content
+
+
+def open_parquet(src: str, files: Sequence[str], options: SourceOptions) -> ParquetSource:
+    """Parquet files of one layout: their heads are all read here, so that a file of another kind shows at once.
+
+    Raises:
+        RecipeError: columns that are ambiguous or not known.
+        DataError, StorageError: a file that is damaged or cannot be read, or that differs from the first.
+    """
+
+    def layout_of(where: str) -> _Layout:
+        with _opened(where) as file:
+            return _layout(file.schema_arrow, options, where)
+
+    def check(where: str) -> None:
+        layout = layout_of(where)
+        if layout != first:
+            raise DataError(f"{where}: {_difference(layout, first)} in {files[0]}. Convert them one by one")
+
+    names = part_names(files, stem=True)
+    first = layout_of(files[0])
+    with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
+        for _ in pool.map(check, files[1:]):
+            pass
+    return ParquetSource(tuple(files), names, first)
+
+
+@contextmanager
+def _opened(where: str) -> Iterator[pq.ParquetFile]:
+    try:
+        with (
+            reading(where),
+            closing(open_part(where)) as raw,
+            pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True) as file,
+        ):
+            yield file
+    # pyarrow reports damage as any of them; its OSErrors are reported by `reading`.
+    except (pa.ArrowException, UnicodeDecodeError, MemoryError) as error:
+        raise DataError(f"{where}: damaged, or no parquet file ({error})") from error
+
+
+def _image(value: Any, is_struct: bool, spot: str) -> tuple[bytes, str]:
+    """The bytes of an image, and what its path adds to the key."""
+    data, path = (value.get("bytes"), value.get("path")) if is_struct and value is not None else (value, None)
+    if data is None:
+        if path is not None:
+            raise DataError(
+                f"{spot}: no bytes, only the path {path!r}: the data set was saved without its images. "
+                "Save it again with them inside (datasets: Dataset.to_parquet, push_to_hub)"
+            )
+        raise DataError(f"{spot}: no image")
+    name = posixpath.basename(path) if isinstance(path, str) else ""
+    return data, f"/{name}" if name not in ("", ".", "..") else ""
+
+
+def _labels(value: Any, class_names: tuple[str, ...] | None, spot: str) -> tuple[str, ...]:
+    if isinstance(value, list):
+        return tuple(dict.fromkeys(name for label in value for name in _labels(label, class_names, spot)))
+    if value is None or value == "":
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if class_names is not None and value >= len(class_names):
+        raise DataError(f"{spot}: label {value}; there are {len(class_names)} classes")
+    numbered = numbered_label(value, spot)
+    return numbered if class_names is None or not numbered else (class_names[value],)
+
+
+# ----------------------------------------------------------------------------------------------------- what columns are
+
+
+def _layout(schema: pa.Schema, options: SourceOptions, where: str) -> _Layout:
+    columns = schema.names
+    if len(set(columns)) < len(columns):
+        raise DataError(f"{where}: a column twice among {', '.join(columns)}")
+    features = _features(schema, where)
+    pictures = [name for name in columns if features[name].get("_type") == "Image"]
+    pictures = pictures or [name for name in columns if _bytes_type(schema.field(name).type) is not None]
+    image = choose_image(columns, pictures, options, where)
+    image_type = schema.field(image).type
+    if _bytes_type(image_type) is None:
+        raise RecipeError(
+            f"{where}: column {image!r} is of type {image_type}; expected the images' bytes (binary, or a struct with "
+            "`bytes`)"
+        )
+    classes = {name: _class_names(features[name], where) for name in columns if name != image}
+    candidates = [name for name, names in classes.items() if names is not None] or label_columns(classes)
+    label = choose_label(columns, candidates, options, where)
+    if label == image:
+        raise RecipeError(f"{where}: --label-field {label} is the column of the images")
+    if label is None:
+        return _Layout(image, types.is_struct(image_type), None, None)
+    label_type = schema.field(label).type
+    if not _is_label_type(label_type):
+        raise RecipeError(f"{where}: labels in {label!r} are of type {label_type}; expected numbers, texts or lists")
+    return _Layout(image, types.is_struct(image_type), label, classes[label])
+
+
+def _features(schema: pa.Schema, where: str) -> dict[str, dict[str, Any]]:
+    """Column -> its feature as `datasets` describes it; empty where it says nothing."""
+    try:
+        metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        features = metadata.get("info", {}).get("features") or {}
+        found = {name: features.get(name) for name in schema.names}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise DataError(f"{where}: damaged Hugging Face metadata ({error})") from error
+    return {name: _unlisted(feature) for name, feature in found.items()}
+
+
+def _unlisted(feature: Any) -> dict[str, Any]:
+    """The feature of a list's elements; releases of `datasets` spell lists in three ways."""
+    if isinstance(feature, list) and len(feature) == 1:
+        return _unlisted(feature[0])
+    if not isinstance(feature, dict):
+        return {}
+    if feature.get("_type") in ("Sequence", "List", "LargeList"):
+        inner = _unlisted(feature.get("feature"))
+        return inner if inner.get("_type") == "ClassLabel" else {}
+    return feature
+
+
+def _class_names(feature: dict[str, Any], where: str) -> tuple[str, ...] | None:
+    names = feature.get("names") if feature.get("_type") == "ClassLabel" else None
+    if names is None:
+        return None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DataError(f"{where}: damaged Hugging Face metadata: the names of classes are {str(names)[:100]}")
+    if len(set(names)) < len(names):
+        raise DataError(f"{where}: two classes of the same name in its Hugging Face metadata")
+    return tuple(names)
+
+
+def _bytes_type(kind: pa.DataType) -> pa.DataType | None:
+    """The type of the images' bytes; None if the column holds none."""
+    if types.is_struct(kind):
+        index = kind.get_field_index("bytes")
+        kind = kind.field(index).type if index >= 0 else pa.null()
+    return kind if any(matches(kind) for matches in _BYTES) else None
+
+
+def _is_label_type(kind: pa.DataType) -> bool:
+    if any(matches(kind) for matches in _LISTS):
+        kind = kind.value_type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return types.is_integer(kind) or any(matches(kind) for matches in _TEXTS)
+
+
+def _difference(layout: _Layout, first: _Layout) -> str:
+    if layout[:3] != first[:3]:
+        found, expected = (f"images in {one.image!r}, labels in {one.label!r}" for one in (layout, first))
+        return f"{found}; but {expected}"
+    mine, theirs = layout.class_names or (), first.class_names or ()
+    pairs = [(a, b) for a, b in zip(mine, theirs, strict=False) if a != b]
+    shown = f"(such as {pairs[0][0]!r} for {pairs[0][1]!r})" if pairs else "in number"
+    return f"{len(mine)} names of classes, which differ {shown} from the {len(theirs)}"

@@ -1,0 +1,115 @@
+"""Reading the parts of a source, at home or far away, and the names that parts give to the keys of their images."""
+
+import gzip
+import io
+import os
+import posixpath
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+
+from vitscale.errors import DataError, RecipeError, StorageError
+from vitscale.storage import base_name, is_url, open_stream, patiently
+
+_BLOCK_BYTES = 1 << 20
+_GZIP_MAGIC = b"\x1f\x8b\x08"
+
+
+class _PatientFile(io.RawIOBase):
+    """A remote file of which every read is tried again as `storage.patiently` does."""
+
+    def __init__(self, where: str, file: BinaryIO) -> None:
+        self._where, self._file = where, file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        data = patiently(self._where, lambda: self._file.read(len(buffer)))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+def open_part(where: str) -> io.BufferedReader:
+    """A part's bytes as they are stored. Raises OSError or StorageError."""
+    file = open_stream(where)
+    raw: Any = _PatientFile(where, file) if is_url(where) else file
+    return io.BufferedReader(raw, _BLOCK_BYTES)
+
+
+def open_unzipped(where: str) -> io.BufferedReader:
+    """A part's bytes, those of a gzip file decompressed. Raises as `open_part`, and as `gzip` where it is damaged."""
+    file = open_part(where)
+    return unzipped(file) if is_gzip(file) else file
+
+
+def is_gzip(file: io.BufferedReader) -> bool:
+    """Whether a file begins like gzip; its position stays."""
+    return file.peek(len(_GZIP_MAGIC))[: len(_GZIP_MAGIC)] == _GZIP_MAGIC
+
+
+def unzipped(file: io.BufferedReader) -> io.BufferedReader:
+    """The content of a gzip file, which is closed with it."""
+    content = gzip.GzipFile(fileobj=file)
+    content.myfileobj = file  # type: ignore[assignment]
+    return io.BufferedReader(content, _BLOCK_BYTES)
+
+
+@contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Turns what reading a part may raise into what people read.
+
+    Raises:
+        DataError: the part is damaged, missing or forbidden.
+        StorageError: what is remote does not answer.
+    """
+    try:
+        yield
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{where}: truncated or damaged gzip data ({error})") from error
+    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        raise DataError(f"{where}: cannot be read ({error.strerror or error})") from error
+    except OSError as error:
+        what = f"{where}: cannot be read ({error.strerror or error})"
+        if is_url(where):
+            raise StorageError(f"{what}. Repeat the command to go on") from error
+        raise DataError(what) from error
+
+
+def clean_path(path: str) -> str:
+    """A path or URL as the key of an image: without scheme, leading / and what leads upwards."""
+    inside = path.partition("://")[2] if is_url(path) else path
+    return posixpath.normpath(f"/{inside}").lstrip("/")
+
+
+def part_names(files: Sequence[str], stem: bool = False) -> tuple[str, ...]:
+    """What the keys of each part begin with: file names (without suffix if `stem`), or longer ones if these repeat.
+
+    Raises RecipeError for a file given twice.
+    """
+    paths = [clean_path(file) for file in files]
+    if stem:
+        paths = [posixpath.splitext(path)[0] for path in paths]
+    names = [base_name(path) for path in paths]
+    if len(set(names)) == len(names):
+        return tuple(names)
+    repeated = sorted({path for path in paths if paths.count(path) > 1}) if len(set(paths)) < len(paths) else []
+    if repeated:
+        raise RecipeError(f"{', '.join(repeated[:5])}: given twice")
+    common = len(posixpath.commonpath([posixpath.dirname(f"/{path}") for path in paths]))
+    return tuple(path[common:].lstrip("/") for path in paths)

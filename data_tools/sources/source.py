@@ -1,0 +1,102 @@
+"""The interface of a source: what every kind of image collection looks like to the converter.
+
+A source consists of parts (the files of a collection) that are listed independently, in worker processes. It comes in
+two kinds. From one with random access the converter first takes the list, then reads images in its own order. One that
+can only be streamed (a compressed or remote archive, parquet) hands over every image as it passes; the converter keeps
+them in a spool on this machine's disk and reads them from there.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from vitscale.errors import DataError
+
+# HEIC is here although Pillow does not read it: a collection of them is to be reported, not overlooked.
+# fmt: off
+IMAGE_SUFFIXES = (
+    ".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg",
+    ".mpo", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp",
+)
+# fmt: on
+
+HIDDEN = "hidden"
+NO_IMAGE = "no image suffix"
+NO_FILE = "neither file nor folder"
+
+
+class Item(NamedTuple):
+    """One image of a source.
+
+    Attributes:
+        key: what the image is called; unique in the source. A path of parts joined by / if classes are folders.
+        labels: names of its classes, the first of them the main one; empty for none. None if the key's first directory
+            that not all images share is the class. Numbers are written in decimals.
+        content: where its bytes are, as the source's `read` understands it; from a stream, the bytes themselves.
+    """
+
+    key: str
+    labels: tuple[str, ...] | None
+    content: bytes
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """What people may say about a source: a list of labels, and which field of a record is what."""
+
+    labels: str | None = None
+    image_field: str | None = None
+    label_field: str | None = None
+
+
+class Source(Protocol):
+    """A kind of source. Small and picklable: it travels to every worker."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether items carry their bytes; such a source has no use for `read`."""
+        ...
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What people call the parts: paths or URLs."""
+        ...
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Classes in the order that the source itself states; None if it states none."""
+        ...
+
+    def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
+        """The images of a part; files that are none are counted in `ignored`, by reason.
+
+        Raises DataError for damage, naming the part.
+        """
+        ...
+
+    def read(self, part: int, content: bytes) -> bytes:
+        """The bytes of one image file. Raises OSError or StorageError."""
+        ...
+
+
+def path_item(path: bytes, content: bytes, ignored: Counter[str]) -> Item | None:
+    """The item of a file whose folders say its class, or None (counted in `ignored`) if it is hidden or no image.
+
+    Names need not be UTF-8; what is not appears as \\xff in keys. Absolute and upward paths lose just that.
+    """
+    parts = [part for part in path.decode("utf-8", "backslashreplace").split("/") if part not in ("", ".", "..")]
+    if not parts or any(part.startswith(".") or part == "__MACOSX" for part in parts):
+        ignored[HIDDEN] += 1
+        return None
+    if not parts[-1].lower().endswith(IMAGE_SUFFIXES):
+        ignored[NO_IMAGE] += 1
+        return None
+    return Item("/".join(parts), None, content)
+
+
+def numbered_label(number: int, where: str) -> tuple[str, ...]:
+    """The labels of a record whose class is a number; -1, as many collections have it, is none. Raises DataError."""
+    if number < -1:
+        raise DataError(f"{where}: label {number}; expected 0 or more, or -1 for none")
+    return () if number == -1 else (str(number),)

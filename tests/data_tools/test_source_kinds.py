@@ -1,0 +1,91 @@
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from data_tools.sources import SourceOptions, open_source
+from data_tools.sources.folder import FolderSource
+from data_tools.sources.image_list import ImageListSource
+from data_tools.sources.nested_tar import NestedTarSource
+from data_tools.sources.tar import TarSource
+from vitscale.errors import DataError, RecipeError
+
+NONE = SourceOptions()
+
+
+def touch(root: Path, *names: str) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"")
+    return root
+
+
+def make_tar(path: Path, *names: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name in names:
+            archive.addfile(tarfile.TarInfo(name))
+    return path
+
+
+def test_kinds_are_told_by_what_is_there(tmp_path):
+    assert isinstance(open_source(str(touch(tmp_path / "a", "cat/1.jpg")), None, NONE), FolderSource)
+    assert isinstance(open_source(str(touch(tmp_path / "b", "1.jpg", "labels.csv")), None, NONE), FolderSource)
+    tars = touch(tmp_path / "c", "readme.txt")
+    make_tar(tars / "1.tar", "cat/1.jpg"), make_tar(tars / "0.tar", "dog/2.jpg")
+    source = open_source(str(tars), None, NONE)
+    assert isinstance(source, TarSource) and [Path(part).name for part in source.parts] == ["0.tar", "1.tar"]
+    (tmp_path / "list.csv").write_text("path,label\na.jpg,cat\n")
+    assert isinstance(open_source(str(tmp_path / "list.csv"), None, NONE), ImageListSource)
+    with tarfile.open(tmp_path / "whole.tar", "w") as archive:
+        archive.add(make_tar(tmp_path / "n01440764.tar", "n01440764_1.JPEG"), "n01440764.tar")
+    assert isinstance(open_source(str(tmp_path / "whole.tar"), None, NONE), NestedTarSource)
+
+
+def test_patterns(tmp_path):
+    for number in range(3):
+        make_tar(tmp_path / f"train-{number:03d}.tar", f"cat/{number}.jpg")
+    make_tar(tmp_path / "val-000.tar", "cat/9.jpg")
+    for pattern, expected in (
+        ("train-*.tar", ["train-000.tar", "train-001.tar", "train-002.tar"]),
+        ("train-{001..002}.tar", ["train-001.tar", "train-002.tar"]),
+        ("*-{000..000}.tar", ["train-000.tar", "val-000.tar"]),
+    ):
+        source = open_source(str(tmp_path / pattern), None, NONE)
+        assert [Path(part).name for part in source.parts] == expected
+    make_tar(tmp_path / "odd[1].tar", "cat/1.jpg")
+    assert Path(open_source(str(tmp_path / "odd[1].tar"), None, NONE).parts[0]).name == "odd[1].tar"
+
+
+@pytest.mark.parametrize(
+    ("src", "message"),
+    [
+        ("absent", "absent: no such file or directory"),
+        ("absent-*.tar", "nothing matches"),
+        ("train-{003..001}.tar", "counts down"),
+        ("train-{001..009}.tar", r"train-002\.tar: no such file"),
+        ("images.zip", r"cannot be told from the name images\.zip\. Expected a folder of images, or files ending in"),
+        ("mixed", r"holds parquet and tar files\. Say which are meant with a pattern, such as '.*\*\.tar'"),
+        ("beside", r"holds tar files beside folders"),
+        ("splits", r"holds several splits: train, validation\. .* such as '.*train-\*'"),
+    ],
+)
+def test_what_is_not_understood(tmp_path, src, message):
+    touch(tmp_path, "images.zip", "train-001.tar")
+    touch(tmp_path / "mixed", "a.tar", "b.parquet")
+    touch(tmp_path / "beside", "a.tar", "cat/1.jpg")
+    touch(tmp_path / "splits", "train-00000-of-00001.parquet", "validation-00000-of-00001.parquet")
+    with pytest.raises(RecipeError, match=message):
+        open_source(str(tmp_path / src), None, NONE)
+
+
+def test_a_wrong_guess_tells_what_was_seen(tmp_path):
+    touch(tmp_path / "images", "cat/1.jpg")
+    with pytest.raises(RecipeError, match=r"no tar files in this folder; it holds cat"):
+        open_source(str(tmp_path / "images"), "tar", NONE)
+    (tmp_path / "text.tar").write_text("a text, no archive")
+    with pytest.raises(DataError, match=r"text\.tar"):
+        open_source(str(tmp_path / "text.tar"), None, NONE)
+    with pytest.raises(RecipeError, match="is of the kind list, which has labels of its own"):
+        (tmp_path / "list.csv").write_text("path,label\na.jpg,cat\n")
+        open_source(str(tmp_path / "list.csv"), None, SourceOptions(labels="x.csv"))

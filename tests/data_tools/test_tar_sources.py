@@ -1,0 +1,383 @@
+import gzip
+import io
+import lzma
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from data_tools.sources.source import SourceOptions
+from data_tools.sources.tar import is_tar, open_tars
+from vitscale.errors import DataError, RecipeError
+
+MODES = {"tar": "w", "tar.gz": "w:gz", "tgz": "w:gz", "tar.xz": "w:xz", "txz": "w:xz", "tar.bz2": "w:bz2"}
+STREAMS = {kind: kind != "tar" for kind in MODES}
+NAMES = [f"c{i % 2}/{i}.jpg" for i in range(50)]
+
+
+def write_tar(path: Path, *members: str | tuple[str, bytes] | tuple[str, bytes, str], mode: str = "w") -> Path:
+    """A tar of files: names (content: the name), pairs of name and content, and links (name, type, target)."""
+    with tarfile.open(path, mode) as archive:
+        for member in members:
+            if isinstance(member, tuple) and len(member) == 3:
+                info = tarfile.TarInfo(member[0])
+                info.type, info.linkname = member[1], member[2]
+                archive.addfile(info)
+                continue
+            name, content = member if isinstance(member, tuple) else (member, os.fsencode(member))
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def tar_bytes(*members: str | tuple[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for member in members:
+            name, content = member if isinstance(member, tuple) else (member, member.encode())
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return out.getvalue()
+
+
+def listed(*paths: Path | str, ignored: Counter | None = None, **options: str) -> list[tuple]:
+    """Key, labels and bytes of every image, read as the converter reads them: in another process."""
+    source = open_tars("SRC", [str(path) for path in paths], SourceOptions(**options))
+    source = pickle.loads(pickle.dumps(source))
+    found = []
+    ignored = Counter() if ignored is None else ignored
+    for part in range(len(source.parts)):
+        items = source.items(part, ignored)
+        if source.streams:
+            found += list(items)
+        else:
+            found += [(item.key, item.labels, source.read(part, item.content)) for item in items]
+    return [tuple(item) for item in found]
+
+
+@pytest.mark.parametrize("kind", MODES)
+def test_every_compression_gives_the_same(tmp_path, kind):
+    path = write_tar(
+        tmp_path / f"images.{kind}", "train/cat/b.jpg", "train/dog/x/a.PNG", "c" * 150 + "/é.jpg", mode=MODES[kind]
+    )
+    with tarfile.open(path) as peer:
+        expected = [(name, None, os.fsencode(name)) for name in peer.getnames()]
+    assert is_tar(str(path)) and listed(path) == expected
+    assert open_tars("SRC", [str(path)], SourceOptions()).streams == STREAMS[kind]
+
+
+@pytest.mark.parametrize("kind", ["tar", "tar.gz"])
+def test_remote_tars_are_streamed(tmp_path, kind):
+    path = write_tar(tmp_path / f"images.{kind}", *NAMES, mode=MODES[kind])
+    with fsspec.open(f"memory://bucket/images.{kind}", "wb") as file:
+        file.write(path.read_bytes())
+    assert listed(f"memory://bucket/images.{kind}") == listed(path)
+    with pytest.raises(DataError, match=r"absent\.tar: cannot be read"):
+        listed("memory://bucket/absent.tar")
+
+
+@pytest.mark.parametrize("style", ["gnu", "pax", "ustar", "v7"])
+def test_archives_of_gnu_tar(tmp_path, style):
+    tar = shutil.which("tar")
+    if tar is None:
+        pytest.skip("no tar command")
+    # v7 has room for 100 characters
+    names = ["cat/1.jpg", f"dog/{'d' * 40}/{'e' * 40 if style == 'v7' else 'e' * 90}.jpg"]
+    for name in names:
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(name.encode() * 100)
+    path = tmp_path / "a.tar"
+    subprocess.run([tar, f"--format={style}", "-cf", path, "-C", tmp_path / "in", "."], check=True)
+    assert sorted(listed(path)) == [(name, None, name.encode() * 100) for name in names]
+
+
+def test_plain_and_compressed_parts(tmp_path):
+    first = write_tar(tmp_path / "a.tar", "cat/1.jpg", ("cat/2.jpg", tarfile.SYMTYPE, "1.jpg"))
+    second = write_tar(tmp_path / "b.tar.gz", "dog/2.jpg", mode="w:gz")
+    assert listed(first, second) == [
+        ("cat/1.jpg", None, b"cat/1.jpg"),
+        ("cat/2.jpg", None, b"cat/1.jpg"),
+        ("dog/2.jpg", None, b"dog/2.jpg"),
+    ]
+
+
+def test_hostile_paths_are_only_keys(tmp_path):
+    path = write_tar(tmp_path / "evil.tar", "/etc/cat/1.jpg", "../../etc/dog/2.jpg", "./etc//cat/../cat/3.jpg")
+    assert [key for key, _, _ in listed(path)] == ["etc/cat/1.jpg", "etc/dog/2.jpg", "etc/cat/cat/3.jpg"]
+    assert [path.name for path in tmp_path.iterdir()] == ["evil.tar"]
+
+
+def test_what_is_no_image_is_counted(tmp_path):
+    names = [
+        "a/1.jpg",
+        "b/2.webp",
+        "a/notes.txt",
+        "README",
+        ".git/x.jpg",
+        "a/._1.jpg",
+        "__MACOSX/a/1.jpg",
+        "a/more.tar",
+    ]
+    ignored: Counter[str] = Counter()
+    found = listed(write_tar(tmp_path / "images.tar", *names, ("a/pipe.jpg", tarfile.FIFOTYPE, "")), ignored=ignored)
+    assert [key for key, _, _ in found] == ["a/1.jpg", "b/2.webp"]
+    assert ignored == {
+        "hidden": 3,
+        "no image suffix": 2,
+        "archive inside of the archive": 1,
+        "neither file nor folder": 1,
+    }
+
+
+def test_names_that_are_no_utf8(tmp_path):
+    path = write_tar(tmp_path / "a.tar", "dog/1.jpg", os.fsdecode(b"caf\xe9/\xff.jpg"))
+    assert [key for key, _, _ in listed(path)] == ["dog/1.jpg", "caf\\xe9/\\xff.jpg"]
+
+
+def test_links_and_repeated_names(tmp_path):
+    path = write_tar(
+        tmp_path / "a.tar",
+        "cat/1.jpg",
+        ("dog/hard.jpg", tarfile.LNKTYPE, "cat/1.jpg"),
+        ("dog/soft.jpg", tarfile.SYMTYPE, "../cat/1.jpg"),
+        ("dog/out.jpg", tarfile.SYMTYPE, "/etc/passwd"),
+        "./cat/1.jpg",
+        ("dog/later.jpg", tarfile.SYMTYPE, "hard.jpg"),
+        ("dog/latest.jpg", tarfile.LNKTYPE, "cat/1.jpg"),
+    )
+    ignored: Counter[str] = Counter()
+    assert listed(path, ignored=ignored) == [
+        ("cat/1.jpg", None, b"cat/1.jpg"),
+        ("dog/hard.jpg", None, b"cat/1.jpg"),
+        ("dog/soft.jpg", None, b"cat/1.jpg"),
+        ("cat/1.jpg", None, b"./cat/1.jpg"),
+        ("dog/later.jpg", None, b"cat/1.jpg"),
+        ("dog/latest.jpg", None, b"./cat/1.jpg"),
+    ]
+    assert ignored == {"neither file nor folder": 1}
+
+
+def test_links_in_a_stream_are_refused(tmp_path):
+    links = (("dog/hard.jpg", tarfile.LNKTYPE, "cat/1.jpg"), ("notes", tarfile.SYMTYPE, "cat/1.jpg"))
+    path = write_tar(tmp_path / "a.tar.gz", "cat/1.jpg", *links, mode="w:gz")
+    with pytest.raises(DataError, match=r"'dog/hard\.jpg' is a link to 'cat/1\.jpg'.*--hard-dereference"):
+        listed(path)
+    ignored: Counter[str] = Counter()
+    assert len(listed(write_tar(path, "cat/1.jpg", links[1], mode="w:gz"), ignored=ignored)) == 1
+    assert ignored == {"neither file nor folder": 1}
+
+
+def test_links_within_the_tar_of_a_class(tmp_path):
+    link = ("2.jpg", tarfile.LNKTYPE, "1.jpg")
+    inner = write_tar(tmp_path / "b.tar", ("1.jpg", b"image"), link)
+    path = write_tar(tmp_path / "a.tar", ("a.tar", tar_bytes("1.jpg")), ("b.tar", inner.read_bytes()))
+    assert listed(path)[1:] == [("b/1.jpg", ("b",), b"image"), ("b/2.jpg", ("b",), b"image")]
+
+
+@pytest.mark.parametrize("kind", MODES)
+def test_damaged_archives(tmp_path, kind):
+    path = write_tar(tmp_path / f"images.{kind}", *NAMES, mode=MODES[kind])
+    content = path.read_bytes()
+    for damaged in (
+        content[: len(content) // 2],
+        content[: len(content) // 3],
+        b"this is no archive" * 100,
+        b"",
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=path.name):
+            listed(path)
+
+
+@pytest.mark.parametrize("kind", ["tar", "tar.gz"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda tar: tar[: 10 * 1024], "truncated: no end-of-archive mark"),  # exactly between two files
+        (lambda tar: tar[: 10 * 1024 + 100], "truncated"),
+        (lambda tar: tar[: 20 * 1024 + 20] + b"?" + tar[20 * 1024 + 21 :], "a damaged header at byte 20,480"),
+        (lambda tar: tar + tar, "data after the end of the archive"),
+    ],
+)
+def test_nothing_of_a_tar_is_lost_silently(tmp_path, damage, message, kind):
+    tar = damage(tar_bytes(*NAMES))
+    (tmp_path / f"images.{kind}").write_bytes(tar if kind == "tar" else gzip.compress(tar))
+    with pytest.raises(DataError, match=message):
+        listed(tmp_path / f"images.{kind}")
+
+
+@pytest.mark.parametrize("kind", ["tar", "tar.gz", "tar.xz", "tar.bz2"])
+def test_truncation_at_every_place(tmp_path, kind):
+    path = write_tar(tmp_path / f"a.{kind}", "cat/1.jpg", ("dog/2.jpg", os.urandom(700)), "dog/3.jpg", mode=MODES[kind])
+    whole = path.read_bytes()
+    # A tar is whole with the first block of its end mark.
+    needed = 5 * 512 + 1024 + 512 if kind == "tar" else len(whole)
+    for size in range(0, needed, 37):
+        path.write_bytes(whole[:size])
+        with pytest.raises(DataError, match=path.name):
+            listed(path)
+
+
+def test_damage_at_every_place_of_a_header(tmp_path):
+    """Every flipped bit of a header is told, or makes no difference (the padding of its checksum)."""
+    path = tmp_path / "a.tar"
+    whole = tar_bytes("cat/1.jpg", "dog/2.jpg", "dog/3.jpg")
+    path.write_bytes(whole)
+    expected = listed(path)
+    undone = 0
+    for place in range(1024, 1536):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            assert listed(path) == expected
+            undone += 1
+        except DataError:
+            pass
+    assert undone <= 2
+
+
+def header(name: str, kind: bytes = b"0", size: bytes = b"%011o\0" % 0) -> bytes:
+    """A tar header as the standard has it, with whatever size."""
+    block = bytearray(512)
+    block[: len(name)] = name.encode()
+    block[100:108], block[124:136], block[156:157] = b"0000644\0", size, kind
+    block[257:265] = b"ustar\x0000"
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        (b"0", -1),
+        *((kind, size) for kind in (b"0", b"L", b"x", b"S", b"g") for size in (-512, -2048, 1 << 40, 1 << 70)),
+    ],
+)
+def test_hostile_sizes(tmp_path, kind, size):
+    """Sizes in base 256, also negative ones, neither hang nor fill the memory."""
+    packed = size.to_bytes(12, "big", signed=True)
+    packed = (b"\xff" if size < 0 else b"\x80") + packed[1:]
+    content = tar_bytes("cat/1.jpg")[:1024] + header("cat/2.jpg", kind, packed) + tar_bytes("cat/3.jpg")
+    for suffix in ("tar", "tar.xz"):
+        path = tmp_path / f"a.{suffix}"
+        path.write_bytes(content if suffix == "tar" else lzma.compress(content))
+        with pytest.raises(DataError, match=path.name):
+            listed(path)
+
+
+def test_endless_sparse_map(tmp_path):
+    """A map of holes that promises more than there is; tarfile would read on for ever."""
+    record = b"22 GNU.sparse.major=1\n22 GNU.sparse.minor=0\n"
+    pax = header("p", b"x", b"%011o\0" % len(record)) + record.ljust(512, b"\0")
+    (tmp_path / "a.tar").write_bytes(pax + header("cat/1.jpg", size=b"%011o\0" % 512) + b"9" * 512)
+    with pytest.raises(DataError, match=r"a\.tar: truncated or damaged"):
+        listed(tmp_path / "a.tar")
+
+
+def test_headers_within_headers(tmp_path):
+    long = header("l", b"L", b"%011o\0" % 10) + b"x".ljust(512, b"\0")
+    (tmp_path / "a.tar").write_bytes(long * 5000)
+    with pytest.raises(DataError, match=r"a\.tar: truncated or damaged"):
+        listed(tmp_path / "a.tar")
+
+
+def test_an_archive_that_became_shorter(tmp_path):
+    path = write_tar(tmp_path / "a.tar", "cat/1.jpg")
+    source = open_tars("SRC", [str(path)], SourceOptions())
+    (item,) = source.items(0, Counter())
+    assert struct.unpack("<QQ", item.content) == (512, 9)
+    path.write_bytes(path.read_bytes()[:515])
+    with pytest.raises(OSError, match="the archive has become shorter"):
+        source.read(0, item.content)
+
+
+def inner_tars(prefix: str = "") -> tuple[tuple[str, bytes], ...]:
+    return (
+        (f"{prefix}n01440764.tar", tar_bytes("n01440764_10026.JPEG", "sub/n01440764_2.JPEG", "notes.txt")),
+        (f"{prefix}n01443537.tar", tar_bytes("n01443537_1.JPEG")),
+    )
+
+
+@pytest.mark.parametrize("kind", ["tar", "tar.gz"])
+@pytest.mark.parametrize("prefix", ["", "./", "winter21_whole/"])
+def test_tars_of_classes(tmp_path, kind, prefix):
+    members = ((f"{prefix}._n01440764.tar", b"mac"), (f"{prefix}README", b""), *inner_tars(prefix))
+    path = write_tar(tmp_path / f"ILSVRC2012_img_train.{kind}", *members, mode=MODES[kind])
+    ignored: Counter[str] = Counter()
+    assert listed(path, ignored=ignored) == [
+        ("n01440764/n01440764_10026.JPEG", ("n01440764",), b"n01440764_10026.JPEG"),
+        ("n01440764/sub/n01440764_2.JPEG", ("n01440764",), b"sub/n01440764_2.JPEG"),
+        ("n01443537/n01443537_1.JPEG", ("n01443537",), b"n01443537_1.JPEG"),
+    ]
+    assert ignored == {"hidden": 1, "no image suffix": 2}
+
+
+@pytest.mark.parametrize("kind", ["tar", "tar.gz"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda tar: tar[:512], "unexpected end of data"),
+        (lambda tar: tar[:1024], "no end-of-archive mark"),
+        (lambda tar: tar[:700], "unexpected end of data"),
+        (lambda tar: tar + tar, "data after the end"),
+        (lambda tar: b"", "empty file"),
+    ],
+)
+def test_damage_within_a_tar_of_a_class(tmp_path, damage, message, kind):
+    """Also where the tar that follows would go on as if nothing were missing."""
+    (first, _), second = inner_tars()
+    members = ((first, damage(tar_bytes("n01440764_10026.JPEG"))), second)
+    path = write_tar(tmp_path / f"train.{kind}", *members, mode=MODES[kind])
+    with pytest.raises(DataError, match=rf"n01440764\.tar: .*{message}"):
+        listed(path)
+
+
+def test_tars_of_classes_that_are_not_understood(tmp_path):
+    path = write_tar(tmp_path / "a.tar", *inner_tars(), ("n3.tar.gz", b""))
+    with pytest.raises(DataError, match=r"'n3\.tar\.gz' is compressed"):
+        listed(path)
+    path = write_tar(tmp_path / "b.tar", *inner_tars(), "x/1.jpg")
+    with pytest.raises(DataError, match=r"'x/1\.jpg' lies beside archives"):
+        listed(path)
+    for options, message in (
+        ({"labels": "x.txt"}, "--labels: SRC"),
+        ({"label_field": "x"}, "--label-field x: an arch"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            listed(write_tar(tmp_path / "c.tar", *inner_tars()), **options)
+
+
+def test_a_tar_for_every_class(tmp_path):
+    """As they lie in a folder, once the outer tar has been unpacked."""
+    paths = []
+    for name, content in inner_tars():
+        paths.append(tmp_path / name)
+        paths[-1].write_bytes(content)
+    assert listed(*paths) == listed(write_tar(tmp_path / "all.tar", *inner_tars()))
+    with pytest.raises(RecipeError, match="--label-field x: archives of one class"):
+        listed(*paths, label_field="x")
+
+
+def test_flat_images_with_a_list(tmp_path):
+    path = write_tar(tmp_path / "val.tar", *(f"val/ILSVRC2012_val_{i:08d}.JPEG" for i in (2, 1, 3)))
+    labels = tmp_path / "imagenet_2012_validation_synset_labels.txt"
+    labels.write_text("n01751748\nn09193705\nn02105855\n")
+    found = {key: labels for key, labels, _ in listed(path, labels=str(labels))}
+    assert found == {
+        "val/ILSVRC2012_val_00000001.JPEG": ("n01751748",),
+        "val/ILSVRC2012_val_00000002.JPEG": ("n09193705",),
+        "val/ILSVRC2012_val_00000003.JPEG": ("n02105855",),
+    }
+    with pytest.raises(RecipeError, match=r"--labels .*absent\.txt: No such file"):
+        open_tars("SRC", [str(path)], SourceOptions(labels=str(tmp_path / "absent.txt")))
+    with pytest.raises(RecipeError, match="--image-field jpg: a tar with a list of labels"):
+        listed(path, labels=str(labels), image_field="jpg")

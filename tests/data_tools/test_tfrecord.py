@@ -1,0 +1,259 @@
+import gzip
+import io
+import pickle
+import struct
+from collections import Counter
+
+import fsspec
+import google_crc32c
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from data_tools.sources.source import Item, SourceOptions
+from data_tools.sources.tf_example import bytes_values, int_values, parse_example
+from data_tools.sources.tfrecord import open_tfrecords
+from vitscale.errors import DataError, RecipeError
+
+
+def example_class(packed: bool = True):
+    """tf.train.Example as its .proto files describe it, built by protobuf itself; int64 packed or not."""
+    proto = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="example.proto", package="tf", syntax="proto3")
+
+    def add(messages, name, *fields):
+        message = messages.add(name=name)
+        for number, (field, repeated, kind) in enumerate(fields, 1):
+            made = message.field.add(name=field, number=number, label=proto.LABEL_REPEATED if repeated else 1)
+            made.type = proto.TYPE_MESSAGE if isinstance(kind, str) else kind
+            if isinstance(kind, str):
+                made.type_name = kind
+        return message
+
+    add(file.message_type, "BytesList", ("value", True, proto.TYPE_BYTES))
+    add(file.message_type, "FloatList", ("value", True, proto.TYPE_FLOAT))
+    add(file.message_type, "Int64List", ("value", True, proto.TYPE_INT64)).field[0].options.packed = packed
+    lists = [(f"{kind.lower()}_list", False, f".tf.{kind}List") for kind in ("Bytes", "Float", "Int64")]
+    feature = add(file.message_type, "Feature", *lists)
+    feature.oneof_decl.add(name="kind")
+    for field in feature.field:
+        field.oneof_index = 0
+    features = add(file.message_type, "Features", ("feature", True, ".tf.Features.FeatureEntry"))
+    entry = ("key", False, proto.TYPE_STRING), ("value", False, ".tf.Feature")
+    add(features.nested_type, "FeatureEntry", *entry).options.map_entry = True
+    add(file.message_type, "Example", ("features", False, ".tf.Features"))
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("tf.Example"))
+
+
+Example = example_class()
+
+
+def encode(example=Example, **features) -> bytes:
+    """An Example of lists of bytes, texts, whole numbers or floats; __ in a name stands for /."""
+    made = example()
+    for name, values in features.items():
+        feature = made.features.feature[name.replace("__", "/")]
+        if values and isinstance(values[0], int):
+            feature.int64_list.value.extend(values)
+        elif values and isinstance(values[0], float):
+            feature.float_list.value.extend(values)
+        else:
+            feature.bytes_list.value.extend(v.encode() if isinstance(v, str) else v for v in values)
+    return made.SerializeToString()
+
+
+def framed(*records: bytes) -> bytes:
+    out = io.BytesIO()
+    writer = RecordWriter(out)
+    for record in records:
+        writer.write(record)
+    return out.getvalue()
+
+
+def open_files(*files: str, image=None, label=None):
+    source = open_tfrecords("source", files, SourceOptions(image_field=image, label_field=label))
+    return pickle.loads(pickle.dumps(source))  # as it travels to a worker
+
+
+def listed(*files: str, image=None, label=None) -> list[Item]:
+    """Items with the images themselves as content."""
+    source = open_files(*files, image=image, label=label)
+    items = [(part, item) for part in range(len(files)) for item in source.items(part, Counter())]
+    return [item._replace(content=source.read(part, item.content)) for part, item in items]
+
+
+def write(path, *records: bytes) -> str:
+    path.write_bytes(framed(*records))
+    return str(path)
+
+
+RECORDS = [
+    encode(
+        image__encoded=[b"first"], image__class__label=[1], image__class__synset=["n01"], image__filename=["a/1.JPEG"]
+    ),
+    encode(image__encoded=[b"second" * 5000], image__class__label=[2], image__class__synset=["n02"], x=[0.5, 1.5]),
+]
+EXPECTED = [("train-0/000000000/1.JPEG", ("n01",), b"first"), ("train-0/000000001", ("n02",), b"second" * 5000)]
+
+
+def test_local_files_have_random_access(tmp_path):
+    file = write(tmp_path / "train-0", *RECORDS)
+    assert not open_files(file).streams
+    assert listed(file) == EXPECTED
+    (tmp_path / "train-0").write_bytes(framed(*RECORDS)[:-100])
+    source = open_tfrecords("source", [file], SourceOptions())
+    with pytest.raises(OSError, match="become shorter"):
+        source.read(0, struct.pack("<QQ", 100, 50_000))
+
+
+@pytest.mark.parametrize("kind", ["gzip", "remote", "remote gzip", "one of two"])
+def test_what_streams(tmp_path, kind):
+    content = framed(*RECORDS)
+    path = tmp_path / "train-0"
+    path.write_bytes(gzip.compress(content) if "gzip" in kind or kind == "one of two" else content)
+    files = [str(path)]
+    if "remote" in kind:
+        files = ["memory://records/train-0"]
+        with fsspec.open(files[0], "wb") as file:
+            file.write(path.read_bytes())
+    if kind == "one of two":
+        files.append(write(tmp_path / "train-1", *RECORDS))
+    assert open_files(*files).streams
+    assert listed(*files)[:2] == EXPECTED
+
+
+def test_a_record_that_looks_like_gzip(tmp_path):
+    size = int.from_bytes(b"\x1f\x8b\x08", "little")
+    empty = len(encode(image=[b"x" * 500_000], label=[7])) - 500_000
+    file = write(tmp_path / "x", encode(image=[b"x" * (size - empty)], label=[7]))
+    assert (tmp_path / "x").read_bytes().startswith(b"\x1f\x8b\x08")
+    assert [item.labels for item in listed(file)] == [("7",)]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_features_as_protobuf_encodes_them(packed):
+    numbers = [0, 1, -1, 127, 128, 2**63 - 1, -(2**63)]
+    data = encode(example_class(packed), numbers=numbers, texts=["", "a", "é" * 100], nothing=[], floats=[1.0])
+    features = parse_example(data, "here")
+    assert int_values(data, features["numbers"], "here") == numbers
+    texts = [data[start:end].decode() for start, end in bytes_values(data, features["texts"], "here")]
+    assert texts == ["", "a", "é" * 100]
+    assert {name: feature.kind for name, feature in features.items()} == {
+        "numbers": "ints",
+        "texts": "bytes",
+        "nothing": "bytes" if features["nothing"].lists else None,
+        "floats": "floats",
+    }
+
+
+def test_messages_are_merged_as_protobuf_does():
+    first, second = encode(a=[1], b=["old"]), encode(b=["new"], c=[2])
+    data = first + b"\x7a\x03abc" + second + b"\x10\x05"  # with unknown fields between and behind
+    merged = Example.FromString(data)
+    features = parse_example(data, "here")
+    assert sorted(features) == sorted(merged.features.feature)
+    assert [data[slice(*span)] for span in bytes_values(data, features["b"], "here")] == [b"new"]
+    assert list(merged.features.feature["b"].bytes_list.value) == [b"new"]
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        ({"label": [5]}, ("5",)),
+        ({"label": [-1]}, ()),
+        ({"label": [3, 1, 3]}, ("3", "1")),
+        ({"label": ["cat"]}, ("cat",)),
+        ({"label": [""]}, ()),
+        ({"label": []}, ()),
+        ({"labels": ["cat", "dog"], "image__class__text": ["x"]}, ("cat", "dog")),
+        ({"image__class__text": ["cat, tame"]}, ("cat, tame",)),
+    ],
+)
+def test_labels(tmp_path, features, expected):
+    file = write(tmp_path / "x", encode(image=[b"i"], **features))
+    assert listed(file) == [("x/000000000", expected, b"i")]
+    assert listed(file, label="none") == [("x/000000000", (), b"i")]
+
+
+def test_fields_that_people_name(tmp_path):
+    file = write(tmp_path / "x", encode(image=[b"i"], thumb=[b"t"], label=[1], species=["cat"]))
+    assert listed(file, image="thumb", label="species") == [("x/000000000", ("cat",), b"t")]
+    with pytest.raises(RecipeError, match=r"no feature 'y'; the first record has image, label, species, thumb\."):
+        listed(file, label="y")
+    with pytest.raises(RecipeError, match=r"no feature that is known as the label; .* has image, other\. .*none"):
+        listed(write(tmp_path / "y", encode(image=[b"i"], other=[1])))
+    with pytest.raises(RecipeError, match=r"no feature that is known as the image; .* --image-field NAME"):
+        listed(write(tmp_path / "z", encode(label=[1])))
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ({"image": [b"i"]}, "record 1 at byte .*: no feature 'label'"),
+        ({"label": [1]}, "record 1 at byte .*: no feature 'image'"),
+        ({"image": [b"a", b"b"], "label": [1]}, "holds 2 values; expected the bytes of one image"),
+        ({"image": [1, 2], "label": [1]}, "holds ints; expected the bytes of one image"),
+        ({"image": [b"i"], "label": [0.5]}, "holds floats"),
+        ({"image": [b"i"], "label": [-2]}, "record 1 .* label -2"),
+    ],
+)
+def test_records_that_are_no_sample(tmp_path, features, message):
+    with pytest.raises(DataError, match=message):
+        listed(write(tmp_path / "x", encode(image=[b"i"], label=[1]), encode(**features)))
+
+
+def test_empty_files(tmp_path):
+    files = [write(tmp_path / "x-0"), write(tmp_path / "x-1", encode(image=[b"i"], label=[1]))]
+    assert [item.key for item in listed(*files)] == ["x-1/000000000"]
+    with pytest.raises(DataError, match="source: no records"):
+        listed(files[0])
+
+
+def test_every_damaged_byte_is_noticed(tmp_path):
+    records = [encode(image=[bytes([i]) * 20], label=[i]) for i in range(3)]
+    content = framed(*records)
+    path = tmp_path / "x"
+    second = len(framed(records[0]))
+    for position in range(len(content)):
+        path.write_bytes(content[:position] + bytes([content[position] ^ 0x10]) + content[position + 1 :])
+        with pytest.raises(DataError, match=rf"record {position // second} at byte {position // second * second:,}: "):
+            listed(str(path))
+    for end in range(1, len(content)):
+        if end % second:
+            path.write_bytes(content[:end])
+            with pytest.raises(DataError, match=f"record {end // second} .*truncated"):
+                listed(str(path))
+
+
+def masked(data: bytes) -> bytes:
+    crc = google_crc32c.value(data)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def test_lengths_that_cannot_be(tmp_path):
+    length = struct.pack("<Q", 1 << 50)
+    (tmp_path / "x").write_bytes(length + masked(length) + b"short")
+    with pytest.raises(DataError, match="record 0 at byte 0: 1,125,899,906,842,624 bytes; at most"):
+        listed(str(tmp_path / "x"))
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x0a", b"\x0a\xff", b"\x0b", b"\x02\x00", b"\x80" * 11, b"\x0a\x02\x0a\x05", b"\x09a"]
+)
+def test_records_that_are_no_example(tmp_path, data):
+    with pytest.raises(DataError, match=r"record 0: not a tf\.train\.Example"):
+        listed(write(tmp_path / "x", data))
+
+
+def test_other_damage(tmp_path):
+    path = tmp_path / "x.gz"
+    path.write_bytes(gzip.compress(framed(*RECORDS))[:-20])
+    with pytest.raises(DataError, match=r"x\.gz: truncated or damaged gzip data"):
+        listed(str(path))
+    with pytest.raises(DataError, match="absent: cannot be read"):
+        listed(str(tmp_path / "absent"))
+    path.write_text("this is a text")
+    with pytest.raises(DataError, match="this is no TFRecord file"):
+        listed(str(path))
