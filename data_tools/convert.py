@@ -1,215 +1,200 @@
-"""vitscale-convert: an image folder or a tar of one becomes a dataset of shards.
+"""vitscale-convert: images in any form that people have them become a data set of shards. The command line."""
 
-    list -> shuffle by seed -> one task a shard, in worker processes -> manifest, written last
-
-The output depends on the source's images and the options, not on the number of workers, nor on the kind of source.
-"""
-
-import os
-import platform
-import time
 from pathlib import Path
 from typing import Annotated
 
-import numpy
-import PIL
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
-from data_tools.output import REJECTS_NAME, claimed, log
-from data_tools.plan import shard_ranges, shuffled
-from data_tools.report import ProgressView, Totals, summary
-from data_tools.shard_task import ShardReport, ShardTask, write_rejects
-from data_tools.sources import IMAGE_SUFFIXES, Entry, check_source, list_images, open_source
-from data_tools.workers import run_tasks
-from vitscale.errors import DataError, RecipeError, VitscaleError
-from vitscale.shards import DEFAULT_CAPACITY, Manifest, field_names
+from data_tools.classes import read_classes
+from data_tools.conversion import Engine, Machine, Outcome, convert, dry_run, merge
+from data_tools.images import JPEG_QUALITY, ImageOptions
+from data_tools.locks import ALL_TASKS, TaskRange
+from data_tools.plan import Plan
+from data_tools.probe import Probe
+from data_tools.quantities import parse_bytes
+from data_tools.report import summary
+from data_tools.request import Request
+from data_tools.sources import Kind, SourceOptions
+from data_tools.splits import parse_splits
+from data_tools.subset import parse_count, write_subset
+from vitscale.errors import RecipeError, VitscaleError
+from vitscale.shards import DEFAULT_CAPACITY
 
-_SHOWN_REJECTS = 20
 _EXIT_INTERRUPTED = 130
-
-
-def convert(
-    src: Path,
-    out: Path,
-    *,
-    shard_samples: int = DEFAULT_CAPACITY,
-    shuffle_seed: int = 0,
-    classes: Path | None = None,
-    max_reject_rate: float = 0.01,
-    workers: int | None = None,
-    console: Console | None = None,
-) -> tuple[Manifest, Totals]:
-    """Convert `src` into a dataset in the directory `out`; see `vitscale-convert --help` for the arguments.
-
-    Raises:
-        RecipeError: arguments that cannot be followed.
-        DataError: a source that is empty, damaged or has too many images that cannot be decoded. The directory then
-            has no manifest.
-    """
-    console = console or Console(quiet=True)
-    if out.resolve().is_relative_to(src.resolve()):
-        raise RecipeError(f"OUT {out} lies inside of SRC {src}: choose a directory elsewhere")
-    # Before anything long starts: FFCV is loaded (or missed) here, not first in a worker.
-    from data_tools.images import JPEG_QUALITY, JPEG_SUBSAMPLING
-
-    check_source(src)
-    known = None if classes is None else read_classes(classes)
-    with claimed(out) as work:
-        started = time.monotonic()
-        try:
-            workers = workers or len(os.sched_getaffinity(0))
-            log(out, "start", source=str(src), workers=workers, host=platform.node(), versions=_versions())
-            console.print(f"listing {escape(str(src))}", highlight=False)
-            source = open_source(src, work)
-            listing = list_images(source, known)
-            class_names = known or tuple(sorted({entry.class_name for entry in listing.entries}))
-            console.print(
-                f"{len(listing.entries):,} images of {len(class_names):,} classes, {workers} workers", highlight=False
-            )
-            label_of = {name: label for label, name in enumerate(class_names)}
-            order = shuffled([entry.key for entry in listing.entries], shuffle_seed)
-            tasks = []
-            for index, positions in enumerate(shard_ranges(len(order), shard_samples)):
-                entries: list[Entry] = [listing.entries[i] for i in order[positions.start : positions.stop]]
-                labels = [label_of[entry.class_name] for entry in entries]
-                tasks.append(ShardTask(index, out, source, positions.start, entries, labels, shard_samples))
-
-            reports: list[ShardReport] = []
-            with ProgressView(console, len(order)) as view:
-                for report in run_tasks(tasks, workers, view.update):
-                    reports.append(report)
-                    log(out, "shard", index=report.index, seconds=round(report.seconds, 3), rejects=len(report.rejects))
-            reports.sort(key=lambda report: report.index)
-            totals = _totals(reports, time.monotonic() - started)
-            totals.ignored = listing.ignored
-            log(out, "converted", **_loggable(totals))
-            _judge_rejects(reports, len(order), max_reject_rate, out)
-            manifest = Manifest(
-                fields=field_names(with_labels=False),
-                num_samples=totals.samples,
-                class_names=class_names,
-                shuffle_seed=shuffle_seed,
-                options={
-                    "image_suffixes": list(IMAGE_SUFFIXES),
-                    "jpeg_quality": JPEG_QUALITY,
-                    "jpeg_subsampling": JPEG_SUBSAMPLING,
-                    "pass_through": True,
-                    "shard_samples": shard_samples,
-                },
-                num_rejected=totals.rejected,
-                shards=tuple(report.entry for report in reports if report.entry is not None),
-            ).save(out)
-        except OSError as error:
-            raise DataError(f"{error.filename or out}: {error.strerror or error}") from error
-    return manifest, totals
-
-
-def read_classes(path: Path) -> tuple[str, ...]:
-    """Class names from a text file, one a line, or from another dataset. Raises RecipeError or DataError."""
-    if path.is_dir() or path.suffix == ".json":
-        names = Manifest.load(path).class_names
-    else:
-        try:
-            names = tuple(line for line in path.read_text("utf-8").splitlines() if line.strip())
-        except (OSError, UnicodeDecodeError) as error:
-            what = error.strerror if isinstance(error, OSError) else "not a text file in UTF-8"
-            raise RecipeError(
-                f"--classes {path}: {what}. Expected a file of one class name a line, or a dataset"
-            ) from error
-    repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if repeated or not names:
-        what = f"names twice: {', '.join(map(repr, repeated[:5]))}" if repeated else "no class names in it"
-        raise RecipeError(f"--classes {path}: {what}")
-    return names
-
-
-def _totals(reports: list[ShardReport], seconds: float) -> Totals:
-    entries = [report.entry for report in reports if report.entry is not None]
-    return Totals(
-        samples=sum(entry.samples for entry in entries),
-        passed_through=sum(report.passed_through for report in reports),
-        transcoded=sum(report.transcoded for report in reports),
-        rejected=sum(len(report.rejects) for report in reports),
-        shards=len(entries),
-        bytes=sum(entry.bytes for entry in entries),
-        seconds=seconds,
-    )
-
-
-def _judge_rejects(reports: list[ShardReport], images: int, max_rate: float, out: Path) -> None:
-    """Write down what was rejected; too much of it ends the conversion."""
-    rejects = [reject for report in reports for reject in report.rejects]
-    if not rejects:
-        return
-    write_rejects(out / REJECTS_NAME, rejects)
-    if len(rejects) <= max_rate * images and len(rejects) < images:
-        return
-    lines = [f"  {key!r}: {reason}" for key, reason in rejects[:_SHOWN_REJECTS]]
-    if len(rejects) > _SHOWN_REJECTS:
-        lines.append(f"  ... and {len(rejects) - _SHOWN_REJECTS:,} more")
-    raise DataError(
-        f"{len(rejects):,} of {images:,} images ({len(rejects) / images:.2%}) cannot be stored; --max-reject-rate "
-        f"{max_rate:g} allows less. No manifest was written; the full list is in {out / REJECTS_NAME}\n"
-        + "\n".join(lines)
-    )
-
-
-def _loggable(totals: Totals) -> dict[str, object]:
-    return {
-        "samples": totals.samples,
-        "rejected": totals.rejected,
-        "ignored": dict(totals.ignored),
-        "seconds": round(totals.seconds, 3),
-        "images_per_s": round(totals.images_per_s, 1),
-    }
-
-
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "pillow": PIL.__version__, "numpy": numpy.__version__}
-
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-@app.command()
+@app.command(no_args_is_help=True)
 def command(
+    context: typer.Context,
     src: Annotated[
-        Path, typer.Argument(help="Folder of class folders with images, or a .tar, .tar.gz, .tar.xz of one.")
-    ],
-    out: Annotated[Path, typer.Argument(help="Directory of the dataset; new or empty.")],
-    shard_samples: Annotated[int, typer.Option(min=1, help="Images a shard.")] = DEFAULT_CAPACITY,
-    shuffle_seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the global shuffle.")] = 0,
+        str | None,
+        typer.Argument(
+            help="Folder of class folders, tar(s), list (csv, jsonl), parquet, TFRecord, CIFAR, or another dataset; "
+            "a path, URL or quoted pattern such as 's3://bucket/train-{000..127}.tar'.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        str | None, typer.Argument(help="Folder or URL of the dataset; new or empty.", show_default=False)
+    ] = None,
+    kind: Annotated[Kind | None, typer.Option("--format", help="Of SRC.", show_default="found out")] = None,
+    labels: Annotated[
+        str | None, typer.Option(help="A list of labels for a folder or tar without class folders.", metavar="FILE")
+    ] = None,
     classes: Annotated[
         Path | None,
         typer.Option(help="Class order: a file of one name a line, or another dataset.", show_default="sorted"),
     ] = None,
+    unlabelled: Annotated[bool, typer.Option("--unlabelled", help="Give no image a label.")] = False,
+    image_field: Annotated[
+        str | None, typer.Option(help="Column, feature or suffix of the image.", show_default="found out")
+    ] = None,
+    label_field: Annotated[
+        str | None, typer.Option(help="Column, feature or key of the label.", show_default="found out")
+    ] = None,
+    short_side: Annotated[int | None, typer.Option(min=1, help="Shrink to at most so many pixels.")] = None,
+    long_side: Annotated[int | None, typer.Option(min=1, help="Shrink to at most so many pixels.")] = None,
+    quality: Annotated[int, typer.Option(min=1, max=100, help="Of JPEGs that are encoded anew.")] = JPEG_QUALITY,
+    pass_through: Annotated[
+        bool, typer.Option("--pass-through/--no-pass-through", help="Store sound JPEGs byte for byte.")
+    ] = True,
+    shard_samples: Annotated[
+        int | None, typer.Option(min=1, help="Images a shard.", show_default=f"{DEFAULT_CAPACITY:,}")
+    ] = None,
+    shard_bytes: Annotated[
+        str | None, typer.Option(help="Instead, about that size a shard, such as 512MB.", metavar="SIZE")
+    ] = None,
+    shuffle_seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the global shuffle.")] = 0,
+    split: Annotated[
+        list[str] | None,
+        typer.Option(help="Several datasets OUT/NAME: val=10000, val=2%, test=@keys.txt, 'train=a*/*', train=rest."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many images, chosen at random.")] = None,
+    subset: Annotated[
+        str | None,
+        typer.Option(help="OUT becomes the first so many samples (9M) of the dataset SRC; nothing is copied."),
+    ] = None,
+    is_dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be written: counts, bytes, time.")
+    ] = False,
     max_reject_rate: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of images that may be undecodable.")
     ] = 0.01,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one a core")] = None,
+    engine: Annotated[Engine, typer.Option(help="Where shards are written: this machine, or a Ray cluster.")] = "local",
+    task_range: Annotated[
+        str | None, typer.Option(help="Only piece i of n of the shards, i from 0, for job arrays.", metavar="i/n")
+    ] = None,
+    merge_out: Annotated[
+        str | None, typer.Option("--merge", help="Finish OUT, whose task ranges are all done.", metavar="OUT")
+    ] = None,
+    work: Annotated[
+        Path | None, typer.Option(help="Local folder for lists and spools.", show_default="in OUT, or the cache")
+    ] = None,
 ) -> None:
-    """Convert images into a dataset of shards that vitscale trains on and FFCV opens."""
+    """Convert images into a dataset of shards that vitscale trains on and FFCV opens. Repeat a command to go on."""
     console, errors = Console(), Console(stderr=True)
     try:
-        manifest, totals = convert(
-            src,
-            out,
-            shard_samples=shard_samples,
+        if merge_out is not None:
+            _allow_only(context, "merge_out", "max_reject_rate", "work")
+            _tell(console, merge_out, merge(merge_out, max_reject_rate, work))
+            return
+        if src is None or out is None:
+            raise RecipeError("expected SRC and OUT; see vitscale-convert --help")
+        if subset is not None:
+            _allow_only(context, "src", "out", "subset")
+            manifest = write_subset(src, out, parse_count(subset))
+            console.print(
+                f"{escape(out)}: {manifest.num_samples:,} samples of {escape(src)}", highlight=False, soft_wrap=True
+            )
+            return
+        if shard_samples is not None and shard_bytes is not None:
+            raise RecipeError("--shard-samples and --shard-bytes say the same thing twice: give one of them")
+        request = Request(
+            src=src,
+            kind=kind,
+            source=SourceOptions(labels, image_field, label_field),
+            classes=None if classes is None else read_classes(classes),
+            unlabelled=unlabelled,
             shuffle_seed=shuffle_seed,
-            classes=classes,
-            max_reject_rate=max_reject_rate,
-            workers=workers,
-            console=console,
+            shard_samples=shard_samples or DEFAULT_CAPACITY,
+            shard_bytes=None if shard_bytes is None else parse_bytes(shard_bytes),
+            images=ImageOptions(short_side, long_side, quality, pass_through),
+            splits=parse_splits(split or []),
+            limit=limit,
         )
+        tasks = ALL_TASKS if task_range is None else TaskRange.parse(task_range)
+        machine = Machine(workers, engine, tasks, work, max_reject_rate)
+        if is_dry_run:
+            console.print(_forecast(*dry_run(request, out, machine, console), machine.processes))
+            return
+        _tell(console, out, convert(request, out, machine, console), tasks)
     except VitscaleError as error:
-        errors.print(f"[red]error: {escape(str(error))}[/red]", soft_wrap=True, highlight=False)
+        errors.print(f"[red]error: {escape(str(error))}[/red]", highlight=False, soft_wrap=True)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
-        errors.print("[red]interrupted: no manifest was written[/red]")
+        errors.print("[red]interrupted: no manifest was written; repeat the command to go on[/red]")
         raise typer.Exit(_EXIT_INTERRUPTED) from None
-    console.print(summary(totals, f"{escape(str(out))}: {len(manifest.class_names):,} classes"))
+
+
+def _allow_only(context: typer.Context, *names: str) -> None:
+    """Raise RecipeError for options that have no meaning beside these."""
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name not in names
+        and parameter.name is not None
+        and (source := context.get_parameter_source(parameter.name)) is not None
+        and source.name == "COMMANDLINE"
+    ]
+    if given:
+        main = "--merge" if "merge_out" in names else "--subset"
+        raise RecipeError(f"{main} has no use for {', '.join(given)}")
+
+
+def _tell(console: Console, out: str, outcome: Outcome, tasks: TaskRange | None = None) -> None:
+    if outcome.was_complete:
+        console.print(f"{escape(out)}: is complete already; nothing was done", highlight=False, soft_wrap=True)
+        return
+    if not outcome.manifests:
+        console.print(f"{escape(out)}: task range {tasks} is done", highlight=False, soft_wrap=True)
+        console.print(summary(outcome.totals))
+        console.print(f"When all ranges are: vitscale-convert --merge {escape(out)}", highlight=False, soft_wrap=True)
+        return
+    first = next(iter(outcome.manifests.values()))
+    title = f"{escape(out)}: {len(first.class_names):,} classes"
+    if len(outcome.manifests) > 1 or "" not in outcome.manifests:
+        title += "".join(f", {name} {manifest.num_samples:,}" for name, manifest in outcome.manifests.items())
+    console.print(title, highlight=False, soft_wrap=True)
+    console.print(summary(outcome.totals))
+
+
+def _forecast(plan: Plan, probed: Probe, workers: int) -> Table:
+    """What a dry run says."""
+    table = Table(title="a dry run: nothing was written", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    images = plan.images
+    losses = probed.rejected / max(probed.images, 1)
+    for split in plan.splits:
+        table.add_row(f"images{f' of {split.name}' if split.name else ''}", f"{split.images:,}")
+    ignored = ", ".join(f"{count:,} {reason}" for reason, count in sorted(plan.ignored.items())) or "0"
+    seconds = probed.seconds / max(probed.images, 1) * images / workers
+    for name, value in (
+        ("files ignored", ignored),
+        ("classes", f"{len(plan.class_names):,}"),
+        ("shards", f"{plan.tasks:,} of {plan.shard_samples:,} images"),
+        ("images probed", f"{probed.images:,}, of which {probed.rejected:,} cannot be stored"),
+        ("bytes, about", f"{round(probed.bytes_per_image * images * (1 - losses)):,}"),
+        (f"seconds with {workers} workers, about", f"{seconds:,.0f}"),
+    ):
+        table.add_row(name, value)
+    return table
 
 
 def main() -> None:

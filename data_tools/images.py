@@ -1,7 +1,7 @@
 """One image file's bytes -> what is stored: the same bytes, a fresh JPEG, or a reason why not.
 
-A JPEG that stands upright and that FFCV's decoder takes without complaint passes byte for byte, so that a complaint
-at training time always means damage. Everything else that Pillow reads becomes an RGB JPEG of high quality.
+A JPEG that stands upright, is small enough and that FFCV's decoder takes without complaint passes byte for byte, so
+that a complaint at training time always means damage. Everything else that Pillow reads becomes an RGB JPEG.
 """
 
 import io
@@ -10,15 +10,17 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+from data_tools.jpeg_files import MAX_SIDE, SUBSAMPLING, Frame, decode_exactly, encode, read_frame
+from data_tools.unreadable import explain_unreadable
+from vitscale.errors import RecipeError
 from vitscale.shards import jpeg
-from vitscale.shards.beton import MAX_SIDE
 
 JPEG_QUALITY = 95
-JPEG_SUBSAMPLING = "4:4:4"
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb: 256 MiB of RGB
 MAX_FILE_BYTES = 1 << 30
 
@@ -33,6 +35,63 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 _ALPHA_MODES = ("RGBA", "LA", "PA", "RGBa", "La")
+_JPEG_FORMATS = ("JPEG", "MPO")  # MPO: a JPEG with further pictures behind it, as many cameras write it
+_DRAWINGS = ("EPS", "WMF", "EMF")  # Pillow has other programs draw them
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """How images are stored.
+
+    A larger image is reduced until its shorter side has at most `short_side` pixels and its longer one at most
+    `long_side`; none is enlarged. The side that decides has exactly its limit; the other keeps the aspect, rounded to
+    the nearest pixel (halves up), at least 1.
+
+    Attributes:
+        short_side, long_side: limits in pixels; None for no limit.
+        quality: of the JPEGs that are written, 1 to 100.
+        pass_through: whether JPEGs that can be stored as they are keep their bytes.
+
+    Raises RecipeError for values out of range.
+    """
+
+    short_side: int | None = None
+    long_side: int | None = None
+    quality: int = JPEG_QUALITY
+    pass_through: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.quality <= 100:
+            raise RecipeError(f"a JPEG quality of {self.quality}; expected 1 to 100")
+        for name, limit in (("short", self.short_side), ("long", self.long_side)):
+            if limit is not None and limit < 1:
+                raise RecipeError(f"images with a {name} side of at most {limit} pixels; expected at least 1")
+
+    def fitted(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height in pixels as stored, of an image of this width and height."""
+        limited = [(min(width, height), self.short_side), (max(width, height), self.long_side)]
+        reductions = [(limit, side) for side, limit in limited if limit is not None and limit < side]
+        if not reductions:
+            return width, height
+        limit, side = min(reductions, key=lambda reduction: reduction[0] / reduction[1])
+        return max(1, _rounded(width * limit, side)), max(1, _rounded(height * limit, side))
+
+    def described(self) -> dict[str, Any]:
+        """What of this changes the content of a dataset, for its manifest."""
+        limits = {"short_side": self.short_side, "long_side": self.long_side}
+        return {
+            "jpeg_quality": self.quality,
+            "jpeg_subsampling": SUBSAMPLING,
+            "pass_through": self.pass_through,
+            **{name: limit for name, limit in limits.items() if limit is not None},
+        }
+
+
+def _rounded(dividend: int, divisor: int) -> int:
+    return (2 * dividend + divisor) // (2 * divisor)
+
+
+_DEFAULTS = ImageOptions()
 
 
 @dataclass(frozen=True)
@@ -47,27 +106,35 @@ class StoredImage:
 
 @dataclass(frozen=True)
 class Reject:
-    """Why an image cannot be stored; a reason depends on the file's bytes only."""
+    """Why an image cannot be stored; a reason depends on the file's bytes and the options only."""
 
     reason: str
 
 
-def store_image(data: bytes) -> StoredImage | Reject:
+def store_image(data: bytes, options: ImageOptions = _DEFAULTS) -> StoredImage | Reject:
     """Turn an image file's bytes into what is stored. Never raises, whatever the bytes are.
 
     First frame of animations; EXIF orientation applied; alpha onto white; 16 bits scaled to 8; palette, gray, CMYK and
-    YCCK to RGB. Colour profiles are not applied.
+    YCCK to RGB (CMYK as Adobe stores it, inverted). Colour profiles are not applied.
     """
     if not data:
         return Reject("empty file (0 bytes)")
     if len(data) > MAX_FILE_BYTES:
         return Reject(f"{len(data):,} bytes; at most {MAX_FILE_BYTES:,} are taken")
     try:
+        frame = read_frame(data) if data.startswith(b"\xff\xd8\xff") else None
+        if frame is not None and frame.refusal is not None:
+            return Reject(frame.refusal)
+        # Most collections are of such JPEGs: nothing about them needs Pillow.
+        if frame is not None and not frame.has_exif and _passes(data, frame.height, frame.width, options):
+            return StoredImage(data, frame.height, frame.width, passed_through=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of bombs (limited below), of odd metadata
-            return _store(data)
+            return _store(data, frame, options)
     except UnidentifiedImageError:
-        return Reject(f"not an image that Pillow knows; the file begins with {data[:8]!r}")
+        return Reject(explain_unreadable(data))
+    except Image.DecompressionBombError as error:
+        return Reject(f"too large: {error}")
     except MemoryError:
         return Reject("not enough memory to decode it")
     # Pillow's plugins raise nearly anything on damaged files: OSError, SyntaxError, ValueError, struct.error, KeyError.
@@ -75,35 +142,84 @@ def store_image(data: bytes) -> StoredImage | Reject:
         return Reject(f"cannot be decoded: {type(error).__name__}: {error}")
 
 
-def _store(data: bytes) -> StoredImage | Reject:
+def _passes(data: bytes, height: int, width: int, options: ImageOptions) -> bool:
+    """Whether an upright JPEG of this size is stored as it is."""
+    return (
+        options.pass_through
+        and _limits(height, width, options) is None
+        and options.fitted(width, height) == (width, height)
+        and jpeg.decode(data, height, width)[0] == 0
+    )
+
+
+def _limits(height: int, width: int, options: ImageOptions) -> str | None:
+    """Why a picture of this size cannot be stored, or None."""
+    fitted = options.fitted(width, height)
+    if width * height > MAX_PIXELS:
+        return f"{width} x {height} pixels; at most {MAX_PIXELS:,} are taken"
+    if max(fitted) > MAX_SIDE or min(width, height) < 1:
+        return f"{width} x {height} pixels; a side has 1 to {MAX_SIDE}"
+    return None
+
+
+def _store(data: bytes, frame: Frame | None, options: ImageOptions) -> StoredImage | Reject:
     with Image.open(io.BytesIO(data)) as image:
         width, height = image.size
-        if width * height > MAX_PIXELS:
-            return Reject(f"{width} x {height} pixels; at most {MAX_PIXELS:,} are taken")
-        if max(width, height) > MAX_SIDE or min(width, height) < 1:
-            return Reject(f"{width} x {height} pixels; a side has 1 to {MAX_SIDE}")
-        # MPO: a JPEG with further pictures behind it, as many cameras write it.
-        if image.format in ("JPEG", "MPO") and _turn(image) is None:
-            status, _ = jpeg.decode(data, height, width)
-            if status == 0:
-                return StoredImage(data, height, width, passed_through=True)
-        with _silence(image.format == "TIFF"):
-            image.load()
-        rgb = _to_rgb(image)
-        # Only now: asked for EXIF before, a damaged PNG loads in part, and then no longer tells that it is damaged.
-        turn = _turn(image)
-        if turn is not None:
-            rgb = rgb.transpose(turn)
-    return _encode(rgb)
+        if image.format in _DRAWINGS:
+            return Reject(f"a drawing ({image.format}): render it first")
+        if (reason := _limits(height, width, options)) is not None:
+            return Reject(reason)
+        if image.format not in _JPEG_FORMATS:
+            return _store_other(image, options)
+        # The decoder would scale a picture of another size than Pillow reads here, and report success.
+        if frame is None or (frame.width, frame.height) != (width, height):
+            return Reject(f"its header contradicts itself: {width} x {height} pixels in one place, not in another")
+        return _store_jpeg(data, image, options)
 
 
-def _encode(rgb: Image.Image) -> StoredImage | Reject:
-    out = io.BytesIO()
-    rgb.save(out, "JPEG", quality=JPEG_QUALITY, subsampling=JPEG_SUBSAMPLING, comment=b"")
-    status, _ = jpeg.decode(out.getvalue(), rgb.height, rgb.width)
-    if status != 0:
-        return Reject(f"the decoder refuses its own format (status {status})")
-    return StoredImage(out.getvalue(), rgb.height, rgb.width, passed_through=False)
+def _store_jpeg(data: bytes, image: Image.Image, options: ImageOptions) -> StoredImage:
+    width, height = image.size
+    fitted = options.fitted(width, height)
+    turn = _turn(image)
+    box = None
+    if turn is None and _passes(data, height, width, options):
+        return StoredImage(data, height, width, passed_through=True)
+    if fitted == (width, height):
+        pixels = decode_exactly(data, height, width)
+        if pixels is not None:
+            return _encoded(pixels, turn, options)
+    else:
+        # The decoder reduces by 2, 4 or 8 nearly for free; twice the size wanted leaves the rest to a better filter.
+        drafted = image.draft(None, (2 * fitted[0], 2 * fitted[1]))
+        box = drafted[1] if drafted else None
+    return _encoded(_resized(_to_rgb(image), fitted, box), turn, options)
+
+
+def _store_other(image: Image.Image, options: ImageOptions) -> StoredImage:
+    with _silence(image.format == "TIFF"):
+        image.load()
+    rgb = _to_rgb(image)
+    rgb = _resized(rgb, options.fitted(*rgb.size))  # its size by now: a TIFF turns itself upright while it loads
+    # Only now: asked for EXIF before, a damaged PNG loads in part, and then no longer tells that it is damaged.
+    return _encoded(rgb, _turn(image), options)
+
+
+def _encoded(rgb: Image.Image | np.ndarray, turn: Image.Transpose | None, options: ImageOptions) -> StoredImage:
+    if turn is not None:
+        rgb = (Image.fromarray(rgb) if isinstance(rgb, np.ndarray) else rgb).transpose(turn)
+    pixels = np.asarray(rgb)
+    height, width, _ = pixels.shape
+    return StoredImage(encode(pixels, options.quality), height, width, passed_through=False)
+
+
+def _resized(
+    rgb: Image.Image, size: tuple[int, int], box: tuple[float, float, float, float] | None = None
+) -> Image.Image:
+    """Reduced to this width and height, by an antialiased bicubic filter; from a `box` of the picture, if given."""
+    if rgb.size == size:
+        return rgb
+    # Averages whole blocks of pixels first, down to twice the size wanted at the least.
+    return rgb.resize(size, Image.Resampling.BICUBIC, box, reducing_gap=2.0)
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:

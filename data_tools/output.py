@@ -1,75 +1,176 @@
-"""The directory that a conversion writes: taken, checked, and left without traces of the work."""
+"""Where a conversion writes: the data set's folder or URL, and what is known there of an unfinished conversion.
 
-import fcntl
+    OUT/                         shards and tables; with splits one folder each
+    OUT/manifest.json            written last: the data set exists
+    OUT/convert.log.jsonl        when, where, how fast
+    OUT/.vitscale-convert/       until then: what was asked for, the plan, a marker for every shard that is done
+
+An output that is a URL gets its files from a folder of this machine (`work`), one shard at a time; a local one is
+written in place, under temporary names.
+"""
+
+import hashlib
 import json
+import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from vitscale import storage
+from vitscale.durable import write_text
 from vitscale.errors import RecipeError
 from vitscale.shards import MANIFEST_NAME
+from vitscale.shards.provenance import REJECTS_NAME
 
-REJECTS_NAME = "rejects.parquet"
 LOG_NAME = "convert.log.jsonl"
-_WORK_NAME = ".vitscale-convert"
-_OURS = re.compile(r"\.?(shard-\d{5,}\.(beton|idx\.parquet)|rejects\.parquet|manifest\.json)(\.[0-9a-f]{8}\.part)?")
+STATE_NAME = ".vitscale-convert"
+_PART = re.compile(r"\..*\.[0-9a-f]{8}\.part")
+_OURS = re.compile(rf"shard-\d{{5,}}\.(beton|idx\.parquet)|{re.escape(REJECTS_NAME)}|{re.escape(MANIFEST_NAME)}")
+_SHOWN = 5
 
 
-@contextmanager
-def claimed(out: Path) -> Iterator[Path]:
-    """Take the directory `out` for one conversion; yields a folder for temporary files in it, gone in the end.
+@dataclass(frozen=True)
+class Output:
+    """The place that a conversion writes to. Travels to every worker.
 
-    What an unfinished conversion left there is removed.
-
-    Raises:
-        RecipeError: `out` holds a dataset or anything else, is in use, or cannot be written.
+    Attributes:
+        where: folder or URL.
+        work: local folder for what only this machine needs: listing, plan, spool.
     """
-    work = out / _WORK_NAME
-    if out.exists() and not out.is_dir():
-        raise RecipeError(f"OUT {out}: is a file. Choose a new or empty directory")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        _refuse_foreign(out)
-        work.mkdir(exist_ok=True)
-        lock = (work / "lock").open("w")
-    except OSError as error:
-        raise RecipeError(f"OUT {out}: cannot be written ({error.strerror})") from error
-    with lock:
+
+    where: str
+    work: Path
+
+    @classmethod
+    def at(cls, where: str, work: Path | None) -> "Output":
+        """The output at a path or URL; `work` is inside of it, or in the user's cache for a URL, unless given."""
+        if not storage.is_url(where):
+            where = str(Path(where).absolute())
+            return cls(where, work or Path(where) / STATE_NAME)
+        where = where.rstrip("/")
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        digest = hashlib.sha256(where.encode()).hexdigest()[:16]
+        return cls(where, work or cache / "vitscale" / "convert" / digest)
+
+    @property
+    def is_remote(self) -> bool:
+        return storage.is_url(self.where)
+
+    def place(self, split: str = "") -> str:
+        """Folder or URL of a split's data set."""
+        return storage.join(self.where, split) if split else self.where
+
+    def state(self, name: str) -> str:
+        """Path or URL of a piece of state."""
+        return storage.join(storage.join(self.where, STATE_NAME), name)
+
+    @contextmanager
+    def staged(self, split: str, names: list[str]) -> Iterator[list[Path]]:
+        """Local paths to write files at, whole or not at all; on leaving without an error they are in the data set."""
+        if not self.is_remote:
+            folder = Path(self.place(split))
+            folder.mkdir(parents=True, exist_ok=True)
+            yield [folder / name for name in names]
+            return
+        with self._scratch() as folder:
+            paths = [folder / name for name in names]
+            yield paths
+            for path in paths:
+                if path.exists():
+                    storage.put(path, storage.join(self.place(split), path.name))
+
+    @contextmanager
+    def staged_state(self, name: str) -> Iterator[Path]:
+        """The same for a piece of state."""
+        if not self.is_remote:
+            path = Path(self.state(name))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield path
+            return
+        with self._scratch() as folder:
+            path = folder / storage.base_name(name)
+            yield path
+            storage.put(path, self.state(name))
+
+    def mark(self, name: str, text: str) -> None:
+        """Write a piece of state, whole or not at all."""
+        with self.staged_state(name) as path:
+            write_text(path, text)
+
+    def read_state(self, name: str) -> bytes | None:
+        """A piece of state, or None."""
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RecipeError(f"OUT {out}: another vitscale-convert is writing there") from None
+            return storage.read_bytes(self.state(name))
+        except FileNotFoundError:
+            return None
+
+    def refuse_foreign(self, splits: list[str]) -> None:
+        """Raise RecipeError if there is anything in the output that no conversion of ours has put there."""
+        if not self.is_remote and Path(self.where).exists() and not Path(self.where).is_dir():
+            raise RecipeError(f"OUT {self.where}: is a file. Choose a new or empty directory")
+        names = storage.names_in(self.where)
+        begun = STATE_NAME in names or LOG_NAME in names  # our own unfinished work is recognised by these
+        known = {STATE_NAME, LOG_NAME, *splits}
+        foreign = [
+            name
+            for name in names
+            if name not in known and not (begun and (_OURS.fullmatch(name) or _PART.fullmatch(name)))
+        ]
+        if foreign or (not begun and set(splits) & set(names)):
+            foreign = foreign or sorted(set(splits) & set(names))
+            shown = ", ".join(map(repr, foreign[:_SHOWN])) + (" ..." if len(foreign) > _SHOWN else "")
+            raise RecipeError(
+                f"OUT {self.where}: not empty ({len(foreign)} other files: {shown}). Choose a new or empty directory"
+            )
+
+    def is_complete(self, splits: list[str]) -> bool:
+        """Whether every data set of the output has its manifest."""
+        return all(storage.size_of(storage.join(self.place(split), MANIFEST_NAME)) is not None for split in splits)
+
+    def clear_state(self) -> None:
+        """Remove what only an unfinished conversion needs."""
+        if not self.is_remote:
+            for folder in (Path(self.where), *(path for path in Path(self.where).iterdir() if path.is_dir())):
+                for part in folder.glob(".*.part"):  # of workers that were killed
+                    if _PART.fullmatch(part.name):
+                        part.unlink(missing_ok=True)
+            shutil.rmtree(self.state(""), ignore_errors=True)
+        else:
+            storage.remove_folder(self.state(""))
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    def log(self, event: str, **what: Any) -> None:
+        """Append to the log what must not stand in the manifest: when, where, how fast. Raises OSError."""
+        line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **what}
+        with self._log_path().open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def put_log(self) -> None:
+        """Bring the log to a remote output."""
+        if self.is_remote:
+            storage.put(self._log_path(), storage.join(self.where, LOG_NAME))
+
+    def logged_request(self) -> dict[str, Any] | None:
+        """What the last conversion into this output was asked for; None if none is known."""
         try:
-            _refuse_foreign(out)  # once more: another converter may have finished since
-            for leftover in out.iterdir():
-                if _OURS.fullmatch(leftover.name):
-                    leftover.unlink()
-            yield work
-        finally:
-            for part in out.glob(".*.part"):  # of workers that were killed
-                part.unlink(missing_ok=True)
-            shutil.rmtree(work, ignore_errors=True)
+            content = storage.read_bytes(storage.join(self.where, LOG_NAME)).decode("utf-8")
+        except (FileNotFoundError, UnicodeDecodeError):
+            return None
+        events = [json.loads(line) for line in content.splitlines() if line.endswith("}")]
+        requests = [event["request"] for event in events if event.get("event") == "start"]
+        return requests[-1] if requests else None
 
+    def _log_path(self) -> Path:
+        return (self.work if self.is_remote else Path(self.where)) / LOG_NAME
 
-def _refuse_foreign(out: Path) -> None:
-    if (out / MANIFEST_NAME).exists():
-        raise RecipeError(f"OUT {out}: already holds a dataset. Choose another directory, or remove this one first")
-    names = sorted(path.name for path in out.iterdir())
-    begun = LOG_NAME in names  # our own unfinished work is recognised by its log
-    foreign = [name for name in names if name not in (LOG_NAME, _WORK_NAME) and not (begun and _OURS.fullmatch(name))]
-    if foreign:
-        shown = ", ".join(map(repr, foreign[:5])) + (" ..." if len(foreign) > 5 else "")
-        raise RecipeError(
-            f"OUT {out}: not empty ({len(foreign)} other files: {shown}). Choose a new or empty directory"
-        )
-
-
-def log(out: Path, event: str, **what: Any) -> None:
-    """Append to the log what must not stand in the manifest: when, where, how fast. Raises OSError."""
-    line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **what}
-    with (out / LOG_NAME).open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    @contextmanager
+    def _scratch(self) -> Iterator[Path]:
+        self.work.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="scratch-", dir=self.work) as folder:
+            yield Path(folder)

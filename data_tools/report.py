@@ -30,16 +30,19 @@ class Totals:
 
 
 class ProgressView:
-    """A bar on a terminal, a line every ten seconds elsewhere; both with images/s and the time left."""
+    """A bar on a terminal, a line every ten seconds elsewhere; both with images/s and the time left.
 
-    def __init__(self, console: Console, images: int) -> None:
-        self._console, self._images = console, images
+    `images` is None where nobody knows how many there are.
+    """
+
+    def __init__(self, console: Console, verb: str, images: int | None) -> None:
+        self._console, self._verb, self._images = console, verb, images
         self._started = self._said = time.monotonic()
         self._bar: Progress | None = None
         self._task = TaskID(0)
         if console.is_terminal:
             self._bar = Progress(
-                TextColumn("converting"),
+                TextColumn(verb),
                 BarColumn(None),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[rate]:,.0f} images/s"),
@@ -68,16 +71,17 @@ class ProgressView:
             self._bar.update(self._task, completed=done, rate=rate, rejected=rejected)
         elif now - self._said >= _LINE_SECONDS:
             self._said = now
-            left = f"{(self._images - done) / rate:,.0f} s left" if rate else "time left unknown"
-            self._console.print(
-                f"{done:,} of {self._images:,} images, {rate:,.0f} images/s, {left}, rejected {rejected:,}",
-                highlight=False,
-            )
+            if self._images is None:
+                what = f"{done:,} images, {rate:,.0f} images/s"
+            else:
+                left = f"{(self._images - done) / rate:,.0f} s left" if rate else "time left unknown"
+                what = f"{done:,} of {self._images:,} images, {rate:,.0f} images/s, {left}, rejected {rejected:,}"
+            self._console.print(f"{self._verb}: {what}", highlight=False)
 
 
-def summary(totals: Totals, title: str) -> Table:
+def summary(totals: Totals) -> Table:
     """The closing table."""
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
     ignored = ", ".join(f"{count:,} {reason}" for reason, count in sorted(totals.ignored.items())) or "0"

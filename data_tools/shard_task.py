@@ -1,44 +1,59 @@
 """The work of one worker: the images of one shard -> the shard and its table of provenance.
 
-A task is a function of its arguments and repeatable: nothing that it does depends on other shards.
+A task is a function of its arguments and repeatable: nothing that it does depends on other shards. Its marker, written
+last, says that it is done; what a killed task leaves behind has temporary names only.
 """
 
 import hashlib
+import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from data_tools.images import Reject, store_image
-from data_tools.sources.listing import Entry, Source
-from vitscale.durable import durable_file
+from data_tools.engines.task import Progress
+from data_tools.images import ImageOptions, Reject, store_image
+from data_tools.output import Output
 from vitscale.errors import DataError
-from vitscale.shards import ShardEntry, ShardStats, StoredSample, write_shard
-
-_PROVENANCE = pa.schema(
-    [
-        pa.field("uid", pa.int64(), nullable=False),
-        pa.field("key", pa.string(), nullable=False),
-        pa.field("label", pa.int32(), nullable=False),
-        pa.field("height", pa.int32(), nullable=False),
-        pa.field("width", pa.int32(), nullable=False),
-        pa.field("size", pa.int64(), nullable=False),  # bytes as stored
-        pa.field("crc32c", pa.uint32(), nullable=False),  # of the bytes as stored
-        pa.field("sha256", pa.binary(32), nullable=False),  # of the source's bytes
-        pa.field("passed_through", pa.bool_(), nullable=False),
-    ]
-)
-_REJECTS = pa.schema([pa.field("key", pa.string(), nullable=False), pa.field("reason", pa.string(), nullable=False)])
+from vitscale.shards import NO_LABEL, ShardEntry, ShardStats, StoredSample, write_shard
+from vitscale.shards.provenance import PROVENANCE, REJECTS, provenance_path, write_provenance, write_rejects
 
 
-class Progress(Protocol):
-    """Where a task says how far it is: counts of images done and of these rejected."""
+class Reader(Protocol):
+    """Where a task gets images from: a source with random access, or the spool of one that streams."""
 
-    def advance(self, rejected: bool) -> None: ...
+    def read(self, part: int, content: bytes) -> bytes: ...
+
+
+@dataclass
+class ShardReport:
+    """What became of a task, as its marker has it: the manifest's entry (None if no image was left), and counts.
+
+    `unread` of the rejected ones could not even be read: repeating the task may help.
+    """
+
+    task: int
+    split: str
+    entry: ShardEntry | None = None
+    passed_through: int = 0
+    transcoded: int = 0
+    rejected: int = 0
+    unread: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> str:
+        content = asdict(self) | {"entry": self.entry and self.entry.model_dump(mode="json")}
+        return json.dumps(content)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "ShardReport":
+        content = json.loads(text)
+        entry = content.pop("entry")
+        return cls(entry=entry and ShardEntry.model_validate(entry), **content)
 
 
 @dataclass(frozen=True)
@@ -46,59 +61,119 @@ class ShardTask:
     """One shard to write.
 
     Attributes:
-        index: number of the shard; also names its files in `out`.
-        first_uid: uid of the first entry; the others follow.
-        entries, labels: the images and their class indices, in order.
+        index: the task's number in the plan.
+        split: name of the data set that the shard belongs to; empty for the only one.
+        shard: its number there; names its files.
+        rows: the images, of schema `plan.PLAN`.
+        reader: where their bytes are.
+        output: where the shard goes.
+        options: how images are stored.
         capacity: samples of a full shard.
+        several_labels: whether samples have a list of labels.
+        refused: positions of images on which workers die, and how.
     """
 
     index: int
-    out: Path
-    source: Source
-    first_uid: int
-    entries: list[Entry]
-    labels: list[int]
+    split: str
+    shard: int
+    rows: pa.RecordBatch
+    reader: Reader
+    output: Output
+    options: ImageOptions
     capacity: int
+    several_labels: bool
+    refused: dict[int, str] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        return f"shard {self.shard}" + (f" of {self.split}" if self.split else "")
 
-@dataclass
-class ShardReport:
-    """What became of a task: the manifest's entry (None if no image was left), and what to count."""
+    def describe(self, position: int) -> str:
+        """What people call the image at a position."""
+        if position >= self.rows.num_rows:
+            return f"the end of {self.name}"
+        return repr(self.rows.column("key")[position].as_py())
 
-    index: int
-    entry: ShardEntry | None = None
-    passed_through: int = 0
-    transcoded: int = 0
-    seconds: float = 0.0
-    rejects: list[tuple[str, str]] = field(default_factory=list)  # key, reason
+    def without(self, position: int, reason: str) -> "ShardTask | None":
+        """The task with one image rejected."""
+        if position >= self.rows.num_rows:
+            return None
+        return replace(self, refused=self.refused | {position: reason})
+
+    def run(self, progress: Progress) -> ShardReport:
+        """Write the shard, its provenance and its marker. Raises DataError if the disk refuses, or StorageError."""
+        started = time.monotonic()
+        report = ShardReport(self.index, self.split)
+        columns: dict[str, list[Any]] = {name: [] for name in PROVENANCE.names}
+        rejects: dict[str, list[str]] = {name: [] for name in REJECTS.names}
+        name = shard_name(self.shard)
+        try:
+            with self.output.staged(self.split, [name, provenance_path(name)]) as (path, table_path):
+                stats = _write(path, self._samples(report, columns, rejects, progress), self.capacity)
+                if stats is not None:
+                    columns["crc32c"] = stats.crc.tolist()
+                    write_provenance(table_path, pa.table(columns, PROVENANCE))
+                    report.entry = ShardEntry.of_file(path, samples=stats.samples, first_uid=stats.first_uid)
+            report.seconds = round(time.monotonic() - started, 3)
+            if report.rejected:
+                with self.output.staged_state(f"done/{self.index:06d}.rejects.parquet") as rejects_path:
+                    write_rejects(rejects_path, [pa.table(rejects, REJECTS)])
+            self.output.mark(f"done/{self.index:06d}.json", report.to_json())
+        except OSError as error:
+            where = error.filename or self.output.place(self.split)
+            raise DataError(f"{where}: cannot be written ({error.strerror or error})") from error
+        return report
+
+    def _samples(
+        self, report: ShardReport, columns: dict[str, list[Any]], rejects: dict[str, list[str]], progress: Progress
+    ) -> Iterator[StoredSample]:
+        """The samples that can be stored; the rest goes to the report. One image in memory at a time."""
+        uids, keys, labels, parts, contents = (self.rows.column(name) for name in self.rows.schema.names)
+        for position in range(self.rows.num_rows):
+            key, uid = keys[position].as_py(), uids[position].as_py()
+            image = self._image(position, parts[position].as_py(), contents[position].as_py(), report)
+            if isinstance(image, Reject):
+                rejects["key"].append(_printable(key))
+                rejects["reason"].append(_printable(image.reason))
+                report.rejected += 1
+                progress.advance(rejected=True)
+                continue
+            stored, sha256 = image
+            report.passed_through += stored.passed_through
+            report.transcoded += not stored.passed_through
+            of_image = labels[position].as_py()
+            for name, value in (
+                ("uid", uid),
+                ("key", _printable(key)),
+                ("labels", of_image),
+                ("height", stored.height),
+                ("width", stored.width),
+                ("size", len(stored.jpeg)),
+                ("sha256", sha256),
+                ("passed_through", stored.passed_through),
+            ):
+                columns[name].append(value)
+            first = of_image[0] if of_image else NO_LABEL
+            several = np.array(of_image, np.int32) if self.several_labels else None
+            yield StoredSample(stored.jpeg, stored.height, stored.width, first, uid, several)
+            progress.advance()
+
+    def _image(self, position: int, part: int, content: bytes, report: ShardReport) -> Any:
+        """An image as it is stored, and the SHA-256 of its source; or why not."""
+        if position in self.refused:
+            return Reject(self.refused[position])
+        try:
+            data = self.reader.read(part, content)
+        except OSError as error:
+            report.unread += 1
+            return Reject(f"cannot be read: {error.strerror or error}")
+        stored = store_image(data, self.options)
+        return stored if isinstance(stored, Reject) else (stored, hashlib.sha256(data).digest())
 
 
 def shard_name(index: int) -> str:
     """File name of a shard."""
     return f"shard-{index:05d}.beton"
-
-
-def provenance_name(index: int) -> str:
-    """File name of the table that says where a shard's samples came from."""
-    return f"shard-{index:05d}.idx.parquet"
-
-
-def convert_shard(task: ShardTask, progress: Progress) -> ShardReport:
-    """Write one shard and its provenance. Raises DataError if the disk refuses."""
-    started = time.monotonic()
-    report = ShardReport(task.index)
-    rows: dict[str, list[Any]] = {name: [] for name in _PROVENANCE.names}
-    path = task.out / shard_name(task.index)
-    try:
-        stats = _write(path, _samples(task, report, rows, progress), task.capacity)
-        if stats is not None:
-            rows["crc32c"] = stats.crc.tolist()
-            write_table(task.out / provenance_name(task.index), pa.table(rows, _PROVENANCE))
-            report.entry = ShardEntry.of_file(path, samples=stats.samples, first_uid=stats.first_uid)
-    except OSError as error:
-        raise DataError(f"{error.filename or path}: cannot be written ({error.strerror or error})") from error
-    report.seconds = time.monotonic() - started
-    return report
 
 
 def _write(path: Path, samples: Iterator[StoredSample], capacity: int) -> ShardStats | None:
@@ -114,49 +189,5 @@ def _write(path: Path, samples: Iterator[StoredSample], capacity: int) -> ShardS
     return write_shard(path, all_samples(), capacity)
 
 
-def _samples(
-    task: ShardTask, report: ShardReport, rows: dict[str, list[Any]], progress: Progress
-) -> Iterator[StoredSample]:
-    """The samples that can be stored; the rest goes to the report. One image in memory at a time."""
-    for position, (entry, label) in enumerate(zip(task.entries, task.labels, strict=True)):
-        uid = task.first_uid + position
-        try:
-            data = task.source.read(entry.location)
-            image = store_image(data)
-        except OSError as error:
-            image = Reject(f"cannot be read: {error.strerror or error}")
-        if isinstance(image, Reject):
-            report.rejects.append((entry.key, image.reason))
-            progress.advance(rejected=True)
-            continue
-        report.passed_through += image.passed_through
-        report.transcoded += not image.passed_through
-        for name, value in (
-            ("uid", uid),
-            ("key", entry.key),
-            ("label", label),
-            ("height", image.height),
-            ("width", image.width),
-            ("size", len(image.jpeg)),
-            ("sha256", hashlib.sha256(data).digest()),
-            ("passed_through", image.passed_through),
-        ):
-            rows[name].append(value)
-        yield StoredSample(image.jpeg, image.height, image.width, label, uid)
-        progress.advance(rejected=False)
-
-
-def write_rejects(path: Path, rejects: list[tuple[str, str]]) -> None:
-    """Write the table of images that could not be stored. Raises OSError."""
-    keys, reasons = [key for key, _ in rejects], [_printable(reason) for _, reason in rejects]
-    write_table(path, pa.table({"key": keys, "reason": reasons}, _REJECTS))
-
-
 def _printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def write_table(path: Path, table: pa.Table) -> None:
-    """Write a parquet file, complete or not at all. Raises OSError."""
-    with durable_file(path) as file:
-        pq.write_table(table, file, compression="zstd")

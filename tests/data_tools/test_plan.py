@@ -1,24 +1,306 @@
+import csv
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pytest
 import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from data_tools.plan import shard_ranges, shuffled
-
-KEYS = sorted(f"class{i % 7}/{i}.jpg" for i in range(500))
-
-
-def test_order_is_by_hash_then_key():
-    for seed in (0, 7):
-        expected = sorted(range(len(KEYS)), key=lambda i: (xxhash.xxh3_64_intdigest(KEYS[i].encode(), seed), KEYS[i]))
-        assert shuffled(KEYS, seed).tolist() == expected
-    assert shuffled(KEYS, 0).tolist() != shuffled(KEYS, 1).tolist()
+from data_tools import plan as planning
+from data_tools.engines.inline import run_inline
+from data_tools.listing import ListingTask, Spool
+from data_tools.plan import Plan, order_images, write_plan
+from data_tools.sources.source import Item
+from data_tools.splits import parse_splits
+from vitscale.errors import DataError, RecipeError
 
 
-def test_more_images_leave_the_order_of_the_others():
+class Listed:
+    """A source that is what a test says: a list of items a part."""
+
+    def __init__(self, *parts: list[Item], streams: bool = False, class_names: tuple[str, ...] | None = None):
+        self._items, self.streams, self.class_names = parts, streams, class_names
+        self.parts = tuple(f"part {i}" for i in range(len(parts)))
+
+    def items(self, part: int, ignored: Counter[str]):
+        ignored["hidden"] += 1
+        yield from self._items[part]
+
+    def read(self, part: int, content: bytes) -> bytes:
+        raise AssertionError("a stream is read from its spool")
+
+
+def paths(*keys: str) -> list[Item]:
+    return [Item(key, None, key.encode()) for key in keys]
+
+
+def ordered(folder, source, seed=0, known=None, **options):
+    listing = folder / "listing"
+    listing.mkdir(exist_ok=True)
+    for _ in run_inline([ListingTask(source, i, listing, seed) for i in range(len(source.parts))], lambda *_: None):
+        pass
+    return order_images(source, listing, seed, known, **options)
+
+
+def plan_of(folder, source, splits=(), shard_samples=10, limit=None, seed=0, known=None, **options) -> Plan:
+    order = ordered(folder, source, seed, known, **options)
+    rules = parse_splits(list(splits))
+    names = [rule.name for rule in rules] or [""]
+    return write_plan(
+        order,
+        order.batches,
+        folder,
+        rules,
+        shard_samples=shard_samples,
+        limit=limit,
+        seed=seed,
+        options={name: {} for name in names},
+    )
+
+
+def rows_of(plan: Plan) -> list[list[dict]]:
+    return [batch.to_pylist() for _, batch in plan.rows(range(plan.tasks))]
+
+
+KEYS = [f"class{i % 7}/{i}.jpg" for i in range(500)]
+
+
+def expected_order(keys, seed):
+    return sorted(keys, key=lambda key: (xxhash.xxh3_64_intdigest(key.encode(), seed), key))
+
+
+@pytest.mark.parametrize("bucket_rows", [7, 1000])
+def test_order_is_by_hash_then_key(tmp_path, monkeypatch, bucket_rows):
+    monkeypatch.setattr(planning, "_BUCKET_ROWS", bucket_rows)
+    source = Listed(paths(*KEYS[:200]), paths(), paths(*KEYS[200:]))
+    plan = plan_of(tmp_path, source, seed=7, shard_samples=64)
+    shards = rows_of(plan)
+    assert [len(shard) for shard in shards] == [64] * 7 + [52] and plan.images == 500
+    rows = [row for shard in shards for row in shard]
+    assert [row["key"] for row in rows] == expected_order(KEYS, 7)
+    assert [row["uid"] for row in rows] == list(range(500))
+    assert plan.class_names == tuple(f"class{i}" for i in range(7))
+    for row in rows:
+        number = int(row["key"].split("/")[1].removesuffix(".jpg"))
+        assert row["labels"] == [number % 7] and row["content"] == row["key"].encode()
+        assert row["part"] == (0 if number < 200 else 2)
+    assert [plan.images_of(task) for task in range(plan.tasks)] == [64] * 7 + [52]
+    assert plan.ignored == {"hidden": 3}
+    assert Plan.load(tmp_path) == plan
+
+
+def test_many_buckets_are_dealt_evenly(tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "_BUCKET_ROWS", 1)
+    monkeypatch.setattr(planning, "_MAX_BUCKETS", 64)
+    rows = [row for shard in rows_of(plan_of(tmp_path, Listed(paths(*KEYS)))) for row in shard]
+    assert [row["key"] for row in rows] == expected_order(KEYS, 0)
+
+
+def test_more_images_leave_the_order_of_the_others(tmp_path):
     fewer = [key for key in KEYS if "class3" not in key]
-    order = [KEYS[i] for i in shuffled(KEYS, 5)]
-    assert [key for key in order if key in set(fewer)] == [fewer[i] for i in shuffled(fewer, 5)]
+    (tmp_path / "all").mkdir()
+    (tmp_path / "fewer").mkdir()
+    everything = [row["key"] for shard in rows_of(plan_of(tmp_path / "all", Listed(paths(*KEYS)))) for row in shard]
+    some = [row["key"] for shard in rows_of(plan_of(tmp_path / "fewer", Listed(paths(*fewer)))) for row in shard]
+    assert [key for key in everything if key in set(fewer)] == some
 
 
-def test_shards_cover_every_position_once():
-    assert shard_ranges(10, 4) == [range(0, 4), range(4, 8), range(8, 10)]
-    assert shard_ranges(8, 4) == [range(0, 4), range(4, 8)]
-    assert shard_ranges(3, 100) == [range(0, 3)]
+def test_common_folders_are_no_part_of_keys(tmp_path):
+    (tmp_path / "deep").mkdir()
+    deep = plan_of(tmp_path / "deep", Listed(paths(*(f"data/train/{key}" for key in KEYS))))
+    shallow = plan_of(tmp_path, Listed(paths(*KEYS)))
+    assert deep.sha256 == shallow.sha256
+    assert [row["key"] for row in rows_of(deep)[0]] == [row["key"] for row in rows_of(shallow)[0]]
+
+
+def test_the_digest_tells_plans_apart(tmp_path):
+    digests = set()
+    for i, (keys, seed, size) in enumerate(((KEYS, 0, 10), (KEYS, 1, 10), (KEYS[1:], 0, 10), (KEYS, 0, 11))):
+        (tmp_path / str(i)).mkdir()
+        digests.add(plan_of(tmp_path / str(i), Listed(paths(*keys)), seed=seed, shard_samples=size).sha256)
+    (tmp_path / "labels").mkdir()
+    digests.add(plan_of(tmp_path / "labels", Listed(paths(*KEYS)), unlabelled=True).sha256)
+    assert len(digests) == 5
+
+
+def labelled(*rows: tuple[str, tuple[str, ...]]) -> Listed:
+    return Listed([Item(key, labels, b"") for key, labels in rows])
+
+
+def labels_by_key(plan: Plan) -> dict[str, list[int]]:
+    return {row["key"]: row["labels"] for shard in rows_of(plan) for row in shard}
+
+
+@pytest.mark.parametrize(
+    ("rows", "known", "class_names", "labels"),
+    [
+        ([("a", ("cat",)), ("b", ("ape",))], None, ("ape", "cat"), {"a": [1], "b": [0]}),
+        ([("a", ("3",)), ("b", ("10",))], None, tuple(map(str, range(11))), {"a": [3], "b": [10]}),
+        ([("a", ("3",)), ("b", ("x",))], None, ("3", "x"), {"a": [0], "b": [1]}),
+        ([("a", ("007",)), ("b", ("10",))], None, ("007", "10"), {"a": [0], "b": [1]}),
+        ([("a", ("1",)), ("b", ("0",))], ("no", "yes"), ("no", "yes"), {"a": [1], "b": [0]}),
+        ([("a", ("1",)), ("b", ("2",))], ("2", "1"), ("2", "1"), {"a": [1], "b": [0]}),
+        ([("a", ("cat", "ape")), ("b", ())], None, ("ape", "cat"), {"a": [1, 0], "b": []}),
+        ([("a", ()), ("b", ())], None, (), {"a": [], "b": []}),
+    ],
+)
+def test_labels_of_records(tmp_path, rows, known, class_names, labels):
+    plan = plan_of(tmp_path, labelled(*rows), known=known)
+    assert (plan.class_names, labels_by_key(plan)) == (class_names, labels)
+    assert plan.several_labels == any(len(of_image) > 1 for of_image in labels.values())
+
+
+def test_class_names_that_the_source_states(tmp_path):
+    source = labelled(("a", ("cat",)), ("b", ("ape",)))
+    source.class_names = ("dog", "cat", "ape")
+    assert plan_of(tmp_path, source).class_names == ("dog", "cat", "ape")
+    with pytest.raises(DataError, match=r"1 of 2 classes of the source are not in --classes: 'cat'"):
+        plan_of(tmp_path, source, known=("ape", "dog"))
+    source.class_names = ("dog",)
+    with pytest.raises(DataError, match="the source's own list of classes: 'ape', 'cat'"):
+        plan_of(tmp_path, source)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([[]], r"no images in the source \(found: 1 hidden\)"),
+        ([paths("1.jpg", "2.jpg", "cat/3.jpg")], r"2 of 3 images lie outside of class folders: '1\.jpg', '2\.jpg'"),
+        ([paths("train/1.jpg"), paths("train/cat/3.jpg")], r"1 of 2 images lie beside the folders in 'train'"),
+        ([paths("a/1.jpg"), paths("a/1.jpg", "b/1.jpg")], "'a/1.jpg' occurs twice, in part 0 and part 1"),
+        ([[Item("x", ("a",), b""), Item("x", ("b",), b"")]], "'x' occurs twice, in part 0"),
+        ([[Item("x", ("a", "a"), b"")]], "part 0: 'x' has a label twice: a, a"),
+        ([[Item("x", ("99999999999",), b"")]], "labels go up to 99,999,999,999"),
+    ],
+)
+def test_sources_that_cannot_be_planned(tmp_path, parts, message):
+    with pytest.raises(DataError, match=message):
+        plan_of(tmp_path, Listed(*parts))
+
+
+def test_one_class_by_its_name(tmp_path):
+    source = Listed(paths("cat/1.jpg", "cat/sub/2.jpg"))
+    assert labels_by_key(plan_of(tmp_path, source, known=("dog", "cat"))) == {"cat/1.jpg": [1], "cat/sub/2.jpg": [1]}
+
+
+def test_a_later_member_of_an_archive_replaces_an_earlier_one(tmp_path):
+    twice = [Item("a/1.jpg", None, b"old"), Item("b/2.jpg", None, b""), Item("a/1.jpg", None, b"new")]
+    plan = plan_of(tmp_path, Listed(twice))
+    assert {row["key"]: row["content"] for row in rows_of(plan)[0]} == {"a/1.jpg": b"new", "b/2.jpg": b""}
+    assert plan.ignored == {"hidden": 1, "replaced later in the archive": 1}
+
+
+def test_unlabelled_images_lie_anywhere(tmp_path):
+    plan = plan_of(tmp_path, Listed(paths("1.jpg", "x/2.jpg", "x/y/3.jpg")), unlabelled=True)
+    assert plan.class_names == () and labels_by_key(plan) == {"1.jpg": [], "x/2.jpg": [], "x/y/3.jpg": []}
+
+
+def test_limit_takes_the_first(tmp_path):
+    plan = plan_of(tmp_path, Listed(paths(*KEYS)), limit=25)
+    assert [row["key"] for shard in rows_of(plan) for row in shard] == expected_order(KEYS, 0)[:25]
+    assert plan.tasks == 3
+
+
+def test_splits(tmp_path):
+    (tmp_path / "keys.txt").write_text("\n".join(KEYS[5:9]))
+    splits = (f"test=@{tmp_path}/keys.txt", "val=20", "odd=class3/*", "some=10%", "more=10%", "train=rest")
+    plan = plan_of(tmp_path, Listed(paths(*KEYS)), splits)
+    found, uids, task = {}, {}, 0
+    for split in plan.splits:
+        rows = [row for shard in rows_of(plan)[task : task + split.shards] for row in shard]
+        task += split.shards
+        found[split.name], uids[split.name] = [row["key"] for row in rows], [row["uid"] for row in rows]
+        assert split.images == len(rows)
+    left = expected_order(KEYS, 0)
+    assert found["test"] == [key for key in left if key in KEYS[5:9]]
+    left = [key for key in left if key not in found["test"]]
+    assert found["val"] == left[:20]
+    left = left[20:]
+    assert found["odd"] == [key for key in left if key.startswith("class3/")]
+    left = [key for key in left if key not in found["odd"]]
+    # Shares are taken from the end of the shuffled order: those whose hash is large.
+    place = {key: xxhash.xxh3_64_intdigest(key.encode()) / 2**64 for key in left}
+    assert found["some"] == [key for key in left if place[key] >= 0.9] and len(found["some"]) > 20
+    assert found["more"] == [key for key in left if 0.8 <= place[key] < 0.9] and len(found["more"]) > 20
+    assert found["train"] == [key for key in left if place[key] < 0.8]
+    assert all(uids[name] == list(range(len(uids[name]))) for name in uids)
+    places = [plan.place(task) for task in range(plan.tasks)]
+    assert [(split.name, shard) for split, shard in places[:4]] == [("test", 0), ("val", 0), ("val", 1), ("odd", 0)]
+
+
+def test_images_in_no_split_are_counted(tmp_path):
+    plan = plan_of(tmp_path, Listed(paths(*KEYS)), ["a=class1/*"])
+    assert plan.ignored["in none of the splits"] == 500 - plan.images
+    with pytest.raises(DataError, match=r"--split b=no/\*: no image"):
+        plan_of(tmp_path, Listed(paths(*KEYS)), ["b=no/*"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("val", "expected NAME=WHAT"),
+        ("=2%", "expected NAME=WHAT"),
+        ("../x=2%", "expected NAME=WHAT"),
+        ("val=", "expected NAME=WHAT"),
+        ("val=0%", "more than 0%"),
+        ("val=101%", "at most 100%"),
+        ("a b=1", "expected NAME=WHAT"),
+        ("val=@/nowhere.txt", "No such file"),
+    ],
+)
+def test_splits_that_mean_nothing(text, message):
+    with pytest.raises(RecipeError, match=message):
+        parse_splits([text])
+    with pytest.raises(RecipeError, match="twice"):
+        parse_splits(["val=1", "val=rest"])
+
+
+def test_a_spool_gives_the_bytes_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("data_tools.listing._RUN_BYTES", 2000)  # several runs
+    rng = np.random.default_rng(0)
+    bytes_of = {key: rng.bytes(int(rng.integers(1, 200))) for key in KEYS[:100]}
+    items = [Item(key, ("x",), content) for key, content in bytes_of.items()]
+    plan = plan_of(tmp_path, Listed(items[:40], items[40:], streams=True))
+    rows = [row for shard in rows_of(plan) for row in shard]
+    assert [row["key"] for row in rows] == expected_order(bytes_of, 0)
+    spool = Spool(tmp_path / "listing")
+    assert all(spool.read(row["part"], row["content"]) == bytes_of[row["key"]] for row in rows)
+    (tmp_path / "listing" / "part-00000.bin").write_bytes(b"")
+    with pytest.raises(OSError, match="shorter"):
+        for row in rows:
+            spool.read(row["part"], row["content"])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1, unique=True), st.data())
+def test_any_keys(tmp_path_factory, keys, data):
+    """Whatever the keys are, they come back once each, with their labels."""
+    labels = {key: tuple(data.draw(st.sets(st.sampled_from("abc")))) for key in keys}
+    plan = plan_of(tmp_path_factory.mktemp("any"), labelled(*labels.items()), shard_samples=3)
+    names = {key: {plan.class_names[label] for label in found} for key, found in labels_by_key(plan).items()}
+    assert names == {key: set(found) for key, found in labels.items()}
+
+
+def test_plan_is_small_in_memory(tmp_path):
+    """Each task is read by itself."""
+    plan = plan_of(tmp_path, Listed(paths(*KEYS)), shard_samples=100)
+    before = pa.total_allocated_bytes()
+    rows = plan.rows(range(plan.tasks))
+    sizes = [pa.total_allocated_bytes() - before for _ in rows]
+    assert len(sizes) == 5 and max(sizes) <= 2 * sizes[0] + 4096
+
+
+def test_list_files_are_read_as_python_reads_them(tmp_path):
+    """From a CSV to labels, with the csv module as the judge."""
+    from data_tools.sources.image_list import open_image_list
+    from data_tools.sources.source import SourceOptions
+
+    with (tmp_path / "list.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["path", "label"])
+        writer.writerows((f'odd, "name" {i}.jpg', f"c{i % 3}") for i in range(20))
+    source = open_image_list("list.csv", [str(tmp_path / "list.csv")], SourceOptions())
+    found = labels_by_key(plan_of(tmp_path, source))
+    assert found == {f'odd, "name" {i}.jpg': [i % 3] for i in range(20)}

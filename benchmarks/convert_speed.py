@@ -1,0 +1,167 @@
+"""Images that a conversion stores in a second of CPU time, against FFCV's own writer, in one run on real photos.
+
+    python benchmarks/convert_speed.py [--data FOLDER] [--rounds N] [--json]
+
+FOLDER holds grocery/train.tar and clothing/train.tar (2,096 JPEGs); VITSCALE_TEST_DATA names it, too. FFCV decodes with
+Pillow, as its users do, and encodes at quality 90. Ours is what the task of one shard does: read, check or transcode,
+digest, write. Fails below 2.5 times FFCV's speed passing through, below its speed transcoding at the same quality, or
+if checksums take 10 % of passing through.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import resource
+import statistics
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ffcv.fields import IntField, RGBImageField
+from ffcv.writer import DatasetWriter
+from PIL import Image
+
+from data_tools.images import ImageOptions, StoredImage, store_image
+from vitscale.shards import ShardEntry, StoredSample, crc32c_of, file_digests, write_shard
+
+COLLECTIONS = ("grocery", "clothing")
+PASS_THROUGH_TARGET, TRANSCODING_TARGET, CHECKSUMS_LIMIT = 2.5, 1.0, 0.1
+
+
+def extract(data: Path, folder: Path) -> list[Path]:
+    """The photos of both collections as files."""
+    paths = []
+    for collection in COLLECTIONS:
+        with tarfile.open(data / collection / "train.tar") as archive:
+            for member in archive:
+                content = archive.extractfile(member) if member.name.endswith(".jpg") else None
+                if content is not None:
+                    paths.append(folder / f"{len(paths):05d}.jpg")
+                    paths[-1].write_bytes(content.read())
+    return paths
+
+
+class Photos:
+    """What FFCV's writer takes: an indexed dataset of pictures and labels."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        with self.paths[index].open("rb") as file:
+            return Image.open(file).convert("RGB"), 0
+
+
+def write_with_ffcv(paths: list[Path], out: Path) -> None:
+    """One worker process of FFCV's writer."""
+    fields = {"image": RGBImageField(write_mode="jpg", jpeg_quality=90), "label": IntField()}
+    with Path(os.devnull).open("w") as null, contextlib.redirect_stderr(null):
+        DatasetWriter(str(out), fields, num_workers=1).from_indexed_dataset(Photos(paths))
+    for worker in multiprocessing.active_children():  # only then its time is counted
+        worker.join()
+
+
+def write_with_ours(paths: list[Path], out: Path, options: ImageOptions) -> None:
+    """One shard."""
+
+    def samples() -> Iterator[StoredSample]:
+        for uid, path in enumerate(paths):
+            data = path.read_bytes()
+            image = store_image(data, options)
+            assert isinstance(image, StoredImage) and image.passed_through == options.pass_through, path
+            hashlib.sha256(data).digest()
+            yield StoredSample(image.jpeg, image.height, image.width, 0, uid)
+
+    stats = write_shard(out, samples(), len(paths))
+    ShardEntry.of_file(out, samples=stats.samples, first_uid=stats.first_uid)
+
+
+def checksums(paths: list[Path], shard: Path) -> float:
+    """CPU seconds of every digest that passing these photos through into this shard takes, reading it back included."""
+    began = time.process_time()
+    file_digests(shard)
+    seconds = time.process_time() - began
+    for path in paths:
+        data = path.read_bytes()
+        began = time.process_time()
+        hashlib.sha256(data).digest()
+        crc32c_of(data)
+        seconds += time.process_time() - began
+    return seconds
+
+
+def cpu_seconds(work: Callable[[], None]) -> float:
+    """User and system time of this process and of its children that have ended."""
+
+    def used() -> float:
+        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+    began = used()
+    work()
+    return used() - began
+
+
+def measure(paths: list[Path], folder: Path, rounds: int) -> dict[str, list[float]]:
+    """CPU seconds by way of writing, round by round; a first round, which compiles, is not counted."""
+    ours = {
+        "pass-through": ImageOptions(),
+        "transcoding, quality 90": ImageOptions(quality=90, pass_through=False),
+        f"transcoding, quality {ImageOptions().quality}": ImageOptions(pass_through=False),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ("FFCV", *ours, "checksums")}
+    for counted in [False] + [True] * rounds:
+        found = {"FFCV": cpu_seconds(lambda: write_with_ffcv(paths, folder / "FFCV"))}
+        for name, options in ours.items():
+            found[name] = cpu_seconds(lambda name=name, options=options: write_with_ours(paths, folder / name, options))
+        found["checksums"] = checksums(paths, folder / "pass-through")
+        for name, value in found.items() if counted else ():
+            seconds[name].append(value)
+    return seconds
+
+
+def main() -> None:
+    """Measure, print, and fail below the targets."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    beside = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("VITSCALE_TEST_DATA", beside)))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    missing = [path for name in COLLECTIONS if not (path := options.data / name / "train.tar").is_file()]
+    if missing:
+        parser.error(f"{missing[0]}: no such file; name the folder of real data with --data or VITSCALE_TEST_DATA")
+    with tempfile.TemporaryDirectory() as folder:
+        paths = extract(options.data, Path(folder))
+        seconds = measure(paths, Path(folder), options.rounds)
+        sizes = {name: (Path(folder) / name).stat().st_size for name in seconds if name != "checksums"}
+
+    def ratio(name: str, to: str) -> float:
+        return statistics.median(a / b for a, b in zip(seconds[name], seconds[to], strict=True))
+
+    speeds = {name: ratio("FFCV", name) for name in sizes}
+    share = ratio("checksums", "pass-through")
+    if options.json:
+        print(json.dumps({"images": len(paths), "speed_to_ffcv": speeds, "checksums_share": share, "bytes": sizes}))
+    else:
+        for name, speed in speeds.items():
+            rate = len(paths) / statistics.median(seconds[name])
+            print(f"{name:26s} {rate:6.0f} images/CPU-s  {speed:5.2f} x FFCV  {sizes[name] / 1e6:6.1f} MB")
+        print(
+            f"checksums take {share:.1%} of passing through; {len(paths):,} images, medians of {options.rounds} rounds"
+        )
+    fast = speeds["pass-through"] >= PASS_THROUGH_TARGET and speeds["transcoding, quality 90"] >= TRANSCODING_TARGET
+    sys.exit(not (fast and share < CHECKSUMS_LIMIT))
+
+
+if __name__ == "__main__":
+    main()

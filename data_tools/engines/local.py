@@ -1,0 +1,228 @@
+"""Run tasks in worker processes of this machine: none that dies or stalls goes unnoticed, none outlives the conversion.
+
+A task whose worker died is tried again in a fresh one. An image that two workers died on is rejected, and what cannot
+be blamed on an image ends the conversion after three tries.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from data_tools.engines.task import Task, Tick
+from vitscale.errors import DataError, VitscaleError
+
+STALL_SECONDS = 600.0
+_POLL_SECONDS = 0.1
+_END_SECONDS = 5.0
+_MAX_DEATHS = 3
+_DEATHS_OF_AN_IMAGE = 2
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class _Attempt:
+    """A task with what has happened to it: deaths of workers, by the image that each was at."""
+
+    task: Task
+    deaths: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass
+class _Worker:
+    """One process, the task that it has, and its two numbers in shared memory: images done, images rejected.
+
+    No lock guards the numbers, so a killed worker cannot leave one locked.
+    """
+
+    process: BaseProcess
+    connection: Connection
+    counts: Any
+    attempt: _Attempt | None = None
+    seen: int = -1
+    since: float = 0.0
+
+
+class _Progress:
+    """The worker's side of the numbers."""
+
+    def __init__(self, counts: Any) -> None:
+        self._counts = counts
+
+    def advance(self, rejected: bool = False) -> None:
+        self._counts[0] += 1
+        self._counts[1] += rejected
+
+
+def run_in_processes(
+    tasks: Iterable[Task], workers: int, tick: Tick, stall_seconds: float = STALL_SECONDS
+) -> Iterator[Any]:
+    """Run tasks in `workers` processes, yielding what they return as it comes, calling `tick` several times a second.
+
+    Tasks are taken from `tasks` as workers become free. A worker at one image for `stall_seconds` is killed.
+
+    Raises:
+        VitscaleError: what a task raised.
+        DataError: a task whose workers die again and again.
+        RuntimeError: a bug in a task, with the worker's trace.
+    """
+    context = multiprocessing.get_context("spawn")  # forking a process that has threads is unsafe
+    pending = iter(tasks)
+    again: list[_Attempt] = []
+    pool: list[_Worker] = []
+    done = rejected = 0
+    try:
+        while True:
+            idle = [worker for worker in pool if worker.attempt is None]
+            while idle or len(pool) < workers:
+                attempt = again.pop() if again else _next(pending)
+                if attempt is None:
+                    break
+                if not idle:
+                    pool.append(_start(context))
+                    idle.append(pool[-1])
+                _give(idle.pop(), attempt)
+            busy = [worker for worker in pool if worker.attempt is not None]
+            if not busy:
+                return
+            ready = wait([worker.connection for worker in busy], _POLL_SECONDS)
+            for worker in busy:
+                how = None
+                if worker.connection in ready:
+                    outcome, how = _receive(worker)
+                    if how is None:
+                        done, rejected = done + worker.counts[0], rejected + worker.counts[1]
+                        worker.attempt = None
+                        yield outcome
+                elif _stalls(worker, stall_seconds):
+                    worker.process.kill()
+                    how = f"without progress for {stall_seconds:,.0f} s"
+                if how is not None:
+                    pool.remove(worker)
+                    again.append(_after_death(worker, how))
+            running = [worker.counts for worker in pool if worker.attempt is not None]
+            tick(done + sum(counts[0] for counts in running), rejected + sum(counts[1] for counts in running))
+    finally:
+        _end(pool)
+
+
+def _next(tasks: Iterator[Task]) -> _Attempt | None:
+    task = next(tasks, None)
+    return None if task is None else _Attempt(task)
+
+
+def _start(context: Any) -> _Worker:
+    ours, theirs = context.Pipe()
+    counts = context.RawArray("q", 2)
+    process = context.Process(target=_work, args=(theirs, counts, os.getpid()), daemon=True)
+    process.start()
+    theirs.close()
+    return _Worker(process, ours, counts)
+
+
+def _give(worker: _Worker, attempt: _Attempt) -> None:
+    worker.attempt, worker.seen, worker.since = attempt, -1, time.monotonic()
+    worker.counts[0] = worker.counts[1] = 0
+    with suppress(OSError):  # it has died; waiting for its answer says how
+        worker.connection.send(attempt.task)
+
+
+def _receive(worker: _Worker) -> tuple[Any, str | None]:
+    """What a task returned; or how its worker died. Raises what the task raised."""
+    try:
+        outcome = worker.connection.recv()
+    except (EOFError, OSError):
+        worker.process.join(_END_SECONDS)
+        code = worker.process.exitcode
+        if code is None or code >= 0:
+            return None, f"exit code {code}"
+        hint = " (is the memory exhausted?)" if code == -signal.SIGKILL else ""
+        return None, f"killed by {signal.Signals(-code).name}{hint}"
+    if isinstance(outcome, VitscaleError):
+        raise outcome
+    if isinstance(outcome, _Bug):
+        assert worker.attempt is not None
+        raise RuntimeError(f"{worker.attempt.task.name}: a bug in a worker:\n{outcome.trace}")
+    return outcome, None
+
+
+def _stalls(worker: _Worker, stall_seconds: float) -> bool:
+    now, at = time.monotonic(), worker.counts[0]
+    if at != worker.seen:
+        worker.seen, worker.since = at, now
+    return now - worker.since > stall_seconds
+
+
+def _after_death(worker: _Worker, how: str) -> _Attempt:
+    """The task once more, without the image if that is to blame. Raises DataError when there is no hope."""
+    attempt = worker.attempt
+    assert attempt is not None
+    worker.connection.close()
+    position = worker.counts[0]
+    attempt.deaths[position] += 1
+    if attempt.deaths[position] >= _DEATHS_OF_AN_IMAGE:
+        reason = f"{_DEATHS_OF_AN_IMAGE} workers died on it, the last {how}"
+        rest = attempt.task.without(position, reason)
+        if rest is not None:
+            return _Attempt(rest)
+    if attempt.deaths.total() >= _MAX_DEATHS:
+        raise DataError(
+            f"{attempt.task.name}: {_MAX_DEATHS} workers died on it, the last at {attempt.task.describe(position)}, "
+            f"{how}. What is done so far is kept: mend the cause and repeat the command"
+        )
+    return attempt
+
+
+def _end(pool: list[_Worker]) -> None:
+    for worker in pool:
+        worker.connection.close()  # a worker that waits for a task ends on this
+        if worker.attempt is not None:
+            worker.process.terminate()
+    for worker in pool:
+        worker.process.join(_END_SECONDS)
+        if worker.process.is_alive():
+            worker.process.kill()
+
+
+@dataclass(frozen=True)
+class _Bug:
+    trace: str
+
+
+def _work(connection: Connection, counts: Any, parent: int) -> None:
+    """The worker: tasks in, results out, until the other side closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent decides
+    _die_with(parent)
+    while True:
+        try:
+            task = connection.recv()
+        except (EOFError, OSError):
+            return
+        outcome: Any
+        try:
+            outcome = task.run(_Progress(counts))
+        except VitscaleError as error:
+            outcome = error
+        except Exception:
+            outcome = _Bug(traceback.format_exc())
+        try:
+            connection.send(outcome)
+        except OSError:
+            return
+
+
+def _die_with(parent: int) -> None:
+    """End when the converter is killed: its successor may be writing to the same places by then."""
+    with suppress(OSError, AttributeError):  # not a Linux: what is written twice is equal anyway
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,212 @@
+"""The list of a source's images on disk: one file a part, written once, by a worker process.
+
+    part-00000.arrow   key, labels (numbers into the part's own vocabulary; null: by folder), content
+    part-00000.bin     only of a source that streams: the images' bytes, the spool
+    part-00000.json    counts, vocabulary, statistics of paths; written last: the part is complete
+
+Images in a spool lie in sorted runs: as many as fit into memory, in the order in which the shards will want them. A
+shard then reads each run in one place, not all over the disk.
+"""
+
+import errno
+import json
+import os
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import xxhash
+
+from data_tools.classes import Vocabulary
+from data_tools.engines.task import Progress
+from data_tools.paths import PathStatistics
+from data_tools.sources.source import Source
+from vitscale.durable import durable_file, write_text
+from vitscale.errors import DataError, StorageError
+
+LISTING = pa.schema(
+    [
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("labels", pa.list_(pa.int32())),
+        pa.field("content", pa.binary(), nullable=False),
+    ]
+)
+_BATCH_ROWS = 1 << 16
+_RUN_BYTES = 256 << 20
+_PLACE = struct.Struct("<QI")  # offset, size
+
+Row = tuple[str, list[int] | None, bytes]
+
+
+def order_hash(key: str, seed: int) -> int:
+    """What images are shuffled by: XXH3-64 of the key."""
+    return xxhash.xxh3_64_intdigest(key.encode(), seed)
+
+
+def summary_path(folder: Path, part: int) -> Path:
+    return folder / f"part-{part:05d}.json"
+
+
+@dataclass(frozen=True)
+class PartSummary:
+    """What became of a part. `paths` are statistics as `PathStatistics.to_json` gives them; `explicit` labels are the
+    source's, not the folders'."""
+
+    images: int
+    ignored: dict[str, int]
+    names: list[str]
+    explicit: bool
+    several_labels: bool
+    paths: dict[str, Any]
+
+    @classmethod
+    def load(cls, folder: Path, part: int) -> "PartSummary | None":
+        """The summary of a complete part, or None."""
+        try:
+            return cls(**json.loads(summary_path(folder, part).read_text("utf-8")))
+        except FileNotFoundError:
+            return None
+
+
+@dataclass(frozen=True)
+class ListingTask:
+    """One part to list, into `folder`; `seed` is the shuffle's, for the order within a spool."""
+
+    source: Source
+    part: int
+    folder: Path
+    seed: int
+    index: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.source.parts[self.part]
+
+    def describe(self, position: int) -> str:
+        """What people call the image at a position."""
+        return f"image {position:,} of {self.name}"
+
+    def without(self, position: int, reason: str) -> "ListingTask | None":
+        """The task without an image that kills workers: a list has no such."""
+        return None
+
+    def run(self, progress: Progress) -> int:
+        """List the part; returns its number of images. Raises DataError or StorageError."""
+        stem = self.folder / f"part-{self.part:05d}"
+        try:
+            with ExitStack() as files:
+                table = files.enter_context(durable_file(stem.with_suffix(".arrow")))
+                spool = files.enter_context(durable_file(stem.with_suffix(".bin"))) if self.source.streams else None
+                summary = self._write(table, spool, progress)
+            write_text(summary_path(self.folder, self.part), json.dumps(summary.__dict__, ensure_ascii=True))
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) or error.filename == str(stem):
+                raise DataError(f"{self.folder}: cannot be written ({error.strerror})") from error
+            if self.source.streams:
+                raise StorageError(f"{self.name}: cannot be read to its end ({error.strerror or error})") from error
+            raise DataError(f"{self.name}: cannot be listed ({error.strerror or error})") from error
+        return summary.images
+
+    def _write(self, table: BinaryIO, spool: BinaryIO | None, progress: Progress) -> PartSummary:
+        ignored: Counter[str] = Counter()
+        vocabulary, paths = Vocabulary(), PathStatistics()
+        numbers: dict[tuple[str, ...], list[int]] = {}
+        images, explicit, most = 0, False, 0
+
+        def rows() -> Iterator[Row]:
+            nonlocal images, explicit, most
+            for key, labels, content in self.source.items(self.part, ignored):
+                if labels is None:
+                    paths.add(key)
+                    ids = None
+                else:
+                    ids = numbers.get(labels)
+                    if ids is None:
+                        ids = numbers[labels] = [vocabulary.number(name) for name in labels]
+                        explicit, most = True, max(most, len(ids))
+                        if len(set(ids)) < len(ids):
+                            raise DataError(f"{self.name}: {key!r} has a label twice: {', '.join(labels)}")
+                        if len(numbers) > _BATCH_ROWS:  # combinations of several labels are without number
+                            numbers.clear()
+                images += 1
+                progress.advance()
+                yield key, ids, content
+
+        stored = rows() if spool is None else _spooled(rows(), spool, self.seed)
+        with pa.ipc.new_stream(table, LISTING) as writer:
+            for batch in _batches(stored):
+                writer.write_batch(batch)
+        return PartSummary(images, dict(+ignored), vocabulary.names, explicit, most > 1, paths.to_json())
+
+
+def _spooled(rows: Iterator[Row], spool: BinaryIO, seed: int) -> Iterator[Row]:
+    """Rows whose content is in the spool, instead of their own."""
+    offset = held = 0
+    run: list[tuple[int, str, list[int] | None, bytes]] = []
+
+    def flush() -> Iterator[Row]:
+        nonlocal offset
+        run.sort(key=lambda row: row[0])
+        for _, key, labels, content in run:
+            spool.write(content)
+            yield key, labels, _PLACE.pack(offset, len(content))
+            offset += len(content)
+        run.clear()
+
+    for key, labels, content in rows:
+        run.append((order_hash(key, seed), key, labels, content))
+        held += len(content)
+        if held >= _RUN_BYTES:
+            yield from flush()
+            held = 0
+    yield from flush()
+
+
+def _batches(rows: Iterator[Row]) -> Iterator[pa.RecordBatch]:
+    keys: list[str] = []
+    labels: list[list[int] | None] = []
+    contents: list[bytes] = []
+
+    def batch() -> pa.RecordBatch:
+        columns = [pa.array(keys, pa.string()), pa.array(labels, LISTING.field("labels").type)]
+        made = pa.record_batch([*columns, pa.array(contents, pa.binary())], schema=LISTING)
+        for column in (keys, labels, contents):
+            column.clear()
+        return made
+
+    for key, ids, content in rows:
+        keys.append(key)
+        labels.append(ids)
+        contents.append(content)
+        if len(keys) == _BATCH_ROWS:
+            yield batch()
+    if keys:
+        yield batch()
+
+
+def read_listing(folder: Path, part: int) -> Iterator[pa.RecordBatch]:
+    """The list of a part, in batches of bounded size."""
+    with pa.OSFile(str(folder / f"part-{part:05d}.arrow")) as file, pa.ipc.open_stream(file) as reader:
+        yield from reader
+
+
+@dataclass(frozen=True)
+class Spool:
+    """Reads images back that a source has streamed. Travels to every worker."""
+
+    folder: Path
+
+    def read(self, part: int, content: bytes) -> bytes:
+        """The bytes of one image file. Raises OSError."""
+        offset, size = _PLACE.unpack(content)
+        path = self.folder / f"part-{part:05d}.bin"
+        with path.open("rb", buffering=0) as file:
+            data = os.pread(file.fileno(), size, offset)
+        if len(data) != size:
+            raise OSError(errno.EIO, "the spool has become shorter", str(path))
+        return data

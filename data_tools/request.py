@@ -1,0 +1,96 @@
+"""What a conversion is asked for: everything that decides what is written, and nothing else."""
+
+import os
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from data_tools.images import ImageOptions
+from data_tools.sources import Kind, SourceOptions
+from data_tools.sources.source import IMAGE_SUFFIXES
+from data_tools.splits import SplitRule
+from vitscale import storage
+from vitscale.errors import RecipeError
+from vitscale.shards import DEFAULT_CAPACITY
+
+
+@dataclass(frozen=True)
+class Request:
+    """A conversion.
+
+    Attributes:
+        src: path, URL or pattern.
+        kind: of the source; None to find out.
+        source: labels and fields, as the person has them.
+        classes: all classes in order; None for those found.
+        unlabelled: images get no label, whatever the source says.
+        shuffle_seed: of the global shuffle, in [0, 2**63).
+        shard_samples: images a shard.
+        shard_bytes: instead, about that many bytes a shard.
+        images: how images are stored.
+        splits: rules; none for a single data set.
+        limit: only that many images, the first of the shuffled order.
+    """
+
+    src: str
+    kind: Kind | None = None
+    source: SourceOptions = field(default_factory=SourceOptions)
+    classes: tuple[str, ...] | None = None
+    unlabelled: bool = False
+    shuffle_seed: int = 0
+    shard_samples: int = DEFAULT_CAPACITY
+    shard_bytes: int | None = None
+    images: ImageOptions = field(default_factory=ImageOptions)
+    splits: tuple[SplitRule, ...] = ()
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if not storage.is_url(self.src):
+            object.__setattr__(self, "src", os.path.abspath(self.src))  # noqa: PTH100 -- patterns are no Path
+
+    @property
+    def split_names(self) -> list[str]:
+        """Names of the data sets; one empty name for a single one."""
+        return [rule.name for rule in self.splits] or [""]
+
+    def to_json(self) -> dict[str, Any]:
+        """For comparison with what another call asked for: plain values, flat, the defaults left out."""
+        flat: dict[str, Any] = {}
+        for name, value in asdict(self).items():
+            if isinstance(value, dict):
+                flat |= value
+            elif name == "splits":
+                flat[name] = [str(rule) for rule in self.splits]
+            elif name == "classes":
+                flat[name] = None if value is None else list(value)
+            else:
+                flat[name] = value
+        return {name: value for name, value in flat.items() if value not in (None, [], False)}
+
+    def manifest_options(self, split: str, shard_samples: int) -> dict[str, Any]:
+        """What the manifest says of the conversion: options that change its content."""
+        options: dict[str, Any] = {"image_suffixes": list(IMAGE_SUFFIXES), "shard_samples": shard_samples}
+        options |= self.images.described()
+        if self.limit is not None:
+            options["limit"] = self.limit
+        if self.unlabelled:
+            options["unlabelled"] = True
+        for rule in self.splits:
+            if rule.name == split:
+                options["split"] = rule.what
+        return options
+
+
+def refuse_changed(before: dict[str, Any], now: dict[str, Any], where: str) -> None:
+    """Raise RecipeError, with the difference, where an unfinished conversion was asked for something else."""
+    names = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+    if names:
+        lines = [f"  {name}: {_short(before.get(name))} before, {_short(now.get(name))} now" for name in names]
+        raise RecipeError(
+            f"OUT {where}: holds an unfinished conversion with other options. Repeat the command as it was, or remove "
+            "the folder to start anew\n" + "\n".join(lines)
+        )
+
+
+def _short(value: Any) -> str:
+    text = "not given" if value is None else repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."

@@ -1,0 +1,137 @@
+import os
+import signal
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from data_tools.engines.local import run_in_processes
+from vitscale.errors import DataError, RecipeError
+
+
+@dataclass(frozen=True)
+class Job:
+    """A task that meets `fate` at the image at `at`; every time, or until the file `once` exists."""
+
+    number: int
+    fate: str = ""
+    at: int = 2
+    once: Path | None = None
+    refused: dict[int, str] = field(default_factory=dict)
+    can_refuse: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"job {self.number}"
+
+    def describe(self, position: int) -> str:
+        return f"image {position}"
+
+    def without(self, position: int, reason: str) -> "Job | None":
+        return replace(self, refused=self.refused | {position: reason}) if self.can_refuse else None
+
+    def run(self, progress) -> tuple[int, dict[int, str]]:
+        for position in range(5):
+            if position == self.at and position not in self.refused and not (self.once and self.once.exists()):
+                if self.once is not None:
+                    self.once.touch()
+                meet(self.fate)
+            progress.advance(rejected=position in self.refused)
+        return self.number, self.refused
+
+
+def meet(fate: str) -> None:
+    match fate:
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "exit":
+            os._exit(7)
+        case "stall":
+            time.sleep(3600)
+        case "bad data":
+            raise DataError("the disk is full")
+        case "bug":
+            raise ZeroDivisionError("a bug")
+
+
+def run(*jobs: Job, workers: int = 2, stall_seconds: float = 60.0):
+    ticks: list[tuple[int, int]] = []
+    results = dict(
+        run_in_processes(jobs, workers, lambda done, rejected: ticks.append((done, rejected)), stall_seconds)
+    )
+    return results, ticks[-1]
+
+
+def children() -> list[str]:
+    return [
+        child
+        for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+
+
+def test_all_tasks_are_done_and_counted():
+    results, last = run(*(Job(i) for i in range(7)))
+    assert results == {i: {} for i in range(7)} and last == (35, 0)
+    assert not children()
+
+
+@pytest.mark.parametrize("fate", ["killed", "exit"])
+def test_a_task_whose_worker_dies_once_is_done_by_another(tmp_path, fate):
+    results, last = run(Job(0), Job(1, fate, once=tmp_path / "once"), Job(2))
+    assert results == {0: {}, 1: {}, 2: {}} and last == (15, 0)
+
+
+@pytest.mark.parametrize(
+    ("fate", "reason"),
+    [
+        ("crash", "killed by SIGSEGV"),
+        ("stall", "without progress for 1 s"),
+        ("killed", "killed by SIGKILL (is the mem"),
+    ],
+)
+def test_an_image_that_workers_die_on_is_rejected(fate, reason):
+    results, last = run(Job(0), Job(1, fate), stall_seconds=1.0)
+    assert results[0] == {} and last == (10, 1)
+    assert list(results[1]) == [2] and reason in results[1][2] and "2 workers died on it" in results[1][2]
+
+
+def test_a_task_that_cannot_do_without_is_given_up():
+    with pytest.raises(DataError, match=r"job 1: 3 workers died on it, the last at image 2, exit code 7"):
+        run(Job(0), Job(1, "exit", can_refuse=False))
+    assert not children()
+
+
+def test_errors_of_tasks_arrive():
+    with pytest.raises(DataError, match="the disk is full"):
+        run(Job(0), Job(1, "bad data"))
+    with pytest.raises(RuntimeError, match=r"(?s)job 1: a bug in a worker.*ZeroDivisionError"):
+        run(Job(0), Job(1, "bug"))
+    assert not children()
+
+
+def test_tasks_are_made_when_they_are_needed():
+    """A hundred thousand shards are not in memory at once."""
+    made = 0
+
+    def jobs():
+        nonlocal made
+        for i in range(6):
+            made += 1
+            yield Job(i)
+
+    seen = [(number, made) for number, _ in run_in_processes(jobs(), 1, lambda *_: None)]
+    assert seen == [(i, i + 1) for i in range(6)]
+
+
+def test_an_error_in_making_tasks_ends_the_workers():
+    def jobs():
+        yield Job(0)
+        raise RecipeError("no more")
+
+    with pytest.raises(RecipeError, match="no more"):
+        list(run_in_processes(jobs(), 2, lambda *_: None))
+    assert not children()

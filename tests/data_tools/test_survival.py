@@ -1,0 +1,300 @@
+"""Conversions that are killed, starved and shared; what comes out equals one that was left in peace."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from datasets_on_disk import command, contents, run
+from pictures import encoded, make_picture
+
+from data_tools.conversion import Machine, convert
+from data_tools.request import Request
+from vitscale.errors import DataError, RecipeError
+from vitscale.shards import Manifest
+
+SHARDS = ("--shard-samples", 6)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    """120 pictures that take some time, a tenth of them of no use."""
+    root = tmp_path_factory.mktemp("pictures")
+    for i in range(120):
+        path = root / f"class{i % 5}" / f"{i:03d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = encoded(make_picture(i, 300, 300), "PNG", compress_level=1)
+        path.write_bytes(content[: 1000 if i % 10 == 9 else None])
+    return root
+
+
+@pytest.fixture(scope="module")
+def in_peace(pictures, tmp_path_factory) -> dict[str, bytes]:
+    out = tmp_path_factory.mktemp("peace") / "out"
+    convert(Request(str(pictures), shard_samples=6), out, Machine(workers=2, max_reject_rate=0.2))
+    assert Manifest.load(out).num_rejected == 12
+    return contents(out)
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(*arguments, "--max-reject-rate", 0.2),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def wait_for(found, what: str, seconds: float = 60.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := found():
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"waited for {what}")
+
+
+def shards_of(out: Path) -> list[Path]:
+    return sorted(out.glob("shard-*.beton"))
+
+
+def done_in(out: Path) -> list[Path]:
+    return list((out / ".vitscale-convert" / "done").glob("*.json"))
+
+
+def part_files(out: Path) -> list[Path]:
+    return list(out.glob(".shard-*.part"))
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_random_and_started_again(pictures, in_peace, tmp_path, kills):
+    out, chance = tmp_path / "out", random.Random(kills)
+    started = time.monotonic()
+    whole = start(pictures, tmp_path / "whole", *SHARDS)
+    whole.communicate(timeout=120)
+    duration = time.monotonic() - started
+    died = 0
+    for _ in range(kills):
+        process = start(pictures, out, *SHARDS)
+        time.sleep(chance.uniform(0.1, duration))
+        if chance.random() < 0.5:
+            process.kill()  # its workers have to notice by themselves
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=20)
+        died += process.returncode == -signal.SIGKILL
+    assert died
+    last = run(pictures, out, *SHARDS, "--max-reject-rate", 0.2)
+    assert last.returncode == 0, last.stderr
+    assert contents(out) == in_peace == contents(tmp_path / "whole")
+
+
+KILL_AT = """
+import os, signal, sys
+import vitscale.durable as durable
+calls, sync = 0, durable.sync_folder
+def counted(folder):
+    global calls
+    calls += 1
+    if calls == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    sync(folder)
+durable.sync_folder = counted
+if __name__ == "__main__":
+    from pathlib import Path
+    from data_tools.conversion import Machine, convert
+    from data_tools.request import Request
+    convert(Request(sys.argv[2], shard_samples=30), sys.argv[3], Machine(workers=1, max_reject_rate=0.2))
+    print(calls)
+"""
+
+
+@pytest.mark.slow
+def test_killed_after_every_rename(pictures, tmp_path):
+    """Every point of the converter itself at which something has just come into being; workers have their own."""
+
+    def attempt(kill_at: int, out: Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", KILL_AT, str(kill_at), str(pictures), str(out)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    whole = attempt(0, tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    expected = contents(tmp_path / "whole")
+    for kill_at in range(1, int(whole.stdout) + 1):
+        out = tmp_path / str(kill_at)
+        assert attempt(kill_at, out).returncode == -signal.SIGKILL
+        again = attempt(0, out)
+        assert again.returncode == 0, again.stderr
+        assert contents(out) == expected
+
+
+def test_a_killed_worker_is_replaced(pictures, in_peace, tmp_path):
+    process = start(pictures, tmp_path / "out", *SHARDS)
+    wait_for(lambda: part_files(tmp_path / "out"), "a shard to be begun")
+    os.kill(workers_of(process)[0], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert contents(tmp_path / "out") == in_peace
+
+
+def test_interrupted_and_continued(pictures, in_peace, tmp_path):
+    out = tmp_path / "out"
+    process = start(pictures, out, *SHARDS)
+    wait_for(lambda: done_in(out), "a shard to be done")
+    workers = workers_of(process)
+    os.killpg(process.pid, signal.SIGINT)
+    _, message = process.communicate(timeout=20)
+    assert process.returncode == 130 and "repeat the command to go on" in message and "Traceback" not in message
+    assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
+    assert not (out / "manifest.json").exists()
+    before = {path: path.stat().st_mtime_ns for path in shards_of(out)}
+    again = run(pictures, out, *SHARDS, "--max-reject-rate", 0.2)
+    assert again.returncode == 0 and "done before" in again.stdout
+    assert contents(out) == in_peace
+    assert sum(path.stat().st_mtime_ns == when for path, when in before.items()) >= 1  # they were not written again
+
+
+def test_a_changed_option_on_a_half_done_output(pictures, in_peace, tmp_path):
+    out = tmp_path / "out"
+    half = start(pictures, out, *SHARDS)
+    wait_for(lambda: done_in(out), "a shard to be done")
+    os.killpg(half.pid, signal.SIGKILL)
+    half.communicate()
+    done = run(pictures, out, "--shard-samples", 7, "--quality", 80, "--max-reject-rate", 0.2)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "quality: 95 before, 80 now" in done.stderr and "shard_samples: 6 before, 7 now" in done.stderr
+    done = run(pictures, out, *SHARDS, "--max-reject-rate", 0.2, "--workers", 1)  # which changes nothing
+    assert done.returncode == 0 and contents(out) == in_peace
+
+
+def test_task_ranges_and_merge(pictures, in_peace, tmp_path):
+    out = tmp_path / "out"
+    both = [start(pictures, out, *SHARDS, "--task-range", f"{i}/3", "--workers", 1) for i in (0, 2)]
+    for process in both:
+        told, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert "task range" in told and f"vitscale-convert --merge {out}" in told.replace("\n", "")
+    early = run("--merge", out, "--max-reject-rate", 0.2)
+    assert early.returncode == 2 and "7 of 20 shards are not done yet: 6-12" in early.stderr
+    assert not (out / "manifest.json").exists()
+    assert run(pictures, out, *SHARDS, "--task-range", "1/3", "--max-reject-rate", 0.2).returncode == 0
+    strict = run("--merge", out)
+    assert strict.returncode == 3 and "12 of 120 images (10.00%)" in strict.stderr
+    merged = run("--merge", out, "--max-reject-rate", 0.2)
+    assert merged.returncode == 0, merged.stderr
+    assert contents(out) == in_peace
+
+
+def test_two_converters_refuse_each_other(pictures, in_peace, tmp_path):
+    out = tmp_path / "out"
+    first = start(pictures, out, *SHARDS, "--task-range", "0/2")
+    wait_for(lambda: part_files(out), "a shard to be begun")
+    os.kill(first.pid, signal.SIGSTOP)
+    try:
+        for arguments, code, message in (
+            (SHARDS, 2, f"another vitscale-convert (process {first.pid}"),
+            ((*SHARDS, "--task-range", "1/4"), 2, "is at work on tasks 0/2 there"),
+            (("--shard-samples", 7, "--task-range", "1/2"), 2, "shard_samples: 6 before, 7 now"),
+            ((*SHARDS, "--task-range", "1/2"), 0, ""),
+        ):
+            done = run(pictures, out, *arguments, "--max-reject-rate", 0.2)
+            assert done.returncode == code and message in done.stderr, done.stderr
+        merge = run("--merge", out)
+        assert merge.returncode == 2 and "another vitscale-convert" in merge.stderr
+    finally:
+        os.kill(first.pid, signal.SIGCONT)
+    assert first.wait(timeout=60) == 0
+    first.communicate()
+    assert run("--merge", out, "--max-reject-rate", 0.2).returncode == 0
+    assert contents(out) == in_peace
+
+
+def test_a_shard_that_was_lost_is_written_again(pictures, in_peace, tmp_path):
+    out = tmp_path / "out"
+    for i in (0, 1):
+        assert run(pictures, out, *SHARDS, "--task-range", f"{i}/2", "--max-reject-rate", 0.2).returncode == 0
+    (out / "shard-00003.beton").unlink()
+    (out / "shard-00011.beton").write_bytes(b"cut")
+    merge = run("--merge", out, "--max-reject-rate", 0.2)
+    assert merge.returncode == 2 and "2 of 20 shards are not done yet: 3, 11" in merge.stderr
+    assert run(pictures, out, *SHARDS, "--max-reject-rate", 0.2).returncode == 0
+    assert contents(out) == in_peace
+
+
+def test_a_full_disk(pictures, in_peace, tmp_path):
+    """A file system of 1 MB: more than a shard, which has holes, and less than all."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a small file system is not allowed here: {mounted.stderr.strip()}")
+    try:
+        done = run(pictures, mount / "out", *SHARDS, "--max-reject-rate", 0.2)
+        assert done.returncode == 3 and "No space left on device" in done.stderr and "Traceback" not in done.stderr
+        assert shards_of(mount / "out") and not (mount / "out" / "manifest.json").exists()
+        subprocess.run(["mount", "-o", "remount,size=400m", mount], check=True)
+        done = run(pictures, mount / "out", *SHARDS, "--max-reject-rate", 0.2)
+        assert done.returncode == 0 and "done before" in done.stdout
+        assert contents(mount / "out") == in_peace
+    finally:
+        subprocess.run(["umount", mount], check=True)
+
+
+def test_files_that_vanish_between_listing_and_reading(tmp_path, photos):
+    for i, photo in enumerate(photos):
+        path = tmp_path / "images" / "cat" / f"{i:02d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(photo)
+    request, out = Request(str(tmp_path / "images"), shard_samples=5), tmp_path / "out"
+    rows = "".join(f"images/cat/{i:02d}.jpg,cat\n" for i in range(21))  # the last is nowhere
+    (tmp_path / "list.csv").write_text(f"path,label\n{rows}")
+    request = Request(str(tmp_path / "list.csv"), shard_samples=5)
+    with pytest.raises(DataError, match=r"1 of 21 images .*\n.*20\.jpg': cannot be read: No such file"):
+        convert(request, out, Machine(workers=1, max_reject_rate=0.0))
+    (tmp_path / "images" / "cat" / "20.jpg").write_bytes(photos[0])
+    (tmp_path / "images" / "cat" / "07.jpg").unlink()  # its shard may be done: then nobody misses it
+    outcome = convert(request, out, Machine(workers=1, max_reject_rate=0.05))
+    rejects = out / "rejects.parquet"
+    missed = [row["key"] for row in pq.read_table(rejects).to_pylist()] if rejects.exists() else []
+    assert outcome.manifests[""].num_samples == 21 - len(missed) and "images/cat/20.jpg" not in missed
+
+
+def test_a_source_that_was_mended_is_listed_anew(tmp_path, photos):
+    for name in ("cat/1.jpg", "2.jpg"):
+        (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "images" / name).write_bytes(photos[0])
+    request = Request(str(tmp_path / "images"))
+    with pytest.raises(DataError, match="outside of class folders"):
+        convert(request, tmp_path / "out", Machine(workers=1))
+    (tmp_path / "images" / "2.jpg").rename(tmp_path / "images" / "cat" / "2.jpg")
+    assert convert(request, tmp_path / "out", Machine(workers=1)).manifests[""].num_samples == 2
+
+
+def test_the_log_alone_says_when_and_where(in_peace, pictures):
+    manifest = json.loads(in_peace["manifest.json"])
+    assert str(pictures) not in json.dumps(manifest)
+    assert {"image_suffixes", "jpeg_quality", "jpeg_subsampling", "pass_through", "shard_samples"} == set(
+        manifest["options"]
+    )
+
+
+def test_a_finished_data_set_of_other_images_is_refused(pictures, tmp_path, image_folder):
+    convert(Request(str(image_folder)), tmp_path / "out", Machine(workers=1))
+    with pytest.raises(RecipeError, match="already holds a dataset"):
+        convert(Request(str(pictures)), tmp_path / "out", Machine(workers=1))

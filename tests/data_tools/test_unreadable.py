@@ -1,0 +1,27 @@
+import pytest
+
+from data_tools.images import Reject, store_image
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIC"),
+        (b"\0\0\0\x20ftypisom", "a video"),
+        (b"\0\0\0\x0cJXL \r\n\x87\n", "JPEG XL"),
+        (b"<?xml version='1.0'?>\n<!-- drawn -->\n<svg xmlns='http://www.w3.org/2000/svg'/>", "an SVG drawing"),
+        (b"\xef\xbb\xbf\r\n<!DOCTYPE html><html><body>404", "a web page"),
+        (b"<HTML><HEAD>", "a web page"),
+        (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code>", 'text, not an image; the file begins with b"<?xml'),
+        (b'{"error": "quota"}', "text, not an image; the file begins with b'{\"error"),
+        (b"%PDF-1.7", "a PDF document"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        (bytes(5000), "nothing but zero bytes"),
+        (b"PK\x03\x04", "a zip archive"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n", "a drawing (EPS)"),
+        (b"\xff\xd8\xff", "not an image that Pillow knows; the file begins with b'\\xff\\xd8\\xff'"),
+    ],
+)
+def test_files_that_are_no_images_are_named(data, reason):
+    stored = store_image(data)
+    assert isinstance(stored, Reject) and reason in stored.reason
