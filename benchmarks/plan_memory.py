@@ -16,7 +16,8 @@ from typing import Any
 
 from data_tools.engines.inline import run_inline
 from data_tools.listing import ListingTask
-from data_tools.plan import order_images, write_plan
+from data_tools.order import order_images
+from data_tools.plan import write_plan
 from data_tools.sources.image_list import open_image_list
 from data_tools.sources.source import SourceOptions
 
@@ -37,11 +38,13 @@ def measure(path: str, folder: str, results: Any) -> None:
     (work / "listing").mkdir()
     started = time.perf_counter()
     source = open_image_list(path, [path], SourceOptions())
-    for _ in run_inline([ListingTask(source, 0, work / "listing", 0)], lambda done, rejected: None):
+    for _ in run_inline([ListingTask(source, 0, work / "listing", 0, "")], lambda done, rejected: None):
         pass
     listed = time.perf_counter()
     ordered = order_images(source, work / "listing", 0, None)
-    plan = write_plan(ordered, ordered.batches, work, (), shard_samples=8192, limit=None, seed=0, options={"": {}})
+    plan = write_plan(
+        ordered, ordered.batches, work, (), shard_samples=8192, limit=None, seed=0, options={"": {}}, parts=[]
+    )
     done = time.perf_counter()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     results.put((listed - started, done - listed, peak, plan.images))

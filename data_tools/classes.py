@@ -1,5 +1,6 @@
 """Class names: collected while images are listed, numbered once all are known."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from vitscale.shards import Manifest
 
 _MAX_NUMBER = 10_000_000
 _SHOWN = 20
+_NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.0+)?")  # 3.0: a table with gaps turns numbers into these
 
 
 class Vocabulary:
@@ -52,11 +54,11 @@ def order_classes(
         DataError: classes that are not among the known ones.
     """
     order = known or stated
-    numbers = [int(name) for name in names if _is_number(name)]
-    are_numbers = not from_folders and bool(names) and len(numbers) == len(names)
+    numbers = [] if from_folders else [int(float(name)) for name in names if _NUMBER.fullmatch(name)]
+    are_numbers = bool(numbers) and len(numbers) == len(names)
     if order is not None:
         label_of = {name: label for label, name in enumerate(order)}
-        if are_numbers and not label_of.keys() >= set(names) and max(numbers) < len(order):
+        if are_numbers and not label_of.keys() & set(names) and max(numbers) < len(order):
             return order, np.array(numbers, np.int32)
         unknown = sorted(name for name in names if name not in label_of)
         if unknown:
@@ -68,13 +70,15 @@ def order_classes(
         if max(numbers) >= _MAX_NUMBER:
             raise DataError(f"labels go up to {max(numbers):,}: are these class numbers? Give names with --classes")
         return tuple(map(str, range(max(numbers) + 1))), np.array(numbers, np.int32)
+    if numbers:
+        others = [name for name in names if not _NUMBER.fullmatch(name)]
+        raise DataError(
+            f"labels are numbers but for {', '.join(map(repr, others[:_SHOWN]))}. Expected numbers or names "
+            "throughout; --classes FILE if these are names of classes"
+        )
     ordered = sorted(names)
     label_of = {name: label for label, name in enumerate(ordered)}
     return tuple(ordered), np.array([label_of[name] for name in names], np.int32)
-
-
-def _is_number(name: str) -> bool:
-    return name.isascii() and name.isdecimal() and (name == "0" or not name.startswith("0"))
 
 
 def read_classes(path: Path) -> tuple[str, ...]:
@@ -83,7 +87,8 @@ def read_classes(path: Path) -> tuple[str, ...]:
         names = Manifest.load(path).class_names
     else:
         try:
-            names = tuple(line for line in path.read_text("utf-8").splitlines() if line.strip())
+            lines = path.read_text("utf-8-sig").split("\n")
+            names = tuple(line.removesuffix("\r") for line in lines if line.strip())
         except (OSError, UnicodeDecodeError) as error:
             what = error.strerror if isinstance(error, OSError) else "not a text file in UTF-8"
             raise RecipeError(

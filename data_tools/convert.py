@@ -1,5 +1,7 @@
 """vitscale-convert: images in any form that people have them become a data set of shards. The command line."""
 
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -9,17 +11,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from data_tools.classes import read_classes
-from data_tools.conversion import Engine, Machine, Outcome, convert, dry_run, merge
+from data_tools.conversion import Engine, Machine, convert, dry_run, merge
+from data_tools.finishing import Outcome
 from data_tools.images import JPEG_QUALITY, ImageOptions
 from data_tools.locks import ALL_TASKS, TaskRange
 from data_tools.plan import Plan
-from data_tools.probe import Probe
-from data_tools.quantities import parse_bytes
+from data_tools.probe import MAX_SHARD_SAMPLES, Probe
+from data_tools.quantities import parse_bytes, parse_count
 from data_tools.report import summary
 from data_tools.request import Request
 from data_tools.sources import Kind, SourceOptions
 from data_tools.splits import parse_splits
-from data_tools.subset import parse_count, write_subset
+from data_tools.subset import write_subset
 from vitscale.errors import RecipeError, VitscaleError
 from vitscale.shards import DEFAULT_CAPACITY
 
@@ -64,7 +67,8 @@ def command(
         bool, typer.Option("--pass-through/--no-pass-through", help="Store sound JPEGs byte for byte.")
     ] = True,
     shard_samples: Annotated[
-        int | None, typer.Option(min=1, help="Images a shard.", show_default=f"{DEFAULT_CAPACITY:,}")
+        int | None,
+        typer.Option(min=1, max=MAX_SHARD_SAMPLES, help="Images a shard.", show_default=f"{DEFAULT_CAPACITY:,}"),
     ] = None,
     shard_bytes: Annotated[
         str | None, typer.Option(help="Instead, about that size a shard, such as 512MB.", metavar="SIZE")
@@ -72,12 +76,19 @@ def command(
     shuffle_seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the global shuffle.")] = 0,
     split: Annotated[
         list[str] | None,
-        typer.Option(help="Several datasets OUT/NAME: val=10000, val=2%, test=@keys.txt, 'train=a*/*', train=rest."),
+        typer.Option(
+            help="Several datasets OUT/NAME: val=10000, val=2%, test=@keys.txt, 'train=a*/*', train=rest.",
+            metavar="NAME=WHAT",
+        ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only so many images, chosen at random.")] = None,
+    limit: Annotated[
+        str | None, typer.Option(help="Only so many images (10k), chosen at random.", metavar="COUNT")
+    ] = None,
     subset: Annotated[
         str | None,
-        typer.Option(help="OUT becomes the first so many samples (9M) of the dataset SRC; nothing is copied."),
+        typer.Option(
+            help="OUT becomes the first so many samples (9M) of the dataset SRC; nothing is copied.", metavar="COUNT"
+        ),
     ] = None,
     is_dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be written: counts, bytes, time.")
@@ -99,15 +110,16 @@ def command(
 ) -> None:
     """Convert images into a dataset of shards that vitscale trains on and FFCV opens. Repeat a command to go on."""
     console, errors = Console(), Console(stderr=True)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # schedulers end a job by it
     try:
         if merge_out is not None:
-            _allow_only(context, "merge_out", "max_reject_rate", "work")
+            _refuse(context, "--merge", lambda name: name not in ("merge_out", "max_reject_rate", "work"))
             _tell(console, merge_out, merge(merge_out, max_reject_rate, work))
             return
-        if src is None or out is None:
+        if not src or not out:
             raise RecipeError("expected SRC and OUT; see vitscale-convert --help")
         if subset is not None:
-            _allow_only(context, "src", "out", "subset")
+            _refuse(context, "--subset", lambda name: name not in ("src", "out", "subset"))
             manifest = write_subset(src, out, parse_count(subset))
             console.print(
                 f"{escape(out)}: {manifest.num_samples:,} samples of {escape(src)}", highlight=False, soft_wrap=True
@@ -115,6 +127,8 @@ def command(
             return
         if shard_samples is not None and shard_bytes is not None:
             raise RecipeError("--shard-samples and --shard-bytes say the same thing twice: give one of them")
+        if unlabelled and (classes is not None or labels is not None):
+            raise RecipeError("--unlabelled has no use for --classes and --labels")
         request = Request(
             src=src,
             kind=kind,
@@ -126,11 +140,12 @@ def command(
             shard_bytes=None if shard_bytes is None else parse_bytes(shard_bytes),
             images=ImageOptions(short_side, long_side, quality, pass_through),
             splits=parse_splits(split or []),
-            limit=limit,
+            limit=None if limit is None else parse_count(limit),
         )
         tasks = ALL_TASKS if task_range is None else TaskRange.parse(task_range)
         machine = Machine(workers, engine, tasks, work, max_reject_rate)
         if is_dry_run:
+            _refuse(context, "--dry-run", lambda name: name in ("engine", "max_reject_rate", "task_range"))
             console.print(_forecast(*dry_run(request, out, machine, console), machine.processes))
             return
         _tell(console, out, convert(request, out, machine, console), tasks)
@@ -142,18 +157,17 @@ def command(
         raise typer.Exit(_EXIT_INTERRUPTED) from None
 
 
-def _allow_only(context: typer.Context, *names: str) -> None:
-    """Raise RecipeError for options that have no meaning beside these."""
+def _refuse(context: typer.Context, main: str, is_useless: Callable[[str], bool]) -> None:
+    """Raise RecipeError for options that were given and have no meaning beside `main`."""
     given = [
         parameter.opts[0]
         for parameter in context.command.params
-        if parameter.name not in names
-        and parameter.name is not None
+        if parameter.name is not None
+        and is_useless(parameter.name)
         and (source := context.get_parameter_source(parameter.name)) is not None
         and source.name == "COMMANDLINE"
     ]
     if given:
-        main = "--merge" if "merge_out" in names else "--subset"
         raise RecipeError(f"{main} has no use for {', '.join(given)}")
 
 

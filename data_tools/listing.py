@@ -26,6 +26,7 @@ from data_tools.classes import Vocabulary
 from data_tools.engines.task import Progress
 from data_tools.paths import PathStatistics
 from data_tools.sources.source import Source
+from vitscale import storage
 from vitscale.durable import durable_file, write_text
 from vitscale.errors import DataError, StorageError
 
@@ -36,8 +37,11 @@ LISTING = pa.schema(
         pa.field("content", pa.binary(), nullable=False),
     ]
 )
-_BATCH_ROWS = 1 << 16
+_BATCH_ROWS = 1 << 14
 _RUN_BYTES = 256 << 20
+# What stores say of an object that changes with its content.
+_TELLING = ("size", "ETag", "etag", "md5", "generation", "mtime", "LastModified", "last_modified", "updated", "created")
+_NO_LABEL = ("-1",)  # as many collections write it
 _PLACE = struct.Struct("<QI")  # offset, size
 
 Row = tuple[str, list[int] | None, bytes]
@@ -54,9 +58,12 @@ def summary_path(folder: Path, part: int) -> Path:
 
 @dataclass(frozen=True)
 class PartSummary:
-    """What became of a part. `paths` are statistics as `PathStatistics.to_json` gives them; `explicit` labels are the
-    source's, not the folders'."""
+    """What became of a part: counts, vocabulary, and statistics of paths as `PathStatistics.to_json` gives them.
 
+    `fingerprint` is the part's at that time; `explicit` labels are the source's, not the folders'.
+    """
+
+    fingerprint: str
     images: int
     ignored: dict[str, int]
     names: list[str]
@@ -66,7 +73,7 @@ class PartSummary:
 
     @classmethod
     def load(cls, folder: Path, part: int) -> "PartSummary | None":
-        """The summary of a complete part, or None."""
+        """The summary of a complete part, or None if it is not listed yet."""
         try:
             return cls(**json.loads(summary_path(folder, part).read_text("utf-8")))
         except FileNotFoundError:
@@ -81,7 +88,7 @@ class ListingTask:
     part: int
     folder: Path
     seed: int
-    index: int = 0
+    fingerprint: str
 
     @property
     def name(self) -> str:
@@ -105,7 +112,8 @@ class ListingTask:
                 summary = self._write(table, spool, progress)
             write_text(summary_path(self.folder, self.part), json.dumps(summary.__dict__, ensure_ascii=True))
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) or error.filename == str(stem):
+            written = error.filename is not None and Path(str(error.filename)).parent == self.folder
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) or written:
                 raise DataError(f"{self.folder}: cannot be written ({error.strerror})") from error
             if self.source.streams:
                 raise StorageError(f"{self.name}: cannot be read to its end ({error.strerror or error})") from error
@@ -121,6 +129,9 @@ class ListingTask:
         def rows() -> Iterator[Row]:
             nonlocal images, explicit, most
             for key, labels, content in self.source.items(self.part, ignored):
+                _refuse_unwritable(self.name, key, labels)
+                if labels == _NO_LABEL:
+                    labels = ()
                 if labels is None:
                     paths.add(key)
                     ids = None
@@ -141,7 +152,18 @@ class ListingTask:
         with pa.ipc.new_stream(table, LISTING) as writer:
             for batch in _batches(stored):
                 writer.write_batch(batch)
-        return PartSummary(images, dict(+ignored), vocabulary.names, explicit, most > 1, paths.to_json())
+        return PartSummary(
+            self.fingerprint, images, dict(+ignored), vocabulary.names, explicit, most > 1, paths.to_json()
+        )
+
+
+def _refuse_unwritable(part: str, key: str, labels: tuple[str, ...] | None) -> None:
+    """JSON can name characters that no text may contain."""
+    if not key.isascii() or labels:
+        try:
+            key.encode(), "".join(labels or ()).encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{part}: {key!r}: its name or label is no valid Unicode ({error.reason})") from error
 
 
 def _spooled(rows: Iterator[Row], spool: BinaryIO, seed: int) -> Iterator[Row]:
@@ -202,11 +224,30 @@ class Spool:
     folder: Path
 
     def read(self, part: int, content: bytes) -> bytes:
-        """The bytes of one image file. Raises OSError."""
+        """The bytes of one image file. Raises DataError where the spool is gone, OSError where the disk fails."""
         offset, size = _PLACE.unpack(content)
         path = self.folder / f"part-{part:05d}.bin"
-        with path.open("rb", buffering=0) as file:
-            data = os.pread(file.fileno(), size, offset)
-        if len(data) != size:
-            raise OSError(errno.EIO, "the spool has become shorter", str(path))
+        try:
+            with path.open("rb", buffering=0) as file:
+                data = os.pread(file.fileno(), size, offset)
+        except FileNotFoundError:
+            data = b""
+        if len(data) != size:  # no fault of the image: it must not be rejected
+            raise DataError(f"{path}: the spool of streamed images is gone or cut. Remove the output and start anew")
         return data
+
+
+def fingerprint(part: str) -> str:
+    """Changes when a part's content changes: of files size and time, of objects what their store says.
+
+    Empty for folders, which say nothing of what is below them. Raises DataError or StorageError.
+    """
+    try:
+        if storage.is_url(part):
+            fs, path = storage.filesystem(part)
+            found = storage.patiently(part, lambda: fs.info(path))
+            return "" if found["type"] == "directory" else str({name: str(found.get(name)) for name in _TELLING})
+        status = Path(part).stat()
+    except OSError as error:
+        raise DataError(f"{part}: cannot be read ({error.strerror or error})") from error
+    return "" if Path(part).is_dir() else f"{status.st_size}-{status.st_mtime_ns}"

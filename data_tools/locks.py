@@ -7,7 +7,7 @@ import fcntl
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -62,7 +62,10 @@ def claimed(folder: Path, tasks: TaskRange) -> Iterator[None]:
         _lock(gate, folder)
         try:
             for path in folder.glob("tasks-*-of-*.lock"):
-                _refuse_living(path, tasks)
+                _, index, _, count = path.stem.split("-")
+                other = TaskRange(int(index), int(count))
+                if other.overlaps(tasks):
+                    _refuse_living(path, other)
             lock = mine.open("w+")
             fcntl.flock(lock, fcntl.LOCK_EX)
             lock.write(f"process {os.getpid()} on {platform.node()}")
@@ -76,16 +79,16 @@ def claimed(folder: Path, tasks: TaskRange) -> Iterator[None]:
         lock.close()
 
 
-def _refuse_living(path: Path, tasks: TaskRange) -> None:
-    """Raise RecipeError if `path` is locked and its range overlaps with `tasks`; remove it if nobody holds it."""
-    _, index, _, count = path.stem.split("-")
-    with path.open() as lock:
+def _refuse_living(path: Path, other: TaskRange) -> None:
+    """Raise RecipeError if `path`, the lock of the range `other`, is held; remove it if nobody holds it."""
+    try:
+        lock = path.open("r+")  # for writing: NFS locks nothing else exclusively
+    except FileNotFoundError:  # its holder has just finished
+        return
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            other = TaskRange(int(index), int(count))
-            if not other.overlaps(tasks):
-                return
             what = "all tasks" if other.count == 1 else f"tasks {other}"
             raise RecipeError(
                 f"OUT: another vitscale-convert ({lock.read() or 'just starting'}) is at work on {what} there. Several "
@@ -95,11 +98,15 @@ def _refuse_living(path: Path, tasks: TaskRange) -> None:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """One converter at a time, the others wait: for what must be done once. Raises RecipeError."""
+def alone(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
+    """One converter at a time, for what must be done once; the others call `waits` and wait. Raises RecipeError."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "planning").open("a") as lock:
-        _lock(lock, folder)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waits()
+            _lock(lock, folder)
         yield
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from vitscale.shards.provenance import REJECTS_NAME
 
 LOG_NAME = "convert.log.jsonl"
 STATE_NAME = ".vitscale-convert"
+CONVERSION_NAME = "conversion.json"
 _PART = re.compile(r"\..*\.[0-9a-f]{8}\.part")
 _OURS = re.compile(rf"shard-\d{{5,}}\.(beton|idx\.parquet)|{re.escape(REJECTS_NAME)}|{re.escape(MANIFEST_NAME)}")
 _SHOWN = 5
@@ -49,14 +51,25 @@ class Output:
 
     @classmethod
     def at(cls, where: str, work: Path | None) -> "Output":
-        """The output at a path or URL; `work` is inside of it, or in the user's cache for a URL, unless given."""
+        """The output at a path or URL. Its work folder is inside of it, or in the user's cache for a URL.
+
+        In `work`, if given, it has a folder of its own: that is removed in the end, with all that is in it.
+
+        Raises RecipeError for a URL that is a pattern, or names no place.
+        """
+        where = storage.without_file_scheme(where)
         if not storage.is_url(where):
             where = str(Path(where).absolute())
-            return cls(where, work or Path(where) / STATE_NAME)
-        where = where.rstrip("/")
+            if work is None:
+                return cls(where, Path(where) / STATE_NAME)
+        elif has_magic(where):  # what removes files from a URL would take it for a pattern
+            raise RecipeError(f"OUT {where}: expected a URL without * ? [")
+        elif not where.partition("://")[2].strip("/"):
+            raise RecipeError(f"OUT {where}: expected a URL with a path, such as s3://bucket/dataset")
+        where = where.rstrip("/") or where
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         digest = hashlib.sha256(where.encode()).hexdigest()[:16]
-        return cls(where, work or cache / "vitscale" / "convert" / digest)
+        return cls(where, (work or cache / "vitscale") / f"convert-{digest}")
 
     @property
     def is_remote(self) -> bool:
@@ -98,6 +111,36 @@ class Output:
             yield path
             storage.put(path, self.state(name))
 
+    @staticmethod
+    def marker_name(task: int) -> str:
+        """Name of what says that a task is done, in `done/`."""
+        return f"{task:06d}.json"
+
+    @staticmethod
+    def rejects_name(task: int) -> str:
+        """Piece of state with what a task could not store."""
+        return f"done/{task:06d}.rejects.parquet"
+
+    def mark_done(self, text: str, task: int) -> None:
+        """Say that a task is done, and how."""
+        self.mark(f"done/{self.marker_name(task)}", text)
+
+    def read_marker(self, task: int) -> bytes:
+        """What `mark_done` said."""
+        return storage.read_bytes(self.state(f"done/{self.marker_name(task)}"))
+
+    def sizes_of_state(self, folder: str) -> dict[str, int]:
+        """Bytes of the pieces of state in a folder, by name."""
+        return storage.sizes_in(self.state(folder))
+
+    def sizes_in(self, split: str) -> dict[str, int]:
+        """Bytes of the files of a split's data set, by name."""
+        return storage.sizes_in(self.place(split))
+
+    def remove(self, split: str, name: str) -> None:
+        """Remove a file of a split's data set, if it is there."""
+        storage.remove(storage.join(self.place(split), name))
+
     def mark(self, name: str, text: str) -> None:
         """Write a piece of state, whole or not at all."""
         with self.staged_state(name) as path:
@@ -115,15 +158,14 @@ class Output:
         if not self.is_remote and Path(self.where).exists() and not Path(self.where).is_dir():
             raise RecipeError(f"OUT {self.where}: is a file. Choose a new or empty directory")
         names = storage.names_in(self.where)
-        begun = STATE_NAME in names or LOG_NAME in names  # our own unfinished work is recognised by these
-        known = {STATE_NAME, LOG_NAME, *splits}
+        begun = self.read_state(CONVERSION_NAME) is not None  # what our own unfinished work is recognised by
+        known = {STATE_NAME, LOG_NAME, *(splits if begun else ())}
         foreign = [
             name
             for name in names
             if name not in known and not (begun and (_OURS.fullmatch(name) or _PART.fullmatch(name)))
         ]
-        if foreign or (not begun and set(splits) & set(names)):
-            foreign = foreign or sorted(set(splits) & set(names))
+        if foreign:
             shown = ", ".join(map(repr, foreign[:_SHOWN])) + (" ..." if len(foreign) > _SHOWN else "")
             raise RecipeError(
                 f"OUT {self.where}: not empty ({len(foreign)} other files: {shown}). Choose a new or empty directory"
@@ -162,9 +204,14 @@ class Output:
             content = storage.read_bytes(storage.join(self.where, LOG_NAME)).decode("utf-8")
         except (FileNotFoundError, UnicodeDecodeError):
             return None
-        events = [json.loads(line) for line in content.splitlines() if line.endswith("}")]
-        requests = [event["request"] for event in events if event.get("event") == "start"]
-        return requests[-1] if requests else None
+        for line in reversed(content.splitlines()):
+            try:
+                event = json.loads(line)
+            except ValueError:  # cut by a kill, or by another machine that wrote at the same time
+                continue
+            if isinstance(event, dict) and "request" in event:
+                return event["request"]
+        return None
 
     def _log_path(self) -> Path:
         return (self.work if self.is_remote else Path(self.where)) / LOG_NAME

@@ -12,6 +12,22 @@ from typing import Any
 from vitscale.errors import DataError
 
 _EXAMPLES = 5
+_SPLITS = (
+    *("train", "training", "trainval", "test", "testing", "test_dev", "val", "valid", "validation", "minival"),
+    *("dev", "eval", "evaluation", "holdout"),
+)
+
+
+def refuse_splits(class_names: Iterable[str], src: str) -> None:
+    """Raise DataError where the classes found are what splits are called: a test set would go into a training set."""
+    names = sorted(class_names)
+    if names and all(name.lower() in _SPLITS for name in names):
+        shown = ", ".join(map(repr, names))
+        raise DataError(
+            f"{src}: by its folders the classes are {shown}, which is what splits are called. Convert one split at a "
+            "time, each into a dataset of its own; --classes if these are classes indeed, --labels FILE or "
+            "--unlabelled if folders say nothing"
+        )
 
 
 class PathStatistics:
@@ -63,9 +79,15 @@ class PathStatistics:
                 whole.examples[depth] = sorted([*whole.examples.get(depth, []), *examples])[:_EXAMPLES]
         return whole
 
+    def common_depth(self) -> int:
+        """How many leading directories all paths have in common."""
+        assert self.first is not None and self.last is not None
+        pairs = zip(self.first[:-1], self.last[:-1], strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
     def class_depth(self, known_classes: frozenset[str]) -> int:
         """How many leading directories are not the class. Raises DataError where images lie outside of classes."""
-        assert self.first is not None and self.last is not None
+        assert self.first is not None
         total = sum(self.counts.values())
         if 1 in self.counts:
             raise DataError(
@@ -73,8 +95,7 @@ class PathStatistics:
                 "CLASS/FILE: put every image into a folder named like its class, or give a list of labels with "
                 "--labels, or say --unlabelled"
             )
-        pairs = zip(self.first[:-1], self.last[:-1], strict=False)
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        common = self.common_depth()
         depth = min(common, min(self.counts) - 2)
         # `train/cat/1.jpg` and a stray `train/2.jpg`: by the letter everything would be of the class `train`.
         if common > depth and self.first[depth] not in known_classes:

@@ -9,6 +9,7 @@ from data_tools.shard_task import Reader
 from vitscale.errors import DataError
 
 PROBED = 1000
+MAX_SHARD_SAMPLES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Probe:
         """How many images fit into a shard of about that size. Raises DataError where no image could be stored."""
         if self.rejected == self.images:
             raise DataError(f"none of the first {self.images:,} images can be stored, so a shard's size is unknown")
-        return max(1, int(shard_bytes / self.bytes_per_image))
+        return min(max(1, int(shard_bytes / self.bytes_per_image)), MAX_SHARD_SAMPLES)
 
 
 def probe(batches: list[Any], reader: Reader, options: ImageOptions) -> Probe:

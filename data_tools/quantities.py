@@ -1,11 +1,23 @@
-"""Sizes as people write them."""
+"""Counts and sizes as people write them."""
 
 import re
+from decimal import Decimal
 
 from vitscale.errors import RecipeError
 
 _BYTES = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?", re.IGNORECASE)
 _POWERS = "kmgt"
+_COUNT = re.compile(r"([0-9][0-9_]{0,20}(?:\.[0-9]{1,9})?)([kmb]?)", re.IGNORECASE)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+
+
+def parse_count(text: str) -> int:
+    """`9M` -> 9,000,000; also `30k`, `1.5M`, `1B`, `1_000`. Raises RecipeError for what is no whole number from 1."""
+    match = _COUNT.fullmatch(text.strip())
+    number = Decimal(match[1].replace("_", "")) * _UNITS[match[2].lower()] if match else Decimal(0)
+    if number < 1 or number != int(number):
+        raise RecipeError(f"{text!r} is no number of images: expected a whole number from 1, such as 9M, 30k, 1_000")
+    return int(number)
 
 
 def parse_bytes(text: str) -> int:

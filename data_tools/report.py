@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -21,12 +22,12 @@ class Totals:
     rejected: int = 0
     shards: int = 0
     bytes: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of this call, which has converted `images_now`
+    images_now: int = 0
     ignored: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def images_per_s(self) -> float:
-        return (self.samples + self.rejected) / max(self.seconds, 1e-9)
+    def to_json(self) -> dict[str, Any]:
+        return vars(self) | {"seconds": round(self.seconds, 3), "ignored": dict(self.ignored)}
 
 
 class ProgressView:
@@ -93,8 +94,9 @@ def summary(totals: Totals) -> Table:
         ("files ignored", ignored),
         ("shards", f"{totals.shards:,}"),
         ("bytes", f"{totals.bytes:,}"),
-        ("images/s", f"{totals.images_per_s:,.0f}"),
-        ("seconds", f"{totals.seconds:,.1f}"),
     ):
         table.add_row(name, value)
+    if totals.images_now:
+        table.add_row("images/s", f"{totals.images_now / max(totals.seconds, 1e-9):,.0f}")
+        table.add_row("seconds", f"{totals.seconds:,.1f}")
     return table

@@ -1,10 +1,13 @@
 """What a conversion is asked for: everything that decides what is written, and nothing else."""
 
+import hashlib
+import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from data_tools.images import ImageOptions
+from data_tools.listing import fingerprint
 from data_tools.sources import Kind, SourceOptions
 from data_tools.sources.source import IMAGE_SUFFIXES
 from data_tools.splits import SplitRule
@@ -44,6 +47,10 @@ class Request:
     limit: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "src", storage.without_file_scheme(self.src))
+        labels = self.source.labels
+        if labels is not None and not storage.is_url(labels):
+            object.__setattr__(self, "source", replace(self.source, labels=os.path.abspath(labels)))  # noqa: PTH100
         if not storage.is_url(self.src):
             object.__setattr__(self, "src", os.path.abspath(self.src))  # noqa: PTH100 -- patterns are no Path
 
@@ -53,18 +60,22 @@ class Request:
         return [rule.name for rule in self.splits] or [""]
 
     def to_json(self) -> dict[str, Any]:
-        """For comparison with what another call asked for: plain values, flat, the defaults left out."""
+        """For comparison with what another call asked for: plain values, flat, without what was not given."""
         flat: dict[str, Any] = {}
         for name, value in asdict(self).items():
-            if isinstance(value, dict):
-                flat |= value
-            elif name == "splits":
-                flat[name] = [str(rule) for rule in self.splits]
-            elif name == "classes":
-                flat[name] = None if value is None else list(value)
-            else:
-                flat[name] = value
-        return {name: value for name, value in flat.items() if value not in (None, [], False)}
+            flat |= value if isinstance(value, dict) else {name: value}
+        flat["src"] = storage.without_secrets(self.src)
+        flat["splits"] = [f"{rule.name}={rule.described()}" for rule in self.splits]
+        if self.classes is not None:
+            digest = hashlib.sha256(json.dumps(self.classes).encode()).hexdigest()
+            flat["classes"] = f"{len(self.classes)} names of sha256 {digest[:16]}"
+        return {name: value for name, value in flat.items() if value is not None and value != []}
+
+    def listed(self) -> dict[str, Any]:
+        """What the list of images depends on, and the order of a spool; otherwise as `to_json`."""
+        labels = self.source.labels and fingerprint(self.source.labels)
+        asked = {"src": self.src, "kind": self.kind, "seed": self.shuffle_seed}
+        return asked | asdict(self.source) | {"state_of_labels": labels}
 
     def manifest_options(self, split: str, shard_samples: int) -> dict[str, Any]:
         """What the manifest says of the conversion: options that change its content."""
@@ -76,7 +87,7 @@ class Request:
             options["unlabelled"] = True
         for rule in self.splits:
             if rule.name == split:
-                options["split"] = rule.what
+                options["split"] = rule.described()
         return options
 
 

@@ -22,6 +22,10 @@ from vitscale.errors import DataError
 from vitscale.shards import NO_LABEL, ShardEntry, ShardStats, StoredSample, write_shard
 from vitscale.shards.provenance import PROVENANCE, REJECTS, provenance_path, write_provenance, write_rejects
 
+# What stays so: the file is not there, or is not for us.
+_STEADY = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_PAUSE = 1.0  # seconds
+
 
 class Reader(Protocol):
     """Where a task gets images from: a source with random access, or the spool of one that streams."""
@@ -33,7 +37,8 @@ class Reader(Protocol):
 class ShardReport:
     """What became of a task, as its marker has it: the manifest's entry (None if no image was left), and counts.
 
-    `unread` of the rejected ones could not even be read: repeating the task may help.
+    `unread` of the rejected ones could not even be read, or workers died on them; of these, `unsteady` may be read at
+    the next try.
     """
 
     task: int
@@ -43,6 +48,8 @@ class ShardReport:
     transcoded: int = 0
     rejected: int = 0
     unread: int = 0
+    unsteady: int = 0
+    is_to_be_repeated: bool = False
     seconds: float = 0.0
 
     def to_json(self) -> str:
@@ -68,7 +75,6 @@ class ShardTask:
         reader: where their bytes are.
         output: where the shard goes.
         options: how images are stored.
-        capacity: samples of a full shard.
         several_labels: whether samples have a list of labels.
         refused: positions of images on which workers die, and how.
     """
@@ -80,7 +86,6 @@ class ShardTask:
     reader: Reader
     output: Output
     options: ImageOptions
-    capacity: int
     several_labels: bool
     refused: dict[int, str] = field(default_factory=dict)
 
@@ -109,16 +114,18 @@ class ShardTask:
         name = shard_name(self.shard)
         try:
             with self.output.staged(self.split, [name, provenance_path(name)]) as (path, table_path):
-                stats = _write(path, self._samples(report, columns, rejects, progress), self.capacity)
+                stats = _write(path, self._samples(report, columns, rejects, progress), self.rows.num_rows)
                 if stats is not None:
+                    progress.alive()
                     columns["crc32c"] = stats.crc.tolist()
                     write_provenance(table_path, pa.table(columns, PROVENANCE))
                     report.entry = ShardEntry.of_file(path, samples=stats.samples, first_uid=stats.first_uid)
+                    progress.alive()
             report.seconds = round(time.monotonic() - started, 3)
             if report.rejected:
-                with self.output.staged_state(f"done/{self.index:06d}.rejects.parquet") as rejects_path:
+                with self.output.staged_state(Output.rejects_name(self.index)) as rejects_path:
                     write_rejects(rejects_path, [pa.table(rejects, REJECTS)])
-            self.output.mark(f"done/{self.index:06d}.json", report.to_json())
+            self.output.mark_done(report.to_json(), self.index)
         except OSError as error:
             where = error.filename or self.output.place(self.split)
             raise DataError(f"{where}: cannot be written ({error.strerror or error})") from error
@@ -160,15 +167,28 @@ class ShardTask:
 
     def _image(self, position: int, part: int, content: bytes, report: ShardReport) -> Any:
         """An image as it is stored, and the SHA-256 of its source; or why not."""
-        if position in self.refused:
-            return Reject(self.refused[position])
         try:
-            data = self.reader.read(part, content)
-        except OSError as error:
+            if position in self.refused:
+                raise ChildProcessError(self.refused[position])
+            data = _read(self.reader, part, content)
+            stored = store_image(data, self.options)
+        except (OSError, MemoryError) as error:
             report.unread += 1
-            return Reject(f"cannot be read: {error.strerror or error}")
-        stored = store_image(data, self.options)
+            report.unsteady += not isinstance(error, _STEADY)
+            why = error.strerror or str(error) if isinstance(error, OSError) else "not enough memory"
+            return Reject(f"cannot be read: {why}")
         return stored if isinstance(stored, Reject) else (stored, hashlib.sha256(data).digest())
+
+
+def _read(reader: Reader, part: int, content: bytes) -> bytes:
+    """An image's bytes, at the second try if need be."""
+    try:
+        return reader.read(part, content)
+    except _STEADY:
+        raise
+    except OSError:
+        time.sleep(_PAUSE)
+        return reader.read(part, content)
 
 
 def shard_name(index: int) -> str:

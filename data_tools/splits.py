@@ -1,7 +1,7 @@
 """Splits: which images of a source go into which data set.
 
     --split val=10000        so many, the first of the shuffled order
-    --split val=2%           about that share, from the end of the shuffled order; the same images when others are added
+    --split val=2%           about that share; the same images when others are added
     --split test=@keys.txt   the images whose keys a file lists, one a line
     --split train=a*/b?/*    the images whose keys match a pattern
     --split train=rest       what is left
@@ -10,18 +10,31 @@ Rules are asked in order; an image goes to the first that takes it.
 """
 
 import fnmatch
+import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from data_tools.listing import order_hash
 from vitscale.errors import RecipeError
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+_NAME = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
+_OTHER_SEED = 1 << 63
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)%")
 
 Takes = Callable[[str], bool]  # whether the image of a key, the next one in order, belongs to a split
+
+
+class Chooser(NamedTuple):
+    """A rule at work: to be asked about the images that the rules before it have not taken.
+
+    `expected`: how many images it must have taken in the end, if the rule says.
+    """
+
+    takes: Takes
+    expected: int | None = None
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,14 @@ class SplitRule:
 
     def __str__(self) -> str:
         return f"{self.name}={self.what}"
+
+    def described(self) -> str:
+        """What decides the content: of a list, its keys, wherever it lies. Raises RecipeError."""
+        if not self.what.startswith("@"):
+            return self.what
+        keys = _listed(self)
+        digest = hashlib.sha256("\0".join(sorted(keys)).encode()).hexdigest()
+        return f"list of {len(keys)} keys, sha256 {digest}"
 
 
 def parse_splits(texts: list[str]) -> tuple[SplitRule, ...]:
@@ -49,36 +70,43 @@ def parse_splits(texts: list[str]) -> tuple[SplitRule, ...]:
     names = [rule.name for rule in rules]
     if len(set(names)) < len(names):
         raise RecipeError(f"--split: a name twice among {', '.join(names)}")
+    whole = next((rule for rule in rules[:-1] if rule.what == "rest"), None)
+    if whole is not None:
+        raise RecipeError(f"--split {whole}: takes all that is left, so it must be the last")
     choosers(tuple(rules), 0)  # a file that is missing is better found now than after hours of listing
     return tuple(rules)
 
 
-def choosers(rules: tuple[SplitRule, ...], seed: int) -> list[Takes]:
-    """The rules at work, each to be asked about the images that those before it have not taken. Raises RecipeError."""
-    made: list[Takes] = []
-    end = 1.0  # shares are taken from here down
+def choosers(rules: tuple[SplitRule, ...], seed: int) -> list[Chooser]:
+    """The rules at work. Raises RecipeError."""
+    made: list[Chooser] = []
+    start = 0.0  # of the next share
     for rule in rules:
         share = _SHARE.fullmatch(rule.what)
         if share is not None:
-            start = end - float(share[1]) / 100
-            if start >= end or start < -1e-9:
+            end = start + float(share[1]) / 100
+            if start >= end or end > 1 + 1e-9:
                 raise RecipeError(f"--split {rule}: expected more than 0%, and at most 100% over all splits")
-            made.append(_share(start, end, seed))
-            end = start
+            made.append(Chooser(_share(start, end, seed)))
+            start = end
         elif rule.what.isdecimal():
-            made.append(_first(int(rule.what)))
+            if int(rule.what) == 0:
+                raise RecipeError(f"--split {rule}: expected at least one image")
+            made.append(Chooser(_first(int(rule.what)), int(rule.what)))
         elif rule.what.startswith("@"):
-            made.append(_listed(rule))
+            keys = _listed(rule)
+            made.append(Chooser(keys.__contains__, len(keys)))
         elif rule.what == "rest":
-            made.append(lambda key: True)
+            made.append(Chooser(lambda key: True))
         else:
-            made.append(_matching(re.compile(fnmatch.translate(rule.what))))
+            made.append(Chooser(_matching(re.compile(fnmatch.translate(rule.what)))))
     return made
 
 
 def _share(start: float, end: float, seed: int) -> Takes:
-    first, last = round(max(start, 0.0) * 2**64), round(end * 2**64)
-    return lambda key: first <= order_hash(key, seed) < last
+    first, last = round(start * 2**64), round(end * 2**64)
+    # Not the hash that shuffles: a share of the first images is to be a share of all of them.
+    return lambda key: first <= order_hash(key, seed ^ _OTHER_SEED) < last
 
 
 def _first(count: int) -> Takes:
@@ -96,10 +124,11 @@ def _matching(pattern: re.Pattern[str]) -> Takes:
     return lambda key: pattern.fullmatch(key) is not None
 
 
-def _listed(rule: SplitRule) -> Takes:
+def _listed(rule: SplitRule) -> frozenset[str]:
     try:
-        keys = frozenset(Path(rule.what[1:]).read_text("utf-8").splitlines())
+        text = Path(rule.what[1:]).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no text in UTF-8"
         raise RecipeError(f"--split {rule}: {reason}. Expected a file of one key a line") from error
-    return lambda key: key in keys
+    keys = frozenset(line for line in text.split("\n") if line.strip())
+    return frozenset(key.removesuffix("\r") for key in keys)

@@ -7,9 +7,7 @@ every larger one.
 import io
 import os
 import posixpath
-import re
 import tempfile
-from decimal import Decimal
 from hashlib import sha256
 from pathlib import Path
 
@@ -19,18 +17,6 @@ from vitscale import storage
 from vitscale.durable import durable_file
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import MANIFEST_NAME, ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry
-
-_COUNT = re.compile(r"([0-9][0-9_]{0,20}(?:\.[0-9]{1,9})?)([kmb]?)", re.IGNORECASE)
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
-
-
-def parse_count(text: str) -> int:
-    """`9M` -> 9,000,000; also `30k`, `1.5M`, `1B`, `1_000`. Raises RecipeError for what is no whole number from 1."""
-    match = _COUNT.fullmatch(text.strip())
-    number = Decimal(match[1].replace("_", "")) * _UNITS[match[2].lower()] if match else Decimal(0)
-    if number < 1 or number != int(number):
-        raise RecipeError(f"{text!r} is no number of images: expected a whole number from 1, such as 9M, 30k, 1_000")
-    return int(number)
 
 
 def write_subset(dataset: str, out: str, count: int) -> Manifest:

@@ -8,6 +8,7 @@ raises FileNotFoundError or PermissionError at once, as a file would.
 import errno
 import os
 import re
+import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,7 +31,21 @@ _INSTALL = {
     "az": "adlfs",
 }
 # What is so, however often one asks.
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_FINAL: dict[type[OSError], int] = {
+    FileNotFoundError: errno.ENOENT,
+    PermissionError: errno.EACCES,
+    IsADirectoryError: errno.EISDIR,
+    NotADirectoryError: errno.ENOTDIR,
+}
+# The same, by name: it comes from packages that need not be installed (botocore, google-auth, azure-core).
+_NO_ACCESS = {
+    *("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError"),
+    *("UnauthorizedSSOTokenError", "SSOTokenLoadError", "ProfileNotFound", "ConfigNotFound", "NoRegionError"),
+    *("DefaultCredentialsError", "RefreshError", "ClientAuthenticationError"),
+}
+# Listings are not remembered: others write there too, and those of a large collection would fill the memory. s3fs asks
+# for the size of every object before it reads it, unless told that the pieces of one are not to be read at once.
+_OPTIONS = {"s3": {"max_concurrency": 1}, "s3a": {"max_concurrency": 1}}
 
 _TEMPORARY = (408, 425, 429)  # HTTP: timeout, too early, too many requests
 
@@ -40,6 +55,21 @@ Result = TypeVar("Result")
 def is_url(where: str) -> bool:
     """Whether `where` is a URL, not a path of this machine."""
     return _URL.match(where) is not None
+
+
+def without_file_scheme(where: str) -> str:
+    """`file:///a/b` as the path that it is; anything else as it is."""
+    return where.removeprefix("file://") if where.startswith("file:///") else where
+
+
+def without_secrets(where: str) -> str:
+    """A URL without what may grant access: user and password, signatures in the query. A path as it is."""
+    if not is_url(where):
+        return where
+    scheme, _, rest = where.partition("://")
+    host, slash, path = rest.partition("/")
+    is_web = scheme.lower() in ("http", "https")  # elsewhere ? is a part of names, or a pattern
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path.partition('?')[0] if is_web else path}"
 
 
 def join(where: str, name: str) -> str:
@@ -58,7 +88,7 @@ def filesystem(url: str) -> tuple[Any, str]:
 
     scheme = url.split("://", 1)[0].lower()
     try:
-        return fsspec.core.url_to_fs(url)
+        return fsspec.core.url_to_fs(url, use_listings_cache=False, **_OPTIONS.get(scheme, {}))
     except ImportError as error:
         package = _INSTALL.get(scheme)
         hint = f"pip install {package}" if package else str(error)
@@ -70,6 +100,8 @@ def filesystem(url: str) -> tuple[Any, str]:
 def read_bytes(where: str) -> bytes:
     """A whole file. Raises OSError for what is missing or forbidden, StorageError for what does not answer."""
     if not is_url(where):
+        if not stat.S_ISREG(Path(where).stat().st_mode):  # a pipe would never end
+            raise OSError(errno.EINVAL, "is no regular file", where)
         return Path(where).read_bytes()
     fs, path = filesystem(where)
     return patiently(where, lambda: fs.cat_file(path))
@@ -88,29 +120,34 @@ def size_of(where: str) -> int | None:
     if not is_url(where):
         path = Path(where)
         return path.stat().st_size if path.is_file() else None
-    fs, path_there = filesystem(where)
-
-    def ask() -> int | None:
-        fs.invalidate_cache()  # of listings: others write there too
-        try:
-            return fs.info(path_there)["size"]
-        except FileNotFoundError:
-            return None
-
-    return patiently(where, ask)
+    info = _info(where)
+    return info["size"] if info is not None and info["type"] == "file" else None
 
 
 def exists(where: str) -> bool:
     """Whether there is a file or a folder. Raises StorageError."""
-    return os.path.lexists(where) if not is_url(where) else size_of(where) is not None or is_folder(where)
+    return os.path.lexists(where) if not is_url(where) else _info(where) is not None
 
 
 def is_folder(where: str) -> bool:
-    """Whether anything lies below `where`. Raises StorageError."""
+    """Whether `where` is a folder; at a URL, whether anything lies below it. Raises StorageError."""
     if not is_url(where):
         return Path(where).is_dir()
-    fs, path = filesystem(where)
-    return patiently(where, lambda: fs.isdir(path))
+    info = _info(where)
+    return info is not None and info["type"] == "directory"
+
+
+def _info(url: str) -> dict[str, Any] | None:
+    """Size and type of what is at a URL; None if nothing is."""
+    fs, path = filesystem(url)
+
+    def ask() -> dict[str, Any] | None:
+        try:
+            return fs.info(path)
+        except FileNotFoundError:
+            return None
+
+    return patiently(url, ask)
 
 
 def names_in(folder: str) -> list[str]:
@@ -118,17 +155,35 @@ def names_in(folder: str) -> list[str]:
     if not is_url(folder):
         path = Path(folder)
         return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
-    fs, there = filesystem(folder)
+    return sorted(entry["name"] for entry in _entries(folder))
 
-    def ask() -> list[str]:
+
+def sizes_in(folder: str) -> dict[str, int]:
+    """Bytes of the files that lie directly in a folder, by name; empty if there is none. Raises as `names_in`."""
+    if not is_url(folder):
+        path = Path(folder)
+        files = path.iterdir() if path.is_dir() else ()
+        return {file.name: file.stat().st_size for file in files if file.is_file()}
+    return {entry["name"]: entry["size"] for entry in _entries(folder) if entry["type"] == "file"}
+
+
+def _entries(url: str) -> list[dict[str, Any]]:
+    """What lies directly below a URL, under its last name."""
+    fs, there = filesystem(url)
+
+    def ask() -> list[dict[str, Any]]:
         try:
-            return sorted({base_name(name) for name in fs.ls(there, detail=False, refresh=True)})
+            found = fs.ls(there, detail=True)
         except FileNotFoundError:
             return []
-        except TypeError:  # a file system without listings to refresh
-            return sorted({base_name(name) for name in fs.ls(there, detail=False)})
+        paths = [entry["name"].rstrip("/") for entry in found]
+        return [
+            {**entry, "name": base_name(path)}
+            for path, entry in zip(paths, found, strict=True)
+            if path != there.rstrip("/")  # some stores list a folder in itself
+        ]
 
-    return patiently(folder, ask)
+    return patiently(url, ask)
 
 
 def put(local: Path, url: str) -> None:
@@ -137,7 +192,6 @@ def put(local: Path, url: str) -> None:
 
     def copy() -> None:
         fs.put_file(str(local), path)
-        fs.invalidate_cache()
         arrived, sent = fs.info(path)["size"], local.stat().st_size
         if arrived != sent:
             raise OSError(f"{arrived:,} of {sent:,} bytes arrived")
@@ -151,12 +205,25 @@ def get(url: str, local: Path) -> None:
     patiently(url, lambda: fs.get_file(path, str(local)))
 
 
+def remove(where: str) -> None:
+    """Remove a file, if it is there. Raises OSError or StorageError."""
+    if not is_url(where):
+        Path(where).unlink(missing_ok=True)
+        return
+    fs, path = filesystem(where)
+
+    def delete() -> None:
+        with suppress(FileNotFoundError):
+            fs.rm_file(path)
+
+    patiently(where, delete)
+
+
 def remove_folder(url: str) -> None:
     """Remove all objects below a URL. Raises StorageError."""
     fs, path = filesystem(url.rstrip("/"))
 
     def delete() -> None:
-        fs.invalidate_cache()
         with suppress(FileNotFoundError):
             fs.rm(path, recursive=True)
 
@@ -167,15 +234,17 @@ def patiently(where: str, act: Callable[[], Result]) -> Result:
     """What `act` returns, tried four times over ten seconds.
 
     Raises:
-        FileNotFoundError, PermissionError: at once.
+        FileNotFoundError, PermissionError: at once, with `where` as the file.
         StorageError: with the last reason, when trying does not help.
     """
     for pause in (*_PAUSES, None):
         try:
             return act()
-        except _FINAL:
-            raise
+        except tuple(_FINAL) as error:
+            raise _of_file(error, where) from error
         except Exception as error:  # each file system has its own exceptions
+            if type(error).__name__ in _NO_ACCESS:
+                raise PermissionError(errno.EACCES, f"no access: {error}", where) from error
             status = getattr(error, "status", None)
             if isinstance(status, int) and 400 <= status < 500 and status not in _TEMPORARY:
                 raise FileNotFoundError(
@@ -188,3 +257,10 @@ def patiently(where: str, act: Callable[[], Result]) -> Result:
                 ) from error
             time.sleep(pause)
     raise AssertionError
+
+
+def _of_file(error: OSError, where: str) -> OSError:
+    """The error as one of a file: some file systems give only a text, which may be no more than a path."""
+    kind = next(kind for kind in _FINAL if isinstance(error, kind))
+    text = error.strerror or str(error)
+    return kind(_FINAL[kind], os.strerror(_FINAL[kind]) if text in where else text, where)

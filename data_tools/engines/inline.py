@@ -15,6 +15,9 @@ class _Counter:
         self._rejected += rejected
         self._tick(self._done, self._rejected)
 
+    def alive(self) -> None:
+        pass
+
 
 def run_inline(tasks: Iterable[Task], tick: Tick) -> Iterator[Any]:
     """Run tasks, yielding what each returns. Raises what a task raises."""

@@ -1,7 +1,7 @@
 """Run tasks in worker processes of this machine: none that dies or stalls goes unnoticed, none outlives the conversion.
 
-A task whose worker died is tried again in a fresh one. An image that two workers died on is rejected, and what cannot
-be blamed on an image ends the conversion after three tries.
+A task whose worker died is tried again in a fresh one. An image that two workers died on is rejected; what cannot be
+blamed on an image ends the conversion after three tries, and so does a task with three such images.
 """
 
 import ctypes
@@ -21,11 +21,13 @@ from typing import Any
 from data_tools.engines.task import Task, Tick
 from vitscale.errors import DataError, VitscaleError
 
-STALL_SECONDS = 600.0
+STALL_SECONDS = 1800.0
 _POLL_SECONDS = 0.1
 _END_SECONDS = 5.0
-_MAX_DEATHS = 3
 _DEATHS_OF_AN_IMAGE = 2
+_DEATHS_IN_ONE_PLACE = 3
+_DEATHS_OF_A_TASK = 6
+_NO_IMAGE = -1  # the worker had not begun
 _PR_SET_PDEATHSIG = 1
 
 
@@ -39,7 +41,7 @@ class _Attempt:
 
 @dataclass
 class _Worker:
-    """One process, the task that it has, and its two numbers in shared memory: images done, images rejected.
+    """One process, the task that it has, and its numbers in shared memory: images done, images rejected, beats.
 
     No lock guards the numbers, so a killed worker cannot leave one locked.
     """
@@ -47,8 +49,9 @@ class _Worker:
     process: BaseProcess
     connection: Connection
     counts: Any
+    is_ready: bool = False
     attempt: _Attempt | None = None
-    seen: int = -1
+    seen: tuple[int, int] = (0, 0)
     since: float = 0.0
 
 
@@ -61,6 +64,9 @@ class _Progress:
     def advance(self, rejected: bool = False) -> None:
         self._counts[0] += 1
         self._counts[1] += rejected
+
+    def alive(self) -> None:
+        self._counts[2] += 1
 
 
 def run_in_processes(
@@ -82,15 +88,15 @@ def run_in_processes(
     done = rejected = 0
     try:
         while True:
-            idle = [worker for worker in pool if worker.attempt is None]
-            while idle or len(pool) < workers:
+            while len(pool) < workers or any(worker.attempt is None for worker in pool):
                 attempt = again.pop() if again else _next(pending)
                 if attempt is None:
                     break
-                if not idle:
-                    pool.append(_start(context))
-                    idle.append(pool[-1])
-                _give(idle.pop(), attempt)
+                idle = next((worker for worker in pool if worker.attempt is None), None)
+                if idle is None:
+                    idle = _start(context)
+                    pool.append(idle)
+                _give(idle, attempt)
             busy = [worker for worker in pool if worker.attempt is not None]
             if not busy:
                 return
@@ -99,7 +105,10 @@ def run_in_processes(
                 how = None
                 if worker.connection in ready:
                     outcome, how = _receive(worker)
-                    if how is None:
+                    if how is None and not worker.is_ready:
+                        worker.is_ready = True
+                        _send(worker)
+                    elif how is None:
                         done, rejected = done + worker.counts[0], rejected + worker.counts[1]
                         worker.attempt = None
                         yield outcome
@@ -110,7 +119,7 @@ def run_in_processes(
                     pool.remove(worker)
                     again.append(_after_death(worker, how))
             running = [worker.counts for worker in pool if worker.attempt is not None]
-            tick(done + sum(counts[0] for counts in running), rejected + sum(counts[1] for counts in running))
+            tick(done + sum(max(0, counts[0]) for counts in running), rejected + sum(counts[1] for counts in running))
     finally:
         _end(pool)
 
@@ -122,18 +131,30 @@ def _next(tasks: Iterator[Task]) -> _Attempt | None:
 
 def _start(context: Any) -> _Worker:
     ours, theirs = context.Pipe()
-    counts = context.RawArray("q", 2)
+    counts = context.RawArray("q", 3)
     process = context.Process(target=_work, args=(theirs, counts, os.getpid()), daemon=True)
-    process.start()
+    # A child inherits that Ctrl-C is held back, until it can ignore it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     theirs.close()
     return _Worker(process, ours, counts)
 
 
 def _give(worker: _Worker, attempt: _Attempt) -> None:
-    worker.attempt, worker.seen, worker.since = attempt, -1, time.monotonic()
-    worker.counts[0] = worker.counts[1] = 0
+    worker.attempt, worker.since = attempt, time.monotonic()
+    worker.counts[0], worker.counts[1] = _NO_IMAGE, 0
+    if worker.is_ready:
+        _send(worker)
+
+
+def _send(worker: _Worker) -> None:
+    """Only to a worker that listens: a task is larger than a pipe holds."""
+    assert worker.attempt is not None
     with suppress(OSError):  # it has died; waiting for its answer says how
-        worker.connection.send(attempt.task)
+        worker.connection.send(worker.attempt.task)
 
 
 def _receive(worker: _Worker) -> tuple[Any, str | None]:
@@ -156,7 +177,7 @@ def _receive(worker: _Worker) -> tuple[Any, str | None]:
 
 
 def _stalls(worker: _Worker, stall_seconds: float) -> bool:
-    now, at = time.monotonic(), worker.counts[0]
+    now, at = time.monotonic(), (worker.counts[0], worker.counts[2])
     if at != worker.seen:
         worker.seen, worker.since = at, now
     return now - worker.since > stall_seconds
@@ -169,16 +190,18 @@ def _after_death(worker: _Worker, how: str) -> _Attempt:
     worker.connection.close()
     position = worker.counts[0]
     attempt.deaths[position] += 1
-    if attempt.deaths[position] >= _DEATHS_OF_AN_IMAGE:
+    total = attempt.deaths.total()
+    if attempt.deaths[position] >= _DEATHS_IN_ONE_PLACE or total >= _DEATHS_OF_A_TASK:
+        at = "before its first image" if position == _NO_IMAGE else f"at {attempt.task.describe(position)}"
+        raise DataError(
+            f"{attempt.task.name}: {total} workers died on it, the last {at}, {how}. What is done so far is kept: mend "
+            "the cause and repeat the command"
+        )
+    if position != _NO_IMAGE and attempt.deaths[position] >= _DEATHS_OF_AN_IMAGE:
         reason = f"{_DEATHS_OF_AN_IMAGE} workers died on it, the last {how}"
         rest = attempt.task.without(position, reason)
         if rest is not None:
-            return _Attempt(rest)
-    if attempt.deaths.total() >= _MAX_DEATHS:
-        raise DataError(
-            f"{attempt.task.name}: {_MAX_DEATHS} workers died on it, the last at {attempt.task.describe(position)}, "
-            f"{how}. What is done so far is kept: mend the cause and repeat the command"
-        )
+            return _Attempt(rest, attempt.deaths)
     return attempt
 
 
@@ -201,13 +224,17 @@ class _Bug:
 def _work(connection: Connection, counts: Any, parent: int) -> None:
     """The worker: tasks in, results out, until the other side closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _die_with(parent)
+    with suppress(OSError):
+        connection.send(None)  # ready
     while True:
         try:
             task = connection.recv()
         except (EOFError, OSError):
             return
         outcome: Any
+        counts[0] = 0
         try:
             outcome = task.run(_Progress(counts))
         except VitscaleError as error:

@@ -5,6 +5,7 @@ worker or node has died; a task writes the same bytes each time.
 """
 
 import os
+import socket
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,6 +14,8 @@ from vitscale.errors import DataError, RecipeError, VitscaleError
 
 _POLL_SECONDS = 0.5
 _RETRIES = 3
+_ANSWER_SECONDS = 10.0
+_OBJECT_STORE_BYTES = 512 << 20  # tasks and their results are small; Ray would take a third of the memory
 
 
 class _Silence:
@@ -24,6 +27,9 @@ class _Silence:
     def advance(self, rejected: bool = False) -> None:
         self.done += 1
         self.rejected += rejected
+
+    def alive(self) -> None:
+        pass
 
 
 def _perform(task: Task) -> tuple[Any, int, int]:
@@ -39,17 +45,18 @@ def run_on_ray(tasks: Iterable[Task], workers: int | None, tick: Tick) -> Iterat
     """Run tasks on a cluster, `workers` at a time (None: as many as it has CPUs), yielding what they return.
 
     Raises:
-        RecipeError: Ray is not installed, or there is no cluster at RAY_ADDRESS.
+        RecipeError: Ray is not installed, here or vitscale on a node; or there is no cluster at RAY_ADDRESS.
         VitscaleError: what a task raised.
         DataError: a task whose workers die again and again.
     """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray reports to its makers
     try:
         import ray
     except ImportError as error:
         raise RecipeError("--engine ray needs Ray, which is not installed: pip install 'vitscale[ray]'") from error
     ours = not ray.is_initialized()
     if ours:
-        _connect(ray)
+        _connect(ray, workers)
     perform = ray.remote(max_retries=_RETRIES, num_cpus=1)(_perform)
     pending = iter(tasks)
     running: dict[Any, Task] = {}
@@ -66,12 +73,17 @@ def run_on_ray(tasks: Iterable[Task], workers: int | None, tick: Tick) -> Iterat
                 task = running.pop(reference)
                 try:
                     outcome, images, of_no_use = ray.get(reference)
-                except ray.exceptions.RayTaskError:
+                except ray.exceptions.RayTaskError as error:
+                    if isinstance(error.cause, ImportError):
+                        raise RecipeError(
+                            f"{task.name}: a node of the cluster lacks what it needs ({error.cause}). Install the same "
+                            "vitscale on every node"
+                        ) from error
                     raise  # a bug: with the worker's trace
                 except ray.exceptions.RayError as error:
                     raise DataError(
-                        f"{task.name}: lost on the cluster, {_RETRIES + 1} times ({type(error).__name__}). What is done "
-                        "so far is kept: mend the cause and repeat the command"
+                        f"{task.name}: lost on the cluster ({type(error).__name__}, after up to {_RETRIES + 1} tries). "
+                        "What is done so far is kept: mend the cause and repeat the command"
                     ) from error
                 if isinstance(outcome, VitscaleError):
                     raise outcome
@@ -85,15 +97,29 @@ def run_on_ray(tasks: Iterable[Task], workers: int | None, tick: Tick) -> Iterat
             ray.shutdown()
 
 
-def _connect(ray: Any) -> None:
+def _connect(ray: Any, workers: int | None) -> None:
     """Join the cluster that the environment names, or start one. Raises RecipeError."""
     address = os.environ.get("RAY_ADDRESS")
+    start: dict[str, Any] = {}
+    if address in (None, "", "local"):
+        start = {"num_cpus": workers, "object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
+    elif address != "auto":
+        _refuse_silent(address)
     try:
-        ray.init(
-            address=address,
-            log_to_driver=False,
-            logging_level="ERROR",
-            include_dashboard=False if not address else None,
-        )
+        ray.init(address=address or None, log_to_driver=False, logging_level="ERROR", **start)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise RecipeError(f"RAY_ADDRESS={address}: no Ray cluster there ({error})") from error
+        reason = str(error).strip().partition("\n")[0]
+        raise RecipeError(f"RAY_ADDRESS={address or ''}: no Ray cluster that can be joined ({reason})") from error
+
+
+def _refuse_silent(address: str) -> None:
+    """Raise RecipeError unless something listens at host:port; Ray itself would wait for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS):
+            pass
+    except (OSError, ValueError) as error:
+        raise RecipeError(
+            f"RAY_ADDRESS={address}: nothing answers there ({error}). Expected host:port of a Ray cluster (`ray start "
+            "--head` tells it), or nothing to start one on this machine"
+        ) from error

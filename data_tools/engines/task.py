@@ -9,6 +9,10 @@ class Progress(Protocol):
 
     def advance(self, rejected: bool = False) -> None: ...
 
+    def alive(self) -> None:
+        """Something long is going on that is no image."""
+        ...
+
 
 class Task(Protocol):
     """A piece of work. Picklable; doing it twice, or half and then again, gives the same as doing it once."""

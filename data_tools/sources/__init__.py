@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from data_tools.sources.cifar import is_cifar, open_cifar
 from data_tools.sources.dataset import open_dataset
+from data_tools.sources.fields import refuse_fields
 from data_tools.sources.folder import FolderSource
 from data_tools.sources.image_list import open_image_list
 from data_tools.sources.parquet import open_parquet
@@ -54,6 +55,7 @@ def open_source(src: str, kind: Kind | None, options: SourceOptions, *, has_spli
     if options.labels is not None and found not in ("folder", "tar"):
         raise RecipeError(f"--labels: SRC {src} is of the kind {found}, which has labels of its own")
     if found == "folder":
+        refuse_fields(options, "a folder")
         return FolderSource((files[0],), options.labels)
     if found == "dataset":
         return open_dataset(src, files, options)
@@ -124,7 +126,7 @@ def _kind_of_file(name: str) -> Kind | None:
         return "tar"
     if low.endswith(_LIST_SUFFIXES):
         return "list"
-    if low.endswith(".parquet"):
+    if low.endswith((".parquet", ".parq", ".pq")):
         return "parquet"
     if name == MANIFEST_NAME:
         return "dataset"

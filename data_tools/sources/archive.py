@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_tools.sources.parts import open_part
-from data_tools.sources.source import HIDDEN, IMAGE_SUFFIXES, NO_FILE
+from data_tools.sources.source import IMAGE_SUFFIXES, NO_FILE
 from data_tools.sources.tar_bytes import Plain, Raw, Reader, Stream
 from vitscale import storage
 from vitscale.errors import DataError
@@ -65,15 +65,6 @@ def stem_of(where: str) -> str:
 def must_stream(where: str) -> bool:
     """Whether a tar can only be read from the start to the end."""
     return storage.is_url(where) or TAR_SUFFIXES[suffix_of(where)] is not None
-
-
-def visible_path(path: bytes, ignored: Counter[str]) -> str | None:
-    """A path as it appears in keys (see `path_item`); None, and counted, if it is hidden."""
-    parts = [part for part in path.decode("utf-8", "backslashreplace").split("/") if part not in ("", ".", "..")]
-    if not parts or any(part.startswith(".") or part == "__MACOSX" for part in parts):
-        ignored[HIDDEN] += 1
-        return None
-    return "/".join(parts)
 
 
 class Place(NamedTuple):

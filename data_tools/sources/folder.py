@@ -1,6 +1,7 @@
 """A folder of images, here or at a URL: `class/file`, at any depth below; links are followed."""
 
 import os
+import struct
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,10 +12,14 @@ from data_tools.sources.source import NO_FILE, Item, path_item
 from vitscale import storage
 from vitscale.errors import DataError
 
+_STATE = struct.Struct("<qq")  # size in bytes, time of the last change in ns
+_UNKNOWN = (-1, -1)
+CIRCLE = "link to a folder above"
+
 
 @dataclass(frozen=True)
 class FolderSource:
-    """Images in a folder. What `read` needs is the path below it, as the bytes that the file system knows.
+    """Images in a folder. What `read` needs is size, time and the path, as the bytes that the file system knows.
 
     With `labels`, a path or URL, the classes come from that list, not from folders.
     """
@@ -28,7 +33,7 @@ class FolderSource:
         """Every image below the root. Raises DataError for a folder that cannot be listed."""
         root = self.parts[part]
         files = _files_at(root) if storage.is_url(root) else _files_below(os.fsencode(root), ignored)
-        items = (item for path in files if (item := path_item(path, path, ignored)) is not None)
+        items = (item for path in files if (item := _item(root, path, ignored)) is not None)
         return items if self.labels is None else labelled(items, self.labels, root)
 
     def read(self, part: int, content: bytes) -> bytes:
@@ -36,26 +41,50 @@ class FolderSource:
         root = self.parts[part]
         if storage.is_url(root):
             return storage.read_bytes(storage.join(root, content.decode("utf-8")))
-        with open(os.path.join(os.fsencode(root), content), "rb", buffering=0) as file:  # noqa: PTH118, PTH123
+        size, time, path = *_STATE.unpack_from(content), content[_STATE.size :]
+        full = os.path.join(os.fsencode(root), path)  # noqa: PTH118
+        with open(full, "rb", buffering=0) as file:  # noqa: PTH123
+            status = os.fstat(file.fileno())
+            if (status.st_size, status.st_mtime_ns) != (size, time) and (size, time) != _UNKNOWN:
+                raise DataError(
+                    f"{os.fsdecode(full)}: has changed since it was listed, so that its class may not be what the plan "
+                    "says. Put it back, or remove the output and start anew"
+                )
             return file.readall()
+
+
+def _item(root: str, path: bytes, ignored: Counter[str]) -> Item | None:
+    item = path_item(path, path, ignored)
+    if item is None or storage.is_url(root):
+        return item
+    if item.key.encode() != path:
+        twin = os.path.join(os.fsencode(root), item.key.encode())  # noqa: PTH118
+        if os.path.lexists(twin):
+            raise DataError(f"{os.fsdecode(twin)}: another file's name, which is no UTF-8, is written like this one's")
+    try:
+        status = os.stat(os.path.join(os.fsencode(root), path))  # noqa: PTH116, PTH118
+        state = _STATE.pack(status.st_size, status.st_mtime_ns)
+    except OSError:  # a broken link, which reading will report
+        state = _STATE.pack(*_UNKNOWN)
+    return item._replace(content=state + path)
 
 
 def _files_below(root: bytes, ignored: Counter[str]) -> Iterator[bytes]:
     # Bytes throughout: names that are no UTF-8 exist, and the result must not depend on the locale.
-    pending = [b""]
-    visited: set[tuple[int, int]] = set()  # folders by identity: links may lead in circles
+    pending: list[tuple[bytes, frozenset[tuple[int, int]]]] = [(b"", frozenset())]
     while pending:
-        folder = pending.pop()
+        folder, above = pending.pop()  # and the folders above it, by identity: links may lead in circles
         try:
-            identity = os.stat(os.path.join(root, folder))  # noqa: PTH116, PTH118 -- Path knows no bytes
-            if (identity.st_dev, identity.st_ino) in visited:
+            status = os.stat(os.path.join(root, folder))  # noqa: PTH116, PTH118 -- Path knows no bytes
+            identity = (status.st_dev, status.st_ino)
+            if identity in above:
+                ignored[CIRCLE] += 1
                 continue
-            visited.add((identity.st_dev, identity.st_ino))
             with os.scandir(os.path.join(root, folder)) as listing:  # noqa: PTH118
                 for item in listing:
                     path = folder + b"/" + item.name if folder else item.name
                     if item.is_dir():
-                        pending.append(path)
+                        pending.append((path, above | {identity}))
                     elif item.is_file() or not _exists(item):  # a broken link is an image that cannot be read
                         yield path
                     else:

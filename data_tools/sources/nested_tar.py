@@ -15,9 +15,8 @@ from data_tools.sources.archive import (
     read_place,
     stem_of,
     suffix_of,
-    visible_path,
 )
-from data_tools.sources.source import IMAGE_SUFFIXES, NO_IMAGE, Item, path_item
+from data_tools.sources.source import IMAGE_SUFFIXES, NO_IMAGE, Item, path_item, visible_path
 from vitscale.errors import DataError
 
 

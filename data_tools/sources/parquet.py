@@ -22,8 +22,6 @@ from data_tools.sources.parts import open_part, part_names, reading
 from data_tools.sources.source import Item, SourceOptions, numbered_label
 from vitscale.errors import DataError, RecipeError
 
-PARQUET_SUFFIXES = (".parquet", ".parq", ".pq")
-
 _BATCH_ROWS = 16
 _BUFFER_BYTES = 4 << 20
 _OPENED_AT_ONCE = 8

@@ -80,8 +80,8 @@ class Source(Protocol):
         ...
 
 
-def path_item(path: bytes, content: bytes, ignored: Counter[str]) -> Item | None:
-    """The item of a file whose folders say its class, or None (counted in `ignored`) if it is hidden or no image.
+def visible_path(path: bytes, ignored: Counter[str]) -> str | None:
+    """A path as it appears in keys, or None (counted in `ignored`) if it is hidden.
 
     Names need not be UTF-8; what is not appears as \\xff in keys. Absolute and upward paths lose just that.
     """
@@ -89,10 +89,16 @@ def path_item(path: bytes, content: bytes, ignored: Counter[str]) -> Item | None
     if not parts or any(part.startswith(".") or part == "__MACOSX" for part in parts):
         ignored[HIDDEN] += 1
         return None
-    if not parts[-1].lower().endswith(IMAGE_SUFFIXES):
+    return "/".join(parts)
+
+
+def path_item(path: bytes, content: bytes, ignored: Counter[str]) -> Item | None:
+    """The item of a file whose folders say its class, or None (counted in `ignored`) if it is hidden or no image."""
+    key = visible_path(path, ignored)
+    if key is not None and not key.lower().endswith(IMAGE_SUFFIXES):
         ignored[NO_IMAGE] += 1
         return None
-    return Item("/".join(parts), None, content)
+    return None if key is None else Item(key, None, content)
 
 
 def numbered_label(number: int, where: str) -> tuple[str, ...]:

@@ -11,14 +11,13 @@ from data_tools.sources.archive import (
     must_stream,
     open_archive,
     read_place,
-    visible_path,
 )
 from data_tools.sources.fields import refuse_fields
 from data_tools.sources.label_list import labelled, read_label_list
 from data_tools.sources.nested_tar import NestedTarSource, SynsetTarSource, are_synsets
-from data_tools.sources.source import IMAGE_SUFFIXES, Item, Source, SourceOptions, path_item
+from data_tools.sources.source import IMAGE_SUFFIXES, Item, Source, SourceOptions, path_item, visible_path
 from data_tools.sources.webdataset import WebDatasetSource, sample_name
-from vitscale.errors import RecipeError
+from vitscale.errors import DataError, RecipeError
 
 __all__ = ["TAR_SUFFIXES", "TarSource", "is_tar", "open_tars"]
 
@@ -51,6 +50,8 @@ def open_tars(src: str, files: Sequence[str], options: SourceOptions) -> Source:
         return NestedTarSource(parts, streams)
     if options.labels is not None:
         refuse_fields(options, "a tar with a list of labels")
+        if len(parts) > 1:  # an entry might fit an image in each of them
+            raise RecipeError(f"--labels: SRC {src} is {len(parts):,} tars; a list of labels goes with one tar")
         read_label_list(options.labels)  # before anything long starts
         return TarSource(parts, streams, options.labels)
     if are_synsets(parts):
@@ -62,10 +63,10 @@ def open_tars(src: str, files: Sequence[str], options: SourceOptions) -> Source:
 
 
 def _kind(where: str) -> type[Source]:
-    """What the first files of a tar make it."""
+    """What the first files of a tar make it. Raises DataError for images beside archives."""
     images: set[str] = set()
     described: set[str] = set()
-    seen = 0
+    archives = seen = 0
     with open_archive(where) as archive:
         for header in archive.headers():
             if seen == _PEEK_FILES or header.offset > _PEEK_BYTES:
@@ -74,7 +75,8 @@ def _kind(where: str) -> type[Source]:
             if path is None or header.isdir():
                 continue
             seen += 1
-            if is_tar(path) and not images:
+            archives += is_tar(path)
+            if archives and not images:
                 return NestedTarSource
             name, extension = sample_name(path)
             if path.lower().endswith(IMAGE_SUFFIXES):
@@ -83,6 +85,11 @@ def _kind(where: str) -> type[Source]:
                 described.add(name)
             if name in images and name in described:
                 return WebDatasetSource
+    if archives > len(images):
+        raise DataError(
+            f"{where}: holds {len(images):,} images among {archives:,} archives, which may be of one class each. "
+            "Expected either images or archives: take them apart"
+        )
     return TarSource
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from data_tools.sources.archive import open_archive, read_place, stem_of, visible_path
+from data_tools.sources.archive import open_archive, read_place, stem_of
 from data_tools.sources.fields import NO_LABELS
-from data_tools.sources.source import HIDDEN, IMAGE_SUFFIXES, Item, numbered_label
+from data_tools.sources.source import HIDDEN, IMAGE_SUFFIXES, Item, numbered_label, visible_path
 from vitscale.errors import DataError
 
 LABEL_FIELDS = ("label", "labels", "cls", "class")

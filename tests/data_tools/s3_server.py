@@ -76,7 +76,7 @@ class S3Server:
 
     def put(self, source: Path, name: str) -> str:
         """Upload a file or folder; returns its URL."""
-        self.filesystem().put(str(source), f"{BUCKET}/{name}", recursive=True)
+        self.filesystem().put(str(source), f"{BUCKET}/{name}", recursive=True, batch_size=1)
         return f"s3://{BUCKET}/{name}"
 
     def filesystem(self) -> Any:

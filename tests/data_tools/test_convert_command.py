@@ -16,7 +16,7 @@ def test_command(image_folder, tmp_path):
     for line in ("22 images of 3 classes in 3 shards", "passed through", "1 hidden, 1 no image suffix", "images/s"):
         assert line in done.stdout
     events = [json.loads(line)["event"] for line in (out / "convert.log.jsonl").read_text().splitlines()]
-    assert events == ["start", "shard", "shard", "shard", "converted"]
+    assert events == ["start", "shard", "shard", "shard", "tasks done"]
     before = contents(out)
 
     again = run(image_folder, out, "--shard-samples", 8, "--shuffle-seed", 5)

@@ -8,10 +8,11 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tools import plan as planning
+from data_tools import order
 from data_tools.engines.inline import run_inline
 from data_tools.listing import ListingTask, Spool
-from data_tools.plan import Plan, order_images, write_plan
+from data_tools.order import order_images
+from data_tools.plan import Plan, write_plan
 from data_tools.sources.source import Item
 from data_tools.splits import parse_splits
 from vitscale.errors import DataError, RecipeError
@@ -39,24 +40,25 @@ def paths(*keys: str) -> list[Item]:
 def ordered(folder, source, seed=0, known=None, **options):
     listing = folder / "listing"
     listing.mkdir(exist_ok=True)
-    for _ in run_inline([ListingTask(source, i, listing, seed) for i in range(len(source.parts))], lambda *_: None):
+    for _ in run_inline([ListingTask(source, i, listing, seed, "") for i in range(len(source.parts))], lambda *_: None):
         pass
     return order_images(source, listing, seed, known, **options)
 
 
 def plan_of(folder, source, splits=(), shard_samples=10, limit=None, seed=0, known=None, **options) -> Plan:
-    order = ordered(folder, source, seed, known, **options)
+    images = ordered(folder, source, seed, known, **options)
     rules = parse_splits(list(splits))
     names = [rule.name for rule in rules] or [""]
     return write_plan(
-        order,
-        order.batches,
+        images,
+        images.batches,
         folder,
         rules,
         shard_samples=shard_samples,
         limit=limit,
         seed=seed,
         options={name: {} for name in names},
+        parts=[],
     )
 
 
@@ -73,7 +75,7 @@ def expected_order(keys, seed):
 
 @pytest.mark.parametrize("bucket_rows", [7, 1000])
 def test_order_is_by_hash_then_key(tmp_path, monkeypatch, bucket_rows):
-    monkeypatch.setattr(planning, "_BUCKET_ROWS", bucket_rows)
+    monkeypatch.setattr(order, "_BUCKET_ROWS", bucket_rows)
     source = Listed(paths(*KEYS[:200]), paths(), paths(*KEYS[200:]))
     plan = plan_of(tmp_path, source, seed=7, shard_samples=64)
     shards = rows_of(plan)
@@ -92,8 +94,8 @@ def test_order_is_by_hash_then_key(tmp_path, monkeypatch, bucket_rows):
 
 
 def test_many_buckets_are_dealt_evenly(tmp_path, monkeypatch):
-    monkeypatch.setattr(planning, "_BUCKET_ROWS", 1)
-    monkeypatch.setattr(planning, "_MAX_BUCKETS", 64)
+    monkeypatch.setattr(order, "_BUCKET_ROWS", 1)
+    monkeypatch.setattr(order, "_MAX_BUCKETS", 64)
     rows = [row for shard in rows_of(plan_of(tmp_path, Listed(paths(*KEYS)))) for row in shard]
     assert [row["key"] for row in rows] == expected_order(KEYS, 0)
 
@@ -138,8 +140,9 @@ def labels_by_key(plan: Plan) -> dict[str, list[int]]:
     [
         ([("a", ("cat",)), ("b", ("ape",))], None, ("ape", "cat"), {"a": [1], "b": [0]}),
         ([("a", ("3",)), ("b", ("10",))], None, tuple(map(str, range(11))), {"a": [3], "b": [10]}),
-        ([("a", ("3",)), ("b", ("x",))], None, ("3", "x"), {"a": [0], "b": [1]}),
-        ([("a", ("007",)), ("b", ("10",))], None, ("007", "10"), {"a": [0], "b": [1]}),
+        ([("a", ("3",)), ("b", ("x",))], ("x", "3"), ("x", "3"), {"a": [1], "b": [0]}),
+        ([("a", ("007",)), ("b", ("010",))], None, ("007", "010"), {"a": [0], "b": [1]}),
+        ([("a", ("2.0",)), ("b", ("-1",))], None, ("0", "1", "2"), {"a": [2], "b": []}),
         ([("a", ("1",)), ("b", ("0",))], ("no", "yes"), ("no", "yes"), {"a": [1], "b": [0]}),
         ([("a", ("1",)), ("b", ("2",))], ("2", "1"), ("2", "1"), {"a": [1], "b": [0]}),
         ([("a", ("cat", "ape")), ("b", ())], None, ("ape", "cat"), {"a": [1, 0], "b": []}),
@@ -173,6 +176,11 @@ def test_class_names_that_the_source_states(tmp_path):
         ([[Item("x", ("a",), b""), Item("x", ("b",), b"")]], "'x' occurs twice, in part 0"),
         ([[Item("x", ("a", "a"), b"")]], "part 0: 'x' has a label twice: a, a"),
         ([[Item("x", ("99999999999",), b"")]], "labels go up to 99,999,999,999"),
+        ([[Item("x", ("3",), b""), Item("y", ("nan",), b"")]], "labels are numbers but for 'nan'"),
+        ([[Item("x", ("3",), b""), Item("y", ("007",), b"")]], "labels are numbers but for '007'"),
+        ([[Item("x", ("\ud800",), b"")]], "'x': its name or label is no valid Unicode"),
+        ([paths("train/cat/1.jpg", "val/cat/2.jpg")], "classes are 'train', 'val', which is what splits are called"),
+        ([paths("Train/1.jpg", "Train/2.jpg")], "classes are 'Train', which is"),
     ],
 )
 def test_sources_that_cannot_be_planned(tmp_path, parts, message):
@@ -193,8 +201,10 @@ def test_a_later_member_of_an_archive_replaces_an_earlier_one(tmp_path):
 
 
 def test_unlabelled_images_lie_anywhere(tmp_path):
-    plan = plan_of(tmp_path, Listed(paths("1.jpg", "x/2.jpg", "x/y/3.jpg")), unlabelled=True)
-    assert plan.class_names == () and labels_by_key(plan) == {"1.jpg": [], "x/2.jpg": [], "x/y/3.jpg": []}
+    for prefix in ("", "data/all/"):
+        names = (f"{prefix}{name}" for name in ("1.jpg", "x/2.jpg", "x/y/3.jpg"))
+        plan = plan_of(tmp_path, Listed(paths(*names)), unlabelled=True)
+        assert plan.class_names == () and labels_by_key(plan) == {"1.jpg": [], "x/2.jpg": [], "x/y/3.jpg": []}
 
 
 def test_limit_takes_the_first(tmp_path):
@@ -220,11 +230,11 @@ def test_splits(tmp_path):
     left = left[20:]
     assert found["odd"] == [key for key in left if key.startswith("class3/")]
     left = [key for key in left if key not in found["odd"]]
-    # Shares are taken from the end of the shuffled order: those whose hash is large.
-    place = {key: xxhash.xxh3_64_intdigest(key.encode()) / 2**64 for key in left}
-    assert found["some"] == [key for key in left if place[key] >= 0.9] and len(found["some"]) > 20
-    assert found["more"] == [key for key in left if 0.8 <= place[key] < 0.9] and len(found["more"]) > 20
-    assert found["train"] == [key for key in left if place[key] < 0.8]
+    # Shares go by a hash of their own, so that they are spread over the shuffled order.
+    place = {key: xxhash.xxh3_64_intdigest(key.encode(), 1 << 63) / 2**64 for key in left}
+    assert found["some"] == [key for key in left if place[key] < 0.1] and len(found["some"]) > 20
+    assert found["more"] == [key for key in left if 0.1 <= place[key] < 0.2] and len(found["more"]) > 20
+    assert found["train"] == [key for key in left if place[key] >= 0.2]
     assert all(uids[name] == list(range(len(uids[name]))) for name in uids)
     places = [plan.place(task) for task in range(plan.tasks)]
     assert [(split.name, shard) for split, shard in places[:4]] == [("test", 0), ("val", 0), ("val", 1), ("odd", 0)]
@@ -233,8 +243,21 @@ def test_splits(tmp_path):
 def test_images_in_no_split_are_counted(tmp_path):
     plan = plan_of(tmp_path, Listed(paths(*KEYS)), ["a=class1/*"])
     assert plan.ignored["in none of the splits"] == 500 - plan.images
-    with pytest.raises(DataError, match=r"--split b=no/\*: no image"):
-        plan_of(tmp_path, Listed(paths(*KEYS)), ["b=no/*"])
+    (tmp_path / "keys.txt").write_text(f"\ufeff{KEYS[0]}\r\n\r\n{KEYS[1]}\r\n")
+    assert plan_of(tmp_path, Listed(paths(*KEYS)), [f"a=@{tmp_path}/keys.txt"]).images == 2
+    (tmp_path / "keys.txt").write_text(f"{KEYS[0]}\ntrain/{KEYS[1]}\n")
+    for split, message in (
+        ("b=no/*", r"--split b=no/\*: no image"),
+        ("b=501", "b=501: asks for 501 images, of which only 500 are in the source"),
+        (f"b=@{tmp_path}/keys.txt", "asks for 2 images, of which only 1 are in the source"),
+    ):
+        with pytest.raises(DataError, match=message):
+            plan_of(tmp_path, Listed(paths(*KEYS)), [split])
+
+
+def test_shares_of_the_first_images(tmp_path):
+    plan = plan_of(tmp_path, Listed(paths(*KEYS)), ["val=20%", "train=rest"], limit=200)
+    assert plan.images == 200 and 20 < plan.splits[0].images < 60
 
 
 @pytest.mark.parametrize(
@@ -248,6 +271,8 @@ def test_images_in_no_split_are_counted(tmp_path):
         ("val=101%", "at most 100%"),
         ("a b=1", "expected NAME=WHAT"),
         ("val=@/nowhere.txt", "No such file"),
+        ("val=0", "at least one image"),
+        ("manifest.json=1", "expected NAME=WHAT"),
     ],
 )
 def test_splits_that_mean_nothing(text, message):
@@ -255,6 +280,10 @@ def test_splits_that_mean_nothing(text, message):
         parse_splits([text])
     with pytest.raises(RecipeError, match="twice"):
         parse_splits(["val=1", "val=rest"])
+    with pytest.raises(RecipeError, match="must be the last"):
+        parse_splits(["val=rest", "train=1"])
+    with pytest.raises(RecipeError, match="100%"):
+        parse_splits(["val=60%", "train=50%"])
 
 
 def test_a_spool_gives_the_bytes_back(tmp_path, monkeypatch):
@@ -268,7 +297,7 @@ def test_a_spool_gives_the_bytes_back(tmp_path, monkeypatch):
     spool = Spool(tmp_path / "listing")
     assert all(spool.read(row["part"], row["content"]) == bytes_of[row["key"]] for row in rows)
     (tmp_path / "listing" / "part-00000.bin").write_bytes(b"")
-    with pytest.raises(OSError, match="shorter"):
+    with pytest.raises(DataError, match="the spool of streamed images is gone or cut"):
         for row in rows:
             spool.read(row["part"], row["content"])
 

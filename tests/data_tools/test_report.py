@@ -29,7 +29,9 @@ def test_bar_on_a_terminal():
 
 def test_summary():
     out = io.StringIO()
-    totals = Totals(samples=98, passed_through=90, transcoded=8, rejected=2, shards=1, bytes=12345, seconds=10.0)
+    totals = Totals(
+        samples=98, passed_through=90, transcoded=8, rejected=2, shards=1, bytes=12345, seconds=10.0, images_now=100
+    )
     Console(file=out, width=80).print(summary(totals))
     for text in ("98", "90", "8", "2", "12,345", "images/s", "10"):
         assert text in out.getvalue()

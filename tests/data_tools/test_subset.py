@@ -7,7 +7,8 @@ import fsspec
 import numpy as np
 import pytest
 
-from data_tools.subset import parse_count, write_subset
+from data_tools.quantities import parse_count
+from data_tools.subset import write_subset
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import ExcludedSlots, Manifest, SelectExclude, ShardFile
 from vitscale.shards.generated import write_generated_dataset

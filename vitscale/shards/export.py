@@ -2,7 +2,7 @@
 
 OUT/cat/1.jpg       named by the key, in the folder of the sample's first class
 OUT/classes.txt     folders of classes in order of labels: what --classes wants
-OUT/labels.csv      path and all labels of every image; only if some have several, or some have none
+OUT/labels.csv      path and all labels of every image: what --labels wants, where folders could be mistaken
 """
 
 import csv

@@ -1,0 +1,63 @@
+"""Images a second of a whole conversion, by the number of worker processes: real photos, transcoded.
+
+    python benchmarks/convert_workers.py [--data FOLDER] [--copies N]
+
+Every photo of grocery/train.tar and clothing/train.tar is converted N times under different names, with 1, 2, ...
+worker processes up to the cores. Prints the wall-clock seconds of writing the shards, listing and start-up left
+out, and the speed-up over one worker, which is the number of workers if nothing is in the way.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+from datetime import datetime
+from pathlib import Path
+
+from convert_speed import COLLECTIONS, extract
+
+from data_tools.conversion import Machine, convert
+from data_tools.images import ImageOptions
+from data_tools.request import Request
+
+
+def seconds_of_shards(source: Path, out: Path, workers: int) -> tuple[float, int]:
+    """From the first shard begun to the last one done, and the number of images."""
+    request = Request(str(source), images=ImageOptions(pass_through=False), shard_samples=256)
+    samples = convert(request, out, Machine(workers=workers)).totals.samples
+    events = [json.loads(line) for line in (out / "convert.log.jsonl").read_text().splitlines()]
+    ends = [(datetime.fromisoformat(e["time"]).timestamp(), e["seconds"]) for e in events if e["event"] == "shard"]
+    return max(end for end, _ in ends) - min(end - seconds for end, seconds in ends), samples
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    beside = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("VITSCALE_TEST_DATA", beside)))
+    parser.add_argument("--copies", type=int, default=8)
+    options = parser.parse_args()
+    missing = [path for name in COLLECTIONS if not (path := options.data / name / "train.tar").is_file()]
+    if missing:
+        parser.error(f"{missing[0]}: no such file; name the folder of real data with --data or VITSCALE_TEST_DATA")
+    with tempfile.TemporaryDirectory() as folder:
+        photos = Path(folder) / "photos"
+        photos.mkdir()
+        extract(options.data, photos)
+        source = Path(folder) / "source"
+        source.mkdir()
+        for copy in range(options.copies):
+            (source / f"copy{copy}").mkdir()
+            for photo in photos.iterdir():
+                (source / f"copy{copy}" / photo.name).hardlink_to(photo)
+        alone = None
+        for workers in range(1, len(os.sched_getaffinity(0)) + 1):
+            seconds, images = seconds_of_shards(source, Path(folder) / f"out{workers}", workers)
+            alone = alone or seconds
+            print(
+                f"{workers} workers: {images:,} images in {seconds:6.1f} s, {alone / seconds:.2f} x one worker",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

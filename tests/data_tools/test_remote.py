@@ -1,0 +1,323 @@
+"""Conversions from and to a real S3 server, equal to those of local files byte for byte; and what goes wrong."""
+
+import csv
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets_on_disk import command, contents, run
+from s3_server import SECRET, S3Server, serving
+
+from data_tools.conversion import Machine, convert, merge
+from data_tools.locks import TaskRange
+from data_tools.request import Request
+from vitscale.errors import DataError, RecipeError
+from vitscale.shards import Manifest
+
+ONE = Machine(workers=1)
+SMALL = ("--shard-samples", 4, "--workers", 1)
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory):
+    for server in serving(tmp_path_factory.mktemp("s3")):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in server.environment.items():
+                patch.setenv(name, value)
+            yield server
+
+
+@pytest.fixture(scope="module")
+def local(image_folder, tmp_path_factory):
+    """The image folder as a local data set of 6 shards."""
+    out = tmp_path_factory.mktemp("local") / "out"
+    convert(Request(str(image_folder), shard_samples=4), out, ONE)
+    return out
+
+
+@pytest.fixture(scope="module")
+def uploaded(s3, image_folder):
+    return s3.put(image_folder, "images")
+
+
+def tar_of(folder: Path, path: Path) -> Path:
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as archive:
+        archive.add(folder, "train")
+    return path
+
+
+def webdataset(folder: Path, photos: list[bytes]) -> None:
+    folder.mkdir()
+    for shard in range(2):
+        with tarfile.open(folder / f"train-{shard}.tar", "w") as archive:
+            for i, photo in enumerate(photos[shard::2]):
+                for extension, content in (("jpg", photo), ("cls", str(i % 3).encode())):
+                    member = tarfile.TarInfo(f"{i:04d}.{extension}")
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+
+
+def label_table(path: Path, folder: str, names: list[str]) -> None:
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["path", "label"])
+        table.writerows([f"{folder}/{name}", name.split("/")[0]] for name in names)
+
+
+def parquet_of(path: Path, photos: list[bytes]) -> Path:
+    columns = {"image": pa.array(photos, pa.binary()), "label": pa.array([i % 3 for i in range(len(photos))])}
+    pq.write_table(pa.table(columns), path, row_group_size=7)
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------------- sources
+
+
+def test_a_folder_at_a_url_gives_the_same_bytes_and_costs_a_request_an_image(s3, uploaded, local, tmp_path):
+    before = s3.mark()
+    convert(Request(uploaded, shard_samples=4), tmp_path / "out", ONE)
+    assert contents(tmp_path / "out") == contents(local)
+    of_images = [name for verb, name in s3.accesses(before) if name.lower().endswith((".jpg", ".png"))]
+    assert len(of_images) == len(set(of_images)) == 22
+
+
+@pytest.mark.parametrize("name", ["images.tar", "images.tar.gz"])
+def test_an_archive_at_a_url_gives_the_same_bytes(s3, image_folder, local, tmp_path, name):
+    url = s3.put(tar_of(image_folder, tmp_path / name), name)
+    convert(Request(url, shard_samples=4), tmp_path / "out", ONE)
+    assert contents(tmp_path / "out") == contents(local)
+
+
+@pytest.mark.slow
+def test_a_webdataset_by_pattern(s3, photos, tmp_path):
+    webdataset(tmp_path / "wds", photos)
+    s3.put(tmp_path / "wds", "wds")
+    for i, src in enumerate((str(tmp_path / "wds" / "train-{0..1}.tar"), "s3://bucket/wds/train-{0..1}.tar")):
+        convert(Request(src, shard_samples=8), tmp_path / f"out{i}", ONE)
+    assert contents(tmp_path / "out0") == contents(tmp_path / "out1")
+    assert Manifest.load(tmp_path / "out1").num_samples == 20
+    convert(Request("s3://bucket/wds/*.tar", shard_samples=8), tmp_path / "out2", ONE)
+    assert contents(tmp_path / "out2") == contents(tmp_path / "out1")
+
+
+@pytest.mark.slow
+def test_a_list_of_urls(s3, uploaded, image_folder, local, tmp_path):
+    names = [str(path.relative_to(image_folder)) for path in sorted(image_folder.glob("*/nested/*.jpg"))]
+    label_table(tmp_path / "labels.csv", "s3://bucket/images", names)
+    convert(Request(str(tmp_path / "labels.csv"), shard_samples=8), tmp_path / "out", ONE)
+    label_table(tmp_path / "relative.csv", "images", names)
+    url = s3.put(tmp_path / "relative.csv", "relative.csv")
+    convert(Request(url, shard_samples=8), tmp_path / "relative", ONE)
+    expected = {
+        row["sha256"]: row["key"].split("/")[0]
+        for table in local.glob("*.idx.parquet")
+        for row in pq.read_table(table).to_pylist()
+        if "nested" in row["key"]
+    }
+    for out in (tmp_path / "out", tmp_path / "relative"):
+        manifest = Manifest.load(out)
+        rows = [row for table in out.glob("*.idx.parquet") for row in pq.read_table(table).to_pylist()]
+        assert {row["sha256"]: manifest.class_names[row["labels"][0]] for row in rows} == expected
+
+
+@pytest.mark.slow
+def test_parquet_and_a_dataset_of_ours_at_a_url(s3, photos, local, tmp_path):
+    path = parquet_of(tmp_path / "photos.parquet", photos)
+    for i, src in enumerate((path, s3.put(path, "photos.parquet"), local, s3.put(local, "dataset"))):
+        convert(Request(str(src), shard_samples=8), tmp_path / f"out{i}", ONE)
+    assert contents(tmp_path / "out0") == contents(tmp_path / "out1")
+    assert contents(tmp_path / "out2") == contents(tmp_path / "out3")
+
+
+def test_names_of_objects_may_be_anything_and_objects_may_be_empty(s3, photos, tmp_path):
+    names = ["50% #1?.jpg", "a b+c&d.jpg", "äöü [1]*.jpg", "%41.jpg"]
+    for name, photo in zip(names, photos, strict=False):
+        (tmp_path / "odd" / "cat").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "odd" / "cat" / name).write_bytes(photo)
+    (tmp_path / "odd" / "cat" / "empty.jpg").write_bytes(b"")
+    for path in sorted((tmp_path / "odd" / "cat").iterdir()):  # one by one: as a folder, s3fs takes some for patterns
+        s3.filesystem().pipe_file(f"bucket/odd/cat/{path.name}", path.read_bytes())
+    for src in (str(tmp_path / "odd"), "s3://bucket/odd"):
+        convert(Request(src), tmp_path / f"of-{src[:2].strip('/')}", Machine(workers=1, max_reject_rate=0.5))
+    first, second = (contents(path) for path in sorted(tmp_path.glob("of-*")))
+    assert first == second
+    assert pq.read_table(tmp_path / "of-s3" / "rejects.parquet").to_pylist() == [
+        {"key": "cat/empty.jpg", "reason": "empty file (0 bytes)"}
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------- outputs
+
+
+def test_an_output_at_a_url_is_equal_and_its_manifest_is_put_last(s3, image_folder, local):
+    before = s3.mark()
+    convert(Request(str(image_folder), shard_samples=4), "s3://bucket/out/", ONE)
+    assert contents(s3.bucket / "out") == contents(local)
+    created = s3.created(before)
+    files = [name for name in created if "conversion.json" not in name]  # that one gets the plan later
+    assert len(files) == len(set(files))  # one request a file
+    shards = [f"out/shard-{i:05d}{suffix}" for i in range(6) for suffix in (".beton", ".idx.parquet")]
+    assert set(created) >= set(shards)
+    for i in range(6):  # a marker promises the files of its shard
+        marker = created.index(f"out/.vitscale-convert/done/{i:06d}.json")
+        assert max(created.index(name) for name in shards[2 * i : 2 * i + 2]) < marker
+    assert created[-1] == "out/manifest.json"
+    assert not (s3.bucket / "out" / ".vitscale-convert").exists()
+    assert not list((Path(os.environ["XDG_CACHE_HOME"]) / "vitscale").iterdir())
+    assert SECRET not in (s3.bucket / "out" / "convert.log.jsonl").read_text()
+    # Nothing is asked for a task that cannot be done yet.
+    first_shard = next(i for i, (verb, name) in enumerate(s3.accesses(before)) if name.startswith("out/shard"))
+    assert not [name for verb, name in s3.accesses(before)[:first_shard] if "done/0" in name]
+
+    again = convert(Request(str(image_folder), shard_samples=4), "s3://bucket/out", ONE)
+    assert again.was_complete and contents(s3.bucket / "out") == contents(local)
+    with pytest.raises(RecipeError, match="already holds a dataset"):
+        convert(Request(str(image_folder), shard_samples=5), "s3://bucket/out", ONE)
+    verified = subprocess.run(
+        [sys.executable, "-m", "vitscale.cli.main", "shards", "verify", "s3://bucket/out"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert verified.returncode == 0, verified.stderr
+
+
+def kill_at(s3: S3Server, marker: str, *arguments: object, how: int = signal.SIGKILL) -> subprocess.Popen[str]:
+    """Start a conversion and kill it as soon as the server has got an object of that name."""
+    before = s3.mark()
+    process = subprocess.Popen(
+        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    end = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < end:
+        if any(name.endswith(marker) for name in s3.created(before)):
+            break
+        time.sleep(0.01)
+    process.send_signal(how)
+    return process
+
+
+def test_killed_and_repeated_also_without_what_this_machine_knew(s3, image_folder, local):
+    out = "s3://bucket/killed"
+    killed = kill_at(s3, "done/000001.json", image_folder, out, *SMALL)
+    killed.communicate(timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (s3.bucket / "killed" / "manifest.json").exists()
+    shutil.rmtree(Path(os.environ["XDG_CACHE_HOME"]) / "vitscale")
+    changed = Request(str(image_folder), shard_samples=4, shuffle_seed=7)
+    with pytest.raises(RecipeError, match=r"(?s)unfinished conversion with other options.*shuffle_seed: .*, 7 now"):
+        convert(changed, out, ONE)
+    before = s3.mark()
+    convert(Request(str(image_folder), shard_samples=4), out, ONE)
+    assert contents(s3.bucket / "killed") == contents(local)
+    assert "killed/shard-00000.beton" not in s3.created(before)
+
+
+def test_what_is_not_ours_is_refused_and_left_alone(s3, image_folder, photos):
+    s3.filesystem().pipe_file("bucket/thesis/chapter.tex", b"...")
+    with pytest.raises(RecipeError, match=r"not empty \(1 other files: 'chapter.tex'\)"):
+        convert(Request(str(image_folder)), "s3://bucket/thesis", ONE)
+    assert contents(s3.bucket / "thesis") == {"chapter.tex": b"..."}
+    for out, message in (
+        ("s3://bucket/run[1]", r"without \* \? \["),
+        ("s3://", "with a path"),
+        ("nothing://at/all", "no kind of storage"),
+        ("gs://bucket/out", "pip install gcsfs"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            convert(Request(str(image_folder)), out, ONE)
+    with pytest.raises(RecipeError, match="inside of SRC"):
+        convert(Request("s3://bucket/images"), "s3://bucket/images/out", ONE)
+    with pytest.raises(RecipeError, match="no such file or directory"):
+        convert(Request("s3://bucket/nowhere"), "s3://bucket/empty", ONE)
+
+
+def test_errors_of_the_command_line_are_short_and_keep_secrets(s3, image_folder, tmp_path):
+    for out, code, words in (
+        ("gs://bucket/out", 2, "pip install gcsfs"),
+        ("nothing://at/all", 2, "no kind of storage"),
+        ("s3://no-such-bucket/out", 3, "bucket does not exist"),
+    ):
+        done = run(image_folder, out, *SMALL)
+        assert done.returncode == code and words in done.stderr, done.stderr
+        assert done.stderr.count("\n") == 1
+    for name, value, words in (
+        ("AWS_SECRET_ACCESS_KEY", "wrong-" + SECRET, "Forbidden"),
+        ("AWS_PROFILE", "nobody", "profile"),
+    ):
+        started = time.monotonic()
+        done = run(image_folder, "s3://bucket/forbidden", *SMALL, env={**os.environ, name: value})
+        assert done.returncode == 3 and words in done.stderr, done.stderr
+        assert done.stderr.count("\n") == 1 and SECRET not in done.stderr + done.stdout
+        assert time.monotonic() - started < 60
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_is_told_and_the_command_goes_on_later(s3, image_folder, local):
+    out = "s3://bucket/outage"
+    process = kill_at(s3, "done/000001.json", image_folder, out, *SMALL, how=signal.SIGCONT)
+    s3.kill()
+    try:
+        _, errors = process.communicate(timeout=100)
+    finally:
+        s3.start()
+    assert process.returncode == 75, errors
+    assert errors.count("\n") == 1 and "does not answer" in errors and "Repeat the command" in errors
+    assert "Traceback" not in errors and SECRET not in errors
+    assert not (s3.bucket / "outage" / "manifest.json").exists()
+    convert(Request(str(image_folder), shard_samples=4), out, ONE)
+    assert contents(s3.bucket / "outage") == contents(local)
+
+
+def test_task_ranges_on_machines_that_share_nothing_but_the_url(s3, image_folder, local, tmp_path):
+    out, request = "s3://bucket/ranges", Request(str(image_folder), shard_samples=4)
+    (tmp_path / "third").mkdir()
+    (tmp_path / "third" / "thesis.tex").write_text("not ours")
+    for i in range(2):
+        convert(request, out, Machine(workers=1, tasks=TaskRange(i, 2), work=tmp_path / f"machine{i}"))
+        if i == 0:
+            with pytest.raises(RecipeError, match="3 of 6 shards are not done yet: 3-5"):
+                merge(out, 0.01, tmp_path / "third")
+    merge(out, 0.01, tmp_path / "third")
+    assert contents(s3.bucket / "ranges") == contents(local)
+    assert [path.name for path in (tmp_path / "third").iterdir()] == ["thesis.tex"]
+    with pytest.raises(RecipeError, match="no unfinished conversion"):
+        merge("s3://bucket/nowhere", 0.01, tmp_path / "third")
+
+
+@pytest.mark.slow
+def test_an_object_that_vanishes_is_rejected_and_tried_again(s3, image_folder, local, tmp_path):
+    url = s3.put(image_folder, "vanishing")
+    request, out, work = Request(url, shard_samples=4), tmp_path / "out", tmp_path / "work"
+    convert(request, out, Machine(workers=1, tasks=TaskRange(0, 2), work=work))
+    key = pq.read_table(local / "shard-00004.idx.parquet")["key"][1].as_py()
+    s3.filesystem().rm_file(f"bucket/vanishing/{key}")
+    with pytest.raises(DataError, match=r"(?s)1 of 22 images .* cannot be read: "):
+        convert(request, out, Machine(workers=1, work=work))
+    s3.filesystem().pipe_file(f"bucket/vanishing/{key}", (image_folder / key).read_bytes())
+    convert(request, out, Machine(workers=1, work=work))
+    assert contents(out) == contents(local)
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_memory_in_and_out(image_folder, local, tmp_path):
+    memory = fsspec.filesystem("memory")
+    memory.put(str(image_folder), "/pictures", recursive=True)
+    try:
+        convert(Request("memory://pictures", shard_samples=4), "memory://out", Machine(work=tmp_path / "work"))
+        memory.get("/out", str(tmp_path / "out"), recursive=True)
+        assert contents(tmp_path / "out") == contents(local)
+    finally:
+        memory.rm("/", recursive=True)
