@@ -1,0 +1,195 @@
+"""A conversion that goes on later, while the source, the output or the request is no longer what it was."""
+
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from datasets_on_disk import contents
+from pictures import encoded, make_picture
+
+from data_tools.conversion import Machine, convert, merge
+from data_tools.locks import TaskRange
+from data_tools.request import Request
+from data_tools.sources import SourceOptions
+from data_tools.splits import parse_splits
+from vitscale.errors import DataError, RecipeError
+from vitscale.shards import Manifest
+
+ONE = Machine(workers=1)
+FIRST_HALF = Machine(workers=1, tasks=TaskRange(0, 2))
+
+
+def make_images(root: Path, *names: str) -> Path:
+    for i, name in enumerate(names):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(encoded(make_picture(i, 20 + i, 20)))
+    return root
+
+
+def make_tar(path: Path, names: list[str], mode: str = "w") -> Path:
+    with tarfile.open(path, mode) as archive:
+        for i, name in enumerate(names):
+            info = tarfile.TarInfo(name)
+            content = encoded(make_picture(i, 20, 20), "BMP")  # all of one size
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+NAMES = [f"c{i % 2}/{i:02d}.bmp" for i in range(16)]
+
+
+def test_a_tar_that_was_replaced(tmp_path):
+    request = Request(str(make_tar(tmp_path / "a.tar", NAMES)), shard_samples=4)
+    convert(request, tmp_path / "out", FIRST_HALF)
+    make_tar(tmp_path / "a.tar", NAMES[::-1])
+    os.utime(tmp_path / "a.tar", (1, 1))
+    with pytest.raises(RecipeError, match=r"the source is not what it was .*a\.tar has changed"):
+        convert(request, tmp_path / "out", ONE)
+
+
+def test_a_tar_that_came_later(tmp_path):
+    make_tar(tmp_path / "m-1.tar", NAMES)
+    request = Request(str(tmp_path / "m-*.tar"), shard_samples=4)
+    convert(request, tmp_path / "out", FIRST_HALF)
+    make_tar(tmp_path / "m-0.tar", [f"c3/{i}.bmp" for i in range(4)])
+    with pytest.raises(RecipeError, match=r"m-0\.tar is new"):
+        convert(request, tmp_path / "out", Machine(workers=1, tasks=TaskRange(1, 2)))
+
+
+def test_folders_that_were_swapped(tmp_path):
+    root = make_images(tmp_path / "images", *(name.replace("bmp", "jpg") for name in NAMES))
+    request = Request(str(root), shard_samples=4)
+    convert(request, tmp_path / "out", FIRST_HALF)
+    (root / "c0").rename(tmp_path / "c")
+    for name in (path.name for path in (root / "c1").iterdir()):
+        (root / "c1" / name).rename(root / "c1" / f"{int(name[:2]) - 1:02d}.jpg")
+    (root / "c1").rename(root / "c0")
+    with pytest.raises(DataError, match=r"images/c0/\d\d\.jpg: has changed since it was listed"):
+        convert(request, tmp_path / "out", Machine(workers=1, max_reject_rate=1.0))
+
+
+def test_labels_that_were_edited(tmp_path):
+    make_images(tmp_path, *(f"{i}.jpg" for i in range(8)))
+    (tmp_path / "list.csv").write_text("path,label\n" + "".join(f"{i}.jpg,c{i % 2}\n" for i in range(8)))
+    request = Request(str(tmp_path / "list.csv"), shard_samples=2)
+    convert(request, tmp_path / "out", FIRST_HALF)
+    (tmp_path / "list.csv").write_text("path,label\n" + "".join(f"{i}.jpg,c{i % 3}\n" for i in range(8)))
+    with pytest.raises(RecipeError, match=r"list\.csv has changed"):
+        convert(request, tmp_path / "out", ONE)
+
+
+def test_a_plan_of_another_request_is_not_taken_for_this_one(tmp_path):
+    """Whatever lies in the work folder: here of a conversion whose output was removed."""
+    work = tmp_path / "work"
+    make_tar(tmp_path / "a.tar", NAMES[:8])
+    request = Request(str(tmp_path / "a.tar"), shard_samples=4)
+    convert(request, tmp_path / "out", Machine(workers=1, tasks=TaskRange(0, 2), work=work))
+    for path in sorted((tmp_path / "out").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    make_tar(tmp_path / "a.tar", NAMES)
+    outcome = convert(request, tmp_path / "out", Machine(workers=1, work=work))
+    assert outcome.totals.samples == 16
+
+
+def test_parts_that_are_listed_stay_listed(tmp_path):
+    """Of three archives that must be streamed one is damaged; the others are not read again."""
+    for i in range(3):
+        make_tar(tmp_path / f"{i}.tar.gz", [name.replace("c", f"c{i}") for name in NAMES], "w:gz")
+    whole = (tmp_path / "2.tar.gz").read_bytes()
+    (tmp_path / "2.tar.gz").write_bytes(whole[:1000])
+    request = Request(str(tmp_path / "*.tar.gz"), shard_samples=16)
+    with pytest.raises(DataError, match=r"2\.tar\.gz"):
+        convert(request, tmp_path / "out", ONE)
+    listing = tmp_path / "out" / ".vitscale-convert" / "listing"
+    before = {path.name: path.stat().st_mtime_ns for path in listing.glob("part-0000[01].bin")}
+    assert len(before) == 2
+    (tmp_path / "2.tar.gz").write_bytes(whole)
+    outcome = convert(request, tmp_path / "out", Machine(workers=1, tasks=TaskRange(0, 2)))
+    after = {path.name: path.stat().st_mtime_ns for path in listing.glob("part-0000[01].bin")}
+    assert after == before and outcome.totals.samples == 16
+
+
+def test_a_finished_data_set_is_never_written_into(tmp_path):
+    root = make_images(tmp_path / "images", *(name.replace("bmp", "jpg") for name in NAMES))
+    splits = parse_splits(["val=4", "train=rest"])
+    convert(Request(str(root), splits=splits), tmp_path / "out", ONE)
+    convert(Request(str(root)), tmp_path / "plain", ONE)
+    before = contents(tmp_path / "out"), contents(tmp_path / "plain")
+    for request, out in (
+        (Request(str(root), splits=parse_splits(["val=4", "test=4", "train=rest"])), "out"),
+        (Request(str(root)), "out"),
+        (Request(str(root), splits=splits), "plain"),
+        (Request(str(root), shard_samples=3), "plain"),
+    ):
+        with pytest.raises(RecipeError, match=r"not empty|already holds a dataset"):
+            convert(request, tmp_path / out, ONE)
+    assert before == (contents(tmp_path / "out"), contents(tmp_path / "plain"))
+    (tmp_path / "plain" / "manifest.json").unlink()
+    with pytest.raises(RecipeError, match="not empty"):
+        convert(Request(str(root), shard_samples=3), tmp_path / "plain", ONE)
+
+
+def test_a_finished_data_set_that_lost_a_shard(tmp_path):
+    root = make_images(tmp_path / "images", *(name.replace("bmp", "jpg") for name in NAMES))
+    request = Request(str(root), shard_samples=4)
+    for i in range(2):
+        convert(request, tmp_path / "out", Machine(workers=1, tasks=TaskRange(i, 2)))
+    assert merge(tmp_path / "out", 0.01).manifests[""].num_samples == 16
+    assert merge(tmp_path / "out", 0.01).was_complete and convert(request, tmp_path / "out", ONE).was_complete
+    (tmp_path / "out" / "shard-00002.beton").unlink()
+    for again in (lambda: convert(request, tmp_path / "out", ONE), lambda: merge(tmp_path / "out", 0.01)):
+        with pytest.raises(DataError, match=r"1 of its shards are missing or cut, such as shard-00002\.beton"):
+            again()
+
+
+def test_a_log_that_was_cut(tmp_path):
+    root = make_images(tmp_path / "images", *(name.replace("bmp", "jpg") for name in NAMES))
+    convert(Request(str(root)), tmp_path / "out", ONE)
+    with (tmp_path / "out" / "convert.log.jsonl").open("a") as file:
+        file.write('{"time": "2020-01-')
+    assert convert(Request(str(root)), tmp_path / "out", ONE).was_complete
+
+
+def test_state_of_another_version(tmp_path):
+    root = make_images(tmp_path / "images", *(name.replace("bmp", "jpg") for name in NAMES))
+    convert(Request(str(root), shard_samples=4), tmp_path / "out", FIRST_HALF)
+    state = tmp_path / "out" / ".vitscale-convert" / "conversion.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"version": 99}))
+    with pytest.raises(RecipeError, match="begun by another version"):
+        convert(Request(str(root), shard_samples=4), tmp_path / "out", ONE)
+
+
+def test_pipes_and_devices_in_a_list(tmp_path):
+    make_images(tmp_path, *(f"{i}.jpg" for i in range(8)))
+    os.mkfifo(tmp_path / "pipe.jpg")
+    rows = [f"{i}.jpg,a" for i in range(8)] + ["pipe.jpg,a", "/dev/zero,a", "nowhere.jpg,a"]
+    (tmp_path / "list.csv").write_text("path,label\n" + "\n".join(rows))
+    convert(Request(str(tmp_path / "list.csv")), tmp_path / "out", Machine(workers=1, max_reject_rate=0.5))
+    rejects = {row["key"]: row["reason"] for row in pq.read_table(tmp_path / "out" / "rejects.parquet").to_pylist()}
+    assert rejects == {
+        "pipe.jpg": "cannot be read: is no regular file",
+        "dev/zero": "cannot be read: is no regular file",
+        "nowhere.jpg": "cannot be read: No such file or directory",
+    }
+
+
+def test_a_list_of_labels_goes_with_one_tar(tmp_path):
+    make_tar(tmp_path / "0.tar", ["a/1.bmp"]), make_tar(tmp_path / "1.tar", ["b/1.bmp"])
+    (tmp_path / "labels.txt").write_text("cat\n")
+    request = Request(str(tmp_path / "*.tar"), source=SourceOptions(labels=str(tmp_path / "labels.txt")))
+    with pytest.raises(RecipeError, match="is 2 tars; a list of labels goes with one tar"):
+        convert(request, tmp_path / "out", ONE)
+    assert not (tmp_path / "out").exists()
+
+
+def test_splits_are_no_classes(tmp_path):
+    root = make_images(tmp_path / "images", "train/cat/1.jpg", "train/dog/2.jpg", "val/cat/3.jpg")
+    with pytest.raises(DataError, match=r"classes are 'train', 'val', which is what splits are called"):
+        convert(Request(str(root)), tmp_path / "out", ONE)
+    convert(Request(str(root / "train")), tmp_path / "train", ONE)
+    assert Manifest.load(tmp_path / "train").class_names == ("cat", "dog")
