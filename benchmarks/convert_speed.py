@@ -20,6 +20,7 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,19 +79,21 @@ def write_with_ffcv(paths: list[Path], out: Path) -> None:
 
 def write_with_ours(paths: list[Path], out: Path, options: ImageOptions) -> None:
     """One shard, by the task that a conversion gives to a worker."""
+    source = FolderSource((str(paths[0].parent),))
+    items = list(source.items(0, Counter()))
     columns = {
-        "uid": range(len(paths)),
-        "key": [path.name for path in paths],
-        "labels": [[0]] * len(paths),
-        "part": [0] * len(paths),
-        "content": [path.name.encode() for path in paths],
+        "uid": range(len(items)),
+        "key": [item.key for item in items],
+        "labels": [[0]] * len(items),
+        "part": [0] * len(items),
+        "content": [item.content for item in items],
     }
     task = ShardTask(
         index=0,
         split="",
         shard=0,
         rows=pa.RecordBatch.from_pydict(columns, PLAN),
-        reader=FolderSource((str(paths[0].parent),)),
+        reader=source,
         output=Output.at(str(out), None),
         options=options,
         several_labels=False,
@@ -103,6 +106,9 @@ class Uncounted:
     """Progress that nobody watches."""
 
     def advance(self, rejected: bool = False) -> None:
+        pass
+
+    def alive(self) -> None:
         pass
 
 
@@ -162,7 +168,9 @@ def main() -> None:
     if missing:
         parser.error(f"{missing[0]}: no such file; name the folder of real data with --data or VITSCALE_TEST_DATA")
     with tempfile.TemporaryDirectory() as folder:
-        paths = extract(options.data, Path(folder))
+        photos = Path(folder) / "photos"
+        photos.mkdir()
+        paths = extract(options.data, photos)
         seconds = measure(paths, Path(folder), options.rounds)
         sizes = {name: (Path(folder) / name / shard_name(0)).stat().st_size for name in seconds if name not in OTHERS}
         sizes["FFCV"] = (Path(folder) / "FFCV").stat().st_size

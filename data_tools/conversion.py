@@ -228,7 +228,7 @@ def _already(request: Request, output: Output) -> Outcome:
             f"OUT {output.where}: already holds a dataset. Choose another directory, or remove this one first"
         )
     _refuse_incomplete(output, request.split_names)
-    output.clear_state()
+    output.clear_state(request.split_names)
     return Outcome({}, totals_of([], {}), was_complete=True)
 
 

@@ -127,14 +127,13 @@ def command(
             return
         if shard_samples is not None and shard_bytes is not None:
             raise RecipeError("--shard-samples and --shard-bytes say the same thing twice: give one of them")
-        if unlabelled and (classes is not None or labels is not None):
-            raise RecipeError("--unlabelled has no use for --classes and --labels")
+        if unlabelled:
+            _refuse(context, "--unlabelled", lambda name: name in ("classes", "labels", "label_field"))
         request = Request(
             src=src,
             kind=kind,
-            source=SourceOptions(labels, image_field, label_field),
+            source=SourceOptions(labels, image_field, label_field, unlabelled),
             classes=None if classes is None else read_classes(classes),
-            unlabelled=unlabelled,
             shuffle_seed=shuffle_seed,
             shard_samples=shard_samples or DEFAULT_CAPACITY,
             shard_bytes=None if shard_bytes is None else parse_bytes(shard_bytes),

@@ -81,7 +81,7 @@ def finish(output: Output, plan: Plan, reports: dict[int, ShardReport], max_reje
         )
         with output.staged(split.name, [MANIFEST_NAME]) as (path,):
             manifests[split.name] = manifest.save(path.parent)
-    output.clear_state()
+    output.clear_state([split.name for split in plan.splits])
     return manifests
 
 

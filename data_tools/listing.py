@@ -138,10 +138,8 @@ class ListingTask:
                 else:
                     ids = numbers.get(labels)
                     if ids is None:
-                        ids = numbers[labels] = [vocabulary.number(name) for name in labels]
+                        ids = numbers[labels] = [vocabulary.number(name) for name in dict.fromkeys(labels)]
                         explicit, most = True, max(most, len(ids))
-                        if len(set(ids)) < len(ids):
-                            raise DataError(f"{self.name}: {key!r} has a label twice: {', '.join(labels)}")
                         if len(numbers) > _BATCH_ROWS:  # combinations of several labels are without number
                             numbers.clear()
                 images += 1

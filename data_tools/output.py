@@ -32,8 +32,8 @@ from vitscale.shards.provenance import REJECTS_NAME
 LOG_NAME = "convert.log.jsonl"
 STATE_NAME = ".vitscale-convert"
 CONVERSION_NAME = "conversion.json"
-_PART = re.compile(r"\..*\.[0-9a-f]{8}\.part")
 _OURS = re.compile(rf"shard-\d{{5,}}\.(beton|idx\.parquet)|{re.escape(REJECTS_NAME)}|{re.escape(MANIFEST_NAME)}")
+_PART = re.compile(rf"\.({_OURS.pattern})\.[0-9a-f]{{8}}\.part")  # of workers that were killed
 _SHOWN = 5
 
 
@@ -175,11 +175,11 @@ class Output:
         """Whether every data set of the output has its manifest."""
         return all(storage.size_of(storage.join(self.place(split), MANIFEST_NAME)) is not None for split in splits)
 
-    def clear_state(self) -> None:
+    def clear_state(self, splits: list[str]) -> None:
         """Remove what only an unfinished conversion needs."""
         if not self.is_remote:
-            for folder in (Path(self.where), *(path for path in Path(self.where).iterdir() if path.is_dir())):
-                for part in folder.glob(".*.part"):  # of workers that were killed
+            for split in splits:
+                for part in Path(self.place(split)).glob(".*.part"):
                     if _PART.fullmatch(part.name):
                         part.unlink(missing_ok=True)
             shutil.rmtree(self.state(""), ignore_errors=True)

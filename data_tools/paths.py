@@ -12,17 +12,20 @@ from typing import Any
 from vitscale.errors import DataError
 
 _EXAMPLES = 5
-_SPLITS = (
-    *("train", "training", "trainval", "test", "testing", "test_dev", "val", "valid", "validation", "minival"),
-    *("dev", "eval", "evaluation", "holdout"),
-)
+# What splits are called, and which of them mean the same.
+SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training", "trainval"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "minival", "dev", "eval", "evaluation", "holdout"), "val"),
+    **dict.fromkeys(("test", "testing", "test_dev"), "test"),
+}
 
 
 def refuse_splits(class_names: Iterable[str], src: str) -> None:
     """Raise DataError where the classes found are what splits are called: a test set would go into a training set."""
     names = sorted(class_names)
-    if names and all(name.lower() in _SPLITS for name in names):
-        shown = ", ".join(map(repr, names))
+    splits = [name for name in names if name.lower() in SPLIT_NAMES]
+    if splits and (splits == names or len(splits) > 1):
+        shown = ", ".join(map(repr, names[:20])) + (" ..." if len(names) > 20 else "")
         raise DataError(
             f"{src}: by its folders the classes are {shown}, which is what splits are called. Convert one split at a "
             "time, each into a dataset of its own; --classes if these are classes indeed, --labels FILE or "

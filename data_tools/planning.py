@@ -58,13 +58,14 @@ class Begun:
         content = output.read_state(CONVERSION_NAME)
         if content is None:
             return None
-        state = json.loads(content)
-        if state.pop("version", None) != _VERSION:
-            raise RecipeError(
-                f"OUT {output.where}: was begun by another version of vitscale. Finish it with that one, or remove it "
-                "and start anew"
-            )
-        return cls(**state)
+        try:
+            state = json.loads(content)
+            if state.pop("version", None) == _VERSION:
+                return cls(**state)
+            what = "was begun by another version of vitscale. Finish it with that one, or remove"
+        except (ValueError, TypeError, AttributeError):
+            what = f"its state, {output.state(CONVERSION_NAME)}, is damaged. Remove"
+        raise RecipeError(f"OUT {output.where}: {what} the output and start anew")
 
     def write(self, output: Output) -> None:
         output.mark(CONVERSION_NAME, json.dumps({"version": _VERSION, **self.__dict__}))
@@ -100,7 +101,7 @@ def planned(request: Request, source: Source, output: Output, run: Run, console:
     if begun.plan is None:
         refuse_changed(begun.request, asked, output.where)
         replace(begun, plan=plan.described()).write(output)
-    elif begun.plan["sha256"] != plan.sha256:
+    elif begun.plan["sha256"] != plan.sha256 or _sizes(begun.plan["parts"]) != _sizes(plan.parts):
         raise RecipeError(
             f"OUT {output.where}: was begun with another plan for the same request: the source has changed since. "
             "Remove the output and start anew"
@@ -155,7 +156,7 @@ def _listed(
     with ProgressView(console, "listing", None) as view:
         for _ in run(tasks, view.update):
             pass
-    ordered = order_images(source, folder, request.shuffle_seed, request.classes, unlabelled=request.unlabelled)
+    ordered = order_images(source, folder, request.shuffle_seed, request.classes, unlabelled=request.source.unlabelled)
     return ordered, parts
 
 
@@ -164,6 +165,11 @@ def _parts(request: Request, source: Source) -> list[list[str]]:
     names = [*source.parts, *([request.source.labels] if request.source.labels else [])]
     with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
         return [[name, state] for name, state in zip(names, pool.map(fingerprint, names), strict=True)]
+
+
+def _sizes(parts: list[list[str]]) -> list[tuple[str, str]]:
+    """Name and size of parts, without the time, which may differ between copies on several machines."""
+    return [(name, state.partition("-")[0]) for name, state in parts]
 
 
 def _refuse_other_parts(before: list[list[str]], now: list[list[str]], where: str) -> None:

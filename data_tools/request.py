@@ -23,9 +23,8 @@ class Request:
     Attributes:
         src: path, URL or pattern.
         kind: of the source; None to find out.
-        source: labels and fields, as the person has them.
+        source: labels and fields, as the person has them, or that images get no label.
         classes: all classes in order; None for those found.
-        unlabelled: images get no label, whatever the source says.
         shuffle_seed: of the global shuffle, in [0, 2**63).
         shard_samples: images a shard.
         shard_bytes: instead, about that many bytes a shard.
@@ -38,7 +37,6 @@ class Request:
     kind: Kind | None = None
     source: SourceOptions = field(default_factory=SourceOptions)
     classes: tuple[str, ...] | None = None
-    unlabelled: bool = False
     shuffle_seed: int = 0
     shard_samples: int = DEFAULT_CAPACITY
     shard_bytes: int | None = None
@@ -83,7 +81,7 @@ class Request:
         options |= self.images.described()
         if self.limit is not None:
             options["limit"] = self.limit
-        if self.unlabelled:
+        if self.source.unlabelled:
             options["unlabelled"] = True
         for rule in self.splits:
             if rule.name == split:

@@ -240,9 +240,9 @@ def patiently(where: str, act: Callable[[], Result]) -> Result:
     for pause in (*_PAUSES, None):
         try:
             return act()
-        except tuple(_FINAL) as error:
-            raise _of_file(error, where) from error
         except Exception as error:  # each file system has its own exceptions
+            if isinstance(error, OSError) and isinstance(error, tuple(_FINAL)) and not _hides_an_outage(error):
+                raise _of_file(error, where) from error
             if type(error).__name__ in _NO_ACCESS:
                 raise PermissionError(errno.EACCES, f"no access: {error}", where) from error
             status = getattr(error, "status", None)
@@ -257,6 +257,17 @@ def patiently(where: str, act: Callable[[], Result]) -> Result:
                 ) from error
             time.sleep(pause)
     raise AssertionError
+
+
+def _hides_an_outage(error: BaseException) -> bool:
+    """Whether "no such file" is what a file system over HTTP makes of a server that is away."""
+    cause = error.__cause__
+    if cause is None:
+        return False
+    status = getattr(cause, "status", None)
+    if isinstance(status, int):
+        return status >= 500 or status in _TEMPORARY
+    return isinstance(cause, ConnectionError | TimeoutError) or type(cause).__module__.startswith("aiohttp")
 
 
 def _of_file(error: OSError, where: str) -> OSError:

@@ -2,13 +2,16 @@
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from glob import glob, has_magic
+from pathlib import Path
 from typing import Literal, get_args
 
+from data_tools.paths import SPLIT_NAMES
 from data_tools.sources.cifar import is_cifar, open_cifar
 from data_tools.sources.dataset import open_dataset
-from data_tools.sources.fields import refuse_fields
+from data_tools.sources.fields import NO_LABELS, refuse_fields
 from data_tools.sources.folder import FolderSource
 from data_tools.sources.image_list import open_image_list
 from data_tools.sources.parquet import open_parquet
@@ -34,7 +37,7 @@ _OPENERS: dict[Kind, Callable[[str, Sequence[str], SourceOptions], Source]] = {
     "tfrecord": open_tfrecords,
     "dataset": open_dataset,
 }
-_SPLIT_OF_A_FILE = re.compile(r"(.+)-\d{5}-of-\d{5}\.\w+")
+_WORD = re.compile(r"[A-Za-z]+")
 
 
 def open_source(src: str, kind: Kind | None, options: SourceOptions, *, has_splits: bool = False) -> Source:
@@ -54,6 +57,8 @@ def open_source(src: str, kind: Kind | None, options: SourceOptions, *, has_spli
     found = kind or _kind_of(src, files)
     if options.labels is not None and found not in ("folder", "tar"):
         raise RecipeError(f"--labels: SRC {src} is of the kind {found}, which has labels of its own")
+    if options.unlabelled and found in ("list", "parquet", "tfrecord", "cifar"):
+        options = replace(options, label_field=NO_LABELS)
     if found == "folder":
         refuse_fields(options, "a folder")
         return FolderSource((files[0],), options.labels)
@@ -63,7 +68,7 @@ def open_source(src: str, kind: Kind | None, options: SourceOptions, *, has_spli
         files = _members(src, files[0], found)
     if found == "cifar":
         return open_cifar(src, files, options, mixed_ok=has_splits)
-    if found in ("parquet", "tfrecord") and not has_splits:
+    if not has_splits:
         _refuse_mixed(src, files)
     return _OPENERS[found](src, files, options)
 
@@ -86,6 +91,8 @@ def _files(src: str) -> list[str]:
     for name in files if len(files) == 1 or len(expanded) > 1 else ():
         if not storage.exists(name):
             raise RecipeError(f"SRC {name}: no such file or directory")
+        if not storage.is_url(name) and not Path(name).is_file() and not Path(name).is_dir():
+            raise RecipeError(f"SRC {name}: neither a file nor a folder (a pipe, a device or a broken link)")
     return files
 
 
@@ -173,9 +180,16 @@ def _members(src: str, folder: str, kind: Kind) -> list[str]:
 
 def _refuse_mixed(src: str, files: Sequence[str]) -> None:
     """`train-00000-of-00005` beside `validation-00000-of-00001`: together they would be a training set of both."""
-    splits = {match[1] for name in files if (match := _SPLIT_OF_A_FILE.fullmatch(storage.base_name(name)))}
+    paths = [name.split("/") for name in files]
+    shared = next((i for i, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1), 0)
+    splits: dict[str, str] = {}
+    for path in paths:
+        words = (SPLIT_NAMES.get(word.lower()) for word in _WORD.findall("/".join(path[shared:])))
+        split = next(filter(None, words), None)
+        if split is not None:
+            splits.setdefault(split, "/".join(path[shared:]))
     if len(splits) > 1:
         raise RecipeError(
-            f"SRC {src}: holds several splits: {', '.join(sorted(splits))}. Say which is meant with a pattern, such "
-            f"as '{storage.join(src, min(splits) + '-*')}', or tell them apart with --split"
+            f"SRC {src}: holds files of several splits: {', '.join(splits.values())}. Say which is meant with a "
+            "pattern, such as 'FOLDER/train-*', or tell them apart with --split"
         )

@@ -83,7 +83,7 @@ class CifarSource:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        return tuple(map(str, self.places))
+        return tuple(place.where for place in self.places)
 
     def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
         place = self.places[part]

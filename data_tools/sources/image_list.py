@@ -13,7 +13,7 @@ import json
 import posixpath
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -169,7 +169,11 @@ def _looks_like_image(field: str) -> bool:
 
 
 def _split_labels(text: str) -> tuple[str, ...]:
-    """`a|b` -> (a, b); nothing and -1 are no labels."""
+    """`a|b` or `["a", "b"]` -> (a, b); nothing and -1 are no labels."""
+    if text.startswith("[") and text.endswith("]"):
+        with suppress(ValueError):
+            listed = json.loads(text)
+            return tuple(label for label in dict.fromkeys(map(str, listed)) if label not in ("", "-1", "None"))
     labels = dict.fromkeys(label.strip() for label in text.split("|"))
     return tuple(label for label in labels if label not in ("", "-1"))
 

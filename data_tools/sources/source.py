@@ -43,11 +43,12 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """What people may say about a source: a list of labels, and which field of a record is what."""
+    """What people may say about a source: a list of labels, which field of a record is what, that there are none."""
 
     labels: str | None = None
     image_field: str | None = None
     label_field: str | None = None
+    unlabelled: bool = False
 
 
 class Source(Protocol):

@@ -1,5 +1,6 @@
 """Tars of images, however they say the classes: by folders, by tars in the tar, as a WebDataset, or not at all."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from data_tools.sources.archive import (
     open_archive,
     read_place,
 )
-from data_tools.sources.fields import refuse_fields
+from data_tools.sources.fields import NO_LABELS, refuse_fields
 from data_tools.sources.label_list import labelled, read_label_list
 from data_tools.sources.nested_tar import NestedTarSource, SynsetTarSource, are_synsets
 from data_tools.sources.source import IMAGE_SUFFIXES, Item, Source, SourceOptions, path_item, visible_path
@@ -58,7 +59,8 @@ def open_tars(src: str, files: Sequence[str], options: SourceOptions) -> Source:
         refuse_fields(options, "archives of one class each, named like it,")
         return SynsetTarSource(parts, streams)
     if kind is WebDatasetSource or options.image_field is not None or options.label_field is not None:
-        return WebDatasetSource(parts, streams, options.image_field, options.label_field)
+        label_field = NO_LABELS if options.unlabelled else options.label_field
+        return WebDatasetSource(parts, streams, options.image_field, label_field)
     return TarSource(parts, streams)
 
 
@@ -113,6 +115,12 @@ class TarSource:
                 if is_tar(member.path.decode("utf-8", "replace")) and visible_path(member.path, Counter()):
                     ignored[ARCHIVE_INSIDE] += 1
                     continue
+                if member.path.lower().endswith(b".cls"):
+                    raise DataError(
+                        f"{self.parts[part]}: holds the label {os.fsdecode(member.path)!r}, as a WebDataset does, "
+                        "unlike the first files of the source. Convert archives of one kind at a time, or say "
+                        "--label-field cls"
+                    )
                 item = path_item(member.path, b"", ignored)
                 if item is not None:
                     yield item._replace(content=archive.content(member, self.streams))

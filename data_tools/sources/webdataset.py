@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from data_tools.sources.archive import open_archive, read_place, stem_of
+from data_tools.sources.archive import is_tar, open_archive, read_place, stem_of
 from data_tools.sources.fields import NO_LABELS
 from data_tools.sources.source import HIDDEN, IMAGE_SUFFIXES, Item, numbered_label, visible_path
 from vitscale.errors import DataError
@@ -77,6 +77,11 @@ class WebDatasetSource:
                 path = visible_path(member.path, ignored)
                 if path is None:
                     continue
+                if is_tar(path):
+                    raise DataError(
+                        f"{self.parts[part]}: holds the archive {path!r}, which no WebDataset does. Convert archives "
+                        "of one kind at a time"
+                    )
                 name, extension = sample_name(path)
                 if name.endswith("__") and name.rpartition("/")[2].startswith("__"):
                     ignored[HIDDEN] += 1  # remarks on the shard itself
@@ -132,7 +137,7 @@ class WebDatasetSource:
             raise DataError(f"{where}: its .json is damaged ({error})") from error
         names = LABEL_FIELDS if self.label_field is None else (self.label_field,)
         fields = record if isinstance(record, dict) else {}
-        found = next((name for name in names if fields.get(name) is not None), None)
+        found = next((name for name in names if name in fields), None)
         if found is None:
             seen = f"fields {_listed(fields)}" if isinstance(record, dict) else f"no fields, but {described[:40]!r}"
             raise DataError(
@@ -140,7 +145,7 @@ class WebDatasetSource:
                 f"which field is the label, -1 or [] standing for none, or --label-field {NO_LABELS} for no labels at "
                 "all; or give a list with --labels"
             )
-        return _labels_of(fields[found], f"{where}, field {found!r}")
+        return () if fields[found] is None else _labels_of(fields[found], f"{where}, field {found!r}")
 
     def _where(self, part: int, sample: _Sample) -> str:
         return f"{self.parts[part]}: sample {sample.name!r}"

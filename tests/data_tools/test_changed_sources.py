@@ -193,3 +193,30 @@ def test_splits_are_no_classes(tmp_path):
         convert(Request(str(root)), tmp_path / "out", ONE)
     convert(Request(str(root / "train")), tmp_path / "train", ONE)
     assert Manifest.load(tmp_path / "train").class_names == ("cat", "dog")
+
+
+def test_machines_that_plan_by_themselves_must_see_the_same_source(tmp_path):
+    make_tar(tmp_path / "a.tar", NAMES)
+    request = Request(str(tmp_path / "a.tar"), shard_samples=4)
+    convert(request, tmp_path / "out", Machine(workers=1, tasks=TaskRange(0, 2), work=tmp_path / "one"))
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.add(make_images(tmp_path / "other", *NAMES), "")
+    with pytest.raises(RecipeError, match="another plan for the same request: the source has changed"):
+        convert(request, tmp_path / "out", Machine(workers=1, tasks=TaskRange(1, 2), work=tmp_path / "two"))
+
+
+def test_cifar_as_people_hold_it(tmp_path):
+    """The archive of the binary version, both splits at once."""
+    with tarfile.open(tmp_path / "cifar-10-binary.tar.gz", "w:gz") as archive:
+        files = {f"data_batch_{i}.bin": bytes([i % 10] + [20 * i] * 3072) * 3 for i in range(1, 6)}
+        files |= {"test_batch.bin": bytes([7] + [9] * 3072) * 2, "batches.meta.txt": "\n".join("abcdefghij").encode()}
+        for name, content in files.items():
+            info = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    splits = parse_splits(["test=test_batch*", "train=rest"])
+    convert(Request(str(tmp_path / "cifar-10-binary.tar.gz"), splits=splits), tmp_path / "out", ONE)
+    train, test = (Manifest.load(tmp_path / "out" / name) for name in ("train", "test"))
+    assert (train.num_samples, test.num_samples, train.class_names) == (15, 2, tuple("abcdefghij"))
+    rows = pq.read_table(tmp_path / "out" / "train" / "shard-00000.idx.parquet").to_pylist()
+    assert {row["key"].split("/")[0]: row["labels"] for row in rows} == {f"data_batch_{i}": [i] for i in range(1, 6)}

@@ -1,3 +1,4 @@
+import os
 import tarfile
 from pathlib import Path
 
@@ -45,11 +46,11 @@ def test_kinds_are_told_by_what_is_there(tmp_path):
 def test_patterns(tmp_path):
     for number in range(3):
         make_tar(tmp_path / f"train-{number:03d}.tar", f"cat/{number}.jpg")
-    make_tar(tmp_path / "val-000.tar", "cat/9.jpg")
+    make_tar(tmp_path / "extra-000.tar", "cat/9.jpg")
     for pattern, expected in (
         ("train-*.tar", ["train-000.tar", "train-001.tar", "train-002.tar"]),
         ("train-{001..002}.tar", ["train-001.tar", "train-002.tar"]),
-        ("*-{000..000}.tar", ["train-000.tar", "val-000.tar"]),
+        ("*a*-{000..000}.tar", ["extra-000.tar", "train-000.tar"]),
     ):
         source = open_source(str(tmp_path / pattern), None, NONE)
         assert [Path(part).name for part in source.parts] == expected
@@ -67,13 +68,21 @@ def test_patterns(tmp_path):
         ("images.zip", r"cannot be told from the name images\.zip\. Expected a folder of images, or files ending in"),
         ("mixed", r"holds parquet and tar files\. Say which are meant with a pattern, such as '.*\*\.tar'"),
         ("beside", r"holds tar files beside folders"),
-        ("splits", r"holds several splits: train, validation\. .* such as '.*train-\*'"),
+        ("splits", r"several splits: train-00000-of-00001\.parquet, validation-00000-of-00001\.parquet\. "),
+        ("records", r"several splits: train-00000-of-00001, validation-00000-of-00001\. "),
+        ("hub/*/0000.parquet", r"several splits: test/0000\.parquet, train/0000\.parquet"),
+        ("tars/*", r"several splits: imagenet-train-0\.tar, imagenet-val-0\.tar"),
+        ("pipe.tar", "neither a file nor a folder"),
     ],
 )
 def test_what_is_not_understood(tmp_path, src, message):
     touch(tmp_path, "images.zip", "train-001.tar")
     touch(tmp_path / "mixed", "a.tar", "b.parquet")
     touch(tmp_path / "beside", "a.tar", "cat/1.jpg")
+    touch(tmp_path / "records", "train-00000-of-00001", "validation-00000-of-00001")
+    touch(tmp_path / "hub", "test/0000.parquet", "train/0000.parquet")
+    touch(tmp_path / "tars", "imagenet-train-0.tar", "imagenet-val-0.tar")
+    os.mkfifo(tmp_path / "pipe.tar")
     touch(tmp_path / "splits", "train-00000-of-00001.parquet", "validation-00000-of-00001.parquet")
     with pytest.raises(RecipeError, match=message):
         open_source(str(tmp_path / src), None, NONE)

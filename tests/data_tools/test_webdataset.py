@@ -85,7 +85,7 @@ def shard(path: Path, **files: bytes | str | dict | list | int) -> Path:
         ({"cls": "[3, 1]"}, ("3", "1")),
         ({"cls": "7", "json": {"label": 8}}, ("7",)),
         ({"json": {"label": 8, "labels": 9}}, ("8",)),
-        ({"json": {"label": None, "class": "dog"}}, ("dog",)),
+        ({"json": {"label": None, "class": "dog"}}, ()),  # one field for all samples
         ({"json": {"labels": ["dog", 3]}}, ("dog", "3")),
         ({"json": {"labels": []}}, ()),
         ({"json": {"cls": -1}}, ()),
