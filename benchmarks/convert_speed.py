@@ -41,6 +41,23 @@ OTHERS = ("FFCV", "checksums")
 PASS_THROUGH_TARGET, TRANSCODING_TARGET, CHECKSUMS_LIMIT = 2.5, 1.0, 0.1
 
 
+def photos_parser(description: str | None) -> argparse.ArgumentParser:
+    """A command line that names the folder of real data."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    beside = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("VITSCALE_TEST_DATA", beside)))
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """What it was called with; ends the program where there are no photos."""
+    options = parser.parse_args()
+    missing = [path for name in COLLECTIONS if not (path := options.data / name / "train.tar").is_file()]
+    if missing:
+        parser.error(f"{missing[0]}: no such file; name the folder of real data with --data or VITSCALE_TEST_DATA")
+    return options
+
+
 def extract(data: Path, folder: Path) -> list[Path]:
     """The photos of both collections as files."""
     paths = []
@@ -158,15 +175,10 @@ def measure(paths: list[Path], folder: Path, rounds: int) -> dict[str, list[floa
 
 def main() -> None:
     """Measure, print, and fail below the targets."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    beside = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("VITSCALE_TEST_DATA", beside)))
+    parser = photos_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    missing = [path for name in COLLECTIONS if not (path := options.data / name / "train.tar").is_file()]
-    if missing:
-        parser.error(f"{missing[0]}: no such file; name the folder of real data with --data or VITSCALE_TEST_DATA")
+    options = parsed(parser)
     with tempfile.TemporaryDirectory() as folder:
         photos = Path(folder) / "photos"
         photos.mkdir()

@@ -7,14 +7,13 @@ worker processes up to the cores. Prints the wall-clock seconds of writing the s
 out, and the speed-up over one worker, which is the number of workers if nothing is in the way.
 """
 
-import argparse
 import json
 import os
 import tempfile
 from datetime import datetime
 from pathlib import Path
 
-from convert_speed import COLLECTIONS, extract
+from convert_speed import extract, parsed, photos_parser
 
 from data_tools.conversion import Machine, convert
 from data_tools.images import ImageOptions
@@ -31,14 +30,9 @@ def seconds_of_shards(source: Path, out: Path, workers: int) -> tuple[float, int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    beside = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("VITSCALE_TEST_DATA", beside)))
+    parser = photos_parser(__doc__)
     parser.add_argument("--copies", type=int, default=8)
-    options = parser.parse_args()
-    missing = [path for name in COLLECTIONS if not (path := options.data / name / "train.tar").is_file()]
-    if missing:
-        parser.error(f"{missing[0]}: no such file; name the folder of real data with --data or VITSCALE_TEST_DATA")
+    options = parsed(parser)
     with tempfile.TemporaryDirectory() as folder:
         photos = Path(folder) / "photos"
         photos.mkdir()

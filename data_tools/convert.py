@@ -110,7 +110,7 @@ def command(
 ) -> None:
     """Convert images into a dataset of shards that vitscale trains on and FFCV opens. Repeat a command to go on."""
     console, errors = Console(), Console(stderr=True)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # schedulers end a job by it
+    signal.signal(signal.SIGTERM, _interrupt)  # schedulers end a job by it
     try:
         if merge_out is not None:
             _refuse(context, "--merge", lambda name: name not in ("merge_out", "max_reject_rate", "work"))
@@ -154,6 +154,10 @@ def command(
     except KeyboardInterrupt:
         errors.print("[red]interrupted: no manifest was written; repeat the command to go on[/red]")
         raise typer.Exit(_EXIT_INTERRUPTED) from None
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _refuse(context: typer.Context, main: str, is_useless: Callable[[str], bool]) -> None:

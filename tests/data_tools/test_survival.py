@@ -153,12 +153,13 @@ def test_a_killed_worker_is_replaced(pictures, in_peace, tmp_path):
     assert contents(tmp_path / "out") == in_peace
 
 
-def test_interrupted_and_continued(pictures, in_peace, tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_and_continued(pictures, in_peace, tmp_path, how):
     out = tmp_path / "out"
     process = start(pictures, out, *SHARDS)
     wait_for(lambda: done_in(out), "a shard to be done")
     workers = workers_of(process)
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, how) if how == signal.SIGINT else process.send_signal(how)
     _, message = process.communicate(timeout=20)
     assert process.returncode == 130 and "repeat the command to go on" in message and "Traceback" not in message
     assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
