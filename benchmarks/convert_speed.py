@@ -8,7 +8,6 @@ write the shard and its table. Fails below 2.5 times FFCV's speed passing throug
 same quality, or if checksums take 10 % of passing through.
 """
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -17,7 +16,6 @@ import os
 import resource
 import statistics
 import sys
-import tarfile
 import tempfile
 import time
 from collections import Counter
@@ -27,6 +25,7 @@ from pathlib import Path
 import pyarrow as pa
 from ffcv.fields import IntField, RGBImageField
 from ffcv.writer import DatasetWriter
+from photos import extract, parsed, photos_parser
 from PIL import Image
 
 from data_tools.images import ImageOptions
@@ -36,39 +35,8 @@ from data_tools.shard_task import ShardTask, shard_name
 from data_tools.sources.folder import FolderSource
 from vitscale.shards import crc32c_of, file_digests
 
-COLLECTIONS = ("grocery", "clothing")
 OTHERS = ("FFCV", "checksums")
 PASS_THROUGH_TARGET, TRANSCODING_TARGET, CHECKSUMS_LIMIT = 2.5, 1.0, 0.1
-
-
-def photos_parser(description: str | None) -> argparse.ArgumentParser:
-    """A command line that names the folder of real data."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    beside = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("VITSCALE_TEST_DATA", beside)))
-    return parser
-
-
-def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """What it was called with; ends the program where there are no photos."""
-    options = parser.parse_args()
-    missing = [path for name in COLLECTIONS if not (path := options.data / name / "train.tar").is_file()]
-    if missing:
-        parser.error(f"{missing[0]}: no such file; name the folder of real data with --data or VITSCALE_TEST_DATA")
-    return options
-
-
-def extract(data: Path, folder: Path) -> list[Path]:
-    """The photos of both collections as files."""
-    paths = []
-    for collection in COLLECTIONS:
-        with tarfile.open(data / collection / "train.tar") as archive:
-            for member in archive:
-                content = archive.extractfile(member) if member.name.endswith(".jpg") else None
-                if content is not None:
-                    paths.append(folder / f"{len(paths):05d}.jpg")
-                    paths[-1].write_bytes(content.read())
-    return paths
 
 
 class Photos:

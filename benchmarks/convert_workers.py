@@ -1,6 +1,6 @@
 """Images a second of a whole conversion, by the number of worker processes: real photos, transcoded.
 
-    python benchmarks/convert_workers.py [--data FOLDER] [--copies N]
+    python benchmarks/convert_workers.py [--data FOLDER] [--copies N] [--rounds N]
 
 Every photo of grocery/train.tar and clothing/train.tar is converted N times under different names, with 1, 2, ...
 worker processes up to the cores. Prints the wall-clock seconds of writing the shards, listing and start-up left
@@ -9,11 +9,13 @@ out, and the speed-up over one worker, which is the number of workers if nothing
 
 import json
 import os
+import shutil
+import statistics
 import tempfile
 from datetime import datetime
 from pathlib import Path
 
-from convert_speed import extract, parsed, photos_parser
+from photos import extract, parsed, photos_parser
 
 from data_tools.conversion import Machine, convert
 from data_tools.images import ImageOptions
@@ -31,26 +33,32 @@ def seconds_of_shards(source: Path, out: Path, workers: int) -> tuple[float, int
 
 def main() -> None:
     parser = photos_parser(__doc__)
-    parser.add_argument("--copies", type=int, default=8)
+    parser.add_argument("--copies", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parsed(parser)
+    cores = len(os.sched_getaffinity(0))
+    seconds: dict[int, list[float]] = {workers: [] for workers in range(1, cores + 1)}
     with tempfile.TemporaryDirectory() as folder:
         photos = Path(folder) / "photos"
         photos.mkdir()
         extract(options.data, photos)
         source = Path(folder) / "source"
-        source.mkdir()
         for copy in range(options.copies):
-            (source / f"copy{copy}").mkdir()
+            (source / f"copy{copy}").mkdir(parents=True)
             for photo in photos.iterdir():
                 (source / f"copy{copy}" / photo.name).hardlink_to(photo)
-        alone = None
-        for workers in range(1, len(os.sched_getaffinity(0)) + 1):
-            seconds, images = seconds_of_shards(source, Path(folder) / f"out{workers}", workers)
-            alone = alone or seconds
-            print(
-                f"{workers} workers: {images:,} images in {seconds:6.1f} s, {alone / seconds:.2f} x one worker",
-                flush=True,
-            )
+        for _ in range(options.rounds):
+            for workers, found in seconds.items():
+                out = Path(folder) / "out"
+                took, images = seconds_of_shards(source, out, workers)
+                shutil.rmtree(out)
+                found.append(took)
+    for workers, found in seconds.items():
+        ratios = [alone / took for alone, took in zip(seconds[1], found, strict=True)]
+        print(
+            f"{workers} workers: {images:,} images in {statistics.median(found):5.1f} s, "
+            f"{statistics.median(ratios):.2f} x one worker ({min(ratios):.2f} to {max(ratios):.2f})"
+        )
 
 
 if __name__ == "__main__":
