@@ -165,8 +165,7 @@ def _convert(request: Request, source: Source, output: Output, machine: Machine,
     )
     run = machine.shard_runner(request.src, output.where)
     images = reader(source, output)
-    done = 0
-    done += _write_shards(todo, plan, request, output, machine, run, images, reports, console)
+    done = _write_shards(todo, plan, request, output, machine, run, images, reports, console)
     again = [task for task, report in reports.items() if report.unsteady]
     if again:
         console.print(f"{len(again):,} shards once more: not all of their images could be read", highlight=False)

@@ -86,30 +86,14 @@ class Output:
     @contextmanager
     def staged(self, split: str, names: list[str]) -> Iterator[list[Path]]:
         """Local paths to write files at, whole or not at all; on leaving without an error they are in the data set."""
-        if not self.is_remote:
-            folder = Path(self.place(split))
-            folder.mkdir(parents=True, exist_ok=True)
-            yield [folder / name for name in names]
-            return
-        with self._scratch() as folder:
-            paths = [folder / name for name in names]
+        with self._staged([storage.join(self.place(split), name) for name in names]) as paths:
             yield paths
-            for path in paths:
-                if path.exists():
-                    storage.put(path, storage.join(self.place(split), path.name))
 
     @contextmanager
     def staged_state(self, name: str) -> Iterator[Path]:
         """The same for a piece of state."""
-        if not self.is_remote:
-            path = Path(self.state(name))
-            path.parent.mkdir(parents=True, exist_ok=True)
+        with self._staged([self.state(name)]) as (path,):
             yield path
-            return
-        with self._scratch() as folder:
-            path = folder / storage.base_name(name)
-            yield path
-            storage.put(path, self.state(name))
 
     @staticmethod
     def marker_name(task: int) -> str:
@@ -217,7 +201,18 @@ class Output:
         return (self.work if self.is_remote else Path(self.where)) / LOG_NAME
 
     @contextmanager
-    def _scratch(self) -> Iterator[Path]:
+    def _staged(self, targets: list[str]) -> Iterator[list[Path]]:
+        """The targets themselves, or what is put there on leaving; what was not written is not put."""
+        if not self.is_remote:
+            paths = [Path(target) for target in targets]
+            for path in paths:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            yield paths
+            return
         self.work.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="scratch-", dir=self.work) as folder:
-            yield Path(folder)
+            paths = [Path(folder) / storage.base_name(target) for target in targets]
+            yield paths
+            for path, target in zip(paths, targets, strict=True):
+                if path.exists():
+                    storage.put(path, target)

@@ -13,7 +13,7 @@ from data_tools.sources.cifar import is_cifar, open_cifar
 from data_tools.sources.dataset import open_dataset
 from data_tools.sources.fields import NO_LABELS, refuse_fields
 from data_tools.sources.folder import FolderSource
-from data_tools.sources.image_list import open_image_list
+from data_tools.sources.image_list import LIST_SUFFIXES, open_image_list
 from data_tools.sources.parquet import open_parquet
 from data_tools.sources.source import IMAGE_SUFFIXES, Item, Source, SourceOptions
 from data_tools.sources.tar import TAR_SUFFIXES, open_tars
@@ -27,7 +27,6 @@ __all__ = ["KINDS", "Item", "Kind", "Source", "SourceOptions", "open_source"]
 Kind = Literal["folder", "tar", "list", "parquet", "tfrecord", "cifar", "dataset"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-_LIST_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".csv.gz", ".tsv.gz", ".jsonl.gz", ".ndjson.gz")
 _RECORD_NAME = re.compile(r".*\.(tfrecords?|tfrec)(\.gz)?|.+-\d{5}-of-\d{5}(\.gz)?")
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _OPENERS: dict[Kind, Callable[[str, Sequence[str], SourceOptions], Source]] = {
@@ -131,7 +130,7 @@ def _kind_of_file(name: str) -> Kind | None:
         return "cifar"
     if low.endswith(tuple(TAR_SUFFIXES)):
         return "tar"
-    if low.endswith(_LIST_SUFFIXES):
+    if low.endswith(LIST_SUFFIXES):
         return "list"
     if low.endswith((".parquet", ".parq", ".pq")):
         return "parquet"

@@ -27,6 +27,7 @@ from vitscale.storage import is_url, read_bytes
 
 CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 JSON_SUFFIXES = (".jsonl", ".ndjson")
+LIST_SUFFIXES = tuple(f"{kind}{zipped}" for kind in (*CSV_DELIMITERS, *JSON_SUFFIXES) for zipped in ("", ".gz"))
 
 _MAX_LINE_BYTES = 1 << 20
 _MAX_CACHED = 100_000
