@@ -96,12 +96,16 @@ _DEFAULTS = ImageOptions()
 
 @dataclass(frozen=True)
 class StoredImage:
-    """A JPEG as it is stored, its size in pixels, and whether these are the source's own bytes."""
+    """A JPEG as it is stored, its size in pixels, and whether these are the source's own bytes.
+
+    `pixels` are those that it shows, uint8 (height, width, 3), as they were before a new JPEG was made of them.
+    """
 
     jpeg: bytes
     height: int
     width: int
     passed_through: bool
+    pixels: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -126,8 +130,10 @@ def store_image(data: bytes, options: ImageOptions = _DEFAULTS) -> StoredImage |
         if frame is not None and frame.refusal is not None:
             return Reject(frame.refusal)
         # Most collections are of such JPEGs: nothing about them needs Pillow.
-        if frame is not None and not frame.has_exif and _passes(data, frame.height, frame.width, options):
-            return StoredImage(data, frame.height, frame.width, passed_through=True)
+        if frame is not None and not frame.has_exif:
+            passed = _passed(data, frame.height, frame.width, options)
+            if passed is not None:
+                return passed
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of bombs (limited below), of odd metadata
             return _store(data, frame, options)
@@ -142,14 +148,16 @@ def store_image(data: bytes, options: ImageOptions = _DEFAULTS) -> StoredImage |
         return Reject(f"cannot be decoded: {type(error).__name__}: {error}")
 
 
-def _passes(data: bytes, height: int, width: int, options: ImageOptions) -> bool:
-    """Whether an upright JPEG of this size is stored as it is."""
-    return (
-        options.pass_through
-        and _limits(height, width, options) is None
-        and options.fitted(width, height) == (width, height)
-        and jpeg.decode(data, height, width)[0] == 0
-    )
+def _passed(data: bytes, height: int, width: int, options: ImageOptions) -> StoredImage | None:
+    """An upright JPEG of this size as it is; None if it is not to be stored so."""
+    if (
+        not options.pass_through
+        or _limits(height, width, options) is not None
+        or options.fitted(width, height) != (width, height)
+    ):
+        return None
+    status, pixels = jpeg.decode(data, height, width)
+    return StoredImage(data, height, width, passed_through=True, pixels=pixels) if status == 0 else None
 
 
 def _limits(height: int, width: int, options: ImageOptions) -> str | None:
@@ -182,8 +190,8 @@ def _store_jpeg(data: bytes, image: Image.Image, options: ImageOptions) -> Store
     fitted = options.fitted(width, height)
     turn = _turn(image)
     box = None
-    if turn is None and _passes(data, height, width, options):
-        return StoredImage(data, height, width, passed_through=True)
+    if turn is None and (passed := _passed(data, height, width, options)) is not None:
+        return passed
     if fitted == (width, height):
         pixels = decode_exactly(data, height, width)
         if pixels is not None:
@@ -209,7 +217,7 @@ def _encoded(rgb: Image.Image | np.ndarray, turn: Image.Transpose | None, option
         rgb = (Image.fromarray(rgb) if isinstance(rgb, np.ndarray) else rgb).transpose(turn)
     pixels = np.asarray(rgb)
     height, width, _ = pixels.shape
-    return StoredImage(encode(pixels, options.quality), height, width, passed_through=False)
+    return StoredImage(encode(pixels, options.quality), height, width, passed_through=False, pixels=pixels)
 
 
 def _resized(

@@ -49,29 +49,33 @@ def write_provenance(path: str | Path, table: pa.Table) -> None:
 
     Equal tables give equal bytes. Raises OSError, or ValueError for another schema.
     """
-    _write(path, [table], PROVENANCE)
+    write_tables(path, [table], PROVENANCE)
 
 
 def read_provenance(path: str | Path, columns: list[str] | None = None) -> pa.Table:
     """The table of a shard, or some of its columns. Raises DataError: missing, damaged or of another schema."""
-    return _read(path, PROVENANCE, columns)
+    return read_table(path, PROVENANCE, columns)
 
 
 def write_rejects(path: str | Path, tables: Iterable[pa.Table]) -> None:
     """Write the images that could not be stored, in pieces of schema REJECTS; otherwise as `write_provenance`."""
-    _write(path, tables, REJECTS)
+    write_tables(path, tables, REJECTS)
 
 
 def read_rejects(path: str | Path) -> pa.Table:
     """The images that could not be stored; `path` may be a URL. Raises as `read_provenance`, and StorageError."""
     if not storage.is_url(str(path)):
-        return _read(path, REJECTS, None)
+        return read_table(path, REJECTS)
     with tempfile.NamedTemporaryFile() as copy:
         storage.get(str(path), Path(copy.name))
-        return _read(copy.name, REJECTS, None)
+        return read_table(copy.name, REJECTS)
 
 
-def _write(path: str | Path, tables: Iterable[pa.Table], schema: pa.Schema) -> None:
+def write_tables(path: str | Path, tables: Iterable[pa.Table], schema: pa.Schema) -> None:
+    """Write tables of one schema, one after the other, as one file; complete or not at all.
+
+    Raises OSError, or ValueError for a table of another schema.
+    """
     with (
         durable_file(path) as file,
         pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer,
@@ -82,7 +86,8 @@ def _write(path: str | Path, tables: Iterable[pa.Table], schema: pa.Schema) -> N
             writer.write_table(table)
 
 
-def _read(path: str | Path, schema: pa.Schema, columns: list[str] | None) -> pa.Table:
+def read_table(path: str | Path, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:
+    """A table that `write_tables` wrote, or some of its columns. Raises DataError: missing, damaged, another schema."""
     try:
         with Path(path).open("rb") as opened, pq.ParquetFile(opened, page_checksum_verification=True) as file:
             found = file.schema_arrow

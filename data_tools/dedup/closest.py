@@ -1,0 +1,87 @@
+"""The pairs that people should look at before they trust a threshold: the closest ones on both sides of it."""
+
+import base64
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from data_tools.dedup.matching import Match
+
+KEPT = 24  # pairs of a test set on either side
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An image and a test image whose pictures were compared.
+
+    Attributes:
+        test_set, image: of the test image, as `matching.Match` has them.
+        train_key, test_key, tier, distance, correlation, cosine, removed: likewise.
+        picture: the image, a small JPEG.
+    """
+
+    test_set: int
+    image: int
+    train_key: str
+    test_key: str
+    tier: str
+    distance: int
+    correlation: float
+    cosine: float | None
+    removed: bool
+    picture: bytes
+
+    @property
+    def order(self) -> tuple[float, int, str, str]:
+        """By doubt: of the removed ones the least alike come first, of the others the most alike."""
+        sign = 1 if self.removed else -1
+        return sign * self.correlation, -sign * self.distance, self.train_key, self.test_key
+
+
+class Closest:
+    """Pairs nearest to the threshold, a bounded number; which ones does not depend on who found them in which order."""
+
+    def __init__(self, pairs: Sequence[Pair] = ()) -> None:
+        self._pairs: dict[tuple[int, bool], list[Pair]] = {}
+        for pair in pairs:
+            self._add(pair)
+
+    def add(self, train_key: str, matches: Sequence[Match], picture: Callable[[], bytes]) -> None:
+        """Take what is near of an image's matches; `picture` is called only if anything is."""
+        for match in matches:
+            if match.distance is None or match.correlation is None:
+                continue
+            facts = (match.tier, match.distance, match.correlation, match.cosine, match.removed)
+            pair = Pair(match.test_set, match.image, train_key, match.key, *facts, picture=b"")
+            side = self._pairs.get((pair.test_set, pair.removed), [])
+            if len(side) < KEPT or pair.order < side[-1].order:
+                self._add(Pair(**asdict(pair) | {"picture": picture()}))
+
+    def merge(self, other: "Closest") -> None:
+        """Take over another one's pairs as far as they are nearer."""
+        for side in other._pairs.values():
+            for pair in side:
+                self._add(pair)
+
+    def pairs(self, test_set: int, removed: bool) -> list[Pair]:
+        """One side of a test set's threshold, nearest first."""
+        return list(self._pairs.get((test_set, removed), []))
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Plain values."""
+        return [
+            asdict(pair) | {"picture": base64.b64encode(pair.picture).decode()}
+            for _, side in sorted(self._pairs.items())
+            for pair in side
+        ]
+
+    @classmethod
+    def from_json(cls, content: list[dict[str, Any]]) -> "Closest":
+        """What `to_json` gave."""
+        return cls([Pair(**one | {"picture": base64.b64decode(one["picture"])}) for one in content])
+
+    def _add(self, pair: Pair) -> None:
+        side = self._pairs.setdefault((pair.test_set, pair.removed), [])
+        side.append(pair)
+        side.sort(key=lambda one: one.order)
+        del side[KEPT:]

@@ -1,0 +1,58 @@
+"""What an image is recognised by: its bytes, its pixels, its perceptual hash."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from data_tools.dedup.luma import Box, square_luma, trimmed
+from data_tools.dedup.pdq import pdq_hashes
+
+# Whatever changes a fingerprint changes this: only those of one algorithm can be compared.
+ALGORITHM = "pdq-64-1"
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Of one picture.
+
+    Attributes:
+        pixels: XXH3-64 of the pixels, seeded by the width.
+        quality: of the hash, 0 (flat) to 100.
+        pdq: the hash, 32 bytes.
+        pdq_trimmed: the hash without uniform borders; None for a picture that has none.
+        luma, luma_trimmed: what the hashes are of, uint8 (64, 64).
+    """
+
+    pixels: int
+    quality: int
+    pdq: bytes
+    pdq_trimmed: bytes | None
+    luma: np.ndarray
+    luma_trimmed: np.ndarray | None
+
+
+def fingerprint(rgb: np.ndarray) -> Fingerprint:
+    """The fingerprint of a picture, uint8 (height, width, 3), as it is stored: upright, decoded, not cropped."""
+    luma, luma_trimmed, _ = lumas_of(rgb)
+    lumas = [luma] if luma_trimmed is None else [luma, luma_trimmed]
+    hashes, qualities = pdq_hashes(np.stack(lumas))
+    return Fingerprint(
+        pixels=pixels_digest(rgb),
+        quality=int(qualities[0]),
+        pdq=hashes[0].tobytes(),
+        pdq_trimmed=None if luma_trimmed is None else hashes[1].tobytes(),
+        luma=luma,
+        luma_trimmed=luma_trimmed,
+    )
+
+
+def lumas_of(rgb: np.ndarray) -> tuple[np.ndarray, np.ndarray | None, Box | None]:
+    """A picture's luma, that without uniform borders (or None), and which part of the picture that is."""
+    box = trimmed(rgb)
+    return square_luma(rgb), None if box is None else square_luma(rgb, box), box
+
+
+def pixels_digest(rgb: np.ndarray) -> int:
+    """XXH3-64 of the pixels, in [0, 2**64); the width as its seed tells pictures of other proportions apart."""
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(rgb).data, rgb.shape[1])

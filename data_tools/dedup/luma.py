@@ -1,0 +1,127 @@
+"""What fingerprints are taken of: a picture's brightness as a square of 64 x 64 pixels, whatever its shape."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from vitscale.shards.jpeg import c_resize
+
+SIDE = 64
+
+_NEAR = 16  # of 255; how far a pixel may be from the border's brightness: JPEG rings there
+_SHARE = 0.99  # of the pixels of a row that must be as near
+_LEAST = 0.5  # of either side that must be left
+
+
+class Box(NamedTuple):
+    """A part of a picture, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+def square_luma(rgb: np.ndarray, box: Box | None = None) -> np.ndarray:
+    """Brightness of a picture, or of a part of it, by OpenCV's INTER_AREA.
+
+    Args:
+        rgb: uint8 (height, width, 3).
+        box: the part; all by default.
+
+    Returns uint8 (64, 64), by ITU-R BT.601 (0.299 R + 0.587 G + 0.114 B).
+    """
+    height, width, _ = rgb.shape
+    return _square_luma(np.ascontiguousarray(rgb), *(box or Box(0, 0, height, width)))
+
+
+def trimmed(rgb: np.ndarray) -> Box | None:
+    """What is left of a picture without uniform borders; None where it has none, or hardly anything would be left."""
+    top, left, height, width = _without_borders(np.ascontiguousarray(rgb))
+    if (height, width) == rgb.shape[:2] or height < _LEAST * rgb.shape[0] or width < _LEAST * rgb.shape[1]:
+        return None
+    return Box(top, left, height, width)
+
+
+def enlarged(rgb: np.ndarray, height: int, width: int) -> np.ndarray:
+    """A small picture at a larger size, interpolated; uint8 (height, width, 3)."""
+    return _enlarged(np.ascontiguousarray(rgb), height, width)
+
+
+@njit(nogil=True, cache=True)
+def _resize(rgb, top, left, height, width, out):
+    c_resize(  # type: ignore[call-overload]
+        0,
+        np.int64(rgb.ctypes.data),
+        np.int64(rgb.shape[0]),
+        np.int64(rgb.shape[1]),
+        np.int64(top),
+        np.int64(top + height),
+        np.int64(left),
+        np.int64(left + width),
+        np.int64(out.ctypes.data),
+        np.int64(out.shape[0]),
+        np.int64(out.shape[1]),
+    )
+
+
+@njit(nogil=True, cache=True)
+def _enlarged(rgb, height, width):
+    out = np.empty((height, width, 3), np.uint8)
+    _resize(rgb, 0, 0, rgb.shape[0], rgb.shape[1], out)
+    return out
+
+
+@njit(nogil=True, cache=True)
+def _brightness(rgb, y, x):
+    """Of one pixel, 0 to 255, rounded."""
+    return (299 * np.int64(rgb[y, x, 0]) + 587 * np.int64(rgb[y, x, 1]) + 114 * np.int64(rgb[y, x, 2]) + 500) // 1000
+
+
+@njit(nogil=True, cache=True)
+def _square_luma(rgb, top, left, height, width):
+    small = np.empty((SIDE, SIDE, 3), np.uint8)
+    _resize(rgb, top, left, height, width, small)
+    luma = np.empty((SIDE, SIDE), np.uint8)
+    for y in range(SIDE):
+        for x in range(SIDE):
+            luma[y, x] = _brightness(small, y, x)
+    return luma
+
+
+@njit(nogil=True, cache=True)
+def _is_uniform(rgb, fixed, start, size, is_row, level):
+    """Whether pixels `start` to `start + size` of row (or column) `fixed` all have about this brightness."""
+    allowed = size - np.int64(np.ceil(_SHARE * size))
+    for i in range(start, start + size):
+        value = _brightness(rgb, fixed, i) if is_row else _brightness(rgb, i, fixed)
+        if abs(value - level) > _NEAR:
+            allowed -= 1
+            if allowed < 0:
+                return False
+    return True
+
+
+@njit(nogil=True, cache=True)
+def _without_borders(rgb):
+    """Rows, then columns of the rows that are left, as long as they are as bright as the corner that they begin at."""
+    height, width = rgb.shape[0], rgb.shape[1]
+    top, bottom, left, right = 0, height, 0, width
+    level = _brightness(rgb, 0, 0)
+    while top < bottom and _is_uniform(rgb, top, 0, width, True, level):
+        top += 1
+    level = _brightness(rgb, height - 1, 0)
+    while bottom > top and _is_uniform(rgb, bottom - 1, 0, width, True, level):
+        bottom -= 1
+    if top == bottom:
+        return 0, 0, height, width
+    level = _brightness(rgb, top, 0)
+    while left < right and _is_uniform(rgb, left, top, bottom - top, False, level):
+        left += 1
+    level = _brightness(rgb, top, width - 1)
+    while right > left and _is_uniform(rgb, right - 1, top, bottom - top, False, level):
+        right -= 1
+    if left == right:
+        return 0, 0, height, width
+    return top, left, bottom - top, right - left

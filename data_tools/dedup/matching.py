@@ -1,0 +1,287 @@
+"""Is an image a copy of a test image? Decided by tiers, from the certain and cheap to the careful.
+
+bytes         the file's bytes are a test image's
+pixels        the decoded pixels are
+hash          the PDQ hashes differ in hardly a bit
+correlation   the hashes are near, and the pictures, laid over each other, correlate
+embedding     the hashes are near, and a user's model finds the pictures alike
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import numpy as np
+import pyarrow as pa
+
+from data_tools.dedup.alignment import correlation
+from data_tools.dedup.embedding import Embedder
+from data_tools.dedup.hamming import near_pairs, words
+from data_tools.dedup.index import Index
+from data_tools.dedup.pdq import HASH_BYTES
+from data_tools.dedup.settings import COUNTED, Settings
+from data_tools.dedup.tally import Tally
+from data_tools.dedup.variants import window_of
+from vitscale.errors import RecipeError
+
+Tier = Literal["bytes", "pixels", "hash", "correlation", "embedding"]
+TIERS: tuple[Tier, ...] = get_args(Tier)
+
+# Pairs that miss the correlation asked for by no more than this are told as well.
+NEAR_MISS = 0.15
+_ALIGNED = 2  # variants of an image that are compared with a query, the nearest ones
+
+
+class Query(Protocol):
+    """An image that may be a copy.
+
+    Attributes:
+        sha256: of the file.
+        pixels: XXH3-64 of its pixels; None if it is not known.
+        quality, pdq, pdq_trimmed: as `fingerprint.Fingerprint` has them.
+    """
+
+    @property
+    def sha256(self) -> bytes: ...
+    @property
+    def pixels(self) -> int | None: ...
+    @property
+    def quality(self) -> int: ...
+    @property
+    def pdq(self) -> bytes: ...
+    @property
+    def pdq_trimmed(self) -> bytes | None: ...
+
+    def luma(self, trimmed: bool) -> np.ndarray:
+        """uint8 (64, 64), of the whole picture or of that without borders. Asked for of candidates only."""
+        ...
+
+    def rgb(self) -> np.ndarray:
+        """The picture, uint8 (height, width, 3). Asked for of candidates only, if there are embeddings."""
+        ...
+
+
+@dataclass(frozen=True)
+class Match:
+    """A query and a test image that are copies, or nearly are.
+
+    Attributes:
+        test_set: number of the test set in the matcher's `test_sets`.
+        key: of the test image.
+        image: its row in the set's index.
+        tier: what decided, or would have last.
+        distance: bits between the hashes; None where they are not compared, or not near.
+        correlation, cosine: None where they were not needed.
+        variant: of the test image that was nearest, as `variant_name` understands it.
+        removed: whether the query is to be removed because of it.
+    """
+
+    test_set: int
+    key: str
+    image: int
+    tier: Tier
+    distance: int | None = None
+    correlation: float | None = None
+    cosine: float | None = None
+    variant: int | None = None
+    removed: bool = True
+
+
+@dataclass(frozen=True)
+class _Near:
+    """A query and a test image with near hashes: the distances and variants of the nearest, in order."""
+
+    query: int
+    image: int
+    distances: list[int]
+    variants: list[int]
+    trimmed: list[bool]
+
+
+class Matcher:
+    """Compares images with the test sets of indexes, and keeps count.
+
+    Attributes:
+        indexes: in order.
+        test_sets: those of all indexes, in order.
+        tally: what was counted since it was last taken away.
+    """
+
+    def __init__(self, indexes: Sequence[Index], settings: dict[str, Settings] | None = None) -> None:
+        """Settings of a test set, by name, take the place of the index's.
+
+        Raises RecipeError where two test sets have one name.
+        """
+        self.indexes = tuple(indexes)
+        self.test_sets = tuple(one for index in indexes for one in index.test_sets)
+        names = [one.name for one in self.test_sets]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise RecipeError(f"the test set {', '.join(twice)} is in several indexes, or twice in one: give it once")
+        self._settings = [(settings or {}).get(one.name, one.settings) for one in self.test_sets]
+        self._searches = []
+        first = 0
+        for index in indexes:
+            count = len(index.test_sets)
+            self._searches.append(_Search(index, first, self._settings[first : first + count]))
+            first += count
+        self.tally = Tally.empty(names)
+
+    @property
+    def settings(self) -> tuple[Settings, ...]:
+        """Of each test set."""
+        return tuple(self._settings)
+
+    def index_of(self, test_set: int) -> Index:
+        """The index that has a test set."""
+        return next(search.index for search in self._searches if test_set < search.first_set + search.sets)
+
+    def match(self, queries: Sequence[Query]) -> list[list[Match]]:
+        """The matches of each query; removed ones and near misses. Some dozens at a time are compared fastest."""
+        matches: list[list[Match]] = [[] for _ in queries]
+        for search in self._searches:
+            search.add(queries, matches, self.tally)
+        for of_query in matches:
+            of_query.sort(key=lambda match: (match.test_set, TIERS.index(match.tier), match.key))
+        self.tally.add_images(matches)
+        return matches
+
+
+class _Search:
+    """One index, ready to be searched. Its test sets have the numbers from `first_set` on."""
+
+    def __init__(self, index: Index, first_set: int, settings: list[Settings]) -> None:
+        self.index, self.first_set, self._settings, self.sets = index, first_set, settings, len(settings)
+        self._bytes = _Exact.of_digests(index.images["sha256"])
+        self._pixels = _Exact.of_numbers(index.images["pixels"])
+        self._embedder = None if index.embedding is None else Embedder.of_index(index)
+
+    def add(self, queries: Sequence[Query], matches: list[list[Match]], tally: Tally) -> None:
+        """Add the matches of each query."""
+        exact = [self._exact(query) for query in queries]
+        near: dict[tuple[int, int], Match] = {}
+        for number in range(self.sets):
+            if self._settings[number].near:
+                for pair in self._near_pairs(queries, number, tally):
+                    match = self._judged(queries[pair.query], pair, number, tally)
+                    if match is not None:
+                        near[pair.query, pair.image] = match
+        for position, found in enumerate(exact):
+            for image, tier in found.items():
+                also = near.pop((position, image), None)
+                number = self.index.set_of(image)
+                matches[position].append(
+                    Match(
+                        test_set=self.first_set + number,
+                        key=self.index.keys[image].as_py(),
+                        image=image,
+                        tier=tier,
+                        distance=None if also is None else also.distance,
+                        correlation=None if also is None else also.correlation,
+                        variant=None if also is None else also.variant,
+                    )
+                )
+        for (position, _), match in near.items():
+            matches[position].append(match)
+
+    def _exact(self, query: Query) -> dict[int, Tier]:
+        """Test images with the same bytes or pixels."""
+        found: dict[int, Tier] = {}
+        if query.pixels is not None:
+            found |= dict.fromkeys(self._pixels.rows(query.pixels), "pixels")
+        digests = self.index.images["sha256"]
+        candidates = self._bytes.rows(int.from_bytes(query.sha256[:8], "little"))
+        return found | {row: "bytes" for row in candidates if digests[row].as_py() == query.sha256}
+
+    def _near_pairs(self, queries: Sequence[Query], number: int, tally: Tally) -> list[_Near]:
+        """Queries and images of a test set with near hashes; all that are near enough to be counted are."""
+        settings = self._settings[number]
+        asked = [(i, query.pdq, False) for i, query in enumerate(queries) if query.quality >= settings.min_quality]
+        asked += [(i, pdq, True) for i, _, _ in asked if (pdq := queries[i].pdq_trimmed) is not None]
+        if not asked:
+            return []
+        hashes = np.frombuffer(b"".join(pdq for _, pdq, _ in asked), np.uint8).reshape(-1, HASH_BYTES)
+        first, end = self.index.first_hashes[number : number + 2].tolist()
+        rows, hits, distances = near_pairs(words(hashes), self.index.hashes, COUNTED, first, end)
+        of_query = np.array([i for i, _, _ in asked])[rows]
+        images = self.index.owners[hits].astype(np.int64)
+        order = np.lexsort((hits, distances, images, of_query))
+        of_query, images, distances, hits, rows = (a[order] for a in (of_query, images, distances, hits, rows))
+        begins = np.flatnonzero(np.diff(of_query, prepend=-1) | np.diff(images, prepend=-1))
+        tally.add_distances(self.first_set + number, distances[begins])
+        pairs = []
+        for begin, end in zip(begins, np.append(begins[1:], len(images)), strict=True):
+            if distances[begin] > settings.candidates:
+                continue
+            some = slice(begin, min(end, begin + _ALIGNED))
+            pairs.append(
+                _Near(
+                    query=int(of_query[begin]),
+                    image=int(images[begin]),
+                    distances=distances[some].tolist(),
+                    variants=self.index.variants[hits[some]].tolist(),
+                    trimmed=[asked[row][2] for row in rows[some]],
+                )
+            )
+        return pairs
+
+    def _judged(self, query: Query, pair: _Near, number: int, tally: Tally) -> Match | None:
+        """What a pair with near hashes comes to; None if it is not worth telling."""
+        settings, index, image = self._settings[number], self.index, pair.image
+        height, width, trim = index.size(image)
+        reached = max(
+            correlation(
+                query.luma(trimmed),
+                index.thumbnails[image],
+                window_of(variant, height, width, trim),
+                mirrored=variant % 2 == 1,
+            )
+            for distance, variant, trimmed in zip(pair.distances, pair.variants, pair.trimmed, strict=True)
+            if distance <= settings.candidates
+        )
+        distance, cosine = pair.distances[0], None
+        tier: Tier = "hash" if distance <= settings.distance else "correlation"
+        removed = tier == "hash" or reached >= settings.correlation
+        if tier == "correlation":
+            tally.add_correlation(self.first_set + number, reached)
+        if not removed and self._embedder is not None:
+            tier = "embedding"
+            cosine = self._embedder.cosine(query.rgb(), image)
+            removed = cosine >= settings.cosine
+        if not removed and reached < settings.correlation - NEAR_MISS:
+            return None
+        return Match(
+            test_set=self.first_set + number,
+            key=index.keys[image].as_py(),
+            image=image,
+            tier=tier,
+            distance=distance,
+            correlation=reached,
+            cosine=cosine,
+            variant=pair.variants[0],
+            removed=removed,
+        )
+
+
+class _Exact:
+    """Numbers of 64 bits, sorted, and the rows that they are of."""
+
+    def __init__(self, numbers: np.ndarray, rows: np.ndarray) -> None:
+        order = np.argsort(numbers, kind="stable")
+        self._numbers, self._rows = numbers[order], rows[order]
+
+    @classmethod
+    def of_digests(cls, digests: pa.ChunkedArray) -> "_Exact":
+        content = b"".join(digest[:8] for digest in digests.to_pylist())
+        numbers = np.frombuffer(content, "<u8")
+        return cls(numbers, np.arange(len(numbers)))
+
+    @classmethod
+    def of_numbers(cls, numbers: pa.ChunkedArray) -> "_Exact":
+        rows = np.flatnonzero(numbers.is_valid().to_numpy())
+        return cls(numbers.drop_null().to_numpy(), rows)
+
+    def rows(self, number: int) -> list[int]:
+        wanted = np.uint64(number)
+        begin = np.searchsorted(self._numbers, wanted, side="left")
+        end = np.searchsorted(self._numbers, wanted, side="right")
+        return self._rows[begin:end].tolist()

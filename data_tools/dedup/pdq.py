@@ -1,0 +1,69 @@
+"""PDQ, the perceptual hash: 256 bits of a picture's coarse structure, few of which change when the picture is edited.
+
+Meta's algorithm ("The TMK+PDQF Video-Hashing Algorithm and the PDQ Image-Hashing Algorithm", 2019), from its 64 x 64
+luma on: of the luma's discrete cosine transform, the 16 x 16 lowest frequencies without the constant, each turned into
+a bit that says whether it is above their median. The library `pdqhash` computes it where it is installed, and NumPy
+elsewhere, to the same bits. How the luma comes about is ours (`luma.py`): hashes are comparable only with such.
+"""
+
+import numpy as np
+
+from data_tools.dedup.luma import SIDE
+
+try:
+    import pdqhash
+except ImportError:  # an extra of vitscale: `pip install vitscale[dedup]`
+    pdqhash = None
+
+HASH_BYTES = 32
+_SIDE = 16
+
+
+def pdq_hashes(lumas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Hashes of N pictures.
+
+    Args:
+        lumas: uint8 (N, 64, 64).
+
+    Returns:
+        hashes, uint8 (N, 32), packed bits; and qualities, uint8 (N,): 0 for a flat picture to 100 for one with enough
+        contrast. Below 50, Meta advises, a hash says little.
+    """
+    if pdqhash is None:
+        return numpy_pdq_hashes(lumas)
+    hashes = np.empty((len(lumas), HASH_BYTES), np.uint8)
+    qualities = np.empty(len(lumas), np.uint8)
+    for i, luma in enumerate(lumas):
+        bits, qualities[i] = pdqhash.compute(np.repeat(luma[:, :, None], 3, axis=2))
+        hashes[i] = np.packbits(bits.astype(np.uint8))
+    return hashes, qualities
+
+
+def numpy_pdq_hashes(lumas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`pdq_hashes` without the library."""
+    pixels = lumas.astype(np.float32)
+    transformed = (_COSINES @ pixels @ _COSINES.T).reshape(len(lumas), -1)
+    lower_middle = transformed.shape[1] // 2 - 1
+    median = np.partition(transformed, lower_middle, axis=1)[:, lower_middle]
+    above = transformed > median[:, None]
+    hashes = np.packbits(above[:, ::-1], axis=1)  # the highest frequency comes first
+    return hashes, _qualities(pixels)
+
+
+def _qualities(pixels: np.ndarray) -> np.ndarray:
+    """Sums of the differences between neighbours, in whole hundredths of the range, scaled and cut off at 100."""
+    total = np.zeros(len(pixels), np.int64)
+    for axis in (1, 2):
+        steps = (np.diff(pixels, axis=axis) * 100 / 255).astype(np.int64)
+        total += np.abs(steps).sum((1, 2))
+    return np.minimum(total // 90, 100).astype(np.uint8)
+
+
+def _cosines() -> np.ndarray:
+    """float32 (16, 64): rows 1 to 16 of the orthonormal DCT-II."""
+    frequency = np.arange(1, _SIDE + 1)[:, None]
+    position = 2 * np.arange(SIDE)[None] + 1
+    return (np.sqrt(2 / SIDE) * np.cos(np.pi / (2 * SIDE) * frequency * position)).astype(np.float32)
+
+
+_COSINES = _cosines()

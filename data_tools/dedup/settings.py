@@ -1,0 +1,55 @@
+"""What counts as a copy of a test image, a test set at a time: small, drawn and medical pictures differ from photos."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from vitscale.errors import RecipeError
+
+Preset = Literal["photo", "small", "exact"]
+PRESET_NAMES: tuple[Preset, ...] = get_args(Preset)
+
+# Up to here all pairs are counted, so that the tail of those that are no copies can be seen.
+COUNTED = 90
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Thresholds for one test set.
+
+    Attributes:
+        near: whether perceptual hashes are compared at all; if not, only equal bytes and equal pixels are copies.
+        distance: bits up to which a hash alone decides (PDQ's authors: 31).
+        candidates: bits up to which the pictures themselves are compared.
+        correlation: which they must reach.
+        min_quality: pictures with a hash of less are too flat; only equal bytes and pixels decide.
+        cosine: which the embeddings of candidates must reach instead, where the index has embeddings.
+
+    Raises RecipeError for values out of range.
+    """
+
+    near: bool = True
+    distance: int = 31
+    candidates: int = 80
+    correlation: float = 0.85
+    min_quality: int = 50
+    cosine: float = 0.75
+
+    def __post_init__(self) -> None:
+        for name, value, low, high in (
+            ("distance", self.distance, 0, self.candidates),
+            ("candidates", self.candidates, 0, COUNTED),
+            ("correlation", self.correlation, 0, 1),
+            ("cosine", self.cosine, 0, 1),
+            ("min_quality", self.min_quality, 0, 100),
+        ):
+            if not low <= value <= high:
+                raise RecipeError(f"{name} {value}; expected {low} to {high}")
+
+
+# Measured in docs/LOG.md: recall by kind of edit, pairs of different photos, and CIFAR-10's judged near-duplicates.
+PRESETS: dict[Preset, Settings] = {
+    "photo": Settings(),
+    "small": Settings(candidates=64, correlation=0.9),
+    "exact": Settings(near=False),
+}
+SMALL_SIDE = 96  # pixels; test sets whose shorter side is usually less are small

@@ -1,0 +1,114 @@
+"""The crops of a test image that are fingerprinted, so that an image cropped or mirrored elsewhere is recognised.
+
+A crop shifts everything that a perceptual hash looks at: one that takes away 5 % of each side looks like another image
+to it. The side that is small, the test sets, is therefore hashed many times, and the one that is large only once.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from data_tools.dedup.luma import Box, enlarged
+
+DEFAULT_LEVEL = 2
+TRIMMED = "trimmed"
+_SMALL = 128  # pixels; below, crops by whole pixels are too coarse
+
+
+class Window(NamedTuple):
+    """A part of a picture, in fractions of its height and width."""
+
+    top: float
+    left: float
+    height: float
+    width: float
+
+
+class Crop(NamedTuple):
+    """Which part of a picture is taken.
+
+    Attributes:
+        scale: of either side.
+        down, across: where it is, from 0 (top, left) to 1.
+        square: of the largest square in the middle, not of the whole picture.
+    """
+
+    scale: float
+    down: float = 0.5
+    across: float = 0.5
+    square: bool = False
+
+    @property
+    def name(self) -> str:
+        what = "square" if self.square else "whole"
+        if self.scale == 1:
+            return what
+        at = "centre" if (self.down, self.across) == (0.5, 0.5) else f"{self.down:.2g}, {self.across:.2g}"
+        return f"{what} {self.scale:.1%} at {at}"
+
+    def window(self, height: int, width: int) -> Window:
+        """The part of a picture of this size in pixels."""
+        side = min(height, width)
+        tall, wide = (side / height, side / width) if self.square else (1.0, 1.0)
+        tall, wide = tall * self.scale, wide * self.scale
+        return Window(self.down * (1 - tall), self.across * (1 - wide), tall, wide)
+
+
+def _grid(scale: float, steps: int) -> list[Crop]:
+    positions = [step / (steps - 1) for step in range(steps)]
+    return [Crop(scale, down, across) for down in positions for across in positions]
+
+
+def _unique(crops: list[Crop]) -> tuple[Crop, ...]:
+    return tuple(dict.fromkeys(crops))
+
+
+_FIRST = [Crop(1), Crop(1, square=True), Crop(0.95), Crop(0.9)]
+_SECOND = [Crop(0.85), Crop(0.8), Crop(0.975), Crop(0.875, square=True)]
+_THIRD = [*_grid(0.95, 3), *_grid(0.9, 3), *_grid(0.85, 3), *_grid(0.8, 4)]
+CROPS = _unique([*_FIRST, *_SECOND, *_THIRD])
+LEVELS = (1, len(_FIRST), len(_FIRST) + len(_SECOND), len(CROPS))  # crops of a level; each is mirrored, too
+
+
+def variants_of(level: int) -> int:
+    """How many fingerprints a picture gets at a level, at most: 2, 8, 16 or 96, and 2 more if it has a border."""
+    return 2 * LEVELS[level]
+
+
+def crops_of(rgb: np.ndarray, level: int) -> tuple[np.ndarray, list[tuple[int, Box]]]:
+    """The crops of a picture, as numbers in `CROPS` and parts in pixels of the picture that is returned with them.
+
+    That is the picture itself, or if it is small, an enlarged one. Crops that coincide are left out.
+    """
+    height, width, _ = rgb.shape
+    factor = -(-_SMALL // min(height, width))
+    if factor > 1 and level > 0:
+        rgb = enlarged(rgb, height * factor, width * factor)
+        height, width, _ = rgb.shape
+    taken: dict[Box, int] = {}
+    for number, crop in enumerate(CROPS[: LEVELS[level]]):
+        taken.setdefault(_pixels(crop.window(height, width), height, width), number)
+    return rgb, [(number, box) for box, number in taken.items()]
+
+
+def variant_name(code: int) -> str:
+    """What people call a variant: `2 * crop + mirrored`, where the crop after the last is the trimmed picture."""
+    crop, mirrored = divmod(code, 2)
+    name = TRIMMED if crop == len(CROPS) else CROPS[crop].name
+    return f"{name}, mirrored" if mirrored else name
+
+
+def window_of(code: int, height: int, width: int, trim: Box | None) -> Window:
+    """The part of a test image that a variant shows; `trim` is the image's, if it has a border."""
+    crop = code // 2
+    if crop < len(CROPS):
+        return CROPS[crop].window(height, width)
+    assert trim is not None
+    return Window(trim.top / height, trim.left / width, trim.height / height, trim.width / width)
+
+
+def _pixels(window: Window, height: int, width: int) -> Box:
+    box_height, box_width = max(1, round(window.height * height)), max(1, round(window.width * width))
+    top = min(round(window.top * height), height - box_height)
+    left = min(round(window.left * width), width - box_width)
+    return Box(top, left, box_height, box_width)
