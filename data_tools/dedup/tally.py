@@ -24,6 +24,7 @@ class Tally:
         images: that were compared.
         removed: images that match any test set.
         tiers: for each test set, images that match it, by the strongest tier that they do by.
+        contaminated: for each test set, rows of its images in the index that any image matches.
         distances: int64 (S, 91): pairs of an image and a test image by the distance of their nearest hashes.
         correlations: int64 (S, 100): those that are candidates but not near enough for the hash alone, by correlation;
             what is below 0 counts as 0.
@@ -33,6 +34,7 @@ class Tally:
     images: int
     removed: int
     tiers: list[Counter[str]]
+    contaminated: list[set[int]]
     distances: np.ndarray
     correlations: np.ndarray
 
@@ -40,7 +42,7 @@ class Tally:
     def empty(cls, names: Sequence[str]) -> "Tally":
         count = len(names)
         distances, correlations = np.zeros((count, COUNTED + 1), np.int64), np.zeros((count, BINS), np.int64)
-        return cls(tuple(names), 0, 0, [Counter() for _ in names], distances, correlations)
+        return cls(tuple(names), 0, 0, [Counter() for _ in names], [set() for _ in names], distances, correlations)
 
     def add_distances(self, test_set: int, distances: np.ndarray) -> None:
         self.distances[test_set] += np.bincount(distances, minlength=COUNTED + 1)
@@ -56,6 +58,7 @@ class Tally:
             for match in of_image:
                 if match.removed:
                     strongest.setdefault(match.test_set, match.tier)
+                    self.contaminated[match.test_set].add(match.image)
             for test_set, tier in strongest.items():
                 self.tiers[test_set][tier] += 1
             self.removed += bool(strongest)
@@ -66,6 +69,8 @@ class Tally:
         self.removed += other.removed
         for ours, theirs in zip(self.tiers, other.tiers, strict=True):
             ours.update(theirs)
+        for our_rows, their_rows in zip(self.contaminated, other.contaminated, strict=True):
+            our_rows.update(their_rows)
         self.distances += other.distances
         self.correlations += other.correlations
 
@@ -76,6 +81,7 @@ class Tally:
             "images": self.images,
             "removed": self.removed,
             "tiers": [dict(tiers) for tiers in self.tiers],
+            "contaminated": [sorted(rows) for rows in self.contaminated],
             "distances": [_sparse(row) for row in self.distances],
             "correlations": [_sparse(row) for row in self.correlations],
         }
@@ -86,6 +92,7 @@ class Tally:
         tally = cls.empty(content["names"])
         tally.images, tally.removed = content["images"], content["removed"]
         tally.tiers = [Counter(tiers) for tiers in content["tiers"]]
+        tally.contaminated = [set(rows) for rows in content["contaminated"]]
         for name in ("distances", "correlations"):
             for row, counts in zip(getattr(tally, name), content[name], strict=True):
                 for position, count in counts.items():
