@@ -9,6 +9,7 @@ embedding     the hashes are near, and a user's model finds the pictures alike
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, Protocol, get_args
 
 import numpy as np
@@ -202,6 +203,8 @@ class _Search:
         hashes = np.frombuffer(b"".join(pdq for _, pdq, _ in asked), np.uint8).reshape(-1, HASH_BYTES)
         first, end = self.index.first_hashes[number : number + 2].tolist()
         rows, hits, distances = near_pairs(words(hashes), self.index.hashes, COUNTED, first, end)
+        if not len(rows):
+            return []
         of_query = np.array([i for i, _, _ in asked])[rows]
         images = self.index.owners[hits].astype(np.int64)
         order = np.lexsort((hits, distances, images, of_query))
@@ -209,10 +212,10 @@ class _Search:
         begins = np.flatnonzero(np.diff(of_query, prepend=-1) | np.diff(images, prepend=-1))
         tally.add_distances(self.first_set + number, distances[begins])
         pairs = []
-        for begin, end in zip(begins, np.append(begins[1:], len(images)), strict=True):
+        for begin, after in pairwise([*begins.tolist(), len(images)]):
             if distances[begin] > settings.candidates:
                 continue
-            some = slice(begin, min(end, begin + _ALIGNED))
+            some = slice(begin, min(after, begin + _ALIGNED))
             pairs.append(
                 _Near(
                     query=int(of_query[begin]),
