@@ -21,6 +21,7 @@ import numpy
 import PIL
 from rich.console import Console
 
+from data_tools.dedup.against import NamedIndex
 from data_tools.engines.inline import run_inline
 from data_tools.engines.local import run_in_processes
 from data_tools.finishing import Outcome, finish, refuse_rejects, reports_of, totals_of
@@ -110,7 +111,7 @@ def merge(out: str | Path, max_reject_rate: float, work: Path | None = None) -> 
 
     Raises:
         RecipeError: no unfinished conversion there, or tasks that are not done yet.
-        DataError: too many images that could not be stored.
+        DataError: too many images that could not be stored; an index of test sets that is gone.
     """
     output = Output.at(str(out), work)
     with _disk_errors(output.where):
@@ -121,11 +122,13 @@ def merge(out: str | Path, max_reject_rate: float, work: Path | None = None) -> 
         if begun is None or begun.plan is None:
             raise RecipeError(f"--merge {out}: no unfinished conversion there")
         plan = Plan.from_json(begun.plan, output.work)
+        dedup = tuple(map(NamedIndex.from_json, begun.indexes))
         _create(output)
         with claimed(_locks(output), ALL_TASKS):
             output.log("merge", request=begun.request)
             reports = reports_of(output, range(plan.tasks))
-            return Outcome(finish(output, plan, reports, max_reject_rate), totals_of(reports.values(), plan.ignored))
+            totals = totals_of(reports.values(), plan.ignored)
+            return finish(output, plan, reports, max_reject_rate, dedup, totals)
 
 
 def dry_run(request: Request, out: str | Path, machine: Machine, console: Console) -> tuple[Plan, Probe]:
@@ -175,7 +178,7 @@ def _convert(request: Request, source: Source, output: Output, machine: Machine,
     output.log("tasks done", tasks=str(machine.tasks), **totals.to_json())
     if machine.tasks.count > 1:
         return Outcome({}, totals)
-    return Outcome(finish(output, plan, reports, machine.max_reject_rate), totals)
+    return finish(output, plan, reports, machine.max_reject_rate, request.dedup, totals)
 
 
 def _write_shards(
@@ -200,6 +203,7 @@ def _write_shards(
             output=output,
             options=request.images,
             several_labels=plan.several_labels,
+            dedup=request.dedup,
         )
         for task, rows in plan.rows(tasks)
         for split, shard in [plan.place(task)]
@@ -211,7 +215,8 @@ def _write_shards(
             before = reports.get(report.task)
             rejected += report.rejected - (before.rejected if before else 0)
             reports[report.task] = report
-            output.log("shard", task=report.task, seconds=report.seconds, rejects=report.rejected)
+            counts = {"rejects": report.rejected, **({"removed": report.removed} if request.dedup else {})}
+            output.log("shard", task=report.task, seconds=report.seconds, **counts)
             if rejected > machine.max_reject_rate * plan.images:  # the rest cannot mend it
                 refuse_rejects(output, plan, reports, machine.max_reject_rate)
     return count

@@ -12,6 +12,8 @@ from rich.table import Table
 
 from data_tools.classes import read_classes
 from data_tools.conversion import Engine, Machine, convert, dry_run, merge
+from data_tools.dedup.against import name_indexes
+from data_tools.dedup.matching import TIERS
 from data_tools.finishing import Outcome
 from data_tools.images import JPEG_QUALITY, ImageOptions
 from data_tools.locks import ALL_TASKS, TaskRange
@@ -90,6 +92,10 @@ def command(
             help="OUT becomes the first so many samples (9M) of the dataset SRC; nothing is copied.", metavar="COUNT"
         ),
     ] = None,
+    dedup_against: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave out copies of the test images in INDEX, of `vitscale dedup index`.", metavar="INDEX"),
+    ] = None,
     is_dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be written: counts, bytes, time.")
     ] = False,
@@ -140,6 +146,7 @@ def command(
             images=ImageOptions(short_side, long_side, quality, pass_through),
             splits=parse_splits(split or []),
             limit=None if limit is None else parse_count(limit),
+            dedup=name_indexes(dedup_against or []),
         )
         tasks = ALL_TASKS if task_range is None else TaskRange.parse(task_range)
         machine = Machine(workers, engine, tasks, work, max_reject_rate)
@@ -189,6 +196,8 @@ def _tell(console: Console, out: str, outcome: Outcome, tasks: TaskRange | None 
         title += "".join(f", {name} {manifest.num_samples:,}" for name, manifest in outcome.manifests.items())
     console.print(title, highlight=False, soft_wrap=True)
     console.print(summary(outcome.totals))
+    for table in outcome.tables:
+        console.print(table)
 
 
 def _forecast(plan: Plan, probed: Probe, workers: int) -> Table:
@@ -197,7 +206,8 @@ def _forecast(plan: Plan, probed: Probe, workers: int) -> Table:
     table.add_column(style="bold")
     table.add_column(justify="right")
     images = plan.images
-    losses = probed.rejected / max(probed.images, 1)
+    removed = 0 if probed.tally is None else probed.tally.removed
+    losses = (probed.rejected + removed) / max(probed.images, 1)
     for split in plan.splits:
         table.add_row(f"images{f' of {split.name}' if split.name else ''}", f"{split.images:,}")
     ignored = ", ".join(f"{count:,} {reason}" for reason, count in sorted(plan.ignored.items())) or "0"
@@ -211,6 +221,12 @@ def _forecast(plan: Plan, probed: Probe, workers: int) -> Table:
         (f"seconds with {workers} workers, about", f"{seconds:,.0f}"),
     ):
         table.add_row(name, value)
+    if probed.tally is not None:
+        about = round(removed / max(probed.images, 1) * images)
+        table.add_row("copies of test images", f"{removed:,} of the probed, so about {about:,} would be removed")
+        for name, tiers in zip(probed.tally.names, probed.tally.tiers, strict=True):
+            by_tier = ", ".join(f"{tiers[tier]:,} by {tier}" for tier in TIERS if tiers[tier])
+            table.add_row(f"  of {escape(name)}", by_tier or "0")
     return table
 
 

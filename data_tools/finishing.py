@@ -1,19 +1,29 @@
-"""From tasks that are done to data sets: their reports, what could not be stored, and the manifests."""
+"""From tasks that are done to data sets: their reports, what could not be stored or was removed, and the manifests."""
 
 import itertools
+import json
+import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pyarrow as pa
+from rich.table import Table
 
-from data_tools.output import Output
+from data_tools.dedup.against import Findings, NamedIndex, open_matcher
+from data_tools.dedup.decisions import DECISIONS_NAME, read_decisions, write_decisions
+from data_tools.dedup.matching import Matcher
+from data_tools.dedup.report import tables, write_report
+from data_tools.output import REPORT_FOLDER, Output
 from data_tools.plan import Plan
 from data_tools.report import Totals
 from data_tools.shard_task import ShardReport
+from vitscale import storage
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import MANIFEST_NAME, Manifest, field_names
+from vitscale.shards.opening import local_copy
 from vitscale.shards.provenance import REJECTS_NAME, read_rejects, write_rejects
 
 _SHOWN_REJECTS = 20
@@ -22,11 +32,15 @@ _REQUESTS_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a conversion has come to: the data sets by split, or none while other machines still have tasks."""
+    """What a conversion has come to: the data sets by split, or none while other machines still have tasks.
+
+    `tables` tell people what was removed.
+    """
 
     manifests: dict[str, Manifest]
     totals: Totals
     was_complete: bool = False
+    tables: Sequence[Table] = ()
 
 
 def reports_of(output: Output, tasks: Iterable[int]) -> dict[int, ShardReport]:
@@ -44,12 +58,26 @@ def reports_of(output: Output, tasks: Iterable[int]) -> dict[int, ShardReport]:
     }
 
 
-def finish(output: Output, plan: Plan, reports: dict[int, ShardReport], max_reject_rate: float) -> dict[str, Manifest]:
+def finish(
+    output: Output,
+    plan: Plan,
+    reports: dict[int, ShardReport],
+    max_reject_rate: float,
+    dedup: tuple[NamedIndex, ...],
+    totals: Totals,
+) -> Outcome:
     """Write the manifests, and remove what only an unfinished conversion needs.
+
+    Args:
+        output, plan: of the conversion.
+        reports: of all tasks.
+        max_reject_rate: share of images that may be rejected.
+        dedup: the indexes that images were compared with.
+        totals: for the outcome.
 
     Raises:
         RecipeError: tasks that are not done.
-        DataError: too many rejects.
+        DataError: too many rejects; a data set of which no image is left; an index that is gone.
     """
     missing = [task for task in range(plan.tasks) if task not in reports]
     if missing:
@@ -60,10 +88,20 @@ def finish(output: Output, plan: Plan, reports: dict[int, ShardReport], max_reje
     rejected = sum(report.rejected for report in reports.values())
     if rejected > max_reject_rate * plan.images or rejected == plan.images:
         refuse_rejects(output, plan, reports, max_reject_rate)
+    by_split = {
+        split.name: [reports[task] for task in range(plan.tasks) if plan.place(task)[0] is split]
+        for split in plan.splits
+    }
+    if dedup:
+        _refuse_all_removed(output, by_split)
+    matcher = open_matcher(dedup) if dedup else None
+    findings = None if matcher is None else Findings.none(matcher)
     output.put_log()
     manifests = {}
     for split in plan.splits:
-        of_split = [reports[task] for task in range(plan.tasks) if plan.place(task)[0] is split]
+        of_split = by_split[split.name]
+        if matcher is not None and findings is not None:
+            findings.add(_write_findings(output, split.name, of_split, matcher))
         if any(report.rejected for report in of_split):
             with output.staged(split.name, [REJECTS_NAME]) as (path,):
                 write_rejects(path, _rejects(output, of_split))
@@ -77,12 +115,56 @@ def finish(output: Output, plan: Plan, reports: dict[int, ShardReport], max_reje
             shuffle_seed=plan.shuffle_seed,
             options=split.options,
             num_rejected=sum(report.rejected for report in of_split),
+            num_removed=sum(report.removed for report in of_split),
             shards=entries,
         )
         with output.staged(split.name, [MANIFEST_NAME]) as (path,):
             manifests[split.name] = manifest.save(path.parent)
+    told = [] if matcher is None or findings is None else tables(matcher, findings.tally)
     output.clear_state([split.name for split in plan.splits])
-    return manifests
+    return Outcome(manifests, totals, tables=told)
+
+
+def _refuse_all_removed(output: Output, by_split: dict[str, list[ShardReport]]) -> None:
+    """Raise DataError for a data set of which nothing is left."""
+    for split, reports in by_split.items():
+        if not any(report.entry for report in reports):
+            removed, rejected = sum(report.removed for report in reports), sum(report.rejected for report in reports)
+            raise DataError(
+                f"OUT {output.place(split)}: no image is left: {removed:,} are copies of test images, {rejected:,} "
+                "cannot be stored. No manifest was written. Is SRC the test set itself? Remove the output and choose "
+                "another SRC or another --dedup-against"
+            )
+
+
+def _write_findings(output: Output, split: str, reports: list[ShardReport], matcher: Matcher) -> Findings:
+    """Write a split's decisions and the report about them."""
+    with output.staged(split, [DECISIONS_NAME]) as (path,):
+        write_decisions(path, _decisions(output, reports))
+    findings = Findings.none(matcher)
+    for of_task in _findings(output, reports):
+        findings.add(of_task)
+    with tempfile.TemporaryDirectory(prefix="report-", dir=output.work) as folder:
+        names = write_report(Path(folder), matcher, findings.tally, findings.closest)
+        output.fill_folder(split, REPORT_FOLDER, Path(folder), names)
+    return findings
+
+
+def _decisions(output: Output, reports: Iterable[ShardReport]) -> Iterator[pa.Table]:
+    """The tables of decisions that tasks have left, one in memory at a time."""
+    for report in reports:
+        if report.decisions:
+            with local_copy(output.state(Output.decisions_name(report.task))) as path:
+                yield read_decisions(path)
+
+
+def _findings(output: Output, reports: Iterable[ShardReport]) -> Iterator[Findings]:
+    """What tasks have found, some in memory at a time."""
+    tasks = (report.task for report in reports)
+    with ThreadPoolExecutor(_REQUESTS_AT_ONCE if output.is_remote else 1) as pool:
+        while some := list(itertools.islice(tasks, _REQUESTS_AT_ONCE)):
+            for content in pool.map(lambda task: storage.read_bytes(output.state(Output.findings_name(task))), some):
+                yield Findings.from_json(json.loads(content))
 
 
 def refuse_rejects(output: Output, plan: Plan, reports: dict[int, ShardReport], max_rate: float) -> None:
@@ -113,6 +195,7 @@ def totals_of(reports: Iterable[ShardReport], ignored: dict[str, int]) -> Totals
         totals.passed_through += report.passed_through
         totals.transcoded += report.transcoded
         totals.rejected += report.rejected
+        totals.removed += report.removed
         if report.entry is not None:
             totals.samples += report.entry.samples
             totals.shards += 1

@@ -1,6 +1,7 @@
 """Where a conversion writes: the data set's folder or URL, and what is known there of an unfinished conversion.
 
     OUT/                         shards and tables; with splits one folder each
+    OUT/dedup.parquet, dedup/    which images were left out as copies of test images, and a report of it
     OUT/manifest.json            written last: the data set exists
     OUT/convert.log.jsonl        when, where, how fast
     OUT/.vitscale-convert/       until then: what was asked for, the plan, a marker for every shard that is done
@@ -23,8 +24,9 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any
 
+from data_tools.dedup.decisions import DECISIONS_NAME
 from vitscale import storage
-from vitscale.durable import write_text
+from vitscale.durable import durable_file, write_text
 from vitscale.errors import RecipeError
 from vitscale.shards import MANIFEST_NAME
 from vitscale.shards.provenance import REJECTS_NAME
@@ -32,7 +34,9 @@ from vitscale.shards.provenance import REJECTS_NAME
 LOG_NAME = "convert.log.jsonl"
 STATE_NAME = ".vitscale-convert"
 CONVERSION_NAME = "conversion.json"
-_OURS = re.compile(rf"shard-\d{{5,}}\.(beton|idx\.parquet)|{re.escape(REJECTS_NAME)}|{re.escape(MANIFEST_NAME)}")
+REPORT_FOLDER = "dedup"
+_FIXED_NAMES = "|".join(map(re.escape, (REJECTS_NAME, DECISIONS_NAME, REPORT_FOLDER, MANIFEST_NAME)))
+_OURS = re.compile(rf"shard-\d{{5,}}\.(beton|idx\.parquet)|{_FIXED_NAMES}")
 _PART = re.compile(rf"\.({_OURS.pattern})\.[0-9a-f]{{8}}\.part")  # of workers that were killed
 _SHOWN = 5
 
@@ -105,6 +109,16 @@ class Output:
         """Piece of state with what a task could not store."""
         return f"done/{task:06d}.rejects.parquet"
 
+    @staticmethod
+    def decisions_name(task: int) -> str:
+        """Piece of state with what a task has left out, or narrowly has not; only if there is any."""
+        return f"done/{task:06d}.dedup.parquet"
+
+    @staticmethod
+    def findings_name(task: int) -> str:
+        """Piece of state with what a task's comparison with test sets came to."""
+        return f"done/{task:06d}.dedup.json"
+
     def mark_done(self, text: str, task: int) -> None:
         """Say that a task is done, and how."""
         self.mark(f"done/{self.marker_name(task)}", text)
@@ -124,6 +138,16 @@ class Output:
     def remove(self, split: str, name: str) -> None:
         """Remove a file of a split's data set, if it is there."""
         storage.remove(storage.join(self.place(split), name))
+
+    def fill_folder(self, split: str, name: str, local: Path, files: list[str]) -> None:
+        """Have a folder of a split's data set hold copies of these files of a local folder, and nothing else."""
+        with self.staged(split, [storage.join(name, file) for file in files]) as paths:
+            for path, file in zip(paths, files, strict=True):
+                with (local / file).open("rb") as source, durable_file(path) as target:
+                    shutil.copyfileobj(source, target)
+        folder = storage.join(self.place(split), name)
+        for other in set(storage.names_in(folder)).difference(files):  # of an attempt that was killed, or was another
+            storage.remove(storage.join(folder, other))
 
     def mark(self, name: str, text: str) -> None:
         """Write a piece of state, whole or not at all."""

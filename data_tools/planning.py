@@ -36,7 +36,7 @@ from vitscale.errors import RecipeError
 
 Run = Callable[[Iterable[Task], Tick], Iterator[Any]]
 
-_VERSION = 1
+_VERSION = 2
 _REQUEST_FILE = "request.json"
 _REQUESTS_AT_ONCE = 32
 
@@ -45,11 +45,13 @@ _REQUESTS_AT_ONCE = 32
 class Begun:
     """A conversion that is not finished: what was asked for, and the plan, if it is made, as `Plan.described` gives it.
 
+    `indexes` are those of test sets, as `NamedIndex.to_json` gives them: where they lie is no part of what was asked.
     `identity` is new for every conversion: what an older one has left in a work folder is not taken for this one's.
     """
 
     identity: str
     request: dict[str, Any]
+    indexes: list[dict[str, Any]]
     plan: dict[str, Any] | None
 
     @classmethod
@@ -78,12 +80,12 @@ def planned(request: Request, source: Source, output: Output, run: Run, console:
         RecipeError: another request than the output was begun with, or a source that has changed since.
         DataError, StorageError: what listing raises.
     """
-    asked = request.to_json()
+    asked, indexes = request.to_json(), [index.to_json() for index in request.dedup]
     begun = Begun.read(output)
     if begun is not None and begun.plan is not None:
         refuse_changed(begun.request, asked, output.where)
     elif begun is None or begun.request != asked:
-        begun = Begun(secrets.token_hex(8), asked, None)
+        begun = Begun(secrets.token_hex(8), asked, indexes, None)
         begun.write(output)
     work = output.work
     work.mkdir(parents=True, exist_ok=True)
@@ -106,6 +108,8 @@ def planned(request: Request, source: Source, output: Output, run: Run, console:
             f"OUT {output.where}: was begun with another plan for the same request: the source has changed since. "
             "Remove the output and start anew"
         )
+    elif begun.indexes != indexes:  # they were moved, or this machine has them elsewhere
+        replace(begun, indexes=indexes).write(output)
     return plan
 
 
@@ -113,7 +117,7 @@ def trial_plan(request: Request, source: Source, output: Output, run: Run, conso
     """A plan in the work folder alone, and what its first images come to. Raises as `planned`."""
     ordered, parts = _listed(request, source, output, run, console)
     first, batches = _peek(ordered.batches)
-    probed = probe(first, reader(source, output), request.images)
+    probed = probe(first, reader(source, output), request.images, request.dedup)
     return _write_plan(request, ordered, batches, probed, output, parts), probed
 
 

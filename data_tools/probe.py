@@ -1,9 +1,14 @@
 """The first images of the shuffled order, converted for what they tell of the others: size, time, losses."""
 
+import hashlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from data_tools.dedup.against import Candidate, Comparison, NamedIndex
+from data_tools.dedup.fingerprint import fingerprint
+from data_tools.dedup.tally import Tally
 from data_tools.images import ImageOptions, Reject, store_image
 from data_tools.shard_task import Reader
 from vitscale.errors import DataError
@@ -14,12 +19,16 @@ MAX_SHARD_SAMPLES = 1 << 24
 
 @dataclass(frozen=True)
 class Probe:
-    """What became of the probed images: how many there were and could not be stored, bytes stored, seconds taken."""
+    """What became of the probed images: how many there were and could not be stored, bytes stored, seconds taken.
+
+    `tally` counts those that are copies of test images; None where none are looked for.
+    """
 
     images: int
     rejected: int
     bytes: int
     seconds: float
+    tally: Tally | None
 
     @property
     def bytes_per_image(self) -> float:
@@ -33,21 +42,36 @@ class Probe:
         return min(max(1, int(shard_bytes / self.bytes_per_image)), MAX_SHARD_SAMPLES)
 
 
-def probe(batches: list[Any], reader: Reader, options: ImageOptions) -> Probe:
-    """Convert the first `PROBED` images of some batches of the plan, in memory. Raises StorageError."""
+def probe(batches: list[Any], reader: Reader, options: ImageOptions, dedup: tuple[NamedIndex, ...] = ()) -> Probe:
+    """Convert the first `PROBED` images of some batches of the plan, in memory, and compare them with indexes.
+
+    Raises StorageError, and DataError for an index that is not what it was.
+    """
     images = rejected = size = 0
-    started = time.perf_counter()
-    for batch in batches:
-        batch = batch.slice(0, PROBED - images)
-        for part, content in zip(batch.column("part").to_pylist(), batch.column("content").to_pylist(), strict=True):
-            images += 1
-            try:
-                stored = store_image(reader.read(part, content), options)
-            except OSError:
-                rejected += 1
-                continue
-            if isinstance(stored, Reject):
-                rejected += 1
-            else:
+
+    def stored_images() -> Iterator[Candidate]:
+        nonlocal images, rejected, size
+        for batch in batches:
+            batch = batch.slice(0, PROBED - images)
+            places = zip(batch.column("part").to_pylist(), batch.column("content").to_pylist(), strict=True)
+            for part, content in places:
+                images += 1
+                try:
+                    data = reader.read(part, content)
+                except OSError:
+                    rejected += 1
+                    continue
+                stored = store_image(data, options)
+                if isinstance(stored, Reject):
+                    rejected += 1
+                    continue
                 size += len(stored.jpeg)
-    return Probe(images, rejected, size, time.perf_counter() - started)
+                digest, found = hashlib.sha256(data).digest(), fingerprint(stored.pixels)
+                yield Candidate(images, "", stored.jpeg, stored.height, stored.width, digest, found)
+
+    comparison = Comparison(dedup) if dedup else None
+    started = time.perf_counter()
+    for _ in stored_images() if comparison is None else comparison.kept(stored_images()):
+        pass
+    seconds = time.perf_counter() - started
+    return Probe(images, rejected, size, seconds, None if comparison is None else comparison.findings.tally)

@@ -20,6 +20,7 @@ class Totals:
     passed_through: int = 0
     transcoded: int = 0
     rejected: int = 0
+    removed: int = 0
     shards: int = 0
     bytes: int = 0
     seconds: float = 0.0  # of this call, which has converted `images_now`
@@ -91,6 +92,7 @@ def summary(totals: Totals) -> Table:
         ("passed through", f"{totals.passed_through:,}"),
         ("transcoded", f"{totals.transcoded:,}"),
         ("rejected", f"{totals.rejected:,}" + (" (listed in rejects.parquet)" if totals.rejected else "")),
+        ("removed", f"{totals.removed:,}" + (" (listed in dedup.parquet)" if totals.removed else "")),
         ("files ignored", ignored),
         ("shards", f"{totals.shards:,}"),
         ("bytes", f"{totals.bytes:,}"),

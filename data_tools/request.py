@@ -6,6 +6,7 @@ import os
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from data_tools.dedup.against import NamedIndex
 from data_tools.images import ImageOptions
 from data_tools.listing import fingerprint
 from data_tools.sources import Kind, SourceOptions
@@ -31,6 +32,7 @@ class Request:
         images: how images are stored.
         splits: rules; none for a single data set.
         limit: only that many images, the first of the shuffled order.
+        dedup: indexes of test sets whose copies are left out.
     """
 
     src: str
@@ -43,6 +45,7 @@ class Request:
     images: ImageOptions = field(default_factory=ImageOptions)
     splits: tuple[SplitRule, ...] = ()
     limit: int | None = None
+    dedup: tuple[NamedIndex, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "src", storage.without_file_scheme(self.src))
@@ -60,14 +63,15 @@ class Request:
     def to_json(self) -> dict[str, Any]:
         """For comparison with what another call asked for: plain values, flat, without what was not given."""
         flat: dict[str, Any] = {}
-        for name, value in asdict(self).items():
+        for name, value in asdict(replace(self, dedup=())).items():
             flat |= value if isinstance(value, dict) else {name: value}
+        flat["dedup_against"] = [index.title for index in self.dedup]
         flat["src"] = storage.without_secrets(self.src)
         flat["splits"] = [f"{rule.name}={rule.described()}" for rule in self.splits]
         if self.classes is not None:
             digest = hashlib.sha256(json.dumps(self.classes).encode()).hexdigest()
             flat["classes"] = f"{len(self.classes)} names of sha256 {digest[:16]}"
-        return {name: value for name, value in flat.items() if value is not None and value != []}
+        return {name: value for name, value in flat.items() if value not in (None, [], ())}
 
     def listed(self) -> dict[str, Any]:
         """What the list of images depends on, and the order of a spool; otherwise as `to_json`."""
@@ -83,6 +87,8 @@ class Request:
             options["limit"] = self.limit
         if self.source.unlabelled:
             options["unlabelled"] = True
+        if self.dedup:
+            options["dedup_against"] = [index.described() for index in self.dedup]
         for rule in self.splits:
             if rule.name == split:
                 options["split"] = rule.described()

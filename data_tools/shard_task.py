@@ -7,7 +7,7 @@ last, says that it is done; what a killed task leaves behind has temporary names
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,8 +15,11 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
+from data_tools.dedup.against import Candidate, Comparison, NamedIndex
+from data_tools.dedup.decisions import write_decisions
+from data_tools.dedup.fingerprint import ALGORITHM, Fingerprint, fingerprint
 from data_tools.engines.task import Progress
-from data_tools.images import ImageOptions, Reject, store_image
+from data_tools.images import ImageOptions, Reject, StoredImage, store_image
 from data_tools.output import Output
 from vitscale.errors import DataError
 from vitscale.shards import NO_LABEL, ShardEntry, ShardStats, StoredSample, write_shard
@@ -38,7 +41,7 @@ class ShardReport:
     """What became of a task, as its marker has it: the manifest's entry (None if no image was left), and counts.
 
     `unread` of the rejected ones could not even be read, or workers died on them; of these, `unsteady` may be read at
-    the next try.
+    the next try. `removed` are copies of test images; `decisions` says how many rows tell of them and of near misses.
     """
 
     task: int
@@ -49,6 +52,8 @@ class ShardReport:
     rejected: int = 0
     unread: int = 0
     unsteady: int = 0
+    removed: int = 0
+    decisions: int = 0
     is_to_be_repeated: bool = False
     seconds: float = 0.0
 
@@ -76,6 +81,7 @@ class ShardTask:
         output: where the shard goes.
         options: how images are stored.
         several_labels: whether samples have a list of labels.
+        dedup: indexes of test sets whose copies are left out.
         refused: positions of images on which workers die, and how.
     """
 
@@ -87,6 +93,7 @@ class ShardTask:
     output: Output
     options: ImageOptions
     several_labels: bool
+    dedup: tuple[NamedIndex, ...] = ()
     refused: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -106,78 +113,127 @@ class ShardTask:
         return replace(self, refused=self.refused | {position: reason})
 
     def run(self, progress: Progress) -> ShardReport:
-        """Write the shard, its provenance and its marker. Raises DataError if the disk refuses, or StorageError."""
+        """Write the shard, its provenance and its marker.
+
+        Raises DataError if the disk refuses or an index is not what it was, or StorageError.
+        """
         started = time.monotonic()
         report = ShardReport(self.index, self.split)
+        comparison = Comparison(self.dedup) if self.dedup else None
         columns: dict[str, list[Any]] = {name: [] for name in PROVENANCE.names}
         rejects: dict[str, list[str]] = {name: [] for name in REJECTS.names}
         name = shard_name(self.shard)
         try:
             with self.output.staged(self.split, [name, provenance_path(name)]) as (path, table_path):
-                stats = _write(path, self._samples(report, columns, rejects, progress), self.rows.num_rows)
+                images = self._images(report, rejects, progress)
+                kept = images if comparison is None else comparison.kept(images)
+                stats = _write(path, self._samples(kept, report, columns), self.rows.num_rows)
                 if stats is not None:
                     progress.alive()
                     columns["crc32c"] = stats.crc.tolist()
-                    write_provenance(table_path, pa.table(columns, PROVENANCE))
+                    write_provenance(table_path, pa.table(columns, PROVENANCE), ALGORITHM)
                     report.entry = ShardEntry.of_file(path, samples=stats.samples, first_uid=stats.first_uid)
                     progress.alive()
             report.seconds = round(time.monotonic() - started, 3)
             if report.rejected:
                 with self.output.staged_state(Output.rejects_name(self.index)) as rejects_path:
                     write_rejects(rejects_path, [pa.table(rejects, REJECTS)])
+            if comparison is not None:
+                self._save(comparison, report)
             self.output.mark_done(report.to_json(), self.index)
         except OSError as error:
             where = error.filename or self.output.place(self.split)
             raise DataError(f"{where}: cannot be written ({error.strerror or error})") from error
         return report
 
-    def _samples(
-        self, report: ShardReport, columns: dict[str, list[Any]], rejects: dict[str, list[str]], progress: Progress
-    ) -> Iterator[StoredSample]:
-        """The samples that can be stored; the rest goes to the report. One image in memory at a time."""
+    def _images(
+        self, report: ShardReport, rejects: dict[str, list[str]], progress: Progress
+    ) -> Iterator["_ConvertedImage"]:
+        """The images that can be stored, one at a time; the rest goes to the report."""
         uids, keys, labels, parts, contents = (self.rows.column(name) for name in self.rows.schema.names)
         for position in range(self.rows.num_rows):
-            key, uid = keys[position].as_py(), uids[position].as_py()
+            key = _printable(keys[position].as_py())
             image = self._image(position, parts[position].as_py(), contents[position].as_py(), report)
             if isinstance(image, Reject):
-                rejects["key"].append(_printable(key))
+                rejects["key"].append(key)
                 rejects["reason"].append(_printable(image.reason))
                 report.rejected += 1
                 progress.advance(rejected=True)
                 continue
-            stored, sha256 = image
-            report.passed_through += stored.passed_through
-            report.transcoded += not stored.passed_through
-            of_image = labels[position].as_py()
-            for name, value in (
-                ("uid", uid),
-                ("key", _printable(key)),
-                ("labels", of_image),
-                ("height", stored.height),
-                ("width", stored.width),
-                ("size", len(stored.jpeg)),
-                ("sha256", sha256),
-                ("passed_through", stored.passed_through),
-            ):
-                columns[name].append(value)
-            first = of_image[0] if of_image else NO_LABEL
-            several = np.array(of_image, np.int32) if self.several_labels else None
-            yield StoredSample(stored.jpeg, stored.height, stored.width, first, uid, several)
+            stored, sha256, found = image
+            yield _ConvertedImage(
+                uid=uids[position].as_py(),
+                key=key,
+                jpeg=stored.jpeg,
+                height=stored.height,
+                width=stored.width,
+                sha256=sha256,
+                fingerprint=found,
+                labels=labels[position].as_py(),
+                passed_through=stored.passed_through,
+            )
             progress.advance()
 
-    def _image(self, position: int, part: int, content: bytes, report: ShardReport) -> Any:
-        """An image as it is stored, and the SHA-256 of its source; or why not."""
+    def _samples(
+        self, images: Iterable["_ConvertedImage"], report: ShardReport, columns: dict[str, list[Any]]
+    ) -> Iterator[StoredSample]:
+        """Images as samples; what the table of provenance says of them goes to `columns`."""
+        for image in images:
+            report.passed_through += image.passed_through
+            report.transcoded += not image.passed_through
+            for name, value in (
+                ("uid", image.uid),
+                ("key", image.key),
+                ("labels", image.labels),
+                ("height", image.height),
+                ("width", image.width),
+                ("size", len(image.jpeg)),
+                ("sha256", image.sha256),
+                ("passed_through", image.passed_through),
+                ("pixels", image.pixels),
+                ("pdq", image.pdq),
+                ("pdq_quality", image.quality),
+                ("pdq_trimmed", image.pdq_trimmed),
+            ):
+                columns[name].append(value)
+            first = image.labels[0] if image.labels else NO_LABEL
+            several = np.array(image.labels, np.int32) if self.several_labels else None
+            yield StoredSample(image.jpeg, image.height, image.width, first, image.uid, several)
+
+    def _image(
+        self, position: int, part: int, content: bytes, report: ShardReport
+    ) -> tuple[StoredImage, bytes, Fingerprint] | Reject:
+        """An image as it is stored, the SHA-256 of its source, and its fingerprint; or why not."""
         try:
             if position in self.refused:
                 raise ChildProcessError(self.refused[position])
             data = _read(self.reader, part, content)
             stored = store_image(data, self.options)
+            if isinstance(stored, Reject):
+                return stored
+            return stored, hashlib.sha256(data).digest(), fingerprint(stored.pixels)
         except (OSError, MemoryError) as error:
             report.unread += 1
             report.unsteady += not isinstance(error, _STEADY)
             why = error.strerror or str(error) if isinstance(error, OSError) else "not enough memory"
             return Reject(f"cannot be read: {why}")
-        return stored if isinstance(stored, Reject) else (stored, hashlib.sha256(data).digest())
+
+    def _save(self, comparison: Comparison, report: ShardReport) -> None:
+        """Write down what was compared, and count it."""
+        decided = comparison.decisions()
+        report.removed, report.decisions = comparison.findings.tally.removed, decided.num_rows
+        if report.decisions:
+            with self.output.staged_state(Output.decisions_name(self.index)) as path:
+                write_decisions(path, [decided])
+        self.output.mark(Output.findings_name(self.index), json.dumps(comparison.findings.to_json()))
+
+
+@dataclass(frozen=True)
+class _ConvertedImage(Candidate):
+    """An image on its way to become a sample: its labels, and whether its bytes are the source's."""
+
+    labels: list[int]
+    passed_through: bool
 
 
 def _read(reader: Reader, part: int, content: bytes) -> bytes:

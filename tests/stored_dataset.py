@@ -62,10 +62,14 @@ def write_dataset(
                     "crc32c": google_crc32c.value(jpeg),
                     "sha256": sha256(photo.source or jpeg).digest(),
                     "passed_through": not photo.source,
+                    "pixels": uid,
+                    "pdq": bytes(32),
+                    "pdq_quality": 0,
+                    "pdq_trimmed": None,
                 }
             )
         write_shard(path, samples, shard_samples)
-        write_provenance(provenance_path(path), pa.Table.from_pylist(rows, PROVENANCE))
+        write_provenance(provenance_path(path), pa.Table.from_pylist(rows, PROVENANCE), "none")
         entries.append(ShardEntry.of_file(path, samples=len(samples), first_uid=first))
     return Manifest(
         fields=field_names(with_labels=several),

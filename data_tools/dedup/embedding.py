@@ -4,6 +4,7 @@ Such as SSCD (Pizzi et al., "A Self-Supervised Descriptor for Image Copy Detecti
 hashes are near, so its cost does not grow with the number of images.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +17,32 @@ if TYPE_CHECKING:
     from data_tools.dedup.index import Index
 
 MODEL_NAME = "embedding.pt"
+MAX_SIDE = 4096
 _MEAN = np.array([0.485, 0.456, 0.406], np.float32)  # of ImageNet, as such models expect
 _STD = np.array([0.229, 0.224, 0.225], np.float32)
+
+
+@dataclass(frozen=True)
+class EmbeddingModel:
+    """A user's TorchScript file, and the side of the pictures that it takes, in pixels.
+
+    Raises RecipeError for a side that no model has.
+    """
+
+    path: str
+    side: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.side <= MAX_SIDE:
+            raise RecipeError(f"{self.path}: pictures of {self.side} pixels a side; expected 1 to {MAX_SIDE:,}")
 
 
 class Embedder:
     """A model, and the vectors of an index's test images, if any."""
 
     def __init__(self, path: str | Path, side: int, vectors: np.ndarray | None = None) -> None:
-        """Load a TorchScript file, which takes float32 (N, 3, `side`, `side`), normalised as ImageNet's.
+        """Load a TorchScript file, which takes float32 (1, 3, `side`, `side`), normalised as ImageNet's, and gives
+        float32 (1, D).
 
         Raises RecipeError for a file that is none.
         """
@@ -33,7 +51,7 @@ class Embedder:
         torch.set_num_threads(1)  # a worker process has one core
         try:
             self._model = torch.jit.load(str(path), map_location="cpu").eval()
-        except (RuntimeError, ValueError, OSError) as error:
+        except (RuntimeError, ValueError, OSError, EOFError) as error:
             raise RecipeError(f"{path}: not a TorchScript model ({str(error).splitlines()[0]})") from error
         self._path, self._side, self._vectors = path, side, vectors
 
@@ -41,12 +59,17 @@ class Embedder:
     def of_index(cls, index: "Index") -> "Embedder":
         """The model that an index was made with."""
         assert index.embedding is not None
-        return cls(index.folder / MODEL_NAME, index.embedding["side"], index.embeddings)
+        return cls(index.folder / MODEL_NAME, index.embedding.side, index.embeddings)
+
+    def dimensions(self) -> int:
+        """D, found by trying the model. Raises as `vector`."""
+        side = self._side
+        return len(self.vector(np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)))
 
     def vector(self, rgb: np.ndarray) -> np.ndarray:
-        """The vector of a picture, uint8 (height, width, 3): float32 (D,), of length 1.
+        """The vector of a picture, uint8 (height, width, 3): float32 (D,), of length 1; zeros if the model gives such.
 
-        Raises DataError if the model does not take the picture, or gives something else than one vector.
+        Raises DataError if the model does not take the picture, or gives something else than one vector of numbers.
         """
         import torch
 
@@ -57,14 +80,18 @@ class Embedder:
         try:
             with torch.inference_mode():
                 out: Any = self._model(batch)
-            vector = out.to(torch.float32).numpy().reshape(len(batch), -1)[0]
-        except (RuntimeError, AttributeError, ValueError) as error:
+        except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1]
             raise DataError(f"{self._path}: does not take float32 {tuple(batch.shape)} ({reason})") from error
+        shape = tuple(out.shape) if isinstance(out, torch.Tensor) else None
+        if shape is None or len(shape) != 2 or shape[0] != 1 or shape[1] < 1:
+            given = f"{type(out).__name__}" if shape is None else f"shape {shape}"
+            raise DataError(f"{self._path}: gives {given} for one picture; expected a tensor of shape (1, D)")
+        vector = out[0].to(torch.float32).numpy()
         length = float(np.linalg.norm(vector))
-        if not np.isfinite(length) or length == 0:
+        if not np.isfinite(length):
             raise DataError(f"{self._path}: gives a vector of length {length}")
-        return vector / length
+        return vector / (length or 1.0)
 
     def cosine(self, rgb: np.ndarray, image: int) -> float:
         """Between a picture and an image of the index, three decimals."""

@@ -8,7 +8,7 @@
     thumbnails.npy    uint8 (N, 64, 64): lumas
     embeddings.npy    float32 (N, D), of length 1; only with a user's model
 
-Images of a test set follow one another, test sets stand in the order in which they were given, images in that of keys.
+Images of a test set follow one another, test sets stand in the order in which they were given, images in that of their source.
 """
 
 import hashlib
@@ -17,24 +17,27 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from data_tools.dedup.embedding import MAX_SIDE, MODEL_NAME
 from data_tools.dedup.fingerprint import ALGORITHM
-from data_tools.dedup.luma import Box
-from data_tools.dedup.settings import Settings
-from vitscale.errors import DataError
+from data_tools.dedup.luma import SIDE, Box
+from data_tools.dedup.settings import Preset, Settings
+from data_tools.dedup.variants import LEVELS
+from vitscale.errors import DataError, RecipeError
 from vitscale.shards import file_digests
+from vitscale.shards.provenance import read_table
 
 INDEX_NAME = "index.json"
 IMAGES_NAME = "images.parquet"
-EMBEDDINGS_NAME = "embeddings.npy"
-ARRAYS = ("hashes", "owners", "variants", "thumbnails")
 VERSION = 1
 
+_Count = Annotated[int, Field(ge=0)]
 IMAGES = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),
@@ -65,48 +68,95 @@ class TestSet:
 
     name: str
     source: str
-    preset: str
-    level: int
-    images: int
-    hashes: int
-    unreadable: int
+    preset: Preset
+    level: Annotated[int, Field(ge=0, lt=len(LEVELS))]
+    images: Annotated[int, Field(ge=1)]
+    hashes: _Count
+    unreadable: _Count
     settings: Settings
 
     __test__ = False  # for pytest, which takes the name for a test's
 
 
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Embedding(_Strict):
+    """What an index has of a user's model: the side of the pictures that it takes, and the length of its vectors, D."""
+
+    side: Annotated[int, Field(ge=1, le=MAX_SIDE)]
+    dimensions: Annotated[int, Field(ge=1)]
+
+
+class _File(_Strict):
+    bytes: _Count
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Content(_Strict):
+    """`index.json`."""
+
+    version: Literal[1]
+    algorithm: str
+    embedding: Embedding | None
+    test_sets: Annotated[tuple[TestSet, ...], Field(min_length=1)]
+    files: dict[str, _File]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "_Content":
+        names = [one.name for one in self.test_sets]
+        if len(set(names)) < len(names):
+            raise ValueError("two test sets have one name")
+        expected = file_names(self.embedding)
+        if sorted(self.files) != sorted(expected):
+            raise ValueError(f"files {', '.join(self.files)}; expected {', '.join(expected)}")
+        return self
+
+
 class Index:
-    """An index, open. Its arrays are mapped, not read: a process touches what it needs."""
+    """An index, open. Its arrays are mapped, not read: a process touches what it needs.
+
+    Attributes:
+        folder: where it lies.
+        sha256: of what `index.json` says, digests of all files among it: the index's identity.
+        test_sets: in order.
+        embedding: None without a user's model.
+        images: a table of schema IMAGES without the pictures.
+        hashes, owners, variants, thumbnails, embeddings: as the files of these names; the last None without a model.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         """Raises DataError: missing, damaged, of another version or made by another algorithm."""
         self.folder = Path(folder)
-        described = _described(self.folder)
-        self.sha256 = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-        self.embedding: dict[str, Any] | None = described["embedding"]
-        self.test_sets = tuple(
-            TestSet(**one | {"settings": Settings(**one["settings"])}) for one in described["test_sets"]
-        )
-        self._files: dict[str, dict[str, Any]] = described["files"]
+        content = _read_content(self.folder)
+        self.sha256 = hashlib.sha256(json.dumps(content.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+        self.test_sets, self.embedding, self._files = content.test_sets, content.embedding, content.files
         for name, file in self._files.items():
             path = self.folder / name
-            if not path.is_file() or path.stat().st_size != file["bytes"]:
-                raise DataError(f"{path}: missing or cut: the index has {file['bytes']:,} bytes of it. Make it anew")
-        self.hashes, self.owners, self.variants, self.thumbnails = (self._map(name) for name in ARRAYS)
-        self.embeddings = self._map("embeddings") if self.embedding is not None else None
-        try:
-            table = pq.read_table(
-                self.folder / IMAGES_NAME, columns=[name for name in IMAGES.names if name != "picture"]
-            )
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{self.folder / IMAGES_NAME}: damaged or not readable ({error})") from error
-        self.images = table.combine_chunks()
+            if not path.is_file() or path.stat().st_size != file.bytes:
+                raise DataError(f"{path}: missing or cut: the index has {file.bytes:,} bytes of it. Make it anew")
+        count = int(self.first_images[-1])
+        columns = [name for name in IMAGES.names if name != "picture"]
+        self.images = read_table(self.folder / IMAGES_NAME, IMAGES, columns).combine_chunks()
+        if len(self.images) != count:
+            raise DataError(f"{self.folder / IMAGES_NAME}: {len(self.images):,} images; {INDEX_NAME} says {count:,}")
+        arrays = array_types(count, int(self.first_hashes[-1]), self.embedding)
+        mapped = {name: self._map(name, *kind) for name, kind in arrays.items()}
+        self.hashes, self.owners, self.variants = mapped["hashes"], mapped["owners"], mapped["variants"]
+        self.thumbnails, self.embeddings = mapped["thumbnails"], mapped.get("embeddings")
+        self._check_owners()
 
     def verify(self) -> None:
         """Read everything. Raises DataError for the first file that is not what was written."""
         for name, file in self._files.items():
-            if file_digests(self.folder / name).sha256 != file["sha256"]:
-                raise DataError(f"{self.folder / name}: damaged: its sha256 is not the index's. Make the index anew")
+            path = self.folder / name
+            try:
+                digests = file_digests(path)
+            except OSError as error:
+                raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+            if digests.sha256 != file.sha256:
+                raise DataError(f"{path}: damaged: its sha256 is not the index's. Make the index anew")
 
     @cached_property
     def first_images(self) -> np.ndarray:
@@ -133,54 +183,103 @@ class Index:
         return self.images["height"][image].as_py(), self.images["width"][image].as_py(), trim and Box(*trim)
 
     def pictures(self, images: Sequence[int]) -> list[bytes]:
-        """The small JPEGs of test images, in this order. Reads a column of pictures, in pieces."""
-        wanted = dict.fromkeys(images, b"")
-        row = 0
-        with pq.ParquetFile(self.folder / IMAGES_NAME) as file:
-            for batch in file.iter_batches(columns=["picture"]):
-                for image in wanted:
-                    if row <= image < row + batch.num_rows:
-                        wanted[image] = batch.column(0)[image - row].as_py()
-                row += batch.num_rows
-        return [wanted[image] for image in images]
+        """The small JPEGs of test images, in this order. Raises DataError for damage."""
+        path = self.folder / IMAGES_NAME
+        found: dict[int, bytes] = {}
+        try:
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+                ends = np.cumsum([file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)])
+                loaded = -1
+                for image in sorted(set(images)):
+                    group = int(np.searchsorted(ends, image, side="right"))
+                    if group != loaded:
+                        table, loaded = file.read_row_group(group, columns=["picture"], use_threads=False), group
+                    found[image] = table["picture"][image - int(ends[group]) + len(table)].as_py()
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path}: damaged or not readable ({error})") from error
+        return [found[image] for image in images]
 
-    def _map(self, name: str) -> np.ndarray:
+    def _map(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         path = self.folder / f"{name}.npy"
         try:
-            return np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        # Headers are parsed as Python literals, which fail in their own ways.
+        except (OSError, ValueError, EOFError, SyntaxError, TypeError, OverflowError) as error:
             raise DataError(f"{path}: damaged or not readable ({error})") from error
+        if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+            raise DataError(f"{path}: {array.dtype} {array.shape}; expected {dtype} {shape}. Make the index anew")
+        return array
+
+    def _check_owners(self) -> None:
+        """That every test set's hashes are of its own images: at its ends, since they ascend."""
+        for number, one in enumerate(self.test_sets):
+            if not one.hashes:
+                continue
+            first, end = self.first_hashes[number : number + 2]
+            least, beyond = self.first_images[number : number + 2]
+            if self.owners[first] < least or self.owners[end - 1] >= beyond:
+                path = self.folder / "owners.npy"
+                raise DataError(f"{path}: has hashes of {one.name} that are of no image of it. Make the index anew")
 
 
-def describe_index(
-    folder: Path, test_sets: Iterable[TestSet], embedding: dict[str, Any] | None, names: Iterable[str]
-) -> None:
+def array_types(
+    images: int, hashes: int, embedding: Embedding | None
+) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+    """Type and shape of each array of an index with so many images and hashes, by the name of its file."""
+    types: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
+        "hashes": (np.dtype(np.uint64), (4, hashes)),
+        "owners": (np.dtype(np.uint32), (hashes,)),
+        "variants": (np.dtype(np.uint8), (hashes,)),
+        "thumbnails": (np.dtype(np.uint8), (images, SIDE, SIDE)),
+    }
+    if embedding is not None:
+        types["embeddings"] = np.dtype(np.float32), (images, embedding.dimensions)
+    return types
+
+
+def file_names(embedding: Embedding | None) -> list[str]:
+    """The files of an index besides `index.json`."""
+    arrays = [f"{name}.npy" for name in array_types(0, 0, embedding)]
+    return [IMAGES_NAME, *arrays, *([MODEL_NAME] if embedding is not None else [])]
+
+
+def describe_index(folder: Path, test_sets: Iterable[TestSet], embedding: Embedding | None) -> None:
     """Write `index.json` for files that lie in a folder. Raises OSError."""
-    files = {name: file_digests(folder / name) for name in names}
+    files = {name: file_digests(folder / name) for name in file_names(embedding)}
     content = {
         "version": VERSION,
         "algorithm": ALGORITHM,
-        "embedding": embedding,
+        "embedding": embedding and embedding.model_dump(),
         "test_sets": [asdict(one) for one in test_sets],
         "files": {name: {"bytes": digests.bytes, "sha256": digests.sha256} for name, digests in files.items()},
     }
     (folder / INDEX_NAME).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
 
-def _described(folder: Path) -> dict[str, Any]:
+def _read_content(folder: Path) -> _Content:
     path = folder / INDEX_NAME
     try:
-        described = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError as error:
+        text = path.read_bytes()
+        described = json.loads(text)
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(f"{folder}: no index there ({INDEX_NAME}); `vitscale dedup index` makes one") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: damaged or not readable ({error})") from error
     if not isinstance(described, dict) or described.get("version") != VERSION:
         found = described.get("version") if isinstance(described, dict) else None
         raise DataError(f"{path}: version {found!r}; this version of vitscale reads {VERSION}. Make the index anew")
-    if described["algorithm"] != ALGORITHM:
+    if described.get("algorithm") != ALGORITHM:
         raise DataError(
-            f"{path}: made by the algorithm {described['algorithm']}; this version of vitscale has {ALGORITHM}. "
+            f"{path}: made by the algorithm {described.get('algorithm')}; this version of vitscale has {ALGORITHM}. "
             "Make the index anew"
         )
-    return described
+    try:
+        return _Content.model_validate_json(text)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        what = "unknown key" if problem["type"] == "unexpected_keyword_argument" else problem["msg"]
+        reason = f"{where}: {what}" if where else what
+    except RecipeError as error:  # of settings
+        reason = str(error)
+    raise DataError(f"{path}: not a valid index: {reason}")

@@ -49,7 +49,7 @@ class Settings:
 # Measured in docs/LOG.md: recall by kind of edit, pairs of different photos, and CIFAR-10's judged near-duplicates.
 PRESETS: dict[Preset, Settings] = {
     "photo": Settings(),
-    "small": Settings(candidates=64, correlation=0.9),
+    "small": Settings(candidates=64, correlation=0.92),
     "exact": Settings(near=False),
 }
 SMALL_SIDE = 96  # pixels; test sets whose shorter side is usually less are small

@@ -13,6 +13,7 @@ from data_tools.dedup.luma import Box, enlarged
 DEFAULT_LEVEL = 2
 TRIMMED = "trimmed"
 _SMALL = 128  # pixels; below, crops by whole pixels are too coarse
+_LONG = 4096  # pixels of the longer side that an enlarged picture has at most
 
 
 class Window(NamedTuple):
@@ -81,7 +82,7 @@ def crops_of(rgb: np.ndarray, level: int) -> tuple[np.ndarray, list[tuple[int, B
     That is the picture itself, or if it is small, an enlarged one. Crops that coincide are left out.
     """
     height, width, _ = rgb.shape
-    factor = -(-_SMALL // min(height, width))
+    factor = min(-(-_SMALL // min(height, width)), _LONG // max(height, width))
     if factor > 1 and level > 0:
         rgb = enlarged(rgb, height * factor, width * factor)
         height, width, _ = rgb.shape

@@ -1,10 +1,11 @@
 """Where samples came from: `shard-NNNNN.idx.parquet` beside every shard, and `rejects.parquet` beside the manifest.
 
-Training never reads these tables; hence nothing but what does reads this module, which loads pyarrow.
+Training never reads these tables; hence nothing but what does reads this module, which loads pyarrow. The fingerprints
+in them, by which copies are found, are only kept here; the table says which algorithm made them.
 """
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,9 +29,18 @@ PROVENANCE = pa.schema(
         pa.field("crc32c", pa.uint32(), nullable=False),  # of the bytes as stored
         pa.field("sha256", pa.binary(32), nullable=False),  # of the source's bytes
         pa.field("passed_through", pa.bool_(), nullable=False),
+        pa.field("pixels", pa.uint64(), nullable=False),  # digest of the decoded pixels
+        pa.field("pdq", pa.binary(32), nullable=False),
+        pa.field("pdq_quality", pa.uint8(), nullable=False),
+        pa.field("pdq_trimmed", pa.binary(32)),  # of the picture without uniform borders; null: it has none
     ]
 )
+FINGERPRINT_COLUMNS = ("pixels", "pdq", "pdq_quality", "pdq_trimmed")
 REJECTS = pa.schema([pa.field("key", pa.string(), nullable=False), pa.field("reason", pa.string(), nullable=False)])
+
+_VERSION = 2
+_VERSION_KEY, _ALGORITHM_KEY = b"vitscale.provenance_version", b"vitscale.fingerprint_algorithm"
+_OLDER = [pa.schema([field for field in PROVENANCE if field.name not in FINGERPRINT_COLUMNS])]  # version 1
 
 _SHARD_SUFFIX = ".beton"
 _TABLE_SUFFIX = ".idx.parquet"
@@ -44,17 +54,28 @@ def provenance_path(shard: _PathOrUrl) -> _PathOrUrl:
     return shard.removesuffix(_SHARD_SUFFIX) + _TABLE_SUFFIX
 
 
-def write_provenance(path: str | Path, table: pa.Table) -> None:
+def write_provenance(path: str | Path, table: pa.Table, algorithm: str) -> None:
     """Write a shard's table, of schema PROVENANCE, one row a sample in order of slots; complete or not at all.
 
-    Equal tables give equal bytes. Raises OSError, or ValueError for another schema.
+    `algorithm` is what made the fingerprints. Equal tables give equal bytes. Raises OSError, or ValueError for another
+    schema.
     """
-    write_tables(path, [table], PROVENANCE)
+    stated = {_VERSION_KEY: str(_VERSION), _ALGORITHM_KEY: algorithm}
+    write_tables(path, [table], PROVENANCE.with_metadata(stated))
 
 
 def read_provenance(path: str | Path, columns: list[str] | None = None) -> pa.Table:
-    """The table of a shard, or some of its columns. Raises DataError: missing, damaged or of another schema."""
-    return read_table(path, PROVENANCE, columns)
+    """The table of a shard, or some of its columns. Raises DataError: missing, damaged or of another schema.
+
+    A table of version 1 comes without FINGERPRINT_COLUMNS.
+    """
+    return read_table(path, PROVENANCE, columns, older=_OLDER)
+
+
+def fingerprint_algorithm(table: pa.Table) -> str | None:
+    """What made the fingerprints of a table that `read_provenance` gave; None for one without any."""
+    algorithm = (table.schema.metadata or {}).get(_ALGORITHM_KEY)
+    return None if algorithm is None else algorithm.decode("utf-8", "replace")
 
 
 def write_rejects(path: str | Path, tables: Iterable[pa.Table]) -> None:
@@ -86,12 +107,17 @@ def write_tables(path: str | Path, tables: Iterable[pa.Table], schema: pa.Schema
             writer.write_table(table)
 
 
-def read_table(path: str | Path, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:
-    """A table that `write_tables` wrote, or some of its columns. Raises DataError: missing, damaged, another schema."""
+def read_table(
+    path: str | Path, schema: pa.Schema, columns: list[str] | None = None, older: Sequence[pa.Schema] = ()
+) -> pa.Table:
+    """A table that `write_tables` wrote, or some of its columns; of this schema, or one that it had in older versions.
+
+    Raises DataError: missing, damaged, another schema.
+    """
     try:
         with Path(path).open("rb") as opened, pq.ParquetFile(opened, page_checksum_verification=True) as file:
             found = file.schema_arrow
-            if found != schema:
+            if found != schema and found not in older:
                 raise DataError(f"{path}: a table of {', '.join(found.names)}; expected {', '.join(schema.names)}")
             table = file.read(columns, use_threads=False)
             table.validate(full=True)
