@@ -26,7 +26,7 @@ from vitscale.errors import DataError, RecipeError
 
 # Images of a task, and what of a stream they may weigh: a task waits in memory.
 _PIECE = 256
-_PIECE_BYTES = 64 << 20
+_PIECE_BYTES = 32 << 20
 _PROBED = 64
 
 

@@ -8,7 +8,8 @@
     thumbnails.npy    uint8 (N, 64, 64): lumas
     embeddings.npy    float32 (N, D), of length 1; only with a user's model
 
-Images of a test set follow one another, test sets stand in the order in which they were given, images in that of their source.
+Images of a test set follow one another. Test sets stand in the order in which they were given, images in that in which
+their source lists them.
 """
 
 import hashlib
@@ -46,7 +47,8 @@ IMAGES = pa.schema(
         pa.field("quality", pa.uint8(), nullable=False),
         pa.field("height", pa.int32(), nullable=False),
         pa.field("width", pa.int32(), nullable=False),
-        pa.field("trim", pa.list_(pa.int32(), 4)),  # top, left, height, width without borders; null: there are none
+        # top, left, height, width without borders; null: there are none
+        pa.field("trim", pa.list_(pa.field("element", pa.int32()), 4)),
         pa.field("picture", pa.binary(), nullable=False),  # JPEG, small; empty if the image cannot be decoded
     ]
 )

@@ -40,12 +40,19 @@ def pdq_hashes(lumas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def numpy_pdq_hashes(lumas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`pdq_hashes` without the library."""
+    """`pdq_hashes` without the library: the same bits, even where rounding decides them, as in drawings."""
     pixels = lumas.astype(np.float32)
-    transformed = (_COSINES @ pixels @ _COSINES.T).reshape(len(lumas), -1)
-    lower_middle = transformed.shape[1] // 2 - 1
-    median = np.partition(transformed, lower_middle, axis=1)[:, lower_middle]
-    above = transformed > median[:, None]
+    # Summed in the order in which Meta's code does it: a product of matrices would round otherwise.
+    rows = np.zeros((len(lumas), _SIDE, SIDE), np.float32)
+    for i in range(SIDE):
+        rows += _COSINES[:, i, None] * pixels[:, None, i]
+    transformed = np.zeros((len(lumas), _SIDE, _SIDE), np.float32)
+    for i in range(SIDE):
+        transformed += rows[:, :, i, None] * _COSINES[:, i]
+    values = transformed.reshape(len(lumas), _SIDE * _SIDE)
+    lower_middle = values.shape[1] // 2 - 1
+    median = np.partition(values, lower_middle, axis=1)[:, lower_middle]
+    above = values > median[:, None]
     hashes = np.packbits(above[:, ::-1], axis=1)  # the highest frequency comes first
     return hashes, _qualities(pixels)
 
@@ -60,10 +67,10 @@ def _qualities(pixels: np.ndarray) -> np.ndarray:
 
 
 def _cosines() -> np.ndarray:
-    """float32 (16, 64): rows 1 to 16 of the orthonormal DCT-II."""
+    """float32 (16, 64): rows 1 to 16 of the orthonormal DCT-II, rounded as Meta's code does it."""
     frequency = np.arange(1, _SIDE + 1)[:, None]
     position = 2 * np.arange(SIDE)[None] + 1
-    return (np.sqrt(2 / SIDE) * np.cos(np.pi / (2 * SIDE) * frequency * position)).astype(np.float32)
+    return (np.float32(np.sqrt(2 / SIDE)) * np.cos(np.pi / (2 * SIDE) * frequency * position)).astype(np.float32)
 
 
 _COSINES = _cosines()

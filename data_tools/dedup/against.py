@@ -1,0 +1,207 @@
+"""Images are compared with indexes of test sets while they are converted, some dozens at a time.
+
+An index is named once, by its path and digest, and opened once in every process that compares with it.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from data_tools.dedup.closest import Closest
+from data_tools.dedup.decisions import DECISIONS, decisions
+from data_tools.dedup.fingerprint import Fingerprint
+from data_tools.dedup.index import Index
+from data_tools.dedup.matching import Matcher
+from data_tools.dedup.pictures import small_picture
+from data_tools.dedup.tally import Tally
+from vitscale import storage
+from vitscale.errors import DataError, RecipeError
+from vitscale.shards import jpeg
+
+# What is held until it is compared.
+_IMAGES_AT_ONCE = 64
+_BYTES_AT_ONCE = 64 << 20
+
+
+@dataclass(frozen=True)
+class NamedIndex:
+    """An index as it was when a person named it: where it is, its digest, its test sets. Travels to every worker."""
+
+    path: str
+    sha256: str
+    test_sets: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """What tells it from others, wherever it lies."""
+        return f"sha256 {self.sha256[:16]} of {', '.join(self.test_sets)}"
+
+    def described(self) -> dict[str, Any]:
+        """What the manifest of a data set says of it."""
+        return {"test_sets": list(self.test_sets), "sha256": self.sha256}
+
+    def to_json(self) -> dict[str, Any]:
+        return {"path": self.path, **self.described()}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "NamedIndex":
+        return cls(content["path"], content["sha256"], tuple(content["test_sets"]))
+
+
+def name_indexes(paths: Sequence[str]) -> tuple[NamedIndex, ...]:
+    """The indexes in some folders, once each of them is found to be whole.
+
+    Raises:
+        RecipeError: a URL; a test set that is in two of them.
+        DataError: an index that is missing, damaged or of another version.
+    """
+    named = []
+    for path in map(storage.without_file_scheme, paths):
+        if storage.is_url(path):
+            raise RecipeError(
+                f"--dedup-against {path}: an index is read at random places all the time. Copy it to a folder of this "
+                "machine, or one that all machines share"
+            )
+        index = Index(os.path.abspath(path))  # noqa: PTH100 -- without following links: other machines may have others
+        index.verify()
+        named.append(NamedIndex(str(index.folder), index.sha256, tuple(one.name for one in index.test_sets)))
+    open_matcher(tuple(named))
+    return tuple(named)
+
+
+@lru_cache(maxsize=1)
+def open_matcher(indexes: tuple[NamedIndex, ...]) -> Matcher:
+    """What compares with the test sets of these indexes; one a process.
+
+    Raises DataError: an index that is not there, or not what it was when it was named.
+    """
+    opened = []
+    for named in indexes:
+        index = Index(named.path)
+        if index.sha256 != named.sha256:
+            raise DataError(
+                f"{named.path}: the index has changed since the conversion began. Put back that of "
+                f"{', '.join(named.test_sets)}, or remove the output and start anew"
+            )
+        opened.append(index)
+    return Matcher(opened)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A converted image that may be a copy, as `matching.Query` wants it.
+
+    Attributes:
+        uid, key: of the sample that it is to become.
+        jpeg, height, width: as `images.StoredImage` has them.
+        sha256: of the source's bytes.
+        fingerprint: of its pixels.
+    """
+
+    uid: int
+    key: str
+    jpeg: bytes
+    height: int
+    width: int
+    sha256: bytes
+    fingerprint: Fingerprint
+
+    @property
+    def pixels(self) -> int:
+        return self.fingerprint.pixels
+
+    @property
+    def quality(self) -> int:
+        return self.fingerprint.quality
+
+    @property
+    def pdq(self) -> bytes:
+        return self.fingerprint.pdq
+
+    @property
+    def pdq_trimmed(self) -> bytes | None:
+        return self.fingerprint.pdq_trimmed
+
+    def luma(self, trimmed: bool) -> np.ndarray:
+        """uint8 (64, 64)."""
+        luma = self.fingerprint.luma_trimmed if trimmed else self.fingerprint.luma
+        assert luma is not None
+        return luma
+
+    def rgb(self) -> np.ndarray:
+        """The picture as stored, uint8 (height, width, 3); decoded anew, for few need it."""
+        return jpeg.decode(self.jpeg, self.height, self.width)[1]
+
+    def picture(self) -> bytes:
+        """A small JPEG of it."""
+        return small_picture(self.rgb())
+
+
+_Image = TypeVar("_Image", bound=Candidate)
+
+
+@dataclass
+class Findings:
+    """What a comparison came to; those of several tasks add up."""
+
+    tally: Tally
+    closest: Closest
+
+    @classmethod
+    def none(cls, matcher: Matcher) -> "Findings":
+        return cls(Tally.empty([test_set.name for test_set in matcher.test_sets]), Closest())
+
+    def add(self, other: "Findings") -> None:
+        self.tally.add(other.tally)
+        self.closest.merge(other.closest)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"tally": self.tally.to_json(), "closest": self.closest.to_json()}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "Findings":
+        return cls(Tally.from_json(content["tally"]), Closest.from_json(content["closest"]))
+
+
+class Comparison:
+    """The images of one task, compared with indexes.
+
+    Attributes:
+        findings: so far.
+    """
+
+    def __init__(self, indexes: tuple[NamedIndex, ...]) -> None:
+        """Raises as `open_matcher`."""
+        self._matcher = open_matcher(indexes)
+        self.findings = Findings.none(self._matcher)
+        self._matcher.tally = self.findings.tally
+        self._decisions: list[pa.Table] = []
+
+    def kept(self, images: Iterable[_Image]) -> Iterator[_Image]:
+        """Those that are no copies, in order."""
+        held: list[_Image] = []
+        for image in images:
+            held.append(image)
+            if len(held) == _IMAGES_AT_ONCE or sum(len(one.jpeg) for one in held) >= _BYTES_AT_ONCE:
+                yield from self._kept(held)
+                held = []
+        if held:
+            yield from self._kept(held)
+
+    def decisions(self) -> pa.Table:
+        """What was decided, of schema `decisions.DECISIONS`, in order of the images."""
+        return pa.concat_tables([DECISIONS.empty_table(), *self._decisions]).combine_chunks()
+
+    def _kept(self, images: list[_Image]) -> Iterator[_Image]:
+        matches = self._matcher.match(images)
+        if any(matches):
+            self._decisions.append(decisions(self._matcher, [(one.uid, one.key) for one in images], matches))
+        for image, of_image in zip(images, matches, strict=True):
+            self.findings.closest.add(image.key, of_image, image.picture)
+            if not any(match.removed for match in of_image):
+                yield image

@@ -1,0 +1,186 @@
+"""What `find` found, taken out of a dataset: a view of its shards without those samples. The dataset itself stays."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+
+from data_tools.dedup.decisions import DECISIONS, DECISIONS_NAME
+from data_tools.dedup.finding import FOUND_NAME, VERSION
+from data_tools.views import View
+from vitscale import storage
+from vitscale.errors import DataError, RecipeError
+from vitscale.shards import Manifest, ShardEntry, file_digests
+from vitscale.shards.opening import local_copy, open_shard
+from vitscale.shards.provenance import provenance_path, read_provenance, read_table
+
+_OPTION = "dedup_against"  # of the manifest, as conversion writes it, too
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What is to be taken out of a dataset.
+
+    Attributes:
+        manifest: the dataset.
+        decisions: the file that says so.
+        sha256: of that file.
+        indexes: what the dataset was compared with, as `NamedIndex.described` has them.
+        uids: int64 (n,), of the samples, sorted.
+        by_test_set: how many of them match each test set.
+    """
+
+    manifest: Manifest
+    decisions: Path
+    sha256: str
+    indexes: list[dict[str, Any]]
+    uids: np.ndarray
+    by_test_set: dict[str, int]
+
+    @classmethod
+    def of(cls, dataset: str, found: str) -> "Removal":
+        """Read what `find` wrote.
+
+        Raises:
+            RecipeError: it was found in another dataset, or nothing would be left.
+            DataError: either of them missing or damaged.
+            StorageError: a URL that does not answer.
+        """
+        manifest, described = Manifest.load(dataset), _described(Path(found))
+        searched = described["dataset"]
+        if searched["sha256"] != manifest.sha256:
+            raise RecipeError(
+                f"FOUND {found}: was found in {searched['manifest']}, a manifest of the sha256 {searched['sha256']}; "
+                f"that of {dataset} has {manifest.sha256}. Run `vitscale dedup find` on this dataset"
+            )
+        decisions = Path(found) / DECISIONS_NAME
+        table = read_table(decisions, DECISIONS, ["train_uid", "test_set", "removed"]).filter(pc.field("removed"))
+        uids = np.unique(table["train_uid"].to_numpy())
+        if len(uids) >= manifest.num_samples:
+            raise RecipeError(f"FOUND {found}: all {manifest.num_samples:,} samples are to be removed: none is left")
+        counts = table.group_by("test_set").aggregate([("train_uid", "count_distinct")]).to_pylist()
+        of_sets = {row["test_set"]: row["train_uid_count_distinct"] for row in counts}
+        names = [name for index in described["indexes"] for name in index["test_sets"]]
+        return cls(
+            manifest=manifest,
+            decisions=decisions,
+            sha256=described["files"][DECISIONS_NAME]["sha256"],
+            indexes=described["indexes"],
+            uids=uids,
+            by_test_set={name: of_sets.get(name, 0) for name in names},
+        )
+
+    def of_shard(self, index: int) -> np.ndarray:
+        """Those of `uids` that a shard of the dataset has."""
+        shards = self.manifest.shards
+        start = int(np.searchsorted(self.uids, shards[index].first_uid)) if index else 0
+        end = int(np.searchsorted(self.uids, shards[index + 1].first_uid)) if index + 1 < len(shards) else None
+        return self.uids[start:end]
+
+    def remaining(self) -> Iterator[int]:
+        """The shards of which anything is left."""
+        for index, entry in enumerate(self.manifest.shards):
+            if entry.num_selected > len(self.of_shard(index)):
+                yield index
+
+    def new_manifest(self, entries: list[ShardEntry]) -> Manifest:
+        """The manifest of what is left, which these shards hold."""
+        old = self.manifest
+        kept = {name: getattr(old, name) for name in Manifest.model_fields}
+        against = [*old.options.get(_OPTION, []), *self.indexes]
+        return Manifest(
+            **kept
+            | {
+                "num_samples": sum(entry.num_selected for entry in entries),
+                "num_removed": old.num_removed + len(self.uids),
+                "options": old.options | {_OPTION: against},
+                "shards": tuple(entries),
+            }
+        )
+
+
+def write_view(removal: Removal, out: str) -> Manifest:
+    """Write a manifest of what is left, which refers to the dataset's shards where they are.
+
+    Args:
+        removal: what is left out.
+        out: a new or empty folder; beside the dataset in the same bucket if that is at a URL.
+
+    Raises:
+        RecipeError: an `out` that cannot be taken, or one from which no path leads to the shards.
+        DataError: a shard that is missing or damaged; a disk that refuses.
+        StorageError: a URL that does not answer.
+    """
+    manifest, entries = removal.manifest, []
+    try:
+        with View(manifest, out) as view:
+            for index in removal.remaining():
+                uids, kept = removal.of_shard(index), None
+                if len(uids):
+                    entry, selected = manifest.shards[index], manifest.selected_slots(index)
+                    slots = np.arange(entry.samples) if selected is None else selected
+                    kept = slots_without(slots, _uids_of(manifest, index), uids, entry.path)
+                entries.append(view.entry(index, kept))
+            view.add(DECISIONS_NAME, removal.decisions.read_bytes())
+            return view.save(removal.new_manifest(entries))
+    except OSError as error:
+        raise DataError(f"OUT {out}: cannot be written ({error.strerror or error})") from error
+
+
+def slots_without(slots: np.ndarray, uid_of: np.ndarray, uids: np.ndarray, where: str) -> np.ndarray:
+    """Those slots that have none of some uids.
+
+    Args:
+        slots: int64 (n,), that are selected.
+        uid_of: int64 (samples,), of all slots.
+        uids: to leave out.
+        where: what people call the shard.
+
+    Raises DataError if not every uid is that of a slot.
+    """
+    removed = np.isin(uid_of[slots], uids)
+    if removed.sum() != len(uids):
+        raise DataError(
+            f"{where}: has {int(removed.sum()):,} of the {len(uids):,} uids that are to be removed from it. `vitscale "
+            "shards verify` tells whether the dataset is damaged"
+        )
+    return slots[~removed]
+
+
+def _uids_of(manifest: Manifest, index: int) -> np.ndarray:
+    """Uids of all slots of a shard. At a URL from the table beside it, if there is one: the shard is a large file."""
+    entry = manifest.shards[index]
+    where = manifest.location(entry.path)
+    beside = provenance_path(where)
+    if not storage.is_url(where) or storage.size_of(beside) is None:
+        with open_shard(manifest, index, with_keys=False) as shard:
+            return shard.file.uid
+    with local_copy(beside) as path:
+        table = read_provenance(path, ["uid"])
+    if table.num_rows != entry.samples:
+        raise DataError(f"{beside}: {table.num_rows:,} rows; the manifest says {entry.samples:,} samples")
+    return table["uid"].to_numpy()
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    """What stands in `found.json`. Raises DataError: it or the decisions beside it are missing or damaged."""
+    path, decisions = folder / FOUND_NAME, folder / DECISIONS_NAME
+    try:
+        described = json.loads(path.read_text("utf-8"))
+        version, expected = described["version"], described["files"][DECISIONS_NAME]["sha256"]
+        found = file_digests(decisions).sha256
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DataError(f"{error.filename}: no such file; `vitscale dedup find` writes it") from error
+    except OSError as error:
+        raise DataError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path}: damaged ({error!r}). Run `vitscale dedup find` anew") from error
+    if version != VERSION:
+        raise DataError(f"{path}: version {version!r}; this version of vitscale reads {VERSION}. Find anew")
+    if found != expected:
+        raise DataError(f"{decisions}: damaged: sha256 {found}; {FOUND_NAME} says {expected}. Find anew")
+    return described

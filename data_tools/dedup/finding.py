@@ -1,0 +1,264 @@
+"""A dataset already written against indexes: which of its samples are copies of test images. Removes nothing.
+
+FOUND/found.json         which dataset, which indexes, with what settings; digests of the files; written last
+FOUND/dedup.parquet      every decision, see `decisions.py`, in order of shards
+FOUND/contaminated.csv   test images that have a copy in the dataset, with the nearest
+FOUND/report.json, *.png see `report.py`
+"""
+
+import csv
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from data_tools.dedup.against import Findings, NamedIndex
+from data_tools.dedup.decisions import DECISIONS_NAME, decisions, read_decisions, write_decisions
+from data_tools.dedup.index import Index
+from data_tools.dedup.matching import TIERS, Matcher
+from data_tools.dedup.report import write_report
+from data_tools.dedup.settings import Settings
+from data_tools.dedup.stored import known_manifest, shard_queries
+from data_tools.dedup.tally import Tally
+from data_tools.engines.task import Progress, Tick
+from data_tools.planning import Run
+from vitscale.durable import sync_folder
+from vitscale.errors import DataError, RecipeError
+from vitscale.shards import Manifest, file_digests
+from vitscale.storage import is_url, without_secrets
+
+FOUND_NAME = "found.json"
+CONTAMINATED_NAME = "contaminated.csv"
+VERSION = 1
+
+_COLUMNS = ("test_set", "test_key", "train_key", "tier", "distance", "correlation")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a comparison came to.
+
+    Attributes:
+        matcher: with the test sets and the settings that were used.
+        tally: the counts.
+        made_anew: how many shards had no fingerprints in their tables, or those of another algorithm.
+        files: names of what was written.
+    """
+
+    matcher: Matcher
+    tally: Tally
+    made_anew: int
+    files: list[str]
+
+
+def find(
+    dataset: str,
+    indexes: Sequence[str],
+    out: str,
+    run: Run,
+    *,
+    overrides: dict[str, Any] | None = None,
+    tick: Tick = lambda done, rejected: None,
+) -> Finding:
+    """Compare a dataset with indexes and write what is found to a new folder; complete or not at all.
+
+    Args:
+        dataset: folder, manifest file or URL.
+        indexes: their folders.
+        out: a folder that does not exist, or is empty.
+        run: where tasks, one a shard, are run.
+        overrides: fields of `Settings`, for every test set in place of the index's.
+        tick: told several times a second how many samples are done.
+
+    Raises:
+        RecipeError: an `out` that is taken; settings out of range; two test sets of one name.
+        DataError: a dataset or an index that is missing or damaged; a disk that refuses.
+        StorageError: a URL that does not answer.
+    """
+    manifest = Manifest.load(dataset)
+    opened = [Index(folder) for folder in indexes]
+    settings = {one.name: _overridden(one.name, one.settings, overrides or {}) for i in opened for one in i.test_sets}
+    matcher = Matcher(opened, settings)
+    named = []
+    for index in opened:
+        index.verify()
+        named.append(NamedIndex(str(index.folder.absolute()), index.sha256, tuple(one.name for one in index.test_sets)))
+    searched = _Searched(
+        manifest.where,
+        manifest.sha256,
+        tuple(named),
+        tuple(settings.items()),
+    )
+    with _new_folder(out) as folder:
+        pieces = folder / "pieces"
+        pieces.mkdir()
+        tasks = (_Task(searched, index, entry.path, pieces) for index, entry in enumerate(manifest.shards))
+        findings, made_anew = Findings.none(matcher), 0
+        for of_shard, are_fresh in run(tasks, tick):
+            findings.add(of_shard)
+            made_anew += are_fresh
+        _join(pieces, len(manifest.shards), folder, [one.name for one in matcher.test_sets])
+        shutil.rmtree(pieces)
+        files = [DECISIONS_NAME, CONTAMINATED_NAME]
+        files += write_report(folder, matcher, findings.tally, findings.closest)
+        _describe(folder, manifest, named, findings.tally, files)
+    return Finding(matcher, findings.tally, made_anew, files)
+
+
+def _overridden(name: str, settings: Settings, overrides: dict[str, Any]) -> Settings:
+    try:
+        return Settings(**asdict(settings) | overrides)
+    except RecipeError as error:
+        raise RecipeError(f"test set {name}: {error}") from error
+
+
+@contextmanager
+def _new_folder(out: str) -> Iterator[Path]:
+    """A folder under another name, which has its own on leaving without an error. Raises RecipeError, DataError."""
+    if is_url(out):
+        raise RecipeError(f"--out {out}: a report is written to this machine's disk; give a folder")
+    target = Path(out).absolute()
+    try:
+        if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
+            raise RecipeError(f"--out {out}: already exists. Choose a new or empty folder")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
+        aside.mkdir()
+    except OSError as error:
+        raise RecipeError(f"--out {out}: cannot be written ({error.strerror})") from error
+    try:
+        yield aside
+        os.sync()
+        aside.replace(target)
+        sync_folder(target.parent)
+    except OSError as error:
+        raise DataError(f"{error.filename or out}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+# ---------------------------------------------------------------------------------------------------------- one shard
+
+
+@dataclass(frozen=True)
+class _Searched:
+    """What is compared with what; paths, because the things themselves are large. Travels to every worker."""
+
+    manifest: str
+    manifest_sha256: str
+    indexes: tuple[NamedIndex, ...]
+    settings: tuple[tuple[str, Settings], ...]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One shard to compare. Its decisions become a file of `folder`, if there are any."""
+
+    searched: _Searched
+    shard: int
+    path: str
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return f"shard {self.path}"
+
+    def describe(self, position: int) -> str:
+        """What people call the image at a position."""
+        return f"image {position:,} of {self.path}"
+
+    def without(self, position: int, reason: str) -> None:
+        """No sample may be left out unnoticed."""
+        return None
+
+    def run(self, progress: Progress) -> tuple[Findings, bool]:
+        """What the comparison came to, and whether fingerprints had to be made for it.
+
+        Raises DataError: a shard, a table or an index that is damaged; StorageError.
+        """
+        manifest, matcher = _opened(self.searched)
+        findings = Findings.none(matcher)
+        matcher.tally = findings.tally
+        tables = []
+        with shard_queries(manifest, self.shard) as queries:
+            for batch in queries.batches():
+                matches = matcher.match(batch)
+                for query, of_query in zip(batch, matches, strict=True):
+                    findings.closest.add(query.key, of_query, query.picture)
+                    progress.advance()
+                if any(matches):
+                    tables.append(decisions(matcher, [(query.uid, query.key) for query in batch], matches))
+            if tables:
+                write_decisions(_piece(self.folder, self.shard), tables)
+            return findings, queries.are_fresh
+
+
+@lru_cache(maxsize=1)
+def _opened(searched: _Searched) -> tuple[Manifest, Matcher]:
+    """Opened once a process."""
+    indexes = []
+    for named in searched.indexes:
+        indexes.append(Index(named.path))
+        if indexes[-1].sha256 != named.sha256:
+            raise DataError(f"{named.path}: has changed since the comparison began. Repeat the command")
+    return known_manifest(searched.manifest, searched.manifest_sha256), Matcher(indexes, dict(searched.settings))
+
+
+# ------------------------------------------------------------------------------------------------------- all together
+
+
+def _piece(folder: Path, shard: int) -> Path:
+    return folder / f"{shard:06d}.parquet"
+
+
+def _join(pieces: Path, shards: int, folder: Path, names: Sequence[str]) -> None:
+    """The decisions of all shards in their order, and the test images that these contaminate."""
+    best: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def tables() -> Iterator[pa.Table]:
+        for path in filter(Path.exists, (_piece(pieces, shard) for shard in range(shards))):
+            table = read_decisions(path)
+            for row in table.filter(pc.field("removed")).to_pylist():
+                image = row["test_set"], row["test_key"]
+                if image not in best or _order(row) < _order(best[image]):
+                    best[image] = row
+            yield table
+
+    write_decisions(folder / DECISIONS_NAME, tables())
+    with (folder / CONTAMINATED_NAME).open("x", encoding="utf-8", newline="") as file:
+        rows = csv.DictWriter(file, _COLUMNS, extrasaction="ignore", lineterminator="\n")
+        rows.writeheader()
+        for row in sorted(best.values(), key=lambda row: (names.index(row["test_set"]), *_order(row), row["test_key"])):
+            correlation = "" if row["correlation"] is None else f"{row['correlation']:.3f}"
+            rows.writerow(row | {"correlation": correlation})
+
+
+def _order(row: dict[str, Any]) -> tuple[int, float, float, str]:
+    """Of matches the nearest comes first."""
+    distance = math.inf if row["distance"] is None else row["distance"]
+    correlation = -1.0 if row["correlation"] is None else row["correlation"]
+    return TIERS.index(row["tier"]), distance, -correlation, row["train_key"]
+
+
+def _describe(
+    folder: Path, manifest: Manifest, indexes: Sequence[NamedIndex], tally: Tally, names: Sequence[str]
+) -> None:
+    digests = {name: file_digests(folder / name) for name in names}
+    content = {
+        "version": VERSION,
+        "dataset": {"manifest": without_secrets(manifest.where), "sha256": manifest.sha256, "samples": manifest.num_samples},
+        "removed": tally.removed,
+        "indexes": [index.described() for index in indexes],
+        "files": {name: {"bytes": of.bytes, "sha256": of.sha256} for name, of in digests.items()},
+    }
+    (folder / FOUND_NAME).write_text(json.dumps(content, indent=1) + "\n", "utf-8")

@@ -1,0 +1,118 @@
+"""A contact sheet of the pairs nearest to the threshold: was it right to remove these, and to keep those?"""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+from data_tools.dedup.closest import Pair
+from data_tools.dedup.pictures import SIDE
+from vitscale.durable import durable_file
+
+_COLUMNS = 4  # pairs side by side
+_GAP, _BETWEEN = 18, 4
+_TITLE_SIZE, _HEAD_SIZE, _TEXT_SIZE = 20, 15, 12
+_LINE = 16
+_WIDTH = 2 * SIDE + _BETWEEN  # of a pair
+_STEP_X, _STEP_Y = _WIDTH + _GAP, SIDE + 3 * _LINE + _GAP
+_HEAD = 44  # pixels of a block's heading
+_TOP = 40
+_BACKGROUND, _MARGIN, _TEXT, _FAINT = "white", "#ececec", "black", "#666666"
+_REMOVED, _KEPT = "#b02a25", "#22703a"
+
+
+def write_pair_sheet(
+    path: Path, name: str, removed: Sequence[tuple[Pair, bytes]], kept: Sequence[tuple[Pair, bytes]]
+) -> None:
+    """Write a test set's sheet as PNG.
+
+    Args:
+        path: the file.
+        name: of the test set, in plain text.
+        removed, kept: pairs, nearest to the threshold first, each with the small JPEG of its test image.
+
+    Raises OSError.
+    """
+    sheet = pair_sheet(name, removed, kept)
+    with durable_file(path) as file:
+        sheet.save(file, "PNG")
+
+
+def pair_sheet(name: str, removed: Sequence[tuple[Pair, bytes]], kept: Sequence[tuple[Pair, bytes]]) -> Image.Image:
+    """Pairs in two blocks: removed ones, the least alike first, and kept ones, the most alike first."""
+    blocks = (
+        ("removed, the least alike first", "nothing was removed by its hash or its picture", _REMOVED, removed),
+        ("kept, the most alike first", "nothing that was kept comes near", _KEPT, kept),
+    )
+    rows = sum(-(-len(pairs) // _COLUMNS) for _, _, _, pairs in blocks)
+    size = _COLUMNS * _STEP_X + _GAP, _TOP + len(blocks) * _HEAD + rows * _STEP_Y + _GAP
+    sheet = Image.new("RGB", size, _BACKGROUND)
+    draw = ImageDraw.Draw(sheet)
+    title = _shortened(f"{name}: left an image, right the test image", _font(_TITLE_SIZE), sheet.width - 2 * _GAP)
+    draw.text((_GAP, _TOP / 2 + 4), title, fill=_TEXT, font=_font(_TITLE_SIZE), anchor="lm")
+    y = _TOP
+    for heading, nothing, colour, pairs in blocks:
+        text = heading if pairs else nothing
+        draw.line((_GAP, y + 10, sheet.width - _GAP, y + 10), fill=colour, width=2)
+        draw.text((_GAP, y + 26), text, fill=colour, font=_font(_HEAD_SIZE), anchor="lm")
+        y += _HEAD
+        for i, (pair, test_picture) in enumerate(pairs):
+            at = _GAP + i % _COLUMNS * _STEP_X, y + i // _COLUMNS * _STEP_Y
+            _paste_pair(sheet, draw, at, pair, test_picture)
+        y += -(-len(pairs) // _COLUMNS) * _STEP_Y
+    return sheet
+
+
+def printable(text: str) -> str:
+    """Names as they can be drawn and printed, in one line."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def _paste_pair(
+    sheet: Image.Image, draw: ImageDraw.ImageDraw, at: tuple[int, int], pair: Pair, test_picture: bytes
+) -> None:
+    x, y = at
+    for left, jpeg in ((x, pair.picture), (x + SIDE + _BETWEEN, test_picture)):
+        draw.rectangle((left, y, left + SIDE - 1, y + SIDE - 1), fill=_MARGIN)
+        picture = _picture(jpeg)
+        if picture is not None:
+            sheet.paste(picture, (left + (SIDE - picture.width) // 2, y + (SIDE - picture.height) // 2))
+    facts = f"correlation {pair.correlation:.3f}, {pair.distance} bits"
+    facts += "" if pair.cosine is None else f", cosine {pair.cosine:.2f}"
+    facts += f", by {pair.tier}" if pair.removed else ""
+    y += SIDE + _LINE // 2 + 2
+    for text, colour in ((facts, _TEXT), (printable(pair.train_key), _FAINT), (printable(pair.test_key), _FAINT)):
+        draw.text((x, y), _shortened(text, _font(_TEXT_SIZE), _WIDTH), fill=colour, font=_font(_TEXT_SIZE), anchor="lm")
+        y += _LINE
+
+
+def _picture(jpeg: bytes) -> Image.Image | None:
+    """As large as fits; None for what is no picture."""
+    try:
+        with Image.open(io.BytesIO(jpeg)) as image:
+            picture = image.convert("RGB")
+    except Exception:  # Pillow raises nearly anything on damaged files; the pair's facts stay
+        return None
+    scale = SIDE / max(picture.size)
+    size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
+    return picture.resize(size, Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST)
+
+
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)
+
+
+def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
+    """`text`, with its middle left out if it is wider: names of files begin alike and end differently."""
+    text = text if len(text) <= width else text[: width // 2] + text[-(width // 2) :]  # no letter is below a pixel
+    if font.getlength(text) <= width:
+        return text
+    keep = len(text) - 1
+    while keep > 1 and font.getlength(_without_middle(text, keep)) > width:
+        keep -= 1
+    return _without_middle(text, keep)
+
+
+def _without_middle(text: str, keep: int) -> str:
+    return f"{text[: keep // 3]}…{text[len(text) - (keep - keep // 3) :]}"

@@ -1,0 +1,226 @@
+"""What people need to see before they trust a de-duplication: what was removed, by what, and how much of it wrongly."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from data_tools.dedup.closest import Closest, Pair
+from data_tools.dedup.histogram import draw_histogram, missing
+from data_tools.dedup.matching import TIERS, Matcher, Tier
+from data_tools.dedup.pair_sheet import printable, write_pair_sheet
+from data_tools.dedup.tail import Estimate, Expected, amount, expected_false
+from data_tools.dedup.tally import Tally
+from vitscale.durable import durable_file
+
+REPORT_NAME = "report.json"
+_LONGEST = 60  # characters of a test set's name in that of a file
+_SHOWN = 20  # in a line of the table
+_HEADINGS: dict[Tier, str] = {
+    "bytes": "by\nbytes",
+    "pixels": "by\npixels",
+    "hash": "by\nhash",
+    "correlation": "by cor-\nrelation",
+    "embedding": "by em-\nbedding",
+}
+
+
+def write_report(folder: Path, matcher: Matcher, tally: Tally, closest: Closest) -> list[str]:
+    """Write `report.json`, and for each test set `NAME.pairs.png` and `NAME.histogram.png`.
+
+    A test set of which only equal bytes and pixels count has neither picture; without matplotlib there are no
+    histograms. Equal inputs give equal bytes.
+
+    Returns the names of the files. Raises OSError, and DataError for an index that cannot be read.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with durable_file(folder / REPORT_NAME) as file:
+        # ASCII with escapes: names may be of bytes that are no text.
+        file.write((json.dumps(described(matcher, tally), indent=1) + "\n").encode("ascii"))
+    written = [REPORT_NAME]
+    can_draw = missing() is None
+    for number, stem in enumerate(_stems(tally.names)):
+        settings = matcher.settings[number]
+        if not settings.near:
+            continue
+        name = printable(tally.names[number])
+        sides = [_with_pictures(matcher, closest.pairs(number, removed)) for removed in (True, False)]
+        write_pair_sheet(folder / f"{stem}.pairs.png", name, *sides)
+        written.append(f"{stem}.pairs.png")
+        if can_draw:
+            counts = tally.distances[number], tally.correlations[number]
+            path = folder / f"{stem}.histogram.png"
+            draw_histogram(path, name, *counts, settings, _expected(matcher, tally, number))
+            written.append(path.name)
+    return written
+
+
+def described(matcher: Matcher, tally: Tally) -> dict[str, Any]:
+    """The report as plain values, as `report.json` has them.
+
+    `expected_false` counts pairs that were removed though they are no copies, only near by chance, as far as hashes and
+    correlations decided: `expected` (null: too few pairs to tell) and `at_most`, see `tail.Estimate`; and the line that
+    was fitted to the histogram, see `tail.Fit`.
+    """
+    return {
+        "images": tally.images,
+        "removed": tally.removed,
+        "test_sets": [_of_test_set(matcher, tally, number) for number in range(len(tally.names))],
+    }
+
+
+def tables(matcher: Matcher, tally: Tally) -> list[Table]:
+    """The report as a terminal shows it, at most 110 columns wide."""
+    report = described(matcher, tally)
+    test_sets = report["test_sets"]
+    with_model = any(index.embedding is not None for index in matcher.indexes)
+    tiers = [tier for tier in TIERS if with_model or tier != "embedding"]
+    caption = Text(_caption(report, with_model))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left", caption_style="")
+    table.add_column("test set", max_width=_SHOWN, overflow="fold")  # the only one to give way
+    for heading in (
+        "its\nimages",
+        "contami-\nnated",
+        "copies\nfound",
+        *(_HEADINGS[tier] for tier in tiers),
+        "wrongly,\nexpected",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in test_sets:
+        removed = one["removed"]
+        table.add_row(
+            Text(printable(one["name"])),
+            f"{one['images']:,}",
+            _share(one["contaminated"]["images"], one["images"]),
+            f"{sum(removed.values()):,}",
+            *(f"{removed[tier]:,}" for tier in tiers),
+            _wrongly(one["expected_false"]["total"]),
+        )
+    if len(test_sets) > 1:
+        images, contaminated = (
+            sum(values) for values in zip(*((s["images"], s["contaminated"]["images"]) for s in test_sets), strict=True)
+        )
+        table.add_section()
+        # An image that matches several test sets is removed once, so the tiers have no sum.
+        blanks = [""] * len(tiers)
+        total = _sum([one["expected_false"]["total"] for one in test_sets])
+        row = ["all", f"{images:,}", _share(contaminated, images), f"{report['removed']:,}", *blanks, _wrongly(total)]
+        table.add_row(*row)
+    return [table]
+
+
+def _of_test_set(matcher: Matcher, tally: Tally, number: int) -> dict[str, Any]:
+    test_set, settings, index = matcher.test_sets[number], matcher.settings[number], matcher.index_of(number)
+    removed = {tier: tally.tiers[number][tier] for tier in TIERS}
+    contaminated = len(tally.contaminated[number])
+    expected = _expected(matcher, tally, number)
+    parts = {"hash": _described_estimate(expected.hash), "correlation": _described_estimate(expected.correlation)}
+    return {
+        "name": test_set.name,
+        "source": test_set.source,
+        "index": index.sha256,
+        "preset": test_set.preset,
+        "level": test_set.level,
+        "settings": asdict(settings),
+        "images": test_set.images,
+        "unreadable": test_set.unreadable,
+        "contaminated": {"images": contaminated, "percent": _rounded(100 * contaminated / max(1, test_set.images))},
+        "removed": removed,
+        "distances": tally.distances[number].tolist(),
+        "correlations": tally.correlations[number].tolist(),
+        "expected_false": {**parts, "total": _sum(list(parts.values()))},
+    }
+
+
+def _expected(matcher: Matcher, tally: Tally, number: int) -> Expected:
+    """As fitted, but no more can be wrong than were removed."""
+    counts = tally.distances[number], tally.correlations[number]
+    expected = expected_false(*counts, matcher.settings[number])
+    removed = tally.tiers[number]
+    return Expected(_limited(expected.hash, removed["hash"]), _limited(expected.correlation, removed["correlation"]))
+
+
+def _limited(estimate: Estimate, removed: int) -> Estimate:
+    expected = 0.0 if removed == 0 else estimate.expected
+    return replace(
+        estimate,
+        expected=None if expected is None else min(expected, removed),
+        at_most=min(estimate.at_most, removed),
+    )
+
+
+def _described_estimate(estimate: Estimate) -> dict[str, Any]:
+    fit = estimate.fit
+    return {
+        "expected": None if estimate.expected is None else _rounded(estimate.expected),
+        "at_most": _rounded(estimate.at_most),
+        "fit": None if fit is None else {name: _rounded(value) for name, value in asdict(fit).items()},
+    }
+
+
+def _sum(estimates: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    known = [one["expected"] for one in estimates]
+    return {
+        "expected": None if None in known else _rounded(sum(known)),
+        "at_most": _rounded(sum(one["at_most"] for one in estimates)),
+    }
+
+
+def _rounded(value: float) -> float:
+    """Four digits: further ones may differ between processors."""
+    return float(f"{value:.4g}")
+
+
+def _with_pictures(matcher: Matcher, pairs: list[Pair]) -> list[tuple[Pair, bytes]]:
+    if not pairs:
+        return []
+    pictures = matcher.index_of(pairs[0].test_set).pictures([pair.image for pair in pairs])
+    return list(zip(pairs, pictures, strict=True))
+
+
+def _stems(names: Sequence[str]) -> list[str]:
+    """Names of files for test sets, which people name anything: no two alike, upper and lower case the same."""
+    stems: list[str] = []
+    for name in names:
+        plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:_LONGEST] or "test-set"
+        stem, count = plain, 1
+        while stem.lower() in {taken.lower() for taken in stems}:
+            count += 1
+            stem = f"{plain}-{count}"
+        stems.append(stem)
+    return stems
+
+
+def _share(count: int, total: int) -> str:
+    """As the paper's predecessor has it (BiT, Table 7), and in per cent."""
+    return f"{count:,} ({count / max(1, total):.1%})"
+
+
+def _wrongly(estimate: dict[str, Any]) -> str:
+    expected, at_most = estimate["expected"], estimate["at_most"]
+    if at_most == 0:
+        return "0"
+    if expected is None:
+        return f"<= {amount(at_most)}"
+    shown, most = amount(expected), amount(at_most)
+    return shown if shown == most else f"{shown} (<= {most})"
+
+
+def _caption(report: dict[str, Any], with_model: bool) -> str:
+    images, removed = report["images"], report["removed"]
+    lines = [
+        f"{images:,} images compared, {removed:,} of them copies of test images ({removed / max(1, images):.3%}).",
+        "wrongly: no copies, near by chance alone, by the histogram; <= with 95 %.",
+        "Look-alikes are not in that number: see the contact sheets.",
+    ]
+    if with_model:
+        lines.append("Nor is what the embedding decided.")
+    if (reason := missing()) is not None:
+        lines.append(f"There are {reason}")
+    return "\n".join(lines)

@@ -1,0 +1,157 @@
+"""Samples of a shard as queries: fingerprints from the table beside it, pictures from the shard where they are needed.
+
+A table of an older version of vitscale, or of another algorithm, has no fingerprints that could be compared: then all
+images are decoded and fingerprinted.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from data_tools.dedup.fingerprint import ALGORITHM, fingerprint, lumas_of
+from data_tools.dedup.pictures import small_picture
+from vitscale.errors import DataError
+from vitscale.shards import Manifest
+from vitscale.shards.jpeg import decode
+from vitscale.shards.opening import OpenShard, local_copy, open_shard
+from vitscale.shards.provenance import (
+    FINGERPRINT_COLUMNS,
+    fingerprint_algorithm,
+    provenance_path,
+    read_provenance,
+)
+from vitscale.storage import size_of
+
+_AT_ONCE = 128
+
+
+@dataclass(eq=False)
+class StoredQuery:
+    """A selected sample: a `matching.Query` that also knows what it is called and where it is.
+
+    Attributes:
+        uid, key: of the sample; the key of one that has none tells its uid.
+        sha256: of the source's file; without a table, of the stored bytes.
+        pixels, quality, pdq, pdq_trimmed: as `matching.Query` has them.
+        slot, shard: where it is.
+        lumas: as `luma` gives them, once they are known.
+    """
+
+    uid: int
+    key: str
+    sha256: bytes
+    pixels: int
+    quality: int
+    pdq: bytes
+    pdq_trimmed: bytes | None
+    slot: int
+    shard: "ShardQueries"
+    lumas: tuple[np.ndarray, np.ndarray | None] | None = None
+
+    def luma(self, trimmed: bool) -> np.ndarray:
+        """uint8 (64, 64). Raises DataError if the sample is damaged."""
+        if self.lumas is None:
+            self.lumas = lumas_of(self.rgb())[:2]
+        # Stored anew, a picture may have lost what was a border of the source's pixels.
+        whole, without = self.lumas
+        return without if trimmed and without is not None else whole
+
+    def rgb(self) -> np.ndarray:
+        """The picture, uint8 (height, width, 3). Raises DataError if the sample is damaged."""
+        return self.shard.rgb(self.slot)
+
+    def picture(self) -> bytes:
+        """A small JPEG of it. Raises DataError if the sample is damaged."""
+        return small_picture(self.rgb())
+
+
+class ShardQueries:
+    """The selected samples of a shard.
+
+    Attributes:
+        are_fresh: whether their fingerprints had to be made now.
+    """
+
+    def __init__(self, manifest: Manifest, index: int, table: pa.Table | None, stack: ExitStack) -> None:
+        self._manifest, self._index, self._table, self._stack = manifest, index, table, stack
+        self.are_fresh = table is None or fingerprint_algorithm(table) != ALGORITHM
+        self._shard: OpenShard | None = None
+        self._last: tuple[int, np.ndarray] | None = None
+
+    def batches(self) -> Iterator[list[StoredQuery]]:
+        """All of them in order of slots, some hundreds at a time."""
+        samples = self._manifest.shards[self._index].samples
+        selected = self._manifest.selected_slots(self._index)
+        slots = np.arange(samples) if selected is None else selected
+        for start in range(0, len(slots), _AT_ONCE):
+            some = slots[start : start + _AT_ONCE]
+            rows: list[dict[str, Any]] = [{}] * len(some) if self._table is None else self._table.take(some).to_pylist()
+            yield [self._query(slot, row) for slot, row in zip(some.tolist(), rows, strict=True)]
+
+    def rgb(self, slot: int) -> np.ndarray:
+        """The picture of a slot, uint8 (height, width, 3). Raises DataError if it is damaged, or StorageError."""
+        if self._last is None or self._last[0] != slot:
+            shard = self._open()
+            height, width = int(shard.file.height[slot]), int(shard.file.width[slot])
+            status, pixels = decode(shard.image(slot), height, width)
+            if status != 0:
+                raise DataError(f"{shard.file.path}: {shard.name(slot)} does not decode cleanly")
+            self._last = slot, pixels
+        return self._last[1]
+
+    def _query(self, slot: int, row: dict[str, Any]) -> StoredQuery:
+        if not self.are_fresh:
+            facts = row["pixels"], row["pdq_quality"], row["pdq"], row["pdq_trimmed"]
+            return StoredQuery(row["uid"], row["key"], row["sha256"], *facts, slot=slot, shard=self)
+        shard = self._open()
+        made, uid = fingerprint(self.rgb(slot)), int(shard.file.uid[slot])
+        digest = row["sha256"] if row else sha256(shard.image(slot)).digest()
+        facts = made.pixels, made.quality, made.pdq, made.pdq_trimmed
+        lumas = made.luma, made.luma_trimmed
+        return StoredQuery(uid, row.get("key", f"uid-{uid}"), digest, *facts, slot=slot, shard=self, lumas=lumas)
+
+    def _open(self) -> OpenShard:
+        """The shard itself, once anything of it is asked for: at a URL it is a large file."""
+        if self._shard is None:
+            self._shard = self._stack.enter_context(open_shard(self._manifest, self._index, with_keys=False))
+            file = self._shard.file
+            if self._table is not None and not np.array_equal(self._table["uid"].to_numpy(), file.uid):
+                raise DataError(
+                    f"{file.path}: its table of provenance has other uids; `vitscale shards verify` tells more"
+                )
+        return self._shard
+
+
+@lru_cache(maxsize=1)
+def known_manifest(where: str, sha256: str) -> Manifest:
+    """A manifest, read once a process: that of a large dataset has megabytes. Raises DataError if it has changed."""
+    manifest = Manifest.load(where)
+    if manifest.sha256 != sha256:
+        raise DataError(f"{where}: has changed since the command began. Repeat it")
+    return manifest
+
+
+@contextmanager
+def shard_queries(manifest: Manifest, index: int) -> Iterator[ShardQueries]:
+    """The selected samples of a shard of a dataset.
+
+    Raises:
+        DataError: anything of it missing or damaged.
+        StorageError: a URL that does not answer.
+    """
+    entry = manifest.shards[index]
+    beside = provenance_path(manifest.location(entry.path))
+    table = None
+    if size_of(beside) is not None:
+        with local_copy(beside) as path:
+            table = read_provenance(path, ["uid", "key", "sha256", *FINGERPRINT_COLUMNS])
+        if table.num_rows != entry.samples:
+            raise DataError(f"{beside}: {table.num_rows:,} rows; the manifest says {entry.samples:,} samples")
+    with ExitStack() as stack:
+        yield ShardQueries(manifest, index, table, stack)

@@ -1,0 +1,94 @@
+"""A training set with copies of test images in it, and who copied what: made once for all tests that ask for it."""
+
+import io
+from pathlib import Path
+from typing import NamedTuple
+
+import fsspec
+import numpy as np
+from PIL import Image
+
+from data_tools.conversion import convert
+from data_tools.dedup.building import TestSource, build_index
+from data_tools.request import Request
+from data_tools.sources import SourceOptions, open_source
+
+OWN = 34  # training images that are nobody's copies
+SHARD_SAMPLES = 9
+URL = "memory://planted/train"  # where the dataset also is, for this process
+
+# Training image -> the test image that it is a copy of, and the tier that must say so; None where several may.
+PLANTED = {
+    "a/same-bytes.jpg": ("birds", "0.jpg", "bytes"),
+    "b/same-bytes-too.jpg": ("birds", "0.jpg", "bytes"),
+    "a/same-pixels.jpg": ("birds", "1.jpg", "pixels"),
+    "a/quality.jpg": ("birds", "2.jpg", "hash"),
+    "b/smaller.jpg": ("birds", "3.jpg", "hash"),
+    "b/mirrored.jpg": ("birds", "4.jpg", "hash"),
+    "b/cropped.jpg": ("birds", "5.jpg", None),
+    "a/other-set.jpg": ("fish", "0.jpg", "bytes"),
+    "a/other-set-mirrored.jpg": ("fish", "1.jpg", "hash"),
+}
+
+
+class Planted(NamedTuple):
+    """Folders: the test sets and their indexes by name, the training images, and these as a dataset."""
+
+    images: Path
+    dataset: Path
+    test_sets: dict[str, Path]
+    indexes: dict[str, Path]
+
+
+def photo(seed: int, height: int = 150, width: int = 200) -> Image.Image:
+    """An RGB picture with enough detail for a hash; those of two seeds have nothing in common."""
+    rng = np.random.default_rng(1000 + seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (12, 16, 3), np.uint8))
+    return coarse.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def jpeg(picture: Image.Image, quality: int = 92, **options: object) -> bytes:
+    out = io.BytesIO()
+    picture.save(out, "JPEG", quality=quality, **options)
+    return out.getvalue()
+
+
+def write_images(folder: Path, images: dict[str, bytes]) -> Path:
+    for name, content in images.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def index_of(name: str, folder: Path, out: Path) -> Path:
+    """An index of one test set."""
+    build_index([TestSource(name, str(folder), open_source(str(folder), None, SourceOptions()))], out, workers=1)
+    return out
+
+
+def plant(root: Path) -> Planted:
+    """Write all of it into a folder."""
+    birds, fish = [photo(i) for i in range(10)], [photo(100 + i) for i in range(6)]
+    test_sets = {
+        "birds": write_images(root / "birds", {f"{i}.jpg": jpeg(picture) for i, picture in enumerate(birds)}),
+        "fish": write_images(root / "fish", {f"{i}.jpg": jpeg(picture) for i, picture in enumerate(fish)}),
+    }
+    images = {f"{'ab'[i % 2]}/own-{i:02d}.jpg": jpeg(photo(500 + i, 120 + 2 * i, 180)) for i in range(OWN)}
+    images |= {
+        "a/same-bytes.jpg": jpeg(birds[0]),
+        "b/same-bytes-too.jpg": jpeg(birds[0]),
+        "a/same-pixels.jpg": jpeg(birds[1], comment=b"taken from somewhere"),
+        "a/quality.jpg": jpeg(birds[2], 40),
+        "b/smaller.jpg": jpeg(birds[3].resize((100, 75), Image.Resampling.LANCZOS)),
+        "b/mirrored.jpg": jpeg(birds[4].transpose(Image.Transpose.FLIP_LEFT_RIGHT), 80),
+        "b/cropped.jpg": jpeg(birds[5].crop((20, 15, 180, 135))),
+        "a/other-set.jpg": jpeg(fish[0]),
+        "a/other-set-mirrored.jpg": jpeg(fish[1].transpose(Image.Transpose.FLIP_LEFT_RIGHT)),
+    }
+    write_images(root / "images", images)
+    # To memory first: that needs no worker process, which would take seconds to start.
+    convert(Request(str(root / "images"), shard_samples=SHARD_SAMPLES, shuffle_seed=3), URL)
+    dataset = root / "train"
+    fsspec.filesystem("memory").get(f"{URL}/", f"{dataset}/", recursive=True)
+    indexes = {name: index_of(name, folder, root / f"{name}-index") for name, folder in test_sets.items()}
+    return Planted(root / "images", dataset, test_sets, indexes)

@@ -1,0 +1,234 @@
+"""The report: its numbers against what was planted, its pictures by what can be seen in them."""
+
+import builtins
+import hashlib
+import io
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pictures import encoded
+from PIL import Image
+from planted_copies import jpeg, photo, write_images
+from rich.console import Console
+
+from data_tools.dedup.building import TestSource, build_index
+from data_tools.dedup.closest import Closest, Pair
+from data_tools.dedup.fingerprint import Fingerprint, fingerprint
+from data_tools.dedup.index import Index
+from data_tools.dedup.matching import Matcher
+from data_tools.dedup.pair_sheet import pair_sheet
+from data_tools.dedup.pictures import small_picture
+from data_tools.dedup.report import described, tables, write_report
+from data_tools.dedup.settings import Settings
+from data_tools.dedup.tally import Tally
+from data_tools.images import store_image
+from data_tools.sources import SourceOptions, open_source
+
+COLUMNS = 110
+
+
+class Query:
+    """An image file to be compared."""
+
+    def __init__(self, data: bytes) -> None:
+        stored = store_image(data)
+        self.sha256, self._rgb = hashlib.sha256(data).digest(), stored.pixels
+        self._fingerprint: Fingerprint = fingerprint(stored.pixels)
+        for name in ("pixels", "quality", "pdq", "pdq_trimmed"):
+            setattr(self, name, getattr(self._fingerprint, name))
+
+    def luma(self, trimmed: bool) -> np.ndarray:
+        return self._fingerprint.luma_trimmed if trimmed else self._fingerprint.luma
+
+    def rgb(self) -> np.ndarray:
+        return self._rgb
+
+
+@pytest.fixture(scope="module")
+def index_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index of `birds`, photos, and `scans`, of which only equal bytes and pixels count; five images each."""
+    root = tmp_path_factory.mktemp("report")
+    sources = []
+    for number, (name, preset) in enumerate((("birds", "photo"), ("scans", "exact"))):
+        images = {f"{i}.jpg": jpeg(photo(10 * number + i)) for i in range(5)}
+        folder = write_images(root / name, images)
+        source = open_source(str(folder), None, SourceOptions())
+        sources.append(TestSource(name, str(folder), source, preset, level=1))
+    build_index(sources, root / "index", workers=1)
+    return root / "index"
+
+
+def matched(folder: Path) -> tuple[Matcher, Tally, Closest]:
+    """Four copies and two other images, compared with an index."""
+    images = {
+        "bytes.jpg": jpeg(photo(0)),
+        "recompressed.jpg": jpeg(photo(1), 35),
+        "recompressed-again.jpg": jpeg(photo(1), 60),
+        "scan.jpg": jpeg(photo(12)),
+        "other.jpg": jpeg(photo(800)),
+        "another.jpg": jpeg(photo(801)),
+    }
+    matcher, closest = Matcher([Index(folder)]), Closest()
+    queries = [Query(content) for content in images.values()]
+    for key, query, matches in zip(images, queries, matcher.match(queries), strict=True):
+        closest.add(key, matches, lambda query=query: small_picture(query.rgb()))
+    return matcher, matcher.tally, closest
+
+
+def renamed(folder: Path, out: Path, names: list[str]) -> Path:
+    """A copy of an index, its test sets called otherwise."""
+    shutil.copytree(folder, out)
+    content = json.loads((folder / "index.json").read_text())
+    for test_set, name in zip(content["test_sets"], names, strict=True):
+        test_set["name"] = name
+    (out / "index.json").write_text(json.dumps(content))
+    return out
+
+
+def shown(matcher: Matcher, tally: Tally) -> list[str]:
+    out = io.StringIO()
+    for table in tables(matcher, tally):
+        Console(file=out, width=COLUMNS).print(table)
+    return out.getvalue().splitlines()
+
+
+def test_numbers_are_those_of_what_was_planted(index_folder: Path, tmp_path: Path) -> None:
+    matcher, tally, closest = matched(index_folder)
+    write_report(tmp_path / "report", matcher, tally, closest)
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert report == described(matcher, tally)
+    assert (report["images"], report["removed"]) == (6, 4)
+    birds, scans = report["test_sets"]
+    assert birds["removed"] == {"bytes": 1, "pixels": 0, "hash": 2, "correlation": 0, "embedding": 0}
+    assert scans["removed"] == {"bytes": 1, "pixels": 0, "hash": 0, "correlation": 0, "embedding": 0}
+    assert birds["contaminated"] == {"images": 2, "percent": 40.0}
+    assert scans["contaminated"] == {"images": 1, "percent": 20.0}
+    assert birds["settings"]["distance"] == 31 and birds["level"] == 1 and birds["index"] == Index(index_folder).sha256
+    assert sum(birds["distances"][:32]) == 3 and len(birds["distances"]) == 91 and len(birds["correlations"]) == 100
+    assert scans["expected_false"]["total"] == {"expected": 0, "at_most": 0}
+    # Nothing was removed by the correlation, and no more can be wrong than was removed.
+    assert birds["expected_false"]["correlation"] == {"expected": 0, "at_most": 0, "fit": None}
+    assert birds["expected_false"]["hash"] == {"expected": None, "at_most": 2, "fit": None}
+
+
+def test_table_shows_them(index_folder: Path) -> None:
+    matcher, tally, _ = matched(index_folder)
+    lines = shown(matcher, tally)
+    birds, scans, total = (next(line.split() for line in lines if name in line) for name in ("birds", "scans", "all "))
+    assert birds == ["birds", "5", "2", "(40.0%)", "3", "1", "0", "2", "0", "<=", "2"]
+    assert scans == ["scans", "5", "1", "(20.0%)", "1", "1", "0", "0", "0", "0"]
+    assert total == ["all", "10", "3", "(30.0%)", "4", "<=", "2"]
+    assert any("6 images compared, 4 of them copies of test images (66.667%)" in line for line in lines)
+    assert not any("embedding" in line for line in lines)
+
+
+def test_table_of_large_counts_fits_the_terminal(index_folder: Path, tmp_path: Path) -> None:
+    names = ["a test set with a name of quite some length", "[bold]鸟🐟\n\x1b[31m"]
+    matcher = Matcher([Index(renamed(index_folder, tmp_path / "index", names))])
+    matcher.indexes[0].embedding = {"side": 224}  # as one made with a user's model has it: a column more
+    tally = Tally.empty(names)
+    tally.images, tally.removed = 300_000_000, 1_234_567
+    for number in range(2):
+        tally.tiers[number].update(bytes=123_456, pixels=12_345, hash=654_321, correlation=234_567, embedding=9_876)
+        tally.contaminated[number].update(range(5))
+    tally.distances[0] = (1e9 * np.exp(0.3 * (np.arange(91) - 90))).astype(int)
+    lines = shown(matcher, tally)
+    assert max(len(line) for line in lines) <= COLUMNS
+    text = "\n".join(lines)
+    assert "1,034,565" in text and "654,321" in text and "of quite" in text and "[bold]" in text
+    assert "\x1b" not in text
+    assert "9,876" in text and "Nor is what the embedding decided" in text
+
+
+def test_equal_inputs_give_equal_files(index_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    first = write_report(tmp_path / "a", *matched(index_folder))
+    second = write_report(tmp_path / "b", *matched(index_folder))
+    assert first == second == ["report.json", "birds.pairs.png", "birds.histogram.png"]
+    for name in first:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == sorted(first)  # nothing half-written is left
+    for name in first[1:]:
+        with Image.open(tmp_path / "a" / name) as image:
+            image.load()
+            assert image.width > 900 and not image.info.keys() & {"Software", "Creation Time"}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["a/b", "a:b"],
+        ["../../etc", "..\\..\\ETC"],
+        ["\U0001f41f $x_$ \\frac", "鸟"],
+        [".", ""],
+        ["x" * 400, "x" * 401],
+    ],
+)
+def test_any_names_make_files_of_their_own(index_folder: Path, tmp_path: Path, names: list[str]) -> None:
+    pytest.importorskip("matplotlib")
+    index = Index(renamed(index_folder, tmp_path / "index", names))
+    matcher = Matcher([index], {name: Settings() for name in names})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        written = write_report(tmp_path / "report", matcher, Tally.empty(names), Closest())
+    assert len({name.lower() for name in written}) == len(written) == 5
+    assert sorted(path.name for path in (tmp_path / "report").iterdir()) == sorted(written)
+    assert json.loads((tmp_path / "report" / "report.json").read_text())["test_sets"][0]["name"] == names[0]
+
+
+def test_without_matplotlib_the_rest_is_there(
+    index_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_anything = builtins.__import__
+
+    def import_all_but_one(name: str, *args: object, **options: object) -> object:
+        if name.split(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return import_anything(name, *args, **options)
+
+    monkeypatch.setattr(builtins, "__import__", import_all_but_one)
+    matcher, tally, closest = matched(index_folder)
+    assert write_report(tmp_path, matcher, tally, closest) == ["report.json", "birds.pairs.png"]
+    assert any("pip install 'vitscale[dedup]'" in line for line in shown(matcher, tally))
+
+
+def test_damage_of_an_earlier_report_is_overwritten(index_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text("cut off")
+    matcher, tally, closest = matched(index_folder)
+    write_report(tmp_path, matcher, tally, closest)
+    assert json.loads((tmp_path / "report.json").read_text())["images"] == 6
+
+
+def pair(removed: bool, key: str = "train/0.jpg", colour: str = "red", picture: bytes | None = None) -> Pair:
+    content = encoded(Image.new("RGB", (40, 30), colour)) if picture is None else picture
+    return Pair(0, 3, key, "test/3.jpg", "correlation", 60, 0.9, None, removed, content)
+
+
+def test_sheet_has_the_image_left_and_the_test_image_right_and_removed_ones_above() -> None:
+    blue = encoded(Image.new("RGB", (30, 40), "blue"))
+    sheet = np.asarray(pair_sheet("birds", [(pair(True), blue)], [(pair(False, colour="lime"), blue)])).astype(int)
+    places = {}
+    for name, channel in (("red", 0), ("lime", 1), ("blue", 2)):
+        others = [other for other in range(3) if other != channel]
+        hits = np.argwhere((sheet[..., channel] > 230) & (sheet[..., others].max(-1) < 60))
+        places[name] = hits.min(0), hits.max(0)
+    assert (places["red"][1] - places["red"][0] + 1).tolist() == [96, 128]  # 40 x 30 pixels, as large as fits
+    assert places["red"][1][1] < places["blue"][0][1]
+    assert places["red"][1][0] < places["lime"][0][0]
+
+
+@pytest.mark.parametrize("picture", [b"", b"\xff\xd8\xff\xe0 no picture"])
+def test_sheet_without_pictures_still_has_the_facts(picture: bytes) -> None:
+    keys = ["\U0001f41f" * 300, "שלום/鸟/́\udcff\x00\n", ""]
+    sheet = pair_sheet("\udcff\U0001f41f", [(pair(True, key, picture=picture), picture) for key in keys], [])
+    assert np.asarray(sheet).min() < 60  # text
+
+
+def test_sheet_grows_with_its_pairs() -> None:
+    empty, some, more = (pair_sheet("birds", [(pair(True), b"")] * count, []) for count in (0, 4, 24))
+    assert empty.width == some.width == more.width
+    assert empty.height < some.height < more.height

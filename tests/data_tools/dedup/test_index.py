@@ -1,0 +1,509 @@
+import hashlib
+import json
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from dedup_data import build_here, index_of, make_photo, source_of, write_photos
+from PIL import Image, ImageOps
+
+from data_tools.dedup import building
+from data_tools.dedup.building import TestSource, build_index
+from data_tools.dedup.fingerprint import Fingerprint, fingerprint
+from data_tools.dedup.index import Index
+from data_tools.dedup.luma import square_luma
+from data_tools.dedup.matching import Matcher
+from data_tools.dedup.settings import PRESETS, Settings
+from vitscale.errors import DataError, RecipeError
+
+NAMES = [f"{i:02d}.png" for i in range(11)]
+
+
+@dataclass(frozen=True)
+class File:
+    """An image file as a query."""
+
+    path: Path
+
+    @property
+    def found(self) -> Fingerprint:
+        return fingerprint(self.rgb())
+
+    @property
+    def sha256(self) -> bytes:
+        return hashlib.sha256(self.path.read_bytes()).digest()
+
+    pixels = property(lambda self: self.found.pixels)
+    quality = property(lambda self: self.found.quality)
+    pdq = property(lambda self: self.found.pdq)
+    pdq_trimmed = property(lambda self: self.found.pdq_trimmed)
+
+    def luma(self, trimmed: bool) -> np.ndarray:
+        return self.found.luma_trimmed if trimmed else self.found.luma
+
+    def rgb(self) -> np.ndarray:
+        return np.asarray(Image.open(self.path).convert("RGB"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def hashes_by_key(index: Index) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
+    found: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
+    for place, owner in enumerate(index.owners):
+        one = int(index.variants[place]), tuple(index.hashes[:, place].tolist())
+        found.setdefault(index.keys[int(owner)].as_py(), []).append(one)
+    return found
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("photos")
+    write_photos(folder, NAMES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Path:
+    """An index of the photos at level 1."""
+    out = tmp_path_factory.mktemp("made") / "index"
+    index_of(out, [source_of(photos, level=1)])
+    return out
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    build_here(monkeypatch)
+
+
+@pytest.fixture
+def index_copy(tmp_path: Path, made: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "copy"))
+
+
+# ---------------------------------------------------------------------------------------------------------- what is in
+
+
+def test_an_index_has_what_the_files_are(photos, made):
+    index = Index(made)
+    index.verify()
+    (one,) = index.test_sets
+    assert (one.name, one.source, one.preset, one.level) == ("photos", str(photos), "photo", 1)
+    assert (one.images, one.hashes, one.unreadable) == (11, 11 * 8, 0)
+    assert one.settings == PRESETS["photo"]
+    assert sorted(index.keys.to_pylist()) == NAMES
+    for row, key in enumerate(index.keys.to_pylist()):
+        pixels = np.asarray(Image.open(photos / key))
+        facts = {name: index.images[name][row].as_py() for name in ("sha256", "pixels", "quality", "trim")}
+        assert facts == {
+            "sha256": hashlib.sha256((photos / key).read_bytes()).digest(),
+            "pixels": xxhash.xxh3_64_intdigest(pixels.tobytes(), 260),
+            "quality": 100,
+            "trim": None,
+        }
+        assert index.size(row) == (200, 260, None)
+        np.testing.assert_array_equal(index.thumbnails[row], square_luma(pixels))
+        (picture,) = index.pictures([row])
+        small = Image.open(BytesIO(picture))
+        assert small.size == (128, 98)
+        expected = np.asarray(Image.fromarray(pixels).resize(small.size, Image.Resampling.BOX))
+        assert np.corrcoef(np.asarray(small).ravel(), expected.ravel())[0, 1] > 0.99
+
+
+def test_hashes_are_those_of_the_crops_and_their_mirror_images(photos, made):
+    pdqhash = pytest.importorskip("pdqhash")
+    index = Index(made)
+    assert index.owners.tolist() == sorted(index.owners.tolist())
+    of_image = hashes_by_key(index)
+    for key in NAMES[:3]:
+        image = Image.open(photos / key)
+        views = {0: image, 4: image.crop((7, 5, 254, 195)), 2: image.crop((30, 0, 230, 200))}  # whole, 95 %, square
+        for code, view in views.items():
+            for mirrored in (0, 1):
+                luma = square_luma(np.asarray(ImageOps.mirror(view) if mirrored else view))
+                expected, _ = pdqhash.compute(np.repeat(luma[:, :, None], 3, axis=2))
+                words = np.packbits(expected.astype(np.uint8)).view(np.uint64)
+                stored = np.array(dict(of_image[key])[code + mirrored], np.uint64)
+                differing = np.unpackbits((stored ^ words).view(np.uint8)).sum()
+                # A mirrored picture's means may round the other way.
+                assert differing <= (10 if mirrored else 0)
+
+
+def test_the_index_does_not_depend_on_workers_or_pieces(monkeypatch, tmp_path, photos, made):
+    monkeypatch.setattr(building, "_PIECE", 3)
+    for workers in (1, 2):
+        build_index([source_of(photos, level=1)], tmp_path / str(workers), workers=workers)
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+    index, whole = Index(tmp_path / "1"), Index(made)
+    assert contents(made).keys() == contents(tmp_path / "1").keys()
+    assert index.images.equals(whole.images)
+    for name in ("hashes", "owners", "variants", "thumbnails"):
+        np.testing.assert_array_equal(getattr(index, name), getattr(whole, name))
+    pictures = [whole.pictures([row])[0] for row in range(11)]
+    assert len(set(pictures)) == 11
+    wanted = [10, 3, 4, 3, 0, 8, 7]  # of several pieces, not in order
+    assert index.pictures(wanted) == [pictures[row] for row in wanted]
+    assert index.pictures([]) == []
+
+
+def test_several_test_sets_follow_one_another(inline, tmp_path, photos, made):
+    index = index_of(tmp_path / "index", [source_of(photos, "a", level=1), source_of(photos, "b", level=0)])
+    index.verify()
+    whole = Index(made)
+    assert [one.name for one in index.test_sets] == ["a", "b"] and [one.images for one in index.test_sets] == [11, 11]
+    assert index.first_images.tolist() == [0, 11, 22] and index.first_hashes.tolist() == [0, 88, 110]
+    np.testing.assert_array_equal(index.hashes[:, :88], whole.hashes)
+    np.testing.assert_array_equal(index.owners, [*whole.owners, *np.repeat(np.arange(11, 22), 2)])
+    np.testing.assert_array_equal(index.thumbnails, np.concatenate([whole.thumbnails, whole.thumbnails]))
+    assert index.keys.to_pylist() == whole.keys.to_pylist() * 2
+    assert [index.set_of(row) for row in (0, 10, 11, 21)] == [0, 0, 1, 1]
+
+
+def test_what_streams_gives_the_same_hashes(monkeypatch, tmp_path, photos, made):
+    packed = tmp_path / "photos.tar.gz"
+    with tarfile.open(packed, "w:gz") as archive:
+        for name in reversed(NAMES):
+            archive.add(photos / name, name)
+    monkeypatch.setattr(building, "_PIECE_BYTES", 300_000)  # two or three of these photos
+    source = source_of(packed, level=1)
+    assert source.source.streams
+    index = index_of(tmp_path / "index", [source])
+    assert index.keys.to_pylist() == NAMES[::-1]
+    assert hashes_by_key(index) == hashes_by_key(Index(made))
+
+
+def test_borders_are_in_the_index_and_found_by_it(inline, tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    ImageOps.expand(make_photo(5), (0, 30), "black").save(folder / "bars.png")
+    index = index_of(tmp_path / "index", [source_of(folder)])
+    assert index.size(0) == (260, 260, (30, 0, 200, 260))
+    make_photo(5).save(tmp_path / "without.png")
+    ((match,),) = Matcher([index]).match([File(tmp_path / "without.png")])
+    assert (match.tier, match.distance, match.key) == ("hash", 0, "bars.png")
+
+
+def test_images_that_cannot_be_decoded_are_known_by_their_bytes(inline, tmp_path, photos):
+    folder = tmp_path / "mixed"
+    shutil.copytree(photos, folder)
+    (folder / "broken.jpg").write_bytes(b"\xff\xd8\xff no more")
+    counted = []
+    build_index([source_of(folder)], tmp_path / "index", workers=1, tick=lambda *counts: counted.append(counts))
+    index = Index(tmp_path / "index")
+    assert (index.test_sets[0].images, index.test_sets[0].unreadable) == (12, 1)
+    assert counted[-1] == (12, 1)
+    row = index.keys.to_pylist().index("broken.jpg")
+    assert index.images["pixels"][row].as_py() is None and row not in index.owners and index.pictures([row]) == [b""]
+    ((match,),) = Matcher([index]).match([FileOfBytes((folder / "broken.jpg").read_bytes())])
+    assert (match.image, match.tier) == (row, "bytes")
+
+
+class FileOfBytes:
+    """A query that cannot be decoded either."""
+
+    pixels, quality, pdq, pdq_trimmed = None, 0, bytes(32), None
+
+    def __init__(self, data: bytes) -> None:
+        self.sha256 = hashlib.sha256(data).digest()
+
+
+def test_exact_test_sets_have_no_hashes_and_match(inline, tmp_path, photos):
+    index = index_of(tmp_path / "index", [source_of(photos, preset="exact")])
+    assert index.hashes.shape == (4, 0) and index.test_sets[0].hashes == 0
+    index.verify()
+    same = tmp_path / "same.png"
+    Image.open(photos / NAMES[4]).save(same, compress_level=1)
+    other = tmp_path / "other.jpg"
+    Image.open(photos / NAMES[4]).save(other, quality=95)
+    matches = Matcher([index]).match([File(photos / NAMES[3]), File(same), File(other)])
+    assert [[(one.tier, one.key) for one in of] for of in matches] == [
+        [("bytes", "03.png")],
+        [("pixels", "04.png")],
+        [],
+    ]
+
+
+def test_exact_and_photo_test_sets_in_one_index(inline, tmp_path, photos):
+    sources = [source_of(photos, "exact", "exact"), source_of(photos, "photo", level=0)]
+    matcher = Matcher([index_of(tmp_path / "index", sources)])
+    edited = tmp_path / "edited.jpg"
+    Image.open(photos / NAMES[4]).resize((180, 140)).save(edited, quality=60)
+    ((match,),) = matcher.match([File(edited)])
+    assert (match.test_set, match.key, match.tier) == (1, "04.png", "hash")
+
+
+def test_the_preset_goes_by_size_unless_said(inline, tmp_path, photos):
+    write_photos(tmp_path / "small", ["a.png", "b.png"], size=(32, 32))
+    sources = [source_of(tmp_path / "small", "small"), source_of(tmp_path / "small", "said", "photo", level=0)]
+    index = index_of(tmp_path / "index", sources)
+    assert [(one.preset, one.level) for one in index.test_sets] == [("small", 3), ("photo", 0)]
+    assert index.test_sets[0].settings == PRESETS["small"]
+
+
+def test_pictures_of_odd_shapes(inline, tmp_path):
+    (tmp_path / "odd").mkdir()
+    for height, width in ((1, 1), (1, 3000), (3000, 2), (7, 5), (64, 64)):
+        make_photo(height, height, width).save(tmp_path / "odd" / f"{height}-{width}.png")
+    index = index_of(tmp_path / "index", [source_of(tmp_path / "odd", level=3)])
+    assert (index.test_sets[0].images, index.test_sets[0].unreadable) == (5, 0)
+    sizes = {f"{index.size(row)[0]}-{index.size(row)[1]}.png" for row in range(5)}
+    assert sizes == set(index.keys.to_pylist())
+
+
+def test_settings_may_be_given(inline, tmp_path, photos):
+    one = source_of(photos, level=0)
+    settings = Settings(distance=10, candidates=40, correlation=0.97)
+    index = index_of(tmp_path / "index", [TestSource(one.name, one.src, one.source, level=0, settings=settings)])
+    assert index.test_sets[0].settings == settings
+
+
+# ------------------------------------------------------------------------------------------------ what cannot be built
+
+
+def test_a_place_that_is_taken_is_left_alone(tmp_path, photos):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    for out in (tmp_path / "out", tmp_path / "out" / "thesis.txt", tmp_path / "out" / "thesis.txt" / "below"):
+        with pytest.raises(RecipeError, match="--out"):
+            build_index([source_of(photos)], out, workers=1)
+    with pytest.raises(RecipeError, match="on this machine"):
+        build_index([source_of(photos)], "s3://bucket/index", workers=1)
+    assert contents(tmp_path / "out") == {"thesis.txt": b"years of work"}
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_an_empty_folder_may_be_used_and_so_may_a_link_to_one(inline, tmp_path, photos):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    index_of(tmp_path / "link", [source_of(photos, preset="exact")])
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "elsewhere" / "index.json").exists()
+
+
+def test_two_test_sets_need_two_names(tmp_path, photos):
+    with pytest.raises(RecipeError, match="'photos'"):
+        build_index([source_of(photos), source_of(photos)], tmp_path / "index", workers=1)
+    assert names_in(tmp_path) == []
+
+
+def test_a_level_that_there_is_not(photos):
+    for level in (-1, 4):
+        with pytest.raises(RecipeError, match=f"level {level}; expected 0 to 3"):
+            source_of(photos, level=level)
+
+
+def test_a_test_set_without_images(inline, tmp_path, photos):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    with pytest.raises(DataError, match=r"texts: no images \(1 files: no image suffix\)"):
+        build_index([source_of(photos, "a", level=0), source_of(tmp_path / "texts")], tmp_path / "index", workers=1)
+    assert names_in(tmp_path) == ["texts"]
+
+
+@pytest.mark.parametrize("preset", [None, "photo"])
+def test_an_image_that_cannot_be_read_ends_it(inline, tmp_path, photos, preset):
+    folder = tmp_path / "photos"
+    shutil.copytree(photos, folder)
+    (folder / "gone.jpg").symlink_to("nowhere.jpg")
+    with pytest.raises(DataError, match=r"'gone.jpg' cannot be read \(No such file"):
+        build_index([source_of(folder, preset=preset)], tmp_path / "index", workers=1)
+    assert names_in(tmp_path) == ["photos"]
+
+
+def test_a_damaged_archive_ends_it(inline, tmp_path, photos):
+    packed = tmp_path / "photos.tar.gz"
+    with tarfile.open(packed, "w:gz") as archive:
+        for name in NAMES:
+            archive.add(photos / name, name)
+    packed.write_bytes(packed.read_bytes()[:-50_000])
+    with pytest.raises(DataError, match=r"photos\.tar\.gz"):
+        build_index([source_of(packed, preset="photo", level=0)], tmp_path / "index", workers=1)
+    assert names_in(tmp_path) == ["photos.tar.gz"]
+
+
+@pytest.mark.parametrize("piece", [256, 1])  # too large for the disk are the pieces; or what is made of them
+def test_a_disk_that_refuses(inline, monkeypatch, tmp_path, photos, piece):
+    monkeypatch.setattr(building, "_PIECE", piece)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
+    try:
+        with pytest.raises(DataError, match=r"cannot be written \(.*File too large\)"):
+            build_index([source_of(photos, preset="exact")], tmp_path / "index", workers=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names_in(tmp_path) == []
+
+
+def test_a_killed_build_leaves_nothing_under_the_name(tmp_path, photos):
+    out = tmp_path / "index"
+    program = f"""
+from data_tools.dedup import building
+from data_tools.sources import SourceOptions, open_source
+building._PIECE = 1
+source = open_source({str(photos)!r}, None, SourceOptions(unlabelled=True))
+building.build_index([building.TestSource("photos", "src", source, "photo", 3)], {str(out)!r}, workers=1)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob(".index.*.part/pieces/*.npz")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+    assert not out.exists()
+    with pytest.raises(DataError, match="no index there"):
+        Index(out)
+
+
+# ---------------------------------------------------------------------------------------------------- what is no index
+
+
+def edit(index: Path, change) -> None:
+    content = json.loads((index / "index.json").read_text())
+    change(content)
+    (index / "index.json").write_text(json.dumps(content))
+
+
+def put_array(index: Path, name: str, array: np.ndarray) -> None:
+    """In place of another one, with its size in `index.json`."""
+    np.save(index / f"{name}.npy", array)
+    size = (index / f"{name}.npy").stat().st_size
+    edit(index, lambda content: content["files"][f"{name}.npy"].update(bytes=size))
+
+
+def test_a_folder_without_index(tmp_path, made):
+    for where in (tmp_path, tmp_path / "nowhere", made / "index.json"):
+        with pytest.raises(DataError, match="no index there"):
+            Index(where)
+
+
+def test_every_file_is_missed(index_copy):
+    for name in ("images.parquet", "hashes.npy", "owners.npy", "variants.npy", "thumbnails.npy"):
+        path = index_copy / name
+        content = path.read_bytes()
+        path.write_bytes(content[:-1])
+        with pytest.raises(DataError, match=f"{name}: missing or cut"):
+            Index(index_copy)
+        path.unlink()
+        with pytest.raises(DataError, match=f"{name}: missing or cut"):
+            Index(index_copy)
+        path.write_bytes(content)
+        Index(index_copy).verify()
+
+
+def test_a_changed_byte_is_found_when_everything_is_read(index_copy):
+    path = index_copy / "thumbnails.npy"
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"thumbnails\.npy: damaged"):
+        Index(index_copy).verify()
+
+
+@pytest.mark.parametrize("name", ["hashes.npy", "images.parquet"])
+def test_files_of_something_else(index_copy, name):
+    path = index_copy / name
+    path.write_bytes(b"{['" * (path.stat().st_size // 3) + b"x" * (path.stat().st_size % 3))
+    with pytest.raises(DataError, match=name):
+        Index(index_copy)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"[]", b"null", b'{"version": "1"}'])
+def test_an_index_file_that_is_none(index_copy, text):
+    (index_copy / "index.json").write_bytes(text)
+    with pytest.raises(DataError, match=r"index\.json"):
+        Index(index_copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.update(version=2), "version 2; this version of vitscale reads 1"),
+        (lambda c: c.update(algorithm="pdq-64-0"), "made by the algorithm pdq-64-0"),
+        (lambda c: c.pop("algorithm"), "made by the algorithm None"),
+        (lambda c: c.pop("test_sets"), "test_sets: Field required"),
+        (lambda c: c.update(test_sets=[]), "test_sets"),
+        (lambda c: c.update(test_sets={"a": 1}), "test_sets"),
+        (lambda c: c["test_sets"].append(5), "test_sets.1"),
+        (lambda c: c["test_sets"].append(c["test_sets"][0]), "one name"),
+        (lambda c: c["test_sets"][0].pop("level"), "test_sets.0.level"),
+        (lambda c: c["test_sets"][0].update(level=9), "test_sets.0.level"),
+        (lambda c: c["test_sets"][0].update(name=None), "test_sets.0.name"),
+        (lambda c: c["test_sets"][0].update(images=-1), "test_sets.0.images"),
+        (lambda c: c["test_sets"][0].update(images=10**30), "images.parquet"),
+        (lambda c: c["test_sets"][0].update(hashes=10**30), "hashes.npy"),
+        (lambda c: c["test_sets"][0].update(images="11"), "test_sets.0.images"),
+        (lambda c: c["test_sets"][0].update(colour=1), "colour"),
+        (lambda c: c["test_sets"][0].update(settings=None), "test_sets.0.settings"),
+        (lambda c: c["test_sets"][0]["settings"].update(distance=81), "distance 81; expected 0 to 80"),
+        (lambda c: c["test_sets"][0]["settings"].update(candidates=256), "candidates 256; expected 0 to 90"),
+        (lambda c: c["test_sets"][0]["settings"].update(correlation=float("nan")), "correlation"),
+        (lambda c: c["test_sets"][0]["settings"].update(min_quality="50"), "min_quality"),
+        (lambda c: c["test_sets"][0]["settings"].update(near=1), "near"),
+        (lambda c: c["test_sets"][0].update(images=12), "images.parquet: 11 images; index.json says 12"),
+        (lambda c: c["test_sets"][0].update(hashes=87), r"hashes.npy: uint64 \(4, 88\); expected uint64 \(4, 87\)"),
+        (lambda c: c.update(embedding={"side": 64}), "embedding.dimensions"),
+        (lambda c: c.update(embedding={"side": 64, "dimensions": 8}), "embeddings.npy"),
+        (lambda c: c.update(files=[]), "files"),
+        (lambda c: c["files"].pop("owners.npy"), "owners.npy"),
+        (lambda c: c["files"].update({"../secret": c["files"]["owners.npy"]}), "../secret"),
+        (lambda c: c["files"]["owners.npy"].update(bytes=1.5), "files.owners.npy.bytes"),
+        (lambda c: c["files"]["owners.npy"].update(sha256="no"), "files.owners.npy.sha256"),
+    ],
+)
+def test_an_edited_index_file(index_copy, change, message):
+    edit(index_copy, change)
+    with pytest.raises(DataError, match=message):
+        Index(index_copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("hashes", np.zeros((88, 4), np.uint64)),
+        ("hashes", np.zeros((4, 88), np.int64)),
+        ("hashes", np.asfortranarray(np.zeros((4, 88), np.uint64))),
+        ("owners", np.zeros(87, np.uint32)),
+        ("owners", np.full(88, 11, np.uint32)),
+        ("variants", np.zeros(88, np.uint16)),
+        ("variants", np.zeros((), np.uint8)),
+        ("thumbnails", np.zeros((11, 32, 32), np.uint8)),
+        ("thumbnails", np.zeros((10, 64, 64), np.uint8)),
+    ],
+)
+def test_arrays_that_contradict_each_other(index_copy, name, array):
+    put_array(index_copy, name, array)
+    with pytest.raises(DataError, match=f"{name}.npy"):
+        Index(index_copy)
+
+
+def test_pickles_are_not_loaded(index_copy):
+    (index_copy / "variants.npy").unlink()
+    with (index_copy / "variants.npy").open("wb") as file:
+        np.lib.format.write_array(file, np.array([print] * 88, object), allow_pickle=True)
+    size = (index_copy / "variants.npy").stat().st_size
+    edit(index_copy, lambda content: content["files"]["variants.npy"].update(bytes=size))
+    with pytest.raises(DataError, match=r"variants\.npy"):
+        Index(index_copy)
+
+
+def test_an_index_is_told_by_its_content(inline, tmp_path, index_copy, photos, made):
+    other = index_of(tmp_path / "other", [source_of(photos, level=0)])
+    assert Index(index_copy).sha256 == Index(made).sha256 != other.sha256
