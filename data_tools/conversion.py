@@ -21,7 +21,7 @@ import numpy
 import PIL
 from rich.console import Console
 
-from data_tools.dedup.against import NamedIndex
+from data_tools.dedup.against import NamedIndex, open_matcher
 from data_tools.engines.inline import run_inline
 from data_tools.engines.local import run_in_processes
 from data_tools.finishing import Outcome, finish, refuse_rejects, reports_of, totals_of
@@ -123,6 +123,7 @@ def merge(out: str | Path, max_reject_rate: float, work: Path | None = None) -> 
             raise RecipeError(f"--merge {out}: no unfinished conversion there")
         plan = Plan.from_json(begun.plan, output.work)
         dedup = tuple(map(NamedIndex.from_json, begun.indexes))
+        _open_indexes(dedup, str(out))
         _create(output)
         with claimed(_locks(output), ALL_TASKS):
             output.log("merge", request=begun.request)
@@ -220,6 +221,18 @@ def _write_shards(
             if rejected > machine.max_reject_rate * plan.images:  # the rest cannot mend it
                 refuse_rejects(output, plan, reports, machine.max_reject_rate)
     return count
+
+
+def _open_indexes(dedup: tuple[NamedIndex, ...], out: str) -> None:
+    """Raise DataError if an index that images were compared with is no longer what or where it was."""
+    if dedup:
+        try:
+            open_matcher(dedup)
+        except DataError as error:
+            raise DataError(
+                f"--merge {out}: needs the index that images were compared with. {error}. Put it back, or finish with "
+                "the command that began the conversion, its --dedup-against naming where the index is now"
+            ) from error
 
 
 def _already(request: Request, output: Output) -> Outcome:

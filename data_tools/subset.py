@@ -27,20 +27,20 @@ def write_subset(dataset: str, out: str, count: int) -> Manifest:
     whole = Manifest.load(dataset)
     if not 1 <= count <= whole.num_samples:
         raise RecipeError(f"a subset of {count:,} samples: {dataset} has {whole.num_samples:,}")
-    view = View(whole, out)
     try:
-        shards: list[ShardEntry] = []
-        left = count
-        for index, entry in enumerate(whole.shards):
-            if left == 0:
-                break
-            kept = None
-            if entry.num_selected > left:
-                selected = whole.selected_slots(index)
-                kept = (np.arange(entry.samples) if selected is None else selected)[:left]
-            shards.append(view.entry(index, kept))
-            left -= shards[-1].num_selected
-        kept_fields = {name: getattr(whole, name) for name in Manifest.model_fields}
-        return view.save(Manifest(**kept_fields | {"num_samples": count, "shards": tuple(shards)}))
+        with View(whole, out) as view:
+            shards: list[ShardEntry] = []
+            left = count
+            for index, entry in enumerate(whole.shards):
+                if left == 0:
+                    break
+                slots = None
+                if entry.num_selected > left:
+                    selected = whole.selected_slots(index)
+                    slots = (np.arange(entry.samples) if selected is None else selected)[:left]
+                shards.append(view.entry(index, slots))
+                left -= shards[-1].num_selected
+            kept = {name: getattr(whole, name) for name in Manifest.model_fields}
+            return view.save(Manifest(**kept | {"num_samples": count, "shards": tuple(shards)}))
     except OSError as error:
         raise DataError(f"OUT {out}: cannot be written ({error.strerror or error})") from error

@@ -93,12 +93,7 @@ def find(
     for index in opened:
         index.verify()
         named.append(NamedIndex(str(index.folder.absolute()), index.sha256, tuple(one.name for one in index.test_sets)))
-    searched = _Searched(
-        manifest.where,
-        manifest.sha256,
-        tuple(named),
-        tuple(settings.items()),
-    )
+    searched = _Searched(manifest.where, manifest.sha256, tuple(named), tuple(settings.items()))
     with _new_folder(out) as folder:
         pieces = folder / "pieces"
         pieces.mkdir()
@@ -138,7 +133,8 @@ def _new_folder(out: str) -> Iterator[Path]:
         raise RecipeError(f"--out {out}: cannot be written ({error.strerror})") from error
     try:
         yield aside
-        os.sync()
+        for path in (*aside.iterdir(), aside):
+            sync_folder(path)
         aside.replace(target)
         sync_folder(target.parent)
     except OSError as error:
@@ -198,9 +194,14 @@ class _Task:
                     progress.advance()
                 if any(matches):
                     tables.append(decisions(matcher, [(query.uid, query.key) for query in batch], matches))
-            if tables:
-                write_decisions(_piece(self.folder, self.shard), tables)
-            return findings, queries.are_fresh
+            are_fresh = queries.are_fresh
+        if tables:
+            path = _piece(self.folder, self.shard)
+            try:
+                write_decisions(path, tables)
+            except OSError as error:
+                raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
+        return findings, are_fresh
 
 
 @lru_cache(maxsize=1)
@@ -256,7 +257,11 @@ def _describe(
     digests = {name: file_digests(folder / name) for name in names}
     content = {
         "version": VERSION,
-        "dataset": {"manifest": without_secrets(manifest.where), "sha256": manifest.sha256, "samples": manifest.num_samples},
+        "dataset": {
+            "manifest": without_secrets(manifest.where),
+            "sha256": manifest.sha256,
+            "samples": manifest.num_samples,
+        },
         "removed": tally.removed,
         "indexes": [index.described() for index in indexes],
         "files": {name: {"bytes": of.bytes, "sha256": of.sha256} for name, of in digests.items()},

@@ -28,7 +28,7 @@ from vitscale.shards.provenance import (
 )
 from vitscale.storage import size_of
 
-_AT_ONCE = 128
+_AT_ONCE = 128  # compared fastest, and few enough lumas
 
 
 @dataclass(eq=False)
@@ -85,7 +85,7 @@ class ShardQueries:
         self._last: tuple[int, np.ndarray] | None = None
 
     def batches(self) -> Iterator[list[StoredQuery]]:
-        """All of them in order of slots, some hundreds at a time."""
+        """All of them in order of slots, a hundred or so at a time."""
         samples = self._manifest.shards[self._index].samples
         selected = self._manifest.selected_slots(self._index)
         slots = np.arange(samples) if selected is None else selected

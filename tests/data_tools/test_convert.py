@@ -5,6 +5,7 @@ from pathlib import Path
 import google_crc32c
 import pyarrow.parquet as pq
 import pytest
+import xxhash
 from datasets_on_disk import contents
 
 from data_tools.classes import read_classes
@@ -13,6 +14,7 @@ from data_tools.images import store_image
 from data_tools.request import Request
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest, ShardFile, file_digests
+from vitscale.shards.jpeg import decode
 
 ONE = Machine(workers=1)
 
@@ -50,6 +52,10 @@ def test_every_image_is_stored_once_with_its_label(dataset, image_folder):
                 assert (row["uid"], row["labels"], row["size"]) == (shard.uid[slot], [shard.label[slot]], len(stored))
                 assert (row["height"], row["width"]) == (shard.height[slot], shard.width[slot])
                 assert manifest.class_names[row["labels"][0]] == row["key"].split("/")[0]
+                assert row["pdq_quality"] > 50 and len(set(row["pdq"])) > 8 and row["pdq_trimmed"] is None
+                if row["passed_through"]:
+                    pixels = decode(stored, row["height"], row["width"])[1]
+                    assert row["pixels"] == xxhash.xxh3_64_intdigest(pixels.tobytes(), row["width"])
                 assert row["sha256"] == sha256((image_folder / row["key"]).read_bytes()).digest()
                 seen[row["key"]] = row["passed_through"]
     assert len(seen) == 22

@@ -6,13 +6,21 @@ import shutil
 import fsspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from stored_dataset import Photo, write_dataset
 
 from vitscale.errors import DataError
 from vitscale.shards import ExcludedSlots, Manifest, SelectExclude, ShardEntry, ShardFile, StoredSample, write_shard
 from vitscale.shards.generated import write_generated_dataset
-from vitscale.shards.provenance import REJECTS, provenance_path, read_provenance, write_provenance, write_rejects
+from vitscale.shards.provenance import (
+    FINGERPRINT_COLUMNS,
+    REJECTS,
+    provenance_path,
+    read_provenance,
+    write_provenance,
+    write_rejects,
+)
 from vitscale.shards.verify import Damage, verify
 
 PHOTOS = [Photo(f"cat/{i:02d}.jpg", (i % 2,), seed=i, height=20 + i) for i in range(10)]
@@ -122,18 +130,32 @@ def test_tables_of_provenance_are_compared(dataset):
     rows = read_provenance(path).to_pylist()
     for name, value in (("uid", 99), ("crc32c", 7), ("size", 1), ("labels", [0, 1]), ("height", 3), ("width", 3)):
         changed = [row | ({name: value} if i == 2 else {}) for i, row in enumerate(rows)]
-        write_provenance(path, pa.Table.from_pylist(changed, read_provenance(path).schema))
+        write_provenance(path, pa.Table.from_pylist(changed, read_provenance(path).schema), "none")
         what = "labels differ" if name == "labels" else f"{name} differs"
         assert found(dataset).damage == [
             Damage("shard-00000.beton", f"{what} from the table of provenance", 2, "cat/02.jpg")
         ]
-    write_provenance(path, pa.Table.from_pylist(rows[:-1], read_provenance(path).schema))
+    write_provenance(path, pa.Table.from_pylist(rows[:-1], read_provenance(path).schema), "none")
     assert [one.what for one in found(dataset).damage] == ["4 rows; the shard has 5 samples"]
-    flip(path, path.stat().st_size // 4)
+    digests = pq.read_metadata(path).row_group(0).column(read_provenance(path).column_names.index("sha256"))
+    flip(path, digests.data_page_offset + digests.total_compressed_size - 5)
     (one,) = found(dataset).damage
     assert one.path == "shard-00000.idx.parquet" and "damaged" in one.what
     path.unlink()
     assert found(dataset).damage == [Damage("shard-00000.idx.parquet", "missing; other shards have theirs")]
+
+
+def test_tables_of_version_1_are_compared_too(dataset):
+    for i in range(3):
+        path = provenance_path(dataset / f"shard-{i:05d}.beton")
+        pq.write_table(pq.read_table(path).drop_columns(list(FINGERPRINT_COLUMNS)), path)
+    assert not found(dataset, decode=True).damage
+    path = provenance_path(dataset / "shard-00002.beton")
+    rows = pq.read_table(path)
+    sizes = pa.array([1, rows["size"][1].as_py()])
+    pq.write_table(rows.set_column(rows.column_names.index("size"), rows.schema.field("size"), sizes), path)
+    what = "size differs from the table of provenance"
+    assert found(dataset).damage == [Damage("shard-00002.beton", what, 10, "dog/a.jpg")]
 
 
 def test_a_dataset_without_tables_is_whole(tmp_path):

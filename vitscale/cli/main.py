@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from vitscale.cli import shards
+from vitscale.cli import dedup, shards
 from vitscale.errors import EXIT_DONE, VitscaleError
 from vitscale.weight_formats import Format
 
@@ -15,6 +15,7 @@ app = typer.Typer(
     help="Pre-train Vision Transformers at scale.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
 )
 app.add_typer(shards.app, name="shards")
+app.add_typer(dedup.app, name="dedup")
 HeadKind = Literal["linear", "pretrain"]
 ListFormat = Literal["table", "json"]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's field.")]

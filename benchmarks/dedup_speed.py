@@ -1,0 +1,222 @@
+"""What comparing with test sets costs a conversion, and how many images a core decides in a second.
+
+    python benchmarks/dedup_speed.py [--data FOLDER] [--tests N] [--levels 2] [--rounds N] [--json]
+
+N test images are cut out of the grocery photos; the clothing photos are converted, passing through and transcoding,
+with and without comparing with them. The comparison's own time, and the fingerprints' (which every conversion takes),
+are measured in the same run, round by round. Fails at the default level if a core decides fewer than 600 images a
+second from JPEG bytes, if transcoding takes 45 % longer than without both, or passing through 2.5 times as long.
+"""
+
+import hashlib
+import io
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from dedup_recall import Photo, photos
+from photos import parsed, photos_parser
+
+from data_tools.dedup.against import Candidate, NamedIndex, name_indexes
+from data_tools.dedup.building import TestSource, build_index
+from data_tools.dedup.fingerprint import fingerprint
+from data_tools.dedup.hamming import near_pairs, words
+from data_tools.dedup.index import Index
+from data_tools.dedup.matching import Matcher
+from data_tools.dedup.variants import DEFAULT_LEVEL, variants_of
+from data_tools.images import ImageOptions, StoredImage, store_image
+from data_tools.output import Output
+from data_tools.plan import PLAN
+from data_tools.shard_task import ShardTask
+from data_tools.sources.folder import FolderSource
+
+BATCH = 64
+TILE = 160  # pixels
+RATE_TARGET, TRANSCODING_LIMIT, PASS_THROUGH_LIMIT = 600, 1.45, 2.5
+HOUR = 3600
+
+
+class Uncounted:
+    """Progress that nobody watches."""
+
+    def advance(self, rejected: bool = False) -> None:
+        pass
+
+    def alive(self) -> None:
+        pass
+
+
+def write_tiles(grocery: list[Photo], count: int, folder: Path) -> None:
+    """Test images: squares of grocery photos, at random places."""
+    random = np.random.default_rng(0)
+    for number in range(count):
+        image = grocery[number % len(grocery)].image
+        left, top = (int(random.integers(0, side - TILE)) for side in image.size)
+        file = io.BytesIO()
+        image.crop((left, top, left + TILE, top + TILE)).save(file, "JPEG", quality=90)
+        (folder / f"{number:06d}.jpg").write_bytes(file.getvalue())
+
+
+def convert(folder: Path, out: Path, options: ImageOptions, against: tuple[NamedIndex, ...]) -> None:
+    """One shard, by the task that a conversion gives to a worker."""
+    source = FolderSource((str(folder),))
+    names = sorted(path.name for path in folder.iterdir())
+    columns = {
+        "uid": range(len(names)),
+        "key": names,
+        "labels": [[0]] * len(names),
+        "part": [0] * len(names),
+        "content": [name.encode() for name in names],
+    }
+    task = ShardTask(
+        index=0,
+        split="",
+        shard=0,
+        rows=pa.RecordBatch.from_pydict(columns, PLAN),
+        reader=source,
+        output=Output.at(str(out), None),
+        options=options,
+        several_labels=False,
+        against=against,
+    )
+    task.run(Uncounted())
+
+
+def decide(contents: list[bytes], matcher: Matcher) -> None:
+    """From JPEG bytes to a decision, as a worker does it."""
+    batch = []
+    for content in contents:
+        stored = store_image(content)
+        assert isinstance(stored, StoredImage)
+        made = fingerprint(stored.pixels)
+        digest = hashlib.sha256(content).digest()
+        batch.append(Candidate(0, "", stored.jpeg, stored.height, stored.width, digest, made))
+        if len(batch) == BATCH:
+            matcher.match(batch)
+            batch = []
+    matcher.match(batch)
+
+
+def fingerprints(pictures: list[np.ndarray]) -> None:
+    """What every conversion does, whether it compares or not."""
+    for picture in pictures:
+        fingerprint(picture)
+
+
+def cpu_seconds(work: Callable[[], None]) -> float:
+    """CPU time of this process."""
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def measure(folder: Path, out: Path, index_path: Path, rounds: int) -> dict[str, float]:
+    """Median CPU seconds of each way to treat the photos of a folder; a first round, which compiles, is not counted."""
+    against = name_indexes([str(index_path)])
+    contents = [path.read_bytes() for path in sorted(folder.iterdir())]
+    pictures = [stored.pixels for stored in map(store_image, contents) if isinstance(stored, StoredImage)]
+    recode = ImageOptions(pass_through=False)
+    index = Index(index_path)
+    ways: dict[str, Callable[[], None]] = {
+        "passing through": lambda: convert(folder, out, ImageOptions(), ()),
+        "passing through, compared": lambda: convert(folder, out, ImageOptions(), against),
+        "transcoding": lambda: convert(folder, out, recode, ()),
+        "transcoding, compared": lambda: convert(folder, out, recode, against),
+        "fingerprints": lambda: fingerprints(pictures),
+        "bytes to decision": lambda: decide(contents, Matcher([index])),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for counted in [False] + [True] * rounds:
+        for name, way in ways.items():
+            taken = cpu_seconds(way)
+            if counted:
+                seconds[name].append(taken)
+    return {name: statistics.median(taken) for name, taken in seconds.items()}
+
+
+def pairs_per_second(hashes: int) -> float:
+    """Of the bare search, among so many random hashes: what grows with the test sets."""
+    random = np.random.default_rng(0)
+    index = words(random.integers(0, 256, (hashes, 32), dtype=np.uint8))
+    queries = words(random.integers(0, 256, (BATCH, 32), dtype=np.uint8))
+    near_pairs(queries, index, 60)
+    began = time.process_time()
+    near_pairs(queries, index, 60)
+    return BATCH * hashes / (time.process_time() - began)
+
+
+def main() -> None:
+    """Measure, print, and fail beyond the limits."""
+    parser = photos_parser(__doc__)
+    parser.add_argument("--tests", type=int, default=25_000)
+    parser.add_argument("--levels", type=int, nargs="+", default=[DEFAULT_LEVEL])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    options = parsed(parser)
+    results, failed = {}, False
+    with tempfile.TemporaryDirectory() as temporary:
+        tests, train = Path(temporary) / "tests", Path(temporary) / "train"
+        tests.mkdir()
+        train.mkdir()
+        write_tiles(list(photos(options.data, "grocery")), options.tests, tests)
+        clothing = photos(options.data, "clothing")
+        for number, photo in enumerate(clothing):
+            (train / f"{number:05d}.jpg").write_bytes(photo.content)
+        for level in options.levels:
+            index_path = Path(temporary) / f"index-{level}"
+            source = TestSource("tiles", str(tests), FolderSource((str(tests),)), "photo", level)
+            build_index([source], index_path, workers=len(os.sched_getaffinity(0)))
+            hashes = Index(index_path).hashes.shape[1]
+            taken = measure(train, Path(temporary) / "out", index_path, options.rounds)
+            rate = len(clothing) / taken["bytes to decision"]
+            through, transcoded = (
+                taken[f"{name}, compared"] / (taken[name] - taken["fingerprints"])
+                for name in ("passing through", "transcoding")
+            )
+            pairs = pairs_per_second(hashes)
+            results[level] = {
+                "hashes": hashes,
+                "images_per_s": rate,
+                "pass_through_ratio": through,
+                "transcoding_ratio": transcoded,
+                "pairs_per_s": pairs,
+                "cpu_ms": {name: 1000 * value / len(clothing) for name, value in taken.items()},
+            }
+            if level == DEFAULT_LEVEL:
+                failed = rate < RATE_TARGET or transcoded > TRANSCODING_LIMIT or through > PASS_THROUGH_LIMIT
+            if not options.json:
+                show(level, results[level])
+    if options.json:
+        print(json.dumps(results))
+    sys.exit(failed)
+
+
+def show(level: int, result: dict) -> None:
+    """One level, and what it comes to for 300 million images."""
+    print(f"level {level}, {variants_of(level)} variants: {result['hashes']:,} hashes")
+    for name, value in result["cpu_ms"].items():
+        print(f"  {name:28s} {value:7.3f} CPU ms an image")
+    print(f"  {result['images_per_s']:,.0f} images/s a core from JPEG bytes to decision")
+    print(
+        f"  conversion with comparison to one without fingerprints: {result['pass_through_ratio']:.2f} x passing "
+        f"through, {result['transcoding_ratio']:.2f} x transcoding"
+    )
+    print(f"  search: {result['pairs_per_s'] / 1e9:.1f} * 10^9 pairs/s a core")
+    for test_images in (50_000, 500_000):
+        pairs = 300e6 * test_images * variants_of(level)
+        print(
+            f"  300M images x {test_images:,} test images x {variants_of(level)} variants = {pairs:.1e} pairs = "
+            f"{pairs / result['pairs_per_s'] / HOUR:,.0f} core-hours of search; fingerprints "
+            f"{300e6 * result['cpu_ms']['fingerprints'] / 1000 / HOUR:,.0f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

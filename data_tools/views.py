@@ -1,0 +1,125 @@
+"""Views of a dataset: manifests that refer to its shards where they are, and leave some of their samples out."""
+
+import io
+import os
+import posixpath
+import tempfile
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+
+from vitscale import storage
+from vitscale.durable import durable_file
+from vitscale.errors import RecipeError, StorageError
+from vitscale.shards import MANIFEST_NAME, ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry
+
+
+class View:
+    """The place of a new view: a folder, or a URL beside the dataset.
+
+    What it needs is written as it is asked for, and removed if the `with` block ends with an error.
+    """
+
+    def __init__(self, dataset: Manifest, out: str) -> None:
+        """Raises RecipeError: an `out` that cannot be taken, or one from which no path leads to the shards."""
+        _refuse_taken(out)
+        self._dataset, self._out = dataset, out
+        self._added: list[str] = []
+        if not storage.is_url(out) and not storage.is_url(dataset.where):
+            self._here = os.path.realpath(out)
+            return
+        place = _bucket(dataset.where) or str(dataset.directory.parent)
+        if _bucket(dataset.where) != _bucket(out):
+            raise RecipeError(
+                f"OUT {out}: a view of {dataset.where} refers to its shards where they are; choose a folder in {place}"
+            )
+        self._here = out.rstrip("/")
+
+    def __enter__(self) -> "View":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            for name in self._added:
+                with suppress(OSError, StorageError):
+                    storage.remove(storage.join(self._out, name))
+
+    def entry(self, index: int, kept: np.ndarray | None = None) -> ShardEntry:
+        """A shard of the dataset as an entry of the view, with some of its selected slots, sorted, or all.
+
+        Raises OSError or StorageError where a list of excluded slots cannot be written, DataError as
+        `Manifest.selected_slots`.
+        """
+        entry = self._dataset.shards[index]
+        entry = entry.model_copy(update={"path": self._relative(entry.path)})
+        if kept is not None and len(kept) < entry.num_selected:
+            return entry.model_copy(update={"select": self._selection(index, entry, kept)})
+        if isinstance(entry.select, SelectExclude):
+            old = entry.select.exclude
+            moved = old.model_copy(update={"path": self._relative(old.path)})
+            return entry.model_copy(update={"select": SelectExclude(exclude=moved)})
+        return entry
+
+    def add(self, name: str, content: bytes) -> None:
+        """Write a file. Raises OSError or StorageError."""
+        self._added.append(name)
+        if not storage.is_url(self._out):
+            folder = Path(self._out)
+            folder.mkdir(parents=True, exist_ok=True)
+            with durable_file(folder / name) as file:
+                file.write(content)
+            return
+        with tempfile.TemporaryDirectory(prefix="vitscale-") as temporary:
+            path = Path(temporary) / name
+            path.write_bytes(content)
+            storage.put(path, storage.join(self._out, name))
+
+    def save(self, manifest: Manifest) -> Manifest:
+        """Write the manifest, with which the view exists. Raises OSError or StorageError."""
+        if not storage.is_url(self._out):
+            Path(self._out).mkdir(parents=True, exist_ok=True)
+            return manifest.save(self._out)
+        with tempfile.TemporaryDirectory(prefix="vitscale-") as temporary:
+            manifest.save(temporary)
+            storage.put(Path(temporary) / MANIFEST_NAME, storage.join(self._out, MANIFEST_NAME))
+        return Manifest.load(self._out)
+
+    def _selection(self, index: int, entry: ShardEntry, kept: np.ndarray) -> SelectFirst | SelectExclude:
+        if len(kept) == 0 or kept[-1] == len(kept) - 1:
+            return SelectFirst(first=len(kept))
+        excluded = np.setdiff1d(np.arange(entry.samples), kept).astype(np.uint32)
+        file = io.BytesIO()
+        np.save(file, excluded)
+        content = file.getvalue()
+        name = f"shard-{index:05d}.excluded.npy"  # by place: shards of several folders may have one name
+        self.add(name, content)
+        return SelectExclude(exclude=ExcludedSlots(path=name, sha256=sha256(content).hexdigest(), count=len(excluded)))
+
+    def _relative(self, path: str) -> str:
+        there = self._dataset.location(path)
+        if storage.is_url(there):
+            return posixpath.relpath(there.partition("://")[2], self._here.partition("://")[2])
+        # Links are followed by the system before `..` is; the last part keeps its name, as others lie beside it.
+        folder, name = os.path.split(there)
+        return Path(os.path.relpath(os.path.realpath(folder), self._here), name).as_posix()
+
+
+def _refuse_taken(out: str) -> None:
+    if not storage.is_url(out) and os.path.lexists(out) and not Path(out).is_dir():
+        raise RecipeError(f"OUT {out}: is no folder. Choose a new or empty one")
+    try:
+        names = storage.names_in(out)
+    except OSError as error:
+        raise RecipeError(f"OUT {out}: cannot be read ({error.strerror or error})") from error
+    if names:
+        raise RecipeError(f"OUT {out}: not empty ({', '.join(names[:5])}). Choose a new or empty folder")
+
+
+def _bucket(url: str) -> str | None:
+    """`s3://bucket` of a URL; None for a path."""
+    if not storage.is_url(url):
+        return None
+    scheme, _, rest = url.partition("://")
+    return f"{scheme.lower()}://{rest.split('/')[0]}"

@@ -1,0 +1,165 @@
+"""`vitscale dedup` as a person runs it: what it prints, what it writes, and how it ends."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from data_tools.conversion import convert
+from data_tools.request import Request
+from vitscale.cli.main import app
+from vitscale.errors import DataError, RecipeError
+from vitscale.shards import Manifest
+
+URL = "memory://dedup-command/train"  # the training set for this process, which then needs no workers
+
+
+def photo(seed, side=140, quality=90):
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (12, 12, 3), np.uint8))
+    out = io.BytesIO()
+    coarse.resize((side, side), Image.Resampling.BICUBIC).save(out, "JPEG", quality=quality)
+    return out.getvalue()
+
+
+def write(folder, images):
+    folder.mkdir(parents=True)
+    for name, content in images.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def dedup(*arguments):
+    """Exit code and what was printed; errors for people are raised."""
+    result = CliRunner().invoke(app, ["dedup", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """20 training images; three are in the test set `pets`, one of these anew compressed."""
+    place = tmp_path_factory.mktemp("dedup-command")
+    write(place / "pets", {f"{i}.jpg": photo(i) for i in range(5)} | {"broken.jpg": b"\xff\xd8\xff no image"})
+    images = {f"{i}.jpg": photo(i + 100) for i in range(17)}
+    write(place / "images" / "all", images | {"x.jpg": photo(0), "y.jpg": photo(1), "z.jpg": photo(2, quality=50)})
+    arguments = ("index", f"Pets={place / 'pets'}", "--out", place / "index", "--workers", 1)
+    code, text = dedup(*arguments)
+    assert code == 0
+    line = next(line for line in text.splitlines() if line.startswith("│ Pets "))
+    assert " 6 " in line and " photo " in line and "<= 31 bits" in line
+    assert "chosen by the size" in text and "1 images of Pets cannot be decoded" in text
+    convert(Request(str(place / "images"), shard_samples=8), URL)
+    fsspec.filesystem("memory").get(f"{URL}/", f"{place / 'train'}/", recursive=True)
+    return place
+
+
+@pytest.fixture(scope="module")
+def found(place):
+    code, text = dedup("find", URL, place / "index", "--out", place / "found")
+    assert code == 0 and "nothing was removed yet: vitscale dedup apply" in text and "Pets" in text
+    assert json.loads((place / "found" / "found.json").read_text())["removed"] == 3
+    return place / "found"
+
+
+def test_help_is_there_without_the_libraries():
+    code = (
+        "import sys; from vitscale.cli.main import app; app(['dedup', '--help'], standalone_mode=False); "
+        "assert not {'numpy', 'pyarrow', 'PIL', 'torch', 'numba', 'matplotlib'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for command in ("index", "find", "apply"):
+        assert f"  {command} " in done.stdout
+
+
+def test_find_as_json_with_another_threshold(place, tmp_path):
+    """Nothing but what is equal: two of the three."""
+    arguments = ("find", URL, place / "index", "--out", tmp_path / "found", "--distance", 0, "--candidates", 0)
+    code, text = dedup(*arguments, "--json")
+    facts = json.loads(text)
+    assert code == 0 and facts["out"] == str(tmp_path / "found") and "dedup.parquet" in facts["files"]
+    assert json.loads((tmp_path / "found" / "found.json").read_text())["removed"] == 2
+
+
+def test_dry_run_view_and_copy(place, found, tmp_path):
+    code, text = dedup("apply", place / "train", found, tmp_path / "out", "--dry-run")
+    assert code == 0 and "a dry run: nothing was written" in text and "17 of 20 samples, without 3 copies" in text
+    assert not (tmp_path / "out").exists()
+    for out, options in ((tmp_path / "view", []), (tmp_path / "copy", ["--copy", "--workers", 1])):
+        code, text = dedup("apply", place / "train", found, out, *options)
+        assert code == 0 and "17 of 20 samples, without 3 copies" in text and "a dry run" not in text
+        manifest = Manifest.load(out)
+        assert (manifest.num_samples, manifest.num_removed) == (17, 3)
+        assert (out / "shard-00000.beton").exists() == bool(options)
+
+
+@pytest.mark.parametrize("src", ["pets", "pets.tar.gz", "pets.tar", "s3://bucket/pets.parquet", "a/pets/manifest.json"])
+def test_names_of_test_sets(place, src):
+    """The last part without suffixes, which two cannot have: told before anything is opened."""
+    with pytest.raises(RecipeError, match=f"two test sets would be called 'pets'. Name them: NAME={src}"):
+        dedup("index", src, place / "pets", "--out", place / "never")
+    with pytest.raises(RecipeError, match="two test sets would be called 'cats'"):
+        dedup("index", f"cats={src}", f"cats={place / 'pets'}", "--out", place / "never")
+
+
+def test_a_test_set_among_training_images_is_refused(place, tmp_path):
+    """All of them in an index would take the training images out of the training set."""
+    for split in ("train", "test"):
+        with tarfile.open(tmp_path / f"{split}.tar", "w") as archive:
+            archive.add(place / "pets" / "1.jpg", "all/1.jpg")
+    with pytest.raises(RecipeError, match=r"holds images of several splits\. Name the files of the test set alone"):
+        dedup("index", tmp_path, "--out", tmp_path / "index")
+
+
+def test_mistakes(place, found, tmp_path):
+    pets, out = place / "pets", ("--out", tmp_path / "index")
+    for arguments, kind, words in (
+        (["index", pets, pets, *out], RecipeError, "two test sets would be called 'pets'. Name them: NAME="),
+        (["index", "/", *out], RecipeError, "a name is missing"),
+        (["index", tmp_path / "no", *out], RecipeError, "no such file or directory"),
+        (["index", pets, *out, "--distance", 20], RecipeError, "--distance.*--preset photo or small"),
+        (["index", pets, *out, "--preset", "exact", "--min-quality", 9], RecipeError, "--min-quality: --preset exact"),
+        (["index", pets, *out, "--preset", "photo", "--distance", 85], RecipeError, "distance 85; expected 0 to 80"),
+        (["index", pets, *out, "--cosine", 0.5], RecipeError, "give it with --embedding"),
+        (["index", pets, *out, "--format", "zip"], RecipeError, "--format zip: expected folder"),
+        (["find", place / "train", tmp_path, *out], DataError, "no index there"),
+        (["find", tmp_path, place / "index", *out], DataError, "no dataset there"),
+        (["apply", place / "train", tmp_path, tmp_path / "out"], DataError, "`vitscale dedup find` writes it"),
+        (["apply", place / "train", found, place / "train"], RecipeError, "not empty"),
+        (["apply", place / "train", found, place / "train", "--copy"], RecipeError, "not empty"),
+    ):
+        with pytest.raises(kind, match=words):
+            dedup(*arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_ends_with_one_line(place, tmp_path):
+    """Pressed once the work has begun: its folder is there under another name."""
+    arguments = ["find", place / "train", place / "index", "--out", tmp_path / "found"]
+    program = "import sys; from vitscale.cli.main import main; sys.argv[0] = 'vitscale'; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "dedup", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while process.poll() is None and not list(tmp_path.iterdir()):
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "interrupted: no report was written" in errors and "Traceback" not in errors
+    assert not list(Path(tmp_path).iterdir())

@@ -1,0 +1,384 @@
+"""Copies of test images are left out of what is converted, whoever converts it and however often it is killed."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import fsspec
+import pyarrow.parquet as pq
+import pytest
+from datasets_on_disk import command, contents, run
+from dedup_data import index_of, make_photo, source_of, write_photos
+from PIL import Image, ImageOps
+
+from data_tools.conversion import Machine, convert, merge
+from data_tools.dedup.against import name_indexes
+from data_tools.locks import ALL_TASKS, TaskRange
+from data_tools.request import Request
+from data_tools.splits import parse_splits
+from vitscale.errors import DataError, RecipeError
+from vitscale.shards import Manifest
+from vitscale.shards.provenance import FINGERPRINT_COLUMNS
+from vitscale.shards.verify import verify
+
+SHARDS = ("--shard-samples", 8)
+SHELF = [f"shelf-{i}.jpg" for i in range(6)]
+GARDEN = ["garden-0.jpg", "garden-1.png"]
+
+
+@pytest.fixture(scope="module")
+def tests_and_index(tmp_path_factory) -> tuple[Path, Path]:
+    """Two test sets, and an index of both."""
+    root = tmp_path_factory.mktemp("tests")
+    write_photos(root / "shelf", SHELF, seed=100)
+    write_photos(root / "garden", GARDEN, seed=200)
+    index_of(
+        root / "index",
+        [source_of(root / name, name, preset="photo", level=2) for name in ("shelf", "garden")],
+    )
+    return root, root / "index"
+
+
+@pytest.fixture(scope="module")
+def index(tests_and_index) -> Path:
+    return tests_and_index[1]
+
+
+def cropped(picture: Image.Image, share: float, at: float = 0.5) -> Image.Image:
+    """A part of a picture with this share of its sides; from the middle, or at 0 from the top left corner."""
+    width, height = picture.size
+    left, top = round(width * (1 - share) * at), round(height * (1 - share) * at)
+    return picture.crop((left, top, left + round(width * share), top + round(height * share)))
+
+
+@pytest.fixture(scope="module")
+def pictures(tests_and_index, tmp_path_factory) -> Path:
+    """24 pictures that are in no test set, and 7 copies."""
+    root, tests = tmp_path_factory.mktemp("pictures"), tests_and_index[0]
+    write_photos(root, [f"{'ab'[i % 2]}/{i:02d}.jpg" for i in range(24)], seed=1000)
+    shutil.copy(tests / "shelf" / SHELF[0], root / "a" / "same.jpg")
+    photos = [Image.open(tests / "shelf" / name).convert("RGB") for name in SHELF]
+    content = (tests / "shelf" / SHELF[1]).read_bytes()
+    (root / "a" / "same-pixels.jpg").write_bytes(content[:2] + b"\xff\xfe\0\x06hi!!" + content[2:])  # a comment
+    photos[2].save(root / "b" / "quality-50.jpg", quality=50)
+    cropped(photos[3], 0.9).save(root / "a" / "cropped.jpg", quality=90)
+    ImageOps.mirror(photos[4]).save(root / "b" / "mirrored.jpg", quality=90)
+    ImageOps.expand(photos[5], 12, "white").save(root / "b" / "border.jpg", quality=90)
+    cropped(Image.open(tests / "garden" / GARDEN[1]), 0.97, at=0).save(root / "a" / "corner.jpg", quality=90)
+    return root
+
+
+COPIES = {
+    "a/same.jpg": ("shelf", SHELF[0], "bytes"),
+    "a/same-pixels.jpg": ("shelf", SHELF[1], "pixels"),
+    "b/quality-50.jpg": ("shelf", SHELF[2], "hash"),
+    "a/cropped.jpg": ("shelf", SHELF[3], "hash"),
+    "b/mirrored.jpg": ("shelf", SHELF[4], "hash"),
+    "b/border.jpg": ("shelf", SHELF[5], "hash"),
+    "a/corner.jpg": ("garden", GARDEN[1], "correlation"),
+}
+
+
+@pytest.fixture(scope="module")
+def unrelated(tmp_path_factory) -> Path:
+    """An index of which there are no copies."""
+    root = tmp_path_factory.mktemp("unrelated")
+    write_photos(root / "others", ["x.jpg"], seed=5000)
+    index_of(root / "index", [source_of(root / "others", preset="photo", level=2)])
+    return root / "index"
+
+
+def request_for(src: Path, *indexes: Path, **options) -> Request:
+    return Request(str(src), shard_samples=8, dedup=name_indexes([str(path) for path in indexes]), **options)
+
+
+@pytest.fixture(scope="module")
+def in_peace(pictures, index, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("peace") / "out"
+    convert(request_for(pictures, index), out, Machine(workers=2))
+    return out
+
+
+def converted(request: Request, folder: Path, tasks: TaskRange = ALL_TASKS) -> Path:
+    """A data set converted to a URL and brought here, in this process alone: that is faster."""
+    url = f"memory://{folder.parent.name}/{folder.name}"
+    convert(request, url, Machine(tasks=tasks))
+    return fetched(url, folder)
+
+
+def fetched(url: str, folder: Path) -> Path:
+    fsspec.filesystem("memory").get(url, str(folder), recursive=True)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def decisions(dataset: Path) -> list[dict]:
+    return pq.read_table(dataset / "dedup.parquet").to_pylist()
+
+
+def rows_of(dataset: Path) -> list[dict]:
+    """The rows of provenance of all shards."""
+    return [row for path in sorted(dataset.glob("*.idx.parquet")) for row in pq.read_table(path).to_pylist()]
+
+
+def test_exactly_the_copies_are_left_out(pictures, index, in_peace):
+    removed = [row for row in decisions(in_peace) if row["removed"]]
+    assert {row["train_key"]: (row["test_set"], row["test_key"], row["tier"]) for row in removed} == COPIES
+    stored = rows_of(in_peace)
+    names = {str(path.relative_to(pictures)) for path in pictures.rglob("*.*")}
+    assert {row["key"] for row in stored} == names - COPIES.keys()
+    # Numbers in the shuffled order stay what they are, with gaps.
+    assert sorted([row["uid"] for row in stored] + [row["train_uid"] for row in removed]) == list(range(31))
+    manifest = Manifest.load(in_peace)
+    assert (manifest.num_samples, manifest.num_removed, manifest.num_rejected) == (24, 7, 0)
+    (named,) = name_indexes([str(index)])
+    assert manifest.options["dedup_against"] == [{"test_sets": ["shelf", "garden"], "sha256": named.sha256}]
+    verdict = verify(manifest, decode=True)
+    assert (verdict.damage, verdict.notes) == ([], [])
+    assert sorted(path.name for path in (in_peace / "dedup").iterdir()) != []
+    assert str(index) not in json.dumps(json.loads((in_peace / "manifest.json").read_text()))
+
+
+def test_the_command_tells_what_was_left_out(pictures, index, in_peace, tmp_path):
+    arguments = (pictures, tmp_path / "out", *SHARDS, "--dedup-against", index, "--workers", 1)
+    done = run(*arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "7 (listed in dedup.parquet)" in done.stdout and "shelf" in done.stdout and "garden" in done.stdout
+    assert contents(tmp_path / "out") == contents(in_peace)
+    again = run(*arguments)
+    assert again.returncode == 0 and "is complete already" in again.stdout
+    without = run(pictures, tmp_path / "out", *SHARDS)
+    assert without.returncode == 2 and "already holds a dataset" in without.stderr
+    checked = subprocess.run(
+        [sys.executable, "-m", "vitscale.cli.main", "shards", "verify", tmp_path / "out"], capture_output=True
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_what_is_kept_is_stored_as_without_the_option(pictures, in_peace, unrelated, tmp_path):
+    without = converted(Request(str(pictures), shard_samples=8), tmp_path / "without")
+    names = {path.name for path in without.iterdir()}
+    assert names.isdisjoint({"dedup.parquet", "dedup"})
+    manifest = Manifest.load(without)
+    assert manifest.num_removed == 0 and "dedup_against" not in manifest.options
+    before = {row["key"]: row for row in rows_of(without)}
+    assert [before[row["key"]] for row in rows_of(in_peace)] == rows_of(in_peace)
+    # Against a test set of which there are no copies, all of it is the same.
+    clean = converted(request_for(pictures, unrelated), tmp_path / "clean")
+    shards = [name for name in names if name.startswith("shard-")]
+    assert len(shards) == 8
+    for name in shards:
+        assert (clean / name).read_bytes() == (without / name).read_bytes()
+    assert not decisions(clean) and Manifest.load(clean).num_removed == 0
+    assert (clean / "dedup").is_dir()
+
+
+def test_killed_and_started_again(pictures, index, in_peace, tmp_path):
+    out = tmp_path / "out"
+    arguments = (pictures, out, *SHARDS, "--dedup-against", index, "--workers", 1)
+    process = subprocess.Popen(command(*arguments), stdout=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not list(out.glob(".vitscale-convert/done/*.json")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL and not (out / "manifest.json").exists()
+    again = run(*arguments)
+    assert again.returncode == 0 and "done before" in again.stdout, again.stderr
+    assert contents(out) == contents(in_peace)
+
+
+KILL_AT = """
+import os, signal, sys
+import vitscale.durable as durable
+calls, sync = 0, durable.sync_folder
+def counted(folder):
+    global calls
+    calls += 1
+    if calls == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    sync(folder)
+durable.sync_folder = counted
+if __name__ == "__main__":
+    from pathlib import Path
+    from data_tools.conversion import Machine, convert
+    from data_tools.dedup.against import name_indexes
+    from data_tools.request import Request
+    request = Request(sys.argv[2], shard_samples=8, dedup=name_indexes([sys.argv[4]]))
+    convert(request, sys.argv[3], Machine(workers=1))
+    print(calls)
+"""
+
+
+@pytest.mark.slow
+def test_killed_after_every_rename(pictures, index, in_peace, tmp_path):
+    def attempt(kill_at: int, out: Path) -> subprocess.CompletedProcess[str]:
+        script = [sys.executable, "-c", KILL_AT, str(kill_at), pictures, out, index]
+        return subprocess.run(script, capture_output=True, text=True, timeout=120)
+
+    whole = attempt(0, tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    assert contents(tmp_path / "whole") == contents(in_peace)
+    for kill_at in range(1, int(whole.stdout) + 1):
+        out = tmp_path / str(kill_at)
+        assert attempt(kill_at, out).returncode == -signal.SIGKILL
+        again = attempt(0, out)
+        assert again.returncode == 0, again.stderr
+        assert contents(out) == contents(in_peace)
+
+
+def test_task_ranges_and_a_merge_that_needs_the_index(pictures, index, in_peace, tmp_path):
+    out, here = tmp_path / "out", tmp_path / "index"
+    shutil.copytree(index, here)
+    for i in (0, 1):
+        done = run(pictures, out, *SHARDS, "--dedup-against", here, "--task-range", f"{i}/2", "--workers", 1)
+        assert done.returncode == 0, done.stderr
+    here.rename(tmp_path / "elsewhere")
+    gone = run("--merge", out)
+    assert gone.returncode == 3 and f"{here}: no index there" in gone.stderr and "--dedup-against" in gone.stderr
+    assert not (out / "manifest.json").exists()
+    other = run("--merge", out, "--dedup-against", index)
+    assert other.returncode == 2 and "--merge has no use for --dedup-against" in other.stderr
+    (tmp_path / "elsewhere").rename(here)
+    merged = run("--merge", out)
+    assert merged.returncode == 0 and "7 (listed in dedup.parquet)" in merged.stdout, merged.stderr
+    assert contents(out) == contents(in_peace)
+
+
+def test_an_index_that_was_moved_is_the_same(pictures, index, in_peace, tmp_path):
+    url = f"memory://{tmp_path.name}/out"
+    shutil.copytree(index, tmp_path / "index")
+    convert(request_for(pictures, tmp_path / "index"), url, Machine(tasks=TaskRange(0, 2)))
+    (tmp_path / "index").rename(tmp_path / "moved")
+    convert(request_for(pictures, tmp_path / "moved"), url, Machine(tasks=TaskRange(1, 2)))
+    assert merge(url, 0.01).manifests[""].num_removed == 7
+    assert contents(fetched(url, tmp_path / "out")) == contents(in_peace)
+
+
+def test_another_index_on_a_half_done_output(pictures, index, unrelated, tmp_path):
+    url, here = f"memory://{tmp_path.name}/out", tmp_path / "index"
+    shutil.copytree(index, here)
+    asked = request_for(pictures, here)
+    convert(asked, url, Machine(tasks=TaskRange(0, 2)))
+    shutil.rmtree(here)
+    shutil.copytree(unrelated, here)
+    with pytest.raises(RecipeError, match=r"dedup_against: \['sha256 \w+ of shelf, garden'\] before"):
+        convert(request_for(pictures, here), url)
+    with pytest.raises(RecipeError, match=r"dedup_against: \[.*\] before, not given now"):
+        convert(Request(str(pictures), shard_samples=8), url)
+    with pytest.raises(DataError, match=r"index: the index has changed since the conversion began"):
+        convert(asked, url)  # as a worker sees it that starts late
+
+
+def test_indexes_that_cannot_be_used(pictures, index, tmp_path):
+    old = shutil.copytree(index, tmp_path / "old")
+    content = json.loads((old / "index.json").read_text())
+    (old / "index.json").write_text(json.dumps(content | {"version": 0}))
+    damaged = shutil.copytree(index, tmp_path / "damaged")
+    with (damaged / "hashes.npy").open("r+b") as file:
+        file.seek(-5, io.SEEK_END)
+        file.write(b"\1")
+    for indexes, kind, message in (
+        ([old], DataError, "version"),
+        ([damaged], DataError, r"hashes\.npy: damaged"),
+        ([tmp_path], DataError, "no index there"),
+        ([index, index], RecipeError, "shelf"),
+        (["s3://bucket/index"], RecipeError, "--dedup-against s3://bucket/index: an index is read"),
+    ):
+        with pytest.raises(kind, match=message):
+            request_for(pictures, *indexes)
+    done = run(pictures, tmp_path / "out", "--dedup-against", old)
+    assert done.returncode == 3 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_splits_have_their_own(pictures, index, tmp_path):
+    request = request_for(pictures, index, splits=parse_splits(["val=10", "train=rest"]))
+    converted(request, tmp_path / "out")
+    found = {}
+    for split in ("val", "train"):
+        manifest, rows = Manifest.load(tmp_path / "out" / split), decisions(tmp_path / "out" / split)
+        removed = {row["train_key"] for row in rows if row["removed"]}
+        assert manifest.num_removed == len(removed)
+        assert not verify(manifest).damage
+        assert (tmp_path / "out" / split / "dedup").is_dir()
+        found[split] = (manifest.num_samples + manifest.num_removed, removed)
+    assert [count for count, _ in found.values()] == [10, 21]
+    assert found["val"][1] | found["train"][1] == COPIES.keys()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["convert.log.jsonl", "train", "val"]
+
+
+def test_shards_of_which_nothing_is_left(pictures, index, tmp_path):
+    out = converted(replace(request_for(pictures, index), shard_samples=1), tmp_path / "out")
+    manifest = Manifest.load(out)
+    assert [shard.samples for shard in manifest.shards] == [1] * 24 and manifest.num_removed == 7
+    assert len(list((tmp_path / "out").glob("shard-*.beton"))) == 24
+    verdict = verify(manifest)
+    assert (verdict.damage, verdict.notes) == ([], [])
+
+
+def test_a_source_that_is_the_test_set(tests_and_index, index, tmp_path):
+    tests = tests_and_index[0] / "shelf"
+    (tmp_path / "images").mkdir()
+    shutil.copytree(tests, tmp_path / "images" / "x")
+    (tmp_path / "images" / "x" / "broken.jpg").write_bytes(b"no image")
+    request, url = request_for(tmp_path / "images", index), f"memory://{tmp_path.name}"
+    with pytest.raises(DataError, match="no image is left: 6 are copies of test images, 1 cannot be stored"):
+        convert(request, f"{url}/out", Machine(max_reject_rate=0.5))
+    assert not fsspec.filesystem("memory").exists(f"{url}/out/manifest.json")
+    with pytest.raises(DataError, match=r"1 of 7 images \(14\.29%\) cannot be stored"):  # of all, not of those left
+        convert(request, f"{url}/few", Machine(max_reject_rate=0.14))
+
+
+def test_a_dry_run_counts_them(pictures, index, tmp_path):
+    done = run(pictures, tmp_path / "out", "--dry-run", "--dedup-against", index)
+    assert done.returncode == 0 and not (tmp_path / "out").exists(), done.stderr
+    for line in (
+        "7 of the probed, so about 7 would be removed",
+        "1 by bytes, 1 by pixels, 4 by hash",
+        "1 by correlation",
+    ):
+        assert line in done.stdout
+
+
+def test_a_dataset_is_cleaned_by_converting_it(pictures, index, tmp_path):
+    converted(Request(str(pictures), shard_samples=8), tmp_path / "all")
+    for path in (tmp_path / "all").glob("*.idx.parquet"):  # as older versions wrote them
+        pq.write_table(pq.read_table(path).drop_columns(list(FINGERPRINT_COLUMNS)), path)
+    converted(request_for(tmp_path / "all", index), tmp_path / "clean")
+    removed = {row["train_key"] for row in decisions(tmp_path / "clean") if row["removed"]}
+    assert removed == COPIES.keys()
+    assert Manifest.load(tmp_path / "clean").num_samples == 24
+    assert not verify(Manifest.load(tmp_path / "clean")).damage
+
+
+def test_a_remote_output(pictures, index, in_peace, tmp_path):
+    assert contents(converted(request_for(pictures, index), tmp_path / "out")) == contents(in_peace)
+
+
+def test_two_copies_of_one_test_image_in_two_indexes(tests_and_index, tmp_path):
+    """An image that is in several test sets is told with each, and removed once."""
+    shelf = tests_and_index[0] / "shelf"
+    for name, files in (("one", SHELF[:1]), ("two", SHELF[:2])):
+        (tmp_path / name).mkdir()
+        for file in files:
+            shutil.copy(shelf / file, tmp_path / name / file)
+        index_of(tmp_path / f"{name}.index", [source_of(tmp_path / name, name, preset="photo", level=0)])
+    write_photos(tmp_path / "images" / "x", ["a.jpg", "b.jpg"], seed=3000)
+    shutil.copy(shelf / SHELF[0], tmp_path / "images" / "x" / "c.jpg")
+    make_photo(101).save(tmp_path / "images" / "x" / "d.png")  # what SHELF[1] was made of
+    request = request_for(tmp_path / "images", tmp_path / "one.index", tmp_path / "two.index")
+    manifest = Manifest.load(converted(request, tmp_path / "out"))
+    assert (manifest.num_samples, manifest.num_removed) == (2, 2)
+    told = {(row["train_key"], row["test_set"], row["tier"]) for row in decisions(tmp_path / "out")}
+    assert told == {("x/c.jpg", "one", "bytes"), ("x/c.jpg", "two", "bytes"), ("x/d.png", "two", "hash")}

@@ -1,0 +1,91 @@
+"""`vitscale dedup`: which training images are copies of test images, and datasets without them."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from data_tools.dedup.settings import Preset
+
+app = typer.Typer(help="Keep test images out of training data.", no_args_is_help=True, rich_markup_mode=None)
+
+Dataset = Annotated[str, typer.Argument(help="A dataset's folder or manifest.json, here or at a URL (s3://, gs://).")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one a core")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Distance = Annotated[int | None, typer.Option(help="Bits of 256 up to which a hash alone decides.")]
+Candidates = Annotated[int | None, typer.Option(help="Bits up to which the pictures are compared, too.")]
+Correlation = Annotated[float | None, typer.Option(help="Which these must reach then, 0 to 1.")]
+
+
+@app.command()
+def index(
+    testsets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TESTSET...", help="Anything that vitscale-convert takes; NAME=PATH to say what reports call it."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the index; new or empty.")],
+    preset: Annotated[Preset | None, typer.Option(help="What to expect.", show_default="by the images' size")] = None,
+    level: Annotated[
+        int | None,
+        typer.Option(min=0, max=3, help="How many crops of a test image are known.", show_default="2; 3 if small"),
+    ] = None,
+    distance: Distance = None,
+    candidates: Candidates = None,
+    correlation: Correlation = None,
+    min_quality: Annotated[
+        int | None, typer.Option(help="Of a hash, 0 (flat) to 100; below, only equal pixels count.")
+    ] = None,
+    embedding: Annotated[
+        Path | None, typer.Option(help="A TorchScript model that judges candidates as well.", metavar="FILE")
+    ] = None,
+    embedding_size: Annotated[int | None, typer.Option(help="Pixels a side that it takes.", show_default="288")] = None,
+    cosine: Annotated[float | None, typer.Option(help="Which its vectors must reach, 0 to 1.")] = None,
+    kind: Annotated[str | None, typer.Option("--format", help="Of TESTSET.", show_default="found out")] = None,
+    workers: Workers = None,
+) -> None:
+    """Make an index, by which copies of these test images are recognised. Settings hold for all of them."""
+    from vitscale.cli.dedup_output import run_index
+
+    settings = {
+        "distance": distance,
+        "candidates": candidates,
+        "correlation": correlation,
+        "min_quality": min_quality,
+        "cosine": cosine,
+    }
+    run_index(testsets, out, preset, level, settings, embedding, embedding_size, kind, workers)
+
+
+@app.command()
+def find(
+    dataset: Dataset,
+    indexes: Annotated[list[str], typer.Argument(metavar="INDEX...", help="Folders that `index` made.")],
+    out: Annotated[Path, typer.Option(help="Folder of the report; new or empty.")],
+    distance: Distance = None,
+    candidates: Candidates = None,
+    correlation: Correlation = None,
+    workers: Workers = None,
+    as_json: Json = False,
+) -> None:
+    """Report which samples of a dataset are copies of test images, and which test images these are."""
+    from vitscale.cli.dedup_output import run_find
+
+    settings = {"distance": distance, "candidates": candidates, "correlation": correlation}
+    run_find(dataset, indexes, out, settings, workers, as_json)
+
+
+@app.command()
+def apply(
+    dataset: Dataset,
+    found: Annotated[Path, typer.Argument(help="The folder that `find` wrote.")],
+    out: Annotated[str, typer.Argument(help="A new or empty folder; beside the dataset if that is at a URL.")],
+    copy: Annotated[bool, typer.Option("--copy", help="Write new shards instead of a manifest over the old.")] = False,
+    is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed.")] = False,
+    workers: Workers = None,
+) -> None:
+    """Write a dataset without the samples that `find` found; the old one stays as it is."""
+    from vitscale.cli.dedup_output import run_apply
+
+    run_apply(dataset, found, out, copy, is_dry_run, workers)

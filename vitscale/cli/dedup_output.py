@@ -1,0 +1,225 @@
+"""What `vitscale dedup` does and prints."""
+
+import json
+import re
+import signal
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from data_tools.conversion import Machine
+from data_tools.dedup.settings import PRESETS, Preset, Settings
+from data_tools.report import ProgressView
+from data_tools.sources.source import Source
+from vitscale import storage
+from vitscale.cli.shards_output import _plain
+from vitscale.errors import RecipeError
+from vitscale.shards import MANIFEST_NAME, Manifest
+
+_EXIT_INTERRUPTED = 130
+_EMBEDDING_SIZE = 288
+_NAMED = re.compile(r"([^/=:]+)=(.+)", re.DOTALL)
+_SUFFIXES = re.compile(r"(\.[A-Za-z][A-Za-z0-9]*)+$")
+
+
+def run_index(
+    testsets: Sequence[str],
+    out: Path,
+    preset: Preset | None,
+    level: int | None,
+    settings: dict[str, Any],
+    embedding: Path | None,
+    embedding_size: int | None,
+    kind: str | None,
+    workers: int | None,
+) -> None:
+    """Make an index and print a table. Raises RecipeError, DataError and StorageError, as all of these functions."""
+    from data_tools.dedup.building import TestSource, build_index
+    from data_tools.dedup.embedding import EmbeddingModel
+    from data_tools.dedup.index import TestSet
+
+    if embedding is None and (embedding_size is not None or settings["cosine"] is not None):
+        raise RecipeError("--embedding-size and --cosine are of a model: give it with --embedding FILE")
+    given, console = _settings(preset, settings), Console()
+    model = None if embedding is None else EmbeddingModel(str(embedding), embedding_size or _EMBEDDING_SIZE)
+    sources = []
+    for name, src in _named(testsets):
+        sources.append(TestSource(name, src, _opened(src, kind), preset, level, given))
+    done: list[TestSet] = []
+    with _interruptible("no index was written"), ProgressView(Console(stderr=True), "indexing", None) as view:
+        build_index(
+            sources,
+            out,
+            workers=Machine(workers).processes,
+            model=model,
+            tick=lambda images, bad: view.update(sum(one.images for one in done) + images, bad),
+            told=done.append,
+        )
+    _say(console, f"{out}:")
+    table = Table("test set")
+    for heading in ("images", "hashes", "level"):
+        table.add_column(heading, justify="right")
+    table.add_column("preset")
+    table.add_column("copies are", overflow="fold")
+    for one in done:
+        counts = (f"{one.images:,}", f"{one.hashes:,}", str(one.level))
+        table.add_row(_plain(one.name), *counts, one.preset, _rule(one.settings, model is not None))
+    console.print(table)
+    if preset is None:
+        _say(console, "presets were chosen by the size of the images; --preset photo|small|exact says otherwise")
+    for one in done:
+        if one.unreadable:
+            _say(
+                console,
+                f"warning: {one.unreadable:,} images of {one.name} cannot be decoded: only copies of their very bytes "
+                "will be found",
+            )
+
+
+def run_find(
+    dataset: str, indexes: Sequence[str], out: Path, settings: dict[str, Any], workers: int | None, as_json: bool
+) -> None:
+    """Compare and print what was found."""
+    from data_tools.dedup.finding import find
+    from data_tools.dedup.report import described, tables
+
+    errors = Console(stderr=True)
+    samples = Manifest.load(dataset).num_samples
+    with _interruptible("no report was written"), ProgressView(errors, "comparing", samples) as view:
+        found = find(
+            dataset,
+            indexes,
+            str(out),
+            Machine(workers).runner(dataset),
+            overrides={name: value for name, value in settings.items() if value is not None},
+            tick=view.update,
+        )
+    if found.made_anew:
+        _say(
+            errors,
+            f"note: the tables of {found.made_anew:,} shards have no fingerprints of this version: all of their images "
+            "were decoded",
+        )
+    if as_json:
+        print(json.dumps({"out": str(out), "files": found.files, **described(found.matcher, found.tally)}, indent=1))
+        return
+    console = Console()
+    for table in tables(found.matcher, found.tally):
+        console.print(table)
+    _say(console, f"written: {out}: {', '.join(found.files)}")
+    if found.tally.removed:
+        _say(console, f"nothing was removed yet: vitscale dedup apply {dataset} {out} OUT")
+
+
+def run_apply(dataset: str, found: Path, out: str, copy: bool, is_dry_run: bool, workers: int | None) -> None:
+    """Write the dataset that is left, and say what was taken out of it."""
+    from data_tools.dedup.applying import Removal, write_view
+    from data_tools.dedup.copying import write_copy
+
+    removal, console = Removal.of(dataset, str(found)), Console()
+    old = removal.manifest
+    left = old.num_samples - len(removal.uids)
+    if copy and not is_dry_run:
+        with (
+            _interruptible("no manifest was written; repeat the command to go on"),
+            ProgressView(Console(stderr=True), "copying", left) as progress,
+        ):
+            write_copy(removal, out, Machine(workers).runner(dataset, out), progress.update)
+    elif not is_dry_run:
+        with _interruptible("no manifest was written"):
+            write_view(removal, out)
+    table = Table("test set")
+    table.add_column("copies removed", justify="right")
+    for name, count in removal.by_test_set.items():
+        table.add_row(_plain(name), f"{count:,}")
+    console.print(table)
+    gone = len(old.shards) - len(list(removal.remaining()))
+    vanished = f" and without {gone:,} shards of which nothing is left" if gone else ""
+    _say(
+        console,
+        f"{out}: {left:,} of {old.num_samples:,} samples, without {len(removal.uids):,} copies{vanished}"
+        + (" (a dry run: nothing was written)" if is_dry_run else ""),
+    )
+
+
+def _opened(src: str, kind: str | None) -> Source:
+    """The source of a test set. Raises RecipeError, also where training images lie among those of the test set."""
+    from data_tools.sources import KINDS, SourceOptions, open_source
+
+    if kind is not None and kind not in KINDS:
+        raise RecipeError(f"--format {kind}: expected {', '.join(KINDS)}")
+    options = SourceOptions(unlabelled=True)
+    try:
+        return open_source(src, kind, options)
+    except RecipeError:
+        open_source(src, kind, options, has_splits=True)
+        raise RecipeError(
+            f"TESTSET {src}: holds images of several splits. Name the files of the test set alone; or convert it with "
+            "vitscale-convert --split first, and give the dataset of the test images"
+        ) from None
+
+
+def _settings(preset: Preset | None, settings: dict[str, Any]) -> Settings | None:
+    """A preset's settings with those that were given in their place; None if none were."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    if not given:
+        return None
+    options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    if preset is None:
+        raise RecipeError(f"{options}: takes the place of a preset's: say of which, with --preset photo or small")
+    if not PRESETS[preset].near:
+        raise RecipeError(f"{options}: --preset {preset} compares nothing but bytes and pixels")
+    return replace(PRESETS[preset], **given)
+
+
+def _named(testsets: Sequence[str]) -> list[tuple[str, str]]:
+    """Names and sources. Raises RecipeError where two have one name."""
+    named = []
+    for text in testsets:
+        match = None if storage.is_url(text) or Path(text).exists() else _NAMED.fullmatch(text)
+        named.append((match[1].strip(), match[2]) if match else (_name_of(text), text))
+    counts = Counter(name for name, _ in named)
+    for name, src in named:
+        if not name or counts[name] > 1:
+            what = "a name is missing" if not name else f"two test sets would be called {name!r}"
+            raise RecipeError(f"TESTSET {src}: {what}. Name them: NAME={src}")
+    return named
+
+
+def _name_of(src: str) -> str:
+    """The last part of a path or URL, without suffixes."""
+    if storage.base_name(src) == MANIFEST_NAME:
+        src = src.rstrip("/").removesuffix(MANIFEST_NAME)
+    name = storage.base_name(src if storage.is_url(src) else str(Path(src).absolute()))
+    return _SUFFIXES.sub("", name) or name
+
+
+def _rule(settings: Settings, with_model: bool) -> str:
+    if not settings.near:
+        return "equal bytes or pixels"
+    judges = f"correlation {settings.correlation:g}" + (f" or cosine {settings.cosine:g}" if with_model else "")
+    return f"<= {settings.distance} bits; <= {settings.candidates} and {judges}"
+
+
+@contextmanager
+def _interruptible(state: str) -> Iterator[None]:
+    """Ctrl-C, or what a scheduler ends a job by, gives one line, not a trace. Raises typer.Exit(130)."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        Console(stderr=True).print(f"interrupted: {state}", highlight=False, soft_wrap=True)
+        raise typer.Exit(_EXIT_INTERRUPTED) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(_plain(line), highlight=False, soft_wrap=True)
