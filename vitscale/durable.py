@@ -1,11 +1,15 @@
-"""Files that exist completely or not at all under their final name."""
+"""Files and folders that exist completely or not at all under their final name."""
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from vitscale.errors import DataError, RecipeError
+from vitscale.storage import is_url
 
 
 @contextmanager
@@ -42,6 +46,46 @@ def _take_new_name(part: Path, path: Path) -> None:
         part.replace(path)
     else:
         part.unlink()
+
+
+@contextmanager
+def new_folder(out: str | Path, what: str = "OUT") -> Iterator[Path]:
+    """Fill a folder under a hidden name; on leaving, flush it to the disk and rename it.
+
+    An exception inside leaves nothing behind; a killed process leaves the hidden name only.
+
+    Args:
+        out: a folder of this machine that does not exist, or is empty.
+        what: what the command line calls it.
+
+    Raises:
+        RecipeError: `out` cannot be taken.
+        DataError: in place of an OSError inside: a disk that is full, or refuses.
+    """
+    if is_url(str(out)):
+        raise RecipeError(f"{what} {out}: is written to this machine's disk; expected a folder, no URL")
+    target = Path(os.path.realpath(out))
+    try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise RecipeError(f"{what} {out}: already exists. Choose a new or empty folder")
+        if target.is_mount():
+            raise RecipeError(
+                f"{what} {out}: is a mount point, which cannot be replaced as a whole. Choose a folder in it"
+            )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
+        aside.mkdir()
+    except OSError as error:
+        raise RecipeError(f"{what} {out}: cannot be written ({error.strerror})") from error
+    try:
+        yield aside
+        os.sync()  # hundreds of thousands of files at once, instead of one by one
+        aside.replace(target)
+        sync_folder(target.parent)
+    except OSError as error:
+        raise DataError(f"{what} {out}: cannot be written ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,8 +1,6 @@
 """Test sets -> an index: every image is decoded once, in worker processes, and its variants are fingerprinted."""
 
 import itertools
-import os
-import secrets
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +18,7 @@ from data_tools.engines.local import run_in_processes
 from data_tools.engines.task import Task, Tick
 from data_tools.images import Reject, store_image
 from data_tools.sources import Source
-from vitscale import storage
-from vitscale.durable import sync_folder
+from vitscale.durable import new_folder
 from vitscale.errors import DataError, RecipeError
 
 # Images of a task, and what of a stream they may weigh: a task waits in memory.
@@ -92,35 +89,10 @@ def build_index(
     embedding = None
     if model is not None:  # tried before anything long starts
         embedding = Embedding(side=model.side, dimensions=Embedder(model.path, model.side).dimensions())
-    target, aside = _place(out)
-    try:
+    with new_folder(out, "--out") as folder:
         if model is not None:
-            shutil.copyfile(model.path, aside / MODEL_NAME)
-        _build(test_sources, aside, workers, model, embedding, tick, told)
-        for path in (*aside.iterdir(), aside):
-            sync_folder(path)
-        aside.replace(target)
-        sync_folder(target.parent)
-    except OSError as error:
-        raise DataError(f"--out {out}: cannot be written ({error.strerror or error})") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _place(out: str | Path) -> tuple[Path, Path]:
-    """Where the index will be, and a new hidden folder beside it. Raises RecipeError."""
-    if storage.is_url(str(out)):
-        raise RecipeError(f"--out {out}: an index lies on this machine; expected a path")
-    target = Path(os.path.realpath(out))
-    try:
-        if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
-            raise RecipeError(f"--out {out}: already exists. Choose a new or empty folder")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        aside = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
-        aside.mkdir()
-    except OSError as error:
-        raise RecipeError(f"--out {out}: cannot be written ({error.strerror})") from error
-    return target, aside
+            shutil.copyfile(model.path, folder / MODEL_NAME)
+        _build(test_sources, folder, workers, model, embedding, tick, told)
 
 
 def _build(

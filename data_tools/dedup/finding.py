@@ -9,11 +9,8 @@ FOUND/report.json, *.png see `report.py`
 import csv
 import json
 import math
-import os
-import secrets
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -32,10 +29,10 @@ from data_tools.dedup.stored import known_manifest, shard_queries
 from data_tools.dedup.tally import Tally
 from data_tools.engines.task import Progress, Tick
 from data_tools.planning import Run
-from vitscale.durable import sync_folder
+from vitscale.durable import new_folder
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest, file_digests
-from vitscale.storage import is_url, without_secrets
+from vitscale.storage import without_secrets
 
 FOUND_NAME = "found.json"
 CONTAMINATED_NAME = "contaminated.csv"
@@ -94,7 +91,7 @@ def find(
         index.verify()
         named.append(NamedIndex(str(index.folder.absolute()), index.sha256, tuple(one.name for one in index.test_sets)))
     searched = _Searched(manifest.where, manifest.sha256, tuple(named), tuple(settings.items()))
-    with _new_folder(out) as folder:
+    with new_folder(out, "--out") as folder:
         pieces = folder / "pieces"
         pieces.mkdir()
         tasks = (_Task(searched, index, entry.path, pieces) for index, entry in enumerate(manifest.shards))
@@ -115,32 +112,6 @@ def _overridden(name: str, settings: Settings, overrides: dict[str, Any]) -> Set
         return Settings(**asdict(settings) | overrides)
     except RecipeError as error:
         raise RecipeError(f"test set {name}: {error}") from error
-
-
-@contextmanager
-def _new_folder(out: str) -> Iterator[Path]:
-    """A folder under another name, which has its own on leaving without an error. Raises RecipeError, DataError."""
-    if is_url(out):
-        raise RecipeError(f"--out {out}: a report is written to this machine's disk; give a folder")
-    target = Path(out).absolute()
-    try:
-        if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
-            raise RecipeError(f"--out {out}: already exists. Choose a new or empty folder")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        aside = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
-        aside.mkdir()
-    except OSError as error:
-        raise RecipeError(f"--out {out}: cannot be written ({error.strerror})") from error
-    try:
-        yield aside
-        for path in (*aside.iterdir(), aside):
-            sync_folder(path)
-        aside.replace(target)
-        sync_folder(target.parent)
-    except OSError as error:
-        raise DataError(f"{error.filename or out}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 # ---------------------------------------------------------------------------------------------------------- one shard

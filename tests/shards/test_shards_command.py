@@ -342,7 +342,7 @@ def test_export_never_half(tmp_path):
     for out in ("full", "full/x"):
         with pytest.raises(RecipeError, match="already exists"):
             shards("export", tmp_path / "ds", tmp_path / out)
-    with pytest.raises(RecipeError, match="give a folder"):
+    with pytest.raises(RecipeError, match="expected a folder"):
         shards("export", tmp_path / "ds", "memory://out")
 
 

@@ -6,9 +6,6 @@ OUT/labels.csv      path and all labels of every image: what --labels wants, whe
 """
 
 import csv
-import os
-import secrets
-import shutil
 import unicodedata
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -17,11 +14,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from vitscale.durable import sync_folder
-from vitscale.errors import DataError, RecipeError
+from vitscale.durable import new_folder
+from vitscale.errors import DataError
 from vitscale.shards.manifest import Manifest
 from vitscale.shards.opening import open_shard
-from vitscale.storage import is_url
 
 CLASSES_NAME = "classes.txt"
 LABELS_NAME = "labels.csv"
@@ -48,31 +44,8 @@ def export(manifest: Manifest, out: str, progress: Callable[[int], None] | None 
         DataError: a damaged sample or shard; a disk that is full. Nothing is left behind.
         StorageError: a URL that does not answer.
     """
-    if is_url(out):
-        raise RecipeError(f"OUT {out}: images are exported to this machine's disk; give a folder")
-    target = Path(out).absolute()
-    try:
-        if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-            raise RecipeError(f"OUT {out}: already exists. Choose a new or empty folder")
-        if target.is_mount():
-            raise RecipeError(
-                f"OUT {out}: is a mount point, which cannot be replaced as a whole. Choose a folder in it"
-            )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        aside = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
-        aside.mkdir()
-    except OSError as error:
-        raise RecipeError(f"OUT {out}: cannot be written ({error.strerror})") from error
-    try:
-        written = _Writer(aside, manifest).write(progress or (lambda _: None))
-        os.sync()  # hundreds of thousands of files at once, instead of one by one
-        aside.replace(target)
-        sync_folder(target.parent)
-    except OSError as error:
-        raise DataError(f"OUT {out}: cannot be written ({error.strerror or error})") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return written
+    with new_folder(out) as folder:
+        return _Writer(folder, manifest).write(progress or (lambda _: None))
 
 
 class _Writer:
