@@ -18,21 +18,17 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow as pa
 from ffcv.fields import IntField, RGBImageField
 from ffcv.writer import DatasetWriter
+from one_shard import convert_one_shard
 from photos import extract, parsed, photos_parser
 from PIL import Image
 
 from data_tools.images import ImageOptions
-from data_tools.output import Output
-from data_tools.plan import PLAN
-from data_tools.shard_task import ShardTask, shard_name
-from data_tools.sources.folder import FolderSource
+from data_tools.shard_task import shard_name
 from vitscale.shards import crc32c_of, file_digests
 
 OTHERS = ("FFCV", "checksums")
@@ -64,37 +60,8 @@ def write_with_ffcv(paths: list[Path], out: Path) -> None:
 
 def write_with_ours(paths: list[Path], out: Path, options: ImageOptions) -> None:
     """One shard, by the task that a conversion gives to a worker."""
-    source = FolderSource((str(paths[0].parent),))
-    items = list(source.items(0, Counter()))
-    columns = {
-        "uid": range(len(items)),
-        "key": [item.key for item in items],
-        "labels": [[0]] * len(items),
-        "part": [0] * len(items),
-        "content": [item.content for item in items],
-    }
-    task = ShardTask(
-        index=0,
-        split="",
-        shard=0,
-        rows=pa.RecordBatch.from_pydict(columns, PLAN),
-        reader=source,
-        output=Output.at(str(out), None),
-        options=options,
-        several_labels=False,
-    )
-    report = task.run(Uncounted())
+    report = convert_one_shard(paths[0].parent, out, options)
     assert (report.passed_through if options.pass_through else report.transcoded) == len(paths), report
-
-
-class Uncounted:
-    """Progress that nobody watches."""
-
-    def advance(self, rejected: bool = False) -> None:
-        pass
-
-    def alive(self) -> None:
-        pass
 
 
 def checksums(paths: list[Path], shard: Path) -> float:

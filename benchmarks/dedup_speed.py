@@ -20,11 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 from dedup_recall import Photo, photos
+from one_shard import convert_one_shard
 from photos import parsed, photos_parser
 
-from data_tools.dedup.against import Candidate, NamedIndex, name_indexes
+from data_tools.dedup.against import Candidate, name_indexes
 from data_tools.dedup.building import TestSource, build_index
 from data_tools.dedup.fingerprint import fingerprint
 from data_tools.dedup.hamming import near_pairs, words
@@ -32,25 +32,12 @@ from data_tools.dedup.index import Index
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.variants import DEFAULT_LEVEL, variants_of
 from data_tools.images import ImageOptions, StoredImage, store_image
-from data_tools.output import Output
-from data_tools.plan import PLAN
-from data_tools.shard_task import ShardTask
 from data_tools.sources.folder import FolderSource
 
 BATCH = 64
 TILE = 160  # pixels
 RATE_TARGET, TRANSCODING_LIMIT, PASS_THROUGH_LIMIT = 600, 1.45, 2.5
 HOUR = 3600
-
-
-class Uncounted:
-    """Progress that nobody watches."""
-
-    def advance(self, rejected: bool = False) -> None:
-        pass
-
-    def alive(self) -> None:
-        pass
 
 
 def write_tiles(grocery: list[Photo], count: int, folder: Path) -> None:
@@ -62,31 +49,6 @@ def write_tiles(grocery: list[Photo], count: int, folder: Path) -> None:
         file = io.BytesIO()
         image.crop((left, top, left + TILE, top + TILE)).save(file, "JPEG", quality=90)
         (folder / f"{number:06d}.jpg").write_bytes(file.getvalue())
-
-
-def convert(folder: Path, out: Path, options: ImageOptions, against: tuple[NamedIndex, ...]) -> None:
-    """One shard, by the task that a conversion gives to a worker."""
-    source = FolderSource((str(folder),))
-    names = sorted(path.name for path in folder.iterdir())
-    columns = {
-        "uid": range(len(names)),
-        "key": names,
-        "labels": [[0]] * len(names),
-        "part": [0] * len(names),
-        "content": [name.encode() for name in names],
-    }
-    task = ShardTask(
-        index=0,
-        split="",
-        shard=0,
-        rows=pa.RecordBatch.from_pydict(columns, PLAN),
-        reader=source,
-        output=Output.at(str(out), None),
-        options=options,
-        several_labels=False,
-        against=against,
-    )
-    task.run(Uncounted())
 
 
 def decide(contents: list[bytes], matcher: Matcher) -> None:
@@ -125,10 +87,10 @@ def measure(folder: Path, out: Path, index_path: Path, rounds: int) -> dict[str,
     recode = ImageOptions(pass_through=False)
     index = Index(index_path)
     ways: dict[str, Callable[[], None]] = {
-        "passing through": lambda: convert(folder, out, ImageOptions(), ()),
-        "passing through, compared": lambda: convert(folder, out, ImageOptions(), against),
-        "transcoding": lambda: convert(folder, out, recode, ()),
-        "transcoding, compared": lambda: convert(folder, out, recode, against),
+        "passing through": lambda: convert_one_shard(folder, out, ImageOptions()),
+        "passing through, compared": lambda: convert_one_shard(folder, out, ImageOptions(), against),
+        "transcoding": lambda: convert_one_shard(folder, out, recode),
+        "transcoding, compared": lambda: convert_one_shard(folder, out, recode, against),
         "fingerprints": lambda: fingerprints(pictures),
         "bytes to decision": lambda: decide(contents, Matcher([index])),
     }

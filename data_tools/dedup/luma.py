@@ -24,7 +24,7 @@ class Box(NamedTuple):
 
 
 def square_luma(rgb: np.ndarray, box: Box | None = None) -> np.ndarray:
-    """Brightness of a picture, or of a part of it, by OpenCV's INTER_AREA.
+    """Brightness of a picture, or of a part of it: means over the area of each pixel, or for a small part OpenCV's.
 
     Args:
         rgb: uint8 (height, width, 3).
@@ -81,12 +81,49 @@ def _brightness(rgb, y, x):
 
 @njit(nogil=True, cache=True)
 def _square_luma(rgb, top, left, height, width):
-    small = np.empty((SIDE, SIDE, 3), np.uint8)
-    _resize(rgb, top, left, height, width, small)
+    if height < SIDE or width < SIDE:  # there is nothing to take the mean of
+        small = np.empty((SIDE, SIDE, 3), np.uint8)
+        _resize(rgb, top, left, height, width, small)
+        luma = np.empty((SIDE, SIDE), np.uint8)
+        for y in range(SIDE):
+            for x in range(SIDE):
+                luma[y, x] = _brightness(small, y, x)
+        return luma
+    return _mean_luma(rgb, top, left, height, width)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _mean_luma(rgb, top, left, height, width):
+    """Whole numbers all the way, so that every processor finds the same; a quarter of the time of INTER_AREA."""
+    rows = rgb.reshape(rgb.shape[0], rgb.shape[1] * 3)
+    sums = np.zeros((SIDE, 3 * width), np.uint32)  # over rows, weighted by 1/64ths of a row: at most 255 * height
+    for y in range(height):
+        row = rows[top + y, 3 * left : 3 * (left + width)]
+        begin, end = y * SIDE, (y + 1) * SIDE
+        for k in range(begin // height, (end - 1) // height + 1):
+            share = np.uint32(min((k + 1) * height, end) - max(k * height, begin))
+            out = sums[k]
+            for i in range(3 * width):
+                out[i] += share * np.uint32(row[i])
     luma = np.empty((SIDE, SIDE), np.uint8)
-    for y in range(SIDE):
-        for x in range(SIDE):
-            luma[y, x] = _brightness(small, y, x)
+    gray = np.empty(width, np.uint64)
+    area = np.uint64(1000) * np.uint64(height) * np.uint64(width)
+    for k in range(SIDE):
+        row_sums = sums[k]
+        for x in range(width):
+            gray[x] = np.uint64(299) * np.uint64(row_sums[3 * x])
+            gray[x] += np.uint64(587) * np.uint64(row_sums[3 * x + 1])
+            gray[x] += np.uint64(114) * np.uint64(row_sums[3 * x + 2])
+        for j in range(SIDE):
+            begin, end = j * width, (j + 1) * width
+            first, last = begin // SIDE, (end - 1) // SIDE
+            total = np.uint64(0)  # a side has at least 64 pixels, so a mean never lies within one
+            for x in range(first, last + 1):
+                total += gray[x]
+            total *= np.uint64(SIDE)
+            total -= np.uint64(begin - first * SIDE) * gray[first]
+            total -= np.uint64((last + 1) * SIDE - end) * gray[last]
+            luma[k, j] = np.uint8((total + area // np.uint64(2)) // area)
     return luma
 
 
