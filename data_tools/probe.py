@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from data_tools.dedup.against import Candidate, Comparison, NamedIndex
+from data_tools.dedup.against import Candidate, Comparison, NamedIndex, open_matcher
 from data_tools.dedup.fingerprint import fingerprint
 from data_tools.dedup.tally import Tally
 from data_tools.images import ImageOptions, Reject, store_image
@@ -69,7 +69,7 @@ def probe(batches: list[Any], reader: Reader, options: ImageOptions, dedup: tupl
                 digest, found = hashlib.sha256(data).digest(), fingerprint(stored.pixels)
                 yield Candidate(images, "", stored.jpeg, stored.height, stored.width, digest, found)
 
-    comparison = Comparison(dedup) if dedup else None
+    comparison = Comparison(open_matcher(dedup)) if dedup else None
     started = time.perf_counter()
     for _ in stored_images() if comparison is None else comparison.kept(stored_images()):
         pass

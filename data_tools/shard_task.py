@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from data_tools.dedup.against import Candidate, Comparison, NamedIndex
+from data_tools.dedup.against import Candidate, Comparison, NamedIndex, open_matcher
 from data_tools.dedup.decisions import write_decisions
 from data_tools.dedup.fingerprint import ALGORITHM, Fingerprint, fingerprint
 from data_tools.engines.task import Progress
@@ -119,7 +119,7 @@ class ShardTask:
         """
         started = time.monotonic()
         report = ShardReport(self.index, self.split)
-        comparison = Comparison(self.dedup) if self.dedup else None
+        comparison = Comparison(open_matcher(self.dedup)) if self.dedup else None
         columns: dict[str, list[Any]] = {name: [] for name in PROVENANCE.names}
         rejects: dict[str, list[str]] = {name: [] for name in REJECTS.names}
         name = shard_name(self.shard)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -16,8 +16,9 @@ from data_tools.dedup.closest import Closest
 from data_tools.dedup.decisions import DECISIONS, decisions
 from data_tools.dedup.fingerprint import Fingerprint
 from data_tools.dedup.index import Index
-from data_tools.dedup.matching import Matcher
+from data_tools.dedup.matching import Matcher, Query
 from data_tools.dedup.pictures import small_picture
+from data_tools.dedup.settings import Settings
 from data_tools.dedup.tally import Tally
 from vitscale import storage
 from vitscale.errors import DataError, RecipeError
@@ -53,8 +54,8 @@ class NamedIndex:
         return cls(content["path"], content["sha256"], tuple(content["test_sets"]))
 
 
-def name_indexes(paths: Sequence[str]) -> tuple[NamedIndex, ...]:
-    """The indexes in some folders, once each of them is found to be whole.
+def name_indexes(paths: Sequence[str], what: str = "--dedup-against") -> tuple[NamedIndex, ...]:
+    """The indexes in some folders, once each of them is found to be whole; `what` the command line calls them.
 
     Raises:
         RecipeError: a URL; a test set that is in two of them.
@@ -64,7 +65,7 @@ def name_indexes(paths: Sequence[str]) -> tuple[NamedIndex, ...]:
     for path in map(storage.without_file_scheme, paths):
         if storage.is_url(path):
             raise RecipeError(
-                f"--dedup-against {path}: an index is read at random places all the time. Copy it to a folder of this "
+                f"{what} {path}: an index is read at random places all the time. Copy it to a folder of this "
                 "machine, or one that all machines share"
             )
         index = Index(os.path.abspath(path))  # noqa: PTH100 -- without following links: other machines may have others
@@ -75,8 +76,10 @@ def name_indexes(paths: Sequence[str]) -> tuple[NamedIndex, ...]:
 
 
 @lru_cache(maxsize=1)
-def open_matcher(indexes: tuple[NamedIndex, ...]) -> Matcher:
+def open_matcher(indexes: tuple[NamedIndex, ...], settings: tuple[tuple[str, Settings], ...] = ()) -> Matcher:
     """What compares with the test sets of these indexes; one a process.
+
+    Settings of a test set, by name, take the place of the index's.
 
     Raises DataError: an index that is not there, or not what it was when it was named.
     """
@@ -85,11 +88,24 @@ def open_matcher(indexes: tuple[NamedIndex, ...]) -> Matcher:
         index = Index(named.path)
         if index.sha256 != named.sha256:
             raise DataError(
-                f"{named.path}: the index has changed since the conversion began. Put back that of "
+                f"{named.path}: the index has changed since the command was begun. Put back that of "
                 f"{', '.join(named.test_sets)}, or remove the output and start anew"
             )
         opened.append(index)
-    return Matcher(opened)
+    return Matcher(opened, dict(settings))
+
+
+class Named(Query, Protocol):
+    """An image that may be a copy, and what it is called."""
+
+    @property
+    def uid(self) -> int: ...
+    @property
+    def key(self) -> str: ...
+
+    def picture(self) -> bytes:
+        """A small JPEG of it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -142,7 +158,8 @@ class Candidate:
         return small_picture(self.rgb())
 
 
-_Image = TypeVar("_Image", bound=Candidate)
+_Image = TypeVar("_Image", bound=Named)
+_Held = TypeVar("_Held", bound=Candidate)
 
 
 @dataclass
@@ -175,33 +192,36 @@ class Comparison:
         findings: so far.
     """
 
-    def __init__(self, indexes: tuple[NamedIndex, ...]) -> None:
-        """Raises as `open_matcher`."""
-        self._matcher = open_matcher(indexes)
+    def __init__(self, matcher: Matcher) -> None:
+        self._matcher = matcher
         self.findings = Findings.none(self._matcher)
         self._matcher.tally = self.findings.tally
         self._decisions: list[pa.Table] = []
 
-    def kept(self, images: Iterable[_Image]) -> Iterator[_Image]:
-        """Those that are no copies, in order."""
-        held: list[_Image] = []
+    def kept(self, images: Iterable[_Held]) -> Iterator[_Held]:
+        """Those that are no copies, in order; some dozens are held at a time."""
+        held: list[_Held] = []
         for image in images:
             held.append(image)
             if len(held) == _IMAGES_AT_ONCE or sum(len(one.jpeg) for one in held) >= _BYTES_AT_ONCE:
-                yield from self._kept(held)
+                yield from self.compare(held)
                 held = []
         if held:
-            yield from self._kept(held)
+            yield from self.compare(held)
 
     def decisions(self) -> pa.Table:
         """What was decided, of schema `decisions.DECISIONS`, in order of the images."""
         return pa.concat_tables([DECISIONS.empty_table(), *self._decisions]).combine_chunks()
 
-    def _kept(self, images: list[_Image]) -> Iterator[_Image]:
+    def compare(self, images: list[_Image]) -> list[_Image]:
+        """Those of some images that are no copies."""
         matches = self._matcher.match(images)
         if any(matches):
             self._decisions.append(decisions(self._matcher, [(one.uid, one.key) for one in images], matches))
         for image, of_image in zip(images, matches, strict=True):
             self.findings.closest.add(image.key, of_image, image.picture)
-            if not any(match.removed for match in of_image):
-                yield image
+        return [
+            image
+            for image, of_image in zip(images, matches, strict=True)
+            if not any(match.removed for match in of_image)
+        ]

@@ -13,7 +13,6 @@ import numpy as np
 
 from data_tools.dedup.applying import Removal, slots_without
 from data_tools.dedup.decisions import DECISIONS_NAME
-from data_tools.dedup.stored import known_manifest
 from data_tools.engines.task import Progress, Tick
 from data_tools.finishing import reports_of
 from data_tools.locks import ALL_TASKS, claimed
@@ -24,7 +23,7 @@ from vitscale import storage
 from vitscale.durable import durable_file
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import MANIFEST_NAME, Manifest, ShardEntry, StoredSample, write_shard
-from vitscale.shards.opening import OpenShard, local_copy, open_shard
+from vitscale.shards.opening import OpenShard, known_manifest, local_copy, open_shard
 from vitscale.shards.provenance import REJECTS_NAME, provenance_path, read_provenance, write_tables
 
 _VERSION = "dedup apply 1"  # no number of a conversion's: that takes care not to go on with this

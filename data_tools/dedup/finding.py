@@ -12,26 +12,25 @@ import math
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_tools.dedup.against import Findings, NamedIndex
-from data_tools.dedup.decisions import DECISIONS_NAME, decisions, read_decisions, write_decisions
-from data_tools.dedup.index import Index
+from data_tools.dedup.against import Comparison, Findings, NamedIndex, name_indexes, open_matcher
+from data_tools.dedup.decisions import DECISIONS_NAME, read_decisions, write_decisions
 from data_tools.dedup.matching import TIERS, Matcher
 from data_tools.dedup.report import write_report
 from data_tools.dedup.settings import Settings
-from data_tools.dedup.stored import known_manifest, shard_queries
+from data_tools.dedup.stored import shard_queries
 from data_tools.dedup.tally import Tally
 from data_tools.engines.task import Progress, Tick
 from data_tools.planning import Run
 from vitscale.durable import new_folder
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest, file_digests
+from vitscale.shards.opening import known_manifest
 from vitscale.storage import without_secrets
 
 FOUND_NAME = "found.json"
@@ -83,14 +82,12 @@ def find(
         StorageError: a URL that does not answer.
     """
     manifest = Manifest.load(dataset)
-    opened = [Index(folder) for folder in indexes]
-    settings = {one.name: _overridden(one.name, one.settings, overrides or {}) for i in opened for one in i.test_sets}
-    matcher = Matcher(opened, settings)
-    named = []
-    for index in opened:
-        index.verify()
-        named.append(NamedIndex(str(index.folder.absolute()), index.sha256, tuple(one.name for one in index.test_sets)))
-    searched = _Searched(manifest.where, manifest.sha256, tuple(named), tuple(settings.items()))
+    named = name_indexes(indexes, "INDEX")
+    settings = tuple(
+        (one.name, _overridden(one.name, one.settings, overrides or {})) for one in open_matcher(named).test_sets
+    )
+    matcher = open_matcher(named, settings)
+    searched = _Searched(manifest.where, manifest.sha256, named, settings)
     with new_folder(out, "--out") as folder:
         pieces = folder / "pieces"
         pieces.mkdir()
@@ -153,37 +150,23 @@ class _Task:
 
         Raises DataError: a shard, a table or an index that is damaged; StorageError.
         """
-        manifest, matcher = _opened(self.searched)
-        findings = Findings.none(matcher)
-        matcher.tally = findings.tally
-        tables = []
+        searched = self.searched
+        manifest = known_manifest(searched.manifest, searched.manifest_sha256)
+        comparison = Comparison(open_matcher(searched.indexes, searched.settings))
         with shard_queries(manifest, self.shard) as queries:
             for batch in queries.batches():
-                matches = matcher.match(batch)
-                for query, of_query in zip(batch, matches, strict=True):
-                    findings.closest.add(query.key, of_query, query.picture)
+                comparison.compare(batch)
+                for _ in batch:
                     progress.advance()
-                if any(matches):
-                    tables.append(decisions(matcher, [(query.uid, query.key) for query in batch], matches))
             are_fresh = queries.are_fresh
-        if tables:
+        decided = comparison.decisions()
+        if decided.num_rows:
             path = _piece(self.folder, self.shard)
             try:
-                write_decisions(path, tables)
+                write_decisions(path, [decided])
             except OSError as error:
                 raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
-        return findings, are_fresh
-
-
-@lru_cache(maxsize=1)
-def _opened(searched: _Searched) -> tuple[Manifest, Matcher]:
-    """Opened once a process."""
-    indexes = []
-    for named in searched.indexes:
-        indexes.append(Index(named.path))
-        if indexes[-1].sha256 != named.sha256:
-            raise DataError(f"{named.path}: has changed since the comparison began. Repeat the command")
-    return known_manifest(searched.manifest, searched.manifest_sha256), Matcher(indexes, dict(searched.settings))
+        return comparison.findings, are_fresh
 
 
 # ------------------------------------------------------------------------------------------------------- all together

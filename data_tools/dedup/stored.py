@@ -7,7 +7,6 @@ images are decoded and fingerprinted.
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
@@ -126,15 +125,6 @@ class ShardQueries:
                     f"{file.path}: its table of provenance has other uids; `vitscale shards verify` tells more"
                 )
         return self._shard
-
-
-@lru_cache(maxsize=1)
-def known_manifest(where: str, sha256: str) -> Manifest:
-    """A manifest, read once a process: that of a large dataset has megabytes. Raises DataError if it has changed."""
-    manifest = Manifest.load(where)
-    if manifest.sha256 != sha256:
-        raise DataError(f"{where}: has changed since the command began. Repeat it")
-    return manifest
 
 
 @contextmanager

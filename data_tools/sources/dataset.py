@@ -4,14 +4,13 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 from data_tools.sources.fields import refuse_fields
 from data_tools.sources.source import Item, SourceOptions
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest, crc32c_of, file_digests
-from vitscale.shards.opening import OpenShard, open_shard
+from vitscale.shards.opening import OpenShard, known_manifest, open_shard
 from vitscale.storage import is_url
 
 _PLACE = struct.Struct("<QQI")  # position in the shard, size, crc32c
@@ -36,7 +35,7 @@ class DatasetSource:
         return is_url(self.manifest)
 
     def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
-        manifest = _manifest(self.manifest, self.sha256)
+        manifest = known_manifest(self.manifest, self.sha256)
         with open_shard(manifest, part) as shard:
             if self.streams:
                 _check_arrival(shard, manifest, self.parts[part])
@@ -83,15 +82,6 @@ def open_dataset(src: str, files: Sequence[str], options: SourceOptions) -> Data
     manifest = Manifest.load(files[0])
     parts = tuple(manifest.location(shard.path) for shard in manifest.shards)
     return DatasetSource(manifest.where, manifest.sha256, parts, manifest.class_names or None)
-
-
-@lru_cache(maxsize=1)
-def _manifest(where: str, sha256: str) -> Manifest:
-    """The manifest, read once a process: that of a large dataset has megabytes."""
-    manifest = Manifest.load(where)
-    if manifest.sha256 != sha256:
-        raise DataError(f"{where}: has changed since the conversion began. Repeat the command")
-    return manifest
 
 
 def _check_arrival(shard: OpenShard, manifest: Manifest, where: str) -> None:

@@ -117,7 +117,7 @@ def test_what_cannot_be_read(tmp_path):
         open_dataset("SOURCE", [str(data)], SourceOptions(label_field="x"))
     source = open_copy(data)
     edit(data, class_names=["cat"])
-    with pytest.raises(DataError, match="has changed since the conversion began"):
+    with pytest.raises(DataError, match="has changed since the command began"):
         listed(source)
     with pytest.raises(
         DataError, match=r"shard-00000\.beton: 'k/1\.jpg' has the label 1; the manifest names 1 classes"

@@ -19,7 +19,7 @@ from data_tools.dedup.settings import PRESETS, Preset, Settings
 from data_tools.report import ProgressView
 from data_tools.sources.source import Source
 from vitscale import storage
-from vitscale.cli.shards_output import _plain
+from vitscale.cli.shards_output import plain
 from vitscale.errors import RecipeError
 from vitscale.shards import MANIFEST_NAME, Manifest
 
@@ -70,7 +70,7 @@ def run_index(
     table.add_column("copies are", overflow="fold")
     for one in done:
         counts = (f"{one.images:,}", f"{one.hashes:,}", str(one.level))
-        table.add_row(_plain(one.name), *counts, one.preset, _rule(one.settings, model is not None))
+        table.add_row(plain(one.name), *counts, one.preset, _rule(one.settings, model is not None))
     console.print(table)
     if preset is None:
         _say(console, "presets were chosen by the size of the images; --preset photo|small|exact says otherwise")
@@ -138,7 +138,7 @@ def run_apply(dataset: str, found: Path, out: str, copy: bool, is_dry_run: bool,
     table = Table("test set")
     table.add_column("copies removed", justify="right")
     for name, count in removal.by_test_set.items():
-        table.add_row(_plain(name), f"{count:,}")
+        table.add_row(plain(name), f"{count:,}")
     console.print(table)
     gone = len(old.shards) - len(list(removal.remaining()))
     vanished = f" and without {gone:,} shards of which nothing is left" if gone else ""
@@ -222,4 +222,4 @@ def _interruptible(state: str) -> Iterator[None]:
 
 
 def _say(console: Console, line: str) -> None:
-    console.print(_plain(line), highlight=False, soft_wrap=True)
+    console.print(plain(line), highlight=False, soft_wrap=True)

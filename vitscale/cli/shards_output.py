@@ -56,10 +56,10 @@ def show_info(dataset: str, classes: bool, as_json: bool) -> None:
             rows[f"{which} shard"] = f"{shard['path']}, {shard['bytes']:,} bytes"
     rows |= {f"option {name}": json.dumps(value) for name, value in sorted(facts["options"].items())}
     say = partial(console.print, highlight=False, soft_wrap=True)
-    say(_plain(facts["manifest"]))
+    say(plain(facts["manifest"]))
     for name, value in rows.items():
         if value is not None:
-            say(f"  {name:<{max(map(len, rows))}}  {_plain(value)}")
+            say(f"  {name:<{max(map(len, rows))}}  {plain(value)}")
     if classes:
         _print_counts(console, counts, unlabelled)
 
@@ -84,12 +84,12 @@ def show_verdict(dataset: str, workers: int | None, decode: bool, as_json: bool)
                 table.add_column(heading, overflow="fold")
             for damage in verdict.damage[:_SHOWN_DAMAGE]:
                 sample = "" if damage.uid is None else f"uid {damage.uid}"
-                table.add_row(*map(_plain, (damage.path, f"{sample} {damage.key or ''}".strip(), damage.what)))
+                table.add_row(*map(plain, (damage.path, f"{sample} {damage.key or ''}".strip(), damage.what)))
             console.print(table)
             if len(verdict.damage) > _SHOWN_DAMAGE:
                 console.print(f"... and {len(verdict.damage) - _SHOWN_DAMAGE:,} more; --json lists all")
         for note in verdict.notes:
-            console.print(f"note: {_plain(note)}", highlight=False, soft_wrap=True)
+            console.print(f"note: {plain(note)}", highlight=False, soft_wrap=True)
         rate = verdict.bytes / max(seconds, 1e-9) / 1e9
         console.print(
             f"{'DAMAGED' if verdict.damage else 'whole'}: {verdict.shards:,} shards, {verdict.samples:,} samples"
@@ -109,14 +109,14 @@ def show_head(dataset: str, count: int, out: Path | None) -> None:
         raise RecipeError(f"--out {out}: a contact sheet is a .png")
     manifest = Manifest.load(dataset)
     samples = list(first_samples(manifest, count))
-    table = Table(title=_plain(f"first {len(samples):,} of {manifest.num_samples:,} samples"), title_justify="left")
+    table = Table(title=plain(f"first {len(samples):,} of {manifest.num_samples:,} samples"), title_justify="left")
     for heading in ("uid", "height", "width", "bytes"):
         table.add_column(heading, justify="right")
     table.add_column("class", overflow="fold")
     table.add_column("key", overflow="fold")
     for sample in samples:
         numbers = (sample.uid, sample.height, sample.width, f"{sample.bytes:,}")
-        table.add_row(*map(str, numbers), _plain(", ".join(sample.class_names)), _plain(sample.key or ""))
+        table.add_row(*map(str, numbers), plain(", ".join(sample.class_names)), plain(sample.key or ""))
     console = Console()
     console.print(table)
     if out is not None:
@@ -126,7 +126,7 @@ def show_head(dataset: str, count: int, out: Path | None) -> None:
                 sheet.save(file, "PNG")
         except OSError as error:
             raise RecipeError(f"--out {out}: cannot be written ({error.strerror})") from error
-        console.print(f"drawn: {_plain(str(out))}", highlight=False, soft_wrap=True)
+        console.print(f"drawn: {plain(str(out))}", highlight=False, soft_wrap=True)
 
 
 def show_difference(a: str, b: str, as_json: bool) -> None:
@@ -201,13 +201,13 @@ def _print_counts(console: Console, counts: dict[str, int], unlabelled: int) -> 
     table.add_column("class", overflow="fold")
     table.add_column("samples", justify="right")
     for label, (name, count) in enumerate(counts.items()):
-        table.add_row(str(label), _plain(name), f"{count:,}")
+        table.add_row(str(label), plain(name), f"{count:,}")
     if unlabelled:
         table.add_row("", "(no label)", f"{unlabelled:,}")
     console.print(table)
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Text as it is: no markup of rich's, nothing that steers a terminal."""
     return escape("".join(char if char.isprintable() else repr(char)[1:-1] for char in text))
 

@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,15 @@ def labels_of(file: ShardFile, slot: int) -> list[int]:
             f"{file.path}: uid {int(file.uid[slot])} is damaged: its main label is {main}, all are {labels}"
         )
     return labels
+
+
+@lru_cache(maxsize=1)
+def known_manifest(where: str, sha256: str) -> Manifest:
+    """A manifest, read once a process: that of a large dataset has megabytes. Raises DataError if it has changed."""
+    manifest = Manifest.load(where)
+    if manifest.sha256 != sha256:
+        raise DataError(f"{where}: has changed since the command began. Repeat it")
+    return manifest
 
 
 @contextmanager
