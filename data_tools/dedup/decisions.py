@@ -20,8 +20,8 @@ DECISIONS = pa.schema(
         pa.field("test_key", pa.string(), nullable=False),
         pa.field("tier", pa.string(), nullable=False),  # what decided, or would have last: `matching.TIERS`
         pa.field("distance", pa.int16()),  # bits; null where the hashes are not near, or not compared
-        pa.field("correlation", pa.float32()),
-        pa.field("cosine", pa.float32()),  # null without a user's model
+        pa.field("correlation", pa.float64()),
+        pa.field("cosine", pa.float64()),  # null without a user's model
         pa.field("variant", pa.string()),  # of the test image, as `variants.variant_name` has it
         pa.field("removed", pa.bool_(), nullable=False),
     ]

@@ -30,7 +30,7 @@ class Settings:
     near: bool = True
     distance: int = 31
     candidates: int = 80
-    correlation: float = 0.85
+    correlation: float = 0.92
     min_quality: int = 50
     cosine: float = 0.75
 
@@ -49,7 +49,7 @@ class Settings:
 # Measured in docs/LOG.md: recall by kind of edit, pairs of different photos, and CIFAR-10's judged near-duplicates.
 PRESETS: dict[Preset, Settings] = {
     "photo": Settings(),
-    "small": Settings(candidates=64, correlation=0.92),
+    "small": Settings(candidates=64),
     "exact": Settings(near=False),
 }
 SMALL_SIDE = 96  # pixels; test sets whose shorter side is usually less are small

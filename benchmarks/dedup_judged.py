@@ -1,0 +1,142 @@
+"""De-duplication against what people have judged: CIFAR-10's near-duplicates, and hand signs that only look alike.
+
+    python benchmarks/dedup_judged.py OUT [--data FOLDER]
+
+FOLDER holds cifar10 (with half of ciFAIR's list: Barz and Denzler, "Do We Train on Test Data?", 2020) and signdigits;
+VITSCALE_TEST_DATA names it, too. The training set of each is converted against its test set, as people would do it,
+into OUT. There, `cifar10-unlisted.png` shows what was removed and is not in the list, `cifar10-missed.png` what is in
+the list and was not removed, `signdigits/dedup/*.png` the hand signs.
+"""
+
+import csv
+import os
+import tarfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.compute as pc
+from photos import photos_parser
+
+from data_tools.conversion import Machine, convert
+from data_tools.dedup.against import name_indexes
+from data_tools.dedup.building import TestSource, build_index
+from data_tools.dedup.closest import Pair
+from data_tools.dedup.decisions import DECISIONS_NAME, read_decisions
+from data_tools.dedup.pair_sheet import write_pair_sheet
+from data_tools.dedup.pictures import small_picture
+from data_tools.images import StoredImage, store_image
+from data_tools.request import Request
+from data_tools.sources import SourceOptions, open_source
+
+DRAWN = 48  # pairs of a sheet
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a de-duplication came to.
+
+    Attributes:
+        images, removed: of the training set.
+        test_images, flagged: of the test set; flagged are those that have a copy.
+        removed_pairs: training and test image, by key -> tier, distance and correlation.
+    """
+
+    images: int
+    removed: int
+    test_images: int
+    flagged: int
+    removed_pairs: dict[tuple[str, str], tuple[str, int, float]]
+
+
+def deduplicate(name: str, test: Path, train: Path, out: Path) -> Judged:
+    """Convert a training set against a test set with nothing but defaults."""
+    workers = len(os.sched_getaffinity(0))
+    index = out / f"{name}.index"
+    build_index([TestSource(name, str(test), open_source(str(test), None, SourceOptions()))], index, workers=workers)
+    named = name_indexes([str(index)])
+    outcome = convert(Request(str(train), dedup=named), out / name, Machine(workers))
+    rows = read_decisions(out / name / DECISIONS_NAME).filter(pc.field("removed")).to_pylist()
+    manifest = outcome.manifests[""]
+    return Judged(
+        images=manifest.num_samples + manifest.num_removed,
+        removed=manifest.num_removed,
+        test_images=sum(1 for _ in _files(test)),
+        flagged=len({row["test_key"] for row in rows}),
+        removed_pairs={
+            (row["train_key"], row["test_key"]): (row["tier"], row["distance"], row["correlation"]) for row in rows
+        },
+    )
+
+
+def listed_pairs(data: Path) -> dict[tuple[str, str], str]:
+    """CIFAR-10's judged pairs of a training and a test image, by their keys -> the judgement."""
+    with (data / "cifar10" / "near_duplicates.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["image_b"].startswith("train/")]
+    return {(_key(row["image_b"]), row["image_a"]): row["judgment"] for row in rows}
+
+
+def _key(path: str) -> str:
+    """Of a training image: conversion leaves out the folder that all images share."""
+    return path.removeprefix("train/")
+
+
+def _files(archive: Path) -> dict[str, bytes]:
+    with tarfile.open(archive) as tar:
+        return {
+            member.name: file.read()
+            for member in tar
+            if member.name.lower().endswith(".jpg") and (file := tar.extractfile(member)) is not None
+        }
+
+
+def draw(path: Path, title: str, judged: Judged, pairs: list[tuple[str, str]], train: Path, test: Path) -> None:
+    """A sheet of some pairs, removed or missed."""
+    train_files, test_files = _files(train), _files(test)
+
+    def picture(content: bytes) -> bytes:
+        stored = store_image(content)
+        assert isinstance(stored, StoredImage)
+        return small_picture(stored.pixels)
+
+    drawn = []
+    for train_key, test_key in pairs[:DRAWN]:
+        removed = (train_key, test_key) in judged.removed_pairs
+        facts = judged.removed_pairs.get((train_key, test_key), ("missed", 0, 0.0))
+        train_picture = picture(train_files[f"train/{train_key}"])
+        pair = Pair(0, 0, train_key, test_key, *facts, cosine=None, removed=removed, picture=train_picture)
+        drawn.append((pair, picture(test_files[test_key])))
+    write_pair_sheet(path, title, *((drawn, []) if drawn and drawn[0][0].removed else ([], drawn)))
+
+
+def main() -> None:
+    """Print what was found, and draw what people should look at."""
+    parser = photos_parser(__doc__)
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args()
+    cifar, signs = options.data / "cifar10", options.data / "signdigits"
+
+    test, train = cifar / "test_dev.tar.xz", cifar / "train.tar.xz"
+    judged, listed = deduplicate("cifar10", test, train, options.out), listed_pairs(options.data)
+    found = [pair for pair in listed if pair in judged.removed_pairs]
+    missed = [pair for pair in listed if pair not in judged.removed_pairs]
+    unlisted = sorted(judged.removed_pairs.keys() - listed.keys(), key=lambda pair: judged.removed_pairs[pair][2])
+    print(f"cifar10: {judged.removed:,} of {judged.images:,} training images removed")
+    print(f"  {judged.flagged:,} of {judged.test_images:,} test images have a copy")
+    print(f"  {len(found)} of {len(listed)} listed pairs found ({len(found) / len(listed):.1%})")
+    print(f"  found by judgement {dict(Counter(listed[pair] for pair in found))}")
+    print(f"  missed by judgement {dict(Counter(listed[pair] for pair in missed))}")
+    print(f"  {len(unlisted)} pairs removed that are not listed (half of the list is not public here)")
+    draw(options.out / "cifar10-unlisted.png", "removed, not listed", judged, unlisted, train, test)
+    draw(options.out / "cifar10-missed.png", "listed, not removed", judged, missed, train, test)
+
+    test, train = signs / "test_dev.tar.xz", signs / "train.tar.xz"
+    judged = deduplicate("signdigits", test, train, options.out)
+    print(f"signdigits: {judged.removed:,} of {judged.images:,} training images removed")
+    print(f"  {judged.flagged:,} of {judged.test_images:,} test images have a copy")
+    for (train_key, test_key), facts in list(judged.removed_pairs.items())[:20]:
+        print(f"  {train_key} = {test_key}: {facts}")
+
+
+if __name__ == "__main__":
+    main()
