@@ -15,16 +15,22 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow.compute as pc
 from photos import photos_parser
 
 from data_tools.conversion import Machine, convert
 from data_tools.dedup.against import name_indexes
+from data_tools.dedup.alignment import correlation
 from data_tools.dedup.building import TestSource, build_index
 from data_tools.dedup.closest import Pair
 from data_tools.dedup.decisions import DECISIONS_NAME, read_decisions
+from data_tools.dedup.fingerprint import fingerprint
+from data_tools.dedup.hamming import BITS, near_pairs, words
+from data_tools.dedup.index import Index
 from data_tools.dedup.pair_sheet import write_pair_sheet
 from data_tools.dedup.pictures import small_picture
+from data_tools.dedup.variants import window_of
 from data_tools.images import StoredImage, store_image
 from data_tools.request import Request
 from data_tools.sources import SourceOptions, open_source
@@ -40,6 +46,7 @@ class Judged:
         images, removed: of the training set.
         test_images, flagged: of the test set; flagged are those that have a copy.
         removed_pairs: training and test image, by key -> tier, distance and correlation.
+        index: of the test set.
     """
 
     images: int
@@ -47,6 +54,20 @@ class Judged:
     test_images: int
     flagged: int
     removed_pairs: dict[tuple[str, str], tuple[str, int, float]]
+    index: Index
+
+    def nearest(self, train_file: bytes, test_key: str) -> tuple[str, int, float]:
+        """How far a pair is that was not removed: distance of the nearest hashes, and correlation from there."""
+        stored = store_image(train_file)
+        assert isinstance(stored, StoredImage)
+        made, image = fingerprint(stored.pixels), self.index.keys.to_pylist().index(test_key)
+        query = words(np.frombuffer(made.pdq, np.uint8)[None])
+        first, end = np.searchsorted(self.index.owners, [image, image + 1]).tolist()
+        _, hashes, distances = near_pairs(query, self.index.hashes, BITS, first, end)
+        variant = int(self.index.variants[hashes[distances.argmin()]])
+        window = window_of(variant, *self.index.size(image))
+        reached = correlation(made.luma, self.index.thumbnails[image], window, mirrored=variant % 2 == 1)
+        return "correlation", int(distances.min()), reached
 
 
 def deduplicate(name: str, test: Path, train: Path, out: Path) -> Judged:
@@ -66,6 +87,7 @@ def deduplicate(name: str, test: Path, train: Path, out: Path) -> Judged:
         removed_pairs={
             (row["train_key"], row["test_key"]): (row["tier"], row["distance"], row["correlation"]) for row in rows
         },
+        index=Index(index),
     )
 
 
@@ -102,9 +124,9 @@ def draw(path: Path, title: str, judged: Judged, pairs: list[tuple[str, str]], t
     drawn = []
     for train_key, test_key in pairs[:DRAWN]:
         removed = (train_key, test_key) in judged.removed_pairs
-        facts = judged.removed_pairs.get((train_key, test_key), ("missed", 0, 0.0))
-        train_picture = picture(train_files[f"train/{train_key}"])
-        pair = Pair(0, 0, train_key, test_key, *facts, cosine=None, removed=removed, picture=train_picture)
+        train_file = train_files[f"train/{train_key}"]
+        facts = judged.removed_pairs[train_key, test_key] if removed else judged.nearest(train_file, test_key)
+        pair = Pair(0, 0, train_key, test_key, *facts, cosine=None, removed=removed, picture=picture(train_file))
         drawn.append((pair, picture(test_files[test_key])))
     write_pair_sheet(path, title, *((drawn, []) if drawn and drawn[0][0].removed else ([], drawn)))
 
