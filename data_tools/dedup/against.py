@@ -16,6 +16,7 @@ from data_tools.dedup.closest import Closest
 from data_tools.dedup.decisions import DECISIONS, decisions
 from data_tools.dedup.fingerprint import Fingerprint
 from data_tools.dedup.index import Index
+from data_tools.dedup.luma import Window
 from data_tools.dedup.matching import Matcher, Query
 from data_tools.dedup.pictures import small_picture
 from data_tools.dedup.settings import Settings
@@ -148,6 +149,10 @@ class Candidate:
         luma = self.fingerprint.luma_trimmed if trimmed else self.fingerprint.luma
         assert luma is not None
         return luma
+
+    @property
+    def inside(self) -> Window | None:
+        return self.fingerprint.inside
 
     def rgb(self) -> np.ndarray:
         """The picture as stored, uint8 (height, width, 3); decoded anew, for few need it."""

@@ -4,31 +4,43 @@ A hash that is near says that one picture may be a crop of the other, and roughl
 test image is moved, scaled and turned a little until the query fits best (Gauss-Newton on the squared difference, with
 brightness and contrast free; Baker and Matthews, "Lucas-Kanade 20 Years On", 2004). Copies then correlate above 0.95
 where without this a crop that is 2 % off reaches 0.8, as do two different shirts on a white ground.
+
+Uniform borders are left out: two pale pictures in one kind of frame correlate by their frames.
 """
 
 import numpy as np
 from numba import njit
 
-from data_tools.dedup.luma import SIDE
-from data_tools.dedup.variants import Window
+from data_tools.dedup.luma import SIDE, Window
 
 _GRID = 32  # pixels a side that are compared
 _STEPS = 8
 _FARTHEST = 8.0  # pixels of 64 that the window may move, or its sides turn
 _STRETCH = 1.25
 _ENOUGH = 1e-4  # a gain in correlation that is not worth another step
+_MARGIN = 1.0  # pixels of 64 beside a border, into which it reaches
+_LEAST = 0.1  # of the pixels that must be left without borders
 
 
-def correlation(query: np.ndarray, image: np.ndarray, window: Window, mirrored: bool) -> float:
+def correlation(
+    query: np.ndarray,
+    image: np.ndarray,
+    window: Window,
+    *,
+    mirrored: bool,
+    inside_query: Window | None = None,
+    inside_image: Window | None = None,
+) -> float:
     """How well a query fits a window of a test image, or one near it.
 
     Args:
         query, image: uint8 (64, 64), lumas of the whole pictures.
         window: the part of the image that the query is thought to show.
         mirrored: whether the query shows it mirrored.
+        inside_query, inside_image: what of either is no border; None for all.
 
-    Returns Pearson's correlation of the pixels, -1 to 1; 0 for a picture without any contrast. Three decimals: further
-    ones may differ between processors.
+    Returns Pearson's correlation of the pixels, -1 to 1, three decimals; 0 where there is no contrast, or hardly
+    anything but border.
     """
     width = -window.width if mirrored else window.width
     start = np.array(
@@ -38,7 +50,29 @@ def correlation(query: np.ndarray, image: np.ndarray, window: Window, mirrored: 
         ],
         np.float32,
     )
-    return round(float(_aligned(_halved(query), image.astype(np.float32), start)), 3)
+    seen = _pixels(inside_query, _GRID) if inside_query is not None else _ALL
+    box = _pixels(inside_image, SIDE) if inside_image is not None else _ALL
+    return round(float(_aligned(_halved(query), image.astype(np.float32), start, seen, box)), 3)
+
+
+_ALL = np.array([-np.inf, -np.inf, np.inf, np.inf], np.float32)
+
+
+def _pixels(inside: Window, side: int) -> np.ndarray:
+    """float32 (4,): between which positions of pixels lies what is no border: top, left, bottom, right."""
+    margin = _MARGIN * side / SIDE
+    top, left = inside.top * side, inside.left * side
+    bottom, right = top + inside.height * side, left + inside.width * side
+    # A picture's own edge needs no margin.
+    return np.array(
+        [
+            top + margin - 0.5 if inside.top > 0 else -np.inf,
+            left + margin - 0.5 if inside.left > 0 else -np.inf,
+            bottom - margin - 0.5 if bottom < side else np.inf,
+            right - margin - 0.5 if right < side else np.inf,
+        ],
+        np.float32,
+    )
 
 
 @njit(nogil=True, cache=True)
@@ -53,9 +87,12 @@ def _halved(luma):
     return out
 
 
-@njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
-def _warp(image, window, value, down, across):
-    """The image and its gradients where the window's 32 x 32 pixels are, bilinearly, flat into three arrays."""
+@njit(nogil=True, cache=True, error_model="numpy")
+def _warp(image, window, seen, box, value, down, across, weight):
+    """The image and its gradients where the window's 32 x 32 pixels are, bilinearly, flat into three arrays.
+
+    `weight` is 1 for pixels that are border neither of the query (those in `seen`) nor of the image (in `box`).
+    """
     last = np.float32(SIDE - 1.001)
     zero, one = np.float32(0), np.float32(1)
     step = np.float32(1.0 / _GRID)
@@ -64,8 +101,12 @@ def _warp(image, window, value, down, across):
         v = (np.float32(row) + np.float32(0.5)) * step - np.float32(0.5)
         for column in range(_GRID):
             u = (np.float32(column) + np.float32(0.5)) * step - np.float32(0.5)
-            y = min(max(window[0] + window[1] * u + window[2] * v, zero), last)
-            x = min(max(window[3] + window[4] * u + window[5] * v, zero), last)
+            y = window[0] + window[1] * u + window[2] * v
+            x = window[3] + window[4] * u + window[5] * v
+            is_inside = seen[0] <= row <= seen[2] and seen[1] <= column <= seen[3]
+            is_inside = is_inside and box[0] <= y <= box[2] and box[1] <= x <= box[3]
+            weight[i] = one if is_inside else zero
+            y, x = min(max(y, zero), last), min(max(x, zero), last)
             top, left = np.int32(y), np.int32(x)
             fy, fx = y - np.float32(top), x - np.float32(left)
             a, b = image[top, left], image[top, left + 1]
@@ -77,18 +118,21 @@ def _warp(image, window, value, down, across):
             i += 1
 
 
-@njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
-def _correlate(a, b):
-    count = np.float32(a.size)
-    mean_a, mean_b = np.float32(0), np.float32(0)
+@njit(nogil=True, cache=True, error_model="numpy")
+def _correlate(a, b, weight):
+    """Of those with a weight."""
+    count, mean_a, mean_b = np.float32(0), np.float32(0), np.float32(0)
     for i in range(a.size):
-        mean_a += a[i]
-        mean_b += b[i]
+        count += weight[i]
+        mean_a += weight[i] * a[i]
+        mean_b += weight[i] * b[i]
+    if count < np.float32(_LEAST * a.size):
+        return np.float32(0)
     mean_a /= count
     mean_b /= count
     aa, bb, ab = np.float32(0), np.float32(0), np.float32(0)
     for i in range(a.size):
-        da, db = a[i] - mean_a, b[i] - mean_b
+        da, db = weight[i] * (a[i] - mean_a), weight[i] * (b[i] - mean_b)
         aa += da * da
         bb += db * db
         ab += da * db
@@ -98,19 +142,17 @@ def _correlate(a, b):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _aligned(query, image, start):
+def _aligned(query, image, start, seen, box):
     """The best correlation on the way from a window: y, its change by u and v, the same of x; u, v in [-1/2, 1/2]."""
     size = _GRID * _GRID
     target = query.copy().reshape(size)
     value, down, across = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
-    columns = np.empty((8, size), np.float32)
-    for i in range(size):
-        columns[7, i] = 1
+    columns, weight = np.empty((8, size), np.float32), np.empty(size, np.float32)
     window = start.copy()
-    _warp(image, window, value, down, across)
-    best = _correlate(target, value)
+    _warp(image, window, seen, box, value, down, across, weight)
+    best = _correlate(target, value, weight)
     for _ in range(_STEPS):
-        change = _step(target, value, down, across, columns)
+        change = _step(target, value, down, across, weight, columns)
         gain = change[6]
         if not gain > 0.05:  # the picture would have to be inverted, or there is no solution
             break
@@ -119,8 +161,8 @@ def _aligned(query, image, start):
             moved[i] += np.float32(change[i] / gain)
         if not _is_near(moved, start):
             break
-        _warp(image, moved, value, down, across)
-        reached = _correlate(target, value)
+        _warp(image, moved, seen, box, value, down, across, weight)
+        reached = _correlate(target, value, weight)
         if not reached > best + _ENOUGH:
             best = max(best, reached)
             break
@@ -128,8 +170,8 @@ def _aligned(query, image, start):
     return best
 
 
-@njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
-def _step(target, value, down, across, columns):
+@njit(nogil=True, cache=True, error_model="numpy")
+def _step(target, value, down, across, weight, columns):
     """Least squares: by how much to change the window's six numbers, and brightness and contrast with them; (8,)."""
     step = np.float32(1.0 / _GRID)
     for i in range(target.size):
@@ -142,6 +184,9 @@ def _step(target, value, down, across, columns):
         columns[4, i] = across[i] * u
         columns[5, i] = across[i] * v
         columns[6, i] = value[i]
+        columns[7, i] = 1
+        for k in range(8):
+            columns[k, i] *= weight[i]
     matrix, right = np.empty((8, 8), np.float64), np.empty(8, np.float64)
     for row in range(8):
         total = np.float32(0)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from data_tools.dedup.luma import Box, square_luma, trimmed
-from data_tools.dedup.pdq import pdq_hashes
+from data_tools.dedup.luma import Box, Window, square_luma, trimmed
+from data_tools.dedup.pdq import FLAT, pdq_hashes
 
 # Whatever changes a fingerprint changes this: only those of one algorithm can be compared.
 ALGORITHM = "pdq-64-1"
@@ -20,8 +20,9 @@ class Fingerprint:
         pixels: XXH3-64 of the pixels, seeded by the width.
         quality: of the hash, 0 (flat) to 100.
         pdq: the hash, 32 bytes.
-        pdq_trimmed: the hash without uniform borders; None for a picture that has none.
+        pdq_trimmed: the hash without uniform borders; None for a picture that has none, or nothing within them.
         luma, luma_trimmed: what the hashes are of, uint8 (64, 64).
+        inside: what of the picture is no border; None for all.
     """
 
     pixels: int
@@ -30,20 +31,22 @@ class Fingerprint:
     pdq_trimmed: bytes | None
     luma: np.ndarray
     luma_trimmed: np.ndarray | None
+    inside: Window | None
 
 
 def fingerprint(rgb: np.ndarray) -> Fingerprint:
     """The fingerprint of a picture, uint8 (height, width, 3), as it is stored: upright, decoded, not cropped."""
-    luma, luma_trimmed, _ = lumas_of(rgb)
-    lumas = [luma] if luma_trimmed is None else [luma, luma_trimmed]
-    hashes, qualities = pdq_hashes(np.stack(lumas))
+    luma, luma_trimmed, box = lumas_of(rgb)
+    hashes, qualities = pdq_hashes(np.stack([luma] if luma_trimmed is None else [luma, luma_trimmed]))
+    is_empty = luma_trimmed is None or qualities[1] < FLAT
     return Fingerprint(
         pixels=pixels_digest(rgb),
         quality=int(qualities[0]),
         pdq=hashes[0].tobytes(),
-        pdq_trimmed=None if luma_trimmed is None else hashes[1].tobytes(),
+        pdq_trimmed=None if is_empty else hashes[1].tobytes(),
         luma=luma,
         luma_trimmed=luma_trimmed,
+        inside=None if box is None else Window.of(box, *rgb.shape[:2]),
     )
 
 

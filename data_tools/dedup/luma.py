@@ -5,8 +5,6 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from vitscale.shards.jpeg import c_resize
-
 SIDE = 64
 
 _NEAR = 16  # of 255; how far a pixel may be from the border's brightness: JPEG rings there
@@ -23,8 +21,22 @@ class Box(NamedTuple):
     width: int
 
 
+class Window(NamedTuple):
+    """A part of a picture, in fractions of its height and width."""
+
+    top: float
+    left: float
+    height: float
+    width: float
+
+    @classmethod
+    def of(cls, box: Box, height: int, width: int) -> "Window":
+        """A box of a picture of this size in pixels."""
+        return cls(box.top / height, box.left / width, box.height / height, box.width / width)
+
+
 def square_luma(rgb: np.ndarray, box: Box | None = None) -> np.ndarray:
-    """Brightness of a picture, or of a part of it: means over the area of each pixel, or for a small part OpenCV's.
+    """Brightness of a picture, or of a part of it, of any size: each pixel is the mean of what lies in its place.
 
     Args:
         rgb: uint8 (height, width, 3).
@@ -44,57 +56,15 @@ def trimmed(rgb: np.ndarray) -> Box | None:
     return Box(top, left, height, width)
 
 
-def enlarged(rgb: np.ndarray, height: int, width: int) -> np.ndarray:
-    """A small picture at a larger size, interpolated; uint8 (height, width, 3)."""
-    return _enlarged(np.ascontiguousarray(rgb), height, width)
-
-
-@njit(nogil=True, cache=True)
-def _resize(rgb, top, left, height, width, out):
-    c_resize(  # type: ignore[call-overload]
-        0,
-        np.int64(rgb.ctypes.data),
-        np.int64(rgb.shape[0]),
-        np.int64(rgb.shape[1]),
-        np.int64(top),
-        np.int64(top + height),
-        np.int64(left),
-        np.int64(left + width),
-        np.int64(out.ctypes.data),
-        np.int64(out.shape[0]),
-        np.int64(out.shape[1]),
-    )
-
-
-@njit(nogil=True, cache=True)
-def _enlarged(rgb, height, width):
-    out = np.empty((height, width, 3), np.uint8)
-    _resize(rgb, 0, 0, rgb.shape[0], rgb.shape[1], out)
-    return out
-
-
 @njit(nogil=True, cache=True)
 def _brightness(rgb, y, x):
     """Of one pixel, 0 to 255, rounded."""
     return (299 * np.int64(rgb[y, x, 0]) + 587 * np.int64(rgb[y, x, 1]) + 114 * np.int64(rgb[y, x, 2]) + 500) // 1000
 
 
-@njit(nogil=True, cache=True)
-def _square_luma(rgb, top, left, height, width):
-    if height < SIDE or width < SIDE:  # there is nothing to take the mean of
-        small = np.empty((SIDE, SIDE, 3), np.uint8)
-        _resize(rgb, top, left, height, width, small)
-        luma = np.empty((SIDE, SIDE), np.uint8)
-        for y in range(SIDE):
-            for x in range(SIDE):
-                luma[y, x] = _brightness(small, y, x)
-        return luma
-    return _mean_luma(rgb, top, left, height, width)
-
-
 @njit(nogil=True, cache=True, error_model="numpy")
-def _mean_luma(rgb, top, left, height, width):
-    """Whole numbers all the way, so that every processor finds the same; a quarter of the time of INTER_AREA."""
+def _square_luma(rgb, top, left, height, width):
+    """Whole numbers all the way: every processor finds the same, in a quarter of the time of OpenCV's INTER_AREA."""
     rows = rgb.reshape(rgb.shape[0], rgb.shape[1] * 3)
     sums = np.zeros((SIDE, 3 * width), np.uint32)  # over rows, weighted by 1/64ths of a row: at most 255 * height
     for y in range(height):
@@ -117,7 +87,7 @@ def _mean_luma(rgb, top, left, height, width):
         for j in range(SIDE):
             begin, end = j * width, (j + 1) * width
             first, last = begin // SIDE, (end - 1) // SIDE
-            total = np.uint64(0)  # a side has at least 64 pixels, so a mean never lies within one
+            total = np.uint64(0)
             for x in range(first, last + 1):
                 total += gray[x]
             total *= np.uint64(SIDE)

@@ -19,6 +19,7 @@ from data_tools.dedup.alignment import correlation
 from data_tools.dedup.embedding import Embedder
 from data_tools.dedup.hamming import near_pairs, words
 from data_tools.dedup.index import Index
+from data_tools.dedup.luma import Window
 from data_tools.dedup.pdq import HASH_BYTES
 from data_tools.dedup.settings import COUNTED, Settings
 from data_tools.dedup.tally import Tally
@@ -28,7 +29,7 @@ from vitscale.errors import RecipeError
 Tier = Literal["bytes", "pixels", "hash", "correlation", "embedding"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
-# Pairs that miss the correlation asked for by no more than this are told as well.
+# Pairs that miss the correlation (or cosine) asked for by no more than this are told as well.
 NEAR_MISS = 0.15
 _ALIGNED = 2  # variants of an image that are compared with a query, the nearest ones
 
@@ -55,6 +56,11 @@ class Query(Protocol):
 
     def luma(self, trimmed: bool) -> np.ndarray:
         """uint8 (64, 64), of the whole picture or of that without borders. Asked for of candidates only."""
+        ...
+
+    @property
+    def inside(self) -> Window | None:
+        """What of the picture is no uniform border; None for all. Asked for of candidates only."""
         ...
 
     def rgb(self) -> np.ndarray:
@@ -159,30 +165,27 @@ class _Search:
     def add(self, queries: Sequence[Query], matches: list[list[Match]], tally: Tally) -> None:
         """Add the matches of each query."""
         exact = [self._exact(query) for query in queries]
-        near: dict[tuple[int, int], Match] = {}
+        distances: dict[tuple[int, int], int] = {}
         for number in range(self.sets):
             if self._settings[number].near:
                 for pair in self._near_pairs(queries, number, tally):
+                    if pair.image in exact[pair.query]:
+                        distances[pair.query, pair.image] = pair.distances[0]
+                        continue
                     match = self._judged(queries[pair.query], pair, number, tally)
                     if match is not None:
-                        near[pair.query, pair.image] = match
+                        matches[pair.query].append(match)
         for position, found in enumerate(exact):
             for image, tier in found.items():
-                also = near.pop((position, image), None)
-                number = self.index.set_of(image)
                 matches[position].append(
                     Match(
-                        test_set=self.first_set + number,
+                        test_set=self.first_set + self.index.set_of(image),
                         key=self.index.keys[image].as_py(),
                         image=image,
                         tier=tier,
-                        distance=None if also is None else also.distance,
-                        correlation=None if also is None else also.correlation,
-                        variant=None if also is None else also.variant,
+                        distance=distances.get((position, image)),
                     )
                 )
-        for (position, _), match in near.items():
-            matches[position].append(match)
 
     def _exact(self, query: Query) -> dict[int, Tier]:
         """Test images with the same bytes or pixels."""
@@ -231,26 +234,35 @@ class _Search:
         """What a pair with near hashes comes to; None if it is not worth telling."""
         settings, index, image = self._settings[number], self.index, pair.image
         height, width, trim = index.size(image)
-        reached = max(
-            correlation(
+        inside = None if trim is None else Window.of(trim, height, width)
+        reached, decided = -1.0, False
+        for distance, variant, trimmed in zip(pair.distances, pair.variants, pair.trimmed, strict=True):
+            if distance > settings.candidates:
+                continue
+            window = window_of(variant, height, width, trim)
+            fit = correlation(
                 query.luma(trimmed),
                 index.thumbnails[image],
-                window_of(variant, height, width, trim),
+                window,
                 mirrored=variant % 2 == 1,
+                inside_query=None if trimmed else query.inside,
+                inside_image=inside,
             )
-            for distance, variant, trimmed in zip(pair.distances, pair.variants, pair.trimmed, strict=True)
-            if distance <= settings.candidates
-        )
+            reached = max(reached, fit)
+            # A frame can make a hash, so that one with it decides nothing by itself.
+            is_bare = (trimmed or query.inside is None) and (inside is None or window == inside)
+            decided = decided or (is_bare and distance <= settings.distance)
         distance, cosine = pair.distances[0], None
-        tier: Tier = "hash" if distance <= settings.distance else "correlation"
-        removed = tier == "hash" or reached >= settings.correlation
+        tier: Tier = "hash" if decided else "correlation"
+        removed = decided or reached >= settings.correlation
         if tier == "correlation":
             tally.add_correlation(self.first_set + number, reached)
         if not removed and self._embedder is not None:
             tier = "embedding"
             cosine = self._embedder.cosine(query.rgb(), image)
             removed = cosine >= settings.cosine
-        if not removed and reached < settings.correlation - NEAR_MISS:
+        is_far = reached < settings.correlation - NEAR_MISS and (cosine or 0.0) < settings.cosine - NEAR_MISS
+        if is_far and not removed:
             return None
         return Match(
             test_set=self.first_set + number,

@@ -16,6 +16,7 @@ except ImportError:  # an extra of vitscale: `pip install vitscale[dedup]`
     pdqhash = None
 
 HASH_BYTES = 32
+FLAT = 50  # a quality below which hashes say little, as Meta advises
 _SIDE = 16
 
 
@@ -27,7 +28,7 @@ def pdq_hashes(lumas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     Returns:
         hashes, uint8 (N, 32), packed bits; and qualities, uint8 (N,): 0 for a flat picture to 100 for one with enough
-        contrast. Below 50, Meta advises, a hash says little.
+        contrast.
     """
     if pdqhash is None:
         return numpy_pdq_hashes(lumas)

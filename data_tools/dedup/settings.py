@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from data_tools.dedup.pdq import FLAT
 from vitscale.errors import RecipeError
 
 Preset = Literal["photo", "small", "exact"]
@@ -31,7 +32,7 @@ class Settings:
     distance: int = 31
     candidates: int = 80
     correlation: float = 0.92
-    min_quality: int = 50
+    min_quality: int = FLAT
     cosine: float = 0.75
 
     def __post_init__(self) -> None:
@@ -43,7 +44,8 @@ class Settings:
             ("min_quality", self.min_quality, 0, 100),
         ):
             if not low <= value <= high:
-                raise RecipeError(f"{name} {value}; expected {low} to {high}")
+                what = "candidates, " if name == "distance" else ""
+                raise RecipeError(f"{name} {value}; expected {low} to {what}{high}")
 
 
 # Measured in docs/LOG.md: recall by kind of edit, pairs of different photos, and CIFAR-10's judged near-duplicates.

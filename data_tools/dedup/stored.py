@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from data_tools.dedup.fingerprint import ALGORITHM, fingerprint, lumas_of
+from data_tools.dedup.luma import Window
 from data_tools.dedup.pictures import small_picture
 from vitscale.errors import DataError
 from vitscale.shards import Manifest
@@ -51,15 +52,25 @@ class StoredQuery:
     pdq_trimmed: bytes | None
     slot: int
     shard: "ShardQueries"
-    lumas: tuple[np.ndarray, np.ndarray | None] | None = None
+    views: tuple[np.ndarray, np.ndarray | None, Window | None] | None = None
 
     def luma(self, trimmed: bool) -> np.ndarray:
         """uint8 (64, 64). Raises DataError if the sample is damaged."""
-        if self.lumas is None:
-            self.lumas = lumas_of(self.rgb())[:2]
+        whole, without, _ = self._views()
         # Stored anew, a picture may have lost what was a border of the source's pixels.
-        whole, without = self.lumas
         return without if trimmed and without is not None else whole
+
+    @property
+    def inside(self) -> Window | None:
+        """What is no border. Raises DataError if the sample is damaged."""
+        return self._views()[2]
+
+    def _views(self) -> tuple[np.ndarray, np.ndarray | None, Window | None]:
+        if self.views is None:
+            rgb = self.rgb()
+            whole, without, box = lumas_of(rgb)
+            self.views = whole, without, None if box is None else Window.of(box, *rgb.shape[:2])
+        return self.views
 
     def rgb(self) -> np.ndarray:
         """The picture, uint8 (height, width, 3). Raises DataError if the sample is damaged."""
@@ -112,8 +123,8 @@ class ShardQueries:
         made, uid = fingerprint(self.rgb(slot)), int(shard.file.uid[slot])
         digest = row["sha256"] if row else sha256(shard.image(slot)).digest()
         facts = made.pixels, made.quality, made.pdq, made.pdq_trimmed
-        lumas = made.luma, made.luma_trimmed
-        return StoredQuery(uid, row.get("key", f"uid-{uid}"), digest, *facts, slot=slot, shard=self, lumas=lumas)
+        views = made.luma, made.luma_trimmed, made.inside
+        return StoredQuery(uid, row.get("key", f"uid-{uid}"), digest, *facts, slot=slot, shard=self, views=views)
 
     def _open(self) -> OpenShard:
         """The shard itself, once anything of it is asked for: at a URL it is a large file."""

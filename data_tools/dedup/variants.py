@@ -8,21 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_tools.dedup.luma import Box, enlarged
+from data_tools.dedup.luma import Box, Window
 
 DEFAULT_LEVEL = 2
 TRIMMED = "trimmed"
 _SMALL = 128  # pixels; below, crops by whole pixels are too coarse
 _LONG = 4096  # pixels of the longer side that an enlarged picture has at most
-
-
-class Window(NamedTuple):
-    """A part of a picture, in fractions of its height and width."""
-
-    top: float
-    left: float
-    height: float
-    width: float
 
 
 class Crop(NamedTuple):
@@ -84,7 +75,7 @@ def crops_of(rgb: np.ndarray, level: int) -> tuple[np.ndarray, list[tuple[int, B
     height, width, _ = rgb.shape
     factor = min(-(-_SMALL // min(height, width)), _LONG // max(height, width))
     if factor > 1 and level > 0:
-        rgb = enlarged(rgb, height * factor, width * factor)
+        rgb = rgb.repeat(factor, axis=0).repeat(factor, axis=1)
         height, width, _ = rgb.shape
     taken: dict[Box, int] = {}
     for number, crop in enumerate(CROPS[: LEVELS[level]]):
@@ -105,7 +96,7 @@ def window_of(code: int, height: int, width: int, trim: Box | None) -> Window:
     if crop < len(CROPS):
         return CROPS[crop].window(height, width)
     assert trim is not None
-    return Window(trim.top / height, trim.left / width, trim.height / height, trim.width / width)
+    return Window.of(trim, height, width)
 
 
 def _pixels(window: Window, height: int, width: int) -> Box:
