@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy
 import PIL
 from rich.console import Console
+from rich.markup import escape
 
 from data_tools.dedup.against import NamedIndex, open_matcher
 from data_tools.engines.inline import run_inline
@@ -167,6 +168,15 @@ def _convert(request: Request, source: Source, output: Output, machine: Machine,
         highlight=False,
         soft_wrap=True,
     )
+    if request.dedup and (request.images.short_side or request.images.long_side):
+        exact = [one.name for one in open_matcher(request.dedup).test_sets if not one.settings.near]
+        if exact:
+            console.print(
+                f"note: {', '.join(map(escape, exact))}: of images that are shrunk, copies are known by their bytes "
+                "alone: --preset exact compares no hashes",
+                highlight=False,
+                soft_wrap=True,
+            )
     run = machine.shard_runner(request.src, output.where)
     images = reader(source, output)
     done = _write_shards(todo, plan, request, output, machine, run, images, reports, console)

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from data_tools.classes import read_classes
 from data_tools.conversion import Engine, Machine, convert, dry_run, merge
-from data_tools.dedup.against import name_indexes
-from data_tools.dedup.matching import TIERS
+from data_tools.dedup.against import name_indexes, open_matcher
+from data_tools.dedup.report import tables
 from data_tools.finishing import Outcome
 from data_tools.images import JPEG_QUALITY, ImageOptions
 from data_tools.locks import ALL_TASKS, TaskRange
@@ -152,7 +152,10 @@ def command(
         machine = Machine(workers, engine, tasks, work, max_reject_rate)
         if is_dry_run:
             _refuse(context, "--dry-run", lambda name: name in ("engine", "max_reject_rate", "task_range"))
-            console.print(_forecast(*dry_run(request, out, machine, console), machine.processes))
+            plan, probed = dry_run(request, out, machine, console)
+            console.print(_forecast(plan, probed, machine.processes))
+            for table in [] if probed.tally is None else tables(open_matcher(request.dedup), probed.tally):
+                console.print(table)
             return
         _tell(console, out, convert(request, out, machine, console), tasks)
     except VitscaleError as error:
@@ -224,9 +227,6 @@ def _forecast(plan: Plan, probed: Probe, workers: int) -> Table:
     if probed.tally is not None:
         about = round(removed / max(probed.images, 1) * images)
         table.add_row("copies of test images", f"{removed:,} of the probed, so about {about:,} would be removed")
-        for name, tiers in zip(probed.tally.names, probed.tally.tiers, strict=True):
-            by_tier = ", ".join(f"{tiers[tier]:,} by {tier}" for tier in TIERS if tiers[tier])
-            table.add_row(f"  of {escape(name)}", by_tier or "0")
     return table
 
 

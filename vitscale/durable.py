@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from vitscale.errors import DataError, RecipeError
-from vitscale.storage import is_url
+from vitscale.storage import is_url, without_file_scheme
 
 
 @contextmanager
@@ -62,7 +62,8 @@ def new_folder(out: str | Path, what: str = "OUT") -> Iterator[Path]:
         RecipeError: `out` cannot be taken.
         DataError: in place of an OSError inside: a disk that is full, or refuses.
     """
-    if is_url(str(out)):
+    out = without_file_scheme(str(out))
+    if is_url(out):
         raise RecipeError(f"{what} {out}: is written to this machine's disk; expected a folder, no URL")
     target = Path(os.path.realpath(out))
     try:

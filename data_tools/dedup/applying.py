@@ -1,6 +1,7 @@
 """What `find` found, taken out of a dataset: a view of its shards without those samples. The dataset itself stays."""
 
 import json
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from data_tools.dedup.decisions import DECISIONS, DECISIONS_NAME
+from data_tools.dedup.decisions import DECISIONS, DECISIONS_NAME, read_decisions, write_decisions
 from data_tools.dedup.finding import FOUND_NAME, VERSION
 from data_tools.views import View
 from vitscale import storage
@@ -50,14 +51,15 @@ class Removal:
             DataError: either of them missing or damaged.
             StorageError: a URL that does not answer.
         """
-        manifest, described = Manifest.load(dataset), _described(Path(found))
+        folder = Path(storage.without_file_scheme(found))
+        manifest, described = Manifest.load(dataset), _described(folder)
         searched = described["dataset"]
         if searched["sha256"] != manifest.sha256:
             raise RecipeError(
                 f"FOUND {found}: was found in {searched['manifest']}, a manifest of the sha256 {searched['sha256']}; "
                 f"that of {dataset} has {manifest.sha256}. Run `vitscale dedup find` on this dataset"
             )
-        decisions = Path(found) / DECISIONS_NAME
+        decisions = folder / DECISIONS_NAME
         table = read_table(decisions, DECISIONS, ["train_uid", "test_set", "removed"]).filter(pc.field("removed"))
         uids = np.unique(table["train_uid"].to_numpy())
         if len(uids) >= manifest.num_samples:
@@ -86,6 +88,21 @@ class Removal:
         for index, entry in enumerate(self.manifest.shards):
             if entry.num_selected > len(self.of_shard(index)):
                 yield index
+
+    def all_decisions(self) -> bytes:
+        """The content of `dedup.parquet` for what is left: earlier decisions of the dataset, and these.
+
+        Raises DataError for earlier ones that are damaged, and StorageError.
+        """
+        tables = [read_decisions(self.decisions)]
+        earlier = self.manifest.location(DECISIONS_NAME)
+        if storage.size_of(earlier) is not None:
+            with local_copy(earlier) as path:
+                tables.insert(0, read_decisions(path))
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / DECISIONS_NAME
+            write_decisions(path, tables)
+            return path.read_bytes()
 
     def new_manifest(self, entries: list[ShardEntry]) -> Manifest:
         """The manifest of what is left, which these shards hold."""
@@ -125,7 +142,7 @@ def write_view(removal: Removal, out: str) -> Manifest:
                     slots = np.arange(entry.samples) if selected is None else selected
                     kept = slots_without(slots, _uids_of(manifest, index), uids, entry.path)
                 entries.append(view.entry(index, kept))
-            view.add(DECISIONS_NAME, removal.decisions.read_bytes())
+            view.add(DECISIONS_NAME, removal.all_decisions())
             return view.save(removal.new_manifest(entries))
     except OSError as error:
         raise DataError(f"OUT {out}: cannot be written ({error.strerror or error})") from error
@@ -172,6 +189,12 @@ def _described(folder: Path) -> dict[str, Any]:
     try:
         described = json.loads(path.read_text("utf-8"))
         version, expected = described["version"], described["files"][DECISIONS_NAME]["sha256"]
+        if version == VERSION:
+            dataset = described["dataset"]
+            texts = [dataset["sha256"], dataset["manifest"], *(index["sha256"] for index in described["indexes"])]
+            texts += [name for index in described["indexes"] for name in index["test_sets"]]
+            if not all(isinstance(text, str) for text in texts):
+                raise TypeError(texts)
         found = file_digests(decisions).sha256
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(f"{error.filename}: no such file; `vitscale dedup find` writes it") from error

@@ -76,7 +76,7 @@ def _copy(removal: Removal, output: Output, run: Run, tick: Tick) -> Manifest:
     rejects = manifest.location(REJECTS_NAME)
     if storage.size_of(rejects) is not None:
         _put(output, REJECTS_NAME, storage.read_bytes(rejects))
-    _put(output, DECISIONS_NAME, removal.decisions.read_bytes())
+    _put(output, DECISIONS_NAME, removal.all_decisions())
     entries = [entry for number in range(len(shards)) if (entry := reports[number].entry) is not None]
     with output.staged("", [MANIFEST_NAME]) as (path,):
         removal.new_manifest(entries).save(path.parent)

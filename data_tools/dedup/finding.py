@@ -83,6 +83,11 @@ def find(
     """
     manifest = Manifest.load(dataset)
     named = name_indexes(indexes, "INDEX")
+    if overrides and not any(one.settings.near for one in open_matcher(named).test_sets):
+        raise RecipeError(
+            f"{', '.join(f'--{name}' for name in overrides)}: these test sets are compared by bytes and pixels alone; "
+            "make an index with another --preset"
+        )
     settings = tuple(
         (one.name, _overridden(one.name, one.settings, overrides or {})) for one in open_matcher(named).test_sets
     )

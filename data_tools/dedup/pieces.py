@@ -80,7 +80,13 @@ class PieceTask:
         for position, (key, content) in enumerate(self.items):
             data = read_bytes(self.source, self.part, key, content)
             image = _fingerprinted(data, self.level, self.min_quality)
-            rows.append({"key": key, "sha256": hashlib.sha256(data).digest(), **image.row})
+            rows.append(
+                {
+                    "key": key.encode("utf-8", "backslashreplace").decode(),
+                    "sha256": hashlib.sha256(data).digest(),
+                    **image.row,
+                }
+            )
             if embedder is not None and image.rgb is not None:
                 vectors[position] = self._vector(embedder, image.rgb)
             images.append(replace(image, rgb=None))

@@ -216,7 +216,7 @@ def _caption(report: dict[str, Any], with_model: bool) -> str:
     images, removed = report["images"], report["removed"]
     lines = [
         f"{images:,} images compared, {removed:,} of them copies of test images ({removed / max(1, images):.3%}).",
-        "wrongly: no copies, near by chance alone, by the histogram; <= with 95 %.",
+        "wrongly: no copies, near by chance alone, as the histogram has it; <=: expected at most (95 %).",
         "Look-alikes are not in that number: see the contact sheets.",
     ]
     if with_model:

@@ -25,7 +25,7 @@ def index(
             metavar="TESTSET...", help="Anything that vitscale-convert takes; NAME=PATH to say what reports call it."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder of the index; new or empty.")],
+    out: Annotated[str, typer.Option(help="Folder of the index; new or empty.")],
     preset: Annotated[Preset | None, typer.Option(help="What to expect.", show_default="by the images' size")] = None,
     level: Annotated[
         int | None,
@@ -43,6 +43,9 @@ def index(
     embedding_size: Annotated[int | None, typer.Option(help="Pixels a side that it takes.", show_default="288")] = None,
     cosine: Annotated[float | None, typer.Option(help="Which its vectors must reach, 0 to 1.")] = None,
     kind: Annotated[str | None, typer.Option("--format", help="Of TESTSET.", show_default="found out")] = None,
+    image_field: Annotated[
+        str | None, typer.Option(help="Column, feature or suffix of the image.", show_default="found out")
+    ] = None,
     workers: Workers = None,
 ) -> None:
     """Make an index, by which copies of these test images are recognised. Settings hold for all of them."""
@@ -55,14 +58,14 @@ def index(
         "min_quality": min_quality,
         "cosine": cosine,
     }
-    run_index(testsets, out, preset, level, settings, embedding, embedding_size, kind, workers)
+    run_index(testsets, out, preset, level, settings, embedding, embedding_size, kind, image_field, workers)
 
 
 @app.command()
 def find(
     dataset: Dataset,
     indexes: Annotated[list[str], typer.Argument(metavar="INDEX...", help="Folders that `index` made.")],
-    out: Annotated[Path, typer.Option(help="Folder of the report; new or empty.")],
+    out: Annotated[str, typer.Option(help="Folder of the report; new or empty.")],
     distance: Distance = None,
     candidates: Candidates = None,
     correlation: Correlation = None,
@@ -79,7 +82,7 @@ def find(
 @app.command()
 def apply(
     dataset: Dataset,
-    found: Annotated[Path, typer.Argument(help="The folder that `find` wrote.")],
+    found: Annotated[str, typer.Argument(help="The folder that `find` wrote.")],
     out: Annotated[str, typer.Argument(help="A new or empty folder; beside the dataset if that is at a URL.")],
     copy: Annotated[bool, typer.Option("--copy", help="Write new shards instead of a manifest over the old.")] = False,
     is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed.")] = False,

@@ -1,6 +1,7 @@
 """What `vitscale dedup` does and prints."""
 
 import json
+import os
 import re
 import signal
 from collections import Counter
@@ -20,7 +21,7 @@ from data_tools.report import ProgressView
 from data_tools.sources.source import Source
 from vitscale import storage
 from vitscale.cli.shards_output import plain
-from vitscale.errors import RecipeError
+from vitscale.errors import DataError, RecipeError
 from vitscale.shards import MANIFEST_NAME, Manifest
 
 _EXIT_INTERRUPTED = 130
@@ -31,13 +32,14 @@ _SUFFIXES = re.compile(r"(\.[A-Za-z][A-Za-z0-9]*)+$")
 
 def run_index(
     testsets: Sequence[str],
-    out: Path,
+    out: str,
     preset: Preset | None,
     level: int | None,
     settings: dict[str, Any],
     embedding: Path | None,
     embedding_size: int | None,
     kind: str | None,
+    image_field: str | None,
     workers: int | None,
 ) -> None:
     """Make an index and print a table. Raises RecipeError, DataError and StorageError, as all of these functions."""
@@ -51,7 +53,7 @@ def run_index(
     model = None if embedding is None else EmbeddingModel(str(embedding), embedding_size or _EMBEDDING_SIZE)
     sources = []
     for name, src in _named(testsets):
-        sources.append(TestSource(name, src, _opened(src, kind), preset, level, given))
+        sources.append(TestSource(name, src, _opened(src, kind, image_field), preset, level, given))
     done: list[TestSet] = []
     with _interruptible("no index was written"), ProgressView(Console(stderr=True), "indexing", None) as view:
         build_index(
@@ -84,7 +86,7 @@ def run_index(
 
 
 def run_find(
-    dataset: str, indexes: Sequence[str], out: Path, settings: dict[str, Any], workers: int | None, as_json: bool
+    dataset: str, indexes: Sequence[str], out: str, settings: dict[str, Any], workers: int | None, as_json: bool
 ) -> None:
     """Compare and print what was found."""
     from data_tools.dedup.finding import find
@@ -96,7 +98,7 @@ def run_find(
         found = find(
             dataset,
             indexes,
-            str(out),
+            out,
             Machine(workers).runner(dataset),
             overrides={name: value for name, value in settings.items() if value is not None},
             tick=view.update,
@@ -105,10 +107,10 @@ def run_find(
         _say(
             errors,
             f"note: the tables of {found.made_anew:,} shards have no fingerprints of this version: all of their images "
-            "were decoded",
+            "were decoded, and `pixels` are those of the stored JPEGs, not of what these were made of",
         )
     if as_json:
-        print(json.dumps({"out": str(out), "files": found.files, **described(found.matcher, found.tally)}, indent=1))
+        print(json.dumps({"out": out, "files": found.files, **described(found.matcher, found.tally)}, indent=1))
         return
     console = Console()
     for table in tables(found.matcher, found.tally):
@@ -118,12 +120,12 @@ def run_find(
         _say(console, f"nothing was removed yet: vitscale dedup apply {dataset} {out} OUT")
 
 
-def run_apply(dataset: str, found: Path, out: str, copy: bool, is_dry_run: bool, workers: int | None) -> None:
+def run_apply(dataset: str, found: str, out: str, copy: bool, is_dry_run: bool, workers: int | None) -> None:
     """Write the dataset that is left, and say what was taken out of it."""
     from data_tools.dedup.applying import Removal, write_view
     from data_tools.dedup.copying import write_copy
 
-    removal, console = Removal.of(dataset, str(found)), Console()
+    removal, console = Removal.of(dataset, found), Console()
     old = removal.manifest
     left = old.num_samples - len(removal.uids)
     if copy and not is_dry_run:
@@ -149,15 +151,17 @@ def run_apply(dataset: str, found: Path, out: str, copy: bool, is_dry_run: bool,
     )
 
 
-def _opened(src: str, kind: str | None) -> Source:
+def _opened(src: str, kind: str | None, image_field: str | None) -> Source:
     """The source of a test set. Raises RecipeError, also where training images lie among those of the test set."""
     from data_tools.sources import KINDS, SourceOptions, open_source
 
     if kind is not None and kind not in KINDS:
         raise RecipeError(f"--format {kind}: expected {', '.join(KINDS)}")
-    options = SourceOptions(unlabelled=True)
+    options = SourceOptions(unlabelled=True, image_field=image_field)
     try:
         return open_source(src, kind, options)
+    except OSError as error:
+        raise DataError(f"TESTSET {src}: cannot be read ({error.strerror or error})") from error
     except RecipeError:
         open_source(src, kind, options, has_splits=True)
         raise RecipeError(
@@ -183,7 +187,7 @@ def _named(testsets: Sequence[str]) -> list[tuple[str, str]]:
     """Names and sources. Raises RecipeError where two have one name."""
     named = []
     for text in testsets:
-        match = None if storage.is_url(text) or Path(text).exists() else _NAMED.fullmatch(text)
+        match = None if storage.is_url(text) or os.path.exists(text) else _NAMED.fullmatch(text)  # noqa: PTH110
         named.append((match[1].strip(), match[2]) if match else (_name_of(text), text))
     counts = Counter(name for name, _ in named)
     for name, src in named:

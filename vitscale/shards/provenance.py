@@ -43,6 +43,7 @@ _VERSION_KEY, _ALGORITHM_KEY = b"vitscale.provenance_version", b"vitscale.finger
 _OLDER = [pa.schema([field for field in PROVENANCE if field.name not in FINGERPRINT_COLUMNS])]  # version 1
 
 _SHARD_SUFFIX = ".beton"
+_GROUP_ROWS = 1 << 17
 _TABLE_SUFFIX = ".idx.parquet"
 _PathOrUrl = TypeVar("_PathOrUrl", str, Path)
 
@@ -101,10 +102,16 @@ def write_tables(path: str | Path, tables: Iterable[pa.Table], schema: pa.Schema
         durable_file(path) as file,
         pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer,
     ):
+        held: list[pa.Table] = []
         for table in tables:
             if table.schema != schema:
                 raise ValueError(f"{path}: a table of {table.schema.to_string()}, expected {schema.to_string()}")
-            writer.write_table(table)
+            held.append(table)
+            if sum(one.num_rows for one in held) >= _GROUP_ROWS:  # many small groups cost a kilobyte each
+                writer.write_table(pa.concat_tables(held))
+                held = []
+        if held:
+            writer.write_table(pa.concat_tables(held))
 
 
 def read_table(

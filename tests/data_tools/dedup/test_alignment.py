@@ -6,8 +6,7 @@ from dedup_data import make_photo
 from PIL import Image
 
 from data_tools.dedup.alignment import correlation
-from data_tools.dedup.luma import square_luma
-from data_tools.dedup.variants import Window
+from data_tools.dedup.luma import Window, square_luma
 
 WHOLE = Window(0, 0, 1, 1)
 HEIGHT, WIDTH = 900, 1200
@@ -50,52 +49,52 @@ def test_finds_the_window_that_a_crop_shows(photos, shown, start, mirrored):
         crop = cropped(photo, shown).resize((300, 240), Image.Resampling.BICUBIC)
         query = luma(crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else crop)
         # At the start it is 0.85 to 0.97.
-        assert correlation(query, luma(photo), start, mirrored) > 0.99
+        assert correlation(query, luma(photo), start, mirrored=mirrored) > 0.99
 
 
 def test_brightness_and_contrast_do_not_matter(photos):
     for photo in photos:
         faded = photo.point(lambda value: 60 + value * 0.5)
-        assert correlation(luma(faded), luma(photo), WHOLE, False) > 0.99
+        assert correlation(luma(faded), luma(photo), WHOLE, mirrored=False) > 0.99
 
 
 def test_other_photos_and_wrong_windows_stay_low(photos):
     lumas = [luma(photo) for photo in photos]
     pairs = [(i, j) for i in range(len(lumas)) for j in range(len(lumas)) if i != j]
     for window in (WHOLE, Window(0.1, 0.1, 0.8, 0.8)):
-        assert max(correlation(lumas[i], lumas[j], window, False) for i, j in pairs) < 0.7
-    assert max(correlation(one, one, WHOLE, True) for one in lumas) < 0.7  # mirrored, they are others
+        assert max(correlation(lumas[i], lumas[j], window, mirrored=False) for i, j in pairs) < 0.7
+    assert max(correlation(one, one, WHOLE, mirrored=True) for one in lumas) < 0.7  # mirrored, they are others
 
 
 def test_equals_pearsons_correlation_where_nothing_is_to_be_found(photos):
     one = luma(photos[0])
-    assert correlation(one, one, WHOLE, False) == 1
-    assert correlation(one[:, ::-1], one, WHOLE, True) == 1
-    assert correlation(255 - one, one, WHOLE, False) == -1
+    assert correlation(one, one, WHOLE, mirrored=False) == 1
+    assert correlation(one[:, ::-1], one, WHOLE, mirrored=True) == 1
+    assert correlation(255 - one, one, WHOLE, mirrored=False) == -1
     # Noise in which no small move fits better than the start.
     rng = np.random.default_rng(0)
     for strength in (20, 60, 120):
         noisy = np.clip(one + strength * rng.standard_normal(one.shape), 0, 255).astype(np.uint8)
         expected = np.corrcoef(means(one), means(noisy))[0, 1]
-        assert correlation(noisy, one, WHOLE, False) == pytest.approx(expected, abs=0.02)
+        assert correlation(noisy, one, WHOLE, mirrored=False) == pytest.approx(expected, abs=0.02)
 
 
 def test_never_less_than_at_the_start(photos):
     lumas = [luma(photo) for photo in photos]
     for one, other in pairwise(lumas):
         at_start = np.corrcoef(means(one), means(other))[0, 1]
-        assert correlation(one, other, WHOLE, False) >= at_start - 0.001
+        assert correlation(one, other, WHOLE, mirrored=False) >= at_start - 0.001
 
 
 def test_flat_pictures_are_like_nothing(photos):
     flat = np.full((64, 64), 200, np.uint8)
     for query, image in ((flat, luma(photos[0])), (luma(photos[0]), flat), (flat, flat)):
-        assert correlation(query, image, WHOLE, False) == 0
+        assert correlation(query, image, WHOLE, mirrored=False) == 0
 
 
 def test_results_have_three_decimals_and_stay_in_range(photos):
     lumas = [luma(photo) for photo in photos]
     for one in lumas:
         for other in lumas:
-            value = correlation(one, other, WHOLE, False)
+            value = correlation(one, other, WHOLE, mirrored=False)
             assert -1 <= value <= 1 and round(value, 3) == value
