@@ -54,9 +54,11 @@ def source_of(
     return TestSource(name, str(src), open_source(str(src), None, SourceOptions(unlabelled=True)), preset, level)
 
 
-def index_of(out: Path, sources: Sequence[TestSource], workers: int = 1) -> Index:
-    """An index of test sets, written to `out` and opened."""
-    build_index(sources, out, workers=workers)
+def index_of(out: Path, sources: Sequence[TestSource]) -> Index:
+    """An index of test sets, built in this process, written to `out` and opened."""
+    with pytest.MonkeyPatch.context() as patch:
+        build_here(patch)
+        build_index(sources, out, workers=1)
     return Index(out)
 
 

@@ -6,12 +6,11 @@ from typing import NamedTuple
 
 import fsspec
 import numpy as np
+from dedup_data import index_of, source_of
 from PIL import Image
 
 from data_tools.conversion import convert
-from data_tools.dedup.building import TestSource, build_index
 from data_tools.request import Request
-from data_tools.sources import SourceOptions, open_source
 
 OWN = 34  # training images that are nobody's copies
 SHARD_SAMPLES = 9
@@ -60,12 +59,6 @@ def write_images(folder: Path, images: dict[str, bytes]) -> Path:
     return folder
 
 
-def index_of(name: str, folder: Path, out: Path) -> Path:
-    """An index of one test set."""
-    build_index([TestSource(name, str(folder), open_source(str(folder), None, SourceOptions()))], out, workers=1)
-    return out
-
-
 def plant(root: Path) -> Planted:
     """Write all of it into a folder."""
     birds, fish = [photo(i) for i in range(10)], [photo(100 + i) for i in range(6)]
@@ -90,5 +83,7 @@ def plant(root: Path) -> Planted:
     convert(Request(str(root / "images"), shard_samples=SHARD_SAMPLES, shuffle_seed=3), URL)
     dataset = root / "train"
     fsspec.filesystem("memory").get(f"{URL}/", f"{dataset}/", recursive=True)
-    indexes = {name: index_of(name, folder, root / f"{name}-index") for name, folder in test_sets.items()}
+    indexes = {
+        name: index_of(root / f"{name}-index", [source_of(folder, name)]).folder for name, folder in test_sets.items()
+    }
     return Planted(root / "images", dataset, test_sets, indexes)

@@ -10,6 +10,7 @@ from data_tools.dedup.tail import expected_false
 
 _BITS = np.arange(COUNTED + 1)
 _NO_CORRELATIONS = np.zeros(100, np.int64)
+_REMOVED = round(100 * Settings().correlation)  # the first bin of correlations that are reached
 
 
 def _even(density: np.ndarray) -> np.ndarray:
@@ -86,7 +87,7 @@ def test_correlation_of_candidates_is_followed_to_the_threshold(copies: int) -> 
     correlations = rng.poisson(tail) + np.bincount(near_one, minlength=100)
     distances = rng.poisson(_even(1e7 * np.exp(0.4 * (_BITS - COUNTED))))
     expected = expected_false(distances, correlations, Settings())
-    truth = tail[85:].sum()
+    truth = tail[_REMOVED:].sum()
     assert expected.by_correlation is not None
     assert truth / 2 < expected.by_correlation < truth * 2
     assert truth <= expected.correlation.at_most * 1.2
@@ -101,7 +102,7 @@ def test_correlations_of_a_normal_distribution_are_rather_overestimated() -> Non
     correlations = rng.poisson(tail) + np.bincount(copies, minlength=100)
     estimate = expected_false(distances, correlations, Settings()).by_correlation
     assert estimate is not None
-    assert tail[85:].sum() < estimate < 10 * tail[85:].sum()
+    assert tail[_REMOVED:].sum() < estimate < 10 * tail[_REMOVED:].sum()
 
 
 def test_few_candidates_cannot_be_more_wrong_than_the_tail_allows() -> None:

@@ -5,7 +5,7 @@ import pytest
 from dedup_data import make_photo
 from PIL import Image, ImageOps
 
-from data_tools.dedup.luma import Box, enlarged, square_luma, trimmed
+from data_tools.dedup.luma import Box, square_luma, trimmed
 
 
 def after_jpeg(image: Image.Image, quality: int = 75) -> np.ndarray:
