@@ -6,7 +6,8 @@ import numpy as np
 import xxhash
 
 from data_tools.dedup.luma import Box, Window, square_luma, trimmed
-from data_tools.dedup.pdq import FLAT, pdq_hashes
+from data_tools.dedup.pdq import pdq_hashes
+from data_tools.dedup.settings import FLAT
 
 # Whatever changes a fingerprint changes this: only those of one algorithm can be compared.
 ALGORITHM = "pdq-64-1"

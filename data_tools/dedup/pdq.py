@@ -16,7 +16,6 @@ except ImportError:  # an extra of vitscale: `pip install vitscale[dedup]`
     pdqhash = None
 
 HASH_BYTES = 32
-FLAT = 50  # a quality below which hashes say little, as Meta advises
 _SIDE = 16
 
 

@@ -1,13 +1,13 @@
 """What counts as a copy of a test image, a test set at a time: small, drawn and medical pictures differ from photos."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from data_tools.dedup.pdq import FLAT
 from vitscale.errors import RecipeError
 
 Preset = Literal["photo", "small", "exact"]
-PRESET_NAMES: tuple[Preset, ...] = get_args(Preset)
+
+FLAT = 50  # a quality below which hashes say little, as PDQ's authors advise
 
 # Up to here all pairs are counted, so that the tail of those that are no copies can be seen.
 COUNTED = 90

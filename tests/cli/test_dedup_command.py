@@ -13,6 +13,7 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+from dedup_data import build_here
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -56,7 +57,9 @@ def place(tmp_path_factory):
     images = {f"{i}.jpg": photo(i + 100) for i in range(17)}
     write(place / "images" / "all", images | {"x.jpg": photo(0), "y.jpg": photo(1), "z.jpg": photo(2, quality=50)})
     arguments = ("index", f"Pets={place / 'pets'}", "--out", place / "index", "--workers", 1)
-    code, text = dedup(*arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        build_here(patch)
+        code, text = dedup(*arguments)
     assert code == 0
     line = next(line for line in text.splitlines() if line.startswith("│ Pets "))
     assert " 6 " in line and " photo " in line and "<= 31 bits" in line
@@ -131,7 +134,11 @@ def test_mistakes(place, found, tmp_path):
         (["index", tmp_path / "no", *out], RecipeError, "no such file or directory"),
         (["index", pets, *out, "--distance", 20], RecipeError, "--distance.*--preset photo or small"),
         (["index", pets, *out, "--preset", "exact", "--min-quality", 9], RecipeError, "--min-quality: --preset exact"),
-        (["index", pets, *out, "--preset", "photo", "--distance", 85], RecipeError, "distance 85; expected 0 to 80"),
+        (
+            ["index", pets, *out, "--preset", "photo", "--distance", 85],
+            RecipeError,
+            "distance 85; expected 0 to candidates, 80",
+        ),
         (["index", pets, *out, "--cosine", 0.5], RecipeError, "give it with --embedding"),
         (["index", pets, *out, "--format", "zip"], RecipeError, "--format zip: expected folder"),
         (["find", place / "train", tmp_path, *out], DataError, "no index there"),

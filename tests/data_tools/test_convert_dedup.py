@@ -14,15 +14,18 @@ from pathlib import Path
 import fsspec
 import pyarrow.parquet as pq
 import pytest
-from datasets_on_disk import command, contents, run
-from dedup_data import index_of, make_photo, source_of, write_photos
+from datasets_on_disk import command, contents
+from dedup_data import convert_here, index_of, make_photo, source_of, write_photos
 from PIL import Image, ImageOps
+from typer.testing import CliRunner, Result
 
 from data_tools.conversion import Machine, convert, merge
-from data_tools.dedup.against import name_indexes
+from data_tools.convert import app as convert_app
+from data_tools.dedup.against import name_indexes, open_matcher
 from data_tools.locks import ALL_TASKS, TaskRange
 from data_tools.request import Request
 from data_tools.splits import parse_splits
+from vitscale.cli.main import app as vitscale_app
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest
 from vitscale.shards.provenance import FINGERPRINT_COLUMNS
@@ -106,6 +109,21 @@ def in_peace(pictures, index, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.fixture
+def here(monkeypatch) -> None:
+    convert_here(monkeypatch)
+
+
+def called(*arguments: object) -> Result:
+    """`vitscale-convert` in this process, as if it were one of its own: that takes seconds to start."""
+    open_matcher.cache_clear()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return CliRunner().invoke(convert_app, list(map(str, arguments)))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def converted(request: Request, folder: Path, tasks: TaskRange = ALL_TASKS) -> Path:
     """A data set converted to a URL and brought here, in this process alone: that is faster."""
     url = f"memory://{folder.parent.name}/{folder.name}"
@@ -150,20 +168,18 @@ def test_exactly_the_copies_are_left_out(pictures, index, in_peace):
     assert str(index) not in json.dumps(json.loads((in_peace / "manifest.json").read_text()))
 
 
-def test_the_command_tells_what_was_left_out(pictures, index, in_peace, tmp_path):
-    arguments = (pictures, tmp_path / "out", *SHARDS, "--dedup-against", index, "--workers", 1)
-    done = run(*arguments)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_the_command_tells_what_was_left_out(here, pictures, index, in_peace, tmp_path):
+    arguments = (pictures, tmp_path / "out", *SHARDS, "--dedup-against", index)
+    done = called(*arguments)
+    assert (done.exit_code, done.stderr) == (0, "")
     assert "7 (listed in dedup.parquet)" in done.stdout and "shelf" in done.stdout and "garden" in done.stdout
     assert contents(tmp_path / "out") == contents(in_peace)
-    again = run(*arguments)
-    assert again.returncode == 0 and "is complete already" in again.stdout
-    without = run(pictures, tmp_path / "out", *SHARDS)
-    assert without.returncode == 2 and "already holds a dataset" in without.stderr
-    checked = subprocess.run(
-        [sys.executable, "-m", "vitscale.cli.main", "shards", "verify", tmp_path / "out"], capture_output=True
-    )
-    assert checked.returncode == 0, checked.stderr
+    again = called(*arguments)
+    assert again.exit_code == 0 and "is complete already" in again.stdout
+    without = called(pictures, tmp_path / "out", *SHARDS)
+    assert without.exit_code == 2 and "already holds a dataset" in without.stderr
+    checked = CliRunner().invoke(vitscale_app, ["shards", "verify", str(tmp_path / "out")])
+    assert checked.exit_code == 0, checked.output
 
 
 def test_what_is_kept_is_stored_as_without_the_option(pictures, in_peace, unrelated, tmp_path):
@@ -184,17 +200,18 @@ def test_what_is_kept_is_stored_as_without_the_option(pictures, in_peace, unrela
     assert (clean / "dedup").is_dir()
 
 
-def test_killed_and_started_again(pictures, index, in_peace, tmp_path):
+def test_killed_and_started_again(here, pictures, index, in_peace, tmp_path):
     out = tmp_path / "out"
     arguments = (pictures, out, *SHARDS, "--dedup-against", index, "--workers", 1)
     process = subprocess.Popen(command(*arguments), stdout=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + 60
-    while not list(out.glob(".vitscale-convert/done/*.json")) and time.monotonic() < deadline:
+    done = ".vitscale-convert/done/" + 6 * "[0-9]" + ".json"  # of a whole shard, and not what it found
+    while not list(out.glob(done)) and time.monotonic() < deadline:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL and not (out / "manifest.json").exists()
-    again = run(*arguments)
-    assert again.returncode == 0 and "done before" in again.stdout, again.stderr
+    again = called(*arguments)
+    assert again.exit_code == 0 and "done before" in again.stdout, again.stderr
     assert contents(out) == contents(in_peace)
 
 
@@ -212,7 +229,8 @@ durable.sync_folder = counted
 if __name__ == "__main__":
     from pathlib import Path
     from data_tools.conversion import Machine, convert
-    from data_tools.dedup.against import name_indexes
+    from data_tools.convert import app as convert_app
+from data_tools.dedup.against import name_indexes, open_matcher
     from data_tools.request import Request
     request = Request(sys.argv[2], shard_samples=8, dedup=name_indexes([sys.argv[4]]))
     convert(request, sys.argv[3], Machine(workers=1))
@@ -237,21 +255,21 @@ def test_killed_after_every_rename(pictures, index, in_peace, tmp_path):
         assert contents(out) == contents(in_peace)
 
 
-def test_task_ranges_and_a_merge_that_needs_the_index(pictures, index, in_peace, tmp_path):
-    out, here = tmp_path / "out", tmp_path / "index"
-    shutil.copytree(index, here)
+def test_task_ranges_and_a_merge_that_needs_the_index(here, pictures, index, in_peace, tmp_path):
+    out, place = tmp_path / "out", tmp_path / "index"
+    shutil.copytree(index, place)
     for i in (0, 1):
-        done = run(pictures, out, *SHARDS, "--dedup-against", here, "--task-range", f"{i}/2", "--workers", 1)
-        assert done.returncode == 0, done.stderr
-    here.rename(tmp_path / "elsewhere")
-    gone = run("--merge", out)
-    assert gone.returncode == 3 and f"{here}: no index there" in gone.stderr and "--dedup-against" in gone.stderr
+        done = called(pictures, out, *SHARDS, "--dedup-against", place, "--task-range", f"{i}/2")
+        assert done.exit_code == 0, done.stderr
+    place.rename(tmp_path / "elsewhere")
+    gone = called("--merge", out)
+    assert gone.exit_code == 3 and f"{place}: no index there" in gone.stderr and "--dedup-against" in gone.stderr
     assert not (out / "manifest.json").exists()
-    other = run("--merge", out, "--dedup-against", index)
-    assert other.returncode == 2 and "--merge has no use for --dedup-against" in other.stderr
-    (tmp_path / "elsewhere").rename(here)
-    merged = run("--merge", out)
-    assert merged.returncode == 0 and "7 (listed in dedup.parquet)" in merged.stdout, merged.stderr
+    other = called("--merge", out, "--dedup-against", index)
+    assert other.exit_code == 2 and "--merge has no use for --dedup-against" in other.stderr
+    (tmp_path / "elsewhere").rename(place)
+    merged = called("--merge", out)
+    assert merged.exit_code == 0 and "7 (listed in dedup.parquet)" in merged.stdout, merged.stderr
     assert contents(out) == contents(in_peace)
 
 
@@ -297,8 +315,8 @@ def test_indexes_that_cannot_be_used(pictures, index, tmp_path):
     ):
         with pytest.raises(kind, match=message):
             request_for(pictures, *indexes)
-    done = run(pictures, tmp_path / "out", "--dedup-against", old)
-    assert done.returncode == 3 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    done = called(pictures, tmp_path / "out", "--dedup-against", old)
+    assert done.exit_code == 3 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -319,10 +337,13 @@ def test_splits_have_their_own(pictures, index, tmp_path):
 
 
 def test_shards_of_which_nothing_is_left(pictures, index, tmp_path):
-    out = converted(replace(request_for(pictures, index), shard_samples=1), tmp_path / "out")
+    for name in ("00.jpg", "02.jpg", "same.jpg", "04.jpg", "cropped.jpg"):
+        (tmp_path / "images" / "a").mkdir(parents=True, exist_ok=True)
+        shutil.copy(pictures / "a" / name, tmp_path / "images" / "a" / name)
+    out = converted(replace(request_for(tmp_path / "images", index), shard_samples=1), tmp_path / "out")
     manifest = Manifest.load(out)
-    assert [shard.samples for shard in manifest.shards] == [1] * 24 and manifest.num_removed == 7
-    assert len(list((tmp_path / "out").glob("shard-*.beton"))) == 24
+    assert [shard.samples for shard in manifest.shards] == [1] * 3 and manifest.num_removed == 2
+    assert len(list((tmp_path / "out").glob("shard-*.beton"))) == 3
     verdict = verify(manifest)
     assert (verdict.damage, verdict.notes) == ([], [])
 
@@ -341,14 +362,13 @@ def test_a_source_that_is_the_test_set(tests_and_index, index, tmp_path):
 
 
 def test_a_dry_run_counts_them(pictures, index, tmp_path):
-    done = run(pictures, tmp_path / "out", "--dry-run", "--dedup-against", index)
-    assert done.returncode == 0 and not (tmp_path / "out").exists(), done.stderr
-    for line in (
-        "7 of the probed, so about 7 would be removed",
-        "1 by bytes, 1 by pixels, 4 by hash",
-        "1 by correlation",
-    ):
-        assert line in done.stdout
+    done = called(pictures, tmp_path / "out", "--dry-run", "--dedup-against", index)
+    assert done.exit_code == 0 and not (tmp_path / "out").exists(), done.stderr
+    assert "7 of the probed, so about 7 would be removed" in done.stdout
+    # Images of the test set, contaminated ones, copies: of them by bytes, pixels, hash, correlation.
+    lines = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.strip()}
+    assert lines["shelf"][1:9] == ["6", "6", "(100.0%)", "6", "1", "1", "4", "0"]
+    assert lines["garden"][1:9] == ["2", "1", "(50.0%)", "1", "0", "0", "0", "1"]
 
 
 def test_a_dataset_is_cleaned_by_converting_it(pictures, index, tmp_path):

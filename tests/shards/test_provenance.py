@@ -120,7 +120,7 @@ def test_a_flipped_bit_is_found_or_harmless(tmp_path):
     write_provenance(path, original, "pdq-64-1")
     content = path.read_bytes()
     found = 0
-    for position in range(0, len(content), 3):
+    for position in range(0, len(content), 7):
         damaged = bytearray(content)
         damaged[position] ^= 1 << position % 8
         path.write_bytes(damaged)
@@ -128,7 +128,7 @@ def test_a_flipped_bit_is_found_or_harmless(tmp_path):
             assert read_provenance(path).equals(original), position
         except DataError:
             found += 1
-    assert found > len(content) / 3 / 2  # the rest are statistics and the like
+    assert found > len(content) / 7 / 2  # the rest are statistics and the like
 
 
 def test_shards_come_without_pyarrow():

@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from itertools import pairwise
 
 import numpy as np
@@ -98,3 +101,97 @@ def test_results_have_three_decimals_and_stay_in_range(photos):
         for other in lumas:
             value = correlation(one, other, WHOLE, mirrored=False)
             assert -1 <= value <= 1 and round(value, 3) == value
+
+
+# ------------------------------------------------------------------------------------------------------------- borders
+
+
+def framed(pixels: np.ndarray, width: int, value: int) -> np.ndarray:
+    out = np.full((64, 64), value, np.uint8)
+    out[width:-width, width:-width] = pixels[width:-width, width:-width]
+    return out
+
+
+def inside(width: int) -> Window:
+    return Window(width / 64, width / 64, 1 - width / 32, 1 - width / 32)
+
+
+@pytest.mark.parametrize("width", [6, 16, 20])
+def test_borders_do_not_count(photos, width):
+    """Frames alike make strangers alike; frames unlike make a picture unlike itself."""
+    pale = [(200 + luma(photo) * 0.1).astype(np.uint8) for photo in photos]
+    own = inside(width)
+    for one, other in pairwise(pale):
+        whole = correlation(framed(one, width, 0), framed(other, width, 0), WHOLE, mirrored=False)
+        assert whole > 0.95
+        bare = {"inside_query": own, "inside_image": own}
+        assert correlation(framed(one, width, 0), framed(other, width, 0), WHOLE, mirrored=False, **bare) < 0.8
+        assert correlation(framed(one, width, 0), framed(one, width, 255), WHOLE, mirrored=False) < 0.5
+        assert correlation(framed(one, width, 0), framed(one, width, 255), WHOLE, mirrored=False, **bare) == 1
+        # One of the two says enough.
+        for only in bare:
+            assert correlation(framed(one, width, 0), one, WHOLE, mirrored=False, **{only: own}) == 1
+
+
+def test_equals_pearsons_correlation_of_what_is_inside(photos):
+    one, rng = luma(photos[1]), np.random.default_rng(0)
+    part = Window(0.25, 0.125, 0.5, 0.5)  # rows 16 to 48, columns 8 to 40
+    for strength in (20, 60, 120):
+        noisy = np.clip(one + strength * rng.standard_normal(one.shape), 0, 255).astype(np.uint8)
+        squares = [means(pixels).reshape(32, 32)[8:24, 4:20].ravel() for pixels in (one, noisy)]
+        expected = np.corrcoef(*squares)[0, 1]
+        for bare in ({"inside_query": part}, {"inside_image": part}, {"inside_query": part, "inside_image": part}):
+            # Fewer pixels, of which a small move fits a little better by chance.
+            found = correlation(noisy, one, WHOLE, mirrored=False, **bare)
+            assert expected - 0.01 <= found <= expected + 0.06
+
+
+def test_hardly_anything_but_border_is_like_nothing(photos):
+    one, corner = luma(photos[0]), Window(0.7, 0.7, 0.3, 0.3)  # 9 % of the pixels
+    for bare in ({"inside_query": corner}, {"inside_image": corner}):
+        assert correlation(one, one, WHOLE, mirrored=False, **bare) == 0
+    apart = {"inside_query": Window(0, 0, 0.5, 1), "inside_image": Window(0.5, 0, 0.5, 1)}
+    assert correlation(one, one, WHOLE, mirrored=False, **apart) == 0
+
+
+# ------------------------------------------------------------------------------------------------------ any processor
+
+CORRELATIONS = """
+import numpy as np
+from dedup_data import make_photo
+from data_tools.dedup import alignment
+from data_tools.dedup.luma import Window, square_luma
+
+exact, aligned = [], alignment._aligned
+def kept(*arguments):
+    exact.append(float(aligned(*arguments)))
+    return exact[-1]
+alignment._aligned = kept  # before three decimals are left
+lumas = []
+for seed in range(20):
+    photo = make_photo(seed, 160, 200)
+    lumas += [square_luma(np.asarray(one)) for one in (photo, photo.crop((9, 5, 190, 152)))]
+windows = Window(0, 0, 1, 1), Window(0.05, 0.05, 0.9, 0.9), Window(0.1, 0.0, 0.8, 0.8)
+frame = Window(0.1, 0.05, 0.8, 0.85)
+for i, query in enumerate(lumas):
+    for image in lumas[max(0, i - 3) : i + 4]:
+        for window in windows:
+            for inside in (None, frame):
+                alignment.correlation(query, image, window, mirrored=i % 5 == 0, inside_query=inside)
+print(len(exact), *[value.hex() for value in exact])
+"""
+
+
+@pytest.mark.slow
+def test_every_processor_finds_the_same(tmp_path):
+    """What vector instructions a processor has decides nothing: indexes and decisions travel between machines."""
+    found = []
+    for name, options in (("native", {}), ("generic", {"NUMBA_CPU_NAME": "generic"})):
+        paths = os.pathsep.join(path for path in sys.path if path)
+        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / name), "PYTHONPATH": paths} | options
+        done = subprocess.run(
+            [sys.executable, "-c", CORRELATIONS], env=environment, capture_output=True, text=True, check=True
+        )
+        found.append(done.stdout.split())
+    assert int(found[0][0]) == len(found[0]) - 1 > 1000
+    assert found[0] == found[1]

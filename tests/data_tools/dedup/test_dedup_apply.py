@@ -27,13 +27,6 @@ from vitscale.shards import Manifest, ShardFile
 from vitscale.shards.verify import verify
 
 
-@pytest.fixture(scope="module")
-def found(planted, tmp_path_factory):
-    out = tmp_path_factory.mktemp("found") / "found"
-    find(str(planted.dataset), list(map(str, planted.indexes.values())), str(out), run_inline)
-    return out
-
-
 def removal_of(planted, found, dataset=None):
     return Removal.of(str(dataset or planted.dataset), str(found))
 

@@ -19,15 +19,6 @@ from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest, ShardFile
 
 
-@pytest.fixture(scope="module")
-def found(planted, tmp_path_factory):
-    """The folder that `find` writes for the planted copies, by two worker processes; other tests need none."""
-    out = tmp_path_factory.mktemp("found") / "found"
-    result = run(planted, planted.dataset, out, Machine(workers=2).runner(str(planted.dataset)))
-    assert (result.tally.images, result.tally.removed, result.made_anew) == (OWN + len(PLANTED), len(PLANTED), 0)
-    return out
-
-
 def run(planted, dataset, out, runner=run_inline, **overrides):
     indexes = list(map(str, planted.indexes.values()))
     return find(str(dataset), indexes, str(out), runner, overrides=overrides)
@@ -42,13 +33,19 @@ def copies(found):
     return {row["train_key"]: (row["test_set"], row["test_key"]) for row in rows_of(found)}
 
 
-def test_what_was_planted_is_found_and_nothing_else(found, planted):
+def test_what_was_planted_is_found_and_nothing_else(finding, planted):
+    found, result = finding
+    assert (result.tally.images, result.tally.removed, result.made_anew) == (OWN + len(PLANTED), len(PLANTED), 0)
     rows = rows_of(found)
     assert sorted(row["train_key"] for row in rows) == sorted(PLANTED)
     for row in rows:
         test_set, test_key, tier = PLANTED[row["train_key"]]
         assert (row["test_set"], row["test_key"]) == (test_set, test_key)
         assert tier in (None, row["tier"])
+        # Pixels are laid over each other where nothing else has decided; as three decimals they are read again.
+        assert (row["correlation"] is None) == (row["variant"] is None) == (row["tier"] in ("bytes", "pixels"))
+        assert row["correlation"] is None or row["correlation"] == round(row["correlation"], 3) > 0.9
+        assert row["cosine"] is None
     uids = {row["train_uid"]: row["train_key"] for row in rows}
     for table in sorted(planted.dataset.glob("*.idx.parquet")):
         of_shard = pq.read_table(table, columns=["uid", "key"]).to_pylist()
@@ -150,7 +147,7 @@ def test_another_threshold(found, planted, tmp_path, distance):
 
 
 def test_settings_out_of_range_name_the_test_set(planted, tmp_path):
-    with pytest.raises(RecipeError, match=r"test set birds: distance 31; expected 0 to 20"):
+    with pytest.raises(RecipeError, match=r"test set birds: distance 31; expected 0 to candidates, 20"):
         run(planted, planted.dataset, tmp_path / "found", candidates=20)
     assert not list(tmp_path.iterdir())
 

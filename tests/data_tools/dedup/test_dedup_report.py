@@ -1,7 +1,6 @@
 """The report: its numbers against what was planted, its pictures by what can be seen in them."""
 
 import builtins
-import hashlib
 import io
 import json
 import shutil
@@ -10,42 +9,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dedup_data import candidate, index_of, source_of
 from pictures import encoded
 from PIL import Image
 from planted_copies import jpeg, photo, write_images
 from rich.console import Console
 
-from data_tools.dedup.building import TestSource, build_index
 from data_tools.dedup.closest import Closest, Pair
-from data_tools.dedup.fingerprint import Fingerprint, fingerprint
 from data_tools.dedup.index import Index
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.pair_sheet import pair_sheet
-from data_tools.dedup.pictures import small_picture
 from data_tools.dedup.report import described, tables, write_report
 from data_tools.dedup.settings import Settings
 from data_tools.dedup.tally import Tally
-from data_tools.images import store_image
-from data_tools.sources import SourceOptions, open_source
 
 COLUMNS = 110
-
-
-class Query:
-    """An image file to be compared."""
-
-    def __init__(self, data: bytes) -> None:
-        stored = store_image(data)
-        self.sha256, self._rgb = hashlib.sha256(data).digest(), stored.pixels
-        self._fingerprint: Fingerprint = fingerprint(stored.pixels)
-        for name in ("pixels", "quality", "pdq", "pdq_trimmed"):
-            setattr(self, name, getattr(self._fingerprint, name))
-
-    def luma(self, trimmed: bool) -> np.ndarray:
-        return self._fingerprint.luma_trimmed if trimmed else self._fingerprint.luma
-
-    def rgb(self) -> np.ndarray:
-        return self._rgb
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +33,8 @@ def index_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources = []
     for number, (name, preset) in enumerate((("birds", "photo"), ("scans", "exact"))):
         images = {f"{i}.jpg": jpeg(photo(10 * number + i)) for i in range(5)}
-        folder = write_images(root / name, images)
-        source = open_source(str(folder), None, SourceOptions())
-        sources.append(TestSource(name, str(folder), source, preset, level=1))
-    build_index(sources, root / "index", workers=1)
-    return root / "index"
+        sources.append(source_of(write_images(root / name, images), name, preset, level=1))
+    return index_of(root / "index", sources).folder
 
 
 def matched(folder: Path) -> tuple[Matcher, Tally, Closest]:
@@ -73,9 +48,9 @@ def matched(folder: Path) -> tuple[Matcher, Tally, Closest]:
         "another.jpg": jpeg(photo(801)),
     }
     matcher, closest = Matcher([Index(folder)]), Closest()
-    queries = [Query(content) for content in images.values()]
-    for key, query, matches in zip(images, queries, matcher.match(queries), strict=True):
-        closest.add(key, matches, lambda query=query: small_picture(query.rgb()))
+    queries = [candidate(content, key=key) for key, content in images.items()]
+    for query, matches in zip(queries, matcher.match(queries), strict=True):
+        closest.add(query.key, matches, query.picture)
     return matcher, matcher.tally, closest
 
 

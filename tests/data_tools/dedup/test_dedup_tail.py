@@ -82,7 +82,7 @@ def test_plateau_of_look_alikes_is_no_tail() -> None:
 def test_correlation_of_candidates_is_followed_to_the_threshold(copies: int) -> None:
     rng = np.random.default_rng(copies)
     middles = (np.arange(100) + 0.5) / 100
-    tail = np.where(middles < 0.3, 600.0, 600 * np.exp(-14 * (middles - 0.3)))
+    tail = np.where(middles < 0.3, 1600.0, 1600 * np.exp(-14 * (middles - 0.3)))
     near_one = np.minimum(99, (100 * (1 - rng.exponential(0.02, copies))).astype(int))
     correlations = rng.poisson(tail) + np.bincount(near_one, minlength=100)
     distances = rng.poisson(_even(1e7 * np.exp(0.4 * (_BITS - COUNTED))))
