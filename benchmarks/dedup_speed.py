@@ -35,19 +35,19 @@ from data_tools.images import ImageOptions, StoredImage, store_image
 from data_tools.sources.folder import FolderSource
 
 BATCH = 64
-TILE = 160  # pixels
+TILE = 200, 160  # width and height in pixels
 RATE_TARGET, TRANSCODING_LIMIT, PASS_THROUGH_LIMIT = 600, 1.45, 2.5
 HOUR = 3600
 
 
 def write_tiles(grocery: list[Photo], count: int, folder: Path) -> None:
-    """Test images: squares of grocery photos, at random places."""
+    """Test images: parts of grocery photos, at random places."""
     random = np.random.default_rng(0)
     for number in range(count):
         image = grocery[number % len(grocery)].image
-        left, top = (int(random.integers(0, side - TILE)) for side in image.size)
+        left, top = (int(random.integers(0, side - part)) for side, part in zip(image.size, TILE, strict=True))
         file = io.BytesIO()
-        image.crop((left, top, left + TILE, top + TILE)).save(file, "JPEG", quality=90)
+        image.crop((left, top, left + TILE[0], top + TILE[1])).save(file, "JPEG", quality=90)
         (folder / f"{number:06d}.jpg").write_bytes(file.getvalue())
 
 
