@@ -25,7 +25,8 @@ from data_tools.dedup.against import Candidate
 from data_tools.dedup.building import TestSource, build_index
 from data_tools.dedup.fingerprint import fingerprint
 from data_tools.dedup.index import Index
-from data_tools.dedup.matching import Match, Matcher
+from data_tools.dedup.match import Match
+from data_tools.dedup.matching import Matcher
 from data_tools.dedup.variants import LEVELS, variants_of
 from data_tools.images import StoredImage, store_image
 from data_tools.sources.folder import FolderSource

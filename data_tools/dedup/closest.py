@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from data_tools.dedup.matching import Match
+from data_tools.dedup.match import Match
 
 KEPT = 24  # pairs of a test set on either side
 

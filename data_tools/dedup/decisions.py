@@ -6,7 +6,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from data_tools.dedup.matching import Match, Matcher
+from data_tools.dedup.match import Match
+from data_tools.dedup.matching import Matcher
 from data_tools.dedup.variants import variant_name
 from vitscale.shards.provenance import read_table, write_tables
 

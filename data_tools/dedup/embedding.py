@@ -6,15 +6,12 @@ hashes are near, so its cost does not grow with the number of images.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from vitscale.errors import DataError, RecipeError
-
-if TYPE_CHECKING:
-    from data_tools.dedup.index import Index
 
 MODEL_NAME = "embedding.pt"
 MAX_SIDE = 4096
@@ -54,12 +51,6 @@ class Embedder:
         except (RuntimeError, ValueError, OSError, EOFError) as error:
             raise RecipeError(f"{path}: not a TorchScript model ({str(error).splitlines()[0]})") from error
         self._path, self._side, self._vectors = path, side, vectors
-
-    @classmethod
-    def of_index(cls, index: "Index") -> "Embedder":
-        """The model that an index was made with."""
-        assert index.embedding is not None
-        return cls(index.folder / MODEL_NAME, index.embedding.side, index.embeddings)
 
     def dimensions(self) -> int:
         """D, found by trying the model. Raises as `vector`."""

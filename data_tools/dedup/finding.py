@@ -20,7 +20,8 @@ import pyarrow.compute as pc
 
 from data_tools.dedup.against import Comparison, Findings, NamedIndex, name_indexes, open_matcher
 from data_tools.dedup.decisions import DECISIONS_NAME, read_decisions, write_decisions
-from data_tools.dedup.matching import TIERS, Matcher
+from data_tools.dedup.match import TIERS
+from data_tools.dedup.matching import Matcher
 from data_tools.dedup.report import write_report
 from data_tools.dedup.settings import Settings
 from data_tools.dedup.stored import shard_queries

@@ -1,33 +1,24 @@
-"""Is an image a copy of a test image? Decided by tiers, from the certain and cheap to the careful.
-
-bytes         the file's bytes are a test image's
-pixels        the decoded pixels are
-hash          the PDQ hashes differ in hardly a bit
-correlation   the hashes are near, and the pictures, laid over each other, correlate
-embedding     the hashes are near, and a user's model finds the pictures alike
-"""
+"""Is an image a copy of a test image? Decided by tiers, in order (`match.py`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 
 from data_tools.dedup.alignment import correlation
-from data_tools.dedup.embedding import Embedder
+from data_tools.dedup.embedding import MODEL_NAME, Embedder
 from data_tools.dedup.hamming import near_pairs, words
 from data_tools.dedup.index import Index
 from data_tools.dedup.luma import Window
+from data_tools.dedup.match import TIERS, Match, Tier
 from data_tools.dedup.pdq import HASH_BYTES
 from data_tools.dedup.settings import COUNTED, Settings
 from data_tools.dedup.tally import Tally
 from data_tools.dedup.variants import window_of
 from vitscale.errors import RecipeError
-
-Tier = Literal["bytes", "pixels", "hash", "correlation", "embedding"]
-TIERS: tuple[Tier, ...] = get_args(Tier)
 
 # Pairs that miss the correlation (or cosine) asked for by no more than this are told as well.
 NEAR_MISS = 0.15
@@ -66,32 +57,6 @@ class Query(Protocol):
     def rgb(self) -> np.ndarray:
         """The picture, uint8 (height, width, 3). Asked for of candidates only, if there are embeddings."""
         ...
-
-
-@dataclass(frozen=True)
-class Match:
-    """A query and a test image that are copies, or nearly are.
-
-    Attributes:
-        test_set: number of the test set in the matcher's `test_sets`.
-        key: of the test image.
-        image: its row in the set's index.
-        tier: what decided, or would have last.
-        distance: bits between the hashes; None where they are not compared, or not near.
-        correlation, cosine: None where they were not needed.
-        variant: of the test image that was nearest, as `variant_name` understands it.
-        removed: whether the query is to be removed because of it.
-    """
-
-    test_set: int
-    key: str
-    image: int
-    tier: Tier
-    distance: int | None = None
-    correlation: float | None = None
-    cosine: float | None = None
-    variant: int | None = None
-    removed: bool = True
 
 
 @dataclass(frozen=True)
@@ -160,7 +125,9 @@ class _Search:
         self.index, self.first_set, self._settings, self.sets = index, first_set, settings, len(settings)
         self._bytes = _Exact.of_digests(index.images["sha256"])
         self._pixels = _Exact.of_numbers(index.images["pixels"])
-        self._embedder = None if index.embedding is None else Embedder.of_index(index)
+        self._embedder: Embedder | None = None
+        if index.embedding is not None:
+            self._embedder = Embedder(index.folder / MODEL_NAME, index.embedding.side, index.embeddings)
 
     def add(self, queries: Sequence[Query], matches: list[list[Match]], tally: Tally) -> None:
         """Add the matches of each query."""

@@ -13,7 +13,8 @@ from rich.text import Text
 
 from data_tools.dedup.closest import Closest, Pair
 from data_tools.dedup.histogram import draw_histogram, missing
-from data_tools.dedup.matching import TIERS, Matcher, Tier
+from data_tools.dedup.match import TIERS, Tier
+from data_tools.dedup.matching import Matcher
 from data_tools.dedup.pair_sheet import printable, write_pair_sheet
 from data_tools.dedup.tail import Estimate, Expected, amount, expected_false
 from data_tools.dedup.tally import Tally

@@ -3,14 +3,12 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from data_tools.dedup.match import Match
 from data_tools.dedup.settings import COUNTED
-
-if TYPE_CHECKING:
-    from data_tools.dedup.matching import Match
 
 BINS = 100  # of the correlation, from 0 to 1
 
@@ -26,8 +24,8 @@ class Tally:
         tiers: for each test set, images that match it, by the strongest tier that they do by.
         contaminated: for each test set, rows of its images in the index that any image matches.
         distances: int64 (S, 91): pairs of an image and a test image by the distance of their nearest hashes.
-        correlations: int64 (S, 100): those that are candidates but not near enough for the hash alone, by correlation;
-            what is below 0 counts as 0.
+        correlations: int64 (S, 100): candidates that the hash did not decide by itself, by correlation; what is below 0
+            counts as 0.
     """
 
     names: tuple[str, ...]
@@ -50,7 +48,7 @@ class Tally:
     def add_correlation(self, test_set: int, correlation: float) -> None:
         self.correlations[test_set, min(BINS - 1, max(0, int(correlation * BINS)))] += 1
 
-    def add_images(self, matches: "Sequence[Sequence[Match]]") -> None:
+    def add_images(self, matches: Sequence[Sequence[Match]]) -> None:
         """Count images with their matches, sorted by test set and tier."""
         self.images += len(matches)
         for of_image in matches:

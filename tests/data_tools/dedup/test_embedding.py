@@ -11,7 +11,7 @@ from torch import nn
 
 from data_tools.dedup import building
 from data_tools.dedup.building import EmbeddingModel, build_index
-from data_tools.dedup.embedding import Embedder
+from data_tools.dedup.embedding import MODEL_NAME, Embedder
 from data_tools.dedup.index import Index
 from vitscale.errors import DataError, RecipeError
 
@@ -109,7 +109,7 @@ def test_cosines_with_the_images_of_an_index(inline, tmp_path):
     index = Index(tmp_path / "index")
     index.verify()
     assert (index.embedding.side, index.embedding.dimensions) == (SIDE, 48) and index.embeddings.shape == (4, 48)
-    embedder, query = Embedder.of_index(index), make_photo(1).rotate(2)
+    embedder, query = Embedder(index.folder / MODEL_NAME, SIDE, index.embeddings), make_photo(1).rotate(2)
     rows = {key: row for row, key in enumerate(index.keys.to_pylist())}
     for path in paths:
         expected = cosine(pooled(query), pooled(Image.open(path)))

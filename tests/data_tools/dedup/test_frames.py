@@ -14,7 +14,8 @@ import pytest
 from dedup_data import candidate, index_of, make_photo, source_of
 from PIL import Image, ImageOps
 
-from data_tools.dedup.matching import Match, Matcher
+from data_tools.dedup.match import Match
+from data_tools.dedup.matching import Matcher
 
 SIDE = 200
 PICTURES = 40  # half of them are the test set
