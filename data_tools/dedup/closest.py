@@ -15,7 +15,7 @@ class Pair:
     """An image and a test image whose pictures were compared.
 
     Attributes:
-        test_set, image: of the test image, as `matching.Match` has them.
+        test_set, image: of the test image, as `match.Match` has them.
         train_key, test_key, tier, distance, correlation, cosine, removed: likewise.
         picture: the image, a small JPEG.
     """

@@ -19,7 +19,7 @@ DECISIONS = pa.schema(
         pa.field("train_key", pa.string(), nullable=False),
         pa.field("test_set", pa.string(), nullable=False),
         pa.field("test_key", pa.string(), nullable=False),
-        pa.field("tier", pa.string(), nullable=False),  # what decided, or would have last: `matching.TIERS`
+        pa.field("tier", pa.string(), nullable=False),  # what decided, or would have last: `match.TIERS`
         pa.field("distance", pa.int16()),  # bits; null where the hashes are not near, or not compared
         pa.field("correlation", pa.float64()),
         pa.field("cosine", pa.float64()),  # null without a user's model
