@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -98,14 +98,15 @@ _DEFAULTS = ImageOptions()
 class StoredImage:
     """A JPEG as it is stored, its size in pixels, and whether these are the source's own bytes.
 
-    `pixels` are those that it shows, uint8 (height, width, 3), as they were before a new JPEG was made of them.
+    `pixels` are those that it shows, uint8 (height, width, 3), as they were before a new JPEG was made of them; equal
+    JPEGs are equal images.
     """
 
     jpeg: bytes
     height: int
     width: int
     passed_through: bool
-    pixels: np.ndarray
+    pixels: np.ndarray = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True)
