@@ -3,6 +3,10 @@
 Per epoch the shards are permuted and concatenated; the sequence is cut into S equal contiguous segments, each shuffled
 inside windows; each segment fills G / S slots of every global batch of G samples. Any step is reached at the cost of
 the windows it lies in, and the state of the order is the step alone.
+
+A rank whose slots are whole segments (R ranks divide S) reads shards of its own: over an epoch the ranks together open
+at most R - 1 shards twice, those that a border between two ranks cuts. Where R does not divide S, a segment that two or
+more ranks share is read by each of them, every rank drawing on all of its shards; all ranks still see one order.
 """
 
 from collections.abc import Sequence
@@ -14,9 +18,17 @@ import numpy as np
 from vitscale.data.hashing import permutation
 from vitscale.errors import DataError
 
-ORDER_VERSION = 1
+# 2: fewer than four shards are shuffled as a whole; 1 had windows of 65,536 samples there as well.
+ORDER_VERSION = 2
 MAX_SEGMENTS = 128
 WINDOW_SAMPLES = 65_536
+
+# Converted shards are shuffled already; a file that was made elsewhere may be sorted by class. Such a dataset has few
+# shards, too few to be mixed by segments and by permuting shards: the window has to do it alone. For ImageNet-21k (14
+# million images) the shuffle of an epoch takes 4 s and, while it is made, 0.45 GB. Larger ones are cut into windows
+# again, of at most this many samples.
+_FEW_SHARDS = 4
+WHOLE_SAMPLES = 1 << 24
 
 # What a hash is for, so that no two permutations share their keys.
 _SHARDS, _WINDOW = 1, 2
@@ -37,6 +49,9 @@ class Slots(NamedTuple):
 
 class TrainOrder:
     """The order of training, without end: epoch after epoch.
+
+    An epoch of N samples has floor(N / G) batches. The N mod G samples that it leaves out are others each time: the
+    last of each shuffled segment, and the last N mod S of the epoch's sequence.
 
     Args:
         shard_samples: selected samples of every shard.
@@ -60,10 +75,10 @@ class TrainOrder:
         self._per_segment = global_batch // self.segments
         self._segment_length = self.num_samples // self.segments
         self.steps_per_epoch = self._segment_length // self._per_segment
-        windows = -(-self._segment_length // WINDOW_SAMPLES)
+        windows = -(-self._segment_length // (WHOLE_SAMPLES if len(samples) < _FEW_SHARDS else WINDOW_SAMPLES))
         self._bounds = np.arange(windows + 1, dtype=np.int64) * self._segment_length // windows
-        # Loaders may share an order: lru_cache is safe in threads.
-        self._shuffled = lru_cache(2 * self.segments + 2)(partial(_shuffled_window, seed))
+        # Of each segment the window in use, and the next. Loaders may share an order: lru_cache is safe in threads.
+        self._shuffled = [lru_cache(2)(partial(_shuffled_window, seed, segment)) for segment in range(self.segments)]
         self._epoch = lru_cache(2)(partial(_shuffled_shards, seed, samples))
 
     @property
@@ -82,24 +97,46 @@ class TrainOrder:
             pieces.append(self._sequence_positions(epoch, segment, start + low, start + high))
         places = np.concatenate(pieces)
         shards, ends = self._epoch(epoch)
-        at = np.searchsorted(ends, places, side="right")
-        begins = np.where(at > 0, ends[at - 1], 0)
-        return Slots(epoch, shards[at], places - begins, np.ones(len(places), bool))
+        at, position = _locate(ends, places)
+        return Slots(epoch, shards[at], position, np.ones(len(places), bool))
+
+    def upcoming(self, step: int, first_slot: int, last_slot: int) -> list[int]:
+        """Shards that slots [first_slot, last_slot) draw on from `step` on, each once, those needed first in front.
+
+        Those of the windows that the batch of `step` lies in, then those of each segment's next window, be it in the
+        next epoch. No window is shuffled for this: which shards it spans is known beforehand.
+        """
+        epoch, index = divmod(step, self.steps_per_epoch)
+        start = index * self._per_segment
+        current = range(self._window_at(start), self._window_at(start + self._per_segment - 1) + 1)
+        epoch_ends = self._bounds[current.stop] >= self.steps_per_epoch * self._per_segment
+        following = (epoch + 1, 0) if epoch_ends else (epoch, current.stop)
+        segments = np.arange(first_slot // self._per_segment, -(-last_slot // self._per_segment), dtype=np.int64)
+        needed: dict[int, None] = {}
+        for number, window in [*((epoch, window) for window in current), following]:
+            shards, ends = self._epoch(number)
+            low, high = segments * self._segment_length + self._bounds[window : window + 2, None]
+            needed.update(dict.fromkeys(shards[_overlapping(ends, low, high)].tolist()))
+        return list(needed)
+
+    def _window_at(self, position: int) -> int:
+        """The window that holds a position of a segment."""
+        return int(np.searchsorted(self._bounds, position, side="right")) - 1
 
     def _sequence_positions(self, epoch: int, segment: int, start: int, stop: int) -> np.ndarray:
         """Where positions [start, stop) of a shuffled segment lie in the epoch's sequence of samples."""
         pieces = []
-        window = int(np.searchsorted(self._bounds, start, side="right")) - 1
+        window = self._window_at(start)
         while start < stop:
             low, high = int(self._bounds[window]), int(self._bounds[window + 1])
-            shuffled = self._shuffled(epoch, segment, window, high - low)
+            shuffled = self._shuffled[segment](epoch, window, high - low)
             end = min(stop, high)
             pieces.append(segment * self._segment_length + low + shuffled[start - low : end - low].astype(np.int64))
             start, window = end, window + 1
         return np.concatenate(pieces)
 
 
-def _shuffled_window(seed: int, epoch: int, segment: int, window: int, size: int) -> np.ndarray:
+def _shuffled_window(seed: int, segment: int, epoch: int, window: int, size: int) -> np.ndarray:
     return permutation(size, seed, _WINDOW, epoch, segment, window).astype(np.uint32)
 
 
@@ -127,10 +164,36 @@ class EvalOrder:
         """Slots [first_slot, last_slot) of batch `step`. Fillers repeat the first sample."""
         places = step * self.global_batch + np.arange(first_slot, last_slot, dtype=np.int64)
         mask = places < self.num_samples
-        places = np.where(mask, places, 0)
-        at = np.searchsorted(self._ends, places, side="right")
-        begins = np.where(at > 0, self._ends[at - 1], 0)
-        return Slots(0, at, places - begins, mask)
+        at, position = _locate(self._ends, np.where(mask, places, 0))
+        return Slots(0, at, position, mask)
+
+    def upcoming(self, step: int, first_slot: int, last_slot: int) -> list[int]:
+        """Shards that slots [first_slot, last_slot) read from `step` on, each once, in the order of need.
+
+        For as many batches as make 65,536 samples of these slots, at least one.
+        """
+        batches = max(WINDOW_SAMPLES // (last_slot - first_slot), 1)
+        starts = np.arange(step, min(step + batches, self.steps), dtype=np.int64) * self.global_batch + first_slot
+        stops = starts + (last_slot - first_slot)
+        real = starts < self.num_samples
+        shards = _overlapping(self._ends, starts[real], np.minimum(stops[real], self.num_samples)).tolist()
+        if np.any(stops > self.num_samples):  # fillers
+            shards += _overlapping(self._ends, np.zeros(1, np.int64), np.ones(1, np.int64)).tolist()
+        return list(dict.fromkeys(shards))
+
+
+def _locate(ends: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For places of a sequence of shards that end at `ends`: which shard of the sequence, and the place within it."""
+    at = np.searchsorted(ends, places, side="right")
+    return at, places - np.where(at > 0, ends[at - 1], 0)
+
+
+def _overlapping(ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """Which shards of a sequence, ending at `ends`, have samples in any of the ranges [starts, stops), none empty."""
+    changes = np.zeros(len(ends) + 1, np.int64)
+    np.add.at(changes, np.searchsorted(ends, starts, side="right"), 1)
+    np.add.at(changes, np.searchsorted(ends, stops - 1, side="right") + 1, -1)
+    return np.flatnonzero((np.cumsum(changes[:-1]) > 0) & (np.diff(ends, prepend=0) > 0))
 
 
 def num_segments(num_shards: int, global_batch: int) -> int:

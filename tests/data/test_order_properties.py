@@ -1,0 +1,137 @@
+"""What holds for orders of any shards, batch, ranks and step. Windows are small, to change within small epochs."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from orders import epoch_of, numbered
+
+from vitscale.data import EvalOrder, TrainOrder
+from vitscale.data import order as order_module
+from vitscale.errors import DataError
+
+quick = settings(max_examples=80, deadline=None, derandomize=True)
+
+shard_lists = st.lists(st.integers(0, 60), min_size=1, max_size=40)
+batches = st.sampled_from([1, 2, 3, 8, 12, 16, 25, 48, 64, 96])
+seeds = st.integers(0, 2**63 - 1) | st.sampled_from([0, 1, 2**63 - 1])
+windows = st.sampled_from([1, 7, 20, 65_536])
+epochs = st.integers(0, 3) | st.integers(0, 10**9)
+
+
+def train_order(shard_samples, batch, seed, window):
+    """An order whose windows have at most `window` samples, one shard's too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order_module, "WINDOW_SAMPLES", window)
+        patch.setattr(order_module, "WHOLE_SAMPLES", window)
+        return TrainOrder(shard_samples, batch, seed)
+
+
+def worlds(batch):
+    """Numbers of ranks that divide a batch."""
+    return st.sampled_from([world for world in range(1, batch + 1) if batch % world == 0])
+
+
+def batch_of_ranks(order, step, world):
+    """The slots that `world` ranks see of one step, joined: shards, positions, mask."""
+    share = order.global_batch // world
+    parts = [order.batch(step, rank * share, (rank + 1) * share) for rank in reversed(range(world))][::-1]
+    assert len({part.epoch for part in parts}) == 1
+    return [np.concatenate([getattr(part, name) for part in parts]) for name in ("shard", "position", "mask")]
+
+
+@quick
+@given(shard_lists, batches, seeds, windows, epochs)
+def test_an_epoch_has_every_sample_once_but_for_the_remainder(shard_samples, batch, seed, window, epoch):
+    total = sum(shard_samples)
+    if total < batch:
+        with pytest.raises(DataError, match=f"{total} samples"):
+            TrainOrder(shard_samples, batch, seed)
+        return
+    order = train_order(shard_samples, batch, seed, window)
+    seen = epoch_of(order, shard_samples, epoch)
+    assert seen.shape == (order.steps_per_epoch, batch) == (total // batch, batch)
+    assert len(np.unique(seen)) == seen.size == total - total % batch
+    assert order.batch(epoch * order.steps_per_epoch, 0, batch).epoch == epoch
+
+
+@quick
+@given(shard_lists, batches, seeds, windows, st.integers(0, 10**9), st.data())
+def test_ranks_share_one_batch(shard_samples, batch, seed, window, step, data):
+    shard_samples = [*shard_samples, batch]
+    order = train_order(shard_samples, batch, seed, window)
+    world = data.draw(worlds(batch))
+    whole = order.batch(step, 0, batch)
+    assert whole.mask.all() and whole.epoch == step // order.steps_per_epoch
+    for joined, alone in zip(batch_of_ranks(order, step, world), whole[1:], strict=True):
+        assert np.array_equal(joined, alone)
+
+
+@quick
+@given(shard_lists, batches, seeds, windows, st.integers(0, 200), st.data())
+def test_resuming_at_any_step_on_any_ranks_goes_on_with_the_same_sequence(
+    shard_samples, batch, seed, window, resumed, data
+):
+    shard_samples = [*shard_samples, batch]
+    before, after = data.draw(worlds(batch)), data.draw(worlds(batch))
+    uninterrupted = train_order(shard_samples, batch, seed, window)
+    for step in range(max(0, resumed - 5), resumed):
+        batch_of_ranks(uninterrupted, step, before)
+    fresh = train_order(shard_samples, batch, seed, window)  # nothing cached, and not asked in sequence
+    for step in range(resumed, resumed + 5):
+        for found, expected in zip(
+            batch_of_ranks(fresh, step, after), batch_of_ranks(uninterrupted, step, before), strict=True
+        ):
+            assert np.array_equal(found, expected)
+
+
+@quick
+@given(shard_lists, batches, seeds, windows, st.integers(0, 500), st.data())
+def test_no_shard_is_needed_that_was_not_announced(shard_samples, batch, seed, window, step, data):
+    shard_samples = [*shard_samples, batch]
+    order = train_order(shard_samples, batch, seed, window)
+    share = batch // data.draw(worlds(batch))
+    first = data.draw(st.integers(0, batch // share - 1)) * share
+    slots = first, first + share
+    ahead = order.upcoming(step, *slots)
+    assert len(set(ahead)) == len(ahead) and all(shard_samples[shard] > 0 for shard in ahead)
+    assert set(order.batch(step, *slots).shard.tolist()) <= set(ahead)
+    if np.diff(order._bounds).min() >= batch // order.segments:  # a batch lies in two windows at most
+        assert set(order.batch(step + 1, *slots).shard.tolist()) <= set(ahead)
+
+
+@quick
+@given(shard_lists, st.integers(1, 30), st.integers(1, 9))
+def test_evaluation_has_every_sample_once_on_any_number_of_ranks(shard_samples, share, world):
+    order = EvalOrder(shard_samples, share * world)
+    assert (order.num_samples, order.steps) == (sum(shard_samples), -(-sum(shard_samples) // (share * world)))
+    seen, fillers = [], 0
+    for step in range(order.steps):
+        shard, position, mask = batch_of_ranks(order, step, world)
+        assert np.all(position < np.asarray(shard_samples)[shard])  # fillers are readable, too
+        seen += list(zip(shard[mask].tolist(), position[mask].tolist(), strict=True))
+        fillers += int(np.sum(~mask))
+    assert seen == [(shard, position) for shard, size in enumerate(shard_samples) for position in range(size)]
+    assert fillers == order.steps * share * world - order.num_samples < share * world
+
+
+@quick
+@given(shard_lists, st.integers(1, 30), st.integers(1, 9), windows, st.data())
+def test_evaluation_announces_shards_in_the_order_of_need(shard_samples, share, world, window, data):
+    """Against the batches themselves, one after another."""
+    order = EvalOrder(shard_samples, share * world)
+    rank, step = data.draw(st.integers(0, world - 1)), data.draw(st.integers(0, order.steps))
+    slots = rank * share, (rank + 1) * share
+    needed = {}
+    for ahead in range(step, min(order.steps, step + max(window // share, 1))):
+        needed |= dict.fromkeys(order.batch(ahead, *slots).shard.tolist())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order_module, "WINDOW_SAMPLES", window)
+        assert order.upcoming(step, *slots) == list(needed)
+
+
+def test_samples_as_numbers_are_told_apart():
+    """The tests above stand on it."""
+    shard_samples = [3, 0, 2]
+    slots = EvalOrder(shard_samples, 5).batch(0, 0, 5)
+    assert numbered(shard_samples, slots).tolist() == [0, 1, 2, 3, 4]

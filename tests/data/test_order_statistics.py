@@ -1,0 +1,387 @@
+"""The shuffle is one: it does what chance would do, within what chance allows.
+
+Every test states as a probability how rarely a shuffle drawn at random would look as bad, and refuses below ALARM
+divided by the number of probabilities that it looks at: with fresh seeds one test in a million would raise a false
+alarm, with the fixed seeds none does. That the tests tell is tested as well, on orders that are no shuffle.
+"""
+
+import math
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from orders import epoch_of
+
+from vitscale.data import TrainOrder
+from vitscale.data import order as order_module
+from vitscale.data.hashing import permutation
+
+ALARM = 1e-6
+SEEDS = [0, 1, 2, 3, 1000, 1001, 2**32, 2**63 - 2, 2**63 - 1]
+EPOCHS = 25
+
+# Shards and global batch.
+SHAPES = {
+    "one shard": ([600], 32),  # one segment, 24 samples are left out of an epoch
+    "157 shards with a short last one": ([8] * 156 + [3], 96),  # 32 segments, 3 left out
+    "empty shards, a batch that is no power of two": (
+        [0, 40, 0, 0, 17, 33, 64, 0, 5, 51],
+        24,
+    ),  # 2 segments, 18 left out
+    "an odd batch": ([50] * 8, 25),  # one segment, nothing left out
+    "two batches an epoch": ([16] * 16 + [1], 128),  # 8 segments, one left out
+}
+every_shape = pytest.mark.parametrize("shape", SHAPES)
+
+
+# ---- Probabilities ---------------------------------------------------------------------------------------------------
+
+
+def chi_square_tail(value, degrees):
+    """P(chi-square of that many degrees of freedom >= value): the series of the incomplete gamma function."""
+    half = value / 2
+    if half <= 0:
+        return 1.0
+    shape, tail = (0.5, math.erfc(math.sqrt(half))) if degrees % 2 else (1.0, math.exp(-half))
+    while shape < degrees / 2:
+        tail += math.exp(shape * math.log(half) - half - math.lgamma(shape + 1))
+        shape += 1
+    return min(tail, 1.0)
+
+
+def both_tails(value, degrees):
+    """Of a chi-square: too uneven, or more even than chance would be."""
+    tail = chi_square_tail(value, degrees)
+    return 2 * min(tail, 1 - tail)
+
+
+def normal_tail(z):
+    """P(standard normal >= z)."""
+    return math.erfc(z / math.sqrt(2)) / 2
+
+
+def binomial_tail(count, trials, chance):
+    """P(at least `count` of `trials` succeed), each with probability `chance`."""
+    if count == 0:
+        return 1.0
+    log = [
+        math.lgamma(trials + 1) - math.lgamma(k + 1) - math.lgamma(trials - k + 1)
+        + k * math.log(chance) + (trials - k) * math.log1p(-chance)
+        for k in range(count, trials + 1)
+    ]  # fmt: skip
+    return math.fsum(map(math.exp, log))
+
+
+def test_the_probabilities_are_those_of_tables():
+    for degrees, five_percent, one_per_mille in [(1, 3.841, 10.828), (4, 9.488, 18.467), (7, 14.067, 24.322)]:
+        assert chi_square_tail(five_percent, degrees) == pytest.approx(0.05, rel=1e-3)
+        assert chi_square_tail(one_per_mille, degrees) == pytest.approx(0.001, rel=1e-3)
+    assert chi_square_tail(124.342, 100) == pytest.approx(0.05, rel=1e-3)
+    assert normal_tail(1.959964) == pytest.approx(0.025, rel=1e-5)
+    assert binomial_tail(9, 10, 0.5) == pytest.approx(11 / 1024)
+
+
+# ---- What is seen when -----------------------------------------------------------------------------------------------
+
+
+class Times:
+    """In which step every sample is seen, for all seeds and epochs.
+
+    Attributes:
+        batch, steps: samples a batch, batches an epoch.
+        at: int64 (seeds, epochs, samples), the step in its epoch; -1 where a sample is left out.
+    """
+
+    def __init__(self, samples, batch, epochs_of):
+        self.batch, self.steps = batch, samples // batch
+        self.at = np.full((len(SEEDS), EPOCHS, samples), -1)
+        for number, seed in enumerate(SEEDS):
+            for epoch, seen in zip(range(EPOCHS), epochs_of(seed), strict=False):
+                self.at[number, epoch, seen] = np.arange(self.steps)[:, None]
+
+    def pairs(self, axis):
+        """The steps of all samples in two successive epochs (axis 1), or with two successive seeds (axis 0)."""
+        along = np.moveaxis(self.at, axis, 0)
+        for one, other in zip(
+            along[:-1].reshape(-1, along.shape[-1]), along[1:].reshape(-1, along.shape[-1]), strict=True
+        ):
+            seen = (one >= 0) & (other >= 0)
+            yield one[seen], other[seen]
+
+
+@cache
+def times(shape):
+    shard_samples, batch = SHAPES[shape]
+
+    def epochs_of(seed):
+        order = TrainOrder(shard_samples, batch, seed)
+        return (epoch_of(order, shard_samples, epoch) for epoch in range(EPOCHS))
+
+    return Times(sum(shard_samples), batch, epochs_of)
+
+
+# ---- How likely that is ----------------------------------------------------------------------------------------------
+
+
+def uniformity(times, sample):
+    """A sample that is seen is seen in each step as often."""
+    at = times.at[:, :, sample]
+    counts = np.bincount(at[at >= 0], minlength=times.steps)
+    expected = counts.sum() / times.steps
+    return both_tails(float(((counts - expected) ** 2).sum() / expected), times.steps - 1)
+
+
+def independence(times, axis):
+    """Step and step of a sample are uncorrelated.
+
+    The correlation of two random orders of n samples has a mean of 0 and a variance of 1 / (n - 1); of at most
+    1 / (n - S) where each of S segments has its share of every step. Here S is at most 32.
+    """
+    scores = [np.corrcoef(one, other)[0, 1] * math.sqrt(len(one) - 32) for one, other in times.pairs(axis)]
+    together = normal_tail(abs(sum(scores)) / math.sqrt(len(scores)))
+    return min(1.0, 2 * chi_square_tail(float(np.square(scores).sum()), len(scores)), 4 * together)
+
+
+def company(times, axis):
+    """Samples that met in a batch meet again no more often than any two.
+
+    Of n samples in batches of a_i, then in batches of b_j, sum C(a_i, 2) sum C(b_j, 2) / C(n, 2) pairs stay together,
+    a number that varies like a Poisson one or less.
+    """
+    met, expected = 0, 0.0
+    for one, other in times.pairs(axis):
+        counts = np.bincount(one * times.steps + other, minlength=times.steps**2).reshape(times.steps, times.steps)
+        before, after, again = (int((n * (n - 1) // 2).sum()) for n in (counts.sum(1), counts.sum(0), counts))
+        met, expected = met + again, expected + before * after / (len(one) * (len(one) - 1) / 2)
+    return normal_tail((met - expected) / math.sqrt(expected))
+
+
+def neighbours(times, apart):
+    """Samples stored at a distance of `apart` meet in a batch no more often than any two (less, within a segment)."""
+    near, far = times.at[:, :, :-apart], times.at[:, :, apart:]
+    samples = times.at.shape[-1]
+    met = int(((near == far) & (near >= 0)).sum())
+    expected = near.size * (times.steps * times.batch / samples) * (times.batch - 1) / (samples - 1)
+    return normal_tail((met - expected) / math.sqrt(expected))
+
+
+def mixing(batches, labels):
+    """(More even than chance, less even): classes in the batches of an epoch, by a table of batches and classes.
+
+    The last row are samples that were left out.
+    """
+    rows = np.full(len(labels), len(batches))
+    rows[batches] = np.arange(len(batches))[:, None]
+    classes = int(labels.max()) + 1
+    table = np.bincount(rows * classes + labels, minlength=(len(batches) + 1) * classes).reshape(-1, classes)
+    table = table[table.sum(1) > 0]
+    expected = np.outer(table.sum(1), table.sum(0)) / len(labels)
+    # Sampling without replacement: the statistic's mean is n / (n - 1) of the chi-square's.
+    value = float(((table - expected) ** 2 / expected).sum()) * (len(labels) - 1) / len(labels)
+    tail = chi_square_tail(value, (len(table) - 1) * (classes - 1))
+    return 1 - tail, tail
+
+
+# ---- The shuffle -----------------------------------------------------------------------------------------------------
+
+
+@every_shape
+def test_a_sample_is_seen_at_any_time_of_an_epoch(shape):
+    """First and last of all, and of a shard, and those between."""
+    total = sum(SHAPES[shape][0])
+    asked = sorted({0, 1, 7, 8, total // 3, total // 2, total - 4, total - 2, total - 1})
+    assert min(uniformity(times(shape), sample) for sample in asked) > ALARM / len(asked)
+
+
+@every_shape
+@pytest.mark.parametrize("axis", [0, 1], ids=["seeds", "epochs"])
+def test_successive_epochs_and_seeds_have_nothing_in_common(shape, axis):
+    assert independence(times(shape), axis) > ALARM
+    assert company(times(shape), axis) > ALARM
+
+
+@every_shape
+def test_neighbours_in_storage_do_not_stay_together(shape):
+    assert min(neighbours(times(shape), apart) for apart in (1, 2, 8, 100)) > ALARM / 4
+
+
+@every_shape
+def test_only_the_remainder_is_left_out_and_others_each_time(shape):
+    """A sample is left out by its place in its segment (all alike), or with the end of the epoch's last shard."""
+    shard_samples, batch = SHAPES[shape]
+    at, total = times(shape).at, sum(shard_samples)
+    left_out = at < 0
+    assert np.all(left_out.sum(2) == total % batch)
+    assert all(np.all(np.bincount(seen[seen >= 0]) == batch) for seen in at.reshape(-1, total))
+    if total % batch == 0:
+        return
+    segments = TrainOrder(shard_samples, batch, 0).segments
+    shards = sum(size > 0 for size in shard_samples) if segments > 1 else math.inf
+    again = int(np.all(left_out[:, 1:] == left_out[:, :-1], axis=2).sum())
+    trials = len(SEEDS) * EPOCHS
+    assert binomial_tail(again, trials, 1 / shards + 1e-9) > ALARM
+    chance = (total % batch) // segments / (total // segments) + 1 / shards
+    assert binomial_tail(int(left_out.sum((0, 1)).max()), trials, chance) > ALARM / total
+
+
+def test_left_out_samples_of_one_segment_are_any():
+    """Each sample is left out as often: chi-square, corrected for drawing them without replacement."""
+    left_out = (times("one shard").at < 0).sum((0, 1))
+    share = 24 / 600
+    expected = share * len(SEEDS) * EPOCHS
+    value = float(((left_out - expected) ** 2).sum()) / (expected * (1 - share)) * 599 / 600
+    assert both_tails(value, 599) > ALARM
+
+
+def test_segments_and_windows_are_shuffled_apart(monkeypatch):
+    """Each window one shard, 32 segments of two: the orders of their samples have nothing in common."""
+    monkeypatch.setattr(order_module, "WINDOW_SAMPLES", 64)
+    order = TrainOrder([64] * 64, 64, 0)
+    assert (order.segments, order.steps_per_epoch, len(order._bounds) - 1) == (32, 64, 2)
+    for epoch in range(8):
+        steps = range(epoch * 64, epoch * 64 + 64)
+        positions = np.stack([order.batch(step, 0, 64).position for step in steps])  # of 32 segments, two slots each
+        shuffled = positions.reshape(2, 32, 32, 2).transpose(0, 2, 1, 3).reshape(64, 64)  # windows, samples
+        assert np.array_equal(np.sort(shuffled, axis=1), np.tile(np.arange(64), (64, 1)))
+        # Of independent orders all pairs are uncorrelated: nearly a chi-square of as many degrees.
+        scores = np.corrcoef(shuffled)[np.triu_indices(64, 1)] * math.sqrt(63)
+        assert chi_square_tail(float(np.square(scores).sum()), len(scores)) > ALARM / 8
+
+
+def test_windows_take_samples_of_any_shard():
+    """Three windows in one segment: a sample is in the window of its shard's place in the epoch, there at any time."""
+    shard_samples, batch, draws = [8192] * 17, 8703, 60
+    order = TrainOrder(shard_samples, batch, 5)
+    assert (order.segments, len(order._bounds) - 1, order.steps_per_epoch) == (1, 3, 16)
+    steps = np.full((draws, sum(shard_samples)), -1)
+    for epoch in range(draws):
+        steps[epoch, epoch_of(order, shard_samples, epoch)] = np.arange(16)[:, None]
+    probabilities = []
+    for sample in (0, 8191, 8192 * 9 + 4000, 8192 * 17 - 1):
+        places = np.arange(17) * 8192 + sample % 8192  # of the sample in the epoch's sequence: each as likely
+        # Windows of 46,421 samples; steps 0-4, 6-9 and 11-15 lie in one of them.
+        windows = np.bincount(places * 3 // (17 * 8192), minlength=3) / 17
+        expected = draws * windows * np.array([5, 4, 4]) * batch / (17 * 8192 / 3)
+        observed = [np.isin(steps[:, sample], wanted).sum() for wanted in (range(5), range(6, 10), range(11, 15))]
+        rest = draws - sum(observed), draws - expected.sum()
+        value = ((np.array(observed) - expected) ** 2 / expected).sum() + (rest[0] - rest[1]) ** 2 / rest[1]
+        probabilities.append(both_tails(float(value), 3))
+    assert min(probabilities) > ALARM / 4
+
+
+# ---- Classes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["one shard", "157 shards with a short last one", "two batches an epoch"])
+def test_batches_of_shuffled_shards_mix_classes_as_chance_does(shape):
+    """What the conversion's shuffle gives, the order does not take away: as for any order that repeats no sample."""
+    shard_samples, batch = SHAPES[shape]
+    labels = np.random.default_rng(0).permutation(np.arange(sum(shard_samples)) % 5)
+    order = TrainOrder(shard_samples, batch, 0)
+    found = [min(mixing(epoch_of(order, shard_samples, epoch), labels)) for epoch in range(40)]
+    assert min(found) > ALARM / 80
+
+
+@pytest.mark.parametrize("shard_samples", [[150_000], [70_000, 30_000, 50_000]], ids=["one shard", "three"])
+def test_batches_of_a_shard_sorted_by_class_mix_classes_as_chance_does(shard_samples):
+    labels = np.arange(150_000) // 1500  # 100 classes
+    order = TrainOrder(shard_samples, 4096, 0)
+    found = [min(mixing(epoch_of(order, shard_samples, epoch), labels)) for epoch in range(3)]
+    assert min(found) > ALARM / 6
+
+
+def test_windows_would_not_mix_a_shard_sorted_by_class():
+    """Why fewer than four shards are one window: three empty shards more, and an odd batch, make windows of it."""
+    labels = np.arange(150_000) // 1500
+    order = TrainOrder([150_000, 0, 0, 0], 4095, 0)
+    assert order.segments == 1
+    assert mixing(epoch_of(order, [150_000, 0, 0, 0], 0), labels)[1] < 1e-12
+
+
+def test_segments_mix_classes_of_shards_that_are_sorted_at_least_as_well_as_chance():
+    """ImageNet, its 157 shards in the order of its 1,000 classes: every batch draws on all of the shards alike."""
+    shard_samples = [8192] * 156 + [1_281_167 - 156 * 8192]
+    labels = np.arange(1_281_167) // 1282
+    assert mixing(epoch_of(TrainOrder(shard_samples, 4096, 0), shard_samples, 0), labels)[1] > ALARM
+
+
+# ---- Keys ------------------------------------------------------------------------------------------------------------
+
+KEYS = {  # what follows the purpose: seed, purpose, epoch, segment, window
+    "seeds": lambda n: (n, 2, 0, 0, 0),
+    "seeds from the end": lambda n: (2**63 - 1 - n, 2, 5, 1, 0),
+    "epochs": lambda n: (0, 2, n, 0, 0),
+    "segments": lambda n: (0, 2, 0, n, 0),
+    "windows": lambda n: (0, 2, 0, 0, n),
+}
+
+
+@pytest.mark.parametrize("keys", KEYS)
+def test_every_permutation_is_as_likely(keys):
+    """All 120 orders of five, over 6,000 successive keys."""
+    drawn = np.array([permutation(5, *KEYS[keys](n)) for n in range(6000)])
+    counts = np.unique(drawn @ 5 ** np.arange(5), return_counts=True)[1]
+    assert len(counts) == 120
+    assert both_tails(float(((counts - 50) ** 2).sum() / 50), 119) > ALARM
+
+
+@pytest.mark.parametrize("keys", KEYS)
+def test_successive_keys_have_nothing_in_common(keys):
+    """Rank correlations of permutations of 1,000 with the next."""
+    drawn = [permutation(1000, *KEYS[keys](n)) for n in range(401)]
+    scores = [np.corrcoef(a, b)[0, 1] * math.sqrt(999) for a, b in pairwise(drawn)]
+    assert both_tails(float(np.square(scores).sum()), 400) > ALARM / 2
+    assert normal_tail(abs(sum(scores)) / 20) > ALARM / 4
+
+
+# ---- Orders that are no shuffle --------------------------------------------------------------------------------------
+
+
+def no_shuffle(kind):
+    """Epochs of 600 samples in batches of 32 that only look like a shuffle, or do not."""
+
+    def epochs_of(seed):
+        random = np.random.default_rng(seed)
+        fixed = random.permutation(600)[:576].reshape(18, 32)
+        for _ in range(EPOCHS):
+            match kind:
+                case "as stored":
+                    yield np.arange(576).reshape(18, 32)
+                case "one order for all epochs":
+                    yield fixed
+                case "batches in another order":
+                    yield random.permutation(fixed)
+                case "another beginning":
+                    yield np.roll(np.arange(600), random.integers(600))[:576].reshape(18, 32)
+                case "windows of 100":
+                    windows = random.permutation(6)[:, None] * 100 + random.permuted(
+                        np.tile(np.arange(100), (6, 1)), axis=1
+                    )
+                    yield windows.ravel()[:576].reshape(18, 32)
+                case "a shuffle":
+                    yield random.permutation(600)[:576].reshape(18, 32)
+
+    return Times(600, 32, epochs_of)
+
+
+@pytest.mark.parametrize(
+    "kind, refused",
+    [
+        ("as stored", {"uniformity", "independence", "company", "neighbours"}),
+        ("one order for all epochs", {"uniformity", "independence", "company"}),
+        ("batches in another order", {"independence", "company"}),
+        ("another beginning", {"independence", "company", "neighbours"}),
+        ("windows of 100", {"independence", "company", "neighbours"}),
+        ("a shuffle", set()),
+    ],
+)
+def test_what_is_no_shuffle_is_told_from_one(kind, refused):
+    observed = no_shuffle(kind)
+    found = {
+        "uniformity": uniformity(observed, 300),
+        "independence": independence(observed, 1),
+        "company": company(observed, 1),
+        "neighbours": neighbours(observed, 1),
+    }
+    assert {name for name, probability in found.items() if probability < ALARM} == refused
