@@ -13,7 +13,7 @@ import numpy as np
 from vitscale import storage
 from vitscale.durable import durable_file
 from vitscale.errors import RecipeError, StorageError
-from vitscale.shards import MANIFEST_NAME, ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry
+from vitscale.shards import MANIFEST_NAME, Adopted, ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry
 
 
 class View:
@@ -53,7 +53,7 @@ class View:
         `Manifest.selected_slots`.
         """
         entry = self._dataset.shards[index]
-        entry = entry.model_copy(update={"path": self._relative(entry.path)})
+        entry = entry.model_copy(update={"path": self._relative(entry.path), "adopted": self._adopted(entry)})
         if kept is not None and len(kept) < entry.num_selected:
             return entry.model_copy(update={"select": self._selection(index, entry, kept)})
         if isinstance(entry.select, SelectExclude):
@@ -61,6 +61,13 @@ class View:
             moved = old.model_copy(update={"path": self._relative(old.path)})
             return entry.model_copy(update={"select": SelectExclude(exclude=moved)})
         return entry
+
+    def _adopted(self, entry: ShardEntry) -> Adopted | None:
+        """What the dataset says of an adopted shard, with the path from here to its checksums."""
+        if entry.adopted is None:
+            return None
+        old = entry.adopted.checksums
+        return entry.adopted.model_copy(update={"checksums": old.model_copy(update={"path": self._relative(old.path)})})
 
     def add(self, name: str, content: bytes) -> None:
         """Write a file. Raises OSError or StorageError."""

@@ -15,7 +15,7 @@ from data_tools.dedup.finding import FOUND_NAME, VERSION
 from data_tools.views import View
 from vitscale import storage
 from vitscale.errors import DataError, RecipeError
-from vitscale.shards import Manifest, ShardEntry, file_digests
+from vitscale.shards import Manifest, ShardEntry, field_names, file_digests, schema_version_of
 from vitscale.shards.opening import local_copy, open_shard
 from vitscale.shards.provenance import provenance_path, read_provenance, read_table
 
@@ -106,12 +106,15 @@ class Removal:
 
     def new_manifest(self, entries: list[ShardEntry]) -> Manifest:
         """The manifest of what is left, which these shards hold."""
-        old = self.manifest
+        old, version = self.manifest, schema_version_of(entries)
+        is_ours_now = version < schema_version_of(old.shards)  # a copy of adopted shards has other fields than they
         kept = {name: getattr(old, name) for name in Manifest.model_fields}
         against = [*old.options.get(_OPTION, []), *self.indexes]
         return Manifest(
             **kept
             | {
+                "schema_version": version,
+                "fields": field_names(with_labels=False) if is_ours_now else old.fields,
                 "num_samples": sum(entry.num_selected for entry in entries),
                 "num_removed": old.num_removed + len(self.uids),
                 "options": old.options | {_OPTION: against},

@@ -144,7 +144,12 @@ class _Task:
 def _samples(shard: OpenShard, slots: np.ndarray, progress: Progress) -> Iterator[StoredSample]:
     """Checked samples of some slots, one in memory at a time."""
     file = shard.file
-    with_labels = "labels" in file.fields
+    with_labels = file.has_several_labels
+    if file.raw[slots].any():
+        raise DataError(
+            f"{file.path}: {int(file.raw[slots].sum()):,} images are stored as raw pixels, which no shard of vitscale "
+            "holds. Write a view (without --copy), or make JPEGs of the dataset with vitscale-convert first"
+        )
     for slot in slots.tolist():
         labels = np.array(shard.labels(slot), np.int32) if with_labels else None
         facts = (int(file.height[slot]), int(file.width[slot]), int(file.label[slot]), int(file.uid[slot]))

@@ -11,14 +11,18 @@ from data_tools.sources.source import Item, SourceOptions
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest, crc32c_of, file_digests
 from vitscale.shards.opening import OpenShard, known_manifest, open_shard
+from vitscale.shards.raw import raw_to_png
 from vitscale.storage import is_url
 
 _PLACE = struct.Struct("<QQI")  # position in the shard, size, crc32c
+_RAW_PLACE = struct.Struct("<QQIHH")  # the same, height, width: of raw pixels in an adopted shard
 
 
 @dataclass(frozen=True)
 class DatasetSource:
     """The dataset of a manifest, one part a shard. Content is where an image lies in its shard, and its checksum.
+
+    What an adopted shard has as raw pixels is given as a PNG.
 
     Attributes:
         manifest: path or URL; not the manifest itself, which may be large.
@@ -43,22 +47,26 @@ class DatasetSource:
             for slot in shard.slots.tolist():
                 key = f"uid-{int(file.uid[slot])}" if shard.keys is None else shard.keys[slot]
                 labels = tuple(self._class_name(label, part, key) for label in shard.labels(slot))
+                place = file.offset[slot], file.size[slot], file.crc[slot]
                 if self.streams:
-                    content = shard.image(slot)
+                    content, _ = shard.image_file(slot)
+                elif file.raw[slot]:
+                    content = _RAW_PLACE.pack(*place, file.height[slot], file.width[slot])
                 else:
-                    content = _PLACE.pack(file.offset[slot], file.size[slot], file.crc[slot])
+                    content = _PLACE.pack(*place)
                 yield Item(key, labels, content)
 
     def read(self, part: int, content: bytes) -> bytes:
         if self.streams:
             return content
-        position, size, crc = _PLACE.unpack(content)
+        is_raw = len(content) == _RAW_PLACE.size
+        position, size, crc, *shape = (_RAW_PLACE if is_raw else _PLACE).unpack(content)
         with Path(self.parts[part]).open("rb") as file:
             file.seek(position)
             data = file.read(size)
         if len(data) != size or crc32c_of(data) != crc:
             raise OSError(f"damaged in {self.parts[part]}: its checksum is wrong")
-        return data
+        return raw_to_png(data, *shape) if is_raw else data
 
     def _class_name(self, label: int, part: int, key: str) -> str:
         names = self.class_names or ()

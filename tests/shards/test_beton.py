@@ -62,12 +62,12 @@ def test_several_labels(tmp_path, photos):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("labels", [False, True])
 def test_stock_ffcv_reads_it(tmp_path, labels, monkeypatch):
-    """FFCV's own Loader, as an independent reader of the format: pixels, labels, uids of several pages."""
+    """FFCV's own Loader, as an independent reader of the format: pixels (also gray), labels, uids of several pages."""
     monkeypatch.setenv("NUMBA_THREADING_LAYER", "omp")
     from ffcv.loader import Loader, OrderOption
 
     # Two samples of 5 MB (padding behind the end of a JPEG is allowed) do not fit one page.
-    pictures = [encoded(make_picture(i, 24, 32)) for i in range(8)]
+    pictures = [encoded(make_picture(i, 24, 32).convert("L" if i in (1, 5) else "RGB")) for i in range(8)]
     stored = [photo + bytes(5_000_000) if i in (2, 5) else photo for i, photo in enumerate(pictures)]
     samples = [
         StoredSample(photo, 24, 32, i % 3, 10 * i, np.array([i % 3, i], np.int32) if labels else None)

@@ -86,7 +86,7 @@ def change_shard(**values):
 @pytest.mark.parametrize(
     ("apply", "message"),
     [
-        (change(schema_version=2), "schema_version 2; this version of vitscale reads 1"),
+        (change(schema_version=3), "schema_version 3; this version of vitscale reads 1 and 2"),
         (lambda data: data.pop("schema_version"), "no schema_version"),
         (change(colour="red"), "colour: unknown key"),
         (change_shard(colour="red"), r"shards\.0\.colour: unknown key"),

@@ -52,7 +52,7 @@ def test_help_is_there_without_the_libraries():
         "assert not {'numpy', 'pyarrow', 'PIL', 'torch', 'numba'} & sys.modules.keys()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for command in ("info", "verify", "head", "diff", "export"):
+    for command in ("info", "verify", "head", "diff", "export", "adopt"):
         assert f"  {command} " in done.stdout
 
 

@@ -1,11 +1,11 @@
-"""`vitscale shards`: look at datasets, check them, compare them, and get their images back."""
+"""`vitscale shards`: look at datasets, check them, compare them, get their images back; and adopt what FFCV wrote."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Look at, check, compare and export datasets.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Look at, check, compare, export, adopt datasets.", no_args_is_help=True, rich_markup_mode=None)
 
 Dataset = Annotated[str, typer.Argument(help="A dataset's folder or manifest.json, here or at a URL (s3://, gs://).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -69,3 +69,24 @@ def export(
     from vitscale.cli.shards_output import run_export
 
     run_export(dataset, out)
+
+
+@app.command()
+def adopt(
+    file: Annotated[str, typer.Argument(help="A .beton that FFCV wrote; it stays where and as it is.")],
+    out: Annotated[
+        str | None, typer.Argument(help="A new or empty folder.", show_default="FILE without its suffix")
+    ] = None,
+    classes: Annotated[
+        Path | None, typer.Option(help="Class names by label: a text file, one a line, or a dataset.")
+    ] = None,
+    image_field: Annotated[str | None, typer.Option(help="Which field has the images, if there are several.")] = None,
+    label_field: Annotated[
+        str | None, typer.Option(help="Which integer field has the labels, if there are several; none for no labels.")
+    ] = None,
+    decode: Annotated[bool, typer.Option("--decode", help="Decode every image, too, as training will.")] = False,
+) -> None:
+    """Make a dataset of a single .beton, without a copy of it."""
+    from vitscale.cli.shards_output import run_adopt
+
+    run_adopt(file, out, classes, image_field, label_field, decode)

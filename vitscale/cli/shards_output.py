@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,11 +19,13 @@ from rich.table import Table
 from vitscale.durable import durable_file
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest
+from vitscale.storage import without_file_scheme
 
 _LINE_SECONDS = 10.0
 _SHOWN_DAMAGE = 100
 _SHOWN_NAMES = 10
 _EXIT_DIFFERENT = 1
+_EXIT_INTERRUPTED = 130
 
 
 def show_info(dataset: str, classes: bool, as_json: bool) -> None:
@@ -170,6 +173,56 @@ def run_export(dataset: str, out: str) -> None:
     with _progress("images", manifest.num_samples) as progress:
         written = export(manifest, out, progress)
     print(f"wrote {out}: {written:,} images, {len(manifest.class_names):,} classes")
+
+
+def run_adopt(
+    file: str,
+    out: str | None,
+    classes: Path | None,
+    image_field: str | None,
+    label_field: str | None,
+    decode: bool,
+) -> None:
+    """Make a dataset of a file of FFCV's and say what was taken for what. Raises RecipeError."""
+    from data_tools.classes import read_classes
+    from vitscale.shards.adopt import adopt, default_out
+
+    names = None if classes is None else read_classes(classes)
+    out, local = out or default_out(file), Path(without_file_scheme(file))
+    size = local.stat().st_size if local.is_file() else 0
+    with interruptible("nothing was written"), _progress("bytes", size) as progress:
+        adoption = adopt(
+            file,
+            out,
+            image_field=image_field,
+            label_field=label_field,
+            class_names=names,
+            decode=decode,
+            progress=progress,
+        )
+    manifest = adoption.manifest
+    kinds = {"JPEGs": manifest.num_samples - adoption.raw, "raw images": adoption.raw}
+    stored = [f"{count:,} {what}" for what, count in kinds.items() if count]
+    label = "no labels" if adoption.label_field is None else f"labels from {adoption.label_field!r}"
+    unused = f"; not used: {', '.join(map(repr, adoption.unused_fields))}" if adoption.unused_fields else ""
+    say = partial(Console().print, highlight=False, soft_wrap=True)
+    say(plain(f"{out}: {' and '.join(stored)} of {file}, {len(manifest.class_names):,} classes"))
+    say(plain(f"images from {adoption.image_field!r}, {label}{unused}"))
+    if names is None and manifest.class_names:
+        say(plain(f"classes are called 0 to {len(manifest.class_names) - 1:,}; --classes names them"))
+
+
+@contextmanager
+def interruptible(state: str) -> Iterator[None]:
+    """Ctrl-C, or what a scheduler ends a job by, gives one line, not a trace. Raises typer.Exit(130)."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        Console(stderr=True).print(f"interrupted: {state}", highlight=False, soft_wrap=True)
+        raise typer.Exit(_EXIT_INTERRUPTED) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -16,19 +16,23 @@ from vitscale.shards.beton import (
 from vitscale.shards.checksums import FileDigests, crc32c, crc32c_of, file_digests
 from vitscale.shards.manifest import (
     MANIFEST_NAME,
-    SCHEMA_VERSION,
+    SCHEMA_VERSIONS,
+    Adopted,
     ExcludedSlots,
     Manifest,
     SelectExclude,
     SelectFirst,
     ShardEntry,
+    StoredChecksums,
+    schema_version_of,
 )
 
 __all__ = [
     "DEFAULT_CAPACITY",
     "MANIFEST_NAME",
     "NO_LABEL",
-    "SCHEMA_VERSION",
+    "SCHEMA_VERSIONS",
+    "Adopted",
     "ExcludedSlots",
     "FileDigests",
     "Manifest",
@@ -37,10 +41,12 @@ __all__ = [
     "ShardEntry",
     "ShardFile",
     "ShardStats",
+    "StoredChecksums",
     "StoredSample",
     "crc32c",
     "crc32c_of",
     "field_names",
     "file_digests",
+    "schema_version_of",
     "write_shard",
 ]

@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple, Self
 
 import numpy as np
 
@@ -37,19 +37,19 @@ _HEADER = np.dtype(
     [("version", "<u2"), ("fields", "<u2"), ("page_size", "<u4"), ("samples", "<u8"), ("alloc_table", "<u8")]
 )
 _FIELD = np.dtype([("type", "u1"), ("name", "S16"), ("arguments", "V1024")])
-_ALLOCATION = np.dtype([("sample", "<u8"), ("position", "<u8"), ("size", "<u8")])
-_RGB_IMAGE = np.dtype([("mode", "u1"), ("width", "<u2"), ("height", "<u2"), ("position", "<u8")])
-_BYTES = np.dtype([("position", "<u8"), ("size", "<u8")])
-_MODE_JPEG = 0
+ALLOCATION = np.dtype([("sample", "<u8"), ("position", "<u8"), ("size", "<u8")])
+RGB_IMAGE = np.dtype([("mode", "u1"), ("width", "<u2"), ("height", "<u2"), ("position", "<u8")])
+BYTES = np.dtype([("position", "<u8"), ("size", "<u8")])
+MODE_JPEG = 0
 
 # name, FFCV's type id, record in the metadata
 _FIELDS: tuple[tuple[str, int, np.dtype], ...] = (
-    ("image", 2, _RGB_IMAGE),
+    ("image", 2, RGB_IMAGE),
     ("label", 1, np.dtype("<i8")),
     ("uid", 1, np.dtype("<i8")),
     ("crc", 1, np.dtype("<i8")),
 )
-_LABELS_FIELD: tuple[str, int, np.dtype] = ("labels", 3, _BYTES)
+_LABELS_FIELD: tuple[str, int, np.dtype] = ("labels", 3, BYTES)
 
 
 def field_names(with_labels: bool) -> tuple[str, ...]:
@@ -178,7 +178,7 @@ def _write(file: BinaryIO, samples: Iterable[StoredSample], capacity: int, path:
     where = np.array(final_positions, np.uint64)
     metadata = np.zeros(len(rows), _metadata_type(with_labels))
     height, width, label, uid, crc = np.array(rows, np.int64).T
-    metadata["image"]["mode"] = _MODE_JPEG
+    metadata["image"]["mode"] = MODE_JPEG
     metadata["image"]["height"], metadata["image"]["width"] = height, width
     metadata["image"]["position"] = where
     metadata["label"], metadata["uid"], metadata["crc"] = label, uid, crc
@@ -253,7 +253,7 @@ def _field_table(with_labels: bool) -> np.ndarray:
 def _allocations(metadata: np.ndarray, image_sizes: np.ndarray, with_labels: bool) -> np.ndarray:
     """The allocation table that belongs to this metadata: per sample the image, then its labels."""
     pieces = 2 if with_labels else 1
-    table = np.zeros((len(metadata), pieces), _ALLOCATION)
+    table = np.zeros((len(metadata), pieces), ALLOCATION)
     table["sample"] = np.arange(len(metadata), dtype=np.uint64)[:, None]
     table["position"][:, 0], table["size"][:, 0] = metadata["image"]["position"], image_sizes
     if with_labels:
@@ -264,15 +264,32 @@ def _allocations(metadata: np.ndarray, image_sizes: np.ndarray, with_labels: boo
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
+class Head(NamedTuple):
+    """What a file's header says, and `total`, the bytes that the file has; positions and sizes in bytes."""
+
+    total: int
+    fields: int
+    page: int
+    samples: int
+    alloc_table: int
+
+    @property
+    def metadata(self) -> int:
+        """Where the metadata begins."""
+        return _HEADER.itemsize + self.fields * _FIELD.itemsize
+
+
 class ShardFile:
     """An open shard. Everything is read by `pread`, never mapped: a file that vanishes is an error, not a SIGBUS.
 
     Attributes (arrays have one entry a slot, (samples,)):
         samples: number of slots.
         height, width: int32, pixels.
-        offset, size: int64, bytes; where the JPEG lies in the file.
+        offset, size: int64, bytes; where the stored image lies in the file.
         label, uid: int64; label -1 for none.
-        crc: uint32, crc32c of the JPEG's bytes.
+        crc: uint32, crc32c of the stored image's bytes.
+        raw: bool; whether the stored image is no JPEG but its pixels, height x width x 3 bytes, RGB, rows packed. Our
+            writer stores none such; `vitscale.shards.foreign` reads files that have them.
         fields: names of the fields.
         fd: the file descriptor, for `os.pread`; valid until `close`.
         path: as given.
@@ -296,8 +313,13 @@ class ShardFile:
             raise
 
     def read(self, slot: int) -> bytes:
-        """The JPEG bytes of a slot, unchecked against `crc`. Raises DataError if the file has become shorter."""
+        """The stored bytes of a slot, unchecked against `crc`. Raises DataError if the file has become shorter."""
         return self._pread(int(self.offset[slot]), int(self.size[slot]), f"image {slot}")
+
+    @property
+    def has_several_labels(self) -> bool:
+        """Whether samples may have several labels, so that `label` is not all of them."""
+        return self._labels is not None
 
     def labels(self, slot: int) -> np.ndarray | None:
         """All labels of a slot, int32 (n,), or None if the shard has one label a sample."""
@@ -313,7 +335,7 @@ class ShardFile:
             os.close(self.fd)
             self.fd = -1
 
-    def __enter__(self) -> "ShardFile":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -322,7 +344,8 @@ class ShardFile:
     def __len__(self) -> int:
         return self.samples
 
-    def _read_head(self, expected_bytes: int | None) -> None:
+    def _read_header(self, expected_bytes: int | None, smallest_page: int) -> Head:
+        """The header, checked as far as it goes by itself."""
         total = os.fstat(self.fd).st_size
         if expected_bytes is not None:
             self._require(total == expected_bytes, f"a file of {total:,} bytes", f"{expected_bytes:,} bytes")
@@ -332,48 +355,69 @@ class ShardFile:
         alloc_table = int(header["alloc_table"])
         self._require(version == _VERSION, f"format version {version}", f"{_VERSION}: is this a .beton file?")
         self._require(alloc_table != 0, "no allocation table: its writer did not finish", "a complete shard")
-        with_labels = int(header["fields"]) == len(_FIELDS) + 1
-        fields = _field_table(with_labels)
-        metadata_at = _HEADER.itemsize + fields.nbytes
-        self._require(metadata_at <= total, f"the file has {total} bytes", f"a field table of {fields.nbytes} bytes")
-        found = np.frombuffer(self._pread(_HEADER.itemsize, fields.nbytes, "field table"), _FIELD)
-        names = [bytes(name).decode("ascii", "replace") for name in found["name"]]
         self._require(
-            int(header["fields"]) == len(fields) and bool(np.all(found[["type", "name"]] == fields[["type", "name"]])),
-            f"{int(header['fields'])} fields ({', '.join(names)})",
-            f"{', '.join(field_names(with_labels))} of FFCV's types; other .beton files need converting",
-        )
-        self._require(
-            DEFAULT_PAGE_BYTES <= page <= MAX_PAGE_BYTES and page & (page - 1) == 0,
+            smallest_page <= page <= MAX_PAGE_BYTES and page & (page - 1) == 0,
             f"a page size of {page}",
-            f"a power of two from {DEFAULT_PAGE_BYTES} to {MAX_PAGE_BYTES}",
+            f"a power of two from {smallest_page} to {MAX_PAGE_BYTES}",
         )
-        kind = _metadata_type(with_labels)
-        pieces = samples * (2 if with_labels else 1)
         self._require(samples > 0, "no samples", "at least one")
+        return Head(total, int(header["fields"]), page, samples, alloc_table)
+
+    def _read_fields(self, head: Head, count: int) -> np.ndarray:
+        """The first `count` entries of the field table, of `_FIELD`."""
+        size = count * _FIELD.itemsize
         self._require(
-            metadata_at + samples * kind.itemsize <= alloc_table <= total,
-            f"{samples} samples and an allocation table at byte {alloc_table:,} of {total:,}",
+            _HEADER.itemsize + size <= head.total, f"the file has {head.total} bytes", f"a field table of {size} bytes"
+        )
+        return np.frombuffer(self._pread(_HEADER.itemsize, size, "field table"), _FIELD)
+
+    def _read_metadata(self, head: Head, kind: np.dtype) -> np.ndarray:
+        """The records of all samples, (samples,) of `kind`."""
+        self._require(
+            head.metadata + head.samples * kind.itemsize <= head.alloc_table <= head.total,
+            f"{head.samples} samples and an allocation table at byte {head.alloc_table:,} of {head.total:,}",
             "the metadata before it, and it inside the file",
         )
-        self._require(
-            total - alloc_table == pieces * _ALLOCATION.itemsize,
-            f"an allocation table of {total - alloc_table:,} bytes",
-            f"{pieces * _ALLOCATION.itemsize:,} for {samples} samples",
+        return np.frombuffer(self._pread(head.metadata, head.samples * kind.itemsize, "metadata"), kind)
+
+    def _read_allocations(self, head: Head, pieces: int) -> np.ndarray:
+        """The allocation table, (pieces,) of `ALLOCATION`."""
+        return np.frombuffer(
+            self._pread(head.alloc_table, pieces * ALLOCATION.itemsize, "allocation table"), ALLOCATION
         )
-        metadata = np.frombuffer(self._pread(metadata_at, samples * kind.itemsize, "metadata"), kind)
-        table = np.frombuffer(self._pread(alloc_table, pieces * _ALLOCATION.itemsize, "allocation table"), _ALLOCATION)
-        self._check_samples(metadata, table, with_labels, page, metadata_at + metadata.nbytes, alloc_table)
+
+    def _read_head(self, expected_bytes: int | None) -> None:
+        head = self._read_header(expected_bytes, DEFAULT_PAGE_BYTES)
+        with_labels = head.fields == len(_FIELDS) + 1
+        fields = _field_table(with_labels)
+        found = self._read_fields(head, len(fields))
+        names = [bytes(name).decode("ascii", "replace") for name in found["name"]]
+        self._require(
+            head.fields == len(fields) and bool(np.all(found[["type", "name"]] == fields[["type", "name"]])),
+            f"{head.fields} fields ({', '.join(names)})",
+            f"{', '.join(field_names(with_labels))} of FFCV's types; other .beton files need `vitscale shards adopt`",
+        )
+        metadata = self._read_metadata(head, _metadata_type(with_labels))
+        pieces = head.samples * (2 if with_labels else 1)
+        self._require(
+            head.total - head.alloc_table == pieces * ALLOCATION.itemsize,
+            f"an allocation table of {head.total - head.alloc_table:,} bytes",
+            f"{pieces * ALLOCATION.itemsize:,} for {head.samples} samples",
+        )
+        table = self._read_allocations(head, pieces)
+        first_byte = head.metadata + metadata.nbytes
+        self._check_samples(metadata, table, with_labels, head.page, first_byte, head.alloc_table)
 
         image = metadata["image"]
-        self.samples = samples
+        self.samples = head.samples
         self.fields = field_names(with_labels)
         self.height, self.width = image["height"].astype(np.int32), image["width"].astype(np.int32)
         self.offset = image["position"].astype(np.int64)
         self.size = table["size"][:: 2 if with_labels else 1].astype(np.int64)
         self.label, self.uid = metadata["label"].astype(np.int64), metadata["uid"].astype(np.int64)
         self.crc = metadata["crc"].astype(np.uint32)
-        self._labels = metadata["labels"].copy() if with_labels else None
+        self.raw = np.zeros(head.samples, bool)
+        self._labels: np.ndarray | None = metadata["labels"].copy() if with_labels else None
 
     def _check_samples(
         self, metadata: np.ndarray, table: np.ndarray, with_labels: bool, page: int, first_byte: int, end: int
@@ -385,7 +429,7 @@ class ShardFile:
         # Unsigned sums may wrap; a piece that starts inside the file and is no longer than it cannot.
         inside = (position >= first_byte) & (position < end) & (size > 0) & (size <= end) & (position + size <= end)
         bad = {
-            "an image that is no JPEG": image["mode"] != _MODE_JPEG,
+            "an image that is no JPEG": image["mode"] != MODE_JPEG,
             "an image without height or width": (image["height"] == 0) | (image["width"] == 0),
             "a label below -1": metadata["label"] < NO_LABEL,
             "a negative uid": metadata["uid"] < 0,
@@ -396,6 +440,10 @@ class ShardFile:
             "overlapping pieces": position[1:] < position[:-1] + size[:-1],
             "labels that are no int32": (metadata["labels"]["size"] % 4 != 0) if with_labels else np.zeros(1, bool),
         }
+        self._refuse(bad)
+
+    def _refuse(self, bad: dict[str, np.ndarray]) -> None:
+        """Raise DataError if any of these, by what is wrong there, holds anywhere."""
         for what, where in bad.items():
             if where.any():
                 raise DataError(f"{self.path}: damaged: {what}, in {int(where.sum())} places of {len(where)}")

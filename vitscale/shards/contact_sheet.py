@@ -9,7 +9,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from vitscale.errors import DataError
 from vitscale.shards.manifest import Manifest
-from vitscale.shards.opening import open_shard
+from vitscale.shards.opening import OpenShard, open_shard
+from vitscale.shards.raw import raw_to_rgb
 
 _SIDE = 160  # pixels of a picture at most
 _GAP = 12
@@ -49,7 +50,7 @@ def first_samples(manifest: Manifest, count: int) -> Iterator[Sample]:
                     height=int(shard.file.height[slot]),
                     width=int(shard.file.width[slot]),
                     bytes=len(image),
-                    picture=_picture(image, shard.name(slot)),
+                    picture=_picture(shard, slot, image),
                 )
                 count -= 1
 
@@ -73,9 +74,13 @@ def contact_sheet(samples: list[Sample]) -> Image.Image:
     return sheet
 
 
-def _class_text(sample: Sample) -> str:
-    text = ", ".join(sample.class_names) if sample.class_names else "no label"
+def printable(text: str) -> str:
+    """Names as they can be drawn and printed, in one line."""
     return "".join(char if char.isprintable() else " " for char in text)
+
+
+def _class_text(sample: Sample) -> str:
+    return printable(", ".join(sample.class_names) if sample.class_names else "no label")
 
 
 def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
@@ -88,13 +93,20 @@ def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) ->
     return f"{text}…"
 
 
-def _picture(jpeg: bytes, name: str) -> Image.Image:
-    try:
-        with Image.open(io.BytesIO(jpeg)) as image:
-            image.draft("RGB", (2 * _SIDE, 2 * _SIDE))  # decodes large ones at a fraction of their size
-            picture = image.convert("RGB")
-    except Exception as error:  # Pillow raises nearly anything on damaged files
-        raise DataError(f"{name}: cannot be decoded ({error})") from error
+def _picture(shard: OpenShard, slot: int, stored: bytes) -> Image.Image:
+    if shard.file.raw[slot]:
+        picture = Image.fromarray(raw_to_rgb(stored, int(shard.file.height[slot]), int(shard.file.width[slot])))
+    else:
+        picture = _decoded(stored, shard.name(slot))
     scale = _SIDE / max(picture.size)
     size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
     return picture.resize(size, Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST)
+
+
+def _decoded(jpeg: bytes, name: str) -> Image.Image:
+    try:
+        with Image.open(io.BytesIO(jpeg)) as image:
+            image.draft("RGB", (2 * _SIDE, 2 * _SIDE))  # decodes large ones at a fraction of their size
+            return image.convert("RGB")
+    except Exception as error:  # Pillow raises nearly anything on damaged files
+        raise DataError(f"{name}: cannot be decoded ({error})") from error

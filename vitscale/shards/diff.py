@@ -144,6 +144,11 @@ def _fill(database: sqlite3.Connection, table: str, manifest: Manifest, indices:
 
 
 def _rows(manifest: Manifest, index: int) -> Iterator[tuple[str, bytes, int, int, str]]:
+    if manifest.shards[index].adopted is not None:
+        raise DataError(
+            f"{manifest.location(manifest.shards[index].path)}: differs, but is an adopted file, whose samples have no "
+            f"keys to compare them by. vitscale-convert makes a dataset with keys of {manifest.where}"
+        )
     slots = manifest.selected_slots(index)
     where = provenance_path(manifest.location(manifest.shards[index].path))
     with local_copy(where) as path:

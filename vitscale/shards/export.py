@@ -1,6 +1,6 @@
 """A dataset back as image files: class folders of the stored bytes, unchanged, which convert to an equal dataset.
 
-OUT/cat/1.jpg       named by the key, in the folder of the sample's first class
+OUT/cat/1.jpg       named by the key, in the folder of the sample's first class; .png for what is stored as raw pixels
 OUT/classes.txt     folders of classes in order of labels: what --classes wants
 OUT/labels.csv      path and all labels of every image: what --labels wants, where folders could be mistaken
 """
@@ -74,7 +74,7 @@ class _Writer:
                             what = f"{shard.name(slot)} has label {max(labels)}"
                             raise DataError(f"{shard.file.path}: {what}; the manifest names {len(names):,} classes")
                         key = f"{uid:09d}" if shard.keys is None else shard.keys[slot]
-                        path = self._write_image(key, labels, uid, shard.image(slot))
+                        path = self._write_image(key, labels, uid, *shard.image_file(slot))
                         rows.writerow([path, "|".join(self._class_folders[label] for label in labels)])
                         written += 1
                 progress(written)
@@ -83,7 +83,7 @@ class _Writer:
             (self._folder / CLASSES_NAME).write_text(content, "utf-8", newline="\n")
         return written
 
-    def _write_image(self, key: str, labels: list[int], uid: int, image: bytes) -> str:
+    def _write_image(self, key: str, labels: list[int], uid: int, image: bytes, ending: str) -> str:
         """Returns the path of the file that was written, relative, parts joined by /."""
         parts = key.split("/")
         if labels:
@@ -101,8 +101,8 @@ class _Writer:
         inner = "/".join([folder, *filter(None, map(_safe, above))])
         if len(inner.encode()) > _MAX_PATH_BYTES:
             inner = folder
-        first = (f"{inner}/{stem}.jpg", f"{inner}/{stem}-{uid}.jpg", f"{folder}/{stem}-{uid}.jpg")
-        for path in chain(first, _numbered(f"{folder}/{stem}-{uid}-", ".jpg")):
+        first = (f"{inner}/{stem}{ending}", f"{inner}/{stem}-{uid}{ending}", f"{folder}/{stem}-{uid}{ending}")
+        for path in chain(first, _numbered(f"{folder}/{stem}-{uid}-", ending)):
             try:
                 (self._folder / path).parent.mkdir(parents=True, exist_ok=True)
                 with (self._folder / path).open("xb") as file:

@@ -46,7 +46,7 @@ def class_counts(manifest: Manifest) -> tuple[dict[str, int], int]:
     counts: Counter[int] = Counter()
     for index in range(len(manifest.shards)):
         with open_shard(manifest, index, with_keys=False) as shard:
-            if "labels" in shard.file.fields:
+            if shard.file.has_several_labels:
                 for slot in shard.slots.tolist():
                     counts.update(shard.labels(slot) or [NO_LABEL])
             else:

@@ -8,11 +8,21 @@ import hashlib
 import io
 import json
 import posixpath
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from vitscale.durable import durable_file
 from vitscale.errors import DataError
@@ -20,7 +30,9 @@ from vitscale.shards.checksums import file_digests
 from vitscale.storage import base_name, is_url, join, read_bytes
 
 MANIFEST_NAME = "manifest.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSIONS = (1, 2)  # 2: with adopted shards
+
+_NO_VERSION = "not a manifest: no schema_version"
 
 _Count = Annotated[int, Field(ge=0)]
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -50,6 +62,24 @@ class SelectExclude(_Strict):
     exclude: ExcludedSlots
 
 
+class StoredChecksums(_Strict):
+    """A .npy file of uint32 (samples,), crc32c of every image; `path` is relative to the manifest's directory."""
+
+    path: str
+    sha256: _Sha256
+
+
+class Adopted(_Strict):
+    """That a shard is a file of FFCV's own writer: names of the fields that are used, and what such a file lacks.
+
+    A `label_field` of None means that there are no labels.
+    """
+
+    image_field: str
+    label_field: str | None
+    checksums: StoredChecksums
+
+
 class ShardEntry(_Strict):
     """One shard: where it is (relative to the manifest, may leave its directory), what it holds, what of it is used."""
 
@@ -60,10 +90,19 @@ class ShardEntry(_Strict):
     xxh3_128: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     first_uid: _Count
     select: Literal["all"] | SelectFirst | SelectExclude = "all"
+    adopted: Adopted | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_nothing(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Manifests of version 1 know no adopted shards."""
+        content: dict[str, Any] = serialize(self)
+        if self.adopted is None:
+            del content["adopted"]
+        return content
 
     @model_validator(mode="after")
     def _possible(self) -> "ShardEntry":
-        if not self.path or PurePosixPath(self.path).is_absolute():
+        if not self.path or self.path.startswith("/"):
             raise ValueError(f"path {self.path!r} is not relative to the manifest")
         if not 0 <= self.num_selected <= self.samples:
             raise ValueError(f"select {self.select} does not fit {self.samples} samples")
@@ -90,6 +129,7 @@ class Manifest(_Strict):
     """A dataset.
 
     Attributes:
+        schema_version: as `schema_version_of` has it; a version 2 that needs only 1 is read as well.
         fields: what a sample of the shards has, in order.
         num_samples: selected samples over all shards.
         class_names: by label; empty for a dataset without labels.
@@ -100,7 +140,7 @@ class Manifest(_Strict):
         shards: in order of uid.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1, 2] = 1
     fields: tuple[str, ...]
     num_samples: _Count
     class_names: tuple[str, ...]
@@ -120,6 +160,8 @@ class Manifest(_Strict):
             raise ValueError(
                 f"num_samples is {self.num_samples}, but the shards' selected samples sum up to {selected}"
             )
+        if self.schema_version < schema_version_of(self.shards):
+            raise ValueError(f"adopted shards in a manifest of version {self.schema_version}; they belong to version 2")
         for what, values in (("shard paths", [s.path for s in self.shards]), ("class names", list(self.class_names))):
             repeated = sorted({value for value in values if values.count(value) > 1}) if _repeats(values) else []
             if repeated:
@@ -148,19 +190,11 @@ class Manifest(_Strict):
         except OSError as error:
             raise DataError(f"{file}: cannot be read ({error.strerror or error})") from error
         try:
-            data = json.loads(content)
-        except ValueError as error:
-            raise DataError(f"{file}: not a manifest: {error}") from error
-        if not isinstance(data, dict) or "schema_version" not in data:
-            raise DataError(f"{file}: not a manifest: no schema_version")
-        if data["schema_version"] != SCHEMA_VERSION:
-            raise DataError(
-                f"{file}: schema_version {data['schema_version']!r}; this version of vitscale reads {SCHEMA_VERSION}"
-            )
-        try:
             manifest = cls.model_validate_json(content)
         except ValidationError as error:
-            raise DataError(f"{file}: not a valid manifest: {_readable(error)}") from error
+            raise DataError(f"{file}: {_what_is_wrong(content, error)}") from error
+        if "schema_version" not in manifest.model_fields_set:
+            raise DataError(f"{file}: {_NO_VERSION}")
         manifest._where = file
         manifest._sha256 = hashlib.sha256(content).hexdigest()
         return manifest
@@ -228,38 +262,73 @@ class Manifest(_Strict):
                 return np.delete(np.arange(shard.samples, dtype=np.int64), self._read_excluded(excluded, shard))
         return None
 
+    def checksums(self, index: int) -> np.ndarray | None:
+        """CRC-32C of the stored images of an adopted shard, uint32 (samples,); None for a shard that has its own.
+
+        Raises:
+            DataError: they are missing, damaged or impossible.
+            StorageError: a URL that does not answer.
+        """
+        shard = self.shards[index]
+        if shard.adopted is None:
+            return None
+        what = f"the checksums of {shard.path}"
+        return self._read_numbers(shard.adopted.checksums, shard.samples, what, f"{shard.samples} uint32 checksums")
+
     def _read_excluded(self, excluded: ExcludedSlots, shard: ShardEntry) -> np.ndarray:
-        file = self.location(excluded.path)
+        what = f"the slots to leave out of {shard.path}"
+        expected = f"{excluded.count} sorted uint32 slots below {shard.samples}"
+        slots = self._read_numbers(excluded, excluded.count, what, expected)
+        if not (np.all(slots[1:] > slots[:-1]) and np.all(slots < shard.samples)):
+            raise DataError(f"{self.location(excluded.path)}: expected {expected}")
+        return slots.astype(np.int64)
+
+    def _read_numbers(
+        self, listed: ExcludedSlots | StoredChecksums, count: int, what: str, expected: str
+    ) -> np.ndarray:
+        """What is in a .npy file that the manifest lists, uint32 (count,)."""
+        file = self.location(listed.path)
         try:
             content = read_bytes(file)
         except OSError as error:
-            raise DataError(
-                f"{file}: the slots to leave out of {shard.path} cannot be read ({error.strerror or error})"
-            ) from error
+            raise DataError(f"{file}: {what} cannot be read ({error.strerror or error})") from error
         found = hashlib.sha256(content).hexdigest()
-        if found != excluded.sha256:
-            raise DataError(f"{file}: damaged: sha256 {found}; the manifest says {excluded.sha256}")
+        if found != listed.sha256:
+            raise DataError(f"{file}: damaged: sha256 {found}; the manifest says {listed.sha256}")
         try:
-            slots = np.load(io.BytesIO(content), allow_pickle=False)
+            numbers = np.load(io.BytesIO(content), allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
             raise DataError(f"{file}: not a .npy file ({error})") from error
-        if not (
-            isinstance(slots, np.ndarray)
-            and slots.dtype == np.uint32
-            and slots.shape == (excluded.count,)
-            and np.all(slots[1:] > slots[:-1])
-            and np.all(slots < shard.samples)
-        ):
-            raise DataError(f"{file}: expected {excluded.count} sorted uint32 slots below {shard.samples}")
-        return slots.astype(np.int64)
+        if not (isinstance(numbers, np.ndarray) and numbers.dtype == np.uint32 and numbers.shape == (count,)):
+            raise DataError(f"{file}: expected {expected}")
+        return numbers
 
     def _content(self) -> bytes:
         # ASCII with escapes: the bytes must not depend on a locale.
         return (json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True) + "\n").encode("ascii")
 
 
+def schema_version_of(shards: Iterable[ShardEntry]) -> Literal[1, 2]:
+    """The version of a manifest of these shards."""
+    return 2 if any(shard.adopted is not None for shard in shards) else 1
+
+
 def _repeats(values: list[str]) -> bool:
     return len(set(values)) != len(values)
+
+
+def _what_is_wrong(content: bytes, error: ValidationError) -> str:
+    """Why this is no manifest that we read: a large one is parsed a second time only for that."""
+    try:
+        data = json.loads(content)
+    except ValueError as problem:
+        return f"not a manifest: {problem}"
+    if not isinstance(data, dict) or "schema_version" not in data:
+        return _NO_VERSION
+    if data["schema_version"] not in SCHEMA_VERSIONS:
+        known = " and ".join(map(str, SCHEMA_VERSIONS))
+        return f"schema_version {data['schema_version']!r}; this version of vitscale reads {known}"
+    return f"not a valid manifest: {_readable(error)}"
 
 
 def _readable(error: ValidationError) -> str:

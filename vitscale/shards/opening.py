@@ -12,6 +12,7 @@ import numpy as np
 from vitscale.errors import DataError
 from vitscale.shards.beton import NO_LABEL, ShardFile
 from vitscale.shards.checksums import crc32c_of
+from vitscale.shards.foreign import ForeignShard
 from vitscale.shards.manifest import Manifest
 from vitscale.shards.provenance import provenance_path, read_provenance
 from vitscale.storage import base_name, get, is_url, size_of
@@ -47,6 +48,18 @@ class OpenShard:
             )
         return content
 
+    def image_file(self, slot: int) -> tuple[bytes, str]:
+        """The image of a slot as an image file, and its suffix: the stored JPEG, or a PNG of raw pixels.
+
+        Raises DataError if it is damaged.
+        """
+        content = self.image(slot)
+        if not self.file.raw[slot]:
+            return content, ".jpg"
+        from vitscale.shards.raw import raw_to_png  # loads Pillow, for files of FFCV's own writer alone
+
+        return raw_to_png(content, int(self.file.height[slot]), int(self.file.width[slot])), ".png"
+
     def labels(self, slot: int) -> list[int]:
         """All labels of a slot, the main one first. Raises DataError if they are damaged."""
         return labels_of(self.file, slot)
@@ -73,12 +86,51 @@ def known_manifest(where: str, sha256: str) -> Manifest:
     return manifest
 
 
+def shard_file(manifest: Manifest, index: int, path: Path, expected_bytes: int | None = None) -> ShardFile:
+    """A shard of a dataset, open: one of ours, or an adopted one, whose checksums lie beside the manifest.
+
+    Args:
+        manifest: of the dataset.
+        index: of the shard in the manifest.
+        path: where its file lies on this machine.
+        expected_bytes: that it must have.
+
+    Raises:
+        DataError: the file or its checksums are missing or damaged.
+        StorageError: a URL that does not answer.
+    """
+    adopted = manifest.shards[index].adopted
+    if adopted is None:
+        return ShardFile(path, expected_bytes)
+    return ForeignShard(
+        path,
+        image_field=adopted.image_field,
+        label_field=adopted.label_field,
+        crc=manifest.checksums(index),
+        expected_bytes=expected_bytes,
+    )
+
+
+def open_shard_file(manifest: Manifest, index: int, path: Path) -> ShardFile:
+    """As `shard_file`, and of the size, the number of samples and the first uid that the manifest says."""
+    entry = manifest.shards[index]
+    file = shard_file(manifest, index, path, entry.bytes)
+    found = file.samples, int(file.uid[0])
+    if found != (entry.samples, entry.first_uid):
+        file.close()
+        raise DataError(
+            f"{path}: {found[0]} samples from uid {found[1]}; the manifest says {entry.samples} from "
+            f"{entry.first_uid}: this is another shard"
+        )
+    return file
+
+
 @contextmanager
 def open_shard(manifest: Manifest, index: int, with_keys: bool = True) -> Iterator[OpenShard]:
     """One shard of a dataset, with the keys of its samples if wanted and there.
 
     Raises:
-        DataError: anything of it missing, of another size or number of samples than the manifest says, or damaged.
+        DataError: anything of it missing, damaged, or other than the manifest says.
         StorageError: a URL that does not answer.
     """
     entry = manifest.shards[index]
@@ -88,10 +140,9 @@ def open_shard(manifest: Manifest, index: int, with_keys: bool = True) -> Iterat
     if with_keys and size_of(provenance_path(where)) is not None:
         with local_copy(provenance_path(where)) as path:
             keys = read_provenance(path, ["key"])["key"].to_pylist()
-    with local_copy(where) as path, ShardFile(path, entry.bytes) as file:
-        if file.samples != entry.samples or (keys is not None and len(keys) != file.samples):
-            rows = "" if keys is None else f", its table of provenance {len(keys):,}"
-            raise DataError(f"{where}: {file.samples:,} samples; the manifest says {entry.samples:,}{rows}")
+    with local_copy(where) as path, open_shard_file(manifest, index, path) as file:
+        if keys is not None and len(keys) != file.samples:
+            raise DataError(f"{where}: {file.samples:,} samples; its table of provenance has {len(keys):,}")
         yield OpenShard(index, file, np.arange(file.samples) if slots is None else slots, keys)
 
 

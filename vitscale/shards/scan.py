@@ -1,6 +1,8 @@
-"""One pass over all bytes of a shard: its digests, and the checksum of every stored image."""
+"""One pass over all bytes of a shard: its digests, and the checksum and the stated size of every stored image."""
 
 import hashlib
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from io import FileIO
 
@@ -8,8 +10,11 @@ import numpy as np
 import xxhash
 from numba import njit
 
-from vitscale.shards.beton import DEFAULT_PAGE_BYTES, ShardFile
+from vitscale.shards.beton import ShardFile
 from vitscale.shards.checksums import FileDigests, crc32c
+from vitscale.shards.jpeg_header import has_size
+
+_BLOCK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -19,62 +24,75 @@ class Scan:
     Attributes:
         digests: of the file.
         crc: uint32 (samples,), crc32c of the bytes that lie there.
+        is_sized: bool (samples,), whether the image is a JPEG of the height and width that the shard states, by its own
+            header; raw pixels are.
         status: int32 (samples,), of decoding them, 0 for a clean one; None if that was not asked for.
     """
 
     digests: FileDigests
     crc: np.ndarray
+    is_sized: np.ndarray
     status: np.ndarray | None
 
 
-def scan(shard: ShardFile, decode: bool = False) -> Scan:
-    """Read a shard once, a page in memory at a time. Raises OSError, or RecipeError if FFCV is needed but not there."""
-    crc = np.zeros(shard.samples, np.uint32)
-    status = np.zeros(shard.samples, np.int32) if decode else None
+def scan(shard: ShardFile, decode: bool = False, progress: Callable[[int], None] | None = None) -> Scan:
+    """Read a shard once, 8 MiB in memory at a time, or its largest image if that is larger.
+
+    An image that the file no longer holds in full has no checksum (0), no size and no clean status.
+
+    Args:
+        shard: open.
+        decode: decode every image as well.
+        progress: told the number of bytes read, now and then.
+
+    Raises OSError, or RecipeError if FFCV is needed but not there.
+    """
+    order = np.argsort(shard.offset, kind="stable")
+    ends = (shard.offset + shard.size)[order]
+    crc, is_sized = np.zeros(shard.samples, np.uint32), np.zeros(shard.samples, bool)
+    status = np.full(shard.samples, -1, np.int32) if decode else None
     sha256, xxh3 = hashlib.sha256(), xxhash.xxh3_128()
-    total = 0
-    buffer = memoryview(bytearray(_page_bytes(shard)))
-    with FileIO(shard.path) as file:
-        while size := _fill(file, buffer):
-            sha256.update(buffer[:size])
-            xxh3.update(buffer[:size])
-            page = np.frombuffer(buffer[:size], np.uint8)
-            # Images ascend, and none crosses a page; one that the file no longer holds in full has no checksum.
-            first, end = np.searchsorted(shard.offset, [total, total + size]).tolist()
-            starts, sizes = shard.offset[first:end] - total, shard.size[first:end]
-            whole = int(np.searchsorted(starts + sizes, size, side="right"))
-            _checksums(page, starts[:whole], sizes[:whole], crc[first : first + whole])
+    buffer = memoryview(bytearray(_BLOCK_BYTES))
+    start = held = done = total = 0  # the buffer holds `held` bytes from position `start` on
+    with FileIO(shard.fd, closefd=False) as file:
+        file.seek(0)
+        end = os.fstat(shard.fd).st_size  # a file that is being written may never end
+        while size := file.readinto(buffer[held : held + end - total]):
+            sha256.update(buffer[held : held + size])
+            xxh3.update(buffer[held : held + size])
+            held, total = held + size, total + size
+            whole = int(np.searchsorted(ends, total, side="right"))
+            slots = order[done:whole]
+            starts = shard.offset[slots] - start
+            data = np.frombuffer(buffer, np.uint8)
+            _look_at(data, starts, slots, shard.size, shard.height, shard.width, shard.raw, crc, is_sized)
             if status is not None:
-                status[first:end] = -1
-                for slot, start in zip(range(first, first + whole), starts.tolist(), strict=False):
-                    status[slot] = _decode(shard, slot, page[start : start + int(shard.size[slot])])
-            total += size
-    return Scan(FileDigests(total, sha256.hexdigest(), xxh3.hexdigest()), crc, status)
-
-
-def _page_bytes(shard: ShardFile) -> int:
-    """Bytes such that no image crosses a multiple of them."""
-    page = DEFAULT_PAGE_BYTES
-    while np.any(shard.offset // page != (shard.offset + shard.size - 1) // page):
-        page *= 2
-    return page
-
-
-def _fill(file: FileIO, buffer: memoryview) -> int:
-    """Read until the buffer is full or the file ends; returns the bytes read. Raises OSError."""
-    done = 0
-    while done < len(buffer) and (count := file.readinto(buffer[done:])):
-        done += count
-    return done
+                for slot, at in zip(slots.tolist(), starts.tolist(), strict=True):
+                    status[slot] = _decode(shard, slot, data[at : at + int(shard.size[slot])])
+            done = whole
+            # What has begun goes to the front, and the rest of it behind.
+            kept, needed = total, 0
+            if done < shard.samples:
+                kept, needed = min(total, int(shard.offset[order[done]])), int(shard.size[order[done]])
+            begun = buffer[kept - start : held]
+            if kept < total and needed > len(buffer):
+                buffer = memoryview(bytearray(needed))
+            buffer[: len(begun)] = begun
+            start, held = kept, len(begun)
+            if progress is not None:
+                progress(total)
+    return Scan(FileDigests(total, sha256.hexdigest(), xxh3.hexdigest()), crc, is_sized, status)
 
 
 @njit(nogil=True, cache=True)
-def _checksums(data, starts, sizes, out):
-    for i in range(len(out)):
-        out[i] = crc32c(data, starts[i], sizes[i])
+def _look_at(data, starts, slots, sizes, heights, widths, raw, crc, is_sized):
+    for i in range(len(slots)):
+        start, slot = starts[i], slots[i]
+        crc[slot] = crc32c(data, start, sizes[slot])
+        is_sized[slot] = raw[slot] or has_size(data, start, sizes[slot], heights[slot], widths[slot])
 
 
 def _decode(shard: ShardFile, slot: int, image: np.ndarray) -> int:
     from vitscale.shards.jpeg import decode  # loads FFCV's library
 
-    return decode(image, int(shard.height[slot]), int(shard.width[slot]))[0]
+    return 0 if shard.raw[slot] else decode(image, int(shard.height[slot]), int(shard.width[slot]))[0]

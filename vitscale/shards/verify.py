@@ -17,7 +17,7 @@ from vitscale.errors import DataError
 from vitscale.shards.beton import ShardFile
 from vitscale.shards.checksums import FileDigests, file_digests
 from vitscale.shards.manifest import Manifest, ShardEntry
-from vitscale.shards.opening import labels_of, local_copy
+from vitscale.shards.opening import labels_of, local_copy, shard_file
 from vitscale.shards.provenance import REJECTS_NAME, provenance_path, read_provenance, read_rejects
 from vitscale.shards.scan import scan
 from vitscale.storage import base_name, names_in, size_of
@@ -157,7 +157,7 @@ def _verify_shard(manifest: Manifest, index: int, decode: bool) -> _Finding:
         where = manifest.location(finding.entry.path)
         table = _read_table(where, finding)
         with local_copy(where) as path:
-            _verify_file(path, table, len(manifest.class_names), decode, finding)
+            _verify_file(manifest, index, path, table, decode, finding)
     except DataError as error:
         finding.add(str(error))
     except FileNotFoundError:
@@ -181,13 +181,15 @@ def _read_table(where: str, finding: _Finding) -> pa.Table | None:
         return None
 
 
-def _verify_file(path: Path, table: pa.Table | None, num_classes: int, decode: bool, finding: _Finding) -> None:
+def _verify_file(
+    manifest: Manifest, index: int, path: Path, table: pa.Table | None, decode: bool, finding: _Finding
+) -> None:
     """Raises OSError if it cannot be read."""
-    entry, size = finding.entry, path.stat().st_size
+    entry, size, num_classes = finding.entry, path.stat().st_size, len(manifest.class_names)
     if size != entry.bytes:
         finding.add(f"{size:,} bytes; the manifest says {entry.bytes:,}")
     try:
-        shard = ShardFile(path)
+        shard = shard_file(manifest, index, path)
     except DataError as error:
         finding.add(str(error))
         finding.compare(file_digests(path))
@@ -209,22 +211,35 @@ def _verify_file(path: Path, table: pa.Table | None, num_classes: int, decode: b
         damaged = scanned.crc != shard.crc
         finding.compare(scanned.digests, "" if damaged.any() else ": damaged outside of the images")
         finding.add_samples(damaged, "the image's bytes do not have their checksum", shard, keys)
+        other = ~scanned.is_sized & ~damaged
+        finding.add_samples(other, "the image is no JPEG of the height and width that the shard states", shard, keys)
         if scanned.status is not None:
-            finding.add_samples((scanned.status != 0) & ~damaged, "the image does not decode cleanly", shard, keys)
-        labels = _all_labels(shard)
-        readable = np.array([of_one is not None for of_one in labels])
-        finding.add_samples(~readable, "its labels contradict each other", shard, keys)
-        beyond = np.array([max(of_one or [-1]) >= num_classes for of_one in labels])
-        finding.add_samples(beyond, f"a label beyond the manifest's {num_classes:,} classes", shard, keys)
+            unclean = (scanned.status != 0) & ~damaged & ~other
+            finding.add_samples(unclean, "the image does not decode cleanly", shard, keys)
         if table is not None:
             beside = {"uid": shard.uid, "height": shard.height, "width": shard.width}
             beside |= {"size": shard.size, "crc32c": shard.crc}
             for name, values in beside.items():
                 differs = table[name].to_numpy() != values
                 finding.add_samples(differs, f"{name} differs from the table of provenance", shard, keys)
-            pairs = zip(labels, table["labels"].to_pylist(), strict=True)
-            differs = np.array([ours != theirs for ours, theirs in pairs]) & readable
-            finding.add_samples(differs, "labels differ from the table of provenance", shard, keys)
+        _check_labels(shard, num_classes, table, keys, finding)
+
+
+def _check_labels(
+    shard: ShardFile, num_classes: int, table: pa.Table | None, keys: list[str] | None, finding: _Finding
+) -> None:
+    beyond = f"a label beyond the manifest's {num_classes:,} classes"
+    if table is None and not shard.has_several_labels:  # an adopted file may have millions of samples
+        finding.add_samples(shard.label >= num_classes, beyond, shard, keys)
+        return
+    labels = _all_labels(shard)
+    readable = np.array([of_one is not None for of_one in labels])
+    finding.add_samples(~readable, "its labels contradict each other", shard, keys)
+    finding.add_samples(np.array([max(of_one or [-1]) >= num_classes for of_one in labels]), beyond, shard, keys)
+    if table is not None:
+        pairs = zip(labels, table["labels"].to_pylist(), strict=True)
+        differs = np.array([ours != theirs for ours, theirs in pairs]) & readable
+        finding.add_samples(differs, "labels differ from the table of provenance", shard, keys)
 
 
 def _all_labels(shard: ShardFile) -> list[list[int] | None]:
