@@ -5,13 +5,18 @@ StorageError, after which the same command may simply be repeated. A missing or 
 raises FileNotFoundError or PermissionError at once, as a file would.
 """
 
+import asyncio
+import concurrent.futures
 import errno
 import os
 import re
 import stat
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -19,7 +24,11 @@ from vitscale.errors import RecipeError, StorageError
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _PAUSES = (0.5, 2.0, 8.0)  # seconds before the second, third and fourth try
+_TRY_SECONDS = 60.0  # for one try of a question, of a small file or of a piece of a large one
+_POLL_SECONDS = 0.1
 _READ_AHEAD = 8 << 20
+_PIECE_BYTES = 8 << 20
+_CONNECTIONS = 4
 _INSTALL = {
     "s3": "s3fs",
     "gs": "gcsfs",
@@ -44,12 +53,19 @@ _NO_ACCESS = {
     *("DefaultCredentialsError", "RefreshError", "ClientAuthenticationError"),
 }
 # Listings are not remembered: others write there too, and those of a large collection would fill the memory. s3fs asks
-# for the size of every object before it reads it, unless told that the pieces of one are not to be read at once.
-_OPTIONS = {"s3": {"max_concurrency": 1}, "s3a": {"max_concurrency": 1}}
+# for the size of every object before it reads it, unless told that the pieces of one are not to be read at once. Many
+# servers send the checksum of the whole object with a piece of it (ceph/ceph#61901), which botocore then refuses.
+_S3: dict[str, Any] = {"max_concurrency": 1, "config_kwargs": {"response_checksum_validation": "when_required"}}
+_OPTIONS = {"s3": _S3, "s3a": _S3}
 
 _TEMPORARY = (408, 425, 429)  # HTTP: timeout, too early, too many requests
 
 Result = TypeVar("Result")
+
+
+def never() -> bool:
+    """What nobody cancels."""
+    return False
 
 
 def is_url(where: str) -> bool:
@@ -104,7 +120,107 @@ def read_bytes(where: str) -> bytes:
             raise OSError(errno.EINVAL, "is no regular file", where)
         return Path(where).read_bytes()
     fs, path = filesystem(where)
-    return patiently(where, lambda: fs.cat_file(path))
+    return patiently(where, lambda: _Call(fs, "cat_file", path).result())
+
+
+class RemoteFile:
+    """A file at a URL, read in pieces; within a second after `cancelled` says so, each wait ends in CancelledError.
+
+    Its methods raise as `read_bytes`.
+    """
+
+    def __init__(self, url: str, cancelled: Callable[[], bool] = never) -> None:
+        self._url, self._cancelled = url, cancelled
+        self._fs, self._path = filesystem(url)
+
+    def size(self) -> int | None:
+        """Bytes of the file; None where the server does not say."""
+        size: int | None = self._patiently(lambda: _Call(self._fs, "info", self._path).result(self._cancelled))["size"]
+        return size
+
+    def pieces(self, size: int) -> Iterator[bytes]:
+        """The file of so many bytes, in order, up to 8 MiB at a time, with four connections where that can be."""
+        starts = range(0, size, _PIECE_BYTES)
+        under_way: deque[_Call] = deque()
+        try:
+            for index, start in enumerate(starts):
+                for ahead in starts[index + len(under_way) : index + _CONNECTIONS]:
+                    under_way.append(self._ask(ahead, size))
+                yield self._piece(start, size, under_way.popleft())
+        finally:
+            for call in under_way:
+                call.cancel()
+
+    def _ask(self, start: int, size: int) -> "_Call":
+        # A file of one piece is asked for as a whole, which servers know that do not know ranges.
+        part = {} if size <= _PIECE_BYTES else {"start": start, "end": min(start + _PIECE_BYTES, size)}
+        return _Call(self._fs, "cat_file", self._path, **part)
+
+    def _piece(self, start: int, size: int, first_try: "_Call") -> bytes:
+        tries = [first_try]
+        expected = min(_PIECE_BYTES, size - start)
+
+        def fetch() -> bytes:
+            call = tries.pop() if tries else self._ask(start, size)
+            content: bytes = call.result(self._cancelled)
+            if len(content) != expected:
+                raise OSError(f"{len(content):,} bytes came where {expected:,} were asked for")
+            return content
+
+        return self._patiently(fetch)
+
+    def _patiently(self, act: Callable[[], Result]) -> Result:
+        return patiently(self._url, act, self._pause)
+
+    def _pause(self, seconds: float) -> None:
+        pause(seconds, self._cancelled)
+
+
+class _Call:
+    """A call to a file system, under way from the start where it can be, and then with a time limit.
+
+    The libraries' own limits are for silence and come many times over: s3fs tries five times what botocore tries five
+    times for 15 s each. A server that sends a byte now and then would hold one for ever.
+    """
+
+    def __init__(self, fs: Any, name: str, *arguments: Any, **options: Any) -> None:
+        self._future: concurrent.futures.Future[Any] | None = None
+        if fs.async_impl:
+            self._future = asyncio.run_coroutine_threadsafe(getattr(fs, f"_{name}")(*arguments, **options), fs.loop)
+        else:
+            self._act = partial(getattr(fs, name), *arguments, **options)
+
+    def result(self, cancelled: Callable[[], bool] = never) -> Any:
+        """What it returns. Raises what it raises, TimeoutError after a minute, or CancelledError."""
+        if self._future is None:
+            return self._act()
+        end = time.monotonic() + _TRY_SECONDS
+        try:
+            while not concurrent.futures.wait([self._future], _POLL_SECONDS).done:
+                if cancelled():
+                    raise CancelledError
+                if time.monotonic() > end:
+                    raise TimeoutError(f"no answer within {_TRY_SECONDS:.0f} s")
+        finally:
+            self._future.cancel()
+        if self._future.cancelled():  # by a library, not by us
+            raise ConnectionError("the call was broken off")
+        return self._future.result()
+
+    def cancel(self) -> None:
+        """Let go of the connection; nobody waits for the answer any more."""
+        if self._future is not None:
+            self._future.cancel()
+
+
+def pause(seconds: float, cancelled: Callable[[], bool]) -> None:
+    """Sleep. Raises CancelledError soon after `cancelled` says so."""
+    end = time.monotonic() + seconds
+    while not cancelled():
+        if (left := end - time.monotonic()) <= 0:
+            return
+        time.sleep(min(left, _POLL_SECONDS))
+    raise CancelledError
 
 
 def open_stream(where: str) -> BinaryIO:
@@ -143,7 +259,8 @@ def _info(url: str) -> dict[str, Any] | None:
 
     def ask() -> dict[str, Any] | None:
         try:
-            return fs.info(path)
+            found: dict[str, Any] = _Call(fs, "info", path).result()
+            return found
         except FileNotFoundError:
             return None
 
@@ -230,16 +347,19 @@ def remove_folder(url: str) -> None:
     patiently(url, delete)
 
 
-def patiently(where: str, act: Callable[[], Result]) -> Result:
+def patiently(where: str, act: Callable[[], Result], sleep: Callable[[float], None] = time.sleep) -> Result:
     """What `act` returns, tried four times over ten seconds.
 
     Raises:
         FileNotFoundError, PermissionError: at once, with `where` as the file.
+        CancelledError: from `act` or `sleep`, at once.
         StorageError: with the last reason, when trying does not help.
     """
-    for pause in (*_PAUSES, None):
+    for seconds in (*_PAUSES, None):
         try:
             return act()
+        except CancelledError:
+            raise
         except Exception as error:  # each file system has its own exceptions
             if isinstance(error, OSError) and isinstance(error, tuple(_FINAL)) and not _hides_an_outage(error):
                 raise _of_file(error, where) from error
@@ -250,12 +370,12 @@ def patiently(where: str, act: Callable[[], Result]) -> Result:
                 raise FileNotFoundError(
                     errno.ENOENT, f"{os.strerror(errno.ENOENT)} (status {status})", where
                 ) from error
-            if pause is None:
+            if seconds is None:
                 raise StorageError(
                     f"{where}: does not answer, or not rightly, in {len(_PAUSES) + 1} tries "
                     f"({type(error).__name__}: {error}). Repeat the command to go on"
                 ) from error
-            time.sleep(pause)
+            sleep(seconds)
     raise AssertionError
 
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tarfile
 import time
 from pathlib import Path
@@ -15,12 +14,14 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets_on_disk import command, contents, run
+from datasets_on_disk import command, contents, run, run_here
 from s3_server import SECRET, S3Server, serving
+from typer.testing import CliRunner
 
 from data_tools.conversion import Machine, convert, merge
 from data_tools.locks import TaskRange
 from data_tools.request import Request
+from vitscale.cli.main import app as vitscale_app
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest
 
@@ -92,7 +93,7 @@ def test_a_folder_at_a_url_gives_the_same_bytes_and_costs_a_request_an_image(s3,
 
 
 @pytest.mark.parametrize("name", ["images.tar", "images.tar.gz"])
-def test_an_archive_at_a_url_gives_the_same_bytes(s3, image_folder, local, tmp_path, name):
+def test_an_archive_at_a_url_gives_the_same_bytes(here, s3, image_folder, local, tmp_path, name):
     url = s3.put(tar_of(image_folder, tmp_path / name), name)
     convert(Request(url, shard_samples=4), tmp_path / "out", ONE)
     assert contents(tmp_path / "out") == contents(local)
@@ -139,7 +140,7 @@ def test_parquet_and_a_dataset_of_ours_at_a_url(s3, photos, local, tmp_path):
     assert contents(tmp_path / "out2") == contents(tmp_path / "out3")
 
 
-def test_names_of_objects_may_be_anything_and_objects_may_be_empty(s3, photos, tmp_path):
+def test_names_of_objects_may_be_anything_and_objects_may_be_empty(here, s3, photos, tmp_path):
     names = ["50% #1?.jpg", "a b+c&d.jpg", "äöü [1]*.jpg", "%41.jpg"]
     for name, photo in zip(names, photos, strict=False):
         (tmp_path / "odd" / "cat").mkdir(parents=True, exist_ok=True)
@@ -183,13 +184,8 @@ def test_an_output_at_a_url_is_equal_and_its_manifest_is_put_last(s3, image_fold
     assert again.was_complete and contents(s3.bucket / "out") == contents(local)
     with pytest.raises(RecipeError, match="already holds a dataset"):
         convert(Request(str(image_folder), shard_samples=5), "s3://bucket/out", ONE)
-    verified = subprocess.run(
-        [sys.executable, "-m", "vitscale.cli.main", "shards", "verify", "s3://bucket/out"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert verified.returncode == 0, verified.stderr
+    verified = CliRunner().invoke(vitscale_app, ["shards", "verify", "s3://bucket/out"])
+    assert verified.exit_code == 0, verified.output
 
 
 def kill_at(s3: S3Server, marker: str, *arguments: object, how: int = signal.SIGKILL) -> subprocess.Popen[str]:
@@ -207,7 +203,7 @@ def kill_at(s3: S3Server, marker: str, *arguments: object, how: int = signal.SIG
     return process
 
 
-def test_killed_and_repeated_also_without_what_this_machine_knew(s3, image_folder, local):
+def test_killed_and_repeated_also_without_what_this_machine_knew(here, s3, image_folder, local):
     out = "s3://bucket/killed"
     killed = kill_at(s3, "done/000001.json", image_folder, out, *SMALL)
     killed.communicate(timeout=60)
@@ -248,8 +244,8 @@ def test_errors_of_the_command_line_are_short_and_keep_secrets(s3, image_folder,
         ("nothing://at/all", 2, "no kind of storage"),
         ("s3://no-such-bucket/out", 3, "bucket does not exist"),
     ):
-        done = run(image_folder, out, *SMALL)
-        assert done.returncode == code and words in done.stderr, done.stderr
+        done = run_here(image_folder, out, *SMALL)
+        assert done.exit_code == code and words in done.stderr, done.stderr
         assert done.stderr.count("\n") == 1
     for name, value, words in (
         ("AWS_SECRET_ACCESS_KEY", "wrong-" + SECRET, "Forbidden"),
@@ -279,7 +275,7 @@ def test_a_server_that_dies_is_told_and_the_command_goes_on_later(s3, image_fold
     assert contents(s3.bucket / "outage") == contents(local)
 
 
-def test_task_ranges_on_machines_that_share_nothing_but_the_url(s3, image_folder, local, tmp_path):
+def test_task_ranges_on_machines_that_share_nothing_but_the_url(here, s3, image_folder, local, tmp_path):
     out, request = "s3://bucket/ranges", Request(str(image_folder), shard_samples=4)
     (tmp_path / "third").mkdir()
     (tmp_path / "third" / "thesis.tex").write_text("not ours")

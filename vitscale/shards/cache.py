@@ -1,0 +1,335 @@
+"""Shards of datasets at URLs, on this machine's disk: fetched once, used by all of its processes, within a limit.
+
+A file is named by its content, so that all datasets and views that share a shard share the file, and another content
+never comes under its name. It grows under a name that ends in `.part`, and is renamed when its digest is right.
+
+Three kinds of locks keep the processes apart; the kernel takes them from a process that dies, so that none has to be
+cleaned up. `lock` is held for the moments in which names are given and taken. The writer of a `.part` holds it
+exclusively: one that nobody holds is rubbish. Whoever uses a file shares its lock: what nobody holds may be removed.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import xxhash
+
+from vitscale.errors import DataError, RecipeError
+from vitscale.shards.manifest import MANIFEST_NAME, ShardEntry
+from vitscale.storage import RemoteFile, never, pause
+
+_OURS = re.compile(r"(?P<shard>[0-9a-f]{32}-[0-9]+\.beton)(?P<part>\.[0-9a-f]{8}\.part)?")
+_POLL_SECONDS = 0.05
+_PAUSES = (0.5, 2.0)  # seconds before the second and third transfer of a shard whose digest was wrong
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_GB = 10**9
+
+_log = logging.getLogger(__name__)
+
+
+class PinnedFile:
+    """A file of the cache that stays where it is until it is released, or this process ends. A context manager.
+
+    Attributes:
+        path: of the file. Nothing is written into it.
+    """
+
+    def __init__(self, path: Path, file: FileIO) -> None:
+        self.path = path
+        self._file: FileIO | None = file  # open, its lock shared
+
+    def release(self) -> None:
+        """Let the cache remove the file when it needs room; what has it open may still read it. Once or more."""
+        file, self._file = self._file, None
+        if file is not None:
+            _mark_used(file)
+            fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile keeps the file open, but not locked
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class _Found(NamedTuple):
+    """A file of ours: the shard that it is or becomes, whether it is a `.part`, its bytes and time of last use."""
+
+    path: Path
+    shard: str
+    is_part: bool
+    bytes: int
+    used: float
+
+
+class ShardCache:
+    """Shards of datasets at URLs on this machine's disk, shared by all processes of the machine.
+
+    The least recently used shards make room for others. None that is pinned is removed: where all that is pinned
+    exceeds the limit, the cache grows beyond it, with one warning, since waiting could be for ever. Files that do not
+    have a name of the cache's are neither counted nor removed.
+
+    Args:
+        folder: for the files alone; made if it is not there.
+        limit_bytes: of all of them together, finished or not.
+
+    Raises:
+        RecipeError: the folder cannot be written, knows no locks, or is a dataset.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self._folder, self._limit = folder, limit_bytes
+        self._has_warned = False
+        if (folder / MANIFEST_NAME).exists():
+            raise RecipeError(f"data.cache.dir: {folder} is a dataset; choose a folder of its own for the cache")
+        with self._problems_of_disk(), self._alone():
+            pass
+
+    def pin(self, url: str, entry: ShardEntry, cancelled: Callable[[], bool] = never) -> PinnedFile:
+        """A shard's file, fetched if it is not here; another process that fetches it already is waited for.
+
+        Args:
+            url: of the shard.
+            entry: what the manifest says of it.
+            cancelled: asked ten times a second while this waits.
+
+        Raises:
+            DataError: there is no such shard, it may not be read, or it is not what the manifest says.
+            StorageError: the URL does not answer, or not within a minute for each of several tries.
+            RecipeError: the disk or the limit is too small.
+            CancelledError: soon after `cancelled` says so.
+        """
+        if entry.bytes > self._limit:
+            raise RecipeError(
+                f"data.cache.limit_gb: {self._limit / _GB:g} is less than one shard ({url}: "
+                f"{entry.bytes / _GB:.3g} GB); set a larger one"
+            )
+        name = f"{entry.xxh3_128}-{entry.bytes}.beton"
+        with self._problems_of_disk():
+            while True:
+                pinned = self._pin_present(name, entry.bytes)
+                if pinned is not None:
+                    return pinned
+                begun = self._begin(name, entry.bytes)
+                if isinstance(begun, FileIO):
+                    return self._fetch(url, entry, begun, self._folder / name, cancelled)
+                while begun is not None and _is_locked(begun):
+                    pause(_POLL_SECONDS, cancelled)
+
+    def _pin_present(self, name: str, size: int) -> PinnedFile | None:
+        path = self._folder / name
+        while True:
+            try:
+                file = FileIO(path)
+            except FileNotFoundError:
+                return None
+            if not _try_lock(file, fcntl.LOCK_SH):  # it is being removed
+                file.close()
+                pause(_POLL_SECONDS, never)
+            elif not _is_at(file, path):  # it was, between opening and locking
+                file.close()
+            elif os.fstat(file.fileno()).st_size != size:  # somebody has cut it; the name is no promise any more
+                path.unlink(missing_ok=True)
+                file.close()
+            else:
+                _mark_used(file)
+                return PinnedFile(path, file)
+
+    def _begin(self, name: str, size: int) -> FileIO | Path | None:
+        """An empty `.part` for a shard, locked; that of another process; or None, since the shard has just arrived."""
+        with self._alone():
+            found = self._found()
+            if any(one.shard == name and not one.is_part for one in found):
+                return None
+            for one in [one for one in found if one.is_part]:
+                if _remove_unused(one.path):
+                    found.remove(one)
+                elif one.shard == name:
+                    return one.path
+            self._make_room(found, size)
+            part = FileIO(self._folder / f"{name}.{secrets.token_hex(4)}.part", "x+")
+            fcntl.flock(part, fcntl.LOCK_EX)
+            os.truncate(part.fileno(), size)  # so that it counts in full while it grows
+            return part
+
+    def _found(self) -> list[_Found]:
+        """Our files, the least recently used first."""
+        found = []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                match = _OURS.fullmatch(entry.name)
+                if match is not None and entry.is_file(follow_symlinks=False):
+                    with suppress(FileNotFoundError):
+                        stat = entry.stat(follow_symlinks=False)
+                        is_part = match["part"] is not None
+                        found.append(_Found(Path(entry), match["shard"], is_part, stat.st_size, stat.st_mtime))
+        return sorted(found, key=lambda one: one.used)
+
+    def _make_room(self, found: list[_Found], size: int) -> None:
+        used = sum(one.bytes for one in found)
+        for one in found:
+            if used + size <= self._limit:
+                return
+            if not one.is_part and _remove_unused(one.path):
+                used -= one.bytes
+        if used + size > self._limit and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "%s: the shards in use at once take %.3g GB, more than data.cache.limit_gb allows (%g); the cache "
+                "grows beyond it while they are in use",
+                self._folder,
+                (used + size) / _GB,
+                self._limit / _GB,
+            )
+
+    def _remove_one(self) -> bool:
+        """Remove the least recently used shard that nobody uses; False if there is none."""
+        with self._alone():
+            return any(_remove_unused(one.path) for one in self._found())
+
+    def _fetch(
+        self, url: str, entry: ShardEntry, part: FileIO, path: Path, cancelled: Callable[[], bool]
+    ) -> PinnedFile:
+        grown = Path(part.name)
+        try:
+            self._transfer(url, entry, part, cancelled)
+            # The name promises the content, also after a power cut, and the content is not read again to see. A name
+            # that gets lost costs a transfer, hence the folder is not flushed.
+            os.fsync(part.fileno())
+            with self._alone():  # nobody may remove it before the lock is a shared one
+                grown.replace(path)
+                fcntl.flock(part, fcntl.LOCK_SH)
+        except BaseException:
+            grown.unlink(missing_ok=True)
+            part.close()
+            raise
+        return PinnedFile(path, part)
+
+    def _transfer(self, url: str, entry: ShardEntry, part: FileIO, cancelled: Callable[[], bool]) -> None:
+        found = ""
+        for seconds in (0.0, *_PAUSES):
+            pause(seconds, cancelled)
+            digest, position = xxhash.xxh3_128(), 0
+            for piece in _incoming(url, entry, cancelled):
+                digest.update(piece)
+                self._write(part, piece, position)
+                position += len(piece)
+            found = digest.hexdigest()
+            if found == entry.xxh3_128:
+                return
+        raise DataError(
+            f"{url}: damaged, or another shard: in {len(_PAUSES) + 1} transfers its xxh3_128 was not "
+            f"{entry.xxh3_128}, as the manifest says, but {found}. Put the shard back that the manifest lists"
+        )
+
+    def _write(self, part: FileIO, content: bytes, position: int) -> None:
+        rest = memoryview(content)
+        while rest:
+            try:
+                written = os.pwrite(part.fileno(), rest, position)
+            except OSError as error:
+                # The disk is smaller than the limit: what nobody uses makes room.
+                if error.errno not in _NO_SPACE or not self._remove_one():
+                    raise
+                continue
+            rest, position = rest[written:], position + written
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Only one thread of one process of this machine at a time; for moments. Raises OSError."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with FileIO(self._folder / "lock", "a") as gate:  # for writing: NFS locks nothing else exclusively
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            yield
+
+    @contextmanager
+    def _problems_of_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            where, why = f"data.cache.dir: {self._folder}", error.strerror or str(error)
+            if error.errno in _NO_LOCKS:
+                raise RecipeError(
+                    f"{where}: this file system has no locks ({why}), which keep processes apart; choose a folder on "
+                    f"a disk of this machine"
+                ) from error
+            if error.errno in _NO_SPACE:
+                raise RecipeError(
+                    f"{where}: the disk is full ({why}), and no shard there is unused. Make room, or choose another "
+                    f"folder; data.cache.limit_gb ({self._limit / _GB:g}) is what the cache may take"
+                ) from error
+            raise RecipeError(f"{where}: cannot be written ({why}); choose another folder") from error
+
+
+def _incoming(url: str, entry: ShardEntry, cancelled: Callable[[], bool]) -> Iterator[bytes]:
+    """The bytes of a shard. Raises DataError or StorageError."""
+    try:
+        source = RemoteFile(url, cancelled)
+        size = source.size()
+        if size is not None and size != entry.bytes:
+            raise DataError(
+                f"{url}: damaged, or another shard: {size:,} bytes; the manifest says {entry.bytes:,}. Put the shard "
+                f"back that the manifest lists"
+            )
+        yield from source.pieces(entry.bytes)
+    except FileNotFoundError as error:
+        raise DataError(f"{url}: missing, but the manifest lists it") from error
+    except OSError as error:
+        raise DataError(f"{url}: cannot be read ({error.strerror or type(error).__name__})") from error
+
+
+def _try_lock(file: FileIO, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether somebody writes this file; False if it is gone."""
+    try:
+        with FileIO(path) as file:
+            return not _try_lock(file, fcntl.LOCK_SH)
+    except FileNotFoundError:
+        return False
+
+
+def _is_at(file: FileIO, path: Path) -> bool:
+    """Whether an open file still has this name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_unused(path: Path) -> bool:
+    """Remove a file unless somebody holds its lock, or it is another user's. For whoever is alone."""
+    try:
+        with FileIO(path, "r+") as file:
+            if not _try_lock(file, fcntl.LOCK_EX):
+                return False
+            path.unlink(missing_ok=True)
+    except FileNotFoundError:
+        return True
+    except PermissionError:
+        return False
+    return True
+
+
+def _mark_used(file: FileIO) -> None:
+    with suppress(OSError):  # another user's
+        os.utime(file.fileno())

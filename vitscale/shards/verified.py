@@ -1,0 +1,125 @@
+"""Whether a shard on this machine is the one that its manifest lists: looked at once, and remembered.
+
+What is remembered holds as long as the file keeps its place, inode, size and times of change. Not noticed is damage
+that changes none of them, such as that of a disk which returns other bytes than it was given: for that each sample has
+a checksum of its own. Nor is a change in the very moment of the reading, nor somebody who edits what is remembered.
+"""
+
+import fcntl
+import logging
+import os
+from contextlib import closing, suppress
+from io import FileIO
+from pathlib import Path
+
+import xxhash
+
+from vitscale.errors import DataError
+from vitscale.shards.manifest import ShardEntry
+
+_BLOCK_BYTES = 4 << 20
+
+_log = logging.getLogger(__name__)
+_warned: set[Path] = set()
+
+
+def verify_once(path: Path, entry: ShardEntry, markers: Path) -> None:
+    """Compare a shard's bytes with the manifest, unless this machine has read the file before, as it is now.
+
+    Of several processes one reads, and the others wait for it.
+
+    Args:
+        path: of the shard.
+        entry: what the manifest says of it.
+        markers: a folder for what is remembered, made if it is not there: at most 256 files of 66 bytes a shard, which
+            are the locks too. Where it cannot be written, every process reads, and says so once.
+
+    Raises:
+        DataError: the shard is missing, cannot be read, or is not what the manifest says.
+    """
+    try:
+        with FileIO(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            found = _remembered_digest(file, path, markers) if size == entry.bytes else None
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: missing, but the manifest lists it") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+    if found != entry.xxh3_128:
+        expected = f"{entry.bytes:,} bytes" if found is None else f"xxh3_128 {entry.xxh3_128}"
+        raise DataError(
+            f"{path}: damaged, or another shard: {f'{size:,} bytes' if found is None else found}; the manifest says "
+            f"{expected}. `vitscale shards verify` finds all that is damaged; restore it, or convert it again"
+        )
+
+
+def _remembered_digest(file: FileIO, path: Path, markers: Path) -> str:
+    """xxh3_128 of an open file. Raises OSError if it cannot be read."""
+    state = _state(file, path)
+    book = _open_book(markers, state)
+    if book is None:
+        return _digest(file)
+    with closing(book):
+        known = _look_up(book, state)
+        if known is None:
+            with suppress(OSError):  # where there are no locks, several processes read
+                fcntl.flock(book, fcntl.LOCK_EX)
+            known = _look_up(book, state)
+        if known is None:
+            known = _digest(file)
+            if state == _state(file, path):  # else it changed meanwhile
+                _note(book, f"{state} {known}\n", markers)
+        return known
+
+
+def _state(file: FileIO, path: Path) -> str:
+    """What changes when a file is replaced or written to, as 32 hexadecimal digits."""
+    stat = os.fstat(file.fileno())
+    place = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    return xxhash.xxh3_128_hexdigest(f"{place} ".encode() + os.fsencode(path.resolve()))
+
+
+def _digest(file: FileIO) -> str:
+    digest = xxhash.xxh3_128()
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    while count := file.readinto(block):
+        digest.update(block[:count])
+    return digest.hexdigest()
+
+
+def _open_book(markers: Path, state: str) -> FileIO | None:
+    """The file that remembers this state if any does; None, with a warning, where it cannot be written."""
+    try:
+        markers.mkdir(parents=True, exist_ok=True)
+        return FileIO(markers / state[:2], "a+")
+    except OSError as error:
+        _warn(markers, error)
+        return None
+
+
+def _look_up(book: FileIO, state: str) -> str | None:
+    """The digest of the file in this state, if it is remembered; half a line of a process that was killed is none."""
+    with suppress(OSError):
+        book.seek(0)
+        for line in book.readall().split(b"\n"):
+            if len(line) == 65 and line.startswith(f"{state} ".encode()):
+                return line[33:].decode("ascii", "replace")
+    return None
+
+
+def _note(book: FileIO, line: str, markers: Path) -> None:
+    try:
+        book.write(line.encode())  # at the end, whoever else writes
+    except OSError as error:
+        _warn(markers, error)
+
+
+def _warn(markers: Path, error: OSError) -> None:
+    if markers not in _warned:
+        _warned.add(markers)
+        _log.warning(
+            "%s: cannot be written (%s), so that shards are compared with their manifest again each time they are "
+            "opened; data.cache.dir sets another folder",
+            markers,
+            error.strerror or error,
+        )
