@@ -10,7 +10,7 @@ READY := .venv/.ready
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt cluster/setup.sh
+$(READY): pyproject.toml constraints.txt cluster/setup.sh vitscale/data/view.c
 	@PYTHON="$(PYTHON)" bash cluster/setup.sh .venv
 	@touch $@
 

@@ -10,12 +10,13 @@ fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 "$python" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null ||
     fail "needs Python 3.11 or newer; $python is $("$python" --version 2>&1 || true). Choose one: make setup PYTHON=python3.11"
 
-# FFCV compiles against OpenCV and libturbojpeg. Asked for here, so that their absence is one line and no compiler trace.
+# FFCV compiles against OpenCV and libturbojpeg, our own decoding against libjpeg-turbo. Asked for here, so that their absence is one line and no compiler trace.
 missing=()
 command -v g++ >/dev/null || missing+=(g++)
 command -v pkg-config >/dev/null || missing+=(pkg-config)
 pkg-config --exists opencv4 2>/dev/null || missing+=(libopencv-dev)
 pkg-config --exists libturbojpeg 2>/dev/null || [ -e /usr/include/turbojpeg.h ] || missing+=(libturbojpeg0-dev)
+pkg-config --exists libjpeg 2>/dev/null || [ -e /usr/include/jpeglib.h ] || missing+=(libjpeg-dev)
 version="$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')"
 "$python" -c 'import ensurepip' 2>/dev/null || missing+=("$version-venv")
 "$python" -c 'import os, sysconfig; raise SystemExit(not os.path.exists(sysconfig.get_paths()["include"] + "/Python.h"))' ||

@@ -6,11 +6,16 @@ import os
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
 from pictures import encoded, make_picture
 from PIL import Image
+
+# What is known of shards between runs is that of the tests' own, not of whoever runs them.
+_CACHE = tempfile.TemporaryDirectory(prefix="vitscale-tests-")
+os.environ["VITSCALE_CACHE"] = _CACHE.name
 
 # What a shell starts in the background ignores Ctrl-C, and so would what the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

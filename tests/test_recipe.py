@@ -229,18 +229,50 @@ def test_a_dataset_without_a_place_says_how_to_give_one(elsewhere):
 def test_the_nearest_word_on_where_a_dataset_is_counts(elsewhere, monkeypatch):
     recipe = load_recipe(write(elsewhere, MINIMAL))
     monkeypatch.setenv("VITSCALE_DATA_ROOT", str(elsewhere / "a"))
-    assert recipe.dataset_path("jft300m/train") == elsewhere / "a" / "jft300m" / "train"
+    assert recipe.dataset_path("jft300m/train") == str(elsewhere / "a" / "jft300m" / "train")
     write(elsewhere / "home" / ".config" / "vitscale", f"jft300m: {elsewhere}/b/jft300m", "datasets.yaml")
-    assert recipe.dataset_path("jft300m/train") == elsewhere / "b" / "jft300m" / "train"
-    assert recipe.dataset_path("jft300m") == elsewhere / "b" / "jft300m"
+    assert recipe.dataset_path("jft300m/train") == str(elsewhere / "b" / "jft300m" / "train")
+    assert recipe.dataset_path("jft300m") == str(elsewhere / "b" / "jft300m")
     write(elsewhere / "work", "jft300m/train: ../c/jft300m/train  # beside this file", "datasets.yaml")
-    assert recipe.dataset_path("jft300m/train").resolve() == elsewhere / "c" / "jft300m" / "train"
+    assert Path(recipe.dataset_path("jft300m/train")).resolve() == elsewhere / "c" / "jft300m" / "train"
     rooted = load_recipe(write(elsewhere, MINIMAL), [f"data.root={elsewhere / 'a'}"])
-    assert rooted.dataset_path("jft300m/train") == elsewhere / "a" / "jft300m" / "train"
+    assert rooted.dataset_path("jft300m/train") == str(elsewhere / "a" / "jft300m" / "train")
     with pytest.raises(RecipeError, match=r"there is no .*a/imagenet21k .by VITSCALE_DATA_ROOT"):
         recipe.dataset_path("imagenet21k")
     write(elsewhere / "work", "# nothing yet", "datasets.yaml")
-    assert recipe.dataset_path("jft300m/train") == elsewhere / "b" / "jft300m" / "train"
+    assert recipe.dataset_path("jft300m/train") == str(elsewhere / "b" / "jft300m" / "train")
+
+
+def test_a_dataset_may_be_at_a_url_and_nobody_is_asked_for_it(elsewhere, monkeypatch):
+    recipe = load_recipe(write(elsewhere, MINIMAL))
+    monkeypatch.setenv("VITSCALE_DATA_ROOT", "s3://bucket/variable/")
+    assert recipe.dataset_path("jft300m/train") == "s3://bucket/variable/jft300m/train"
+    assert recipe.dataset_path("s3://other/ds/train/") == "s3://other/ds/train"
+    write(elsewhere / "work", "jft300m: gs://home/jft", "datasets.yaml")
+    assert recipe.dataset_path("jft300m/train") == "gs://home/jft/train"
+    assert recipe.dataset_path("jft300m") == "gs://home/jft"
+    rooted = load_recipe(write(elsewhere, MINIMAL), ["data.root=s3://root/in"])
+    assert rooted.dataset_path("jft300m/train") == "s3://root/in/jft300m/train"
+    assert rooted.dataset_path(str(elsewhere / "a")) == str(elsewhere / "a")
+    local = load_recipe(write(elsewhere, MINIMAL), [f"data.root=file://{elsewhere}/a"])
+    assert local.dataset_path("jft300m/train") == str(elsewhere / "a" / "jft300m" / "train")
+    with pytest.raises(RecipeError, match="there is no"):
+        local.dataset_path(f"file://{elsewhere}/none")
+
+
+def test_the_cache_is_in_the_nearest_folder_that_is_named(elsewhere, monkeypatch):
+    monkeypatch.delenv("VITSCALE_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    cache = load_recipe(write(elsewhere, MINIMAL)).data.cache
+    assert cache.limit_gb == 100 and cache.folder() == elsewhere / "home" / ".cache" / "vitscale"
+    monkeypatch.setenv("VITSCALE_CACHE", "scratch")
+    assert cache.folder() == elsewhere / "work" / "scratch"
+    named = load_recipe(write(elsewhere, MINIMAL), ["data.cache={dir: ~/mine, limit_gb: 0.5}"])
+    assert named.data.cache.folder() == elsewhere / "home" / "mine" and named.data.cache.limit_gb == 0.5
+    assert differences(load_recipe(write(elsewhere, MINIMAL)).dump(), named.dump()) == []
+    for setting, message in (("dir=s3://b/c", "no URL"), ("limit_gb=0", "greater than 0"), ("limit=5", "limit_gb")):
+        with pytest.raises(RecipeError, match=rf"data\.cache.*{message}"):
+            load_recipe(write(elsewhere, MINIMAL), [f"data.cache.{setting}"])
 
 
 def test_a_user_without_a_home_is_no_error(elsewhere, monkeypatch):
@@ -250,7 +282,7 @@ def test_a_user_without_a_home_is_no_error(elsewhere, monkeypatch):
     monkeypatch.setattr(Path, "home", no_home)
     monkeypatch.setenv("VITSCALE_DATA_ROOT", str(elsewhere / "a"))
     recipe = load_recipe(write(elsewhere, MINIMAL))
-    assert recipe.dataset_path("jft300m/train") == elsewhere / "a" / "jft300m" / "train"
+    assert recipe.dataset_path("jft300m/train") == str(elsewhere / "a" / "jft300m" / "train")
 
 
 @pytest.mark.parametrize("dataset", ["~nosuchuser/train", "x" * 5000])

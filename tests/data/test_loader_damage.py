@@ -1,23 +1,23 @@
-"""Damage of every kind is a DataError that says where; loaders end without leaving anything behind."""
+"""Damage of every kind is a DataError that says where."""
 
-import gc
+import io
 import json
 import os
-import resource
 import shutil
-import threading
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-from picture_shards import view, write_pictures
+from damage import KINDS, flip_byte, store_zeros
+from leaks import wait_until
+from picture_shards import picture, view, write_pictures
+from pictures import make_picture
 
-from vitscale.data import EvalOrder, EvalTransform, Loader, TrainOrder, TrainTransform
+from vitscale.data import EvalOrder, EvalTransform, Loader, Reading, TrainOrder, TrainTransform
 from vitscale.errors import DataError
-from vitscale.shards import Manifest, ShardFile
+from vitscale.shards import Manifest, ShardEntry, ShardFile, StoredSample, field_names, file_digests, write_shard
 
 SHARDS = [40, 33, 40, 7]
+BY_SAMPLE = Reading(verify_shards=False)
 
 
 @pytest.fixture(scope="module")
@@ -31,43 +31,19 @@ def manifest(original, tmp_path):
     return Manifest.load(shutil.copytree(original.directory, tmp_path / "data"))
 
 
-def evaluate(manifest, **options):
+def evaluate(manifest, **reading):
     order = EvalOrder([shard.num_selected for shard in manifest.shards], 16)
-    with Loader(manifest, order, image_size=8, transform=EvalTransform(), **options) as loader:
+    options = {"image_size": 8, "transform": EvalTransform("square", 1.0), "reading": Reading(**reading)}
+    with Loader(manifest, order, **options) as loader:
         return list(loader)
 
 
-def endless(manifest, **options):
+def endless(manifest, **reading):
     order = TrainOrder([shard.num_selected for shard in manifest.shards], 16, 0)
-    return Loader(manifest, order, image_size=8, transform=TrainTransform(), **options)
+    return Loader(manifest, order, image_size=8, transform=TrainTransform(), reading=Reading(**reading))
 
 
-def wait_until(holds, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.01)
-    return holds()
-
-
-def loader_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("vitscale-data")]
-
-
-def open_files():
-    folder = Path("/proc/self/fd")
-    return len(list(folder.iterdir())) if folder.is_dir() else 0
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays():
-    files = open_files()
-    yield
-    if loader_threads() or open_files() > files:
-        gc.collect()
-        assert wait_until(lambda: not loader_threads() and open_files() <= files)
-
-
-# -------------------------------------------------------------------------------------------------------------- damage
+# ------------------------------------------------------------------------------------------------------- single samples
 
 
 @pytest.mark.parametrize("where", ["first", "middle", "last"])
@@ -80,9 +56,17 @@ def test_a_flipped_byte_is_named_by_file_slot_and_uid(manifest, where, threads):
     content[offset + {"first": 0, "middle": size // 2, "last": size - 1}[where]] ^= 1
     path.write_bytes(content)
     with pytest.raises(DataError) as error:
-        evaluate(manifest, threads=threads)
+        evaluate(manifest, threads=threads, verify_shards=False)
     message = str(error.value)
     assert str(path) in message and f"slot {slot}" in message and f"uid {uid}" in message and "checksum" in message
+
+
+def test_the_first_of_several_is_named(manifest):
+    """Whichever thread comes first."""
+    flip_byte(manifest, 0, [3, 4, 10, 14])
+    for threads in (1, 2, 3, 4):
+        with pytest.raises(DataError, match="slot 3, uid 9:"):
+            evaluate(manifest, threads=threads, verify_shards=False)
 
 
 def test_every_flipped_byte_is_found(manifest):
@@ -91,55 +75,101 @@ def test_every_flipped_byte_is_found(manifest):
         offset, size = int(shard.offset[2]), int(shard.size[2])
     sound = path.read_bytes()
     rng = np.random.default_rng(0)
-    small = Manifest.load(manifest.directory)
     order = EvalOrder([0, 0, 0, 7], 7)
     for at in rng.integers(0, size, 60):
         content = bytearray(sound)
         content[offset + at] ^= 1 << int(rng.integers(8))
         path.write_bytes(content)
-        with (
-            pytest.raises(DataError, match="slot 2, uid"),
-            Loader(small, order, image_size=8, transform=EvalTransform(), threads=1) as loader,
-        ):
-            next(loader)
+        for reading, named in ((BY_SAMPLE, "slot 2, uid"), (Reading(), r"shard-00003\.beton: damaged")):
+            with (
+                pytest.raises(DataError, match=named),
+                Loader(manifest, order, image_size=8, transform=EvalTransform(), reading=reading) as loader,
+            ):
+                next(loader)
 
 
 def test_a_picture_that_the_decoder_refuses(manifest):
-    """Bytes that match their checksum and are no whole JPEG: a fault of whoever wrote the shard."""
-    from vitscale.shards import StoredSample, file_digests, write_shard
-
-    path = manifest.shard_path(3)
-    with ShardFile(path) as shard:
-        samples = [
-            StoredSample(
-                shard.read(slot)[: None if slot != 4 else -40],
-                int(shard.height[slot]),
-                int(shard.width[slot]),
-                int(shard.label[slot]),
-                int(shard.uid[slot]),
-            )
-            for slot in range(7)
-        ]
-    write_shard(path, samples)
-    entry = manifest.shards[3].model_copy(update=file_digests(path)._asdict())
-    changed = manifest.model_copy(update={"shards": (*manifest.shards[:3], entry)}).save(manifest.directory)
-    with pytest.raises(DataError, match=rf"slot 4, uid {samples[4].uid}: the decoder refused it"):
-        evaluate(changed)
+    """Bytes that match their checksum and are no JPEG: a fault of whoever wrote the shard."""
+    changed = store_zeros(manifest, 3, [4])
+    for verify in (True, False):
+        with pytest.raises(DataError, match=rf"slot 4, uid {3 * (113 + 4)}: the decoder refused it"):
+            evaluate(changed, verify_shards=verify)
 
 
+@pytest.mark.parametrize("kind", ["cut", "CMYK"])
+def test_pictures_that_nobody_should_store(tmp_path, kind):
+    """One whose end is missing, and one for print."""
+    content, height, width = picture(0)
+    if kind == "cut":
+        content = content[:-40]
+    else:
+        out = io.BytesIO()
+        make_picture(0, height, width).convert("CMYK").save(out, "JPEG")
+        content = out.getvalue()
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_shard(folder / "shard-00000.beton", [StoredSample(content, height, width, 0, 7)])
+    manifest = Manifest(
+        fields=field_names(with_labels=False),
+        num_samples=1,
+        class_names=("a",),
+        shuffle_seed=0,
+        shards=(ShardEntry.of_file(folder / "shard-00000.beton", samples=1, first_uid=7),),
+    ).save(folder)
+    with pytest.raises(DataError, match=r"shard-00000\.beton: slot 0, uid 7: the decoder refused it"):
+        evaluate(manifest)
+
+
+# -------------------------------------------------------------------------------------------------------- whole shards
+
+
+@pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("change", ["shorter", "longer", "empty"])
-def test_a_file_of_another_size_than_the_manifest_says(manifest, change):
+def test_a_file_of_another_size_than_the_manifest_says(manifest, change, verify):
     path = manifest.shard_path(2)
     content = path.read_bytes()
     path.write_bytes({"shorter": content[:-1], "longer": content + b"\0", "empty": b""}[change])
     with pytest.raises(DataError, match=f"{path}.*{manifest.shards[2].bytes:,} bytes"):
-        evaluate(manifest)
+        evaluate(manifest, verify_shards=verify)
 
 
-def test_a_vanished_file(manifest):
+@pytest.mark.parametrize("verify, problem", [(True, "missing, but the manifest lists it"), (False, "cannot be opened")])
+def test_a_vanished_file(manifest, verify, problem):
     manifest.shard_path(2).unlink()
-    with pytest.raises(DataError, match=f"{manifest.shard_path(2)}: cannot be opened"):
+    with pytest.raises(DataError, match=f"{manifest.shard_path(2)}: {problem}"):
+        evaluate(manifest, verify_shards=verify)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shard_that_is_not_the_one_of_the_manifest(manifest, kind):
+    """Compared as a whole before any of it is used, also what no checksum of a sample covers; and found each time."""
+    KINDS[kind](manifest, 2, [7])
+    manifest.save(manifest.directory)  # as it was
+    for _ in range(2):
+        with pytest.raises(DataError, match=rf"{manifest.shard_path(2)}: damaged.*the manifest says xxh3_128"):
+            evaluate(manifest)
+
+
+def test_a_shard_is_compared_again_when_it_has_changed(manifest):
+    assert len(evaluate(manifest)) == 8
+    flip_byte(manifest, 2, [7])
+    with pytest.raises(DataError, match="the manifest says xxh3_128"):
         evaluate(manifest)
+
+
+def test_shards_that_will_be_needed_are_compared_ahead(original, tmp_path, monkeypatch):
+    """While others are read: the reading does not wait for it then."""
+    seen = []
+    from vitscale.data import open_shards
+
+    inner = open_shards.verify_once
+    monkeypatch.setattr(open_shards, "verify_once", lambda path, *rest: (seen.append(path.name), inner(path, *rest))[1])
+    reading = Reading(prefetch=1, cache=tmp_path)
+    order = EvalOrder(SHARDS, 4)
+    with Loader(original, order, image_size=8, transform=EvalTransform(), reading=reading) as loader:
+        next(loader)
+        assert wait_until(lambda: len(set(seen)) == 4)  # all are within the next batches
+    assert seen[0] == "shard-00000.beton"
 
 
 def test_a_file_truncated_while_it_is_read(manifest):
@@ -148,7 +178,7 @@ def test_a_file_truncated_while_it_is_read(manifest):
     next(loader)
     for index in range(4):
         os.truncate(manifest.shard_path(index), 5000)
-    with pytest.raises(DataError, match=r"shard-0000\d\.beton: image \d+ ends after 0 bytes"):
+    with pytest.raises(DataError, match=r"shard-0000\d\.beton: slot \d+, uid \d+: the file ends after 0 of its"):
         for _ in loader:
             pass
     assert list(loader) == []  # it has ended
@@ -163,23 +193,39 @@ def test_a_file_removed_while_it_is_read_stays_readable(manifest):
     assert steps == list(range(10, 30))
 
 
-def test_swapped_shards(manifest):
-    """Of one size, sound in themselves, and not what the manifest lists."""
+@pytest.mark.parametrize("verify", [True, False])
+def test_swapped_shards(manifest, verify):
+    """Of one number of samples, sound in themselves, and not what the manifest lists there."""
     entries = [json.loads(entry.model_dump_json()) for entry in manifest.shards]
     entries[0]["path"], entries[2]["path"] = entries[2]["path"], entries[0]["path"]
     for index in (0, 2):
-        entries[index]["bytes"] = (manifest.directory / entries[index]["path"]).stat().st_size
+        digests = file_digests(manifest.directory / entries[index]["path"])
+        entries[index]["bytes"] = digests.bytes
+        if not verify:
+            continue
+        entries[index] |= digests._asdict()  # even then
     data = json.loads(manifest.path.read_text()) | {"shards": entries}
     manifest.path.write_text(json.dumps(data))
     with pytest.raises(DataError, match=r"shard-00002.*40 samples from uid 219; the manifest says 40 from 0"):
-        evaluate(Manifest.load(manifest.directory))
+        evaluate(Manifest.load(manifest.directory), verify_shards=verify)
 
 
-def test_another_number_of_samples_than_the_manifest_says(manifest):
+def test_files_that_were_swapped(manifest):
+    """Each under the other's name."""
+    first, second, aside = manifest.shard_path(0), manifest.shard_path(2), manifest.directory / "aside"
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+    with pytest.raises(DataError, match=r"shard-0000[02]\.beton: damaged, or another shard"):
+        evaluate(manifest)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_another_number_of_samples_than_the_manifest_says(manifest, verify):
     entry = manifest.shards[0].model_copy(update={"samples": 39})
     changed = manifest.model_copy(update={"num_samples": 119, "shards": (entry, *manifest.shards[1:])})
     with pytest.raises(DataError, match="40 samples from uid 0; the manifest says 39"):
-        evaluate(changed.save(manifest.directory))
+        evaluate(changed.save(manifest.directory), verify_shards=verify)
 
 
 def test_a_damaged_list_of_excluded_slots(manifest, tmp_path):
@@ -196,149 +242,3 @@ def test_batches_before_the_damage_are_delivered(manifest):
         for found, batch in enumerate(loader):
             assert batch.step == found
     assert found == 113 // 8 - 1
-
-
-def test_any_exception_reaches_the_consumer(original):
-    class Broken(EvalTransform):
-        def boxes(self, keys, heights, widths):
-            raise ZeroDivisionError("in the reading thread")
-
-    started = time.monotonic()
-    with Loader(original, EvalOrder(SHARDS, 8), image_size=8, transform=Broken()) as loader:
-        with pytest.raises(ZeroDivisionError, match="in the reading thread"):
-            next(loader)
-        with pytest.raises(StopIteration):
-            next(loader)
-    assert time.monotonic() - started < 60  # no hang
-
-
-# ----------------------------------------------------------------------------------------------------- ends and threads
-
-
-@pytest.mark.parametrize("used", [0, 1, 3])
-def test_abandoned_loaders_leave_no_threads_and_no_files(original, used):
-    files = open_files()
-    for _ in range(50):
-        loader = endless(original, threads=2, prefetch=1 + used)
-        for _ in range(used):
-            next(loader)
-        del loader
-    assert wait_until(lambda: not loader_threads() and open_files() <= files)
-
-
-def test_leaving_a_loop(original):
-    for batch in endless(original):
-        if batch.step == 3:
-            break
-    gc.collect()
-    assert wait_until(lambda: not loader_threads())
-
-
-def test_close_at_any_time(original):
-    loader = endless(original)
-    loader.close()
-    loader.close()
-    assert not loader_threads() and list(loader) == []
-    with endless(original) as loader:
-        batch = next(loader)
-        copy = batch.images.clone()
-    assert not loader_threads() and (batch.images == copy).all()
-    with pytest.raises(KeyError, match="of the consumer"), endless(original) as loader:
-        next(loader)
-        raise KeyError("of the consumer")
-    assert not loader_threads()
-
-
-def test_the_end_of_the_order_closes(original):
-    loader = endless(original, stop_step=2)
-    assert len(list(loader)) == 2 and not loader_threads()
-
-
-def test_close_does_not_wait_for_a_large_batch(original):
-    """Slices that have not begun are not begun."""
-    order = TrainOrder([200_000], 200_000, 0)
-    order.batch = lambda *_: EvalOrder([SHARDS[0]], 1).batch(0, 0, 200_000)
-    loader = Loader(original, order, image_size=8, transform=EvalTransform(), threads=1)
-    reading = loader._producer._reader
-    calls = []
-    inner, reading._read_slice = reading._read_slice, lambda *rows: (time.sleep(0.01), calls.append(1), inner(*rows))[2]
-    assert wait_until(lambda: len(calls) >= 2)
-    loader.close()  # 6,250 slices would take more than a minute
-    assert len(calls) < 1000
-
-
-def test_closing_from_another_thread_releases_a_waiting_consumer(original):
-    gate = threading.Event()
-
-    class Slow(EvalTransform):
-        def boxes(self, keys, heights, widths):
-            gate.wait(30)
-            return super().boxes(keys, heights, widths)
-
-    loader = Loader(original, EvalOrder(SHARDS, 8), image_size=8, transform=Slow())
-    ended = []
-    consumer = threading.Thread(target=lambda: ended.append(list(loader)))
-    consumer.start()
-    time.sleep(0.05)
-    closer = threading.Thread(target=loader.close)
-    closer.start()
-    time.sleep(0.05)
-    gate.set()
-    consumer.join(20)
-    closer.join(20)
-    assert not consumer.is_alive() and not closer.is_alive() and ended == [[]]
-
-
-def test_a_slow_consumer_bounds_what_is_read_ahead(original):
-    with endless(original, prefetch=3) as loader:
-        reader = loader._producer._reader
-        steps = []
-        inner, reader.read = reader.read, lambda step: (steps.append(step), inner(step))[1]
-        next(loader)
-        time.sleep(0.4)
-        assert max(steps) <= 4 + 1  # one taken, three waiting, one being put
-
-
-def test_the_garbage_collector_may_run_in_a_loaders_own_thread(original):
-    """A cycle with a loader in it, collected by one of its decoding threads: no thread waits for itself."""
-    loader = endless(original)
-    next(loader)
-    pool, producer = loader._producer._reader._pool, loader._producer
-    cycle = [loader]
-    cycle.append(cycle)
-    gc.disable()
-    try:
-        del loader, cycle
-        pool.submit(gc.collect).result(timeout=10)
-    finally:
-        gc.enable()
-    producer.join(10)
-    assert not producer.is_alive()
-
-
-def test_more_shards_in_a_batch_than_stay_open(original, monkeypatch):
-    """They stay open as long as batches need them; and there are files enough for a batch of a large dataset."""
-    monkeypatch.setattr("vitscale.data.loader._OPEN_SHARDS", 2)
-    opened = []
-
-    class Counted(ShardFile):
-        def __init__(self, *args, **kwargs):
-            opened.append(args[0])
-            super().__init__(*args, **kwargs)
-
-    monkeypatch.setattr("vitscale.data.loader.ShardFile", Counted)
-    order = TrainOrder(SHARDS, 64, 0)
-    with Loader(original, order, image_size=8, transform=TrainTransform(), stop_step=10) as loader:
-        for _ in loader:
-            pass
-    assert len(opened) <= 6
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert soft == resource.RLIM_INFINITY or soft >= 4096 or soft == hard
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"rank": 2, "world": 2}, {"rank": -1}, {"world": 3}, {"threads": 0}, {"prefetch": 0}]
-)
-def test_impossible_settings(original, wrong):
-    with pytest.raises(AssertionError):
-        endless(original, **wrong)

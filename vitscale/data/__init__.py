@@ -1,9 +1,11 @@
 """Shards -> batches: the order, the augmentation and the loader."""
 
-from vitscale.data.augmentation import EvalTransform, TrainTransform
-from vitscale.data.device import to_model_input
-from vitscale.data.loader import Batch, Loader
+from vitscale.data.augmentation import EvalTransform, ResizeTransform, TrainTransform, train_transform
+from vitscale.data.batch import Batch
+from vitscale.data.device import on_device, to_model_input
+from vitscale.data.loader import Loader
 from vitscale.data.order import ORDER_VERSION, EvalOrder, TrainOrder
+from vitscale.data.settings import Reading
 
 __all__ = [
     "ORDER_VERSION",
@@ -11,7 +13,11 @@ __all__ = [
     "EvalOrder",
     "EvalTransform",
     "Loader",
+    "Reading",
+    "ResizeTransform",
     "TrainOrder",
     "TrainTransform",
+    "on_device",
     "to_model_input",
+    "train_transform",
 ]

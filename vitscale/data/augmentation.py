@@ -10,9 +10,10 @@ import numpy as np
 from numba import njit
 
 from vitscale.data.hashing import combine, mix
+from vitscale.recipe import Crop
 
 _ATTEMPTS = 100
-_CROP, _FLIP = 3, 4  # what a hash is for
+_CROP, _FLIP, _TOP, _LEFT = 3, 4, 6, 7  # what a hash is for
 
 
 def sample_keys(seed: int, epoch: int, uids: np.ndarray) -> np.ndarray:
@@ -34,8 +35,29 @@ class TrainTransform:
 
     def flips(self, keys: np.ndarray) -> np.ndarray:
         """bool (B,)."""
-        drawn = mix(keys ^ combine(_FLIP)) >> np.uint64(11)
-        return drawn.astype(np.float64) * 2.0**-53 < self.flip
+        return _uniform(keys, _FLIP) < self.flip
+
+
+@dataclass(frozen=True)
+class ResizeTransform:
+    """BiT's augmentation: the picture as a square, of which a random part is seen, and a horizontal flip.
+
+    `fraction` of each side is seen: 480 / 512, or 128 / 160 for small pictures (BiT-HyperRule; Kolesnikov et al. 2020).
+    """
+
+    fraction: float = 480 / 512
+    flip: float = 0.5
+
+    def boxes(self, keys: np.ndarray, heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
+        """int32 (B, 4); every position of whole pixels is equally likely."""
+        crop_heights, crop_widths = _part(heights, self.fraction), _part(widths, self.fraction)
+        tops = (_uniform(keys, _TOP) * (heights - crop_heights + 1)).astype(np.int64)
+        lefts = (_uniform(keys, _LEFT) * (widths - crop_widths + 1)).astype(np.int64)
+        return np.stack([tops, lefts, crop_heights, crop_widths], axis=1).astype(np.int32)
+
+    def flips(self, keys: np.ndarray) -> np.ndarray:
+        """bool (B,)."""
+        return _uniform(keys, _FLIP) < self.flip
 
 
 @dataclass(frozen=True)
@@ -67,7 +89,20 @@ class EvalTransform:
         return np.zeros(len(keys), bool)
 
 
-Transform = TrainTransform | EvalTransform
+Transform = TrainTransform | ResizeTransform | EvalTransform
+
+
+def train_transform(crop: Crop, flip: float) -> TrainTransform | ResizeTransform:
+    """What a recipe asks for."""
+    if crop.kind == "resize":
+        return ResizeTransform(crop.fraction, flip)
+    (area_low, area_high), (aspect_low, aspect_high) = crop.area, crop.aspect
+    return TrainTransform((area_low, area_high), (aspect_low, aspect_high), flip)
+
+
+def _uniform(keys: np.ndarray, purpose: int) -> np.ndarray:
+    """Uniform in [0, 1), float64 (B,)."""
+    return (mix(keys ^ combine(purpose)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _part(sides: np.ndarray, fraction: float) -> np.ndarray:

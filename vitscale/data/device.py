@@ -1,10 +1,52 @@
 """From pictures in host memory to what a model takes."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
 from torch import Tensor
+
+from vitscale.data.batch import Batch
+from vitscale.data.loader import Loader
 
 
 def to_model_input(images: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """uint8 (B, H, W, 3) -> the same in [-1, 1] on the device: x / 127.5 - 1, computed in fp32, then `dtype`."""
     on_device = images.to(device)
     return (on_device.to(torch.float32) / 127.5 - 1.0).to(dtype)
+
+
+def on_device(loader: Loader, device: torch.device) -> Iterator[Batch]:
+    """The loader's batches with their images and keys on the device; the rest stays in host memory.
+
+    On CUDA the next batch, if it is ready, is copied by a stream of its own while the device works on this one. Two
+    batches are on the device at a time then. Batches have to be in pinned memory (`Reading.pinned`).
+    """
+    if device.type != "cuda":
+        yield from loader
+        return
+    copying = torch.cuda.Stream(device)
+    ahead: tuple[Batch, torch.cuda.Event] | None = None
+    while True:
+        if ahead is None:
+            batch = next(loader, None)
+            if batch is None:
+                return
+            ahead = _copied(batch, device, copying)
+        moved, arrived = ahead
+        batch = loader.next_if_ready()
+        ahead = None if batch is None else _copied(batch, device, copying)
+        current = torch.cuda.current_stream(device)
+        current.wait_event(arrived)
+        moved.images.record_stream(current)  # they were allocated for another stream
+        moved.keys.record_stream(current)
+        yield moved
+
+
+def _copied(batch: Batch, device: torch.device, stream: torch.cuda.Stream) -> tuple[Batch, torch.cuda.Event]:
+    with torch.cuda.stream(stream):
+        images, keys = batch.images.to(device, non_blocking=True), batch.keys.to(device)
+        moved = replace(batch, images=images, keys=keys)
+        arrived = torch.cuda.Event()
+        arrived.record(stream)
+    return moved, arrived

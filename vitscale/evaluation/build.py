@@ -1,9 +1,10 @@
 """The evaluators that a recipe asks for, with loaders over their data sets."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from vitscale.data import EvalOrder, EvalTransform, Loader
+import torch
+
+from vitscale.data import EvalOrder, EvalTransform, Loader, Reading
 from vitscale.errors import DataError
 from vitscale.evaluation.classification import Validation
 from vitscale.evaluation.contract import Evaluator, MakeLoader
@@ -23,7 +24,7 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
 
     def loader(manifest: Manifest, crop: EvalCrop) -> MakeLoader:
         if manifest.num_samples == 0:
-            raise DataError(f"{manifest.path}: there are no samples to evaluate")
+            raise DataError(f"{manifest.where}: there are no samples to evaluate")
         order = EvalOrder([shard.num_selected for shard in manifest.shards], settings.batch * world)
         return lambda: Loader(
             manifest,
@@ -32,8 +33,7 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
             transform=EvalTransform(crop.kind, crop.fraction),
             rank=rank,
             world=world,
-            threads=recipe.data.threads,
-            prefetch=recipe.data.prefetch,
+            reading=Reading.of(recipe.data, pinned=torch.cuda.is_available()).for_evaluation(),
         )
 
     if settings.validation is not None:
@@ -64,7 +64,7 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
     return evaluators
 
 
-def check_class_names(dataset: Path, found: Sequence[str], expected: Sequence[str]) -> None:
+def check_class_names(dataset: str, found: Sequence[str], expected: Sequence[str]) -> None:
     """Raise `DataError` where a dataset's labels do not mean what the model's outputs mean."""
     if tuple(found) == tuple(expected):
         return

@@ -56,7 +56,7 @@ def training_set(recipe: Recipe, samples: int | None = None) -> TrainingSet:
         return TrainingSet(samples, num_classes, error)
     samples = manifest.num_samples if samples is None else samples
     num_classes = num_classes or len(manifest.class_names) or None
-    return TrainingSet(samples, num_classes, None if num_classes else DataError(f"{manifest.path} names no classes"))
+    return TrainingSet(samples, num_classes, None if num_classes else DataError(f"{manifest.where} names no classes"))
 
 
 def images_of(recipe: Recipe, samples: int | None) -> int | None:

@@ -17,13 +17,16 @@ from vitscale.recipe.reading import (
     validate_model,
     validate_recipe,
 )
-from vitscale.recipe.schema import AdamW, Duration, EvalCrop, Model, Recipe
+from vitscale.recipe.schema import AdamW, Cache, Crop, Data, Duration, EvalCrop, Model, Recipe
 from vitscale.recipe.smoke import smoke_form
 
 __all__ = [
     "DATA_ROOT_VARIABLE",
     "FREE_ON_RESUME",
     "AdamW",
+    "Cache",
+    "Crop",
+    "Data",
     "Duration",
     "EvalCrop",
     "Model",

@@ -9,6 +9,11 @@ FREE_ON_RESUME = (
     "data.root",
     "data.threads",
     "data.prefetch",
+    "data.cache",
+    "data.verify_shards",
+    "data.check_rate",
+    "data.bad_samples",  # when images turn out to be damaged, a run has to be able to go on
+    "data.stall_s",
     "evaluation",
     "checkpoint",
     "logging",

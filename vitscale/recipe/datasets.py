@@ -1,7 +1,8 @@
 """Where the datasets are that recipes name.
 
 A recipe names its data (`jft300m/train`), not their place, so that it is the same recipe on every cluster. The place is
-given by `data.root`, by a file `datasets.yaml` of the user's, or by an environment variable, in this order.
+given by `data.root`, by a file `datasets.yaml` of the user's, or by an environment variable, in this order: a folder,
+or a URL that fsspec knows, such as `s3://bucket/datasets`. Nothing is asked of a network here.
 """
 
 import os
@@ -9,47 +10,57 @@ from pathlib import Path
 
 from vitscale.errors import RecipeError
 from vitscale.recipe.strict_yaml import parse_yaml
+from vitscale.storage import is_url, join, without_file_scheme
 
 DATA_ROOT_VARIABLE = "VITSCALE_DATA_ROOT"
 DATASETS_FILE = "datasets.yaml"
 
 
-def find_dataset(dataset: str, root: str | None) -> Path:
-    """The folder of the dataset `NAME[/SPLIT] | PATH`.
+def find_dataset(dataset: str, root: str | None) -> str:
+    """The folder, or URL, of the dataset `NAME[/SPLIT] | PATH | URL`.
 
     Args:
-        dataset: a name, or a path that begins with /, ./, ../ or ~.
+        dataset: a name, a path that begins with /, ./, ../ or ~, or a URL.
         root: the recipe's `data.root`, under which every name is looked for.
 
-    Raises `RecipeError` where a name has no place, or nothing is there.
+    Raises `RecipeError` where a name has no place, or nothing is there on this machine; what a URL has, reading tells.
     """
     try:
-        is_path = dataset.startswith(("/", "./", "../", "~"))
-        path, said_by = (Path(dataset).expanduser(), "") if is_path else _place(dataset, root)
-        if path.exists():
-            return path
+        is_place = dataset.startswith(("/", "./", "../", "~")) or is_url(dataset)
+        where, said_by = (_folder(dataset), "") if is_place else _place(dataset, root)
+        if is_url(where) or Path(where).exists():
+            return where
     except (OSError, RuntimeError) as error:  # too long a name, an unknown user behind ~
         raise RecipeError(f"dataset {dataset!r}: {error}") from None
-    raise RecipeError(f"dataset {dataset!r}: there is no {path}{said_by}")
+    raise RecipeError(f"dataset {dataset!r}: there is no {where}{said_by}")
 
 
-def _place(name: str, root: str | None) -> tuple[Path, str]:
+def _folder(place: str, beside: Path | None = None) -> str:
+    """A URL, or a path, which may begin with ~ or be relative to the folder `beside`."""
+    place = without_file_scheme(place)
+    if is_url(place):
+        return place.rstrip("/")
+    path = Path(place).expanduser()
+    return str(path if beside is None else beside / path)
+
+
+def _place(name: str, root: str | None) -> tuple[str, str]:
     """Where a name is, and what says so."""
     if root:
-        return Path(root).expanduser() / name, " (by data.root)"
+        return join(_folder(root), name), " (by data.root)"
     for file in _files():
         if file.is_file():
             places = _read(file)
             # The whole name, or the part before the split: `jft300m` is the place of `jft300m/train` too.
             for key in (name, name.partition("/")[0]):
                 if key in places:
-                    place = file.parent / Path(places[key]).expanduser() / name[len(key) :].lstrip("/")
-                    return place, f" (by {file})"
+                    place, rest = _folder(places[key], file.parent), name[len(key) :].lstrip("/")
+                    return join(place, rest) if rest else place, f" (by {file})"
     if os.environ.get(DATA_ROOT_VARIABLE):
-        return Path(os.environ[DATA_ROOT_VARIABLE]).expanduser() / name, f" (by {DATA_ROOT_VARIABLE})"
+        return join(_folder(os.environ[DATA_ROOT_VARIABLE]), name), f" (by {DATA_ROOT_VARIABLE})"
     raise RecipeError(
-        f"the recipe names the dataset {name!r}, but not where it is; set the folder that holds the datasets with "
-        f"--set data.root=DIR or the environment variable {DATA_ROOT_VARIABLE}, or write a line "
+        f"the recipe names the dataset {name!r}, but not where it is; set the folder or URL that holds the datasets "
+        f"with --set data.root=DIR or the environment variable {DATA_ROOT_VARIABLE}, or write a line "
         f"`{name.partition('/')[0]}: DIR` into {DATASETS_FILE} (here or in ~/.config/vitscale)"
     )
 
@@ -71,5 +82,7 @@ def _read(file: Path) -> dict[str, str]:
         raise RecipeError(f"{file}: expected lines `NAME: DIR`, such as `imagenet: /data/imagenet`")
     for name, place in places.items():
         if not isinstance(place, str) or not place:
-            raise RecipeError(f'{file}: {name}: {place!r}: expected a folder; in YAML a lone ~ is nothing, write "~"')
+            raise RecipeError(
+                f'{file}: {name}: {place!r}: expected a folder or URL; in YAML a lone ~ is nothing, write "~"'
+            )
     return places

@@ -1,6 +1,7 @@
 """The schema of a recipe: typed, strict, frozen. Every field says what it means."""
 
 import dataclasses
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -10,6 +11,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from vitscale.architectures import ResNetShape, Shape, ViTShape, architecture
 from vitscale.errors import RecipeError
 from vitscale.recipe.datasets import find_dataset
+from vitscale.storage import is_url
+
+CACHE_VARIABLE = "VITSCALE_CACHE"
 
 
 class _Block(BaseModel):
@@ -173,10 +177,16 @@ def _complete(kind: type[_Dimensions], named: _Dimensions | None, given: dict[st
 
 
 class Crop(_Block):
-    """Random crop of the paper (inception crop): part of the area, aspect ratio width / height, both [low, high]."""
+    """Random crop for training.
 
+    `inception` is the paper's: part of the area, aspect ratio width / height, both [low, high]. `resize` is BiT's:
+    the picture becomes a square, of which a square with `fraction` of its sides is cut (128 / 160 for small pictures).
+    """
+
+    kind: Literal["inception", "resize"] = "inception"
     area: list[float] = [0.05, 1.0]
     aspect: list[float] = [3 / 4, 4 / 3]
+    fraction: float = Field(480 / 512, gt=0, le=1)
 
     @model_validator(mode="after")
     def _ranges(self) -> "Crop":
@@ -184,6 +194,10 @@ class Crop(_Block):
             if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] <= ceiling:
                 limit = " <= 1" if ceiling == 1.0 else ""
                 raise ValueError(f"{name} must be [low, high] with 0 < low <= high{limit}, not {bounds}")
+        for key, owner in (("area", "inception"), ("aspect", "inception"), ("fraction", "resize")):
+            # A dumped recipe sets every field, so that a default is no sign of intent.
+            if getattr(self, key) != type(self).model_fields[key].default and self.kind != owner:
+                raise ValueError(f"{key} belongs to kind: {owner}, and kind is {self.kind}")
         return self
 
 
@@ -194,17 +208,50 @@ class EvalCrop(_Block):
     fraction: float = Field(224 / 256, gt=0, le=1)
 
 
+class Cache(_Block):
+    """Where shards of datasets at a URL are kept on each machine, and what else is kept of data between runs."""
+
+    dir: str | None = Field(None, description=f"default: ${CACHE_VARIABLE} or ~/.cache/vitscale")
+    limit_gb: float = Field(100.0, gt=0, description="of 10**9 bytes, for all shards there of all runs of the machine")
+
+    def folder(self) -> Path:
+        """The folder on this machine, absolute; it need not be there. Raises `RecipeError`."""
+        place = self.dir or os.environ.get(CACHE_VARIABLE)
+        try:
+            if place:
+                return Path(place).expanduser().absolute()
+            return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "vitscale"
+        except RuntimeError as error:  # a container's user need not have a home
+            raise RecipeError(f"data.cache.dir: {error} Set a folder with --set data.cache.dir=DIR") from None
+
+    @model_validator(mode="after")
+    def _on_this_machine(self) -> "Cache":
+        if self.dir is not None and is_url(self.dir):
+            raise ValueError(f"dir {self.dir!r}: expected a folder of each machine, no URL")
+        return self
+
+
 class Data(_Block):
     """The training data and how it is read."""
 
-    train: str = Field(description="a dataset: NAME or NAME/SPLIT under data.root, or a path")
-    root: str | None = Field(None, description="the folder that holds the datasets; see recipe/datasets.py")
+    train: str = Field(description="a dataset: NAME or NAME/SPLIT under data.root, a path, or a URL")
+    root: str | None = Field(None, description="the folder or URL that holds the datasets; see recipe/datasets.py")
     image_size: int = Field(224, ge=1, le=8192)
     crop: Crop = Crop()
     flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
     eval_crop: EvalCrop = EvalCrop()
     threads: int = Field(2, ge=1, le=256, description="decoding threads a rank")
     prefetch: int = Field(2, ge=1, le=64, description="batches decoded ahead")
+    dct_scaling: bool = Field(
+        False, description="decode at 1/2, 1/4 or 1/8 where that leaves image_size; faster, other pixels"
+    )
+    verify_shards: bool = Field(True, description="compare each shard with its digest when a machine first opens it")
+    check_rate: float = Field(1.0, ge=0, le=1, description="share of images whose checksum is compared on each read")
+    bad_samples: Literal["error", "substitute", "mask"] = Field(
+        "error", description="a damaged image ends the run, is replaced by another of its shard, or weighs nothing"
+    )
+    stall_s: float = Field(600.0, gt=0, description="seconds after which a read that has not returned ends the run")
+    cache: Cache = Cache()
 
 
 class Batch(_Block):
@@ -412,6 +459,6 @@ class Recipe(_Block):
         shape = self.model.shape()
         return shape.describe_border(self.data.image_size) if isinstance(shape, ViTShape) else None
 
-    def dataset_path(self, dataset: str) -> Path:
-        """Where the dataset `NAME[/SPLIT] | PATH` is: see `datasets.find_dataset`."""
+    def dataset_path(self, dataset: str) -> str:
+        """Path or URL of the dataset `NAME[/SPLIT] | PATH | URL`: see `datasets.find_dataset`."""
         return find_dataset(dataset, self.data.root)

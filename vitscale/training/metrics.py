@@ -1,9 +1,9 @@
 """What a run reports: `metrics.jsonl` and TensorBoard, in the run directory.
 
 `metrics.jsonl` has one JSON object a line. Training lines have `step` (updates done, from 1), `loss`, `lr`,
-`grad_norm`, `images_per_s`, `data_wait`, `step_time_s`, `world_size`, `exaflops`, `mfu`, `peak_memory_bytes` and
-`batch_digest`, as far as each is known; evaluations are lines of their own with `step` and `eval/<evaluator>/<metric>`.
-A value that is not finite is null: JSON has no NaN.
+`grad_norm`, `images_per_s`, `data_wait`, `step_time_s`, `world_size`, `exaflops`, `mfu`, `peak_memory_bytes`,
+`bad_samples` (damaged, since the last line) and `batch_digest`, as far as each is known; evaluations are lines of
+their own with `step` and `eval/<evaluator>/<metric>`. A value that is not finite is null: JSON has no NaN.
 
 Losing a metric is better than losing the run: a write that fails is reported once and training goes on.
 """

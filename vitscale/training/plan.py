@@ -115,14 +115,14 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
 def _num_classes(recipe: Recipe, manifest: Manifest) -> int:
     named = len(manifest.class_names)
     if named == 0:
-        raise DataError(f"{manifest.path} names no classes; convert the data with class folders or --classes")
+        raise DataError(f"{manifest.where} names no classes; convert the data with class folders or --classes")
     if recipe.model.num_classes not in (None, named):
         raise DataError(
-            f"{manifest.path} names {named} classes, the recipe's model.num_classes is {recipe.model.num_classes}; "
+            f"{manifest.where} names {named} classes, the recipe's model.num_classes is {recipe.model.num_classes}; "
             f"leave it out (--set model.num_classes=null) to take the dataset's"
         )
     if recipe.objective.loss == "softmax" and named < 2:
-        raise DataError(f"{manifest.path}: softmax needs at least two classes, the dataset names {named}")
+        raise DataError(f"{manifest.where}: softmax needs at least two classes, the dataset names {named}")
     if recipe.selection is not None and recipe.selection.metric == "validation/top5" and named <= 5:
         raise RecipeError(f"selection.metric: with {named} classes there is no top-5 accuracy; use validation/top1")
     return named

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 import deepspeed
 import torch
@@ -23,9 +23,9 @@ import yaml
 
 import vitscale
 from vitscale.checkpoint import CHECKPOINTS, DONE_FILE, RECIPE_FILE, CheckpointStore, Index
-from vitscale.data import ORDER_VERSION, Batch, Loader, TrainTransform, to_model_input
+from vitscale.data import ORDER_VERSION, Batch, Loader, Reading, on_device, to_model_input, train_transform
 from vitscale.durable import write_text
-from vitscale.errors import CheckpointError, NonFiniteError, RecipeError
+from vitscale.errors import CheckpointError, DataError, NonFiniteError, RecipeError
 from vitscale.evaluation import ModelOutputs, evaluate
 from vitscale.flops import accounting, hardware
 from vitscale.flops.work import recipe_work
@@ -83,6 +83,7 @@ class Trainer:
         self.dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
         self.progress: TrainingProgress | None = None
         self.gradient_norm = math.nan
+        self.bad_samples = 0  # of this rank since the last line of metrics
         for warning in plan.warnings:
             self._say(f"WARNING: {warning}")
         self._set_up_model()
@@ -115,17 +116,15 @@ class Trainer:
 
     def _open_loader(self, stop_step: int) -> Loader:
         data = self.recipe.data
-        (area_low, area_high), (aspect_low, aspect_high) = data.crop.area, data.crop.aspect
         return Loader(
             self.plan.manifest,
             self.plan.order,
             image_size=data.image_size,
-            transform=TrainTransform((area_low, area_high), (aspect_low, aspect_high), data.flip),
+            transform=train_transform(data.crop, data.flip),
             rank=self.world.rank,
             world=self.world.size,
             seed=self.recipe.seed,
-            threads=data.threads,
-            prefetch=data.prefetch,
+            reading=Reading.of(data, pinned=self.world.device.type == "cuda"),
             start_step=self.step,
             stop_step=stop_step,
             digest=self.recipe.logging.batch_digest,
@@ -184,7 +183,7 @@ class Trainer:
         if changed:
             raise CheckpointError(
                 f"{self.store.root}: this run began on other data: {', '.join(changed)} of "
-                f"{self.recipe.dataset_path(self.recipe.data.train)} differ from the checkpoint's. Point data.root at "
+                f"{self.plan.manifest.where} differ from the checkpoint's. Point data.root at "
                 f"the dataset that it began with, or start over in another --run-dir"
             ).on_all_ranks()
 
@@ -210,21 +209,25 @@ class Trainer:
 
     # ---- Step --------------------------------------------------------------------------------------------------------
 
-    def _train_step(self, batch: Batch) -> tuple[torch.Tensor, float]:
-        """One update on one global batch: (this rank's sum of losses, learning rate)."""
+    def _train_step(self, batch: Batch) -> "_Step":
+        """One update on one global batch."""
         self.plan.objective.check_labels(batch.labels, self.plan.num_classes)
         rate = self.plan.learning_rate(self.step)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         loss_sum = torch.zeros((), device=self.world.device)
+        samples = self._valid_samples(batch)
+        is_whole = bool(batch.mask.all())
         # DeepSpeed averages over ranks and micro-batches: with this factor the gradient is that of the global mean.
-        scale = self.world.size * self.plan.accumulation / self.recipe.batch.global_size
+        scale = self.world.size * self.plan.accumulation / samples
         for micro_step in range(self.plan.accumulation):
             rows = slice(micro_step * self.plan.micro_batch, (micro_step + 1) * self.plan.micro_batch)
             labels = batch.labels[rows].to(self.world.device)
             self._seed_dropout(micro_step)
             logits = self.engine(to_model_input(batch.images[rows], self.world.device, self.dtype))
             losses = self.plan.objective.per_sample_loss(logits, labels)
+            if not is_whole:
+                losses = torch.where(batch.mask[rows].to(self.world.device), losses, 0.0)
             loss_sum += losses.detach().sum()
             self.engine.backward(losses.sum() * scale)
             if is_plain(self.recipe) and micro_step == self.plan.accumulation - 1:
@@ -235,7 +238,16 @@ class Trainer:
             # DeepSpeed skips an update with a non-finite gradient without a word.
             if self.engine.skipped_steps or not math.isfinite(self.gradient_norm):
                 self._refuse_non_finite(batch, loss_sum)
-        return loss_sum, rate
+        return _Step(loss_sum, samples, rate)
+
+    def _valid_samples(self, batch: Batch) -> int:
+        """Samples of the global batch that count: all, unless damaged ones are left out."""
+        if self.recipe.data.bad_samples != "mask":
+            return self.recipe.batch.global_size
+        samples = distributed.sum_integers(self.world, int(batch.mask.sum()))
+        if samples == 0:
+            raise DataError(f"step {self.step + 1}: every sample of the batch is damaged").on_all_ranks()
+        return samples
 
     def _clip_plain(self, batch: Batch, loss_sum: torch.Tensor) -> None:
         """Norm, check and clipping of the averaged gradients, where DeepSpeed has none: stage 0 in fp32."""
@@ -320,11 +332,12 @@ class Trainer:
         self.engine.train()
         with self.progress or contextlib.nullcontext(), self._open_loader(last) as loader:
             pace = _Pace(self.step)
-            for batch in pace.timed(loader):
-                loss_sum, rate = self._train_step(batch)
+            for batch in pace.timed(on_device(loader, self.world.device)):
+                step = self._train_step(batch)
                 self.step += 1
+                self.bad_samples += batch.bad_samples
                 if self.step % self.recipe.logging.every == 0 or self.step == last:
-                    self._log(batch, loss_sum, rate, pace)
+                    self._log(batch, step, pace)
                 with pace.paused():
                     # Before evaluating: whatever is wrong with the test data, the weights are safe.
                     saves = self.step == last or self._is_due(self.plan.checkpoint_every)
@@ -358,19 +371,21 @@ class Trainer:
         rule = self.recipe.selection
         return rule is not None and rule.patience is not None and self.selection["without_better"] >= rule.patience
 
-    def _log(self, batch: Batch, loss_sum: torch.Tensor, rate: float, pace: "_Pace") -> None:
+    def _log(self, batch: Batch, step: "_Step", pace: "_Pace") -> None:
         """One line of metrics; all ranks take part, rank 0 writes."""
         seconds, waited = pace.per_step(self.step)
-        rows = distributed.gather_numbers(self.world, [loss_sum.item(), waited, self._peak_memory()])
+        numbers = [step.loss_sum.item(), waited, self._peak_memory(), self.bad_samples]
+        rows = distributed.gather_numbers(self.world, numbers)
+        self.bad_samples = 0
         digest = distributed.sum_integers(self.world, batch.digest) if batch.digest is not None else None
         if not self.world.is_main:
             return
         global_batch = self.recipe.batch.global_size
-        loss = rows[:, 0].sum().item() / global_batch
+        loss = rows[:, 0].sum().item() / step.samples
         images_per_s = global_batch / seconds
         line: dict[str, float | str] = {
             "loss": loss,
-            "lr": rate,
+            "lr": step.rate,
             "grad_norm": self.gradient_norm,
             "images_per_s": images_per_s,
             "data_wait": rows[:, 1].max().item(),
@@ -382,11 +397,13 @@ class Trainer:
         mfu = accounting.mfu(images_per_s, self.work.macs, self.world.size, self.peak_flops)
         if mfu is not None:
             line["mfu"] = mfu
+        if self.recipe.data.bad_samples != "error":
+            line["bad_samples"] = int(rows[:, 3].sum().item())
         if digest is not None:
             line["batch_digest"] = f"{digest:016x}"
         self.metrics.training(self.step, line)
         if self.progress is not None:
-            self.progress.update(self.step, loss=loss, lr=rate, images_per_s=images_per_s)
+            self.progress.update(self.step, loss=loss, lr=step.rate, images_per_s=images_per_s)
 
     def _peak_memory(self) -> int:
         """Bytes: what torch allocated on a CUDA device, the process's resident set on a CPU."""
@@ -406,6 +423,14 @@ class Trainer:
         }
         write_text(self.run_dir / DONE_FILE, json.dumps(summary, indent=1) + "\n")
         self._say(f"done: {self.step:,} steps, checkpoints and metrics in {self.run_dir}")
+
+
+class _Step(NamedTuple):
+    """One update: this rank's sum of losses, the samples of all ranks that counted, the learning rate."""
+
+    loss_sum: torch.Tensor
+    samples: int
+    rate: float
 
 
 class _InitialValues:

@@ -1,0 +1,73 @@
+"""Datasets that something has happened to; each function says which slots of a shard."""
+
+import os
+
+import numpy as np
+
+from vitscale.shards import Manifest, ShardFile, StoredSample, file_digests, write_shard
+
+METADATA, ROW = 24 + 4 * 1041, 40  # bytes: header and four fields; one sample's record
+WIDTH, CRC = 1, 32  # where they stand in a record
+
+
+def flip(path, offset):
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def flip_byte(manifest: Manifest, index: int, slots: list[int]) -> Manifest:
+    """A byte of the stored images is another."""
+    path = manifest.shard_path(index)
+    with ShardFile(path) as shard:
+        offsets = [int(shard.offset[slot] + shard.size[slot] // 2) for slot in slots]
+    for offset in offsets:
+        flip(path, offset)
+    return manifest
+
+
+def misstate_size(manifest: Manifest, index: int, slots: list[int]) -> Manifest:
+    """The shard states another width of the pictures."""
+    for slot in slots:
+        flip(manifest.shard_path(index), METADATA + slot * ROW + WIDTH)
+    return manifest
+
+
+def misstate_checksums(manifest: Manifest, index: int, slots: list[int]) -> Manifest:
+    """The shard states another checksum of sound images."""
+    for slot in slots:
+        flip(manifest.shard_path(index), METADATA + slot * ROW + CRC)
+    return manifest
+
+
+def store_zeros(manifest: Manifest, index: int, slots: list[int]) -> Manifest:
+    """Zeros were stored, with their checksum, in a shard that is as the manifest lists it."""
+    path = manifest.shard_path(index)
+    with ShardFile(path) as shard:
+        samples = [
+            StoredSample(
+                bytes(int(shard.size[slot])) if slot in slots else shard.read(slot),
+                int(shard.height[slot]),
+                int(shard.width[slot]),
+                int(shard.label[slot]),
+                int(shard.uid[slot]),
+            )
+            for slot in range(shard.samples)
+        ]
+    write_shard(path, samples)
+    entry = manifest.shards[index].model_copy(update=file_digests(path)._asdict())
+    shards = (*manifest.shards[:index], entry, *manifest.shards[index + 1 :])
+    return manifest.model_copy(update={"shards": shards}).save(manifest.directory)
+
+
+def cut_before(manifest: Manifest, index: int, slot: int) -> None:
+    """The file ends where this slot's image begins."""
+    with ShardFile(manifest.shard_path(index)) as shard:
+        offset = int(np.asarray(shard.offset)[slot])
+    os.truncate(manifest.shard_path(index), offset)
+
+
+SILENT = {"flipped byte": flip_byte, "misstated size": misstate_size, "misstated checksum": misstate_checksums}
+"""Damage that has come after the manifest."""
+
+KINDS = {**SILENT, "zeros": store_zeros}

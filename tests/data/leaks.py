@@ -1,0 +1,28 @@
+"""What loaders must not leave behind."""
+
+import threading
+import time
+from pathlib import Path
+
+
+def wait_until(holds, seconds=20.0):
+    """Whether something comes true before long."""
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    return holds()
+
+
+def loader_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("vitscale-data")]
+
+
+def open_files():
+    folder = Path("/proc/self/fd")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def resident_bytes():
+    import psutil
+
+    return psutil.Process().memory_info().rss

@@ -1,0 +1,362 @@
+"""What becomes of damaged samples: an error, another sample in their place, or a place that does not count."""
+
+import logging
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from damage import CRC, KINDS, METADATA, SILENT, cut_before, flip, flip_byte, misstate_checksums, store_zeros
+from picture_shards import view, write_pictures
+from views import expected_view
+
+from vitscale.data import EvalOrder, EvalTransform, Loader, Reading, ResizeTransform, TrainOrder, TrainTransform
+from vitscale.data.augmentation import sample_keys
+from vitscale.errors import DataError
+from vitscale.shards import Manifest
+
+SHARDS, BATCH, SEED, SIDE = [20, 13, 20, 7], 12, 5, 16
+FIRST = [0, 20, 33, 53]  # sample of each shard's slot 0; its uid is three times that
+STEPS = 15  # three epochs
+FIELDS = ("images", "labels", "uids", "keys", "mask")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    return write_pictures(tmp_path_factory.mktemp("policies") / "data", SHARDS)
+
+
+@pytest.fixture
+def manifest(original, tmp_path):
+    """A copy that a test may damage."""
+    return Manifest.load(shutil.copytree(original.directory, tmp_path / "data"))
+
+
+def uid(index, slot):
+    return 3 * (FIRST[index] + slot)
+
+
+def loader_of(manifest, policy, start=0, stop=STEPS, rank=0, world=1, transform=None, seed=SEED, side=SIDE, **reading):
+    return Loader(
+        manifest,
+        TrainOrder([shard.num_selected for shard in manifest.shards], BATCH, 4),
+        image_size=side,
+        transform=transform or TrainTransform(),
+        rank=rank,
+        world=world,
+        seed=seed,
+        reading=Reading(bad_samples=policy, **reading),
+        start_step=start,
+        stop_step=stop,
+        digest=True,
+    )
+
+
+def train(manifest, policy, **options):
+    with loader_of(manifest, policy, **options) as loader:
+        return list(loader)
+
+
+@pytest.fixture(scope="module")
+def sound(original):
+    return train(original, "error")
+
+
+def same(a, b):
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in FIELDS) and a.digest == b.digest
+
+
+def rows_with(batches, uids):
+    """(batch, row) of all places where these samples stand."""
+    return [(i, row) for i, b in enumerate(batches) for row, one in enumerate(b.uids.tolist()) if one in uids]
+
+
+# --------------------------------------------------------------------------------------------------------- the policies
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_error(manifest, kind):
+    changed = KINDS[kind](manifest, 2, [7])
+    with pytest.raises(DataError, match=rf"shard-00002\.beton: slot 7, uid {uid(2, 7)}: "):
+        train(changed, "error", verify_shards=False)
+    with pytest.raises(DataError, match=r"shard-00002\.beton: "):
+        train(changed, "error")
+
+
+@pytest.mark.parametrize("policy", ["substitute", "mask"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_sound_samples_do_not_notice(original, sound, policy, verify, caplog):
+    batches = train(original, policy, verify_shards=verify)
+    assert all(same(a, b) and b.bad_samples == 0 for a, b in zip(sound, batches, strict=True))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("verify", [True, False])
+def test_mask(manifest, sound, kind, verify):
+    """In their places nothing that counts; all else as it was."""
+    changed = KINDS[kind](KINDS[kind](manifest, 2, [7, 8]), 0, [0])
+    bad = {uid(2, 7), uid(2, 8), uid(0, 0)}
+    places = rows_with(sound, bad)
+    assert len(places) >= 7  # three times in three epochs, but for those left out
+    batches = train(changed, "mask", verify_shards=verify)
+    for i, (before, after) in enumerate(zip(sound, batches, strict=True)):
+        masked = torch.tensor([(i, row) in places for row in range(BATCH)])
+        assert torch.equal(after.mask, ~masked) and after.bad_samples == int(masked.sum())
+        assert not after.images[masked].any()
+        assert torch.equal(after.images[~masked], before.images[~masked])
+        for name in ("labels", "uids", "keys"):
+            assert torch.equal(getattr(after, name), getattr(before, name))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("verify", [True, False])
+def test_substitute(manifest, sound, kind, verify):
+    """The next sound sample of the shard, as this epoch shows it; behind the last slot comes the first one."""
+    changed = KINDS[kind](KINDS[kind](manifest, 2, [7, 8]), 3, [6])
+    stands_in = {uid(2, 7): uid(2, 9), uid(2, 8): uid(2, 9), uid(3, 6): uid(3, 0)}
+    places = rows_with(sound, stands_in)
+    assert len(places) >= 7
+    batches = train(changed, "substitute", verify_shards=verify)
+    for i, (before, after) in enumerate(zip(sound, batches, strict=True)):
+        replaced = torch.tensor([(i, row) in places for row in range(BATCH)])
+        assert after.mask.all() and after.bad_samples == int(replaced.sum())
+        for name in FIELDS:
+            assert torch.equal(getattr(after, name)[~replaced], getattr(before, name)[~replaced])
+        for row in torch.nonzero(replaced)[:, 0].tolist():
+            one = stands_in[before.uids[row].item()]
+            assert after.uids[row] == one and after.labels[row] == one // 3 % 4 - 1
+            assert after.keys[row].item() == sample_keys(SEED, after.epoch, np.array([one])).view(np.int64)[0]
+            view_of_it = expected_view(one, TrainTransform(), after.epoch, SEED, SIDE)
+            assert np.abs(after.images[row].numpy() - view_of_it).max() <= 0.501
+
+
+def test_a_substitute_belongs_to_the_dataset(manifest, tmp_path):
+    """What was taken out of a dataset does not come back so."""
+    flip_byte(flip_byte(manifest, 0, [4]), 1, [2])
+    subset = view(manifest, tmp_path / "view", first=5, excluded=[0, 3, 4, 5])
+    assert [shard.num_selected for shard in subset.shards] == [5, 9]
+    batches = train(subset, "substitute", verify_shards=False)
+    seen = {one for batch in batches for one in batch.uids.tolist()}
+    assert seen == {uid(0, slot) for slot in range(4)} | {uid(1, slot) for slot in (1, 6, 7, 8, 9, 10, 11, 12)}
+    assert sum(batch.bad_samples for batch in batches) > 5
+
+
+def test_no_substitute_is_left(manifest):
+    flip_byte(manifest, 3, list(range(7)))
+    with pytest.raises(DataError, match=r"shard-00003\.beton: slot \d, uid \d+: .*No other sample of the shard"):
+        train(manifest, "substitute", verify_shards=False)
+    assert sum(batch.bad_samples for batch in train(manifest, "mask", verify_shards=False)) >= 3 * 7 - 3
+
+
+def test_a_substitute_is_always_checked(manifest):
+    """Also where only a part of the samples is: a second choice is none of damaged ones."""
+    misstate_checksums(store_zeros(manifest, 2, [7]), 2, [8])
+    batches = train(manifest, "substitute", verify_shards=False, check_rate=0.0)
+    assert sum(batch.bad_samples for batch in batches) > 1
+    for batch in batches:
+        assert batch.uids.tolist().count(uid(2, 9)) >= batch.bad_samples
+
+
+# ------------------------------------------------------------------------------------------- on every world, every time
+
+
+@pytest.mark.parametrize("policy", ["substitute", "mask"])
+def test_the_same_on_every_world(manifest, policy):
+    """Several of every kind, also in a row: on any world, threads and after any resume the same global batches."""
+    changed = store_zeros(flip_byte(manifest, 0, [3, 4, 5, 19]), 2, [0, 6, 11])
+    reading = {"verify_shards": False}
+    whole = train(changed, policy, threads=1, **reading)
+    assert sum(batch.bad_samples for batch in whole) > 10
+    for world in (1, 2, 4):
+        for start, threads, prefetch in ((0, 2, 2), (0, 4, 1), (1, 3, 3), (6, 1, 2), (11, 2, 1)):
+            options = {"start": start, "world": world, "threads": threads, "prefetch": prefetch, **reading}
+            ranks = [train(changed, policy, rank=rank, **options) for rank in range(world)]
+            for expected, *parts in zip(whole[start:], *ranks, strict=True):
+                assert {len(part.uids) for part in parts} == {BATCH // world}
+                assert {(part.step, part.epoch) for part in parts} == {(expected.step, expected.epoch)}
+                for name in FIELDS:
+                    assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(expected, name))
+                assert sum(part.digest for part in parts) % 2**64 == expected.digest
+                assert sum(part.bad_samples for part in parts) == expected.bad_samples
+
+
+# ------------------------------------------------------------------------------------------------------------ the words
+
+
+@pytest.mark.parametrize("policy", ["substitute", "mask"])
+@pytest.mark.parametrize("kind", SILENT)
+def test_each_is_told_of_once(manifest, sound, policy, kind, caplog):
+    SILENT[kind](manifest, 2, [7])
+    batches = train(manifest, policy)
+    told = [record for record in caplog.records if "slot 7" in record.message]
+    places = rows_with(sound, {uid(2, 7)})
+    assert [f"step {sound[i].step + 1}:" in record.message for (i, _), record in zip(places, told, strict=True)]
+    assert sum(batch.bad_samples for batch in batches) == len(places)
+    for record in told:
+        assert record.levelno == logging.WARNING and f"slot 7, uid {uid(2, 7)}:" in record.message
+        assert str(manifest.shard_path(2)) in record.message
+        assert ("left out" if policy == "mask" else f"uid {uid(2, 8)} stands in for it") in record.message
+    # And once that the shard is not the one of the manifest.
+    rest = [record.message for record in caplog.records if record not in told]
+    assert len(rest) == 1 and str(manifest.shard_path(2)) in rest[0] and "the manifest says xxh3_128" in rest[0]
+
+
+def test_fillers_are_not_counted(manifest, caplog):
+    """They repeat the first sample of the dataset, which is told of in its own place."""
+    flip_byte(manifest, 0, [0])
+    order = EvalOrder(SHARDS, 16)  # 60 samples: 4 fillers
+    reading = Reading(verify_shards=False).for_evaluation()
+    with pytest.raises(DataError):
+        list(Loader(manifest, order, image_size=8, transform=EvalTransform(), reading=reading))
+    reading = Reading(bad_samples="substitute", verify_shards=False).for_evaluation()
+    for world in (1, 2, 4):
+        caplog.clear()
+        bad = valid = 0
+        for rank in range(world):
+            options = {"image_size": 8, "transform": EvalTransform(), "reading": reading}
+            with Loader(manifest, order, rank=rank, world=world, **options) as loader:
+                for batch in loader:
+                    bad, valid = bad + batch.bad_samples, valid + int(batch.mask.sum())
+                    assert (batch.images[~batch.mask] == 0).all()
+        assert (bad, valid, len(caplog.records)) == (1, 59, 1)
+
+
+# ---------------------------------------------------------------------------------------------- what is always an error
+
+
+@pytest.mark.parametrize("policy", ["error", "substitute", "mask"])
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        ("missing", "missing, but the manifest lists it|cannot be opened"),
+        ("shorter", "the manifest says|expected"),
+        ("longer", "the manifest says|expected"),
+        ("another shard", "this is another shard|the manifest says xxh3_128"),
+        ("wrong head", "damaged"),
+    ],
+)
+def test_always_an_error(manifest, policy, verify, change, problem):
+    path = manifest.shard_path(2)
+    content = path.read_bytes()
+    if change == "missing":
+        path.unlink()
+    elif change == "another shard":
+        flip(path, METADATA + 24)  # the uid of slot 0
+    elif change == "wrong head":
+        flip(path, 0)
+    else:
+        path.write_bytes(content[:-1] if change == "shorter" else content + b"\0")
+    with pytest.raises(DataError, match=rf"shard-00002\.beton: .*({problem})"):
+        train(manifest, policy, verify_shards=verify)
+
+
+# --------------------------------------------------------------------------------------------------- a file that is cut
+
+
+def first_of_shard(batches, index, after):
+    """The first batch behind `after` with a sample of this shard; places in it."""
+    uids = {uid(index, slot) for slot in range(SHARDS[index])}
+    return [(i, row) for i, row in rows_with(batches, uids) if i > after]
+
+
+@pytest.mark.parametrize("slot", [0, 11])
+def test_a_file_that_is_cut_while_it_is_read_is_masked(manifest, sound, slot, caplog):
+    """No crash, no other counts: what is not there any more is left out, and what is there stays."""
+    with loader_of(manifest, "mask", prefetch=1) as loader:
+        batches = [next(loader)]
+        cut_before(manifest, 2, slot)
+        batches += list(loader)
+    gone = {uid(2, k) for k in range(slot, SHARDS[2])}
+    # The first four may have been read before.
+    for i, (before, after) in enumerate(zip(sound, batches, strict=True)):
+        masked = torch.tensor([one in gone for one in before.uids.tolist()])
+        assert torch.equal(after.uids, before.uids) and len(after.mask) == BATCH
+        if i > 3:
+            assert torch.equal(after.mask, ~masked)
+        assert torch.equal(after.images[after.mask], before.images[after.mask])
+    assert any("the file ends after 0 of its" in record.message for record in caplog.records)
+
+
+def test_a_file_that_is_cut_while_it_is_read_has_substitutes_as_long_as_any_is_left(manifest, sound):
+    with loader_of(manifest, "substitute", prefetch=1) as loader:
+        batches = [next(loader)]
+        cut_before(manifest, 2, 11)
+        batches += list(loader)
+    for i, (before, after) in enumerate(zip(sound, batches, strict=True)):
+        assert after.mask.all()
+        if i > 3:
+            expected = [uid(2, 0) if one >= uid(2, 11) and one < uid(3, 0) else one for one in before.uids.tolist()]
+            assert after.uids.tolist() == expected
+    with loader_of(manifest, "error", verify_shards=False) as loader, pytest.raises(DataError):
+        list(loader)  # for whoever opens it, the file has another size
+
+
+def test_a_file_that_is_emptied_while_it_is_read_has_no_substitutes(manifest):
+    with loader_of(manifest, "substitute", stop=None, prefetch=1) as loader:
+        next(loader)
+        for index in range(4):
+            os.truncate(manifest.shard_path(index), 5000)
+        with pytest.raises(DataError, match=r"the file ends after 0 of its .*No other sample"):
+            for _ in loader:
+                pass
+
+
+# ------------------------------------------------------------------------------------------------- how many are checked
+
+
+@pytest.fixture(scope="module")
+def all_misstated(tmp_path_factory):
+    """Every stored checksum is wrong, and every image is sound: what is masked is what is checked."""
+    manifest = write_pictures(tmp_path_factory.mktemp("rate") / "data", SHARDS)
+    for index, size in enumerate(SHARDS):
+        misstate_checksums(manifest, index, list(range(size)))
+    return manifest
+
+
+def checked(manifest, rate, steps=150, **options):
+    """{(epoch, uid)} of what is checked, and of all."""
+    batches = train(manifest, "mask", stop=steps, verify_shards=False, check_rate=rate, **options)
+    everything = [(b.epoch, one, ok) for b in batches for one, ok in zip(b.uids.tolist(), b.mask.tolist(), strict=True)]
+    return {place[:2] for place in everything if not place[2]}, {place[:2] for place in everything}
+
+
+def test_the_share_that_is_checked(all_misstated):
+    assert checked(all_misstated, 0.0, 20)[0] == set()
+    found, everything = checked(all_misstated, 1.0, 20)
+    assert found == everything
+    for rate in (0.1, 0.5, 0.9):
+        found, everything = checked(all_misstated, rate)
+        assert len(everything) == 150 * BATCH  # 1,800: six standard deviations
+        assert abs(len(found) - rate * len(everything)) < 6 * (rate * (1 - rate) * len(everything)) ** 0.5
+
+
+def test_which_are_checked_is_a_function_of_seed_epoch_and_uid(all_misstated):
+    found, _ = checked(all_misstated, 0.5, 40)
+    for transform, side, threads in ((ResizeTransform(), 8, 1), (EvalTransform(), 5, 4)):
+        assert checked(all_misstated, 0.5, 40, transform=transform, side=side, threads=threads)[0] == found
+    ranks = [checked(all_misstated, 0.5, 40, rank=rank, world=4)[0] for rank in range(4)]
+    assert set.union(*ranks) == found
+    resumed, rest = checked(all_misstated, 0.5, 40, start=17)
+    assert resumed == found & rest
+    more, _ = checked(all_misstated, 0.7, 40)
+    assert found < more  # who checks more checks the same ones too
+    by_epoch = [{one for epoch, one in found if epoch == number} for number in range(8)]
+    assert len(set(map(frozenset, by_epoch))) == 8
+    other, _ = checked(all_misstated, 0.5, 40, seed=SEED + 1)
+    assert 0.3 < len(other & found) / len(found) < 0.7
+    assert all(0.2 < len(one) / 60 < 0.8 for one in by_epoch)
+
+
+def test_the_decoder_looks_at_all(manifest):
+    """Whatever share is checked."""
+    changed = store_zeros(manifest, 2, [7])
+    with pytest.raises(DataError, match=r"slot 7.*the decoder refused it"):
+        train(changed, "error", check_rate=0.0)
+
+
+def test_the_constant_of_the_format():
+    """Where the tests above write."""
+    assert METADATA + CRC == 24 + 4 * 1041 + 32

@@ -1,0 +1,327 @@
+"""One rank's part of a step: planned in one piece, then read and decoded in slices, by any threads in any order."""
+
+import logging
+import os
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from vitscale.data.augmentation import Transform, sample_keys
+from vitscale.data.batch import Batch
+from vitscale.data.buffers import Buffers
+from vitscale.data.crew import Activity
+from vitscale.data.hashing import combine, mix
+from vitscale.data.kernel import CRC_MISMATCH, NO_MEMORY, OK, SIZE_MISMATCH, decode_slice
+from vitscale.data.open_shards import OpenedShard, OpenShards
+from vitscale.data.order import EvalOrder, TrainOrder
+from vitscale.data.settings import Reading
+from vitscale.errors import DataError
+
+_SLICE_SAMPLES = 32
+_CHECK = 5  # what a hash is for
+_WORD = 2**64
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Samples:
+    """What the shards say of the samples of a batch, row by row (b,), and where they lie.
+
+    Attributes:
+        shards: that are in use.
+        shard_of: index into `shards`.
+        slots: in the shard.
+        sizes, heights, widths, uids, labels: int64.
+        crcs: uint32.
+        raw: bool.
+    """
+
+    shards: list[OpenedShard]
+    shard_of: np.ndarray
+    slots: np.ndarray
+    sizes: np.ndarray
+    heights: np.ndarray
+    widths: np.ndarray
+    uids: np.ndarray
+    labels: np.ndarray
+    crcs: np.ndarray
+    raw: np.ndarray
+
+    @classmethod
+    def of(cls, shards: list[OpenedShard], shard_of: np.ndarray, positions: np.ndarray) -> "Samples":
+        """Those at `positions` among the selected samples of `shards[shard_of]`, both int64 (b,)."""
+        columns = [np.empty(len(positions), kind) for kind in (*[np.int64] * 6, np.uint32, bool)]
+        found = cls(shards, shard_of, *columns)
+        for at, shard in enumerate(shards):
+            rows = np.flatnonzero(shard_of == at)
+            found.fill(rows, shard, positions[rows])
+        return found
+
+    def fill(self, rows: np.ndarray, shard: OpenedShard, positions: np.ndarray) -> None:
+        """Write down what a shard says of the samples at these positions."""
+        file = shard.file
+        assert file is not None
+        slots = positions if shard.selected is None else shard.selected[positions]
+        self.slots[rows] = slots
+        self.sizes[rows] = file.size[slots]
+        self.heights[rows], self.widths[rows] = file.height[slots], file.width[slots]
+        self.uids[rows], self.labels[rows] = file.uid[slots], file.label[slots]
+        self.crcs[rows], self.raw[rows] = file.crc[slots], file.raw[slots]
+
+
+@dataclass
+class Work:
+    """A batch that is being made. Slices write to rows of their own; `remaining` and `error` are under `lock`."""
+
+    step: int
+    epoch: int
+    samples: Samples
+    positions: np.ndarray
+    keys: np.ndarray
+    boxes: np.ndarray
+    flips: np.ndarray
+    checked: np.ndarray
+    mask: np.ndarray
+    bad: np.ndarray
+    images: Tensor
+    pixels: np.ndarray  # of `images`
+    digests: np.ndarray
+    slices: list[slice]
+    remaining: int
+    lock: threading.Lock
+    done: threading.Event
+    error: tuple[int, BaseException] | None = None
+
+
+class BatchReader:
+    """Plans and reads batches.
+
+    Args:
+        shards: to read from.
+        order: which samples stand in which slot.
+        image_size: side S of the output in pixels.
+        transform: what of each picture is seen.
+        slots: first and last of this rank's slots of every global batch.
+        seed: of the augmentation.
+        reading: how.
+        digest: whether batches carry a checksum of their pixels.
+        activity: to be told what is waited for.
+    """
+
+    def __init__(
+        self,
+        shards: OpenShards,
+        order: TrainOrder | EvalOrder,
+        image_size: int,
+        transform: Transform,
+        slots: tuple[int, int],
+        seed: int,
+        reading: Reading,
+        digest: bool,
+        activity: Activity,
+    ) -> None:
+        self._shards, self._order, self._transform, self._slots = shards, order, transform, slots
+        self._seed, self._reading, self._digest, self._activity = seed, reading, digest, activity
+        self._buffers = Buffers((slots[1] - slots[0], image_size, image_size, 3), reading.pinned)
+        self._memory = threading.local()
+        self._checks = combine(seed, _CHECK)
+
+    def plan(self, step: int) -> Work:
+        """Find a step's samples, and open their shards. Of one thread only. Raises as `OpenShards.acquire`."""
+        slots = self._order.batch(step, *self._slots)
+        indices, shard_of = np.unique(slots.shard, return_inverse=True)
+        shards = list(self._shards.acquire(indices.tolist()).values())
+        self._shards.prepare(self._order.upcoming(step, *self._slots))
+        count = len(slots.shard)
+        samples = Samples.of(shards, shard_of, slots.position)
+        keys = sample_keys(self._seed, slots.epoch, samples.uids)
+        # A rank's part may be small: at least two slices for every thread, so that none idles.
+        length = max(1, min(_SLICE_SAMPLES, count // (2 * self._reading.threads)))
+        slices = [slice(start, min(start + length, count)) for start in range(0, count, length)]
+        images = self._buffers.take()
+        return Work(
+            step=step,
+            epoch=slots.epoch,
+            samples=samples,
+            positions=slots.position,
+            keys=keys,
+            boxes=self._transform.boxes(keys, samples.heights, samples.widths),
+            flips=self._transform.flips(keys),
+            checked=self._is_checked(keys),
+            mask=slots.mask,
+            bad=np.zeros(count, bool),
+            images=images,
+            pixels=images.numpy(),
+            digests=np.zeros(len(slices), np.uint64),
+            slices=slices,
+            remaining=len(slices),
+            lock=threading.Lock(),
+            done=threading.Event(),
+        )
+
+    def finish(self, work: Work) -> Batch:
+        """The batch whose slices are all done."""
+        return Batch(
+            step=work.step,
+            epoch=work.epoch,
+            images=work.images,
+            labels=torch.from_numpy(work.samples.labels),
+            uids=torch.from_numpy(work.samples.uids),
+            keys=torch.from_numpy(work.keys.view(np.int64)),
+            mask=torch.from_numpy(work.mask),
+            bad_samples=int(work.bad.sum()),
+            digest=int(work.digests.sum(dtype=np.uint64)) if self._digest else None,
+        )
+
+    def read(self, work: Work, number: int) -> None:
+        """Make one slice of a batch. Does not raise: what goes wrong stands in the work."""
+        rows = work.slices[number]
+        try:
+            self._read_rows(work, rows)
+            if self._digest:
+                work.digests[number] = self._digest_of(work, rows)
+        except BaseException as error:  # whatever it is, the consumer must hear of it instead of waiting
+            with work.lock:
+                if work.error is None or rows.start < work.error[0]:
+                    work.error = (rows.start, error)
+        finally:
+            with work.lock:
+                work.remaining -= 1
+                is_last = work.remaining == 0
+            if is_last:
+                self._shards.release(work.samples.shards)
+                work.done.set()
+
+    def _is_checked(self, keys: np.ndarray) -> np.ndarray:
+        """bool (b,): whose checksum is compared."""
+        if self._reading.check_rate >= 1:
+            return np.ones(len(keys), bool)
+        drawn = mix(keys ^ self._checks) >> np.uint64(11)
+        return drawn.astype(np.float64) * 2.0**-53 < self._reading.check_rate
+
+    def _read_rows(self, work: Work, rows: slice) -> None:
+        samples = work.samples
+        sizes = samples.sizes[rows]
+        starts = np.cumsum(sizes) - sizes
+        stored = self._buffer(int(sizes.sum()))
+        status = np.zeros(len(sizes), np.int32)
+        unreadable: dict[int, DataError] = {}
+        for i, row in enumerate(range(rows.start, rows.stop)):
+            try:
+                self._read_into(stored, int(starts[i]), samples, row)
+            except DataError as error:
+                status[i] = CRC_MISMATCH
+                unreadable[row] = error
+        self._decode(work, rows, stored, starts, work.checked[rows], status)
+        for i in np.flatnonzero(status != OK).tolist():
+            row = rows.start + i
+            self._handle(work, row, unreadable.get(row) or self._problem(samples, row, int(status[i])))
+
+    def _read_into(self, stored: np.ndarray, start: int, samples: Samples, row: int) -> None:
+        """Stored bytes of a row into the buffer. Raises DataError if the file does not have them any more."""
+        file = samples.shards[samples.shard_of[row]].file
+        assert file is not None
+        slot, size = int(samples.slots[row]), int(samples.sizes[row])
+        target, offset, done = memoryview(stored)[start : start + size], int(file.offset[slot]), 0  # type: ignore[arg-type]
+        self._activity.begin("reading", file.path, "slot", slot)
+        try:
+            while done < size:  # on some network file systems one call gives less
+                count = os.preadv(file.fd, [target[done:]], offset + done)
+                if count == 0:
+                    raise self._damaged(samples, row, f"the file ends after {done:,} of its {size:,} bytes")
+                done += count
+        except OSError as error:
+            raise self._damaged(samples, row, f"its bytes cannot be read ({error.strerror})") from error
+        finally:
+            self._activity.end()
+
+    def _decode(
+        self, work: Work, rows: slice, stored: np.ndarray, starts: np.ndarray, checked: np.ndarray, status: np.ndarray
+    ) -> None:
+        """Fill these rows of the images from stored bytes, and `status` as `decode_slice` does."""
+        samples = work.samples
+        decode_slice(
+            stored,
+            starts,
+            samples.sizes[rows],
+            samples.crcs[rows],
+            checked,
+            samples.raw[rows],
+            samples.heights[rows],
+            samples.widths[rows],
+            work.boxes[rows],
+            work.flips[rows],
+            self._reading.dct_scaling,
+            work.pixels[rows],
+            status,
+        )
+        if np.any(status == NO_MEMORY):
+            raise MemoryError("no memory to decode an image")
+
+    def _handle(self, work: Work, row: int, problem: DataError) -> None:
+        """Do with a damaged sample what the policy says."""
+        if self._reading.bad_samples == "error":
+            raise problem
+        if not work.mask[row]:  # a filler: nobody looks at it, and what it repeats is told of in its own place
+            return
+        work.bad[row] = True
+        if self._reading.bad_samples == "mask":
+            work.mask[row] = False
+            _log.warning("step %d: %s. It is left out", work.step + 1, problem)
+            return
+        self._substitute(work, row, problem)
+        _log.warning("step %d: %s. uid %d stands in for it", work.step + 1, problem, work.samples.uids[row])
+
+    def _substitute(self, work: Work, row: int, problem: DataError) -> None:
+        """Put the next sound sample of the shard into the row: the same one on every rank, world and run."""
+        samples = work.samples
+        shard = samples.shards[samples.shard_of[row]]
+        one = slice(row, row + 1)
+        for step in range(1, shard.num_selected):
+            position = (int(work.positions[row]) + step) % shard.num_selected
+            samples.fill(np.array([row]), shard, np.array([position]))
+            work.keys[one] = sample_keys(self._seed, work.epoch, samples.uids[one])
+            work.boxes[one] = self._transform.boxes(work.keys[one], samples.heights[one], samples.widths[one])
+            work.flips[one] = self._transform.flips(work.keys[one])
+            stored, status = self._buffer(int(samples.sizes[row])), np.zeros(1, np.int32)
+            try:
+                self._read_into(stored, 0, samples, row)
+            except DataError:
+                continue
+            self._decode(work, one, stored, np.zeros(1, np.int64), np.ones(1, bool), status)
+            if status[0] == OK:
+                return
+        raise DataError(f"{problem}. No other sample of the shard could stand in for it: all are damaged")
+
+    def _problem(self, samples: Samples, row: int, status: int) -> DataError:
+        what = {
+            CRC_MISMATCH: "its bytes do not match their checksum",
+            SIZE_MISMATCH: "its picture is not of the height and width that the shard states",
+        }.get(status, "the decoder refused it")
+        return self._damaged(samples, row, what)
+
+    def _damaged(self, samples: Samples, row: int, what: str) -> DataError:
+        file = samples.shards[samples.shard_of[row]].file
+        assert file is not None
+        return DataError(
+            f"{file.path}: slot {int(samples.slots[row])}, uid {int(samples.uids[row])}: {what}. "
+            f"The shard is damaged: restore it, or convert it again"
+        )
+
+    def _digest_of(self, work: Work, rows: slice) -> int:
+        uids = work.samples.uids[rows].tolist()
+        pairs = zip(work.pixels[rows], uids, strict=True)
+        return sum(xxhash.xxh3_64_intdigest(pixels, seed=uid % _WORD) for pixels, uid in pairs) % _WORD
+
+    def _buffer(self, size: int) -> np.ndarray:
+        """This thread's buffer of at least `size` bytes; what it holds is never handed out."""
+        buffer: np.ndarray | None = getattr(self._memory, "stored", None)
+        if buffer is None or len(buffer) < size:
+            buffer = np.empty(max(size, 2 * len(buffer) if buffer is not None else size), np.uint8)
+            self._memory.stored = buffer
+        return buffer

@@ -1,0 +1,201 @@
+"""The shards that a loader reads from: brought here, compared with their manifest, opened, and closed in time."""
+
+import logging
+import resource
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from vitscale.data.crew import Activity, Crew
+from vitscale.data.settings import Reading
+from vitscale.errors import DataError
+from vitscale.shards import Manifest, ShardFile
+from vitscale.shards.cache import PinnedFile, ShardCache
+from vitscale.shards.opening import open_shard_file
+from vitscale.shards.verified import verify_once
+from vitscale.storage import is_url
+
+_OPEN_SHARDS = 256
+_OPEN_FILES = 4096  # one rank alone may read from more than 1,024 shards in a batch, the usual limit of open files
+_OPENERS = 4  # most of their time they wait for a disk or a network
+_NEEDED, _AHEAD = 0, 1
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class OpenedShard:
+    """A shard in use.
+
+    Attributes:
+        index: in the manifest.
+        file: the shard; None until `ready`.
+        selected: its slots that belong to the dataset, int64 (n,); None for all.
+    """
+
+    index: int
+    file: ShardFile | None = None
+    selected: np.ndarray | None = None
+    ready: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    users: int = 0
+    pin: PinnedFile | None = None
+
+    @property
+    def num_selected(self) -> int:
+        """Slots that belong to the dataset."""
+        assert self.file is not None
+        return self.file.samples if self.selected is None else len(self.selected)
+
+    def close(self) -> None:
+        """Close the file and let the cache have it."""
+        if self.file is not None:
+            self.file.close()
+        if self.pin is not None:
+            self.pin.release()
+
+
+class OpenShards:
+    """Shards by index, opened by threads of their own, the least recently used closed when there are many.
+
+    Args:
+        manifest: of the dataset.
+        reading: where a cache is, whether shards are compared with the manifest.
+        activity: to be told what is waited for.
+        stopping: whether the loader is being closed.
+    """
+
+    def __init__(self, manifest: Manifest, reading: Reading, activity: Activity, stopping: Callable[[], bool]) -> None:
+        self._manifest, self._reading, self._activity, self._stopping = manifest, reading, activity, stopping
+        self._cache = ShardCache(reading.cache / "shards", reading.cache_bytes) if is_url(manifest.where) else None
+        self._open: OrderedDict[int, OpenedShard] = OrderedDict()
+        self._lock = threading.Lock()
+        self._ahead: set[int] = set()
+        self._warned: set[int] = set()
+        self._crew = Crew(_OPENERS)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+    def acquire(self, indices: Iterable[int]) -> dict[int, OpenedShard]:
+        """These shards, open until they are released. Of one thread only.
+
+        Raises `DataError` or `StorageError` for the first of them that cannot be read, CancelledError when stopping.
+        """
+        shards = {}
+        for index in indices:
+            shard = self._open.get(index)
+            if shard is None:
+                shard = self._open[index] = OpenedShard(index)
+                self._crew.submit(lambda shard=shard: self._make_ready(shard), _NEEDED)  # type: ignore[misc]
+            self._open.move_to_end(index)
+            shards[index] = shard
+        for shard in shards.values():
+            while not shard.ready.wait(timeout=0.1):
+                if self._stopping():
+                    raise CancelledError
+            if shard.error is not None:
+                raise shard.error
+        with self._lock:
+            for shard in shards.values():
+                shard.users += 1
+        self._trim()
+        return shards
+
+    def release(self, shards: Iterable[OpenedShard]) -> None:
+        """They are read no more by who acquired them. Of any thread."""
+        with self._lock:
+            for shard in shards:
+                shard.users -= 1
+
+    def prepare(self, indices: Iterable[int]) -> None:
+        """Bring shards here, and compare them, that will be needed later; their problems are told when they are."""
+        if self._cache is None and not self._reading.verify_shards:
+            return
+        wanted = list(indices)
+        for index in wanted:
+            if index not in self._ahead and index not in self._open:
+                self._crew.submit(lambda index=index: self._bring(index), _AHEAD)  # type: ignore[misc]
+        self._ahead = set(wanted)
+
+    def close(self, all_ended: bool) -> None:
+        """Close everything; not what threads may still read that have not ended."""
+        if all_ended:
+            for shard in self._open.values():
+                shard.close()
+            self._open.clear()
+
+    def stop(self) -> None:
+        """Begin nothing more. Of any thread, never waits."""
+        self._crew.stop()
+
+    def join(self, deadline: float) -> bool:
+        """Wait for the threads; whether all have ended."""
+        return self._crew.join(deadline)
+
+    def _trim(self) -> None:
+        """Close the least recently used that nobody reads."""
+        spare = len(self._open) - _OPEN_SHARDS
+        if spare > 0:
+            with self._lock:
+                unused = [index for index, shard in self._open.items() if shard.users == 0][:spare]
+            for index in unused:
+                self._open.pop(index).close()
+
+    def _make_ready(self, shard: OpenedShard) -> None:
+        try:
+            path, shard.pin = self._local(shard.index)
+            self._activity.begin("opening", path)
+            shard.selected = self._manifest.selected_slots(shard.index)
+            shard.file = open_shard_file(self._manifest, shard.index, path)
+        except BaseException as error:
+            shard.error = error
+        finally:
+            self._activity.end()
+            shard.ready.set()
+
+    def _bring(self, index: int) -> None:
+        try:
+            with suppress(Exception):
+                _, pin = self._local(index)
+                if pin is not None:
+                    pin.release()
+        finally:
+            self._activity.end()
+
+    def _local(self, index: int) -> tuple[Path, PinnedFile | None]:
+        """Where a shard lies on this machine, and what keeps it there."""
+        entry = self._manifest.shards[index]
+        where = self._manifest.location(entry.path)
+        if self._cache is not None:  # it says by itself what does not answer, and a transfer may take its time
+            pin = self._cache.pin(where, entry, self._stopping)
+            return pin.path, pin
+        path = Path(where)
+        if self._reading.verify_shards:
+            self._activity.begin("opening", path)
+            try:
+                verify_once(path, entry, self._reading.cache / "verified")
+            except DataError as error:
+                # Which of its images are damaged, their own checksums tell; what else is, they do not.
+                if self._reading.bad_samples == "error" or not _has_size(path, entry.bytes):
+                    raise
+                with self._lock:
+                    is_news = index not in self._warned
+                    self._warned.add(index)
+                if is_news:
+                    _log.warning("%s. It is used all the same, as data.bad_samples says", error)
+        return path, None
+
+
+def _has_size(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except OSError:
+        return False
