@@ -7,7 +7,6 @@ photos; their edited versions are looked for in it. Then all clothing photos, so
 all grocery photos: not one is there.
 """
 
-import hashlib
 import io
 import os
 import tarfile
@@ -23,7 +22,6 @@ from PIL import Image
 
 from data_tools.dedup.against import Candidate
 from data_tools.dedup.building import TestSource, build_index
-from data_tools.dedup.fingerprint import fingerprint
 from data_tools.dedup.index import Index
 from data_tools.dedup.match import Match
 from data_tools.dedup.matching import Matcher
@@ -86,8 +84,7 @@ def seen(content: bytes) -> Candidate:
     """A file as a conversion sees it."""
     stored = store_image(content)
     assert isinstance(stored, StoredImage), stored
-    digest = hashlib.sha256(content).digest()
-    return Candidate(0, "", stored.jpeg, stored.height, stored.width, digest, fingerprint(stored.pixels))
+    return Candidate.of(stored, content)
 
 
 def recall(photos: list[Photo], indexes: list[Index]) -> dict[str, list[float]]:

@@ -8,7 +8,6 @@ are measured in the same run, round by round. Fails at the default level if a co
 second from JPEG bytes, if transcoding takes 45 % longer than without both, or passing through 2.5 times as long.
 """
 
-import hashlib
 import io
 import json
 import os
@@ -57,9 +56,7 @@ def decide(contents: list[bytes], matcher: Matcher) -> None:
     for content in contents:
         stored = store_image(content)
         assert isinstance(stored, StoredImage)
-        made = fingerprint(stored.pixels)
-        digest = hashlib.sha256(content).digest()
-        batch.append(Candidate(0, "", stored.jpeg, stored.height, stored.width, digest, made))
+        batch.append(Candidate.of(stored, content))
         if len(batch) == BATCH:
             matcher.match(batch)
             batch = []

@@ -1,13 +1,11 @@
 """The first images of the shuffled order, converted for what they tell of the others: size, time, losses."""
 
-import hashlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from data_tools.dedup.against import Candidate, Comparison, NamedIndex, open_matcher
-from data_tools.dedup.fingerprint import fingerprint
 from data_tools.dedup.tally import Tally
 from data_tools.images import ImageOptions, Reject, store_image
 from data_tools.shard_task import Reader
@@ -66,8 +64,7 @@ def probe(batches: list[Any], reader: Reader, options: ImageOptions, dedup: tupl
                     rejected += 1
                     continue
                 size += len(stored.jpeg)
-                digest, found = hashlib.sha256(data).digest(), fingerprint(stored.pixels)
-                yield Candidate(images, "", stored.jpeg, stored.height, stored.width, digest, found)
+                yield Candidate.of(stored, data, uid=images)
 
     comparison = Comparison(open_matcher(dedup)) if dedup else None
     started = time.perf_counter()

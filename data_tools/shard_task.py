@@ -21,6 +21,7 @@ from data_tools.dedup.fingerprint import ALGORITHM, Fingerprint, fingerprint
 from data_tools.engines.task import Progress
 from data_tools.images import ImageOptions, Reject, StoredImage, store_image
 from data_tools.output import Output
+from data_tools.sources.source import without_surrogates
 from vitscale.errors import DataError
 from vitscale.shards import NO_LABEL, ShardEntry, ShardStats, StoredSample, write_shard
 from vitscale.shards.provenance import PROVENANCE, REJECTS, provenance_path, write_provenance, write_rejects
@@ -152,11 +153,11 @@ class ShardTask:
         """The images that can be stored, one at a time; the rest goes to the report."""
         uids, keys, labels, parts, contents = (self.rows.column(name) for name in self.rows.schema.names)
         for position in range(self.rows.num_rows):
-            key = _printable(keys[position].as_py())
+            key = without_surrogates(keys[position].as_py())
             image = self._image(position, parts[position].as_py(), contents[position].as_py(), report)
             if isinstance(image, Reject):
                 rejects["key"].append(key)
-                rejects["reason"].append(_printable(image.reason))
+                rejects["reason"].append(without_surrogates(image.reason))
                 report.rejected += 1
                 progress.advance(rejected=True)
                 continue
@@ -263,7 +264,3 @@ def _write(path: Path, samples: Iterator[StoredSample], capacity: int) -> ShardS
         yield from samples
 
     return write_shard(path, all_samples(), capacity)
-
-
-def _printable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,6 +1,5 @@
 """Test sets for tests of de-duplication: pictures that nobody could take for one another, and indexes of them."""
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -8,11 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_tools import conversion
 from data_tools.dedup import building
 from data_tools.dedup.against import Candidate
 from data_tools.dedup.building import TestSource, build_index
-from data_tools.dedup.fingerprint import fingerprint
 from data_tools.dedup.index import Index
 from data_tools.dedup.settings import Preset
 from data_tools.engines.inline import run_inline
@@ -71,15 +68,9 @@ def candidate(content: bytes, uid: int = 0, key: str = "") -> Candidate:
     """An image file as a conversion compares it."""
     stored = store_image(content)
     assert isinstance(stored, StoredImage), stored
-    digest = hashlib.sha256(content).digest()
-    return Candidate(uid, key, stored.jpeg, stored.height, stored.width, digest, fingerprint(stored.pixels))
+    return Candidate.of(stored, content, uid, key)
 
 
 def build_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have indexes built in this process, by the engine for `memory://`: another one takes seconds to start."""
     monkeypatch.setattr(building, "run_in_processes", lambda tasks, workers, tick: run_inline(tasks, tick))
-
-
-def convert_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for conversions to a folder."""
-    monkeypatch.setattr(conversion, "run_in_processes", lambda tasks, workers, tick: run_inline(tasks, tick))

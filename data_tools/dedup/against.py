@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -14,13 +15,14 @@ import pyarrow as pa
 
 from data_tools.dedup.closest import Closest
 from data_tools.dedup.decisions import DECISIONS, decisions
-from data_tools.dedup.fingerprint import Fingerprint
+from data_tools.dedup.fingerprint import Fingerprint, fingerprint
 from data_tools.dedup.index import Index
 from data_tools.dedup.luma import Window
 from data_tools.dedup.matching import Matcher, Query
 from data_tools.dedup.pictures import small_picture
 from data_tools.dedup.settings import Settings
 from data_tools.dedup.tally import Tally
+from data_tools.images import StoredImage
 from vitscale import storage
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import jpeg
@@ -127,6 +129,12 @@ class Candidate:
     width: int
     sha256: bytes
     fingerprint: Fingerprint
+
+    @classmethod
+    def of(cls, stored: StoredImage, content: bytes, uid: int = 0, key: str = "") -> "Candidate":
+        """What `content`, a file's bytes, is stored as."""
+        digest, found = sha256(content).digest(), fingerprint(stored.pixels)
+        return cls(uid, key, stored.jpeg, stored.height, stored.width, digest, found)
 
     @property
     def pixels(self) -> int:

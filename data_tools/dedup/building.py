@@ -18,6 +18,7 @@ from data_tools.engines.local import run_in_processes
 from data_tools.engines.task import Task, Tick
 from data_tools.images import Reject, store_image
 from data_tools.sources import Source
+from data_tools.sources.source import without_surrogates
 from vitscale import storage
 from vitscale.durable import new_folder
 from vitscale.errors import DataError, RecipeError
@@ -135,8 +136,8 @@ def _build(
             why = ", ".join(f"{count:,} files: {reason}" for reason, count in sorted(ignored.items()))
             raise DataError(f"TESTSET {one.src}: no images" + (f" ({why})" if why else ""))
         test_set = TestSet(
-            name=_printable(one.name),
-            source=_printable(storage.without_secrets(one.src)),
+            name=without_surrogates(one.name),  # an index's JSON is UTF-8
+            source=without_surrogates(storage.without_secrets(one.src)),
             preset=preset,
             level=level if settings.near else 0,
             images=sum(piece.images for piece in found),
@@ -176,8 +177,3 @@ def _preset_of(source: Source) -> Preset:
         if not isinstance(stored, Reject):
             sides.append(min(stored.height, stored.width))
     return "small" if sides and np.median(sides) < SMALL_SIDE else "photo"
-
-
-def _printable(text: str) -> str:
-    """An index is JSON, which has no bytes that are no text."""
-    return text.encode("utf-8", "backslashreplace").decode()

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from data_tools.dedup.against import Comparison, Findings, NamedIndex, name_indexes, open_matcher
 from data_tools.dedup.decisions import DECISIONS_NAME, read_decisions, write_decisions
+from data_tools.dedup.index import TestSet
 from data_tools.dedup.match import TIERS
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.report import write_report
@@ -84,14 +85,7 @@ def find(
     """
     manifest = Manifest.load(dataset)
     named = name_indexes(indexes, "INDEX")
-    if overrides and not any(one.settings.near for one in open_matcher(named).test_sets):
-        raise RecipeError(
-            f"{', '.join(f'--{name}' for name in overrides)}: these test sets are compared by bytes and pixels alone; "
-            "make an index with another --preset"
-        )
-    settings = tuple(
-        (one.name, _overridden(one.name, one.settings, overrides or {})) for one in open_matcher(named).test_sets
-    )
+    settings = _overridden(open_matcher(named).test_sets, overrides) if overrides else ()
     matcher = open_matcher(named, settings)
     searched = _Searched(manifest.where, manifest.sha256, named, settings)
     with new_folder(out, "--out") as folder:
@@ -110,11 +104,20 @@ def find(
     return Finding(matcher, findings.tally, made_anew, files)
 
 
-def _overridden(name: str, settings: Settings, overrides: dict[str, Any]) -> Settings:
-    try:
-        return Settings(**asdict(settings) | overrides)
-    except RecipeError as error:
-        raise RecipeError(f"test set {name}: {error}") from error
+def _overridden(test_sets: Sequence[TestSet], overrides: dict[str, Any]) -> tuple[tuple[str, Settings], ...]:
+    """The settings of test sets, by name, some of them replaced. Raises RecipeError."""
+    if not any(one.settings.near for one in test_sets):
+        raise RecipeError(
+            f"{', '.join(f'--{name}' for name in overrides)}: these test sets are compared by bytes and pixels alone; "
+            "make an index with another --preset"
+        )
+    replaced = []
+    for one in test_sets:
+        try:
+            replaced.append((one.name, Settings(**asdict(one.settings) | overrides)))
+        except RecipeError as error:
+            raise RecipeError(f"test set {one.name}: {error}") from error
+    return tuple(replaced)
 
 
 # ---------------------------------------------------------------------------------------------------------- one shard

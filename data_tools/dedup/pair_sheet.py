@@ -9,6 +9,7 @@ from PIL import Image, ImageDraw, ImageFont
 from data_tools.dedup.closest import Pair
 from data_tools.dedup.pictures import SIDE
 from vitscale.durable import durable_file
+from vitscale.shards.contact_sheet import printable
 
 _COLUMNS = 4  # pairs side by side
 _GAP, _BETWEEN = 18, 4
@@ -62,11 +63,6 @@ def pair_sheet(name: str, removed: Sequence[tuple[Pair, bytes]], kept: Sequence[
             _paste_pair(sheet, draw, at, pair, test_picture)
         y += -(-len(pairs) // _COLUMNS) * _STEP_Y
     return sheet
-
-
-def printable(text: str) -> str:
-    """Names as they can be drawn and printed, in one line."""
-    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def _paste_pair(

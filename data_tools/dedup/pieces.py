@@ -21,6 +21,7 @@ from data_tools.dedup.variants import CROPS, crops_of
 from data_tools.engines.task import Progress
 from data_tools.images import Reject, store_image
 from data_tools.sources import Source
+from data_tools.sources.source import without_surrogates
 from vitscale.errors import DataError
 from vitscale.shards.provenance import write_tables
 
@@ -82,7 +83,7 @@ class PieceTask:
             image = _fingerprinted(data, self.level, self.min_quality)
             rows.append(
                 {
-                    "key": key.encode("utf-8", "backslashreplace").decode(),
+                    "key": without_surrogates(key),
                     "sha256": hashlib.sha256(data).digest(),
                     **image.row,
                 }

@@ -15,10 +15,11 @@ from data_tools.dedup.closest import Closest, Pair
 from data_tools.dedup.histogram import draw_histogram, missing
 from data_tools.dedup.match import TIERS, Tier
 from data_tools.dedup.matching import Matcher
-from data_tools.dedup.pair_sheet import printable, write_pair_sheet
+from data_tools.dedup.pair_sheet import write_pair_sheet
 from data_tools.dedup.tail import Estimate, Expected, amount, expected_false
 from data_tools.dedup.tally import Tally
 from vitscale.durable import durable_file
+from vitscale.shards.contact_sheet import printable
 
 REPORT_NAME = "report.json"
 _LONGEST = 60  # characters of a test set's name in that of a file

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from data_tools.dedup.fingerprint import ALGORITHM, fingerprint, lumas_of
+from data_tools.dedup.fingerprint import ALGORITHM, Fingerprint, fingerprint
 from data_tools.dedup.luma import Window
 from data_tools.dedup.pictures import small_picture
 from vitscale.errors import DataError
@@ -26,6 +26,7 @@ from vitscale.shards.provenance import (
     provenance_path,
     read_provenance,
 )
+from vitscale.shards.raw import raw_to_rgb
 from vitscale.storage import size_of
 
 _AT_ONCE = 128  # compared fastest, and few enough lumas
@@ -40,7 +41,7 @@ class StoredQuery:
         sha256: of the source's file; without a table, of the stored bytes.
         pixels, quality, pdq, pdq_trimmed: as `matching.Query` has them.
         slot, shard: where it is.
-        lumas: as `luma` gives them, once they are known.
+        made: the fingerprint of the picture as it is stored, once it is needed.
     """
 
     uid: int
@@ -52,25 +53,23 @@ class StoredQuery:
     pdq_trimmed: bytes | None
     slot: int
     shard: "ShardQueries"
-    views: tuple[np.ndarray, np.ndarray | None, Window | None] | None = None
+    made: Fingerprint | None = None
 
     def luma(self, trimmed: bool) -> np.ndarray:
         """uint8 (64, 64). Raises DataError if the sample is damaged."""
-        whole, without, _ = self._views()
+        made = self._made()
         # Stored anew, a picture may have lost what was a border of the source's pixels.
-        return without if trimmed and without is not None else whole
+        return made.luma_trimmed if trimmed and made.luma_trimmed is not None else made.luma
 
     @property
     def inside(self) -> Window | None:
         """What is no border. Raises DataError if the sample is damaged."""
-        return self._views()[2]
+        return self._made().inside
 
-    def _views(self) -> tuple[np.ndarray, np.ndarray | None, Window | None]:
-        if self.views is None:
-            rgb = self.rgb()
-            whole, without, box = lumas_of(rgb)
-            self.views = whole, without, None if box is None else Window.of(box, *rgb.shape[:2])
-        return self.views
+    def _made(self) -> Fingerprint:
+        if self.made is None:
+            self.made = fingerprint(self.rgb())
+        return self.made
 
     def rgb(self) -> np.ndarray:
         """The picture, uint8 (height, width, 3). Raises DataError if the sample is damaged."""
@@ -109,7 +108,11 @@ class ShardQueries:
         if self._last is None or self._last[0] != slot:
             shard = self._open()
             height, width = int(shard.file.height[slot]), int(shard.file.width[slot])
-            status, pixels = decode(shard.image(slot), height, width)
+            stored = shard.image(slot)
+            if shard.file.raw[slot]:
+                status, pixels = 0, raw_to_rgb(stored, height, width)
+            else:
+                status, pixels = decode(stored, height, width)
             if status != 0:
                 raise DataError(f"{shard.file.path}: {shard.name(slot)} does not decode cleanly")
             self._last = slot, pixels
@@ -123,8 +126,7 @@ class ShardQueries:
         made, uid = fingerprint(self.rgb(slot)), int(shard.file.uid[slot])
         digest = row["sha256"] if row else sha256(shard.image(slot)).digest()
         facts = made.pixels, made.quality, made.pdq, made.pdq_trimmed
-        views = made.luma, made.luma_trimmed, made.inside
-        return StoredQuery(uid, row.get("key", f"uid-{uid}"), digest, *facts, slot=slot, shard=self, views=views)
+        return StoredQuery(uid, row.get("key", f"uid-{uid}"), digest, *facts, slot=slot, shard=self, made=made)
 
     def _open(self) -> OpenShard:
         """The shard itself, once anything of it is asked for: at a URL it is a large file."""

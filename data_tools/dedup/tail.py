@@ -78,14 +78,6 @@ class Expected:
     hash: Estimate
     correlation: Estimate
 
-    @property
-    def by_hash(self) -> float | None:
-        return self.hash.expected
-
-    @property
-    def by_correlation(self) -> float | None:
-        return self.correlation.expected
-
 
 def expected_false(distances: np.ndarray, correlations: np.ndarray, settings: Settings) -> Expected:
     """How many pairs of unrelated pictures are expected among those that were removed.

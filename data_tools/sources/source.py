@@ -81,6 +81,11 @@ class Source(Protocol):
         ...
 
 
+def without_surrogates(text: str) -> str:
+    """Text that UTF-8 can hold: what stands for a byte that is no text appears as \\udcff."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def visible_path(path: bytes, ignored: Counter[str]) -> str | None:
     """A path as it appears in keys, or None (counted in `ignored`) if it is hidden.
 

@@ -210,11 +210,12 @@ def test_checkpoints_can_be_read_by_whom_their_folder_allows(store):
     assert set(modes.values()) == {folder.stat().st_mode & 0o666}
 
 
-def test_a_process_killed_while_saving_leaves_complete_checkpoints_only(store):
+@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_process_killed_while_saving_leaves_complete_checkpoints_only(store, kills):
     """kill -9 at random moments of a process that does nothing but save."""
     random.seed(4)
     here = str(Path(__file__).parent)
-    for _ in range(4):
+    for _ in range(kills):
         process = subprocess.Popen([sys.executable, "-c", SAVER, str(store.root), here], stdout=subprocess.PIPE)
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         time.sleep(0.2 + random.random() * 0.2)

@@ -116,6 +116,29 @@ def test_raw_pixels_of_another_number():
         assert status.tolist() == [SIZE_MISMATCH] and not seen.any()
 
 
+def overlaps(length, side):
+    """How much of each pixel along an axis lies in each output pixel, in parts of 1 / side; (side, length)."""
+    ends = np.arange(length + 1) * side
+    low = np.arange(side)[:, None] * length
+    return np.clip(np.minimum(ends[1:], low + length) - np.maximum(ends[:-1], low), 0, None)
+
+
+def test_every_processor_gives_the_same_bits():
+    """Those of sums in single precision one after the other: no fused operations, no other order in wide vectors."""
+    rng = np.random.default_rng(3)
+    for seed in range(30):
+        height, width = rng.integers(1, 200, 2)
+        pixels = noise(seed, height, width)
+        side = int(rng.choice([7, 16, 32, 64]))
+        _, (seen,) = kernel_views(pixels.tobytes(), height, width, [(0, 0, height, width)], side, raw=True)
+        rows = np.einsum("ih,hwc->iwc", overlaps(height, side), pixels.astype(np.int64)).astype(np.float32)
+        weights = overlaps(width, side).astype(np.float32) / np.float32(height * width)
+        total = np.full((side, side, 3), 0.5, np.float32)
+        for column in range(width):
+            total += rows[:, column, None, :] * weights[:, column, None]
+        assert np.array_equal(seen, total.astype(np.uint8))
+
+
 @pytest.mark.parametrize("value", [0, 1, 127, 254, 255])
 def test_one_colour_stays_one_colour(value):
     """However many pixels are summed: the largest pictures there can be."""

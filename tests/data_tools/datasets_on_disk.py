@@ -1,8 +1,18 @@
 """What tests of the converter share."""
 
+import pickle
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from data_tools import conversion
+from data_tools.convert import app
+from data_tools.dedup.against import open_matcher
+from data_tools.engines.inline import run_inline
 
 
 def contents(dataset: Path) -> dict[str, bytes]:
@@ -18,3 +28,27 @@ def command(*arguments: object) -> list[str]:
 
 def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, **options)
+
+
+def convert_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have conversions to a folder run in this process, by the engine for `memory://`: another takes seconds to start.
+
+    Tasks travel as they would to another process.
+    """
+
+    def sent(tasks):
+        return (pickle.loads(pickle.dumps(task)) for task in tasks)
+
+    monkeypatch.setattr(conversion, "run_in_processes", lambda tasks, workers, tick: run_inline(sent(tasks), tick))
+
+
+def run_here(*arguments: object) -> Result:
+    """`vitscale-convert` in this process alone, as if it were one of its own."""
+    open_matcher.cache_clear()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            convert_here(patch)
+            return CliRunner().invoke(app, list(map(str, arguments)))
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -11,6 +11,7 @@ import pytest
 from datasets_on_disk import contents
 from pictures import encoded, make_picture
 
+from data_tools import shard_task
 from data_tools.conversion import Machine, convert, merge
 from data_tools.locks import TaskRange
 from data_tools.request import Request
@@ -18,6 +19,8 @@ from data_tools.sources import SourceOptions
 from data_tools.splits import parse_splits
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest
+
+pytestmark = pytest.mark.usefixtures("here")
 
 ONE = Machine(workers=1)
 FIRST_HALF = Machine(workers=1, tasks=TaskRange(0, 2))
@@ -164,7 +167,8 @@ def test_state_of_another_version(tmp_path):
         convert(Request(str(root), shard_samples=4), tmp_path / "out", ONE)
 
 
-def test_pipes_and_devices_in_a_list(tmp_path):
+def test_pipes_and_devices_in_a_list(tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_task, "_PAUSE", 0.0)  # before the second try
     make_images(tmp_path, *(f"{i}.jpg" for i in range(8)))
     os.mkfifo(tmp_path / "pipe.jpg")
     rows = [f"{i}.jpg,a" for i in range(8)] + ["pipe.jpg,a", "/dev/zero,a", "nowhere.jpg,a"]

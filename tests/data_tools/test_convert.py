@@ -77,7 +77,7 @@ def test_bytes_depend_neither_on_workers_nor_on_the_kind_of_source(dataset, imag
     assert contents(tmp_path / "out") == contents(dataset)
 
 
-def test_rejects_are_counted_and_listed(tmp_path, photos):
+def test_rejects_are_counted_and_listed(here, tmp_path, photos):
     source = tmp_path / "images"
     for i in range(12):
         path = source / "cat" / f"{i:02d}.jpg"
@@ -101,14 +101,14 @@ def test_rejects_are_counted_and_listed(tmp_path, photos):
             assert all(uid // 2 == plan for uid in opened.uid) and opened.uid[0] == shard.first_uid
 
 
-def test_nothing_but_rejects(tmp_path):
+def test_nothing_but_rejects(here, tmp_path):
     (tmp_path / "images" / "cat").mkdir(parents=True)
     (tmp_path / "images" / "cat" / "1.jpg").write_bytes(b"")
     with pytest.raises(DataError, match=r"1 of 1 images .*\n  'cat/1.jpg': empty file"):
         convert(Request(str(tmp_path / "images")), tmp_path / "out", Machine(workers=1, max_reject_rate=1.0))
 
 
-def test_class_lists(dataset, tmp_path, image_folder):
+def test_class_lists(here, dataset, tmp_path, image_folder):
     (tmp_path / "classes.txt").write_text("owl\ndog\n\nheron\ncat\n")
     request = Request(str(image_folder), classes=read_classes(tmp_path / "classes.txt"))
     manifest = convert(request, tmp_path / "out", ONE).manifests[""]
@@ -124,7 +124,7 @@ def test_class_lists(dataset, tmp_path, image_folder):
         read_classes(tmp_path / "absent.txt")
 
 
-def test_outputs_that_are_refused(dataset, image_folder, tmp_path):
+def test_outputs_that_are_refused(here, dataset, image_folder, tmp_path):
     before = contents(dataset)
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "thesis.tex").write_text("")

@@ -3,7 +3,7 @@ import re
 from pathlib import Path
 
 import pytest
-from datasets_on_disk import contents, run
+from datasets_on_disk import contents, run, run_here
 from pictures import encoded, make_picture
 
 from vitscale.shards import Manifest
@@ -19,8 +19,8 @@ def test_command(image_folder, tmp_path):
     assert events == ["start", "shard", "shard", "shard", "tasks done"]
     before = contents(out)
 
-    again = run(image_folder, out, "--shard-samples", 8, "--shuffle-seed", 5)
-    assert again.returncode == 0 and "is complete already; nothing was done" in again.stdout
+    again = run_here(image_folder, out, "--shard-samples", 8, "--shuffle-seed", 5)
+    assert again.exit_code == 0 and "is complete already; nothing was done" in again.stdout
     other = run(image_folder, out, "--shard-samples", 9, "--shuffle-seed", 5)
     assert other.returncode == 2 and "already holds a dataset" in other.stderr and other.stderr.count("\n") == 1
     assert contents(out) == before
@@ -31,33 +31,33 @@ def test_command_reports_rejects(tmp_path, photos):
         path = tmp_path / "images" / "cat" / f"{i}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(photos[i] if i else b"[red]no image[/red]")
-    done = run(tmp_path / "images", tmp_path / "out", "--workers", 1)
-    assert done.returncode == 3
+    done = run_here(tmp_path / "images", tmp_path / "out", "--workers", 1)
+    assert done.exit_code == 3
     assert "1 of 10 images (10.00%)" in done.stderr and "'cat/0.jpg': not an image" in done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "out" / "manifest.json").exists()
-    done = run(tmp_path / "images", tmp_path / "out", "--workers", 1, "--max-reject-rate", 0.1)
-    assert done.returncode == 0 and Manifest.load(tmp_path / "out").num_rejected == 1
+    done = run_here(tmp_path / "images", tmp_path / "out", "--workers", 1, "--max-reject-rate", 0.1)
+    assert done.exit_code == 0 and Manifest.load(tmp_path / "out").num_rejected == 1
 
 
 def test_shards_of_a_size(tmp_path, image_folder):
     """Two to a shard: the mean of the stored images decides, known before the first shard is written."""
-    done = run(image_folder, tmp_path / "all", "--workers", 1)
-    assert done.returncode == 0
+    done = run_here(image_folder, tmp_path / "all", "--workers", 1)
+    assert done.exit_code == 0
     from vitscale.shards import ShardFile
 
     with ShardFile(tmp_path / "all" / "shard-00000.beton") as shard:
         mean = float(shard.size.mean())
-    done = run(image_folder, tmp_path / "out", "--workers", 1, "--shard-bytes", f"{int(2.5 * mean)}B")
-    assert done.returncode == 0, done.stderr
+    done = run_here(image_folder, tmp_path / "out", "--workers", 1, "--shard-bytes", f"{int(2.5 * mean)}B")
+    assert done.exit_code == 0, done.stderr
     manifest = Manifest.load(tmp_path / "out")
     assert manifest.options["shard_samples"] == 2 and [shard.samples for shard in manifest.shards] == [2] * 11
 
 
 def test_dry_run(tmp_path, image_folder):
-    done = run(
+    done = run_here(
         image_folder, tmp_path / "out", "--dry-run", "--shard-samples", 8, "--split", "val=6", "--split", "train=rest"
     )
-    assert done.returncode == 0 and not (tmp_path / "out").exists()
+    assert done.exit_code == 0 and not (tmp_path / "out").exists()
     lines = [re.sub(r"[^\w ,]+", "", line).strip() for line in done.stdout.splitlines()]
     told = "\n".join(re.sub(r" +", " ", line) for line in lines)
     for line in (
@@ -68,8 +68,8 @@ def test_dry_run(tmp_path, image_folder):
         "images probed 22, of which 0",
     ):
         assert line in told
-    real = run(image_folder, tmp_path / "real", "--workers", 1)
-    assert real.returncode == 0
+    real = run_here(image_folder, tmp_path / "real", "--workers", 1)
+    assert real.exit_code == 0
     from vitscale.shards import ShardFile
 
     with ShardFile(tmp_path / "real" / "shard-00000.beton") as shard:
@@ -87,17 +87,17 @@ def test_splits_are_data_sets_of_their_own(tmp_path, image_folder):
     assert val.class_names == train.class_names == ("cat", "dog", "owl")
     assert (val.options["split"], train.options["split"]) == ("6", "rest")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["convert.log.jsonl", "train", "val"]
-    assert run(*arguments).returncode == 0
+    assert run_here(*arguments).exit_code == 0
 
 
 def test_unlabelled_pictures(tmp_path, photos):
     (tmp_path / "images").mkdir()
     for i, photo in enumerate(photos):
         (tmp_path / "images" / f"{i}.jpg").write_bytes(photo)
-    done = run(tmp_path / "images", tmp_path / "out")
-    assert done.returncode == 3 and "outside of class folders" in done.stderr and "--unlabelled" in done.stderr
-    done = run(tmp_path / "images", tmp_path / "out", "--unlabelled", "--workers", 1)
-    assert done.returncode == 0, done.stderr
+    done = run_here(tmp_path / "images", tmp_path / "out")
+    assert done.exit_code == 3 and "outside of class folders" in done.stderr and "--unlabelled" in done.stderr
+    done = run_here(tmp_path / "images", tmp_path / "out", "--unlabelled", "--workers", 1)
+    assert done.exit_code == 0, done.stderr
     assert Manifest.load(tmp_path / "out").class_names == ()
 
 
@@ -106,8 +106,8 @@ def test_limits_of_size(tmp_path):
         path = tmp_path / "images" / "x" / f"{name}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encoded(make_picture(1, *size)))
-    done = run(tmp_path / "images", tmp_path / "out", "--short-side", 30, "--quality", 80, "--workers", 1)
-    assert done.returncode == 0, done.stderr
+    done = run_here(tmp_path / "images", tmp_path / "out", "--short-side", 30, "--quality", 80, "--workers", 1)
+    assert done.exit_code == 0, done.stderr
     from vitscale.shards import ShardFile
 
     with ShardFile(tmp_path / "out" / "shard-00000.beton") as shard:
@@ -118,9 +118,9 @@ def test_limits_of_size(tmp_path):
 
 
 def test_a_subset_copies_nothing(tmp_path, image_folder):
-    assert run(image_folder, tmp_path / "all", "--shard-samples", 8, "--workers", 1).returncode == 0
-    done = run(tmp_path / "all", tmp_path / "ten", "--subset", "10")
-    assert done.returncode == 0 and "10 samples" in done.stdout
+    assert run_here(image_folder, tmp_path / "all", "--shard-samples", 8, "--workers", 1).exit_code == 0
+    done = run_here(tmp_path / "all", tmp_path / "ten", "--subset", "10")
+    assert done.exit_code == 0 and "10 samples" in done.stdout
     assert [path.name for path in (tmp_path / "ten").iterdir()] == ["manifest.json"]
     assert Manifest.load(tmp_path / "ten").num_samples == 10
 
@@ -143,7 +143,7 @@ def test_a_subset_copies_nothing(tmp_path, image_folder):
 )
 def test_what_cannot_be_done(tmp_path, image_folder, arguments, message):
     filled = [text.format(images=image_folder, out=tmp_path / "out") for text in arguments]
-    done = run(*filled)
-    assert done.returncode == 2, done.stderr
+    done = run_here(*filled)
+    assert done.exit_code == 2, done.stderr
     assert message in done.stderr and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
     assert not Path(tmp_path / "out" / "manifest.json").exists()

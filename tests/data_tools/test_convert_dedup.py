@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +13,14 @@ from pathlib import Path
 import fsspec
 import pyarrow.parquet as pq
 import pytest
-from datasets_on_disk import command, contents
-from dedup_data import convert_here, index_of, make_photo, source_of, write_photos
+from datasets_on_disk import command, contents, run_here
+from dedup_data import index_of, make_photo, source_of, write_photos
+from kill_at import convert_killed_at
 from PIL import Image, ImageOps
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from data_tools.conversion import Machine, convert, merge
-from data_tools.convert import app as convert_app
-from data_tools.dedup.against import name_indexes, open_matcher
+from data_tools.dedup.against import name_indexes
 from data_tools.locks import ALL_TASKS, TaskRange
 from data_tools.request import Request
 from data_tools.splits import parse_splits
@@ -37,7 +36,7 @@ GARDEN = ["garden-0.jpg", "garden-1.png"]
 
 
 @pytest.fixture(scope="module")
-def tests_and_index(tmp_path_factory) -> tuple[Path, Path]:
+def sets_and_index(tmp_path_factory) -> tuple[Path, Path]:
     """Two test sets, and an index of both."""
     root = tmp_path_factory.mktemp("tests")
     write_photos(root / "shelf", SHELF, seed=100)
@@ -50,8 +49,8 @@ def tests_and_index(tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def index(tests_and_index) -> Path:
-    return tests_and_index[1]
+def index(sets_and_index) -> Path:
+    return sets_and_index[1]
 
 
 def cropped(picture: Image.Image, share: float, at: float = 0.5) -> Image.Image:
@@ -62,9 +61,9 @@ def cropped(picture: Image.Image, share: float, at: float = 0.5) -> Image.Image:
 
 
 @pytest.fixture(scope="module")
-def pictures(tests_and_index, tmp_path_factory) -> Path:
+def pictures(sets_and_index, tmp_path_factory) -> Path:
     """24 pictures that are in no test set, and 7 copies."""
-    root, tests = tmp_path_factory.mktemp("pictures"), tests_and_index[0]
+    root, tests = tmp_path_factory.mktemp("pictures"), sets_and_index[0]
     write_photos(root, [f"{'ab'[i % 2]}/{i:02d}.jpg" for i in range(24)], seed=1000)
     shutil.copy(tests / "shelf" / SHELF[0], root / "a" / "same.jpg")
     photos = [Image.open(tests / "shelf" / name).convert("RGB") for name in SHELF]
@@ -107,21 +106,6 @@ def in_peace(pictures, index, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("peace") / "out"
     convert(request_for(pictures, index), out, Machine(workers=2))
     return out
-
-
-@pytest.fixture
-def here(monkeypatch) -> None:
-    convert_here(monkeypatch)
-
-
-def called(*arguments: object) -> Result:
-    """`vitscale-convert` in this process, as if it were one of its own: that takes seconds to start."""
-    open_matcher.cache_clear()
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        return CliRunner().invoke(convert_app, list(map(str, arguments)))
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def converted(request: Request, folder: Path, tasks: TaskRange = ALL_TASKS) -> Path:
@@ -170,13 +154,13 @@ def test_exactly_the_copies_are_left_out(pictures, index, in_peace):
 
 def test_the_command_tells_what_was_left_out(here, pictures, index, in_peace, tmp_path):
     arguments = (pictures, tmp_path / "out", *SHARDS, "--dedup-against", index)
-    done = called(*arguments)
+    done = run_here(*arguments)
     assert (done.exit_code, done.stderr) == (0, "")
     assert "7 (listed in dedup.parquet)" in done.stdout and "shelf" in done.stdout and "garden" in done.stdout
     assert contents(tmp_path / "out") == contents(in_peace)
-    again = called(*arguments)
+    again = run_here(*arguments)
     assert again.exit_code == 0 and "is complete already" in again.stdout
-    without = called(pictures, tmp_path / "out", *SHARDS)
+    without = run_here(pictures, tmp_path / "out", *SHARDS)
     assert without.exit_code == 2 and "already holds a dataset" in without.stderr
     checked = CliRunner().invoke(vitscale_app, ["shards", "verify", str(tmp_path / "out")])
     assert checked.exit_code == 0, checked.output
@@ -210,39 +194,15 @@ def test_killed_and_started_again(here, pictures, index, in_peace, tmp_path):
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL and not (out / "manifest.json").exists()
-    again = called(*arguments)
+    again = run_here(*arguments)
     assert again.exit_code == 0 and "done before" in again.stdout, again.stderr
     assert contents(out) == contents(in_peace)
-
-
-KILL_AT = """
-import os, signal, sys
-import vitscale.durable as durable
-calls, sync = 0, durable.sync_folder
-def counted(folder):
-    global calls
-    calls += 1
-    if calls == int(sys.argv[1]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    sync(folder)
-durable.sync_folder = counted
-if __name__ == "__main__":
-    from pathlib import Path
-    from data_tools.conversion import Machine, convert
-    from data_tools.convert import app as convert_app
-from data_tools.dedup.against import name_indexes, open_matcher
-    from data_tools.request import Request
-    request = Request(sys.argv[2], shard_samples=8, dedup=name_indexes([sys.argv[4]]))
-    convert(request, sys.argv[3], Machine(workers=1))
-    print(calls)
-"""
 
 
 @pytest.mark.slow
 def test_killed_after_every_rename(pictures, index, in_peace, tmp_path):
     def attempt(kill_at: int, out: Path) -> subprocess.CompletedProcess[str]:
-        script = [sys.executable, "-c", KILL_AT, str(kill_at), pictures, out, index]
-        return subprocess.run(script, capture_output=True, text=True, timeout=120)
+        return convert_killed_at(kill_at, pictures, out, 8, index)
 
     whole = attempt(0, tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
@@ -259,16 +219,16 @@ def test_task_ranges_and_a_merge_that_needs_the_index(here, pictures, index, in_
     out, place = tmp_path / "out", tmp_path / "index"
     shutil.copytree(index, place)
     for i in (0, 1):
-        done = called(pictures, out, *SHARDS, "--dedup-against", place, "--task-range", f"{i}/2")
+        done = run_here(pictures, out, *SHARDS, "--dedup-against", place, "--task-range", f"{i}/2")
         assert done.exit_code == 0, done.stderr
     place.rename(tmp_path / "elsewhere")
-    gone = called("--merge", out)
+    gone = run_here("--merge", out)
     assert gone.exit_code == 3 and f"{place}: no index there" in gone.stderr and "--dedup-against" in gone.stderr
     assert not (out / "manifest.json").exists()
-    other = called("--merge", out, "--dedup-against", index)
+    other = run_here("--merge", out, "--dedup-against", index)
     assert other.exit_code == 2 and "--merge has no use for --dedup-against" in other.stderr
     (tmp_path / "elsewhere").rename(place)
-    merged = called("--merge", out)
+    merged = run_here("--merge", out)
     assert merged.exit_code == 0 and "7 (listed in dedup.parquet)" in merged.stdout, merged.stderr
     assert contents(out) == contents(in_peace)
 
@@ -315,7 +275,7 @@ def test_indexes_that_cannot_be_used(pictures, index, tmp_path):
     ):
         with pytest.raises(kind, match=message):
             request_for(pictures, *indexes)
-    done = called(pictures, tmp_path / "out", "--dedup-against", old)
+    done = run_here(pictures, tmp_path / "out", "--dedup-against", old)
     assert done.exit_code == 3 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
@@ -348,8 +308,8 @@ def test_shards_of_which_nothing_is_left(pictures, index, tmp_path):
     assert (verdict.damage, verdict.notes) == ([], [])
 
 
-def test_a_source_that_is_the_test_set(tests_and_index, index, tmp_path):
-    tests = tests_and_index[0] / "shelf"
+def test_a_source_that_is_the_test_set(sets_and_index, index, tmp_path):
+    tests = sets_and_index[0] / "shelf"
     (tmp_path / "images").mkdir()
     shutil.copytree(tests, tmp_path / "images" / "x")
     (tmp_path / "images" / "x" / "broken.jpg").write_bytes(b"no image")
@@ -362,7 +322,7 @@ def test_a_source_that_is_the_test_set(tests_and_index, index, tmp_path):
 
 
 def test_a_dry_run_counts_them(pictures, index, tmp_path):
-    done = called(pictures, tmp_path / "out", "--dry-run", "--dedup-against", index)
+    done = run_here(pictures, tmp_path / "out", "--dry-run", "--dedup-against", index)
     assert done.exit_code == 0 and not (tmp_path / "out").exists(), done.stderr
     assert "7 of the probed, so about 7 would be removed" in done.stdout
     # Images of the test set, contaminated ones, copies: of them by bytes, pixels, hash, correlation.
@@ -386,9 +346,9 @@ def test_a_remote_output(pictures, index, in_peace, tmp_path):
     assert contents(converted(request_for(pictures, index), tmp_path / "out")) == contents(in_peace)
 
 
-def test_two_copies_of_one_test_image_in_two_indexes(tests_and_index, tmp_path):
+def test_two_copies_of_one_test_image_in_two_indexes(sets_and_index, tmp_path):
     """An image that is in several test sets is told with each, and removed once."""
-    shelf = tests_and_index[0] / "shelf"
+    shelf = sets_and_index[0] / "shelf"
     for name, files in (("one", SHELF[:1]), ("two", SHELF[:2])):
         (tmp_path / name).mkdir()
         for file in files:

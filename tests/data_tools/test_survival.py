@@ -5,13 +5,13 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from datasets_on_disk import command, contents, run
+from datasets_on_disk import command, contents, run, run_here
+from kill_at import convert_killed_at
 from pictures import encoded, make_picture
 
 from data_tools.conversion import Machine, convert
@@ -35,11 +35,17 @@ def pictures(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def in_peace(pictures, tmp_path_factory) -> dict[str, bytes]:
-    out = tmp_path_factory.mktemp("peace") / "out"
-    convert(Request(str(pictures), shard_samples=6), out, Machine(workers=2, max_reject_rate=0.2))
-    assert Manifest.load(out).num_rejected == 12
-    return contents(out)
+def whole(pictures, tmp_path_factory) -> tuple[Path, float]:
+    """What comes out in peace, and the seconds it took."""
+    out, started = tmp_path_factory.mktemp("peace") / "out", time.monotonic()
+    done = run(pictures, out, *SHARDS, "--max-reject-rate", 0.2)
+    assert done.returncode == 0 and Manifest.load(out).num_rejected == 12
+    return out, time.monotonic() - started
+
+
+@pytest.fixture(scope="module")
+def in_peace(whole) -> dict[str, bytes]:
+    return contents(whole[0])
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
@@ -79,16 +85,12 @@ def part_files(out: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_at_random_and_started_again(pictures, in_peace, tmp_path, kills):
+def test_killed_at_random_and_started_again(pictures, whole, in_peace, tmp_path, kills):
     out, chance = tmp_path / "out", random.Random(kills)
-    started = time.monotonic()
-    whole = start(pictures, tmp_path / "whole", *SHARDS)
-    whole.communicate(timeout=120)
-    duration = time.monotonic() - started
     died = 0
     for _ in range(kills):
         process = start(pictures, out, *SHARDS)
-        time.sleep(chance.uniform(0.1, duration))
+        time.sleep(chance.uniform(0.1, whole[1]))
         if chance.random() < 0.5:
             process.kill()  # its workers have to notice by themselves
         else:
@@ -98,27 +100,7 @@ def test_killed_at_random_and_started_again(pictures, in_peace, tmp_path, kills)
     assert died
     last = run(pictures, out, *SHARDS, "--max-reject-rate", 0.2)
     assert last.returncode == 0, last.stderr
-    assert contents(out) == in_peace == contents(tmp_path / "whole")
-
-
-KILL_AT = """
-import os, signal, sys
-import vitscale.durable as durable
-calls, sync = 0, durable.sync_folder
-def counted(folder):
-    global calls
-    calls += 1
-    if calls == int(sys.argv[1]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    sync(folder)
-durable.sync_folder = counted
-if __name__ == "__main__":
-    from pathlib import Path
-    from data_tools.conversion import Machine, convert
-    from data_tools.request import Request
-    convert(Request(sys.argv[2], shard_samples=30), sys.argv[3], Machine(workers=1, max_reject_rate=0.2))
-    print(calls)
-"""
+    assert contents(out) == in_peace
 
 
 @pytest.mark.slow
@@ -126,12 +108,7 @@ def test_killed_after_every_rename(pictures, tmp_path):
     """Every point of the converter itself at which something has just come into being; workers have their own."""
 
     def attempt(kill_at: int, out: Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", KILL_AT, str(kill_at), str(pictures), str(out)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        return convert_killed_at(kill_at, pictures, out, 30)
 
     whole = attempt(0, tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
@@ -165,8 +142,8 @@ def test_interrupted_and_continued(pictures, in_peace, tmp_path, how):
     assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
     assert not (out / "manifest.json").exists()
     before = {path: path.stat().st_mtime_ns for path in shards_of(out)}
-    again = run(pictures, out, *SHARDS, "--max-reject-rate", 0.2)
-    assert again.returncode == 0 and "done before" in again.stdout
+    again = run_here(pictures, out, *SHARDS, "--max-reject-rate", 0.2)
+    assert again.exit_code == 0 and "done before" in again.stdout
     assert contents(out) == in_peace
     assert sum(path.stat().st_mtime_ns == when for path, when in before.items()) >= 1  # they were not written again
 
@@ -177,11 +154,11 @@ def test_a_changed_option_on_a_half_done_output(pictures, in_peace, tmp_path):
     wait_for(lambda: done_in(out), "a shard to be done")
     os.killpg(half.pid, signal.SIGKILL)
     half.communicate()
-    done = run(pictures, out, "--shard-samples", 7, "--quality", 80, "--max-reject-rate", 0.2)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+    done = run_here(pictures, out, "--shard-samples", 7, "--quality", 80, "--max-reject-rate", 0.2)
+    assert done.exit_code == 2 and "Traceback" not in done.stderr
     assert "quality: 95 before, 80 now" in done.stderr and "shard_samples: 6 before, 7 now" in done.stderr
-    done = run(pictures, out, *SHARDS, "--max-reject-rate", 0.2, "--workers", 1)  # which changes nothing
-    assert done.returncode == 0 and contents(out) == in_peace
+    done = run_here(pictures, out, *SHARDS, "--max-reject-rate", 0.2, "--workers", 1)  # which changes nothing
+    assert done.exit_code == 0 and contents(out) == in_peace
 
 
 def test_task_ranges_and_merge(pictures, in_peace, tmp_path):
@@ -191,14 +168,14 @@ def test_task_ranges_and_merge(pictures, in_peace, tmp_path):
         told, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
         assert "task range" in told and f"vitscale-convert --merge {out}" in told.replace("\n", "")
-    early = run("--merge", out, "--max-reject-rate", 0.2)
-    assert early.returncode == 2 and "7 of 20 shards are not done yet: 6-12" in early.stderr
+    early = run_here("--merge", out, "--max-reject-rate", 0.2)
+    assert early.exit_code == 2 and "7 of 20 shards are not done yet: 6-12" in early.stderr
     assert not (out / "manifest.json").exists()
-    assert run(pictures, out, *SHARDS, "--task-range", "1/3", "--max-reject-rate", 0.2).returncode == 0
-    strict = run("--merge", out)
-    assert strict.returncode == 3 and "12 of 120 images (10.00%)" in strict.stderr
-    merged = run("--merge", out, "--max-reject-rate", 0.2)
-    assert merged.returncode == 0, merged.stderr
+    assert run_here(pictures, out, *SHARDS, "--task-range", "1/3", "--max-reject-rate", 0.2).exit_code == 0
+    strict = run_here("--merge", out)
+    assert strict.exit_code == 3 and "12 of 120 images (10.00%)" in strict.stderr
+    merged = run_here("--merge", out, "--max-reject-rate", 0.2)
+    assert merged.exit_code == 0, merged.stderr
     assert contents(out) == in_peace
 
 
@@ -214,27 +191,27 @@ def test_two_converters_refuse_each_other(pictures, in_peace, tmp_path):
             (("--shard-samples", 7, "--task-range", "1/2"), 2, "shard_samples: 6 before, 7 now"),
             ((*SHARDS, "--task-range", "1/2"), 0, ""),
         ):
-            done = run(pictures, out, *arguments, "--max-reject-rate", 0.2)
-            assert done.returncode == code and message in done.stderr, done.stderr
-        merge = run("--merge", out)
-        assert merge.returncode == 2 and "another vitscale-convert" in merge.stderr
+            done = run_here(pictures, out, *arguments, "--max-reject-rate", 0.2)
+            assert done.exit_code == code and message in done.stderr, done.stderr
+        merge = run_here("--merge", out)
+        assert merge.exit_code == 2 and "another vitscale-convert" in merge.stderr
     finally:
         os.kill(first.pid, signal.SIGCONT)
     assert first.wait(timeout=60) == 0
     first.communicate()
-    assert run("--merge", out, "--max-reject-rate", 0.2).returncode == 0
+    assert run_here("--merge", out, "--max-reject-rate", 0.2).exit_code == 0
     assert contents(out) == in_peace
 
 
 def test_a_shard_that_was_lost_is_written_again(pictures, in_peace, tmp_path):
     out = tmp_path / "out"
     for i in (0, 1):
-        assert run(pictures, out, *SHARDS, "--task-range", f"{i}/2", "--max-reject-rate", 0.2).returncode == 0
+        assert run_here(pictures, out, *SHARDS, "--task-range", f"{i}/2", "--max-reject-rate", 0.2).exit_code == 0
     (out / "shard-00003.beton").unlink()
     (out / "shard-00011.beton").write_bytes(b"cut")
-    merge = run("--merge", out, "--max-reject-rate", 0.2)
-    assert merge.returncode == 2 and "2 of 20 shards are not done yet: 3, 11" in merge.stderr
-    assert run(pictures, out, *SHARDS, "--max-reject-rate", 0.2).returncode == 0
+    merge = run_here("--merge", out, "--max-reject-rate", 0.2)
+    assert merge.exit_code == 2 and "2 of 20 shards are not done yet: 3, 11" in merge.stderr
+    assert run_here(pictures, out, *SHARDS, "--max-reject-rate", 0.2).exit_code == 0
     assert contents(out) == in_peace
 
 
@@ -250,14 +227,14 @@ def test_a_full_disk(pictures, in_peace, tmp_path):
         assert done.returncode == 3 and "No space left on device" in done.stderr and "Traceback" not in done.stderr
         assert shards_of(mount / "out") and not (mount / "out" / "manifest.json").exists()
         subprocess.run(["mount", "-o", "remount,size=400m", mount], check=True)
-        done = run(pictures, mount / "out", *SHARDS, "--max-reject-rate", 0.2)
-        assert done.returncode == 0 and "done before" in done.stdout
+        done = run_here(pictures, mount / "out", *SHARDS, "--max-reject-rate", 0.2)
+        assert done.exit_code == 0 and "done before" in done.stdout
         assert contents(mount / "out") == in_peace
     finally:
         subprocess.run(["umount", mount], check=True)
 
 
-def test_files_that_vanish_between_listing_and_reading(tmp_path, photos):
+def test_files_that_vanish_between_listing_and_reading(here, tmp_path, photos):
     for i, photo in enumerate(photos):
         path = tmp_path / "images" / "cat" / f"{i:02d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -276,7 +253,7 @@ def test_files_that_vanish_between_listing_and_reading(tmp_path, photos):
     assert outcome.manifests[""].num_samples == 21 - len(missed) and "images/cat/20.jpg" not in missed
 
 
-def test_a_source_that_was_mended_is_listed_anew(tmp_path, photos):
+def test_a_source_that_was_mended_is_listed_anew(here, tmp_path, photos):
     for name in ("cat/1.jpg", "2.jpg"):
         (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "images" / name).write_bytes(photos[0])
@@ -295,7 +272,7 @@ def test_the_log_alone_says_when_and_where(in_peace, pictures):
     )
 
 
-def test_a_finished_data_set_of_other_images_is_refused(pictures, tmp_path, image_folder):
+def test_a_finished_data_set_of_other_images_is_refused(here, pictures, tmp_path, image_folder):
     convert(Request(str(image_folder)), tmp_path / "out", Machine(workers=1))
     with pytest.raises(RecipeError, match="already holds a dataset"):
         convert(Request(str(pictures)), tmp_path / "out", Machine(workers=1))

@@ -18,6 +18,11 @@ SMALL = {"name": "ViT-Ti/16", "depth": 2}
 AXIAL = SMALL | {"attention": "axial"}
 STEM = {"name": "R50+ViT-B/16", "width": 64, "depth": 1, "mlp_dim": 96, "num_heads": 2, "blocks": [2, 1]}
 RESNET = {"name": "ResNet50", "blocks": [1, 2, 2]}
+# One of each kind, the shallow ones; all of them in `make test-all`.
+IN_EVERY_RUN = {
+    *("ViT-Ti/16", "ViT-b/32", "ViT-B/8", "R+ViT-Ti/16", "R26+ViT-S/32", "R50+ViT-B/32"),
+    *("ResNet50x1", "ResNet50x3", "Axial-ViT-B/32", "AxialResNet50"),
+}
 
 
 def recipe_of(model: dict, image_size: int, recompute_every: int = 0) -> Recipe:
@@ -53,7 +58,9 @@ def check(recipe: Recipe) -> None:
     assert (2 * work.macs, 2 * work.backward_macs, work.params) == counted(recipe)
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in REGISTRY]
+)
 def test_every_registered_model(name):
     check(recipe_of({"name": name}, 224))
 

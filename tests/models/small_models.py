@@ -44,9 +44,14 @@ def count(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def computable(name: str) -> Shape:
-    """The shape of a registered model; above 100 million parameters with one block, or one unit a stage."""
-    return architecture(name) if count(on_meta(name)) < 100e6 else shallow(name)
+def computable(name: str, largest: float) -> Shape:
+    """The shape of a registered model; of one with more parameters one block, or one (narrow) unit a stage."""
+    if count(on_meta(name)) < largest:
+        return architecture(name)
+    shape = shallow(name)
+    with torch.device("meta"):
+        is_small = count(build(shape)) < largest
+    return shape if is_small or not isinstance(shape, ResNetShape) else replace(shape, width_factor=1)
 
 
 def shallow(name: str) -> Shape:

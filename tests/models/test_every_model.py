@@ -34,6 +34,7 @@ TIMM_NAMES = {
 SIZE = 64
 
 every_model = pytest.mark.parametrize("name", REGISTRY)
+up_to = pytest.mark.parametrize("largest", [10e6, pytest.param(100e6, marks=pytest.mark.slow)])
 
 
 @pytest.mark.parametrize(("name", "expected"), AUTHORS_COUNTS.items())
@@ -79,9 +80,10 @@ def test_whole_on_the_meta_device(name):
         assert callable(model.initialiser(key))
 
 
+@up_to
 @every_model
-def test_the_backward_pass_reaches_every_parameter(name):
-    model = with_values(build(computable(name), image_size=SIZE, num_classes=7))
+def test_the_backward_pass_reaches_every_parameter(name, largest):
+    model = with_values(build(computable(name, largest), image_size=SIZE, num_classes=7))
     model(images(SIZE)).square().sum().backward()
     for key, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), key
@@ -100,9 +102,10 @@ def test_bf16_is_near_fp32(name):
     assert (rounded - exact).norm() / (exact - exact.mean()).norm() < 0.05
 
 
+@up_to
 @every_model
-def test_recomputation_changes_no_gradient(name):
-    shape = computable(name)
+def test_recomputation_changes_no_gradient(name, largest):
+    shape = computable(name, largest)
     dropout = {} if isinstance(shape, ResNetShape) else {"dropout": 0.3}
     gradients = []
     for every in (0, 2):

@@ -26,8 +26,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "2d-shared": {"position": {"kind": "2d", "at": "shared"}},
     "2d-every-layer": {"position": {"kind": "2d", "at": "every_layer"}},
 }
-# One stage that divides the parameters and one that does not; `make test-all` runs all four.
-STAGES = [pytest.param(stage, marks=[] if stage in (1, 3) else pytest.mark.slow) for stage in range(4)]
+# The stage that divides the parameters, beside an uninterrupted run of one that does not; `make test-all` runs all.
+STAGES = [pytest.param(stage, marks=[] if stage == 3 else pytest.mark.slow) for stage in range(4)]
+# The others differ from one of these in a detail: `make test-all` runs them too.
+IN_EVERY_RUN = {"resnet-v2", "axial-resnet", "hybrid", "axial", "relative", "2d-shared"}
+OF_FAMILIES = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in FAMILIES]
 RECOMPUTED = {"activation_checkpointing": 1}
 
 
@@ -46,13 +49,15 @@ def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     root = tmp_path_factory.mktemp("families")
     make_data(root)
     (root / "runs").mkdir()
-    stages = {item.callspec.params["stage"] for item in request.session.items if "families" in item.nodeid} | {1, 3}
+    asked = [item.callspec.params for item in request.session.items if "families" in item.nodeid]
+    stages = {params["stage"] for params in asked}
     jobs = []
-    for family in FAMILIES:
-        for stage in sorted(stages):
+    for family in [name for name in FAMILIES if any(params["family"] == name for params in asked)]:
+        for stage in sorted(stages | {1, 3}):
             blocks = blocks_of(family, stage)
             jobs.append({"name": f"{family}-zero{stage}", "blocks": [blocks], "stops": [None]})
-            jobs.append({"name": f"{family}-zero{stage}-resumed", "blocks": [blocks] * 2, "stops": [3, None]})
+            if stage in stages:
+                jobs.append({"name": f"{family}-zero{stage}-resumed", "blocks": [blocks] * 2, "stops": [3, None]})
         in_bf16 = {**blocks_of(family, 3), "precision": "bf16"}
         jobs.append({"name": f"{family}-bf16", "blocks": [in_bf16], "stops": [None]})
     mp.spawn(run_jobs, (2, int(free_port()), root, jobs), nprocs=2)
@@ -65,7 +70,7 @@ def column(root: Path, name: str, key: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_FAMILIES)
 def test_a_run_of_any_family_is_the_same_at_every_stage_and_resumes_exactly(root, family, stage):
     name = f"{family}-zero{stage}"
     assert column(root, name, "step") == list(range(1, STEPS + 1))
@@ -79,7 +84,7 @@ def test_a_run_of_any_family_is_the_same_at_every_stage_and_resumes_exactly(root
 
 
 @pytest.mark.parametrize("stage", [3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_FAMILIES)
 def test_every_parameter_is_trained_and_evaluated(root, family, stage):
     recipe = make_recipe(root, **blocks_of(family, stage))
     model = build_model(recipe, 7)

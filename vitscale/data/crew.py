@@ -66,11 +66,10 @@ class Crew:
             self._tasks.clear()
             self._changed.notify_all()
 
-    def join(self, deadline: float) -> bool:
-        """Wait for the threads until `deadline`, a time of `time.monotonic`; whether all have ended."""
+    def join(self) -> None:
+        """Wait for the threads to end, once stopped."""
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+            thread.join()
 
     def _work(self) -> None:
         while True:

@@ -10,7 +10,6 @@ Batches are handed over in order, and so are the exceptions that took their plac
 
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 
@@ -25,7 +24,7 @@ from vitscale.errors import StorageError
 from vitscale.shards import Manifest
 
 _POLL_SECONDS = 0.1
-_CLOSE_SECONDS = 10.0  # that a read may take to return when the loader is closed
+_CLOSE_SECONDS = 10.0  # that closing waits for a read to return; the planner waits on, to close the files
 
 
 class Loader:
@@ -152,9 +151,8 @@ class _Engine(threading.Thread):
             self._put(error)
         # The one place where things are closed, since a loader may be given up in any thread.
         self._given_up.get()
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        ended = self._crew.join(deadline) and self._shards.join(deadline)
-        self._shards.close(ended)
+        self._crew.join()
+        self._shards.close()
 
     def _put(self, item: Work | BaseException) -> None:
         while not self._stopping.is_set():
@@ -216,4 +214,4 @@ class _Engine(threading.Thread):
         self._given_up.put(None)
         # The garbage collector may call us in any thread, also in one of ours, which must not wait for itself.
         if not threading.current_thread().name.startswith(THREADS):
-            self.join(2 * _CLOSE_SECONDS)
+            self.join(_CLOSE_SECONDS)

@@ -125,20 +125,16 @@ class OpenShards:
                 self._crew.submit(lambda index=index: self._bring(index), _AHEAD)  # type: ignore[misc]
         self._ahead = set(wanted)
 
-    def close(self, all_ended: bool) -> None:
-        """Close everything; not what threads may still read that have not ended."""
-        if all_ended:
-            for shard in self._open.values():
-                shard.close()
-            self._open.clear()
-
     def stop(self) -> None:
         """Begin nothing more. Of any thread, never waits."""
         self._crew.stop()
 
-    def join(self, deadline: float) -> bool:
-        """Wait for the threads; whether all have ended."""
-        return self._crew.join(deadline)
+    def close(self) -> None:
+        """Close everything, when the threads have ended and nobody reads any more."""
+        self._crew.join()
+        for shard in self._open.values():
+            shard.close()
+        self._open.clear()
 
     def _trim(self) -> None:
         """Close the least recently used that nobody reads."""
@@ -174,8 +170,14 @@ class OpenShards:
         """Where a shard lies on this machine, and what keeps it there."""
         entry = self._manifest.shards[index]
         where = self._manifest.location(entry.path)
-        if self._cache is not None:  # it says by itself what does not answer, and a transfer may take its time
-            pin = self._cache.pin(where, entry, self._stopping)
+        if self._cache is not None:
+
+            def is_cancelled() -> bool:  # asked all the time while anything arrives, which may take as long as it takes
+                self._activity.begin("fetching", where)
+                return self._stopping()
+
+            is_cancelled()
+            pin = self._cache.pin(where, entry, is_cancelled)
             return pin.path, pin
         path = Path(where)
         if self._reading.verify_shards:

@@ -31,8 +31,8 @@ def test_geometric_tail_is_followed_to_the_threshold(slope: float, copies: int, 
     tail = _even(1e5 * np.exp(slope * (_BITS - COUNTED)))
     expected = expected_false(rng.poisson(tail) + _copies(rng, copies, farthest), _NO_CORRELATIONS, Settings())
     truth = tail[:32].sum()
-    assert expected.by_hash is not None
-    assert truth / 2 < expected.by_hash < truth * 2
+    assert expected.hash.expected is not None
+    assert truth / 2 < expected.hash.expected < truth * 2
     assert expected.hash.fit is not None
     assert expected.hash.fit.slope == pytest.approx(slope, rel=0.05)
 
@@ -43,7 +43,7 @@ def test_small_counts_are_not_undersold() -> None:
         rng = np.random.default_rng(seed)
         tail = _even(rng.uniform(30, 300) * np.exp(rng.uniform(0.25, 0.5) * (_BITS - COUNTED)))
         expected = expected_false(rng.poisson(tail) + _copies(rng, 40, 50), _NO_CORRELATIONS, Settings())
-        known += expected.by_hash is not None
+        known += expected.hash.expected is not None
         inside += tail[:32].sum() <= expected.hash.at_most
     assert known >= 55
     assert inside >= 54  # of 60: two standard errors, less what the choice of the range adds
@@ -60,7 +60,7 @@ def test_tail_that_bends_down_is_rather_overestimated(effective_bits: int) -> No
     density = _even(pairs_up_to(_BITS + 1.0) - pairs_up_to(_BITS - 1.0))
     counts = rng.poisson(density)
     for distance, most in ((31, 1e5), (60, 20), (70, 3)):
-        estimate = expected_false(counts, _NO_CORRELATIONS, Settings(distance=distance)).by_hash
+        estimate = expected_false(counts, _NO_CORRELATIONS, Settings(distance=distance)).hash.expected
         truth = density[: distance + 1].sum()
         assert estimate is not None
         assert 0.7 * truth < estimate < most * truth
@@ -88,8 +88,8 @@ def test_correlation_of_candidates_is_followed_to_the_threshold(copies: int) -> 
     distances = rng.poisson(_even(1e7 * np.exp(0.4 * (_BITS - COUNTED))))
     expected = expected_false(distances, correlations, Settings())
     truth = tail[_REMOVED:].sum()
-    assert expected.by_correlation is not None
-    assert truth / 2 < expected.by_correlation < truth * 2
+    assert expected.correlation.expected is not None
+    assert truth / 2 < expected.correlation.expected < truth * 2
     assert truth <= expected.correlation.at_most * 1.2
 
 
@@ -100,7 +100,7 @@ def test_correlations_of_a_normal_distribution_are_rather_overestimated() -> Non
     copies = np.minimum(99, (100 * (1 - rng.exponential(0.03, 2000))).astype(int))
     distances = rng.poisson(_even(2e7 * np.exp(0.46 * (_BITS - COUNTED))))
     correlations = rng.poisson(tail) + np.bincount(copies, minlength=100)
-    estimate = expected_false(distances, correlations, Settings()).by_correlation
+    estimate = expected_false(distances, correlations, Settings()).correlation.expected
     assert estimate is not None
     assert tail[_REMOVED:].sum() < estimate < 10 * tail[_REMOVED:].sum()
 
@@ -111,20 +111,20 @@ def test_few_candidates_cannot_be_more_wrong_than_the_tail_allows() -> None:
     correlations = np.zeros(100, np.int64)
     correlations[[20, 35, 95, 97, 99]] = 1
     expected = expected_false(rng.poisson(tail), correlations, Settings())
-    assert expected.by_correlation is None
+    assert expected.correlation.expected is None
     assert tail[32:81].sum() * 0.8 < expected.correlation.at_most < tail[32:81].sum() * 2
 
 
 def test_nothing_counted_is_nothing_known() -> None:
     expected = expected_false(np.zeros(COUNTED + 1, np.int64), _NO_CORRELATIONS, Settings())
-    assert expected.by_hash is None and expected.by_correlation is None
+    assert expected.hash.expected is None and expected.correlation.expected is None
     assert expected.hash.at_most == expected.correlation.at_most == 3  # none seen: fewer than three, with 95 %
 
 
 def test_copies_alone_are_no_tail() -> None:
     counts = _copies(np.random.default_rng(1), 2000, 50)
     expected = expected_false(counts, _NO_CORRELATIONS, Settings())
-    assert expected.by_hash is None
+    assert expected.hash.expected is None
     assert expected.hash.at_most == 3  # pairs of no copies would be more where hashes are farther
     of_all = expected_false(counts, _NO_CORRELATIONS, Settings(distance=COUNTED, candidates=COUNTED))
     assert of_all.hash.at_most >= 2000
@@ -132,7 +132,8 @@ def test_copies_alone_are_no_tail() -> None:
 
 def test_equal_bytes_and_pixels_are_never_wrong() -> None:
     expected = expected_false(np.full(COUNTED + 1, 9), np.full(100, 9), PRESETS["exact"])
-    assert expected.by_hash == expected.by_correlation == expected.hash.at_most == expected.correlation.at_most == 0
+    for estimate in (expected.hash, expected.correlation):
+        assert estimate.expected == estimate.at_most == 0
 
 
 def test_no_histogram_and_no_setting_is_too_odd() -> None:

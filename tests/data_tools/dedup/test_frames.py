@@ -109,7 +109,10 @@ EDITS: dict[str, tuple[Callable[[Image.Image], Image.Image], int]] = {
 
 @pytest.mark.parametrize(
     ("pictures", "frame"),
-    [*(("made", frame) for frame in FRAMES), *(("groceries", frame) for frame in FRAMES[::4])],
+    [
+        *(pytest.param("made", frame, marks=[] if i % 3 == 1 else pytest.mark.slow) for i, frame in enumerate(FRAMES)),
+        *(("groceries", frame) for frame in FRAMES[::4]),
+    ],
     indirect=["pictures"],
     ids=str,
 )

@@ -1,0 +1,140 @@
+"""The global batches are a function of (seed, step): whatever the world, its threads, and wherever it was resumed."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from picture_shards import write_pictures
+from rank_processes import global_batches, in_processes, processes, read, world_of
+
+from vitscale.shards import SelectFirst
+
+SHARDS, BATCH, SIDE, STEPS = [40, 33, 40, 7, 25], 16, 12, 20  # nine steps an epoch
+WORLDS, THREADS = (1, 2, 4, 8), (1, 2, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_pictures(tmp_path_factory.mktemp("exactness") / "data", SHARDS).directory)
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    """One rank, one thread, nothing ahead, without an interruption; in this process."""
+    (run,) = world_of(1, 0, STEPS, threads=1, prefetch=1)
+    return global_batches([read(folder, BATCH, SIDE, run)])
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with processes(2) as pool:
+        yield pool
+
+
+def test_the_reference_is_not_all_the_same(reference):
+    """Nothing that is compared below is empty, or the same for every sample or epoch."""
+    assert [part.step for part in reference] == list(range(STEPS)) and {part.epoch for part in reference} == {0, 1, 2}
+    samples = [sample for part in reference for sample in part.samples]
+    assert len(samples) == STEPS * BATCH and len({part.digest for part in reference}) == STEPS
+    assert len({uid for uid, *_ in samples}) == sum(SHARDS)
+    assert len({pixels for *_, pixels in samples}) > 0.8 * len(samples)  # some pictures are one pixel
+
+
+def test_every_world_and_number_of_threads(folder, reference, pool):
+    worlds = [world_of(size, 0, STEPS, threads=threads) for size in WORLDS for threads in THREADS]
+    for found in in_processes(pool, folder, BATCH, SIDE, worlds):
+        assert found == reference
+
+
+def test_a_resume_at_every_step_onto_every_world(folder, reference, pool):
+    """Each of the four worlds up to some step, and any of the four from there."""
+    starts = list(itertools.product(range(1, STEPS), WORLDS))
+    tails = [world_of(size, start, STEPS, threads=1 + start % 4, prefetch=1 + start % 3) for start, size in starts]
+    for (start, _), found in zip(starts, in_processes(pool, folder, BATCH, SIDE, tails), strict=True):
+        assert found == reference[start:]
+    stops = list(itertools.product((1, 5, 9, 10, 13), WORLDS))
+    heads = [world_of(size, 0, stop, threads=2) for stop, size in stops]
+    for (stop, _), found in zip(stops, in_processes(pool, folder, BATCH, SIDE, heads), strict=True):
+        assert found == reference[:stop]
+
+
+def test_resumed_again_and_again(folder, reference, pool):
+    """Another world after every few steps."""
+    cuts = [0, 1, 2, 5, 8, 9, 13, 17, STEPS]
+    worlds = [
+        world_of(WORLDS[i % 4], start, stop, threads=THREADS[-i % 4])
+        for i, (start, stop) in enumerate(itertools.pairwise(cuts))
+    ]
+    assert [part for found in in_processes(pool, folder, BATCH, SIDE, worlds) for part in found] == reference
+
+
+def test_with_pictures_halved_by_the_decoder(folder, pool):
+    """Other pixels, as exact."""
+    (run,) = world_of(1, 0, STEPS, dct_scaling=True)
+    reference = global_batches([read(folder, BATCH, SIDE, run)])
+    worlds = [world_of(size, start, STEPS, dct_scaling=True, threads=size) for size in (2, 4) for start in (0, 7)]
+    for found, start in zip(in_processes(pool, folder, BATCH, SIDE, worlds), (0, 7, 0, 7), strict=True):
+        assert found == reference[start:]
+
+
+# ------------------------------------------------------------------------------------------------------------ any sizes
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Shards of 20, of which an example takes as many samples as it wants."""
+    return write_pictures(tmp_path_factory.mktemp("sizes") / "data", [20] * 9)
+
+
+@st.composite
+def trainings(draw):
+    sizes = draw(st.lists(st.integers(0, 20), min_size=1, max_size=9).filter(sum))
+    world = draw(st.sampled_from([1, 2, 3, 4, 5, 8]))
+    share = draw(st.integers(1, max(1, min(24, sum(sizes)) // world)))
+    if share * world > sum(sizes):
+        world, share = 1, 1
+    batch = share * world
+    start = draw(st.integers(0, 2 * (sum(sizes) // batch) + 2))
+    options = {"threads": draw(st.integers(1, 4)), "prefetch": draw(st.integers(1, 4))}
+    return sizes, batch, world, start, options
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(trainings())
+def test_any_sizes(base, tmp_path_factory, training):
+    """Of shards, batches and worlds, from any step: what one rank with one thread reads from there."""
+    sizes, batch, world, start, options = training
+    folder = tmp_path_factory.mktemp("example")
+    above = f"../{base.directory.relative_to(folder.parent)}"
+    entries = [
+        entry.model_copy(update={"select": SelectFirst(first=size), "path": f"{above}/{entry.path}"})
+        for entry, size in zip(base.shards, sizes, strict=False)
+    ]
+    base.model_copy(update={"num_samples": sum(sizes), "shards": tuple(entries)}).save(folder)
+    stop = start + 3
+    (alone,) = world_of(1, max(0, start - 2), stop, prefetch=1)
+    expected = global_batches([read(str(folder), batch, 8, alone)])[min(start, 2) :]
+    found = global_batches(read(str(folder), batch, 8, run) for run in world_of(world, start, stop, **options))
+    assert found == expected and [part.step for part in found] == [start, start + 1, start + 2]
+    selected = {3 * (20 * shard + slot) for shard, size in enumerate(sizes) for slot in range(size)}
+    for part in found:
+        assert len(part.samples) == batch and {uid for uid, *_ in part.samples} <= selected
+
+
+# --------------------------------------------------------------------------------------------------- the whole matrix
+
+
+@pytest.mark.slow
+def test_the_whole_matrix(tmp_path_factory):
+    """Eight processes, as many as the largest world; a resume at every step onto every world and number of threads."""
+    sizes, batch, side, steps = [40, 33, 40, 7, 25, 61, 12, 40, 40, 18], 32, 24, 22  # nine steps an epoch
+    folder = str(write_pictures(tmp_path_factory.mktemp("matrix") / "data", sizes).directory)
+    (alone,) = world_of(1, 0, steps, threads=1, prefetch=1)
+    reference = global_batches([read(folder, batch, side, alone)])
+    with processes(8) as pool:
+        for threads in THREADS:
+            starts = list(itertools.product(range(steps), WORLDS))
+            worlds = [world_of(size, start, steps, threads=threads) for start, size in starts]
+            for (start, _), found in zip(starts, in_processes(pool, folder, batch, side, worlds), strict=True):
+                assert found == reference[start:]

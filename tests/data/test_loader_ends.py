@@ -1,0 +1,121 @@
+"""How processes end that have a loader in them: by themselves, whatever that is at."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from leaks import wait_until
+from picture_shards import write_pictures
+
+_SCRIPT = """
+import os, sys, threading, time
+import vitscale.data.loader as module
+from vitscale.data import EvalTransform, Loader, Reading, TrainOrder
+from vitscale.errors import StorageError
+from vitscale.shards import Manifest
+
+module._CLOSE_SECONDS = 1.0
+if __name__ == "__main__":
+    manifest = Manifest.load(sys.argv[1])
+    reading = Reading(stall_s=0.5, verify_shards=sys.argv[2] == "verify")
+    order = TrainOrder([shard.num_selected for shard in manifest.shards], 16, 0)
+    loader = Loader(manifest, order, image_size=8, transform=EvalTransform(), reading=reading)
+    print("ready", flush=True)
+{body}
+"""
+
+BODIES = {
+    "an error that is told": """
+    try:
+        next(loader)
+    except StorageError as error:
+        print(error, flush=True)
+""",
+    "an error that nobody catches": """
+    next(loader)
+""",
+    "closed meanwhile": """
+    time.sleep(0.3)
+    loader.close()
+    print("closed", flush=True)
+""",
+    "never used": "",
+    "never ends": """
+    for batch in loader:
+        pass
+""",
+    "left open": """
+    for _ in range(5):
+        next(loader)
+    print("done", flush=True)
+""",
+}
+
+
+@pytest.fixture
+def manifest(tmp_path):
+    return write_pictures(tmp_path / "data", [20, 20])
+
+
+def start(manifest, body, verify="trust"):
+    script = _SCRIPT.format(body=BODIES[body])
+    command = [sys.executable, "-c", script, str(manifest.directory), verify]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def end(process):
+    """Its exit status and what it printed, once it has ended by itself."""
+    try:
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def stall(manifest):
+    """Both shards become pipes that nobody writes to: opening them does not return."""
+    for index in (0, 1):
+        path = manifest.shard_path(index)
+        path.unlink()
+        os.mkfifo(path)
+
+
+@pytest.mark.parametrize("verify", ["verify", "trust"])
+def test_a_read_that_stalls_is_told_and_the_process_ends(manifest, verify):
+    stall(manifest)
+    code, out, err = end(start(manifest, "an error that is told", verify))
+    assert code == 0 and err == ""
+    assert "reading data stands still: opening" in out and str(manifest.directory / "shard-0000") in out
+    assert "has not returned for 1 s (data.stall_s is 0.5)" in out
+
+
+@pytest.mark.parametrize(
+    "body, code", [("an error that nobody catches", 1), ("closed meanwhile", 0), ("never used", 0)]
+)
+def test_a_process_ends_while_a_read_stalls(manifest, body, code):
+    stall(manifest)
+    found, out, err = end(start(manifest, body))
+    assert found == code
+    assert ("StorageError" in err) == (code == 1) and ("closed" in out) == (body == "closed meanwhile")
+
+
+def test_a_process_ends_with_a_loader_in_it(manifest):
+    assert end(start(manifest, "left open")) == (0, "ready\ndone\n", "")
+
+
+@pytest.mark.parametrize("stalled", [False, True])
+def test_interrupted(manifest, stalled):
+    """By Ctrl-C: one exception, and an end."""
+    if stalled:
+        stall(manifest)
+    process = start(manifest, "never ends")
+    assert process.stdout.readline() == "ready\n"
+    threads = Path(f"/proc/{process.pid}/task")
+    assert not threads.is_dir() or wait_until(lambda: len(list(threads.iterdir())) > 2)
+    process.send_signal(signal.SIGINT)
+    code, _, err = end(process)
+    assert code in (-signal.SIGINT, 130) and err.rstrip().endswith("KeyboardInterrupt")
+    assert err.count("Traceback") == 1

@@ -1,0 +1,234 @@
+"""Shards from elsewhere: at a URL, behind the cache; or of FFCV's own writer."""
+
+import asyncio
+import fcntl
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from damage import flip_byte
+from fsspec.asyn import AsyncFileSystem
+from leaks import loader_threads, wait_until
+from picture_shards import write_pictures
+from pictures import make_picture
+from stock_beton import write_stock
+from views import area_mean, whole_picture
+
+from vitscale.data import EvalOrder, EvalTransform, Loader, Reading, TrainOrder, TrainTransform
+from vitscale.errors import DataError
+from vitscale.shards import Manifest
+from vitscale.shards.adopt import adopt
+from vitscale.shards.opening import open_shard
+
+SHARDS = [20, 13, 20, 7, 20, 20]
+
+
+class FarAway(AsyncFileSystem):
+    """Files of this machine, which take their time to come."""
+
+    protocol = "faraway"
+    cachable = False
+    seconds = 0.0  # a call
+    fetched: ClassVar[list[str]] = []
+
+    async def _info(self, path, **kwargs):
+        return {"name": path, "size": Path(path).stat().st_size, "type": "file"}
+
+    async def _cat_file(self, path, start=None, end=None, **kwargs):
+        if path.endswith(".beton"):
+            self.fetched.append(Path(path).name)
+            await asyncio.sleep(FarAway.seconds)
+        return Path(path).read_bytes()[start:end]
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    return write_pictures(tmp_path_factory.mktemp("sources") / "data", SHARDS)
+
+
+@pytest.fixture
+def remote(local, monkeypatch):
+    fsspec.register_implementation("faraway", FarAway, clobber=True)
+    monkeypatch.setattr(FarAway, "seconds", 0.0)
+    monkeypatch.setattr(FarAway, "fetched", [])
+    return Manifest.load(f"faraway://{local.directory}")
+
+
+def loader_of(manifest, cache, stop=12, **reading):
+    return Loader(
+        manifest,
+        TrainOrder(SHARDS, 16, 0),
+        image_size=16,
+        transform=TrainTransform(),
+        stop_step=stop,
+        reading=Reading(cache=cache, **reading),
+        digest=True,
+    )
+
+
+def seen(loader):
+    with loader:
+        return [(batch.step, batch.uids.tolist(), batch.digest) for batch in loader]
+
+
+# ------------------------------------------------------------------------------------------------------------- at a URL
+
+
+@pytest.fixture(scope="module")
+def expected(local, tmp_path_factory):
+    return seen(loader_of(local, tmp_path_factory.mktemp("cache")))
+
+
+def test_a_dataset_at_a_url(remote, tmp_path, expected):
+    """The same batches; each shard comes once, also for the next loader."""
+    for _ in range(2):
+        assert seen(loader_of(remote, tmp_path)) == expected
+    assert set(FarAway.fetched) == {f"shard-{index:05d}.beton" for index in range(6)}
+    pieces = sum(-(-entry.bytes // (8 << 20)) for entry in remote.shards)
+    assert len(FarAway.fetched) == pieces
+
+
+def test_shards_come_ahead(remote, tmp_path):
+    with Loader(
+        remote,
+        EvalOrder(SHARDS, 4),
+        image_size=8,
+        transform=EvalTransform(),
+        reading=Reading(cache=tmp_path, prefetch=1),
+    ) as loader:
+        next(loader)
+        assert wait_until(lambda: len(list((tmp_path / "shards").glob("*.beton"))) == 6)
+
+
+def test_a_cache_of_two_shards(remote, tmp_path, expected, monkeypatch):
+    """Those in use stay; the rest comes again."""
+    monkeypatch.setattr("vitscale.data.open_shards._OPEN_SHARDS", 1)
+    limit = 2 * max(entry.bytes for entry in remote.shards)
+    assert seen(loader_of(remote, tmp_path, cache_bytes=limit)) == expected
+
+
+def test_nothing_stays_in_use(remote, tmp_path):
+    loader = loader_of(remote, tmp_path)
+    next(loader)
+    loader.close()
+    shards = list((tmp_path / "shards").glob("*.beton"))
+    assert shards
+    for path in shards:
+        with path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_slow_transfer_is_no_stall(remote, tmp_path, monkeypatch):
+    """It takes three times what a read may."""
+    monkeypatch.setattr(FarAway, "seconds", 0.45)
+    with loader_of(remote, tmp_path, stop=1, stall_s=0.3) as loader:
+        assert next(loader).step == 0
+
+
+def test_a_transfer_ends_when_the_loader_does(remote, tmp_path, monkeypatch):
+    monkeypatch.setattr(FarAway, "seconds", 50.0)
+    loader = loader_of(remote, tmp_path)
+    assert wait_until(lambda: FarAway.fetched)
+    started = time.monotonic()
+    loader.close()
+    assert not loader_threads() and time.monotonic() - started < 40
+    assert not list((tmp_path / "shards").glob("*.part"))
+
+
+@pytest.mark.parametrize("policy", ["error", "substitute", "mask"])
+def test_another_shard_at_the_url(local, tmp_path, policy, monkeypatch):
+    """Damage on the way or there: nothing comes under the name of what the manifest lists, whatever the policy."""
+    monkeypatch.setattr("vitscale.shards.cache._PAUSES", (0.0, 0.0))
+    fsspec.register_implementation("faraway", FarAway, clobber=True)
+    damaged = write_pictures(tmp_path / "data", SHARDS)
+    flip_byte(damaged, 1, [3])
+    manifest = Manifest.load(f"faraway://{damaged.directory}")
+    with pytest.raises(DataError, match=rf"faraway://{damaged.shard_path(1)}: damaged, or another shard"):
+        seen(loader_of(manifest, tmp_path / "cache", bad_samples=policy))
+
+
+@pytest.mark.parametrize("policy", ["error", "mask"])
+def test_a_shard_that_is_missing_at_the_url(tmp_path, policy):
+    fsspec.register_implementation("faraway", FarAway, clobber=True)
+    written = write_pictures(tmp_path / "data", SHARDS)
+    manifest = Manifest.load(f"faraway://{written.directory}")
+    written.shard_path(4).unlink()
+    with pytest.raises(DataError, match=r"faraway://.*shard-00004\.beton: missing, but the manifest lists it"):
+        seen(loader_of(manifest, tmp_path / "cache", bad_samples=policy))
+
+
+def test_a_cache_whose_file_is_damaged_later(remote, tmp_path):
+    """What each image's own checksum is for."""
+    seen(loader_of(remote, tmp_path))
+    for path in (tmp_path / "shards").glob("*.beton"):
+        content = bytearray(path.read_bytes())
+        content[8_389_000] ^= 1  # in an image of the first page
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=r"\.beton: slot \d+, uid \d+: its bytes do not match their checksum"):
+        seen(loader_of(remote, tmp_path))
+
+
+# ------------------------------------------------------------------------------------------------- of FFCV's own writer
+
+
+@pytest.fixture(scope="module")
+def adopted(tmp_path_factory):
+    """30 images of several sizes, gray values among them, some stored as raw pixels."""
+    from ffcv.fields import IntField, RGBImageField
+
+    folder = tmp_path_factory.mktemp("adopted")
+    rows = [(np.asarray(make_picture(i, 20 + 3 * i, 30 + (i % 3) * 40)), i % 4) for i in range(30)]
+    fields = {"image": RGBImageField(write_mode="smart", smart_threshold=15_000), "label": IntField()}
+    adoption = adopt(str(write_stock(folder / "train.beton", fields, rows)), str(folder / "out"))
+    assert 0 < adoption.raw < 30
+    return adoption.manifest, [pixels for pixels, _ in rows]
+
+
+def test_an_adopted_file(adopted):
+    """Raw pixels are those that were given to the writer; JPEGs are decoded as ever."""
+    manifest, given = adopted
+    transform = TrainTransform((0.3, 1.0), (0.5, 2.0), 0.5)
+    with open_shard(manifest, 0) as shard:
+        pixels = [
+            given[slot] if shard.file.raw[slot] else whole_picture(shard.image(slot), *given[slot].shape[:2])
+            for slot in range(30)
+        ]
+    loader = Loader(manifest, TrainOrder([30], 10, 0), image_size=12, transform=transform, stop_step=6)
+    found = 0
+    with loader:
+        for batch in loader:
+            keys = batch.keys.numpy().view(np.uint64)
+            sides = np.array([given[uid].shape[:2] for uid in batch.uids.tolist()])
+            boxes, flips = transform.boxes(keys, sides[:, 0], sides[:, 1]), transform.flips(keys)
+            assert torch.equal(batch.labels, batch.uids % 4)
+            for image, uid, (top, left, h, w), flip in zip(
+                batch.images.numpy(), batch.uids.tolist(), boxes, flips, strict=True
+            ):
+                expected = area_mean(pixels[uid][top : top + h, left : left + w], 12)
+                assert np.abs(image - (expected[:, ::-1] if flip else expected)).max() <= 0.501
+                found += 1
+    assert found == 60
+
+
+def test_damage_in_an_adopted_file(adopted, tmp_path):
+    """Of raw pixels any byte could be: only the checksum tells."""
+    manifest, _ = adopted
+    path = manifest.shard_path(0)
+    sound = path.read_bytes()
+    with open_shard(manifest, 0) as shard:
+        slots = [int(np.argmax(shard.file.raw)), int(np.argmin(shard.file.raw))]
+        offsets = {slot: int(shard.file.offset[slot] + shard.file.size[slot] // 2) for slot in slots}
+    try:
+        for slot, offset in offsets.items():
+            path.write_bytes(sound[:offset] + bytes([sound[offset] ^ 1]) + sound[offset + 1 :])
+            for verify, named in ((True, "damaged, or another shard"), (False, f"slot {slot}, uid {slot}: .*checksum")):
+                reading = Reading(verify_shards=verify, cache=tmp_path)
+                options = {"image_size": 8, "transform": EvalTransform(), "reading": reading}
+                with Loader(manifest, EvalOrder([30], 10), **options) as loader, pytest.raises(DataError, match=named):
+                    list(loader)
+    finally:
+        path.write_bytes(sound)
