@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from vitscale.cli.main import app
 from vitscale.errors import VitscaleError
 from vitscale.pretrain import parse_arguments
 from vitscale.pretrain import pretrain as pretrain_rank
-from vitscale.shards import ShardFile
+from vitscale.shards import Manifest, ShardFile
 from vitscale.shards.generated import write_generated_dataset
 from vitscale.training.distributed import free_port
 
@@ -210,8 +211,9 @@ def test_mistakes_are_found_before_the_training_begins(pretrain_here, tmp_path, 
     assert not torch.distributed.is_initialized()
 
 
-def test_a_damaged_shard_ends_both_ranks_with_the_sample_s_name(place, tmp_path):
-    """One rank meets it; it says so, nobody hangs, and the launcher passes its exit code on."""
+@pytest.fixture
+def damaged(place, tmp_path):
+    """A copy of the data with one flipped byte in slot 3 of its second shard, and the uid there."""
     data = tmp_path / "data"
     shutil.copytree(place / "data", data)
     with ShardFile(data / "train" / "shard-00001.beton") as shard:
@@ -219,13 +221,53 @@ def test_a_damaged_shard_ends_both_ranks_with_the_sample_s_name(place, tmp_path)
     content = bytearray((data / "train" / "shard-00001.beton").read_bytes())
     content[position] ^= 0xFF
     (data / "train" / "shard-00001.beton").write_bytes(content)
+    return data, uid
+
+
+def test_a_damaged_shard_ends_both_ranks_with_the_sample_s_name(place, damaged, tmp_path):
+    """One rank meets it; it says so, nobody hangs, and the launcher passes its exit code on."""
+    data, uid = damaged
     result = run(
         *(program("deepspeed"), "--num_accelerators", "2", "--master_port", free_port(), PRETRAIN),
-        *("--recipe", place / "toy.yaml", "--set", f"data.root={data}", "--run-dir", tmp_path / "run"),
+        *("--recipe", place / "toy.yaml", "--set", f"data.root={data}", "--set", "data.verify_shards=false"),
+        *("--run-dir", tmp_path / "run"),
         cwd=tmp_path,
     )
     assert result.returncode == 3, result.stdout + result.stderr
     assert "shard-00001.beton" in result.stderr and f"uid {uid}" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_shard_that_is_not_the_manifest_s_is_found_before_the_first_step(place, damaged, tmp_path):
+    command = (sys.executable, PRETRAIN, "--recipe", place / "toy.yaml", "--set", f"data.root={damaged[0]}")
+    result = run(*command, "--run-dir", tmp_path / "run", cwd=tmp_path)
+    assert result.returncode == 3 and "Traceback" not in result.stderr, result.stdout + result.stderr
+    assert "shard-00001.beton: damaged" in result.stderr and "vitscale shards verify" in result.stderr
+
+
+@pytest.mark.parametrize("policy, ranks, batch", [("mask", 2, 56), ("substitute", 1, 57)])
+def test_a_run_goes_on_over_a_damaged_sample(place, damaged, tmp_path, policy, ranks, batch):
+    """The first loss of every sample is the same, so that their mean tells whether the right number was divided by."""
+    data, uid = damaged
+    result = run(
+        *(program("deepspeed"), "--num_accelerators", ranks, "--master_port", free_port(), PRETRAIN),
+        *("--recipe", place / "toy.yaml", "--run-dir", tmp_path / "run", "--set", f"data.root={data}"),
+        *(
+            "--set",
+            f"data.bad_samples={policy}",
+            "--set",
+            f"batch.global={batch}",
+            "--set",
+            "schedule={duration: {steps: 2}}",
+        ),
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"uid {uid}: its bytes do not match their checksum" in result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    first, second = (line for line in lines if "loss" in line)
+    assert first["bad_samples"] == 1 and math.isfinite(second["loss"])
+    classes = len(Manifest.load(data / "train").class_names)
+    assert first["loss"] == pytest.approx(10 + classes * math.log1p(math.exp(-10)), rel=1e-5)
 
 
 def test_recipe_prints_what_would_run(place):

@@ -203,6 +203,19 @@ def test_each_is_told_of_once(manifest, sound, policy, kind, caplog):
     assert len(rest) == 1 and str(manifest.shard_path(2)) in rest[0] and "the manifest says xxh3_128" in rest[0]
 
 
+def test_a_shard_is_told_of_once(manifest, caplog, monkeypatch):
+    """However often it is compared, ahead of its use too, and opened."""
+    monkeypatch.setattr("vitscale.data.open_shards._OPEN_SHARDS", 1)
+    misstate_checksums(manifest, 1, [2])
+    misstate_checksums(manifest, 2, [2])
+    order, reading = TrainOrder(SHARDS, 1, 0), Reading(bad_samples="mask", check_rate=0.0, prefetch=1)
+    with Loader(manifest, order, image_size=8, transform=EvalTransform(), reading=reading, stop_step=120) as loader:
+        for _ in loader:
+            pass
+    told = sorted(record.message.split(":")[0] for record in caplog.records)
+    assert told == [str(manifest.shard_path(1)), str(manifest.shard_path(2))]
+
+
 def test_fillers_are_not_counted(manifest, caplog):
     """They repeat the first sample of the dataset, which is told of in its own place."""
     flip_byte(manifest, 0, [0])
@@ -238,7 +251,7 @@ def test_fillers_are_not_counted(manifest, caplog):
         ("wrong head", "damaged"),
     ],
 )
-def test_always_an_error(manifest, policy, verify, change, problem):
+def test_always_an_error(manifest, policy, verify, change, problem, caplog):
     path = manifest.shard_path(2)
     content = path.read_bytes()
     if change == "missing":
@@ -251,6 +264,8 @@ def test_always_an_error(manifest, policy, verify, change, problem):
         path.write_bytes(content[:-1] if change == "shorter" else content + b"\0")
     with pytest.raises(DataError, match=rf"shard-00002\.beton: .*({problem})"):
         train(manifest, policy, verify_shards=verify)
+    if change in ("missing", "shorter", "longer"):
+        assert not caplog.records  # none that says that it is used
 
 
 # --------------------------------------------------------------------------------------------------- a file that is cut

@@ -2,6 +2,7 @@
 
 import asyncio
 import fcntl
+import threading
 import time
 from pathlib import Path
 from typing import ClassVar
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from damage import flip_byte
+from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
 from leaks import loader_threads, wait_until
 from picture_shards import write_pictures
@@ -19,7 +21,7 @@ from stock_beton import write_stock
 from views import area_mean, whole_picture
 
 from vitscale.data import EvalOrder, EvalTransform, Loader, Reading, TrainOrder, TrainTransform
-from vitscale.errors import DataError
+from vitscale.errors import DataError, StorageError
 from vitscale.shards import Manifest
 from vitscale.shards.adopt import adopt
 from vitscale.shards.opening import open_shard
@@ -127,6 +129,37 @@ def test_a_slow_transfer_is_no_stall(remote, tmp_path, monkeypatch):
     monkeypatch.setattr(FarAway, "seconds", 0.45)
     with loader_of(remote, tmp_path, stop=1, stall_s=0.3) as loader:
         assert next(loader).step == 0
+
+
+class Silent(AbstractFileSystem):
+    """Does not answer, and its library waits for ever; until the test has seen it."""
+
+    protocol = "silent"
+    cachable = False
+    gate = threading.Event()
+
+    def info(self, path, **kwargs):
+        return {"name": path, "size": Path(path).stat().st_size, "type": "file"}
+
+    def cat_file(self, path, start=None, end=None, **kwargs):
+        if path.endswith(".beton"):
+            self.gate.wait(60)
+        return Path(path).read_bytes()[start:end]
+
+
+def test_a_transfer_that_stands_still_is_a_stall(local, tmp_path, monkeypatch):
+    monkeypatch.setattr("vitscale.data.loader._CLOSE_SECONDS", 0.2)
+    fsspec.register_implementation("silent", Silent, clobber=True)
+    manifest = Manifest.load(f"silent://{local.directory}")
+    try:
+        with (
+            loader_of(manifest, tmp_path, stall_s=0.3) as loader,
+            pytest.raises(StorageError, match=r"fetching silent://.*/shard-0000\d\.beton has not returned for \d+ s"),
+        ):
+            next(loader)
+    finally:
+        Silent.gate.set()
+    assert wait_until(lambda: not loader_threads())
 
 
 def test_a_transfer_ends_when_the_loader_does(remote, tmp_path, monkeypatch):

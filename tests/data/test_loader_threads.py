@@ -263,11 +263,13 @@ def test_a_read_that_does_not_return_is_reported_by_name(manifest, monkeypatch):
         return preadv(fd, buffers, offset)
 
     monkeypatch.setattr(batch_reader_module.os, "preadv", stuck)
+    files = open_files()
     loader = endless(manifest, stall_s=0.3)
     try:
         with pytest.raises(StorageError, match=r"reading .*shard-0000\d\.beton slot \d+ has not returned for \d+ s"):
             next(loader)
         assert next(loader, None) is None
+        assert open_files() > files  # else it would read from another file of the same number in the end
         monkeypatch.undo()
     finally:
         gate.set()
@@ -389,8 +391,9 @@ def test_a_slow_consumer_bounds_what_is_read_ahead(manifest):
 
 
 @pytest.mark.parametrize("crew", ["of the engine", "of the shards"])
-def test_a_loader_may_be_collected_by_a_thread_of_its_own(manifest, crew):
+def test_a_loader_may_be_collected_by_a_thread_of_its_own(manifest, crew, monkeypatch):
     """A cycle with a loader in it: no thread waits for itself."""
+    monkeypatch.setattr("vitscale.data.loader._CLOSE_SECONDS", 100.0)
     loader = endless(manifest)
     next(loader)
     engine, collected = loader._engine, threading.Event()
@@ -424,6 +427,7 @@ class CollectingOrder(TrainOrder):
         return super().batch(*arguments)
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # what is raised while it is collected
 def test_a_loader_may_be_collected_by_its_planner(manifest):
     order = CollectingOrder(SHARDS, 8, 0)
     gc.disable()

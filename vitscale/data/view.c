@@ -25,13 +25,13 @@ enum { OK = 0, REFUSED = 2, WRONG_SIZE = 3, NO_MEMORY = 4 }; /* as in kernel.py 
 enum { ROWS_A_CALL = 8 };
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
-#define FOR_EVERY_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
+#define FOR_EVERY_PROCESSOR __attribute__((target_clones("avx2", "default")))
 #else
 #define FOR_EVERY_PROCESSOR
 #endif
 
-typedef float Lanes __attribute__((vector_size(16)));
-typedef int32_t WholeLanes __attribute__((vector_size(16)));
+typedef float Pixel __attribute__((vector_size(16))); /* three values, and one that does not matter */
+typedef float Pair __attribute__((vector_size(32)));
 
 /* ------------------------------------------------------------------------------------------------------- resizing */
 
@@ -59,38 +59,46 @@ static int64_t overlap(const Axis *axis, int64_t output, int64_t pixel) {
 /* Takes the rows of a region one after the other, gives the rows of the output. */
 typedef struct {
     Axis rows, columns;
-    int64_t values;       /* of a row of the region: 3 times its pixels */
-    int64_t output_row;   /* that is being summed */
-    int taps, flip;
-    int32_t *first;       /* (side): value at which an output column begins */
-    float *weights;       /* (side, taps) */
-    float *sums;          /* (values, and some zeros that the last columns' spare taps may touch) */
-    uint8_t *out;         /* (side, side, 3) */
+    int64_t values;            /* of a row of the region: 3 times its pixels */
+    int64_t output_row;        /* that is being summed, of source pixels [first_row, end_row) */
+    int64_t first_row, end_row;
+    int taps;
+    int32_t *first;            /* (2 * pairs): value at which an output column begins; pairs: half of side, rounded up */
+    Pair *weights;             /* (pairs, taps): four times that of one column, four times that of the next */
+    float *means;              /* of an output row (6 * pairs, and one more) */
+    float *sums;               /* (values, and some zeros that the last columns' spare taps may touch) */
+    uint8_t *out;              /* (side, side, 3) */
     void *memory;
 } Resizer;
 
+static void resizer_begin_row(Resizer *r, int64_t row) {
+    r->output_row = row;
+    r->first_row = first_pixel(&r->rows, row);
+    r->end_row = end_pixel(&r->rows, row);
+}
+
 /* A region begins at source column `left` and is `width` pixels wide. Returns 0 where there is no memory. */
 static int resizer_open(Resizer *r, Axis rows, Axis columns, int64_t left, int64_t width, int flip, uint8_t *out) {
-    int64_t side = columns.side, most = 1;
-    for (int64_t i = 0; i < side; i++) {
-        int64_t taps = end_pixel(&columns, i) - first_pixel(&columns, i);
-        if (taps > most) most = taps;
-    }
-    int64_t sums = (3 * (width + most) + 4 + 15) & ~(int64_t)15;
-    r->memory = calloc((size_t)(sums + side * most + side), 4);
+    /* No output column touches more pixels than these; those that touch fewer have weights of zero. */
+    const int64_t side = columns.side, taps = (columns.length + columns.step - 1) / columns.step + 1;
+    const int64_t pairs = (side + 1) / 2, sums = (3 * (width + taps) + 4 + 7) & ~7, means = (6 * pairs + 1 + 7) & ~7;
+    r->memory = calloc((size_t)(8 * pairs * taps + sums + means + 2 * pairs + 8), 4);
     if (!r->memory) return 0;
-    r->rows = rows, r->columns = columns, r->values = 3 * width, r->output_row = 0;
-    r->taps = (int)most, r->flip = flip, r->out = out;
-    r->sums = r->memory;
-    r->weights = r->sums + sums;
-    r->first = (int32_t *)(r->weights + side * most);
-    float whole = (float)((double)rows.length * (double)columns.length);
+    r->rows = rows, r->columns = columns, r->values = 3 * width, r->taps = (int)taps, r->out = out;
+    r->weights = (Pair *)(((uintptr_t)r->memory + 31) & ~(uintptr_t)31);
+    r->sums = (float *)(r->weights + pairs * taps);
+    r->means = r->sums + sums;
+    r->first = (int32_t *)(r->means + means);
+    const float whole = (float)((double)rows.length * (double)columns.length);
     for (int64_t i = 0; i < side; i++) {
-        int64_t first = first_pixel(&columns, i);
+        const int64_t column = flip ? side - 1 - i : i, first = first_pixel(&columns, column);
         r->first[i] = (int32_t)(3 * (first - left));
-        for (int64_t tap = 0; tap < most; tap++)
-            r->weights[i * most + tap] = (float)overlap(&columns, i, first + tap) / whole;
+        for (int64_t tap = 0; tap < taps; tap++) {
+            const float weight = (float)overlap(&columns, column, first + tap) / whole;
+            for (int lane = 0; lane < 4; lane++) r->weights[i / 2 * taps + tap][4 * (i % 2) + lane] = weight;
+        }
     }
+    resizer_begin_row(r, 0);
     return 1;
 }
 
@@ -104,49 +112,47 @@ static void add_to_sums(float *restrict sums, const uint8_t *restrict row, float
     for (int64_t i = 0; i < values; i++) sums[i] += weight * (float)row[i];
 }
 
-#define MEAN_OF(TAPS)                                                                     \
-    for (int64_t i = 0; i < side; i++, weights += taps, out += step) {                    \
-        const float *value = sums + first[i];                                             \
-        Lanes total = {0.5f, 0.5f, 0.5f, 0.5f};                                           \
-        for (int tap = 0; tap < (TAPS); tap++) {                                          \
-            Lanes pixel;                                                                  \
-            memcpy(&pixel, value + 3 * tap, sizeof pixel);                                \
-            total += pixel * weights[tap];                                                \
-        }                                                                                 \
-        WholeLanes rounded = __builtin_convertvector(total, WholeLanes);                  \
-        out[0] = (uint8_t)rounded[0], out[1] = (uint8_t)rounded[1], out[2] = (uint8_t)rounded[2]; \
+/* Two pixels at a time. Three values each are wanted and four are written, of which the next pixel replaces the last. */
+#define MEANS_OF(TAPS)                                                                                \
+    for (int64_t i = 0; i < side; i += 2) {                                                           \
+        const float *one = sums + first[i], *other = sums + first[i + 1];                             \
+        Pair total = {0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f};                                \
+        for (int tap = 0; tap < (TAPS); tap++, one += 3, other += 3, weights++) {                     \
+            Pixel a, b;                                                                               \
+            memcpy(&a, one, sizeof a);                                                                \
+            memcpy(&b, other, sizeof b);                                                              \
+            total += __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7) * *weights;                \
+        }                                                                                             \
+        const Pixel a = __builtin_shufflevector(total, total, 0, 1, 2, 3);                            \
+        const Pixel b = __builtin_shufflevector(total, total, 4, 5, 6, 7);                            \
+        memcpy(means + 3 * i, &a, sizeof a);                                                          \
+        memcpy(means + 3 * i + 3, &b, sizeof b);                                                      \
     }
 
 FOR_EVERY_PROCESSOR
-static void finish_row(const float *sums, const int32_t *first, const float *weights, int taps, int64_t side,
-                       uint8_t *out, int64_t step) {
+static void finish_row(const float *restrict sums, const int32_t *restrict first, const Pair *restrict weights, int taps,
+                       int64_t side, float *restrict means, uint8_t *restrict out) {
     switch (taps) { /* the usual ones with a known end */
-        case 1: MEAN_OF(1) break;
-        case 2: MEAN_OF(2) break;
-        case 3: MEAN_OF(3) break;
-        case 4: MEAN_OF(4) break;
-        default: MEAN_OF(taps)
+        case 2: MEANS_OF(2) break;
+        case 3: MEANS_OF(3) break;
+        case 4: MEANS_OF(4) break;
+        default: MEANS_OF(taps)
     }
+    for (int64_t i = 0; i < 3 * side; i++) out[i] = (uint8_t)(int32_t)means[i];
 }
 
 /* The next row of the region; `pixel` is its number in the source. */
 static void resizer_take(Resizer *r, int64_t pixel, const uint8_t *row) {
     const int64_t side = r->rows.side;
-    while (r->output_row < side) {
-        int64_t first = first_pixel(&r->rows, r->output_row), end = end_pixel(&r->rows, r->output_row);
-        if (pixel < first) return;
-        float weight = (float)overlap(&r->rows, r->output_row, pixel);
-        if (pixel == first)
+    while (r->output_row < side && pixel >= r->first_row) {
+        const float weight = (float)overlap(&r->rows, r->output_row, pixel);
+        if (pixel == r->first_row)
             begin_sums(r->sums, row, weight, r->values);
         else
             add_to_sums(r->sums, row, weight, r->values);
-        if (pixel + 1 < end) return;
-        uint8_t *out = r->out + r->output_row * side * 3;
-        if (r->flip)
-            finish_row(r->sums, r->first, r->weights, r->taps, side, out + (side - 1) * 3, -3);
-        else
-            finish_row(r->sums, r->first, r->weights, r->taps, side, out, 3);
-        r->output_row++;
+        if (pixel + 1 < r->end_row) return;
+        finish_row(r->sums, r->first, r->weights, r->taps, side, r->means, r->out + r->output_row * side * 3);
+        resizer_begin_row(r, r->output_row + 1);
     }
 }
 
