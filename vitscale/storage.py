@@ -193,6 +193,8 @@ class _Call:
     def result(self, cancelled: Callable[[], bool] = never) -> Any:
         """What it returns. Raises what it raises, TimeoutError after a minute, or CancelledError."""
         if self._future is None:
+            if cancelled():
+                raise CancelledError
             return self._act()
         end = time.monotonic() + _TRY_SECONDS
         try:

@@ -390,14 +390,18 @@ def test_a_slow_consumer_bounds_what_is_read_ahead(manifest):
 # ----------------------------------------------------------------------------------------------- the garbage collector
 
 
-@pytest.mark.parametrize("crew", ["of the engine", "of the shards"])
+@pytest.mark.parametrize("crew", ["readers", "openers", "bringers"])
 def test_a_loader_may_be_collected_by_a_thread_of_its_own(manifest, crew, monkeypatch):
     """A cycle with a loader in it: no thread waits for itself."""
     monkeypatch.setattr("vitscale.data.loader._CLOSE_SECONDS", 100.0)
     loader = endless(manifest)
     next(loader)
     engine, collected = loader._engine, threading.Event()
-    threads = engine._crew if crew == "of the engine" else engine._shards._crew
+    threads = {
+        "readers": engine._crew,
+        "openers": engine._shards._openers,
+        "bringers": engine._shards._bringers,
+    }[crew]
     loader.itself = loader
     gone = weakref.ref(loader)
     gc.disable()
@@ -412,7 +416,7 @@ def test_a_loader_may_be_collected_by_a_thread_of_its_own(manifest, crew, monkey
 
 
 class CollectingOrder(TrainOrder):
-    """Collects garbage in the planner, at the worst moment: while that holds the locks of both crews."""
+    """Collects garbage in the planner, at the worst moment: while that holds the locks of all crews."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -422,7 +426,8 @@ class CollectingOrder(TrainOrder):
     def batch(self, *arguments):
         if self.engine is not None:
             assert self.abandoned.wait(20)
-            with self.engine._crew._changed, self.engine._shards._crew._changed:
+            shards = self.engine._shards
+            with self.engine._crew._changed, shards._openers._changed, shards._bringers._changed:
                 gc.collect()
         return super().batch(*arguments)
 

@@ -33,9 +33,9 @@ def reads(monkeypatch) -> list[str]:
     seen: list[str] = []
     digest = verified._digest
 
-    def counted(file):
+    def counted(file, cancelled):
         seen.append(Path(file.name).name)
-        return digest(file)
+        return digest(file, cancelled)
 
     monkeypatch.setattr(verified, "_digest", counted)
     return seen
@@ -145,10 +145,10 @@ def test_of_several_threads_one_reads_and_the_others_wait(shard, tmp_path, monke
     path, entry = shard
     reads, digest, reading = [], verified._digest, threading.Event()
 
-    def slow(file):
+    def slow(file, cancelled):
         reads.append(file.name)
         reading.wait(0.3)
-        return digest(file)
+        return digest(file, cancelled)
 
     monkeypatch.setattr(verified, "_digest", slow)
     with ThreadPoolExecutor(4) as pool:
@@ -161,10 +161,10 @@ import sys
 from pathlib import Path
 from vitscale.shards import ShardEntry, verified
 digest = verified._digest
-def told(file):
+def told(file, cancelled):
     print("reads", flush=True)
     sys.stdin.readline()
-    return digest(file)
+    return digest(file, cancelled)
 verified._digest = told
 print("ready", flush=True)
 verified.verify_once(Path(sys.argv[1]), ShardEntry.model_validate_json(sys.argv[2]), Path(sys.argv[3]))

@@ -1,10 +1,9 @@
 """Threads that work for a loader, and what each of them is at."""
 
-import heapq
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from itertools import count
 
 THREADS = "vitscale-data"
 """How the names of a loader's threads begin."""
@@ -41,17 +40,16 @@ class Crew:
     def __init__(self, threads: int) -> None:
         self._size = threads
         self._threads: list[threading.Thread] = []
-        self._tasks: list[tuple[int, int, Callable[[], None]]] = []
-        self._number = count()
+        self._tasks: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._stopping = False
 
-    def submit(self, task: Callable[[], None], urgency: int = 0) -> None:
-        """Tasks of lower `urgency` numbers go first, others in order. Nothing is begun after `stop`."""
+    def submit(self, task: Callable[[], None]) -> None:
+        """To be done after those that were submitted before. Nothing is begun after `stop`."""
         with self._changed:
             if self._stopping:
                 return
-            heapq.heappush(self._tasks, (urgency, next(self._number), task))
+            self._tasks.append(task)
             if len(self._threads) < self._size:
                 name = f"{THREADS}-{len(self._threads)}"
                 thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -78,6 +76,6 @@ class Crew:
                     self._changed.wait()
                 if self._stopping:
                     return
-                _, _, task = heapq.heappop(self._tasks)
+                task = self._tasks.popleft()
             task()
             del task  # it may hold a batch

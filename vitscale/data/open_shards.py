@@ -23,8 +23,7 @@ from vitscale.storage import is_url
 
 _OPEN_SHARDS = 256
 _OPEN_FILES = 4096  # one rank alone may read from more than 1,024 shards in a batch, the usual limit of open files
-_OPENERS = 4  # most of their time they wait for a disk or a network
-_NEEDED, _AHEAD = 0, 1
+_OPENERS, _BRINGERS = 4, 2  # threads; most of their time they wait for a disk or a network
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +77,7 @@ class OpenShards:
         self._lock = threading.Lock()
         self._ahead: set[int] = set()
         self._warned: set[int] = set()
-        self._crew = Crew(_OPENERS)
+        self._openers, self._bringers = Crew(_OPENERS), Crew(_BRINGERS)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
         if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -94,7 +93,7 @@ class OpenShards:
             shard = self._open.get(index)
             if shard is None:
                 shard = self._open[index] = OpenedShard(index)
-                self._crew.submit(lambda shard=shard: self._make_ready(shard), _NEEDED)  # type: ignore[misc]
+                self._openers.submit(lambda shard=shard: self._make_ready(shard))  # type: ignore[misc]
             self._open.move_to_end(index)
             shards[index] = shard
         for shard in shards.values():
@@ -122,16 +121,18 @@ class OpenShards:
         wanted = list(indices)
         for index in wanted:
             if index not in self._ahead and index not in self._open:
-                self._crew.submit(lambda index=index: self._bring(index), _AHEAD)  # type: ignore[misc]
+                self._bringers.submit(lambda index=index: self._bring(index))  # type: ignore[misc]
         self._ahead = set(wanted)
 
     def stop(self) -> None:
         """Begin nothing more. Of any thread, never waits."""
-        self._crew.stop()
+        self._openers.stop()
+        self._bringers.stop()
 
     def close(self) -> None:
         """Close everything, when the threads have ended and nobody reads any more."""
-        self._crew.join()
+        self._openers.join()
+        self._bringers.join()
         for shard in self._open.values():
             shard.close()
         self._open.clear()
@@ -170,20 +171,19 @@ class OpenShards:
         """Where a shard lies on this machine, and what keeps it there."""
         entry = self._manifest.shards[index]
         where = self._manifest.location(entry.path)
+
+        def is_cancelled() -> bool:  # asked all the time while anything arrives, which may take as long as it takes
+            self._activity.begin("opening" if self._cache is None else "fetching", where)
+            return self._stopping()
+
+        is_cancelled()
         if self._cache is not None:
-
-            def is_cancelled() -> bool:  # asked all the time while anything arrives, which may take as long as it takes
-                self._activity.begin("fetching", where)
-                return self._stopping()
-
-            is_cancelled()
             pin = self._cache.pin(where, entry, is_cancelled)
             return pin.path, pin
         path = Path(where)
         if self._reading.verify_shards:
-            self._activity.begin("opening", path)
             try:
-                verify_once(path, entry, self._reading.cache / "verified")
+                verify_once(path, entry, self._reading.cache / "verified", is_cancelled)
             except DataError as error:
                 # Which of its images are damaged, their own checksums tell; what else is, they do not.
                 if self._reading.bad_samples == "error" or not _has_size(path, entry.bytes):

@@ -8,6 +8,8 @@ a checksum of its own. Nor is a change in the very moment of the reading, nor so
 import fcntl
 import logging
 import os
+from collections.abc import Callable
+from concurrent.futures import CancelledError
 from contextlib import closing, suppress
 from io import FileIO
 from pathlib import Path
@@ -16,14 +18,16 @@ import xxhash
 
 from vitscale.errors import DataError
 from vitscale.shards.manifest import ShardEntry
+from vitscale.storage import never, pause
 
 _BLOCK_BYTES = 4 << 20
+_POLL_SECONDS = 0.05
 
 _log = logging.getLogger(__name__)
 _warned: set[Path] = set()
 
 
-def verify_once(path: Path, entry: ShardEntry, markers: Path) -> None:
+def verify_once(path: Path, entry: ShardEntry, markers: Path, cancelled: Callable[[], bool] = never) -> None:
     """Compare a shard's bytes with the manifest, unless this machine has read the file before, as it is now.
 
     Of several processes one reads, and the others wait for it.
@@ -33,14 +37,16 @@ def verify_once(path: Path, entry: ShardEntry, markers: Path) -> None:
         entry: what the manifest says of it.
         markers: a folder for what is remembered, made if it is not there: at most 256 files of 66 bytes a shard, which
             are the locks too. Where it cannot be written, every process reads, and says so once.
+        cancelled: asked for every block that is read, and while another process reads.
 
     Raises:
         DataError: the shard is missing, cannot be read, or is not what the manifest says.
+        CancelledError: soon after `cancelled` says so.
     """
     try:
         with FileIO(path) as file:
             size = os.fstat(file.fileno()).st_size
-            found = _remembered_digest(file, path, markers) if size == entry.bytes else None
+            found = _remembered_digest(file, path, markers, cancelled) if size == entry.bytes else None
     except FileNotFoundError as error:
         raise DataError(f"{path}: missing, but the manifest lists it") from error
     except OSError as error:
@@ -53,20 +59,19 @@ def verify_once(path: Path, entry: ShardEntry, markers: Path) -> None:
         )
 
 
-def _remembered_digest(file: FileIO, path: Path, markers: Path) -> str:
+def _remembered_digest(file: FileIO, path: Path, markers: Path, cancelled: Callable[[], bool]) -> str:
     """xxh3_128 of an open file. Raises OSError if it cannot be read."""
     state = _state(file, path)
     book = _open_book(markers, state)
     if book is None:
-        return _digest(file)
+        return _digest(file, cancelled)
     with closing(book):
         known = _look_up(book, state)
         if known is None:
-            with suppress(OSError):  # where there are no locks, several processes read
-                fcntl.flock(book, fcntl.LOCK_EX)
+            _lock(book, cancelled)
             known = _look_up(book, state)
         if known is None:
-            known = _digest(file)
+            known = _digest(file, cancelled)
             if state == _state(file, path):  # else it changed meanwhile
                 _note(book, f"{state} {known}\n", markers)
         return known
@@ -79,10 +84,22 @@ def _state(file: FileIO, path: Path) -> str:
     return xxhash.xxh3_128_hexdigest(f"{place} ".encode() + os.fsencode(path.resolve()))
 
 
-def _digest(file: FileIO) -> str:
+def _lock(book: FileIO, cancelled: Callable[[], bool]) -> None:
+    """Be the only one who reads; where there are no locks, several processes do."""
+    with suppress(OSError):
+        while True:
+            try:
+                return fcntl.flock(book, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pause(_POLL_SECONDS, cancelled)
+
+
+def _digest(file: FileIO, cancelled: Callable[[], bool]) -> str:
     digest = xxhash.xxh3_128()
     block = memoryview(bytearray(_BLOCK_BYTES))
     while count := file.readinto(block):
+        if cancelled():
+            raise CancelledError
         digest.update(block[:count])
     return digest.hexdigest()
 
