@@ -102,7 +102,9 @@ def filesystem(url: str) -> tuple[Any, str]:
     """fsspec's file system for a URL, and the path within it. Raises RecipeError for a kind that is not installed."""
     import fsspec
 
-    scheme = url.split("://", 1)[0].lower()
+    scheme, _, path = url.partition("://")
+    scheme = scheme.lower()
+    url = f"{scheme}://{path}"
     try:
         return fsspec.core.url_to_fs(url, use_listings_cache=False, **_OPTIONS.get(scheme, {}))
     except ImportError as error:

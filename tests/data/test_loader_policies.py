@@ -203,17 +203,24 @@ def test_each_is_told_of_once(manifest, sound, policy, kind, caplog):
     assert len(rest) == 1 and str(manifest.shard_path(2)) in rest[0] and "the manifest says xxh3_128" in rest[0]
 
 
-def test_a_shard_is_told_of_once(manifest, caplog, monkeypatch):
-    """However often it is compared, ahead of its use too, and opened."""
-    monkeypatch.setattr("vitscale.data.open_shards._OPEN_SHARDS", 1)
+def test_a_shard_is_told_of_once(manifest, caplog):
+    """However often it is compared and opened."""
     misstate_checksums(manifest, 1, [2])
     misstate_checksums(manifest, 2, [2])
     order, reading = TrainOrder(SHARDS, 1, 0), Reading(bad_samples="mask", check_rate=0.0, prefetch=1)
+    order.upcoming = lambda *_: []  # closed after each batch
     with Loader(manifest, order, image_size=8, transform=EvalTransform(), reading=reading, stop_step=120) as loader:
         for _ in loader:
             pass
-    told = sorted(record.message.split(":")[0] for record in caplog.records)
+    told = sorted(record.message.split(":")[0] for record in caplog.records if "the manifest says" in record.message)
     assert told == [str(manifest.shard_path(1)), str(manifest.shard_path(2))]
+
+
+def test_in_a_shard_that_is_known_to_be_damaged_every_image_is_checked(manifest):
+    flip_byte(manifest, 1, [4])
+    order, reading = EvalOrder(SHARDS, 16), Reading(bad_samples="mask", check_rate=0.0)
+    with Loader(manifest, order, image_size=8, transform=EvalTransform(), reading=reading) as loader:
+        assert sum(batch.bad_samples for batch in loader) == 1
 
 
 def test_fillers_are_not_counted(manifest, caplog):

@@ -1,5 +1,6 @@
 """One rank's part of a step: planned in one piece, then read and decoded in slices, by any threads in any order."""
 
+import errno
 import logging
 import os
 import threading
@@ -19,11 +20,13 @@ from vitscale.data.kernel import CRC_MISMATCH, NO_MEMORY, OK, SIZE_MISMATCH, dec
 from vitscale.data.open_shards import OpenedShard, OpenShards
 from vitscale.data.order import EvalOrder, TrainOrder
 from vitscale.data.settings import Reading
-from vitscale.errors import DataError
+from vitscale.errors import DataError, StorageError
 
-_SLICE_SAMPLES = 32
+_SLICE_SAMPLES = 16  # of 224 px: what is decoded is still in the cache of the core when its digest is taken
 _CHECK = 5  # what a hash is for
 _WORD = 2**64
+# Of a server or a network, not of the file.
+_MAY_PASS = {errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH}
 
 _log = logging.getLogger(__name__)
 
@@ -152,7 +155,7 @@ class BatchReader:
             keys=keys,
             boxes=self._transform.boxes(keys, samples.heights, samples.widths),
             flips=self._transform.flips(keys),
-            checked=self._is_checked(keys),
+            checked=self._is_checked(keys) | np.array([shard.is_damaged for shard in shards], bool)[shard_of],
             mask=slots.mask,
             bad=np.zeros(count, bool),
             images=images,
@@ -236,6 +239,9 @@ class BatchReader:
                     raise self._damaged(samples, row, f"the file ends after {done:,} of its {size:,} bytes")
                 done += count
         except OSError as error:
+            if error.errno in _MAY_PASS:
+                what = f"{file.path}: cannot be read ({error.strerror}). Repeat the command to go on"
+                raise StorageError(what) from error
             raise self._damaged(samples, row, f"its bytes cannot be read ({error.strerror})") from error
         finally:
             self._activity.end()
@@ -306,12 +312,15 @@ class BatchReader:
         return self._damaged(samples, row, what)
 
     def _damaged(self, samples: Samples, row: int, what: str) -> DataError:
-        file = samples.shards[samples.shard_of[row]].file
+        shard = samples.shards[samples.shard_of[row]]
+        file = shard.file
         assert file is not None
-        return DataError(
-            f"{file.path}: slot {int(samples.slots[row])}, uid {int(samples.uids[row])}: {what}. "
-            f"The shard is damaged: restore it, or convert it again"
+        mend = (
+            "The shard is damaged: restore it, or convert it again"
+            if shard.pin is None
+            else "This copy of the shard is damaged: remove it, and it is fetched again"
         )
+        return DataError(f"{file.path}: slot {int(samples.slots[row])}, uid {int(samples.uids[row])}: {what}. {mend}")
 
     def _digest_of(self, work: Work, rows: slice) -> int:
         uids = work.samples.uids[rows].tolist()

@@ -19,8 +19,9 @@ def to_model_input(images: Tensor, device: torch.device, dtype: torch.dtype) -> 
 def on_device(loader: Loader, device: torch.device) -> Iterator[Batch]:
     """The loader's batches with their images and keys on the device; the rest stays in host memory.
 
-    On CUDA the next batch, if it is ready, is copied by a stream of its own while the device works on this one. Two
-    batches are on the device at a time then. Batches have to be in pinned memory (`Reading.pinned`).
+    On CUDA the next batch, if it is ready, is copied by a stream of its own while the device works on this one: with
+    the one that the consumer still holds, up to three are on the device. Batches have to be in pinned memory
+    (`Reading.pinned`).
     """
     if device.type != "cuda":
         yield from loader
@@ -45,7 +46,9 @@ def on_device(loader: Loader, device: torch.device) -> Iterator[Batch]:
 
 def _copied(batch: Batch, device: torch.device, stream: torch.cuda.Stream) -> tuple[Batch, torch.cuda.Event]:
     with torch.cuda.stream(stream):
-        images, keys = batch.images.to(device, non_blocking=True), batch.keys.to(device)
+        # The keys first: a copy from memory that is not pinned waits for all that its stream has to do before.
+        keys = batch.keys.to(device)
+        images = batch.images.to(device, non_blocking=True)
         moved = replace(batch, images=images, keys=keys)
         arrived = torch.cuda.Event()
         arrived.record(stream)

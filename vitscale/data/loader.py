@@ -8,6 +8,7 @@ One thread plans: it finds the samples of a step and has their shards opened. Ot
 Batches are handed over in order, and so are the exceptions that took their place.
 """
 
+import os
 import queue
 import threading
 import weakref
@@ -131,6 +132,8 @@ class _Engine(threading.Thread):
         # In the order of the steps; an exception in place of a batch, StopIteration at the end.
         self._ready: queue.Queue[Work | BaseException] = queue.Queue(reading.prefetch)
         self._next: Work | BaseException | None = None  # taken from the queue, not yet done
+        self._taking = threading.Lock()
+        self._process = os.getpid()
         # Put to by `stop`, which the garbage collector may call in the midst of anything: no lock of Python's is held.
         self._given_up: queue.SimpleQueue[None] = queue.SimpleQueue()
 
@@ -168,6 +171,12 @@ class _Engine(threading.Thread):
 
         With `wait`, raises what went wrong in place of the batch, and StopIteration at the end.
         """
+        if os.getpid() != self._process:  # its threads stayed there: this would wait for ever
+            raise RuntimeError("a Loader works in the process that made it; make another one in this process")
+        with self._taking:
+            return self._take(wait)
+
+    def _take(self, wait: bool) -> Batch | None:
         if self._next is None:
             self._next = self._take_item(wait)
         item = self._next

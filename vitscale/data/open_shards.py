@@ -3,7 +3,6 @@
 import logging
 import resource
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from contextlib import suppress
@@ -21,7 +20,6 @@ from vitscale.shards.opening import open_shard_file
 from vitscale.shards.verified import verify_once
 from vitscale.storage import is_url
 
-_OPEN_SHARDS = 256
 _OPEN_FILES = 4096  # one rank alone may read from more than 1,024 shards in a batch, the usual limit of open files
 _OPENERS, _BRINGERS = 4, 2  # threads; most of their time they wait for a disk or a network
 
@@ -36,11 +34,13 @@ class OpenedShard:
         index: in the manifest.
         file: the shard; None until `ready`.
         selected: its slots that belong to the dataset, int64 (n,); None for all.
+        is_damaged: whether its digest is not that of the manifest, and it is used all the same.
     """
 
     index: int
     file: ShardFile | None = None
     selected: np.ndarray | None = None
+    is_damaged: bool = False
     ready: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     users: int = 0
@@ -61,7 +61,7 @@ class OpenedShard:
 
 
 class OpenShards:
-    """Shards by index, opened by threads of their own, the least recently used closed when there are many.
+    """Shards by index, opened by threads of their own, and closed when no batch of the near future needs them.
 
     Args:
         manifest: of the dataset.
@@ -73,10 +73,11 @@ class OpenShards:
     def __init__(self, manifest: Manifest, reading: Reading, activity: Activity, stopping: Callable[[], bool]) -> None:
         self._manifest, self._reading, self._activity, self._stopping = manifest, reading, activity, stopping
         self._cache = ShardCache(reading.cache / "shards", reading.cache_bytes) if is_url(manifest.where) else None
-        self._open: OrderedDict[int, OpenedShard] = OrderedDict()
+        self._open: dict[int, OpenedShard] = {}
+        self._sizes = np.array([shard.bytes for shard in manifest.shards], np.int64)
         self._lock = threading.Lock()
         self._ahead: set[int] = set()
-        self._warned: set[int] = set()
+        self._damaged: set[int] = set()
         self._openers, self._bringers = Crew(_OPENERS), Crew(_BRINGERS)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
@@ -94,7 +95,6 @@ class OpenShards:
             if shard is None:
                 shard = self._open[index] = OpenedShard(index)
                 self._openers.submit(lambda shard=shard: self._make_ready(shard))  # type: ignore[misc]
-            self._open.move_to_end(index)
             shards[index] = shard
         for shard in shards.values():
             while not shard.ready.wait(timeout=0.1):
@@ -105,7 +105,6 @@ class OpenShards:
         with self._lock:
             for shard in shards.values():
                 shard.users += 1
-        self._trim()
         return shards
 
     def release(self, shards: Iterable[OpenedShard]) -> None:
@@ -115,14 +114,23 @@ class OpenShards:
                 shard.users -= 1
 
     def prepare(self, indices: Iterable[int]) -> None:
-        """Bring shards here, and compare them, that will be needed later; their problems are told when they are."""
-        if self._cache is None and not self._reading.verify_shards:
-            return
-        wanted = list(indices)
-        for index in wanted:
+        """Tell which shards are needed from now on: those are brought here, and compared; others are closed.
+
+        Their problems are told when they are acquired. Of the thread that acquires.
+        """
+        needed = np.array(list(indices), np.int64)
+        ahead = needed if self._cache is not None or self._reading.verify_shards else needed[:0]
+        if self._cache is not None:  # what does not fit is not brought, only to be thrown out before its use
+            ahead = ahead[self._sizes[ahead].cumsum() <= self._reading.cache_bytes]
+        for index in ahead.tolist():
             if index not in self._ahead and index not in self._open:
                 self._bringers.submit(lambda index=index: self._bring(index))  # type: ignore[misc]
-        self._ahead = set(wanted)
+        self._ahead = set(ahead.tolist())
+        stay = set(needed.tolist())
+        with self._lock:
+            done = [index for index, shard in self._open.items() if shard.users == 0 and index not in stay]
+        for index in done:
+            self._open.pop(index).close()
 
     def stop(self) -> None:
         """Begin nothing more. Of any thread, never waits."""
@@ -137,18 +145,10 @@ class OpenShards:
             shard.close()
         self._open.clear()
 
-    def _trim(self) -> None:
-        """Close the least recently used that nobody reads."""
-        spare = len(self._open) - _OPEN_SHARDS
-        if spare > 0:
-            with self._lock:
-                unused = [index for index, shard in self._open.items() if shard.users == 0][:spare]
-            for index in unused:
-                self._open.pop(index).close()
-
     def _make_ready(self, shard: OpenedShard) -> None:
         try:
             path, shard.pin = self._local(shard.index)
+            shard.is_damaged = shard.index in self._damaged
             self._activity.begin("opening", path)
             shard.selected = self._manifest.selected_slots(shard.index)
             shard.file = open_shard_file(self._manifest, shard.index, path)
@@ -189,8 +189,8 @@ class OpenShards:
                 if self._reading.bad_samples == "error" or not _has_size(path, entry.bytes):
                     raise
                 with self._lock:
-                    is_news = index not in self._warned
-                    self._warned.add(index)
+                    is_news = index not in self._damaged
+                    self._damaged.add(index)
                 if is_news:
                     _log.warning("%s. It is used all the same, as data.bad_samples says", error)
         return path, None

@@ -21,7 +21,7 @@ class Reading:
         dct_scaling: let the decoder halve pictures that are at least twice as large as needed.
         stall_s: seconds after which a read that has not returned is an error.
         cache: folder for shards that come from elsewhere, and for what is known of shards.
-        cache_bytes: of those shards at most.
+        cache_bytes: of those shards at most, unless more are in use at a time.
         pinned: put batches into page-locked memory, for CUDA.
     """
 
@@ -31,7 +31,7 @@ class Reading:
     check_rate: float = 1.0
     bad_samples: Literal["error", "substitute", "mask"] = "error"
     dct_scaling: bool = False
-    stall_s: float = 600.0
+    stall_s: float = 300.0
     cache: Path = field(default_factory=lambda: Cache().folder())
     cache_bytes: int = 10**11
     pinned: bool = False

@@ -19,19 +19,27 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <jerror.h>
 #include <jpeglib.h>
 
 enum { OK = 0, REFUSED = 2, WRONG_SIZE = 3, NO_MEMORY = 4 }; /* as in kernel.py */
 enum { ROWS_A_CALL = 8 };
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__)
 #define FOR_EVERY_PROCESSOR __attribute__((target_clones("avx2", "default")))
 #else
 #define FOR_EVERY_PROCESSOR
 #endif
 
-typedef float Pixel __attribute__((vector_size(16))); /* three values, and one that does not matter */
-typedef float Pair __attribute__((vector_size(32)));
+typedef float Lanes __attribute__((vector_size(32)));
+typedef int32_t Places __attribute__((vector_size(32)));
+#ifdef __clang__
+#define LOWER_HALVES(a, b) __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11)
+#define UPPER_HALF(a) __builtin_shufflevector(a, a, 4, 5, 6, 7, 4, 5, 6, 7)
+#else
+#define LOWER_HALVES(a, b) __builtin_shuffle(a, b, (Places){0, 1, 2, 3, 8, 9, 10, 11})
+#define UPPER_HALF(a) __builtin_shuffle(a, (Places){4, 5, 6, 7, 4, 5, 6, 7})
+#endif
 
 /* ------------------------------------------------------------------------------------------------------- resizing */
 
@@ -64,9 +72,9 @@ typedef struct {
     int64_t first_row, end_row;
     int taps;
     int32_t *first;            /* (2 * pairs): value at which an output column begins; pairs: half of side, rounded up */
-    Pair *weights;             /* (pairs, taps): four times that of one column, four times that of the next */
-    float *means;              /* of an output row (6 * pairs, and one more) */
-    float *sums;               /* (values, and some zeros that the last columns' spare taps may touch) */
+    Lanes *weights;            /* (pairs, taps): four times that of one column, four times that of the next */
+    float *means;              /* of an output row (6 * pairs, and spare room) */
+    float *sums;               /* (values, and zeros that the last columns' spare taps and lanes may touch) */
     uint8_t *out;              /* (side, side, 3) */
     void *memory;
 } Resizer;
@@ -81,11 +89,11 @@ static void resizer_begin_row(Resizer *r, int64_t row) {
 static int resizer_open(Resizer *r, Axis rows, Axis columns, int64_t left, int64_t width, int flip, uint8_t *out) {
     /* No output column touches more pixels than these; those that touch fewer have weights of zero. */
     const int64_t side = columns.side, taps = (columns.length + columns.step - 1) / columns.step + 1;
-    const int64_t pairs = (side + 1) / 2, sums = (3 * (width + taps) + 4 + 7) & ~7, means = (6 * pairs + 1 + 7) & ~7;
+    const int64_t pairs = (side + 1) / 2, sums = (3 * (width + taps) + 8 + 7) & ~7, means = (6 * pairs + 8 + 7) & ~7;
     r->memory = calloc((size_t)(8 * pairs * taps + sums + means + 2 * pairs + 8), 4);
     if (!r->memory) return 0;
     r->rows = rows, r->columns = columns, r->values = 3 * width, r->taps = (int)taps, r->out = out;
-    r->weights = (Pair *)(((uintptr_t)r->memory + 31) & ~(uintptr_t)31);
+    r->weights = (Lanes *)(((uintptr_t)r->memory + 31) & ~(uintptr_t)31);
     r->sums = (float *)(r->weights + pairs * taps);
     r->means = r->sums + sums;
     r->first = (int32_t *)(r->means + means);
@@ -112,25 +120,25 @@ static void add_to_sums(float *restrict sums, const uint8_t *restrict row, float
     for (int64_t i = 0; i < values; i++) sums[i] += weight * (float)row[i];
 }
 
-/* Two pixels at a time. Three values each are wanted and four are written, of which the next pixel replaces the last. */
+/* Two pixels at a time, four lanes each: three values, and one that does not matter. What is read and written too much
+ * lies in spare room, or is replaced by the next pixels. */
 #define MEANS_OF(TAPS)                                                                                \
     for (int64_t i = 0; i < side; i += 2) {                                                           \
         const float *one = sums + first[i], *other = sums + first[i + 1];                             \
-        Pair total = {0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f};                                \
+        Lanes total = {0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f};                               \
         for (int tap = 0; tap < (TAPS); tap++, one += 3, other += 3, weights++) {                     \
-            Pixel a, b;                                                                               \
+            Lanes a, b;                                                                               \
             memcpy(&a, one, sizeof a);                                                                \
             memcpy(&b, other, sizeof b);                                                              \
-            total += __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7) * *weights;                \
+            total += LOWER_HALVES(a, b) * *weights;                                                   \
         }                                                                                             \
-        const Pixel a = __builtin_shufflevector(total, total, 0, 1, 2, 3);                            \
-        const Pixel b = __builtin_shufflevector(total, total, 4, 5, 6, 7);                            \
-        memcpy(means + 3 * i, &a, sizeof a);                                                          \
-        memcpy(means + 3 * i + 3, &b, sizeof b);                                                      \
+        const Lanes second = UPPER_HALF(total);                                                       \
+        memcpy(means + 3 * i, &total, sizeof total);                                                  \
+        memcpy(means + 3 * i + 3, &second, sizeof second);                                            \
     }
 
 FOR_EVERY_PROCESSOR
-static void finish_row(const float *restrict sums, const int32_t *restrict first, const Pair *restrict weights, int taps,
+static void finish_row(const float *restrict sums, const int32_t *restrict first, const Lanes *restrict weights, int taps,
                        int64_t side, float *restrict means, uint8_t *restrict out) {
     switch (taps) { /* the usual ones with a known end */
         case 2: MEANS_OF(2) break;
@@ -165,7 +173,9 @@ typedef struct {
     jmp_buf leave;
 } Errors;
 
-static void leave(j_common_ptr decoder) { longjmp(((Errors *)decoder->err)->leave, 1); }
+static void leave(j_common_ptr decoder) {
+    longjmp(((Errors *)decoder->err)->leave, decoder->err->msg_code == JERR_OUT_OF_MEMORY ? NO_MEMORY : REFUSED);
+}
 static void count_warning(j_common_ptr decoder, int level) {
     if (level < 0) decoder->err->num_warnings++;
 }
@@ -186,7 +196,11 @@ typedef struct {
 static int view_jpeg(Job *job, const uint8_t *jpeg, uint64_t size, const View *view, uint8_t *out) {
     struct jpeg_decompress_struct *decoder = &job->decoder;
     const int64_t side = view->side;
-    if (setjmp(job->errors.leave)) return REFUSED;
+    switch (setjmp(job->errors.leave)) {
+        case 0: break;
+        case NO_MEMORY: return NO_MEMORY;
+        default: return REFUSED;
+    }
     jpeg_create_decompress(decoder);
     jpeg_mem_src(decoder, jpeg, (unsigned long)size);
     jpeg_read_header(decoder, TRUE);
@@ -262,4 +276,7 @@ int vitscale_view_raw(const uint8_t *pixels, uint64_t size, int64_t height, int6
 }
 
 /* Of these functions; view.py expects the same. */
-int vitscale_view_version(void) { return 1; }
+int vitscale_view_version(void) { return 2; }
+
+/* Of the decoder, 2001005 for 2.1.5: another one may round otherwise. */
+int vitscale_libjpeg_turbo_version(void) { return LIBJPEG_TURBO_VERSION_NUMBER; }

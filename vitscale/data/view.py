@@ -15,7 +15,7 @@ from numba import types
 
 from vitscale.errors import RecipeError
 
-_VERSION = 1  # of view.c: a checkout may be newer than what was compiled in it
+_VERSION = 2  # of view.c: a checkout may be newer than what was compiled in it
 _BUILD = "sudo apt-get install -y gcc libjpeg-dev && pip install --editable ."
 
 
@@ -27,20 +27,22 @@ def _library() -> Path:
     return found[0]
 
 
-def _register(library: Path) -> None:
-    """Make the C functions known to LLVM, by address."""
+def _register(library: Path) -> str:
+    """Make the C functions known to LLVM, by address. Returns the version of libjpeg-turbo."""
     try:
         loaded = ctypes.CDLL(str(library))
-        version = loaded.vitscale_view_version()
+        version, decoder = loaded.vitscale_view_version(), loaded.vitscale_libjpeg_turbo_version()
         for name in ("vitscale_view_jpeg", "vitscale_view_raw"):
             llvm.add_symbol(name, ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value)
     except (OSError, AttributeError) as error:
         raise RecipeError(f"{library} cannot be loaded ({error}). Build it anew with: {_BUILD}") from error
     if version != _VERSION:
         raise RecipeError(f"{library} was compiled from another version of view.c. Build it anew with: {_BUILD}")
+    return f"{decoder // 1_000_000}.{decoder // 1_000 % 1_000}.{decoder % 1_000}"
 
 
-_register(_library())
+LIBJPEG_TURBO_VERSION = _register(_library())
+"""As "2.1.5". Pixels are promised to be the same for one version."""
 
 c_view_jpeg = types.ExternalFunction(
     "vitscale_view_jpeg",

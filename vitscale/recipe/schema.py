@@ -212,7 +212,9 @@ class Cache(_Block):
     """Where shards of datasets at a URL are kept on each machine, and what else is kept of data between runs."""
 
     dir: str | None = Field(None, description=f"default: ${CACHE_VARIABLE} or ~/.cache/vitscale")
-    limit_gb: float = Field(100.0, gt=0, description="of 10**9 bytes, for all shards there of all runs of the machine")
+    limit_gb: float = Field(
+        100.0, gt=0, le=1e9, description="of 10**9 bytes, for all shards there of all runs of the machine"
+    )
 
     def folder(self) -> Path:
         """The folder on this machine, absolute; it need not be there. Raises `RecipeError`."""
@@ -250,7 +252,7 @@ class Data(_Block):
     bad_samples: Literal["error", "substitute", "mask"] = Field(
         "error", description="a damaged image ends the run, is replaced by another of its shard, or weighs nothing"
     )
-    stall_s: float = Field(600.0, gt=0, description="seconds after which a read that has not returned ends the run")
+    stall_s: float = Field(300.0, gt=0, description="seconds after which a read that has not returned ends the run")
     cache: Cache = Cache()
 
 

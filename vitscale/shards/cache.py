@@ -52,7 +52,6 @@ class PinnedFile:
         """Let the cache remove the file when it needs room; what has it open may still read it. Once or more."""
         file, self._file = self._file, None
         if file is not None:
-            _mark_used(file)
             fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile keeps the file open, but not locked
             file.close()
 
@@ -93,7 +92,7 @@ class ShardCache:
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self._folder, self._limit = folder, limit_bytes
         self._has_warned = False
-        if (folder / MANIFEST_NAME).exists():
+        if (folder / MANIFEST_NAME).exists() or (folder.parent / MANIFEST_NAME).exists():
             raise RecipeError(f"data.cache.dir: {folder} is a dataset; choose a folder of its own for the cache")
         with self._problems_of_disk(), self._alone():
             pass
@@ -142,7 +141,9 @@ class ShardCache:
             elif not _is_at(file, path):  # it was, between opening and locking
                 file.close()
             elif os.fstat(file.fileno()).st_size != size:  # somebody has cut it; the name is no promise any more
-                path.unlink(missing_ok=True)
+                with self._alone():
+                    if _is_at(file, path):
+                        path.unlink()
                 file.close()
             else:
                 _mark_used(file)

@@ -84,7 +84,7 @@ class ShardEntry(_Strict):
     """One shard: where it is (relative to the manifest, may leave its directory), what it holds, what of it is used."""
 
     path: str
-    samples: Annotated[int, Field(ge=1)]
+    samples: Annotated[int, Field(ge=1, le=2**32)]
     bytes: Annotated[int, Field(ge=1)]
     sha256: _Sha256
     xxh3_128: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -102,7 +102,7 @@ class ShardEntry(_Strict):
 
     @model_validator(mode="after")
     def _possible(self) -> "ShardEntry":
-        if not self.path or self.path.startswith("/"):
+        if not self.path or self.path.startswith("/") or "\0" in self.path:
             raise ValueError(f"path {self.path!r} is not relative to the manifest")
         if not 0 <= self.num_selected <= self.samples:
             raise ValueError(f"select {self.select} does not fit {self.samples} samples")

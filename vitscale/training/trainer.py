@@ -23,7 +23,16 @@ import yaml
 
 import vitscale
 from vitscale.checkpoint import CHECKPOINTS, DONE_FILE, RECIPE_FILE, CheckpointStore, Index
-from vitscale.data import ORDER_VERSION, Batch, Loader, Reading, on_device, to_model_input, train_transform
+from vitscale.data import (
+    LIBJPEG_TURBO_VERSION,
+    ORDER_VERSION,
+    Batch,
+    Loader,
+    Reading,
+    on_device,
+    to_model_input,
+    train_transform,
+)
 from vitscale.durable import write_text
 from vitscale.errors import CheckpointError, DataError, NonFiniteError, RecipeError
 from vitscale.evaluation import ModelOutputs, evaluate
@@ -166,6 +175,12 @@ class Trainer:
         fragments.load(self.engine, reader.read, optimizer_steps=reader.index.optimizer_steps)
         self.step = reader.index.step
         self.selection = reader.index.selection
+        decoder = reader.index.versions.get("libjpeg_turbo", LIBJPEG_TURBO_VERSION)
+        if decoder != LIBJPEG_TURBO_VERSION:
+            self._say(
+                f"WARNING: images were decoded by libjpeg-turbo {decoder} so far, and are by {LIBJPEG_TURBO_VERSION} "
+                f"from here on: pixels may differ in their last bits"
+            )
         self._say(f"resumed from {reader.folder} at step {self.step:,} of {self.plan.total_steps:,}")
 
     def _data_identity(self) -> dict[str, Any]:
@@ -201,6 +216,7 @@ class Trainer:
                 "torch": torch.__version__,
                 "deepspeed": deepspeed.__version__,
                 "python": platform.python_version(),
+                "libjpeg_turbo": LIBJPEG_TURBO_VERSION,
             },
             selection=self.selection,
         )
