@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 
-def wait_until(holds, seconds=20.0):
+def wait_until(holds, seconds=60.0):
     """Whether something comes true before long."""
     end = time.monotonic() + seconds
     while not holds() and time.monotonic() < end:

@@ -3,7 +3,6 @@
 import asyncio
 import fcntl
 import threading
-import time
 from pathlib import Path
 from typing import ClassVar
 
@@ -43,7 +42,7 @@ class FarAway(AsyncFileSystem):
     async def _cat_file(self, path, start=None, end=None, **kwargs):
         if path.endswith(".beton"):
             self.fetched.append(Path(path).name)
-            await asyncio.sleep(FarAway.seconds)
+            await asyncio.sleep(FarAway.seconds)  # which ends early where nobody waits for it any more
         return Path(path).read_bytes()[start:end]
 
 
@@ -106,11 +105,34 @@ def test_shards_come_ahead(remote, tmp_path):
         assert wait_until(lambda: len(list((tmp_path / "shards").glob("*.beton"))) == 6)
 
 
-def test_a_cache_of_two_shards(remote, tmp_path, expected, monkeypatch):
-    """Those in use stay; the rest comes again."""
-    monkeypatch.setattr("vitscale.data.open_shards._OPEN_SHARDS", 1)
+def test_a_cache_of_two_shards(remote, tmp_path, expected):
+    """Those in use stay, since the window is all there is; with one warning."""
     limit = 2 * max(entry.bytes for entry in remote.shards)
     assert seen(loader_of(remote, tmp_path, cache_bytes=limit)) == expected
+
+
+@pytest.mark.parametrize("order", [TrainOrder, EvalOrder])
+def test_a_cache_of_three_shards_for_twenty(tmp_path, order, monkeypatch):
+    """What neither this window nor the next one needs makes room, and comes again when it is needed again."""
+    monkeypatch.setattr("vitscale.data.order.WINDOW_SAMPLES", 12)
+    fsspec.register_implementation("faraway", FarAway, clobber=True)
+    written = write_pictures(tmp_path / "data", [6] * 20)
+    options = {"image_size": 8, "transform": EvalTransform(), "digest": True}
+    order = EvalOrder([6] * 20, 6) if order is EvalOrder else TrainOrder([6] * 20, 6, 0)
+    steps = 20 if isinstance(order, EvalOrder) else 26  # into the second epoch
+    with Loader(written, order, stop_step=steps, **options) as loader:
+        expected = [(batch.uids.tolist(), batch.digest) for batch in loader]
+    limit = 3 * max(entry.bytes for entry in written.shards)
+    reading = Reading(cache=tmp_path / "cache", cache_bytes=limit, prefetch=1)
+    far = Manifest.load(f"faraway://{written.directory}")
+    found, files = [], []
+    with Loader(far, order, stop_step=steps, reading=reading, **options) as loader:
+        for batch in loader:
+            found.append((batch.uids.tolist(), batch.digest))
+            files.append(len(list((tmp_path / "cache" / "shards").glob("*.beton*"))))
+    assert found == expected and len(found) == steps
+    # Two shards a window; of the window before, batches that wait for the consumer.
+    assert 3 <= max(files) <= 3 + 3 * 2
 
 
 def test_nothing_stays_in_use(remote, tmp_path):
@@ -125,9 +147,9 @@ def test_nothing_stays_in_use(remote, tmp_path):
 
 
 def test_a_slow_transfer_is_no_stall(remote, tmp_path, monkeypatch):
-    """It takes three times what a read may."""
-    monkeypatch.setattr(FarAway, "seconds", 0.45)
-    with loader_of(remote, tmp_path, stop=1, stall_s=0.3) as loader:
+    """It takes longer than a read may."""
+    monkeypatch.setattr(FarAway, "seconds", 3.0)
+    with loader_of(remote, tmp_path, stop=1, stall_s=2.0) as loader:
         assert next(loader).step == 0
 
 
@@ -163,12 +185,12 @@ def test_a_transfer_that_stands_still_is_a_stall(local, tmp_path, monkeypatch):
 
 
 def test_a_transfer_ends_when_the_loader_does(remote, tmp_path, monkeypatch):
-    monkeypatch.setattr(FarAway, "seconds", 50.0)
+    monkeypatch.setattr("vitscale.data.loader._CLOSE_SECONDS", 200.0)
+    monkeypatch.setattr(FarAway, "seconds", 3600.0)
     loader = loader_of(remote, tmp_path)
     assert wait_until(lambda: FarAway.fetched)
-    started = time.monotonic()
     loader.close()
-    assert not loader_threads() and time.monotonic() - started < 40
+    assert not loader_threads()
     assert not list((tmp_path / "shards").glob("*.part"))
 
 

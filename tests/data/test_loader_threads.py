@@ -264,7 +264,7 @@ def test_a_read_that_does_not_return_is_reported_by_name(manifest, monkeypatch):
 
     monkeypatch.setattr(batch_reader_module.os, "preadv", stuck)
     files = open_files()
-    loader = endless(manifest, stall_s=0.3)
+    loader = endless(manifest, stall_s=2.0)  # opening is to be done within that, on a busy machine too
     try:
         with pytest.raises(StorageError, match=r"reading .*shard-0000\d\.beton slot \d+ has not returned for \d+ s"):
             next(loader)
@@ -278,31 +278,32 @@ def test_a_read_that_does_not_return_is_reported_by_name(manifest, monkeypatch):
 def test_slow_is_not_stalled(manifest, monkeypatch):
     """Many reads that take their time each, longer together than the limit."""
     preadv = batch_reader_module.os.preadv
-    monkeypatch.setattr(batch_reader_module.os, "preadv", lambda *args: (time.sleep(0.05), preadv(*args))[1])
-    with endless(manifest, stall_s=0.6, threads=1, stop_step=2) as loader:
+    monkeypatch.setattr(batch_reader_module.os, "preadv", lambda *args: (time.sleep(0.1), preadv(*args))[1])
+    with endless(manifest, stall_s=2.5, threads=1, stop_step=2) as loader:
         assert len(list(loader)) == 2  # 32 of them
 
 
 # --------------------------------------------------------------------------------------------------------------- ends
 
 
-@pytest.mark.parametrize("used", [0, 1, 3])
-def test_abandoned_loaders_leave_nothing(manifest, used):
-    """200 of them: no threads, no files, no memory."""
+def test_abandoned_loaders_leave_nothing(manifest):
+    """200 of them: no threads, no files, no memory. A batch that each of them left would make 480 MB."""
 
     def abandon(count):
-        for _ in range(count):
-            loader = endless(manifest, threads=2, prefetch=1 + used, side=64)
-            for _ in range(used):
+        for number in range(count):
+            # Given up at once, or with a batch left, or none; in some the planner waits to get rid of one.
+            stop_step = None if number % 9 == 0 else 2
+            loader = endless(manifest, threads=2, prefetch=3, side=224, stop_step=stop_step)
+            for _ in range((0, 1, 2, 1, 2, 1, 2, 1)[number % 8]):
                 next(loader)
             del loader
 
     files = open_files()
-    abandon(15)
+    abandon(20)
     before = resident_bytes()
-    abandon(200 // 3 + 1)
+    abandon(200)
     assert wait_until(lambda: not loader_threads() and open_files() <= files)
-    assert resident_bytes() - before < 30e6
+    assert resident_bytes() - before < 100e6
 
 
 def test_leaving_a_loop(manifest):
@@ -455,7 +456,7 @@ def test_a_loader_may_be_collected_by_its_planner(manifest):
 
 def test_every_thread_has_work_in_a_small_part_of_a_batch(manifest, monkeypatch):
     """Many GPUs leave each rank few samples: 8 of them on 4 threads are decoded 4 at a time."""
-    together, decode = threading.Barrier(4, timeout=20), batch_reader_module.decode_slice
+    together, decode = threading.Barrier(4, timeout=60), batch_reader_module.decode_slice
 
     def wait_for_the_others(*arguments):
         together.wait()
@@ -466,17 +467,30 @@ def test_every_thread_has_work_in_a_small_part_of_a_batch(manifest, monkeypatch)
         assert len(list(loader)) == 2
 
 
-def test_more_shards_in_a_batch_than_stay_open(manifest, monkeypatch):
-    """They stay open as long as batches need them; and there are files enough for a batch of a large dataset."""
-    monkeypatch.setattr(open_shards_module, "_OPEN_SHARDS", 2)
+def test_what_is_needed_again_is_opened_once(manifest, monkeypatch):
+    """And there are files enough for a batch of a large dataset."""
     opened, inner = [], open_shards_module.open_shard_file
     monkeypatch.setattr(open_shards_module, "open_shard_file", lambda *args: (opened.append(args[1]), inner(*args))[1])
-    with endless(manifest, order=TrainOrder(SHARDS, 64, 0), stop_step=10) as loader:
+    with endless(manifest, order=TrainOrder(SHARDS, 64, 0), stop_step=10) as loader:  # ten epochs
         for _ in loader:
             pass
-    assert sorted(set(opened)) == [0, 1, 2, 3] and len(opened) <= 6
+    assert sorted(opened) == [0, 1, 2, 3]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert soft == resource.RLIM_INFINITY or soft >= 4096 or soft == hard
+
+
+@pytest.mark.parametrize("order", [TrainOrder, EvalOrder])
+def test_what_nothing_near_needs_is_closed(tmp_path, order, monkeypatch):
+    """Of 40 shards those stay open that this window or the next one reads, or a batch that is being made."""
+    monkeypatch.setattr("vitscale.data.order.WINDOW_SAMPLES", 10)
+    sizes = [5] * 40
+    many = write_pictures(tmp_path / "data", sizes)
+    order = EvalOrder(sizes, 5) if order is EvalOrder else TrainOrder(sizes, 5, 0)
+    files, most = open_files(), 0
+    with endless(many, order=order, stop_step=80, threads=1, prefetch=1, verify_shards=False) as loader:
+        for _ in loader:
+            most = max(most, open_files() - files)
+    assert 2 <= most <= 3 * 2  # two shards a window; of the window before, batches that wait for the consumer
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import stored_split
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from toy_split import model, split
@@ -15,7 +16,7 @@ from vitscale.objectives import Classification
 K = 7
 
 
-def evaluators(rank, world):
+def evaluators(rank, world, folder):
     # Odd sizes: the last batches have fillers, on one of the ranks nothing else.
     validation, train, test = split(41, K, seed=1), split(150, K, seed=2), split(66, K, seed=3)
     loaders = [part.loader(8, rank, world) for part in (train, test)]
@@ -23,6 +24,7 @@ def evaluators(rank, world):
         Validation("val", validation.loader(8, rank, world), Classification("sigmoid", 0.9, 0.01)),
         FewShot("toy", *loaders, list("abcdefg"), shots=(1, 5)),
         SharedL2FewShot("shared", [FewShot("toy", *loaders, list("abcdefg"), shots=(5,))], l2s=(1.0, 2.0**10)),
+        *stored_split.evaluators(Path(folder) / "split" / "damaged", "mask", rank, world),
     ]
 
 
@@ -45,16 +47,18 @@ def failures(rank, world):
 
 def worker(rank, world, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    report = [evaluate(evaluators(rank, world), model(K)), failures(rank, world)]
+    report = [evaluate(evaluators(rank, world, folder), model(K)), failures(rank, world)]
     (Path(folder) / f"{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 
 
 def test_two_ranks_equal_one(tmp_path):
+    stored_split.write(tmp_path / "split")
     mp.spawn(worker, args=(2, str(tmp_path)), nprocs=2)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second
-    alone = evaluate(evaluators(0, 1), model(K))
-    assert first[0].pop("val/loss") == pytest.approx(alone.pop("val/loss"), rel=1e-9)
+    alone = evaluate(evaluators(0, 1, tmp_path), model(K))
+    for loss in ("val/loss", "stored/loss"):
+        assert first[0].pop(loss) == pytest.approx(alone.pop(loss), rel=1e-7)
     assert first[0] == alone
     assert first[1] == failures(0, 1)
