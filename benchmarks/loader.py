@@ -205,7 +205,7 @@ def speed(read: Callable[[], Iterator[int]]) -> float:
 
 
 def fresh_process(folder: Path) -> tuple[float, float]:
-    """Seconds from the making of a loader to its first batch, and MB that a pass adds to what imports take.
+    """Seconds from the making of a loader to its first batch, and MB that a pass leaves beyond what imports take.
 
     In a process of its own, whose imports are done and whose caches are warm.
     """
@@ -227,8 +227,9 @@ def print_first_batch(folder: Path) -> None:
 
 
 def resident_mb() -> float:
-    """The most that this process had so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+    """Of this process, now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 1e6
 
 
 def main() -> int:

@@ -1,8 +1,9 @@
-"""What is installed: every package of the tree, and the recipes."""
+"""What is installed: every package of the tree, what is compiled, and the recipes."""
 
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -12,7 +13,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def test_a_wheel_holds_every_module_and_recipe_and_nothing_else(tmp_path):
     source = tmp_path / "source"
     for folder in ("vitscale", "data_tools", "recipes"):
-        shutil.copytree(REPOSITORY / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(REPOSITORY / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / file, source / file)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
@@ -25,4 +26,5 @@ def test_a_wheel_holds_every_module_and_recipe_and_nothing_else(tmp_path):
     modules |= {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("data_tools/**/*.py")}
     modules |= {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("vitscale/**/*.csv")}
     recipes = {f"vitscale/{path.relative_to(REPOSITORY).as_posix()}" for path in REPOSITORY.glob("recipes/**/*.yaml")}
-    assert inside == modules | recipes
+    compiled = {f"vitscale/data/_view{sysconfig.get_config_var('EXT_SUFFIX')}"}
+    assert inside == modules | recipes | compiled
