@@ -45,6 +45,18 @@ class PeerLostError(VitscaleError):
     exit_code = 75
 
 
+class ReplicaError(VitscaleError):
+    """Ranks that should hold or compute the same bits differ; repeating the command goes back to a checkpoint."""
+
+    exit_code = 75
+
+
+class PreemptedError(VitscaleError):
+    """The run was told to end before it was done, by a signal or a time limit, and has saved."""
+
+    exit_code = 85
+
+
 class StorageError(VitscaleError):
     """A remote place that does not answer; repeating the command later may help."""
 

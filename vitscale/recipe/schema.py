@@ -395,10 +395,65 @@ class Selection(_Block):
 
 
 class Checkpoint(_Block):
-    """When to save, and what to keep."""
+    """When and where to save, and what to keep."""
 
     every: Duration | None = Field(None, description="default: at the end only")
     keep: int = Field(2, ge=1, description="newest checkpoints kept; the best one is kept besides")
+    keep_every: Duration | None = Field(None, description="checkpoints of these steps are kept for good")
+    dir: str | None = Field(
+        None, description="a folder or URL, below which each run has one of its name; default: in the run directory"
+    )
+    background: bool = Field(True, description="training goes on while files are written, from a copy in host memory")
+    max_failures: int = Field(2, ge=0, description="saves in a row that may fail before the run ends")
+
+
+class Ema(_Block):
+    """Exponential moving average of the weights, which evaluation and export then use (Polyak and Juditsky, Table 4).
+
+    After the t-th update the average moves by 1 - d towards the fp32 weights; d is `decay`, and with `warmup` at most
+    (1 + t) / (10 + t). It begins with the weights that the run begins with.
+    """
+
+    decay: float = Field(0.9999, gt=0, lt=1)
+    warmup: bool = True
+
+
+Policy = Literal["stop", "skip", "rewind"]
+"""What becomes of a batch that must not be trained on.
+
+`stop` ends the run; `skip` leaves the batch out, and the next one takes its step; `rewind` goes back to the last
+checkpoint and leaves out all batches since then.
+"""
+
+
+class Spike(_Block):
+    """A loss above the median of the last `window` by `factor` times their median absolute deviation x 1.4826."""
+
+    policy: Policy = "stop"
+    window: int = Field(100, ge=5, le=10_000)
+    factor: float = Field(10.0, gt=0)
+
+
+class Anomalies(_Block):
+    """What becomes of a step with a loss or gradient that is not finite, and of one whose loss leaps."""
+
+    non_finite: Policy = "stop"
+    spike: Spike | None = None
+    limit: int = Field(10, ge=1, description="times that the run may skip or rewind before it ends")
+
+
+class Check(_Block):
+    """Looking for devices that compute wrongly and ranks that hang."""
+
+    replicas_every: int | None = Field(
+        1000, ge=1, description="steps between comparisons of the ranks' weights; zero_stage 3 has no replicas"
+    )
+    recompute_every: int | None = Field(
+        None, ge=1, description="steps between micro-batches that all ranks compute, whose bits are compared"
+    )
+    step_timeout_s: float = Field(
+        600.0, gt=0, le=86400, description="seconds without progress after which a rank ends the run"
+    )
 
 
 class Logging(_Block):
@@ -423,6 +478,9 @@ class Recipe(_Block):
     evaluation: Evaluation = Evaluation()
     selection: Selection | None = None
     checkpoint: Checkpoint = Checkpoint()
+    ema: Ema | None = None
+    anomalies: Anomalies = Anomalies()
+    check: Check = Check()
     logging: Logging = Logging()
     seed: int = Field(0, ge=0, lt=2**63)
     deepspeed: dict[str, Any] = Field({}, description="additions to the derived DeepSpeed configuration")
