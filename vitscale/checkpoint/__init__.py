@@ -2,8 +2,8 @@
 
 from vitscale.checkpoint.format import MASTER, Fragment, Index, step_folder
 from vitscale.checkpoint.reader import CheckpointReader
-from vitscale.checkpoint.run_directory import CHECKPOINTS, DONE_FILE, RECIPE_FILE
 from vitscale.checkpoint.store import CheckpointStore
+from vitscale.run_directory import CHECKPOINTS, DONE_FILE, RECIPE_FILE
 
 __all__ = [
     "CHECKPOINTS",

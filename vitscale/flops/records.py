@@ -11,14 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vitscale.errors import DataError, RecipeError
 from vitscale.recipe import Recipe, read_recipe
+from vitscale.run_directory import DONE_FILE, INDEX_FILES, RECIPE_FILE
 
-# The names are those of checkpoint.run_directory and training.metrics, which bring torch along.
-RECIPE_FILE, METRICS_FILE, DONE_FILE, INDEX_FILES = (
-    "recipe.yaml",
-    "metrics.jsonl",
-    "DONE",
-    "checkpoints/step-*/index.json",
-)
+METRICS_FILE = "metrics.jsonl"  # the name is that of training.metrics, which brings torch along
 _GAPS_TOLD = 5
 
 # No run comes near the bounds, and within them every sum is a number.
