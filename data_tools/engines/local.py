@@ -8,11 +8,12 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -133,14 +134,31 @@ def _start(context: Any) -> _Worker:
     ours, theirs = context.Pipe()
     counts = context.RawArray("q", 3)
     process = context.Process(target=_work, args=(theirs, counts, os.getpid()), daemon=True)
-    # A child inherits that Ctrl-C is held back, until it can ignore it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with _interrupt_held_back():
         process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     theirs.close()
     return _Worker(process, ours, counts)
+
+
+@contextmanager
+def _interrupt_held_back() -> Iterator[None]:
+    """Ctrl-C waits until the end: a child that is half started would complain of what it was not told.
+
+    A child inherits that the signal is blocked, until it can ignore it. The block is this thread's only: any other one
+    may take the signal, and Python would still raise it here.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    pressed: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number)) if is_main else None
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        if is_main:
+            signal.signal(signal.SIGINT, previous)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def _give(worker: _Worker, attempt: _Attempt) -> None:
