@@ -27,6 +27,10 @@ class RecipeError(VitscaleError):
     exit_code = 2
 
 
+class OutOfMemoryError(RecipeError):
+    """A recipe that needs more memory than a device has."""
+
+
 class DataError(VitscaleError):
     """A dataset, shard or sample that is missing, damaged or of the wrong shape."""
 
@@ -34,7 +38,7 @@ class DataError(VitscaleError):
 
 
 class NonFiniteError(VitscaleError):
-    """A loss or gradient that is NaN or infinite."""
+    """A loss or gradient that is NaN or infinite, or a loss that leaps."""
 
     exit_code = 4
 

@@ -15,14 +15,21 @@ if sys.path and sys.path[0] and Path(sys.path[0]).resolve() == _HERE:
     sys.path[0] = str(_HERE.parent)
 
 import argparse  # noqa: E402
+import faulthandler  # noqa: E402
 import os  # noqa: E402
-import time  # noqa: E402
+import signal  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
 
-from vitscale.errors import EXIT_DONE, PeerLostError, RecipeError, VitscaleError  # noqa: E402
-from vitscale.recipe import Recipe, find_recipe, load_recipe, override, smoke_form  # noqa: E402
+from vitscale.errors import EXIT_DONE, PeerLostError, PreemptedError, RecipeError, VitscaleError  # noqa: E402
+from vitscale.recipe import Recipe, load_recipe, override, smoke_form  # noqa: E402
+from vitscale.run_directory import default_run_dir  # noqa: E402
+
+if TYPE_CHECKING:
+    from vitscale.training.distributed import World
+    from vitscale.training.interruption import Interruption
+    from vitscale.training.plan import Plan
 
 _INTERRUPTED = 130
-_AFTER_THE_FAILED_RANK_SECONDS = 5
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -45,6 +52,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="the recipe shrunk to a small model of its family and four steps, on generated pictures",
     )
     parser.add_argument("--stop-at", type=int, metavar="STEP", help="save and end after this step, to be continued")
+    parser.add_argument(
+        "--time-limit", type=float, metavar="MINUTES", help="save and end after so many, to be continued; exit code 85"
+    )
     parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -52,6 +62,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Entry point: one readable message and an exit code for what a person can mend, a trace for a bug."""
     options = parse_arguments()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # the stacks of all threads to standard error
     code = EXIT_DONE
     try:
         pretrain(options)
@@ -60,11 +71,9 @@ def main() -> None:
         rank = os.environ.get("RANK", "0")
         if rank == "0" or not error.is_on_all_ranks:
             speaker = "" if rank == "0" or isinstance(error, PeerLostError) else f"rank {rank}: "
-            sys.stderr.write(f"error: {speaker}{error}\n")  # in one piece: other ranks write too
+            kind = "" if isinstance(error, PreemptedError) else "error: "
+            sys.stderr.write(f"{kind}{speaker}{error}\n")  # in one piece: other ranks write too
             sys.stderr.flush()
-        if isinstance(error, PeerLostError):
-            # The launcher ends with the code of the rank that it sees ending first: leave that to the one that failed.
-            time.sleep(_AFTER_THE_FAILED_RANK_SECONDS)
     except KeyboardInterrupt:
         code = _INTERRUPTED
     if "vitscale.training.distributed" in sys.modules:
@@ -87,16 +96,19 @@ def pretrain(options: argparse.Namespace) -> None:
     """Check everything that can be checked alone, then start the process group and train."""
     try:
         recipe: Recipe = load_recipe(options.recipe, [] if options.smoke else options.settings)
-        suffix = "-smoke" if options.smoke else ""
-        run_dir: Path = options.run_dir or Path("runs") / f"{find_recipe(options.recipe).stem}{suffix}"
+        run_dir: Path = options.run_dir or default_run_dir(options.recipe, smoke=options.smoke)
         if options.stop_at is not None and options.stop_at < 1:
             raise RecipeError(f"--stop-at {options.stop_at}: expected a step from 1")
+        if options.time_limit is not None and not options.time_limit > 0:
+            raise RecipeError(f"--time-limit {options.time_limit:g}: expected minutes above 0")
 
         # Imported when there is something to train: it takes seconds.
         from vitscale.training import distributed
+        from vitscale.training.interruption import Interruption
         from vitscale.training.plan import plan_run
-        from vitscale.training.trainer import Trainer, check_run_dir
+        from vitscale.training.run_directory import check_run_dir
 
+        interruption = Interruption(None if options.time_limit is None else 60 * options.time_limit)
         rank, world_size, local_rank = distributed.read_environment()
         smoke_data = run_dir / f"smoke-data-{world_size}"
         if options.smoke:
@@ -113,13 +125,33 @@ def pretrain(options: argparse.Namespace) -> None:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             error.on_all_ranks()  # the ranks of one machine see the same recipe and files, and its first one speaks
         raise
-    try:
-        Trainer(recipe, plan, run_dir, distributed.start(rank, world_size, local_rank)).run(options.stop_at)
-    except RuntimeError as error:
-        if not distributed.is_lost_peer(error):
-            raise
-        reason = str(error).strip().splitlines()[0]
-        raise PeerLostError(f"rank {rank} lost another rank, whose own message says why: {reason}") from None
+    train(recipe, plan, run_dir, distributed.start(rank, world_size, local_rank), interruption, options.stop_at)
+
+
+def train(
+    recipe: Recipe,
+    plan: "Plan",
+    run_dir: Path,
+    world: "World",
+    interruption: "Interruption | None" = None,
+    stop_at: int | None = None,
+) -> None:
+    """Train, and say what a failing collective or allocation means. Raises VitscaleError."""
+    from vitscale.training import distributed
+    from vitscale.training.out_of_memory import explain, is_out_of_memory
+    from vitscale.training.trainer import Trainer
+    from vitscale.training.watchdog import Watchdog
+
+    with Watchdog(world, recipe.check.step_timeout_s) as watchdog:
+        try:
+            Trainer(recipe, plan, run_dir, world, watchdog, interruption).run(stop_at)
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise explain(recipe, plan, world) from None
+            if not distributed.is_lost_peer(error):
+                raise
+            reason = str(error).strip().splitlines()[0]
+            raise PeerLostError(f"rank {world.rank} lost {watchdog.who_is_missing()}: {reason}") from None
 
 
 if __name__ == "__main__":

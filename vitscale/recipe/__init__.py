@@ -17,20 +17,37 @@ from vitscale.recipe.reading import (
     validate_model,
     validate_recipe,
 )
-from vitscale.recipe.schema import AdamW, Cache, Crop, Data, Duration, EvalCrop, Model, Recipe
+from vitscale.recipe.schema import (
+    AdamW,
+    Anomalies,
+    Cache,
+    Crop,
+    Data,
+    Duration,
+    Ema,
+    EvalCrop,
+    Model,
+    Policy,
+    Recipe,
+    Spike,
+)
 from vitscale.recipe.smoke import smoke_form
 
 __all__ = [
     "DATA_ROOT_VARIABLE",
     "FREE_ON_RESUME",
     "AdamW",
+    "Anomalies",
     "Cache",
     "Crop",
     "Data",
     "Duration",
+    "Ema",
     "EvalCrop",
     "Model",
+    "Policy",
     "Recipe",
+    "Spike",
     "apply_setting",
     "differences",
     "find_dataset",

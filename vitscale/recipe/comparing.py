@@ -16,6 +16,8 @@ FREE_ON_RESUME = (
     "data.stall_s",
     "evaluation",
     "checkpoint",
+    "anomalies",  # a run that a bad batch has stopped has to be able to go on
+    "check",
     "logging",
     "deepspeed",
 )

@@ -124,10 +124,10 @@ def _modified(path: Path) -> float:
         return time.time()
 
 
-def gather(value: Any) -> list:
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list:
     """One object of every rank, in rank order, on every rank."""
     values: list = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
 
 
@@ -159,7 +159,7 @@ def sum_integers(world: World, value: int) -> int:
     return int(total.item()) % 2**64
 
 
-def is_lost_peer(error: RuntimeError) -> bool:
+def is_lost_peer(error: BaseException) -> bool:
     """Whether a collective failed because another rank has gone or keeps silent: gloo says so in words only."""
     words = ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "timed out", "Connection refused")
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)

@@ -5,7 +5,7 @@ stage 0 every rank holds everything, and the parameters are dealt out for saving
 read here are DeepSpeed 0.19's; `pyproject.toml` pins it for that reason.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vitscale.checkpoint import MASTER, Fragment
+from vitscale.checkpoint import EMA, MASTER, Fragment
 
 Source = Callable[[str, str, int, int], Tensor]
 """(kind, parameter, start, length) -> the 1-D fp32 values of that piece."""
+
+Average = Mapping[Tensor, Tensor]
+"""Each of `masters(engine)` -> a tensor of its shape."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ def shapes(engine: Any) -> dict[str, list[int]]:
     return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()}
 
 
-def owned(engine: Any, rank: int, world_size: int) -> list[Fragment]:
+def owned(engine: Any, rank: int, world_size: int, average: Average | None = None) -> list[Fragment]:
     """What this rank saves: over all ranks every element of every parameter exactly once. Tensors are views."""
     state = _base_optimizer(engine).state
     kinds = moment_kinds(engine)
@@ -49,7 +52,9 @@ def owned(engine: Any, rank: int, world_size: int) -> list[Fragment]:
         Fragment(
             piece.name,
             piece.start,
-            {MASTER: piece.view(piece.flat)} | {kind: piece.view(state[piece.flat][kind]) for kind in kinds},
+            {MASTER: piece.view(piece.flat)}
+            | {kind: piece.view(state[piece.flat][kind]) for kind in kinds}
+            | ({EMA: piece.view(average[piece.flat])} if average is not None else {}),
         )
         for piece in pieces
     ]
@@ -62,8 +67,6 @@ def load(engine: Any, source: Source, *, optimizer_steps: int) -> None:
     With `optimizer_steps` 0 the moments are zero and only masters are read from `source`. DeepSpeed may have made
     optimizer state by a step of its own with zero gradients: whatever it holds is overwritten, the step count too.
     """
-    if _wrapper(engine) == "DeepSpeedZeroOptimizer_Stage3":
-        engine.optimizer._partition_all_parameters()
     _create_state(engine, optimizer_steps)
     state = _base_optimizer(engine).state
     for piece in _pieces(engine):
@@ -71,7 +74,14 @@ def load(engine: Any, source: Source, *, optimizer_steps: int) -> None:
         if optimizer_steps:
             for kind in moment_kinds(engine):
                 piece.view(state[piece.flat][kind]).copy_(source(kind, piece.name, piece.start, piece.length))
-    _refresh_weights(engine)
+    refresh_weights(engine)
+
+
+@torch.no_grad()
+def load_average(engine: Any, average: Average, source: Source) -> None:
+    """Fill an average of the masters from `source`."""
+    for piece in _pieces(engine):
+        piece.view(average[piece.flat]).copy_(source(EMA, piece.name, piece.start, piece.length))
 
 
 def moment_kinds(engine: Any) -> list[str]:
@@ -95,7 +105,7 @@ def _is_replicated(engine: Any) -> bool:
     return _wrapper(engine) in ("AdamW", "SGD", "FP16_UnfusedOptimizer")
 
 
-def _flats(engine: Any) -> list[Tensor]:
+def masters(engine: Any) -> list[Tensor]:
     """The fp32 tensors that the torch optimizer updates, hence the keys of its state."""
     if _wrapper(engine) == "DeepSpeedZeroOptimizer_Stage3":
         return list(engine.optimizer.fp32_partitioned_groups_flat)  # the torch groups are empty between steps
@@ -105,7 +115,7 @@ def _flats(engine: Any) -> list[Tensor]:
 def _create_state(engine: Any, optimizer_steps: int) -> None:
     state = _base_optimizer(engine).state
     has_step = isinstance(_base_optimizer(engine), torch.optim.AdamW)
-    for flat in _flats(engine):
+    for flat in masters(engine):
         of_flat = state[flat]
         if has_step:
             of_flat["step"] = torch.tensor(float(optimizer_steps), dtype=torch.float32, device=flat.device)
@@ -158,9 +168,11 @@ def _pieces(engine: Any) -> Iterator[_Piece]:
             raise TypeError(f"no way to the fragments of DeepSpeed's {other}")
 
 
-def _refresh_weights(engine: Any) -> None:
-    """Low-precision weights from the masters, on every rank."""
+def refresh_weights(engine: Any) -> None:
+    """Low-precision weights from the masters; all ranks call it together."""
     optimizer = engine.optimizer
+    if _wrapper(engine) == "DeepSpeedZeroOptimizer_Stage3":
+        optimizer._partition_all_parameters()
     match _wrapper(engine):
         case "FP16_UnfusedOptimizer":
             for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):

@@ -31,6 +31,7 @@ class Plan:
         evaluators: in the order in which they run.
         total_steps: of the whole run.
         evaluate_every, checkpoint_every: steps; None for at the end only.
+        keep_every: steps whose checkpoints are kept for good; None for none.
         learning_rate: of the update that follows so many steps.
         warnings: what is possible, but hardly meant.
     """
@@ -46,6 +47,7 @@ class Plan:
     total_steps: int
     evaluate_every: int | None
     checkpoint_every: int | None
+    keep_every: int | None
     learning_rate: Callable[[int], float]
     warnings: list[str]
 
@@ -107,6 +109,7 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
         total_steps=total,
         evaluate_every=interval("evaluation.every", recipe.evaluation.every),
         checkpoint_every=interval("checkpoint.every", recipe.checkpoint.every),
+        keep_every=interval("checkpoint.keep_every", recipe.checkpoint.keep_every),
         learning_rate=rate,
         warnings=warnings,
     )

@@ -1,28 +1,37 @@
 """The trainer: one recipe, one run directory, from the first step or the last checkpoint to the end.
 
-It reads from top to bottom: set-up, data, model, checkpoint, step, evaluation, loop. The step is the only clock:
-learning rate, samples, augmentation, dropout, evaluation and checkpoint times are functions of (recipe, seed, step).
+It reads from top to bottom: set-up, data, model, checkpoint, step, anomalies, evaluation, loop. The step is the only
+clock: learning rate, samples, augmentation, dropout, evaluation and checkpoint times are functions of (recipe, seed,
+step), and of the batches that were left out.
 """
 
 import contextlib
-import fcntl
 import json
 import math
 import platform
 import resource
 import sys
-import time
-from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import IO, Any, NoReturn
 
 import deepspeed
 import torch
+import torch.distributed as dist
 import xxhash
-import yaml
 
 import vitscale
-from vitscale.checkpoint import CHECKPOINTS, DONE_FILE, RECIPE_FILE, CheckpointStore, Index
+from vitscale.checkpoint import (
+    DONE_FILE,
+    EMA,
+    MASTER,
+    BackgroundSaver,
+    CheckpointReader,
+    CheckpointStore,
+    Index,
+    Outcome,
+    checkpoint_place,
+)
 from vitscale.data import (
     LIBJPEG_TURBO_VERSION,
     ORDER_VERSION,
@@ -34,85 +43,83 @@ from vitscale.data import (
     train_transform,
 )
 from vitscale.durable import write_text
-from vitscale.errors import CheckpointError, DataError, NonFiniteError, RecipeError
+from vitscale.errors import CheckpointError, DataError, NonFiniteError, PreemptedError
 from vitscale.evaluation import ModelOutputs, evaluate
 from vitscale.flops import accounting, hardware
 from vitscale.flops.work import recipe_work
-from vitscale.models import Model, build_model, initial_value
-from vitscale.recipe import Recipe, differences, read_recipe
-from vitscale.training import distributed, fragments
+from vitscale.models import build_model
+from vitscale.recipe import Recipe
+from vitscale.training import distributed, fragments, replicas, run_directory
+from vitscale.training.agreement import Agreement
+from vitscale.training.anomalies import Anomaly, AnomalyRecord, Suspects, TrainStep, describe, write_report
+from vitscale.training.averaging import WeightAverage
 from vitscale.training.engine import Fp32Accumulation, build_engine, is_plain
+from vitscale.training.initial_values import InitialValues
+from vitscale.training.interruption import Interruption
 from vitscale.training.metrics import METRICS_FILE, MetricsWriter
+from vitscale.training.pace import Pace
 from vitscale.training.plan import Plan
 from vitscale.training.progress import TrainingProgress
+from vitscale.training.watchdog import Watchdog
 
-# ---- The run directory -----------------------------------------------------------------------------------------------
-
-
-def check_run_dir(recipe: Recipe, run_dir: Path, *, may_resume: bool) -> str | None:
-    """What a finished run says of itself, or None where there is something to train.
-
-    Raises `RecipeError` where the directory belongs to a run of another recipe, or to any run when none may be resumed.
-    """
-    saved, done = run_dir / RECIPE_FILE, run_dir / DONE_FILE
-    if not saved.exists():
-        if any((run_dir / CHECKPOINTS).glob("step-*")):
-            raise RecipeError(f"{run_dir} has checkpoints but no {RECIPE_FILE}: restore it, or use another --run-dir")
-        return None
-    if not may_resume:
-        raise RecipeError(f"{run_dir} already holds a run; leave out --resume never to continue it")
-    changed = differences(read_recipe(saved).dump(), recipe.dump())
-    if changed:
-        raise RecipeError(
-            f"{run_dir} holds a run of another recipe:\n"
-            + "\n".join(f"  {line}" for line in changed)
-            + "\nUse another --run-dir, or the recipe that this run began with"
-        )
-    try:
-        return done.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise RecipeError(f"{done} cannot be read: {error.strerror}") from None
+# Files may be written for longer than a step takes; a rank that has gone is noticed at once all the same.
+_SAVING_TIMEOUT = timedelta(hours=2)
+# Behind the watchdog's, which has more to say.
+_AFTER_THE_WATCHDOG_S = 60
 
 
 class Trainer:
     """One run. Construct it on every rank, then `run`.
 
-    Raises `RecipeError`, `DataError`, `CheckpointError` or `NonFiniteError` for what a person can mend.
+    Args:
+        watchdog: is told of every progress.
+        interruption: what may ask this process to end early.
+
+    Raises `RecipeError`, `DataError`, `CheckpointError`, `NonFiniteError`, `ReplicaError` or `PreemptedError` for
+    what a person can mend.
     """
 
     # ---- Set-up ------------------------------------------------------------------------------------------------------
 
-    def __init__(self, recipe: Recipe, plan: Plan, run_dir: Path, world: distributed.World) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        run_dir: Path,
+        world: distributed.World,
+        watchdog: Watchdog | None = None,
+        interruption: Interruption | None = None,
+    ) -> None:
         self.recipe = recipe
         self.plan = plan
         self.run_dir = run_dir
         self.world = world
+        self.watchdog = watchdog
+        self.interruption = interruption
         self.dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
         self.progress: TrainingProgress | None = None
         self.gradient_norm = math.nan
         self.bad_samples = 0  # of this rank since the last line of metrics
+        self.stalled_s = 0.0  # by checkpoints, since the last line of metrics
+        self.values: dict[str, float] = {}  # of the last evaluation
         for warning in plan.warnings:
             self._say(f"WARNING: {warning}")
-        self._set_up_model()
-        distributed.set_timeout_everywhere()
-        self.lock: IO[str] | None = None
+        self.lock: IO[str] | None = None  # both of rank 0 alone
+        self.metrics: MetricsWriter
         distributed.on_main(self._claim_run_dir, run_dir)
+        self._set_up_model()
+        self.agreement = Agreement()
+        distributed.set_timeout_everywhere(timedelta(seconds=recipe.check.step_timeout_s + _AFTER_THE_WATCHDOG_S))
+        self._open_store()
         self._restore()
 
     def _claim_run_dir(self) -> None:
-        """Take the run directory for this launch: two in one would overwrite each other's checkpoints."""
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        self.lock = (self.run_dir / ".lock").open("w")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            what = f"{self.run_dir} is in use by another launch; wait for it, or use another --run-dir"
-            raise RecipeError(what) from None
-        except OSError:
-            pass  # a file system without locks: nothing can be said there
-        write_text(self.run_dir / RECIPE_FILE, yaml.safe_dump(self.recipe.dump(), sort_keys=False))
+        self.lock = run_directory.claim(self.run_dir, self.recipe)
+
+    def _begin(self, phase: str) -> None:
+        """There is progress; the watchdog's clock starts again."""
+        if self.watchdog is not None:
+            self.watchdog.at(self.step, phase)
 
     def _say(self, message: str) -> None:
         if self.world.is_main:
@@ -123,7 +130,8 @@ class Trainer:
 
     # ---- Data --------------------------------------------------------------------------------------------------------
 
-    def _open_loader(self, stop_step: int) -> Loader:
+    def _open_loader(self, start: int, stop: int) -> Loader:
+        """The batches of positions [start, stop) of the order."""
         data = self.recipe.data
         return Loader(
             self.plan.manifest,
@@ -134,8 +142,8 @@ class Trainer:
             world=self.world.size,
             seed=self.recipe.seed,
             reading=Reading.of(data, pinned=self.world.device.type == "cuda"),
-            start_step=self.step,
-            stop_step=stop_step,
+            start_step=start,
+            stop_step=stop,
             digest=self.recipe.logging.batch_digest,
         )
 
@@ -158,30 +166,57 @@ class Trainer:
 
     # ---- Checkpoint --------------------------------------------------------------------------------------------------
 
+    def _open_store(self) -> None:
+        settings = self.recipe.checkpoint
+
+        place = checkpoint_place(self.recipe, self.run_dir)
+        self.store = CheckpointStore(place, rank=self.world.rank, gather=distributed.gather)
+        # What the saving thread does together with those of the other ranks must not meet what the main threads do.
+        saving = dist.new_group(backend="gloo", timeout=_SAVING_TIMEOUT)
+        self.saver = BackgroundSaver(
+            CheckpointStore(place, rank=self.world.rank, gather=lambda value: distributed.gather(value, saving)),
+            keep=settings.keep,
+            keep_every=self.plan.keep_every,
+            background=settings.background,
+        )
+        self.failures_in_a_row = 0
+
     def _restore(self) -> None:
         """Continue from the newest checkpoint that verifies, or begin with the initial weights."""
-        self.store = CheckpointStore(self.run_dir / CHECKPOINTS, rank=self.world.rank, gather=distributed.gather)
         reader = self.store.newest(lambda problem: self._say(f"WARNING: {problem}"))
-        self.selection: dict[str, Any] = {"best": None, "best_step": None, "without_better": 0}
+        if reader is not None:
+            run_directory.check_recipe(reader.index.recipe, self.recipe, f"{reader.folder}")
+            self._check_same_data(reader.index)
+            decoder = reader.index.versions.get("libjpeg_turbo", LIBJPEG_TURBO_VERSION)
+            if decoder != LIBJPEG_TURBO_VERSION:
+                self._say(
+                    f"WARNING: images were decoded by libjpeg-turbo {decoder} so far, and are by "
+                    f"{LIBJPEG_TURBO_VERSION} from here on: pixels may differ in their last bits"
+                )
+        elif (self.run_dir / METRICS_FILE).exists():
+            self._say(f"WARNING: {self.run_dir} holds a run without a checkpoint: it begins again at step 0")
+        self._load(reader)
+        if reader is not None:
+            self._say(f"resumed from {reader.folder} at step {self.step:,} of {self.plan.total_steps:,}")
+
+    def _load(self, reader: CheckpointReader | None) -> None:
+        """Take everything that training depends on from a checkpoint, or begin."""
+        whole = fragments.shapes(self.engine)
         if reader is None:
-            if (self.run_dir / METRICS_FILE).exists():
-                self._say(f"WARNING: {self.run_dir} holds a run without a checkpoint: it begins again at step 0")
-            whole = fragments.shapes(self.engine)
-            fragments.load(self.engine, _InitialValues(self.engine.module, whole, self.recipe.seed), optimizer_steps=0)
-            self.step = 0
-            return
-        self._check_same_data(reader.index)
-        reader.check_shapes(fragments.shapes(self.engine))
-        fragments.load(self.engine, reader.read, optimizer_steps=reader.index.optimizer_steps)
-        self.step = reader.index.step
-        self.selection = reader.index.selection
-        decoder = reader.index.versions.get("libjpeg_turbo", LIBJPEG_TURBO_VERSION)
-        if decoder != LIBJPEG_TURBO_VERSION:
-            self._say(
-                f"WARNING: images were decoded by libjpeg-turbo {decoder} so far, and are by {LIBJPEG_TURBO_VERSION} "
-                f"from here on: pixels may differ in their last bits"
-            )
-        self._say(f"resumed from {reader.folder} at step {self.step:,} of {self.plan.total_steps:,}")
+            fragments.load(self.engine, InitialValues(self.engine.module, whole, self.recipe.seed), optimizer_steps=0)
+            self.step = self.position = self.saved_step = 0
+            self.selection: dict[str, Any] = {"best": None, "best_step": None, "without_better": 0, "evaluated": 0}
+            state: dict[str, Any] = {}
+        else:
+            reader.check_shapes(whole)
+            fragments.load(self.engine, reader.read, optimizer_steps=reader.index.optimizer_steps)
+            self.step = self.saved_step = reader.index.step
+            self.position = reader.index.position
+            self.selection, state = reader.index.selection, reader.index.anomalies
+        self.anomalies = AnomalyRecord(self.recipe.anomalies, state)
+        self.average = WeightAverage(self.engine, self.recipe.ema) if self.recipe.ema is not None else None
+        if self.average is not None and reader is not None:
+            fragments.load_average(self.engine, self.average.values, reader.read)
 
     def _data_identity(self) -> dict[str, Any]:
         return {
@@ -203,11 +238,14 @@ class Trainer:
             ).on_all_ranks()
 
     def _save(self) -> None:
+        """Hand a checkpoint of this step over to be written."""
+        self._begin("saving")
         index = Index(
             step=self.step,
+            position=self.position,
             world_size=self.world.size,
             shapes=fragments.shapes(self.engine),
-            kinds=["master", *fragments.moment_kinds(self.engine)],
+            kinds=[MASTER, *fragments.moment_kinds(self.engine), *([EMA] if self.average is not None else [])],
             optimizer_steps=self.step,
             recipe=self.recipe.dump(),
             data=self._data_identity(),
@@ -219,42 +257,77 @@ class Trainer:
                 "libjpeg_turbo": LIBJPEG_TURBO_VERSION,
             },
             selection=self.selection,
+            anomalies=self.anomalies.state(),
         )
-        self.store.save(index, fragments.owned(self.engine, self.world.rank, self.world.size))
-        self.store.retain(self.recipe.checkpoint.keep, best=self.selection["best_step"])
+        average = self.average.values if self.average is not None else None
+        owned = fragments.owned(self.engine, self.world.rank, self.world.size, average)
+        self.stalled_s += self.saver.save(index, owned, best=self.selection["best_step"])
+        self.saved_step = self.step
+
+    def _note_saves(self, outcomes: list[Outcome]) -> None:
+        """Look at what has become of saves, the same ones on all ranks."""
+        allowed = self.recipe.checkpoint.max_failures
+        for outcome in outcomes:
+            self.failures_in_a_row = self.failures_in_a_row + 1 if outcome.error else 0
+            if self.failures_in_a_row > allowed:
+                raise CheckpointError(
+                    f"{outcome.error}. {self.failures_in_a_row} failures in a row; checkpoint.max_failures is {allowed}"
+                ).on_all_ranks()
+            if outcome.error:
+                self._say(f"WARNING: training goes on WITHOUT A CHECKPOINT of step {outcome.step:,}: {outcome.error}")
+
+    def _finish_saves(self) -> None:
+        """Wait for what is being written. Raises `CheckpointError` on all ranks where the last write has failed."""
+        self._begin("writing the checkpoint")
+        self.saver.wait()
+        self._note_saves(self.saver.outcomes())
+        if self.failures_in_a_row:
+            raise CheckpointError(
+                f"step {self.step:,} is not saved, see above. Mend that, then repeat the command; it goes on from the "
+                f"checkpoint before"
+            ).on_all_ranks()
 
     # ---- Step --------------------------------------------------------------------------------------------------------
 
-    def _train_step(self, batch: Batch) -> "_Step":
-        """One update on one global batch."""
+    def _train_step(self, batch: Batch) -> TrainStep:
+        """One update on one global batch. Raises `Anomaly` on all ranks, and no update is made."""
         self.plan.objective.check_labels(batch.labels, self.plan.num_classes)
         rate = self.plan.learning_rate(self.step)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
-        loss_sum = torch.zeros((), device=self.world.device)
-        samples = self._valid_samples(batch)
+        step = TrainStep([], torch.zeros((), device=self.world.device), self._valid_samples(batch), rate)
         is_whole = bool(batch.mask.all())
         # DeepSpeed averages over ranks and micro-batches: with this factor the gradient is that of the global mean.
-        scale = self.world.size * self.plan.accumulation / samples
+        scale = self.world.size * self.plan.accumulation / step.samples
+        mean, limit = 0.0, math.inf
+        skipped_before = self.engine.skipped_steps
         for micro_step in range(self.plan.accumulation):
             rows = slice(micro_step * self.plan.micro_batch, (micro_step + 1) * self.plan.micro_batch)
+            is_last = micro_step == self.plan.accumulation - 1
             labels = batch.labels[rows].to(self.world.device)
             self._seed_dropout(micro_step)
             logits = self.engine(to_model_input(batch.images[rows], self.world.device, self.dtype))
             losses = self.plan.objective.per_sample_loss(logits, labels)
             if not is_whole:
                 losses = torch.where(batch.mask[rows].to(self.world.device), losses, 0.0)
-            loss_sum += losses.detach().sum()
-            self.engine.backward(losses.sum() * scale)
-            if is_plain(self.recipe) and micro_step == self.plan.accumulation - 1:
-                self._clip_plain(batch, loss_sum)
+            step.losses.append(losses.detach())
+            step.loss_sum.add_(losses.detach().sum())
+            if is_last and self.anomalies.losses is not None:
+                mean, limit = self._mean_loss(step), self.anomalies.losses.limit()
+            # DeepSpeed drops an update whose gradient is not finite, in every stage, with all that it has gathered.
+            self.engine.backward(losses.sum() * (math.nan if mean > limit else scale))
+            if is_plain(self.recipe) and is_last:
+                self._clip_plain()
             self.engine.step()
         if not is_plain(self.recipe):
             self.gradient_norm = float(self.engine.get_global_grad_norm())
-            # DeepSpeed skips an update with a non-finite gradient without a word.
-            if self.engine.skipped_steps or not math.isfinite(self.gradient_norm):
-                self._refuse_non_finite(batch, loss_sum)
-        return _Step(loss_sum, samples, rate)
+        if mean > limit:
+            raise Anomaly("spike", step)
+        if self.engine.skipped_steps > skipped_before or not math.isfinite(self.gradient_norm):
+            raise Anomaly("non-finite", step)
+        if self.anomalies.losses is not None:
+            self.anomalies.losses.add(mean)
+        return step
 
     def _valid_samples(self, batch: Batch) -> int:
         """Samples of the global batch that count: all, unless damaged ones are left out."""
@@ -265,12 +338,16 @@ class Trainer:
             raise DataError(f"step {self.step + 1}: every sample of the batch is damaged").on_all_ranks()
         return samples
 
-    def _clip_plain(self, batch: Batch, loss_sum: torch.Tensor) -> None:
+    def _mean_loss(self, step: TrainStep) -> float:
+        """Over the global batch; all ranks take part."""
+        return distributed.gather_numbers(self.world, [step.loss_sum.item()]).sum().item() / step.samples
+
+    def _clip_plain(self) -> None:
         """Norm, check and clipping of the averaged gradients, where DeepSpeed has none: stage 0 in fp32."""
         limit = self.recipe.optimizer.clip_norm or math.inf
         self.gradient_norm = float(torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), limit))
         if not math.isfinite(self.gradient_norm):
-            self._refuse_non_finite(batch, loss_sum)
+            self.engine.optimizer.zero_grad(set_to_none=True)  # torch's optimizers leave out what has no gradient
 
     def _seed_dropout(self, micro_step: int) -> None:
         """Dropout is a function of (seed, step, rank, micro-step), so that it needs no state in a checkpoint."""
@@ -278,121 +355,216 @@ class Trainer:
             key = f"{self.recipe.seed}:{self.step}:{self.world.rank}:{micro_step}"
             torch.manual_seed(xxhash.xxh64_intdigest(key.encode()) >> 1)
 
-    def _refuse_non_finite(self, batch: Batch, loss_sum: torch.Tensor) -> NoReturn:
-        """All ranks come here together: the norm is that of the sum over the ranks."""
-        outcomes = distributed.gather((math.isfinite(loss_sum.item()), batch.uids.tolist()))
-        bad = {rank: uids for rank, (is_finite, uids) in enumerate(outcomes) if not is_finite}
-        where = (
-            "; ".join(f"rank {rank} (uids {uids[:8]} and {max(0, len(uids) - 8)} more)" for rank, uids in bad.items())
-            or "none of the ranks, so it is the backward pass that overflows"
-        )
-        error = NonFiniteError(
-            f"step {self.step + 1}: the gradient is not finite (norm {self.gradient_norm}, learning rate "
-            f"{self.plan.learning_rate(self.step):.3g}). The loss is not finite on {where}. "
-            f"Nothing of this step was saved: "
-            f"the newest checkpoint is that of step {max(self.store.steps(), default=0)}. "
-            f"Lower optimizer.lr or set optimizer.clip_norm"
-        )
-        raise error.on_all_ranks()
+    def _check_devices(self, batch: Batch) -> None:
+        """Compare ranks with each other, at the steps that the recipe says."""
+        check, zero = self.recipe.check, self.recipe.parallelism.zero_stage
+        saves = check.replicas_every is not None and self._saves_now()  # what is saved is to be right
+        if zero < 3 and (saves or self._is_due(check.replicas_every)):
+            replicas.compare_weights(self.engine.module, self.step)
+        if self._is_due(check.recompute_every):
+            images = batch.images[: self.plan.micro_batch]
+            replicas.compare_computation(self.engine, images, self.world, self.dtype, self.step, zero)
+
+    # ---- Anomalies ---------------------------------------------------------------------------------------------------
+
+    def _meet(self, anomaly: Anomaly, batch: Batch) -> None:
+        """Do what the recipe wants done about a batch that must not be trained on; all ranks come here together."""
+        policy = self.anomalies.policy(anomaly.kind)
+        bad = distributed.gather(Suspects.of(anomaly, batch))
+        mean = self._mean_loss(anomaly.step)
+        message = describe(anomaly, policy, self.step + 1, mean, bad)
+        if self.world.is_main:
+            norm = self.gradient_norm
+            message += write_report(self.run_dir, anomaly, policy, self.step + 1, batch.step, mean, norm, bad)
+        if policy == "stop":
+            self.saver.wait()  # what is being written was right
+            newest = max(self.store.steps(), default=0)
+            raise NonFiniteError(
+                f"{message}. The newest checkpoint is that of step {newest:,}. Lower optimizer.lr, set "
+                f"optimizer.clip_norm, or have such batches left out (anomalies.{anomaly.key}; "
+                f"{self.anomalies.count} of anomalies.limit {self.recipe.anomalies.limit} were)"
+            ).on_all_ranks()
+        self.anomalies.count += 1
+        self._say(f"WARNING: {message} ({self.anomalies.count} of anomalies.limit {self.recipe.anomalies.limit})")
+        start = self.position = batch.step
+        if policy == "rewind":
+            self._rewind()
+            start = self.position
+        self.anomalies.skipped.add(start, batch.step + 1)
+
+    def _rewind(self) -> None:
+        """Go back to the newest checkpoint; what is known of batches to leave out stays known."""
+        self._finish_saves()
+        known = self.anomalies
+        self._load(self.store.newest(lambda problem: self._say(f"WARNING: {problem}")))
+        self.anomalies.keep_from(known)
+        if self.world.is_main:
+            self.metrics.close()
+            self.metrics = self._open_metrics()
+        self._say(f"went back to step {self.step:,}")
 
     # ---- Evaluation --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _predict(self, images: torch.Tensor) -> ModelOutputs:
+        self._begin("evaluating")
+        if self._is_interrupted():
+            raise _Interrupted
         seen: dict[str, torch.Tensor] = {}
         logits = self.engine(to_model_input(images, self.world.device, self.dtype), intermediates=seen)
         return ModelOutputs(logits, seen["pre_logits"])
 
     def _evaluate(self) -> dict[str, float]:
+        """Metrics of the weights, or of their average where the recipe has one. Raises `_Interrupted`."""
         if not self.plan.evaluators:
             return {}
         self.engine.eval()
-        values = evaluate(self.plan.evaluators, self._predict)
-        self.engine.train()
+        try:
+            with self.average.in_place_of_weights() if self.average is not None else contextlib.nullcontext():
+                values = evaluate(self.plan.evaluators, self._predict)
+        finally:
+            self.engine.train()
         if self.world.is_main:
             self.metrics.evaluation(self.step, values)
             shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
             self._say(f"step {self.step:,}  {shown}")
         return values
 
-    def _select(self, values: dict[str, float]) -> bool:
-        """Note whether this is the best step so far; whether training should end for want of a better one."""
+    def _evaluate_and_select(self) -> None:
+        """Evaluate this step, and note whether it is the best so far."""
+        self.values = values = self._evaluate()
         rule = self.recipe.selection
-        if rule is None:
-            return False
-        value, best = values[rule.metric], self.selection["best"]
-        better = best is None or (value > best if rule.mode == "max" else value < best)
-        self.selection = (
-            {"best": value, "best_step": self.step, "without_better": 0}
-            if better
-            else {**self.selection, "without_better": self.selection["without_better"] + 1}
-        )
-        return rule.patience is not None and self.selection["without_better"] >= rule.patience
-
-    def _amend_selection(self) -> None:
-        """Note in the checkpoint just saved what the evaluation after it decided."""
-        if self.recipe.selection is not None:
-            self.store.amend(self.step, self.selection)
-
-    # ---- Loop --------------------------------------------------------------------------------------------------------
-
-    def run(self, stop_at: int | None = None) -> None:
-        """Train to the end, or until `stop_at` updates are done; leaves a checkpoint either way."""
-        last = self.plan.total_steps if stop_at is None else min(stop_at, self.plan.total_steps)
-        if self.world.is_main:
-            self.metrics = MetricsWriter(self.run_dir, self.step, self.recipe.logging.tensorboard)
-            self.progress = TrainingProgress(self.plan.total_steps)
-        values: dict[str, float] = {}
-        stopped_early = self._has_run_out_of_patience()
-        last = self.step if stopped_early else last
-        self.engine.train()
-        with self.progress or contextlib.nullcontext(), self._open_loader(last) as loader:
-            pace = _Pace(self.step)
-            for batch in pace.timed(on_device(loader, self.world.device)):
-                step = self._train_step(batch)
-                self.step += 1
-                self.bad_samples += batch.bad_samples
-                if self.step % self.recipe.logging.every == 0 or self.step == last:
-                    self._log(batch, step, pace)
-                with pace.paused():
-                    # Before evaluating: whatever is wrong with the test data, the weights are safe.
-                    saves = self.step == last or self._is_due(self.plan.checkpoint_every)
-                    if saves:
-                        self._save()
-                    if self._is_due(self.plan.evaluate_every) or self.step == self.plan.total_steps:
-                        values = self._evaluate()
-                        stopped_early = self._select(values)
-                        if saves:
-                            self._amend_selection()
-                        elif stopped_early or self.selection["best_step"] == self.step:
-                            self._save()
-                if stopped_early:
-                    break
-        is_done = stopped_early or self.step == self.plan.total_steps
-        if is_done and not values:
-            values = self._evaluate()  # the process that took the last step ended before it could say so
-        if self.world.is_main:
-            self.metrics.close()
-        if is_done:
-            distributed.on_main(lambda: self._write_done(values, stopped_early), self.run_dir)
-        else:
-            self._say(f"stopped at step {self.step:,}, as --stop-at {stop_at} asks; repeat the command to go on")
-        if self.lock is not None:
-            self.lock.close()
-
-    def _is_due(self, every: int | None) -> bool:
-        return every is not None and self.step % every == 0
+        self.selection = {**self.selection, "evaluated": self.step}
+        if rule is not None:
+            value, best = values[rule.metric], self.selection["best"]
+            better = best is None or (value > best if rule.mode == "max" else value < best)
+            self.selection |= (
+                {"best": value, "best_step": self.step, "without_better": 0}
+                if better
+                else {"without_better": self.selection["without_better"] + 1}
+            )
+        if self.saved_step == self.step:
+            self.saver.amend(self.step, self.selection)
+        elif self._has_run_out_of_patience() or self.selection["best_step"] == self.step:
+            self._save()
 
     def _has_run_out_of_patience(self) -> bool:
         rule = self.recipe.selection
         return rule is not None and rule.patience is not None and self.selection["without_better"] >= rule.patience
 
-    def _log(self, batch: Batch, step: "_Step", pace: "_Pace") -> None:
+    # ---- Loop --------------------------------------------------------------------------------------------------------
+
+    def run(self, stop_at: int | None = None) -> None:
+        """Train to the end, or until `stop_at` updates are done; leaves a checkpoint either way.
+
+        Raises `PreemptedError` on all ranks where the run was interrupted, with a checkpoint of that step.
+        """
+        self.last = self.plan.total_steps if stop_at is None else min(stop_at, self.plan.total_steps)
+        if self.world.is_main:
+            self.metrics = self._open_metrics()
+            self.progress = TrainingProgress(self.plan.total_steps)
+        if self.interruption is not None:
+            self.interruption.save_first()
+        self.engine.train()
+        with self.progress or contextlib.nullcontext():
+            try:
+                self._train()
+            except _Interrupted:
+                self._end_early()
+            self._finish()
+        if self.lock is not None:
+            self.lock.close()
+
+    def _train(self) -> None:
+        if self.step > 0 and self._evaluates_now() and self.selection.get("evaluated") != self.step:
+            self._evaluate_and_select()  # the process that took this step ended before it could
+        while self.step < self.last and not self._has_run_out_of_patience():
+            start, border = self.anomalies.skipped.next_stretch(self.position)
+            stop = start + self.last - self.step
+            with self._open_loader(start, stop if border is None else min(stop, border)) as loader:
+                self._train_on(loader)
+
+    def _train_on(self, loader: Loader) -> None:
+        """Train on the batches of a loader: to their end, until the run goes back, or for want of a better step."""
+        pace = Pace(self.step)
+        self._begin("waiting for data")
+        for batch in pace.timed(on_device(loader, self.world.device)):
+            self._begin("training")
+            try:
+                step = self._train_step(batch)
+            except Anomaly as anomaly:
+                self._meet(anomaly, batch)
+                return
+            self.step += 1
+            self.position = batch.step + 1
+            if self.average is not None:
+                self.average.update(self.step)
+            self.bad_samples += batch.bad_samples
+            if self.step % self.recipe.logging.every == 0 or self.step == self.last:
+                self._log(batch, step, pace)
+            with pace.paused():
+                self._check_devices(batch)
+                # Before evaluating: whatever is wrong with the test data, the weights are safe.
+                if self._saves_now():
+                    self._save()
+                if self._evaluates_now():
+                    self._evaluate_and_select()
+                    if self._has_run_out_of_patience():
+                        return
+            if self.step < self.last and self._is_interrupted():
+                raise _Interrupted
+            self._begin("waiting for data")
+
+    def _open_metrics(self) -> MetricsWriter:
+        return MetricsWriter(self.run_dir, self.step, self.recipe.logging.tensorboard)
+
+    def _is_interrupted(self) -> bool:
+        """Whether any rank was asked to end early. Looks at the saves, too, that have ended on all ranks."""
+        wanted = self.interruption is not None and self.interruption.pending
+        interrupted, finished = self.agreement.largest(int(wanted), -self.saver.finished())
+        self._note_saves(self.saver.outcomes(-finished))
+        return bool(interrupted)
+
+    def _end_early(self) -> NoReturn:
+        if self.saved_step != self.step:
+            self._save()
+        self._finish_saves()
+        assert self.interruption is not None
+        reason = self.interruption.reason
+        raise PreemptedError(f"{reason}: saved at step {self.step:,}; repeat the command to go on").on_all_ranks()
+
+    def _finish(self) -> None:
+        """Leave a checkpoint of this step, and where the run is done the file that says so."""
+        stopped_early = self._has_run_out_of_patience()
+        is_done = stopped_early or self.step == self.plan.total_steps
+        if self.saved_step != self.step:
+            self._save()
+        if is_done and not self.values:
+            self.values = self._evaluate()  # the process that took the last step ended before it could say so
+        self._finish_saves()
+        self.saver.close()
+        if self.world.is_main:
+            self.metrics.close()
+        if is_done:
+            distributed.on_main(lambda: self._write_done(stopped_early), self.run_dir)
+        else:
+            self._say(f"stopped at step {self.step:,}, as --stop-at asks; repeat the command to go on")
+
+    def _evaluates_now(self) -> bool:
+        return self.step == self.plan.total_steps or self._is_due(self.plan.evaluate_every)
+
+    def _saves_now(self) -> bool:
+        return self.step == self.last or self._is_due(self.plan.checkpoint_every)
+
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and self.step % every == 0
+
+    def _log(self, batch: Batch, step: TrainStep, pace: Pace) -> None:
         """One line of metrics; all ranks take part, rank 0 writes."""
         seconds, waited = pace.per_step(self.step)
         numbers = [step.loss_sum.item(), waited, self._peak_memory(), self.bad_samples]
         rows = distributed.gather_numbers(self.world, numbers)
-        self.bad_samples = 0
+        stalled_s, self.stalled_s, self.bad_samples = self.stalled_s, 0.0, 0
         digest = distributed.sum_integers(self.world, batch.digest) if batch.digest is not None else None
         if not self.world.is_main:
             return
@@ -415,6 +587,10 @@ class Trainer:
             line["mfu"] = mfu
         if self.recipe.data.bad_samples != "error":
             line["bad_samples"] = int(rows[:, 3].sum().item())
+        if stalled_s:
+            line["checkpoint_stall_s"] = stalled_s
+        if self.anomalies.count:
+            line["anomalies"] = self.anomalies.count
         if digest is not None:
             line["batch_digest"] = f"{digest:016x}"
         self.metrics.training(self.step, line)
@@ -428,73 +604,18 @@ class Trainer:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
-    def _write_done(self, values: dict[str, float], stopped_early: bool) -> None:
+    def _write_done(self, stopped_early: bool) -> None:
         summary = {
             "step": self.step,
             "total_steps": self.plan.total_steps,
             "stopped_early": stopped_early,
             "best_step": self.selection["best_step"],
             "exaflops": accounting.exaflops(self.work.accounting_macs, self.step * self.recipe.batch.global_size),
-            "evaluation": values,
+            "evaluation": self.values,
         }
         write_text(self.run_dir / DONE_FILE, json.dumps(summary, indent=1) + "\n")
         self._say(f"done: {self.step:,} steps, checkpoints and metrics in {self.run_dir}")
 
 
-class _Step(NamedTuple):
-    """One update: this rank's sum of losses, the samples of all ranks that counted, the learning rate."""
-
-    loss_sum: torch.Tensor
-    samples: int
-    rate: float
-
-
-class _InitialValues:
-    """The initial weights as a source of fragments; the last parameter drawn is kept, as its pieces come together."""
-
-    def __init__(self, model: Model, shapes: dict[str, list[int]], seed: int) -> None:
-        self._model, self._shapes, self._seed = model, shapes, seed
-        self._name: str | None = None
-        self._value = torch.empty(0)
-
-    def __call__(self, kind: str, name: str, start: int, length: int) -> torch.Tensor:
-        if name != self._name:
-            self._name = name
-            self._value = initial_value(self._model, name, torch.Size(self._shapes[name]), self._seed).view(-1)
-        return self._value[start : start + length]
-
-
-class _Pace:
-    """Seconds a step takes and waits for data, between two lines of metrics; evaluations and checkpoints left out."""
-
-    def __init__(self, step: int) -> None:
-        self._start_interval(step)
-
-    def _start_interval(self, step: int) -> None:
-        self._step, self._began, self._waited, self._paused = step, time.perf_counter(), 0.0, 0.0
-
-    def timed(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The loader's batches, the wait for each of them counted."""
-        batches = iter(loader)
-        while True:
-            asked = time.perf_counter()
-            batch = next(batches, None)
-            self._waited += time.perf_counter() - asked
-            if batch is None:
-                return
-            yield batch
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time in here is no part of any step."""
-        began = time.perf_counter()
-        yield
-        self._paused += time.perf_counter() - began
-
-    def per_step(self, step: int) -> tuple[float, float]:
-        """(seconds, seconds waited for data) a step since the last call."""
-        steps = max(1, step - self._step)
-        seconds = (time.perf_counter() - self._began - self._paused) / steps
-        waited = self._waited / steps
-        self._start_interval(step)
-        return seconds, waited
+class _Interrupted(Exception):
+    """A rank was asked to end early, and all ranks know."""

@@ -1,0 +1,43 @@
+"""How long steps take."""
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+
+from vitscale.data import Batch
+
+
+class Pace:
+    """Seconds a step takes and waits for data, between two lines of metrics; evaluations and checkpoints left out."""
+
+    def __init__(self, step: int) -> None:
+        self._start_interval(step)
+
+    def _start_interval(self, step: int) -> None:
+        self._step, self._began, self._waited, self._paused = step, time.perf_counter(), 0.0, 0.0
+
+    def timed(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The loader's batches, the wait for each of them counted."""
+        batches = iter(loader)
+        while True:
+            asked = time.perf_counter()
+            batch = next(batches, None)
+            self._waited += time.perf_counter() - asked
+            if batch is None:
+                return
+            yield batch
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time in here is no part of any step."""
+        began = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - began
+
+    def per_step(self, step: int) -> tuple[float, float]:
+        """(seconds, seconds waited for data) a step since the last call."""
+        steps = max(1, step - self._step)
+        seconds = (time.perf_counter() - self._began - self._paused) / steps
+        waited = self._waited / steps
+        self._start_interval(step)
+        return seconds, waited

@@ -1,0 +1,85 @@
+"""Catching devices that compute wrongly: ranks that should hold, or compute, the same bits are compared.
+
+A device that returns wrong numbers without an error ruins a run of weeks in silence. Nothing is repaired here: the run
+ends with the code for "repeat", and the message names the ranks that differ from the others.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vitscale.data import to_model_input
+from vitscale.errors import ReplicaError
+from vitscale.training import distributed
+from vitscale.training.distributed import World
+
+_AT_ONCE = 1 << 22  # elements, of which there are copies of 8 bytes
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensor: Tensor) -> int:
+    """A checksum modulo 2^64 of a tensor's bits and their order, computed where the tensor lies."""
+    bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start, piece in zip(range(0, bits.numel(), _AT_ONCE), bits.split(_AT_ONCE), strict=True):
+        # Odd factors, so that no changed bit is lost; sums wrap around.
+        factors = torch.arange(2 * start + 1, 2 * (start + piece.numel()), 2, device=tensor.device)
+        total += (piece.to(torch.int64) * factors).sum()
+    return int(total.item()) % 2**64
+
+
+def compare_weights(module: nn.Module, step: int) -> None:
+    """See that all ranks hold the same weights; ZeRO 0 to 2, all ranks together.
+
+    Raises `ReplicaError` on all ranks.
+    """
+    own = sum(index * checksum(parameter) for index, parameter in enumerate(module.parameters(), 1)) % 2**64
+    _compare(own, f"step {step:,}: the ranks' weights, which should be equal, differ")
+
+
+def compare_computation(engine: Any, images: Tensor, world: World, dtype: torch.dtype, step: int, zero: int) -> None:
+    """Have all ranks compute one micro-batch of one of them, and see that every bit of the results agrees.
+
+    The ranks take turns in giving theirs. Compared are the logits, and below ZeRO 3 the gradient of the input too,
+    whose way leads back through every layer.
+
+    Args:
+        images: uint8 (b, S, S, 3), equally many on every rank.
+        zero: the ZeRO stage.
+
+    Raises `ReplicaError` on all ranks.
+    """
+    same = images.to(world.device).contiguous()
+    source = step % world.size
+    dist.broadcast(same, source)
+    has_gradient = zero < 3  # there, the order in which parameters are gathered must not change
+    engine.eval()
+    with torch.set_grad_enabled(has_gradient):
+        inputs = to_model_input(same, world.device, dtype).requires_grad_(has_gradient)
+        # Not by the engine, which would take the backward pass for one of its own.
+        logits = (engine.module if has_gradient else engine)(inputs)
+        own = checksum(logits)
+        if has_gradient:
+            (gradient,) = torch.autograd.grad(logits.float().square().sum(), inputs)
+            own = (own + 3 * checksum(gradient)) % 2**64
+    engine.train()
+    _compare(own, f"step {step:,}: all ranks have computed a micro-batch of rank {source}, and their bits differ")
+
+
+def _compare(own: int, what: str) -> None:
+    sums = distributed.gather(own)
+    (common, votes), *others = Counter(sums).most_common()
+    if not others:
+        return
+    if votes > others[0][1]:
+        odd = [rank for rank, value in enumerate(sums) if value != common]
+        who = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} against the other {votes}"
+    else:
+        who = "no majority tells which are right: " + ", ".join(f"rank {r} {v:016x}" for r, v in enumerate(sums))
+    raise ReplicaError(
+        f"{what}: {who}. A device or its memory returns wrong bits; repeat the command to go on from the last "
+        f"checkpoint, without that device if it happens again"
+    ).on_all_ranks()

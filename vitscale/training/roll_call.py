@@ -1,0 +1,91 @@
+"""Which rank is missing: a collective that fails or hangs says only that somebody is.
+
+Every rank leaves a word at the rendezvous every few seconds. Who wants to know looks twice: a rank whose word has not
+changed meanwhile has ended, was stopped or is cut off.
+"""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from vitscale.training.distributed import World
+
+INTERVAL_SECONDS = 1.0
+_LOOK_SECONDS = 4.0
+_STORE_SECONDS = 10.0
+
+
+class Presence(NamedTuple):
+    """The last word of one rank: a count of its words, its machine, and where in training it is."""
+
+    words: int
+    host: str
+    step: int
+    phase: str
+
+
+class RollCall:
+    """One rank's end. Failing to reach the rendezvous is no error: it says that rank 0, which holds it, is gone."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._count = 0
+        self._host = socket.gethostname()
+        self._store = _connect()
+
+    def answer(self, step: int, phase: str) -> None:
+        """Leave a word. Raises nothing."""
+        self._count += 1
+        word = f"{self._count}|{self._host}|{step}|{phase}"
+        with contextlib.suppress(RuntimeError):  # `missing` says so
+            self._store.set(_key(self._world.rank), word)
+
+    def missing(self) -> list[str]:
+        """The ranks that do not answer any more, each in words; empty where all do. Takes some seconds."""
+        found: list[list[str]] = []
+        thread = threading.Thread(target=lambda: found.append(self._look()), daemon=True)
+        thread.start()  # the connection to a machine that is gone may take minutes to fail
+        thread.join(_LOOK_SECONDS + _STORE_SECONDS)
+        return found[0] if found else [_ONLY_ZERO]
+
+    def _look(self) -> list[str]:
+        try:
+            store = _connect()
+            before = self._words(store)
+            time.sleep(_LOOK_SECONDS)
+            after = self._words(store)
+        except RuntimeError:
+            return [_ONLY_ZERO]
+        return [
+            f"rank {rank} on {word.host} (step {word.step:,}, {word.phase})" if word else f"rank {rank}"
+            for rank, word in after.items()
+            if rank != self._world.rank and word == before[rank]
+        ]
+
+    def _words(self, store: dist.TCPStore) -> dict[int, Presence | None]:
+        words: dict[int, Presence | None] = {}
+        for rank in range(self._world.size):
+            words[rank] = None
+            if store.check([_key(rank)]):
+                count, host, step, phase = store.get(_key(rank)).decode().split("|", 3)
+                words[rank] = Presence(int(count), host, int(step), phase)
+        return words
+
+
+_ONLY_ZERO = "rank 0, or the machine that it runs on"
+
+
+def _connect() -> dist.TCPStore:
+    """A connection that nobody else uses: whoever waits for an answer holds the connection that they asked on."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_STORE_SECONDS))
+
+
+def _key(rank: int) -> str:
+    return f"vitscale/present/{rank}"

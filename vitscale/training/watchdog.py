@@ -1,0 +1,95 @@
+"""Noticing that a rank stands still: it says where, with the stacks of its threads, and ends, to be started again.
+
+A rank in a collective waits for the slowest one without a word, for as long as the process group's time-out lasts.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+
+from vitscale.errors import PeerLostError
+from vitscale.training.distributed import World
+from vitscale.training.roll_call import INTERVAL_SECONDS, RollCall
+
+HEARTBEAT_VARIABLE = "VITSCALE_HEARTBEAT_FD"
+"""The number of an open file that a supervising launch reads: one JSON object with step, phase and phase_s a line."""
+
+_AFTER_THE_STACKS_SECONDS = 3.0
+
+
+class Watchdog(threading.Thread):
+    """Ends this process with the code for "repeat" when `at` was not called for `timeout_s`. A context manager.
+
+    It also tells the other ranks and a supervising launch, every second, that this one lives, and where it is.
+    """
+
+    def __init__(self, world: World, timeout_s: float) -> None:
+        super().__init__(name="vitscale-watchdog", daemon=True)
+        self._rank, self._timeout, self._roll_call = world.rank, timeout_s, RollCall(world)
+        self._where = (0, "starting", time.monotonic())
+        self._ended = threading.Event()
+        beat = os.environ.get(HEARTBEAT_VARIABLE)
+        self._beat = None if beat is None else int(beat)
+        if self._beat is not None:
+            os.set_blocking(self._beat, False)  # a launch that does not read must not stop us
+
+    def at(self, step: int, phase: str) -> None:
+        """There is progress: `step` updates are done, and `phase` begins."""
+        self._where = (step, phase, time.monotonic())
+
+    def who_is_missing(self) -> str:
+        """The other ranks that do not answer any more, in words. Takes some seconds."""
+        return ", ".join(self._roll_call.missing()) or "another rank, though all of them still answer"
+
+    def __enter__(self) -> "Watchdog":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def run(self) -> None:
+        while not self._ended.wait(INTERVAL_SECONDS):
+            step, phase, since = self._where
+            seconds = time.monotonic() - since
+            self._tell_the_launch(step, phase, seconds)
+            self._roll_call.answer(step, phase)
+            if seconds > self._timeout:
+                self._end(step, phase, seconds)
+
+    def _tell_the_launch(self, step: int, phase: str, seconds: float) -> None:
+        if self._beat is not None:
+            line = json.dumps({"step": step, "phase": phase, "phase_s": round(seconds, 1)}) + "\n"
+            with contextlib.suppress(OSError):  # nobody reads any more
+                os.write(self._beat, line.encode())
+
+    def _end(self, step: int, phase: str, seconds: float) -> None:
+        stacks = _stacks()
+        # The others' watchdogs look as well: this thread has to go on answering while it looks itself.
+        who: list[str] = []
+        looking = threading.Thread(target=lambda: who.append(self.who_is_missing()), daemon=True)
+        looking.start()
+        while looking.is_alive():
+            self._roll_call.answer(step, phase)
+            looking.join(INTERVAL_SECONDS)
+        sys.stderr.write(
+            f"error: rank {self._rank} has made no progress for {seconds:,.0f} s (check.step_timeout_s is "
+            f"{self._timeout:g}): {phase}, after step {step:,}. It waits for itself, or for {who[0]}. "
+            f"Stacks of rank {self._rank}:\n{stacks}"
+        )
+        sys.stderr.flush()
+        time.sleep(_AFTER_THE_STACKS_SECONDS)  # a launcher ends all ranks when one ends: let the others speak too
+        os._exit(PeerLostError.exit_code)
+
+
+def _stacks() -> str:
+    """The stacks of all threads, in one piece: ranks write at the same time."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace")
