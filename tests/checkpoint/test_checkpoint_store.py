@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from vitscale.checkpoint import CheckpointReader, CheckpointStore, Fragment, Index
+from vitscale.checkpoint import CheckpointReader, CheckpointStore, Fragment, Index, step_folder
 from vitscale.errors import CheckpointError
 
 SHAPES = {"a.weight": [7, 13], "b": [5], "c": [1, 1, 33]}
@@ -52,6 +52,12 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints")
 
 
+def save(store: CheckpointStore, step: int, cuts: tuple[int, ...] = ()) -> Path:
+    """Save a checkpoint; returns its folder."""
+    store.save(index(step), fragments(step, cuts))
+    return Path(store.root) / step_folder(step)
+
+
 def damage(path: Path, how: str) -> None:
     content = bytearray(path.read_bytes())
     if how == "flipped":
@@ -66,7 +72,7 @@ def damage(path: Path, how: str) -> None:
 
 
 def test_any_piece_can_be_read_whatever_the_cuts_were(store):
-    store.save(index(1), fragments(1, cuts=(3, 20, 21)))
+    save(store, 1, cuts=(3, 20, 21))
     reader = store.open(1)
     for (kind, name), whole in values(1).items():
         assert torch.equal(reader.parameter(name, kind), whole.view(SHAPES[name]))
@@ -75,7 +81,7 @@ def test_any_piece_can_be_read_whatever_the_cuts_were(store):
 
 
 def test_the_files_are_plain_safetensors_with_the_decided_keys(store):
-    folder = store.save(index(12), fragments(12, cuts=(20,)))
+    folder = save(store, 12, cuts=(20,))
     assert folder.name == "step-00000012"
     with safe_open(folder / "rank-00000.safetensors", framework="pt") as file:
         assert set(file.keys()) == {
@@ -89,8 +95,8 @@ def test_the_files_are_plain_safetensors_with_the_decided_keys(store):
 @pytest.mark.parametrize("how", ["flipped", "truncated", "empty", "missing"])
 @pytest.mark.parametrize("file", ["rank-00000.safetensors", "index.json"])
 def test_damage_is_found_and_the_checkpoint_before_is_used(store, how, file):
-    store.save(index(1), fragments(1, cuts=()))
-    newest = store.save(index(2), fragments(2, cuts=()))
+    save(store, 1)
+    newest = save(store, 2)
     damage(newest / file, how)
     said: list[str] = []
     reader = store.newest(said.append)
@@ -100,7 +106,7 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(store, how, file):
 
 def test_without_a_readable_checkpoint_nothing_starts_over(store):
     for step in (1, 2):
-        damage(store.save(index(step), fragments(step, cuts=())) / "rank-00000.safetensors", "flipped")
+        damage(save(store, step) / "rank-00000.safetensors", "flipped")
     with pytest.raises(CheckpointError, match="none of the 2 checkpoints can be read"):
         store.newest(lambda message: None)
 
@@ -112,14 +118,14 @@ def test_no_checkpoint_at_all_is_none(store):
 def test_saving_after_a_fallback_replaces_what_was_damaged(store):
     """The damaged ones are newer by number: they must not crowd out what the run goes on from."""
     for step in (10, 20, 30):
-        folder = store.save(index(step), fragments(step, cuts=()))
+        folder = save(store, step)
         if step > 10:
             damage(folder / "rank-00000.safetensors", "flipped")
     assert store.newest(lambda message: None).index.step == 10
-    store.save(index(15), fragments(15, cuts=()))
+    save(store, 15)
     store.retain(keep=1, best=None)
     assert store.steps() == [15]
-    assert sorted(path.name for path in store.root.glob(".unusable-*")) == [
+    assert sorted(path.name for path in Path(store.root).glob(".unusable-*")) == [
         ".unusable-step-00000020",
         ".unusable-step-00000030",
     ]
@@ -128,31 +134,32 @@ def test_saving_after_a_fallback_replaces_what_was_damaged(store):
 
 def test_fragments_must_cover_every_parameter_once(store):
     pieces = [fragment for fragment in fragments(1, cuts=(3,)) if (fragment.name, fragment.start) != ("b", 3)]
-    folder = store.save(index(1), pieces)
+    store.save(index(1), pieces)
+    folder = Path(store.root) / step_folder(1)
     with pytest.raises(CheckpointError, match=r"master/b should be covered exactly once from 0 to 5.*break off at 3"):
-        CheckpointReader(folder)
+        CheckpointReader.of_folder(folder)
 
 
 def test_another_model_is_refused_by_name(store):
-    store.save(index(1), fragments(1, cuts=()))
+    save(store, 1)
     with pytest.raises(CheckpointError, match=r"(?s)missing d.*unexpected c.*b has shape \[5\], the model's is \[6\]"):
         store.open(1).check_shapes({"a.weight": [7, 13], "b": [6], "d": [1]})
 
 
 def test_the_newest_and_the_best_are_kept(store):
     for step in (1, 2, 3, 4, 5):
-        store.save(index(step), fragments(step, cuts=()))
+        save(store, step)
         store.retain(keep=2, best=2)
     assert store.steps() == [2, 4, 5]
 
 
 def test_a_full_disk_leaves_the_older_checkpoint_alone(store):
-    store.save(index(1), fragments(1, cuts=()))
+    save(store, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))  # every file ends there, as on a disk that is full
     try:
-        with pytest.raises(CheckpointError, match="saving failed; earlier checkpoints are untouched"):
-            store.save(index(2), fragments(2, cuts=()))
+        with pytest.raises(CheckpointError, match="saving step 2 failed; earlier checkpoints are untouched"):
+            save(store, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert store.steps() == [1]
@@ -160,7 +167,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_alone(store):
 
 
 def test_what_is_no_index_is_said_to_be_none(store):
-    folder = store.save(index(1), fragments(1, cuts=()))
+    folder = save(store, 1)
     whole = json.loads((folder / "index.json").read_text())
     for content, words in (
         ("[]", "schema_version"),
@@ -171,33 +178,33 @@ def test_what_is_no_index_is_said_to_be_none(store):
     ):
         (folder / "index.json").write_text(content)
         with pytest.raises(CheckpointError, match=words):
-            CheckpointReader(folder)
+            CheckpointReader.of_folder(folder)
 
 
 SAVER = """
 import sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_checkpoint_store import fragments, index
+from test_checkpoint_store import save
 from vitscale.checkpoint import CheckpointStore
 store = CheckpointStore(Path(sys.argv[1]))
 step = max(store.steps(), default=0)
 print("ready", flush=True)
 while True:
     step += 1
-    store.save(index(step), fragments(step, cuts=(2,)))
+    save(store, step, cuts=(2,))
     store.retain(keep=3, best=None)
 """
 
 
 def test_a_checkpoint_under_another_step_s_name_is_refused(store):
-    folder = store.save(index(3), fragments(3, cuts=()))
+    folder = save(store, 3)
     shutil.copytree(folder, folder.with_name("step-00000009"))
     assert store.newest(lambda message: None).index.step == 3
 
 
 def test_the_selection_is_amended_without_touching_the_rest(store):
-    store.save(index(3), fragments(3, cuts=()))
+    save(store, 3)
     store.amend(3, {"best": 0.5})
     reader = store.open(3)
     assert reader.index.selection == {"best": 0.5}
@@ -205,7 +212,7 @@ def test_the_selection_is_amended_without_touching_the_rest(store):
 
 
 def test_checkpoints_can_be_read_by_whom_their_folder_allows(store):
-    folder = store.save(index(3), fragments(3, cuts=()))
+    folder = save(store, 3)
     modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
     assert set(modes.values()) == {folder.stat().st_mode & 0o666}
 
@@ -216,7 +223,7 @@ def test_a_process_killed_while_saving_leaves_complete_checkpoints_only(store, k
     random.seed(4)
     here = str(Path(__file__).parent)
     for _ in range(kills):
-        process = subprocess.Popen([sys.executable, "-c", SAVER, str(store.root), here], stdout=subprocess.PIPE)
+        process = subprocess.Popen([sys.executable, "-c", SAVER, store.root, here], stdout=subprocess.PIPE)
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         time.sleep(0.2 + random.random() * 0.2)
         os.kill(process.pid, signal.SIGKILL)

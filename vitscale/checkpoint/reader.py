@@ -1,14 +1,17 @@
 """Reading parameters, or any piece of them, from a checkpoint that was written on any number of ranks."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vitscale.checkpoint.format import MASTER, parse_key, read_index
+from vitscale.checkpoint.format import EMA, MASTER, FileEntry, Index, Layout, parse_key, read_index, read_layout
+from vitscale.checkpoint.place import Files, LocalFiles
 from vitscale.errors import CheckpointError
 
 
@@ -16,37 +19,49 @@ from vitscale.errors import CheckpointError
 class _Piece:
     start: int
     stop: int
-    path: Path
+    file: FileEntry
     key: str
 
 
 class CheckpointReader:
     """One checkpoint's fragments, found by parameter and position. Tensors are read when asked for, not before.
 
+    Files that lie elsewhere are fetched when the first of their tensors is asked for, and the copies are removed with
+    the reader.
+
+    Args:
+        files: of the checkpoint.
+        index: of the checkpoint.
+        layouts: of each file, by its path in the index.
+
+    Attributes:
+        index: what the run was.
+        folder: path or URL of the checkpoint.
+
     Raises `CheckpointError` where the fragments do not cover every parameter exactly once.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.index = read_index(folder)
+    def __init__(self, files: Files, index: Index, layouts: Mapping[str, Layout]) -> None:
+        self.folder = files.where
+        self.index = index
+        self._files = files
         self._pieces: dict[tuple[str, str], list[_Piece]] = {}
-        for entry in self.index.files:
-            self._register(folder / entry.path)
+        for entry in index.files:
+            for key, length in layouts[entry.path].items():
+                kind, name, start = parse_key(key)
+                self._pieces.setdefault((kind, name), []).append(_Piece(start, start + length, entry, key))
         for pieces in self._pieces.values():
             pieces.sort(key=lambda piece: piece.start)
-        for name, shape in self.index.shapes.items():
-            for kind in self.index.kinds:
+        for name, shape in index.shapes.items():
+            for kind in index.kinds:
                 self._check_cover(kind, name, math.prod(shape))
 
-    def _register(self, path: Path) -> None:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 (not a dictionary)
-                    kind, name, start = parse_key(key)
-                    (length,) = file.get_slice(key).get_shape()
-                    self._pieces.setdefault((kind, name), []).append(_Piece(start, start + length, path, key))
-        except (OSError, SafetensorError, ValueError) as error:
-            raise CheckpointError(f"{path}: not a file of fragments: {error}") from None
+    @classmethod
+    def of_folder(cls, folder: Path) -> Self:
+        """The checkpoint in a folder of a run's, its files not verified. Raises `CheckpointError`."""
+        index = read_index(folder)
+        layouts = {entry.path: read_layout(folder / entry.path) for entry in index.files}
+        return cls(LocalFiles(folder), index, layouts)
 
     def _check_cover(self, kind: str, name: str, length: int) -> None:
         position = 0
@@ -60,23 +75,29 @@ class CheckpointReader:
                 f"the fragments break off at {position}"
             )
 
+    @property
+    def evaluated_kind(self) -> str:
+        """The kind that evaluation and export use: the average of the weights where the run keeps one."""
+        return EMA if EMA in self.index.kinds else MASTER
+
     def read(self, kind: str, name: str, start: int, length: int) -> Tensor:
         """Elements [start, start + length) of one flattened parameter's `kind`: fp32, on the CPU.
 
-        Raises `CheckpointError` for a parameter or range that is not there, or no longer.
+        Raises `CheckpointError` for a parameter or range that is not there, or no longer; `StorageError`.
         """
         result = torch.empty(length, dtype=torch.float32)
         filled = 0
         for piece in self._pieces.get((kind, name), []):
             low, high = max(piece.start, start), min(piece.stop, start + length)
             if low < high:
+                path = self._files.path(piece.file)
                 try:
-                    with safe_open(piece.path, framework="pt") as file:
+                    with safe_open(path, framework="pt") as file:
                         result[low - start : high - start] = file.get_slice(piece.key)[
                             low - piece.start : high - piece.start
                         ]
                 except (OSError, SafetensorError) as error:
-                    raise CheckpointError(f"{piece.path}: cannot be read any more: {error}") from None
+                    raise CheckpointError(f"{path}: cannot be read any more: {error}") from None
                 filled += high - low
         if filled != length:
             raise CheckpointError(f"{self.folder}: no {kind}/{name}[{start}:{start + length}] in it")

@@ -1,27 +1,20 @@
-"""The folder of a run's checkpoints: saving, finding the newest that verifies, keeping a few."""
+"""The checkpoints of a run: saving, finding the newest that verifies, keeping a few. All ranks act together."""
 
-import shutil
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vitscale.checkpoint.format import (
-    FileEntry,
-    Fragment,
-    Index,
-    file_problem,
-    read_index,
-    step_folder,
-    write_index,
-    write_rank_file,
-)
+from vitscale.checkpoint.format import FileEntry, Fragment, Index, Layout, rank_file, read_layout
+from vitscale.checkpoint.place import Files, LocalPlace, Place
 from vitscale.checkpoint.reader import CheckpointReader
-from vitscale.durable import write_text
-from vitscale.errors import CheckpointError
+from vitscale.errors import CheckpointError, VitscaleError
 
 Gather = Callable[[object], list]
 """Collects one object of every rank, in rank order, on every rank; also a barrier."""
+
+_log = logging.getLogger(__name__)
 
 
 def alone(value: object) -> list:
@@ -30,145 +23,178 @@ def alone(value: object) -> list:
 
 
 class CheckpointStore:
-    """Checkpoints under `root`. All ranks call every method together; `gather` connects them.
+    """The checkpoints of a run in one place. All ranks call every method together; `gather` connects them.
 
-    A checkpoint is built under a temporary name and renamed when it is whole, so that under its final name there are
-    complete ones only; `index.json` verifies them again, on file systems where a rename is not atomic too.
+    What fails on one rank is an error on all of them, of the same class, and never a hang.
+
+    Args:
+        place: where they are; a path is that of a folder that all ranks share.
+        rank: of this process.
+        gather: over the processes whose ranks are 0, 1, ...; one process alone by default.
+
+    Attributes:
+        root: path or URL of the place.
     """
 
-    def __init__(self, root: Path, *, rank: int = 0, gather: Gather = alone) -> None:
-        self.root = root
+    def __init__(self, place: Place | Path, *, rank: int = 0, gather: Gather = alone) -> None:
+        self.place = LocalPlace(place) if isinstance(place, Path) else place
+        self.root = self.place.root
         self.rank = rank
         self.gather = gather
 
     def steps(self) -> list[int]:
-        """Steps of which there is a folder, oldest first; not yet verified."""
-        names = (path.name for path in self.root.glob("step-*") if path.is_dir())
-        return sorted(int(name[5:]) for name in names if name[5:].isdigit())
+        """Steps of which there is a checkpoint, oldest first; not yet verified. Any rank may call it alone."""
+        return self.place.steps()
 
-    def save(self, index: Index, fragments: list[Fragment]) -> Path:
+    def save(self, index: Index, fragments: list[Fragment]) -> None:
         """Write one checkpoint; every rank gives the fragments that it owns.
 
-        Raises `CheckpointError` on every rank when any rank could not write; older checkpoints are untouched.
+        Raises `CheckpointError` when any rank could not write, or another error of vitscale.errors when that is why;
+        older checkpoints are untouched, and nothing is left of this one.
         """
-        final = self.root / step_folder(index.step)
-        building = self.root / f".building-{final.name}"
-        self._together(lambda: self._prepare(building))
-        entries = self._together(lambda: write_rank_file(building, self.rank, fragments))
-        files = [entry for entry in entries if isinstance(entry, FileEntry)]
-        self._together(lambda: self._commit(building, final, replace(index, files=files)))
-        return final
-
-    def _prepare(self, building: Path) -> None:
-        if self.rank == 0:
-            for left in self.root.glob(".building-*"):  # by a process that was killed while it saved
-                shutil.rmtree(left, ignore_errors=True)
-            building.mkdir(parents=True)
-
-    def _commit(self, building: Path, final: Path, index: Index) -> None:
-        if self.rank == 0:
-            write_index(building, index)
-            self._discard(final)
-            building.rename(final)
-            write_text(self.root / "latest", final.name + "\n")  # also makes the rename survive a power cut
-            for step in self.steps():
-                if step > index.step:  # unusable, or this run would not have come from before them
-                    folder = self.root / step_folder(step)
-                    aside = folder.with_name(f".unusable-{folder.name}")
-                    shutil.rmtree(aside, ignore_errors=True)
-                    folder.rename(aside)
-
-    def _together(self, work: Callable[[], object]) -> list:
-        """Run `work` on every rank; a failure on any of them is an error on all of them, and never a hang."""
+        doing = f"saving step {index.step} failed; earlier checkpoints are untouched"
         try:
-            outcome: object = work()
-        except Exception as error:
-            outcome = _Failure(f"rank {self.rank}: {type(error).__name__}: {error}")
-        outcomes = self.gather(outcome)
-        failures = [str(outcome) for outcome in outcomes if isinstance(outcome, _Failure)]
-        if failures:
-            raise CheckpointError(
-                f"{self.root}: saving failed; earlier checkpoints are untouched. " + "; ".join(failures)
-            ).on_all_ranks()
-        return outcomes
+            self._on_first_rank(doing, lambda: self.place.begin(index.step))
+            name = rank_file(self.rank)
+            files: list[FileEntry] = self._together(doing, lambda: self.place.write(index.step, name, fragments))
+            self._on_first_rank(doing, lambda: self.place.finish(replace(index, files=files)))
+        except Exception:
+            if self.rank == 0:
+                self.place.abandon(index.step)
+            raise
+        doing = f"step {index.step} is saved, but newer checkpoints, which are unusable, cannot be set aside"
+        self._on_first_rank(doing, lambda: self._set_aside_after(index.step))
+
+    def _set_aside_after(self, step: int) -> None:
+        for later in self.place.steps():
+            if later > step:  # unusable, or this run would not have come from before them
+                self.place.set_aside(later)
 
     def newest(self, report: Callable[[str], None]) -> CheckpointReader | None:
-        """The newest checkpoint of which every byte verifies; None where the folder holds none at all.
+        """The newest checkpoint of which every byte verifies; None where there is none at all.
 
-        Each rank hashes its share of the files. A damaged checkpoint is passed over and `report`ed.
+        Each rank verifies its share of the files. A damaged checkpoint is passed over and `report`ed.
 
-        Raises `CheckpointError` where there are checkpoints and none can be read: a run is never started over silently.
+        Raises:
+            CheckpointError: there are checkpoints and none can be read: a run is never started over silently. Or a
+                place cannot be read at all.
+            StorageError: a URL does not answer, which says nothing of its checkpoints.
         """
-        problems: list[str] = []
-        steps = self.gather(self.steps())[0]  # one rank's view, so that a slow file system cannot split the ranks
+        first_problem = ""
+        steps: list[int] = self._on_first_rank("its checkpoints cannot be listed", self.place.steps)
         for step in reversed(steps):
-            folder = self.root / step_folder(step)
-            found = self._verify(folder)
-            if not found:
-                if problems:
-                    report(f"falling back to the checkpoint of step {step}")
-                return CheckpointReader(folder)
-            for problem in found:
-                report(f"checkpoint of step {step} is unusable: {problem}")
-            problems += found
-        if problems:
+            try:
+                reader = self.open(step)
+            except _Unusable as error:
+                for problem in error.problems:
+                    report(f"checkpoint of step {step} is unusable: {problem}")
+                first_problem = first_problem or error.problems[0]
+                continue
+            if first_problem:
+                report(f"falling back to the checkpoint of step {step}")
+            return reader
+        if first_problem:
             raise CheckpointError(
-                f"{self.root}: none of the {len(steps)} checkpoints can be read; the newest fails with: {problems[0]}. "
-                f"Restore one, or start over in another --run-dir"
+                f"{self.root}: none of the {len(steps)} checkpoints can be read; the newest fails with: "
+                f"{first_problem}. Restore one, or start over in another --run-dir"
             ).on_all_ranks()
         return None
 
     def open(self, step: int) -> CheckpointReader:
-        """The checkpoint of one step, verified. Raises `CheckpointError` where it is missing or damaged."""
-        folder = self.root / step_folder(step)
-        problems = self._verify(folder)
-        if problems:
-            raise CheckpointError("; ".join(problems))
-        return CheckpointReader(folder)
-
-    def _verify(self, folder: Path) -> list[str]:
-        problems: list[str] = []
+        """The checkpoint of one step, verified. Raises as `newest`, and `CheckpointError` where it is not there."""
+        doing = f"the checkpoint of step {step} cannot be read now"
+        index = self._on_first_rank(doing, lambda: _or_problem(lambda: self.place.read_index(step)))
+        if isinstance(index, _Problem):
+            raise _Unusable([index])
+        files = self.place.files(step)
         ranks = len(self.gather(None))
+        own = index.files[self.rank :: ranks]
+        layouts: dict[str, Layout | _Problem] = {}
+        for of_rank in self._together(doing, lambda: {entry.path: _verify(files, entry) for entry in own}):
+            layouts |= of_rank
+        whole = {path: layout for path, layout in layouts.items() if not isinstance(layout, _Problem)}
         try:
-            index = read_index(folder)
-            own = index.files[self.rank :: ranks]
-            problems = [problem for entry in own if (problem := file_problem(folder, entry))]
-            if not problems and self.rank == 0:
-                CheckpointReader(folder)
+            if len(whole) < len(layouts):
+                raise _Unusable([problem for problem in layouts.values() if isinstance(problem, _Problem)])
+            return CheckpointReader(files, index, whole)
         except CheckpointError as error:
-            problems = [str(error)]
-        merged = [problem for of_rank in self.gather(problems) for problem in of_rank]
-        return list(dict.fromkeys(merged))
+            files.release()
+            raise error if isinstance(error, _Unusable) else _Unusable([str(error)]) from None
 
     def amend(self, step: int, selection: dict[str, Any]) -> None:
         """Replace the state of the selection in the index of a checkpoint. Raises as `save` does."""
 
         def write() -> None:
-            if self.rank == 0:
-                folder = self.root / step_folder(step)
-                write_index(folder, replace(read_index(folder), selection=selection))
+            self.place.write_index(replace(self.place.read_index(step), selection=selection))
 
-        self._together(write)
+        self._on_first_rank(f"the index of step {step} cannot be amended", write)
 
-    def retain(self, keep: int, best: int | None) -> None:
-        """Delete all but the newest `keep` checkpoints and that of step `best`. Raises as `save` does."""
+    def retain(self, keep: int, best: int | None, keep_every: int | None = None) -> None:
+        """Delete all but the newest `keep` checkpoints, that of step `best` and those of multiples of `keep_every`.
+
+        Raises as `save` does.
+        """
 
         def delete() -> None:
-            if self.rank == 0:
-                for step in self.steps()[:-keep]:
-                    if step != best:
-                        self._discard(self.root / step_folder(step))
+            for step in self.place.steps()[:-keep]:
+                if step != best and (keep_every is None or step % keep_every):
+                    self.place.remove(step)
 
-        self._together(delete)
+        self._on_first_rank("old checkpoints cannot be removed", delete)
 
-    def _discard(self, folder: Path) -> None:
-        if folder.exists():
-            # Renamed first: a deletion that is cut short must not look like a damaged checkpoint.
-            trash = folder.with_name(f".deleting-{folder.name}")
-            shutil.rmtree(trash, ignore_errors=True)
-            folder.rename(trash)
-            shutil.rmtree(trash, ignore_errors=True)
+    def _on_first_rank(self, doing: str, work: Callable[[], Any]) -> Any:
+        """Rank 0's result of `work`, on every rank: also so that a slow file system cannot split them."""
+        return self._together(doing, work if self.rank == 0 else lambda: None)[0]
+
+    def _together(self, doing: str, work: Callable[[], object]) -> list:
+        """Every rank's result of `work`; a failure on any of them is an error on all of them, and never a hang."""
+        try:
+            outcome: object = work()
+        except Exception as error:
+            if not isinstance(error, VitscaleError | OSError):
+                _log.exception("rank %d: %s", self.rank, doing)  # a bug, of which others get the message alone
+            outcome = _Failure(f"rank {self.rank}: {_words(error)}", type(error))
+        outcomes = self.gather(outcome)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
+        if failures:
+            kinds = {failure.kind for failure in failures}
+            kind = kinds.pop() if len(kinds) == 1 else CheckpointError
+            raise (kind if issubclass(kind, VitscaleError) else CheckpointError)(
+                f"{self.root}: {doing}. {'; '.join(failure.message for failure in failures)}"
+            ).on_all_ranks()
+        return outcomes
 
 
-class _Failure(str):
+class _Problem(str):
+    """What is wrong with a checkpoint, in place of a part of it."""
+
+
+class _Unusable(CheckpointError):
+    """A checkpoint that is missing or damaged, by what every rank has found."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+        self.on_all_ranks()
+
+
+class _Failure:
     """What went wrong on one rank, as an outcome that travels to the others."""
+
+    def __init__(self, message: str, kind: type[Exception]) -> None:
+        self.message, self.kind = message, kind
+
+
+def _or_problem(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except CheckpointError as error:
+        return _Problem(error)
+
+
+def _verify(files: Files, entry: FileEntry) -> Layout | _Problem:
+    return _or_problem(lambda: read_layout(files.verified(entry)))
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, VitscaleError) else f"{type(error).__name__}: {error}"

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from vitscale.architectures import architecture, nearest
-from vitscale.checkpoint import RECIPE_FILE
+from vitscale.checkpoint import EMA, MASTER, RECIPE_FILE
 from vitscale.errors import RecipeError
 from vitscale.models import initial_value
 from vitscale.models.weights import Description, describe, has_head, open_weights, parameters, write_weights
@@ -18,7 +18,7 @@ from vitscale.weight_formats import Format
 
 # Which options each kind of source understands; an option that would do nothing is refused.
 _OPTIONS = {
-    "a run": {"step"},
+    "a run": {"step", "no_ema"},
     "a file of weights": {"model", "set", "image_size"},
     "a model's name": {"seed", "num_classes", "image_size", "head"},
 }
@@ -31,6 +31,7 @@ class _Weights:
     description: Description
     parameter: Callable[[str], Tensor]
     has_head: bool = True
+    is_average: bool = False
 
 
 def run_export(
@@ -40,6 +41,7 @@ def run_export(
     *,
     drop_head: bool = False,
     step: int | None = None,
+    no_ema: bool = False,
     model: str | None = None,
     settings: Sequence[str] = (),
     seed: int | None = None,
@@ -48,14 +50,14 @@ def run_export(
     head: str | None = None,
 ) -> None:
     """Write the weights and print one line. Raises `RecipeError` and `CheckpointError`."""
-    options = {"step": step, "model": model, "set": settings or None, "seed": seed, "num_classes": num_classes}
-    options |= {"image_size": image_size, "head": head}
+    options = {"step": step, "no_ema": no_ema or None, "model": model, "set": settings or None, "seed": seed}
+    options |= {"num_classes": num_classes, "image_size": image_size, "head": head}
     given = {name for name, value in options.items() if value is not None}
     path = Path(source)
     try:
         if _is_there(path / RECIPE_FILE):
             _only("a run", source, given)
-            weights = _of_run(path, step)
+            weights = _of_run(path, step, use_average=not no_ema)
         elif _is_there(path):
             _only("a file of weights", source, given)
             weights = _of_file(path, _block(model, settings), image_size, drop_head)
@@ -72,6 +74,7 @@ def run_export(
         raise
     what = [weights.description.title]
     what += [f"step {weights.description.step:,}"] if weights.description.step is not None else []
+    what += ["average of the weights"] if weights.is_average else []
     what += ["without a head"] if drop_head else []
     size = sum(file.stat().st_size for file in _written(out))
     print(f"wrote {out}: {', '.join(what)} as {form}, {count:,} parameters, {size:,} bytes")
@@ -106,7 +109,7 @@ def _only(kind: str, source: str, given: set[str]) -> None:
         raise RecipeError(f"{flags}: {source} is {kind}, for which this says nothing")
 
 
-def _of_run(run_dir: Path, step: int | None) -> _Weights:
+def _of_run(run_dir: Path, step: int | None, *, use_average: bool) -> _Weights:
     # Seconds of imports that the other sources do without.
     from vitscale.evaluation.finished import open_run, trained_recipe
 
@@ -120,7 +123,8 @@ def _of_run(run_dir: Path, step: int | None) -> _Weights:
     description = Description(block, size, len(class_names), class_names, step)
     shapes = {name: list(parameter.shape) for name, parameter in description.build().named_parameters()}
     reader.check_shapes(shapes)
-    return _Weights(description, reader.parameter)
+    kind = reader.evaluated_kind if use_average else MASTER
+    return _Weights(description, lambda name: reader.parameter(name, kind), is_average=kind == EMA)
 
 
 def _of_file(path: Path, block: dict[str, Any] | None, image_size: int | None, drop_head: bool) -> _Weights:

@@ -18,6 +18,7 @@ app.add_typer(shards.app, name="shards")
 app.add_typer(dedup.app, name="dedup")
 HeadKind = Literal["linear", "pretrain"]
 ListFormat = Literal["table", "json"]
+NoEma = Annotated[bool, typer.Option("--no-ema", help="Of a run: its last weights, where it keeps an average of them.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's field.")]
 
 
@@ -45,13 +46,14 @@ def recipe(
 def evaluate(
     run: Annotated[Path, typer.Argument(help="The directory of a run.")],
     step: Annotated[int | None, typer.Option(help="Of the checkpoint; the newest by default.")] = None,
+    no_ema: NoEma = False,
     settings: Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Evaluate a checkpoint by the evaluators of its recipe."""
     from vitscale.evaluation.finished import evaluate_run
 
-    at, values = evaluate_run(run, settings or [], step)
+    at, values = evaluate_run(run, settings or [], step, use_average=not no_ema)
     if as_json:
         print(json.dumps({"step": at, **values}))
         return
@@ -89,6 +91,7 @@ def export(
     form: Annotated[Format, typer.Option("--format", help="What to write.")],
     out: Annotated[Path, typer.Option(help="The file, or for hf the folder; nothing is overwritten.")],
     step: Annotated[int | None, typer.Option(help="Of a run's checkpoint; the newest by default.")] = None,
+    no_ema: NoEma = False,
     model: Annotated[
         str | None,
         typer.Option(help="What weights in another format are of: ViT-B/16, or a recipe, whose model it is."),
@@ -116,6 +119,7 @@ def export(
         out,
         drop_head=drop_head,
         step=step,
+        no_ema=no_ema,
         model=model,
         settings=settings or [],
         seed=seed,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from vitscale.checkpoint import CHECKPOINTS, RECIPE_FILE, CheckpointReader, CheckpointStore
+from vitscale.checkpoint import MASTER, RECIPE_FILE, CheckpointReader, CheckpointStore, checkpoint_place
 from vitscale.data import to_model_input
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.evaluation.build import build_evaluators
@@ -17,13 +17,14 @@ from vitscale.recipe import Recipe, override, read_recipe, validate_recipe
 def open_run(run_dir: Path, step: int | None = None) -> tuple[Recipe, CheckpointReader]:
     """The recipe of a run and its newest checkpoint that verifies, or that of `step`.
 
-    Raises `RecipeError` where there is no run, `CheckpointError` where there is no such checkpoint.
+    Raises `RecipeError` where there is no run, `CheckpointError` where there is no such checkpoint, and `StorageError`
+    where they are at a URL that does not answer.
     """
     saved = run_dir / RECIPE_FILE
     if not saved.is_file():
         raise RecipeError(f"{run_dir} is no run directory: there is no {saved.name} in it")
     recipe = read_recipe(saved)
-    store = CheckpointStore(run_dir / CHECKPOINTS)
+    store = CheckpointStore(checkpoint_place(recipe, run_dir))
     if step is None:
         reader = store.newest(report=print)
         if reader is None:
@@ -39,8 +40,12 @@ def trained_recipe(reader: CheckpointReader) -> Recipe:
     return validate_recipe(reader.index.recipe, f"the recipe in {reader.folder}")
 
 
-def load_model(recipe: Recipe, reader: CheckpointReader, device: torch.device) -> Model:
-    """The model of a checkpoint in evaluation mode, in the precision that it was trained in."""
+def load_model(recipe: Recipe, reader: CheckpointReader, device: torch.device, *, use_average: bool = True) -> Model:
+    """The model of a checkpoint in evaluation mode, in the precision that it was trained in.
+
+    Its weights are their average where the run keeps one, unless `use_average` is False.
+    """
+    kind = reader.evaluated_kind if use_average else MASTER
     dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
     with torch.device("meta"):
         model = build_model(recipe, len(reader.index.data["class_names"]))
@@ -48,23 +53,26 @@ def load_model(recipe: Recipe, reader: CheckpointReader, device: torch.device) -
     model = model.to(dtype).to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(reader.parameter(name))
+            parameter.copy_(reader.parameter(name, kind))
     return model.eval()
 
 
-def evaluate_run(run_dir: Path, settings: Sequence[str] = (), step: int | None = None) -> tuple[int, dict[str, float]]:
+def evaluate_run(
+    run_dir: Path, settings: Sequence[str] = (), step: int | None = None, *, use_average: bool = True
+) -> tuple[int, dict[str, float]]:
     """(step, metrics) of a checkpoint by the evaluators of its recipe.
 
     Args:
         run_dir: of the run.
         settings: `a.b=c` overrides of the recipe, for example another `evaluation.validation`.
         step: of the checkpoint; the newest one that verifies by default.
+        use_average: of the weights, where the run keeps one.
     """
     recipe, reader = open_run(run_dir, step)
     as_trained = recipe.dump() | {"model": trained_recipe(reader).dump()["model"]}
     recipe = override(as_trained, settings, "the recipe of the run")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(recipe, reader, device)
+    model = load_model(recipe, reader, device, use_average=use_average)
     dtype = next(model.parameters()).dtype
 
     @torch.no_grad()

@@ -125,7 +125,7 @@ def test_a_run_is_what_was_trained(tmp_path, capsys):
         attention = "Transformer/encoderblock_0/MultiHeadDotProductAttention_1"
         assert file[f"{attention}/query/kernel"].shape == (48, 3, 16)
     newest = run / CHECKPOINTS / "step-00000003"
-    reader = CheckpointReader(newest)
+    reader = CheckpointReader.of_folder(newest)
     (newest / "rank-00000.safetensors").unlink()
     run_export(str(run), "safetensors", tmp_path / "a.safetensors")
     assert ", step 2 as safetensors" in capsys.readouterr().out.splitlines()[-1]

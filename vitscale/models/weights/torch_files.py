@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -107,8 +107,12 @@ def _floating(value: Tensor, path: Path, key: str) -> Tensor:
     return value.float()
 
 
+class _Writable(Protocol):
+    def write(self, content: bytes | memoryview, /) -> object: ...
+
+
 def write_safetensors(
-    file: BinaryIO,
+    file: _Writable,
     shapes: dict[str, tuple[int, ...]],
     tensors: Iterable[tuple[str, Tensor]],
     metadata: dict[str, str],

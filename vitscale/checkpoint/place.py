@@ -1,0 +1,340 @@
+"""Where the checkpoints of a run are: a folder of a file system that all ranks share, or a URL.
+
+Of each method is said which ranks call it; what connects them is `CheckpointStore`. All raise OSError, StorageError or
+RecipeError (a kind of URL whose package is missing) where a place refuses or does not answer, which says nothing of the
+checkpoints there, and CheckpointError where one is missing or damaged.
+"""
+
+import errno
+import hashlib
+import itertools
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from vitscale.checkpoint.format import (
+    INDEX,
+    FileEntry,
+    Fragment,
+    Index,
+    index_text,
+    parse_index,
+    read_index,
+    step_folder,
+    steps_among,
+    verify_file,
+    write_rank_file,
+)
+from vitscale.checkpoint.machine_folder import MachineFolder, locked
+from vitscale.durable import sync_folder, write_text
+from vitscale.errors import CheckpointError
+from vitscale.recipe import Recipe
+from vitscale.run_directory import CHECKPOINTS
+from vitscale.storage import (
+    RemoteFile,
+    base_name,
+    is_url,
+    join,
+    names_in,
+    put,
+    read_bytes,
+    remove,
+    remove_folder,
+    without_file_scheme,
+)
+
+_PAUSES = (0.5, 2.0)  # seconds before the second and third transfer of a file whose digest was wrong
+_SET_ASIDE = "unusable-index.json"
+
+
+class Files(Protocol):
+    """The files of one checkpoint, as files of this machine. Any rank may call any method.
+
+    Attributes:
+        where: path or URL of the checkpoint.
+    """
+
+    where: str
+
+    def verified(self, entry: FileEntry) -> Path:
+        """The file, every byte of it compared now, or since it came to this machine."""
+
+    def path(self, entry: FileEntry) -> Path:
+        """The file, after some rank has verified it."""
+
+    def release(self) -> None:
+        """Remove what was copied to this machine. What was asked for before must not be used any more."""
+
+
+class Place(Protocol):
+    """What `CheckpointStore` asks of a place.
+
+    Attributes:
+        root: path or URL of the place.
+    """
+
+    root: str
+
+    def steps(self) -> list[int]:
+        """Steps of which there is a checkpoint, oldest first; not yet verified."""
+
+    def begin(self, step: int) -> None:
+        """One rank: remove what interrupted saves left, and prepare to `write`."""
+
+    def write(self, step: int, name: str, fragments: list[Fragment]) -> FileEntry:
+        """Every rank: write its file, under a name of its own; nothing is left of it when that fails."""
+
+    def finish(self, index: Index) -> None:
+        """One rank: with all files there, make them a checkpoint. It replaces one of the same step."""
+
+    def abandon(self, step: int) -> None:
+        """One rank, in place of `finish`: remove what was written. Raises nothing."""
+
+    def files(self, step: int) -> Files:
+        """The files of a checkpoint. Raises nothing."""
+
+    def read_index(self, step: int) -> Index:
+        """What a checkpoint was."""
+
+    def write_index(self, index: Index) -> None:
+        """One rank: replace the index of a checkpoint."""
+
+    def set_aside(self, step: int) -> None:
+        """One rank: a checkpoint is none any more; what is there of it stays, for a person."""
+
+    def remove(self, step: int) -> None:
+        """One rank: remove a checkpoint, if it is there, at once."""
+
+
+def checkpoint_place(recipe: Recipe, run_dir: Path) -> Place:
+    """Where the checkpoints of a run are: in its directory, or in `checkpoint.dir` under the directory's name."""
+    above = without_file_scheme(recipe.checkpoint.dir or "")
+    if not above:
+        return LocalPlace(run_dir / CHECKPOINTS)
+    name = base_name(os.path.abspath(run_dir))  # noqa: PTH100 (a link keeps its own name)
+    if is_url(above):
+        return RemotePlace(join(above, name), recipe.data.cache.folder())
+    return LocalPlace(Path(above).expanduser() / name)
+
+
+# ---- A folder --------------------------------------------------------------------------------------------------------
+
+
+class LocalFiles:
+    """The files of a checkpoint in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.where = str(folder)
+        self._folder = folder
+
+    def verified(self, entry: FileEntry) -> Path:
+        path = self.path(entry)
+        verify_file(path, entry)
+        return path
+
+    def path(self, entry: FileEntry) -> Path:
+        return self._folder / entry.path
+
+    def release(self) -> None:
+        pass
+
+
+class LocalPlace:
+    """A folder. A checkpoint is built under a hidden name and renamed when it is whole, so that under its final name
+    there are complete ones only; `index.json` verifies them again, on file systems where a rename is not atomic too.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = str(root)
+        self._root = root
+
+    def _folder(self, step: int, prefix: str = "") -> Path:
+        return self._root / f"{prefix}{step_folder(step)}"
+
+    def _building(self, step: int) -> Path:
+        return self._folder(step, ".building-")
+
+    def steps(self) -> list[int]:
+        return steps_among(names_in(self.root))
+
+    def begin(self, step: int) -> None:
+        for left in itertools.chain(self._root.glob(".building-*"), self._root.glob(".deleting-*")):
+            shutil.rmtree(left, ignore_errors=True)
+        self._building(step).mkdir(parents=True)
+
+    def write(self, step: int, name: str, fragments: list[Fragment]) -> FileEntry:
+        return write_rank_file(self._building(step) / name, fragments)
+
+    def finish(self, index: Index) -> None:
+        building, final = self._building(index.step), self._folder(index.step)
+        write_text(building / INDEX, index_text(index))
+        self.remove(index.step)
+        building.rename(final)
+        sync_folder(self._root)
+        with suppress(OSError):  # a hint for people
+            write_text(self._root / "latest", final.name + "\n")
+
+    def abandon(self, step: int) -> None:
+        shutil.rmtree(self._building(step), ignore_errors=True)
+
+    def files(self, step: int) -> LocalFiles:
+        return LocalFiles(self._folder(step))
+
+    def read_index(self, step: int) -> Index:
+        return read_index(self._folder(step), step)
+
+    def write_index(self, index: Index) -> None:
+        write_text(self._folder(index.step) / INDEX, index_text(index))
+
+    def set_aside(self, step: int) -> None:
+        aside = self._folder(step, ".unusable-")
+        shutil.rmtree(aside, ignore_errors=True)
+        self._folder(step).rename(aside)
+
+    def remove(self, step: int) -> None:
+        folder = self._folder(step)
+        if folder.exists():
+            # Renamed first: a deletion that is cut short must not look like a damaged checkpoint.
+            trash = self._folder(step, ".deleting-")
+            shutil.rmtree(trash, ignore_errors=True)
+            folder.rename(trash)
+            shutil.rmtree(trash, ignore_errors=True)
+
+
+# ---- A URL -----------------------------------------------------------------------------------------------------------
+
+
+class RemoteFiles:
+    """The files of a checkpoint at a URL: each is fetched when it is asked for, once for all ranks of a machine."""
+
+    def __init__(self, where: str, machine: Path) -> None:
+        self.where = where
+        self._machine = machine
+        self._folder: MachineFolder | None = None
+
+    def verified(self, entry: FileEntry) -> Path:
+        if self._folder is None:
+            self._folder = MachineFolder(self._machine, hashlib.sha256(self.where.encode()).hexdigest()[:16])
+        path = self._folder.path / entry.sha256  # so that it is the right one even if the checkpoint was replaced
+        with locked(path.with_suffix(".lock")):
+            if not path.exists():
+                _fetch(join(self.where, entry.path), entry, path)
+        return path
+
+    path = verified
+
+    def release(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.release()
+
+
+class RemotePlace:
+    """Below a URL, where nothing can be renamed: files go to their final names, `index.json` last and removed first.
+
+    Ranks write their files to this machine before they upload them, and read them from copies on this machine.
+
+    Args:
+        root: the URL.
+        cache: a folder of this machine, of which a part is used.
+    """
+
+    def __init__(self, root: str, cache: Path) -> None:
+        self.root = root.rstrip("/")
+        self._machine = cache / "checkpoints"
+
+    def _url(self, step: int, name: str = "") -> str:
+        folder = join(self.root, step_folder(step))
+        return join(folder, name) if name else folder
+
+    def _folders(self) -> list[int]:
+        return steps_among(names_in(self.root))
+
+    def steps(self) -> list[int]:
+        return [step for step in self._folders() if INDEX in names_in(self._url(step))]
+
+    def begin(self, step: int) -> None:
+        for other in self._folders():
+            if not {INDEX, _SET_ASIDE} & set(names_in(self._url(other))):
+                remove_folder(self._url(other))
+        self.remove(step)
+
+    def write(self, step: int, name: str, fragments: list[Fragment]) -> FileEntry:
+        with MachineFolder(self._machine, f"upload-{secrets.token_hex(4)}") as folder:
+            entry = write_rank_file(folder.path / name, fragments)
+            put(folder.path / name, self._url(step, name))
+        return entry
+
+    def finish(self, index: Index) -> None:
+        self.write_index(index)
+
+    def abandon(self, step: int) -> None:
+        with suppress(Exception):  # each file system has its own; `begin` comes back to it
+            self.remove(step)
+
+    def files(self, step: int) -> RemoteFiles:
+        return RemoteFiles(self._url(step), self._machine)
+
+    def read_index(self, step: int) -> Index:
+        url = self._url(step, INDEX)
+        for seconds in _PAUSES:
+            with suppress(CheckpointError):
+                return self._read_index_once(url, step)
+            time.sleep(seconds)
+        return self._read_index_once(url, step)
+
+    def _read_index_once(self, url: str, step: int) -> Index:
+        try:
+            return parse_index(read_bytes(url), url, step)
+        except FileNotFoundError:
+            raise CheckpointError(f"{url}: missing, so this checkpoint was never finished") from None
+
+    def write_index(self, index: Index) -> None:
+        with MachineFolder(self._machine, f"upload-{secrets.token_hex(4)}") as folder:
+            path = folder.path / INDEX
+            path.write_text(index_text(index), encoding="utf-8")
+            put(path, self._url(index.step, INDEX))
+
+    def set_aside(self, step: int) -> None:
+        with MachineFolder(self._machine, f"upload-{secrets.token_hex(4)}") as folder:
+            path = folder.path / INDEX
+            path.write_bytes(read_bytes(self._url(step, INDEX)))
+            put(path, self._url(step, _SET_ASIDE))
+        remove(self._url(step, INDEX))
+
+    def remove(self, step: int) -> None:
+        remove(self._url(step, INDEX))
+        remove_folder(self._url(step))
+
+
+def _fetch(url: str, entry: FileEntry, path: Path) -> None:
+    """Bring a file to this machine; it has its name only when its digest is right."""
+    part = path.with_suffix(".part")
+    for seconds in (0.0, *_PAUSES):
+        time.sleep(seconds)
+        sha256 = hashlib.sha256()
+        with part.open("wb") as file:
+            for piece in _incoming(url, entry):
+                sha256.update(piece)
+                file.write(piece)
+        if sha256.hexdigest() == entry.sha256:
+            part.rename(path)
+            return
+    part.unlink()
+    raise CheckpointError(f"{url}: damaged: in {len(_PAUSES) + 1} transfers its sha256 was not that of the index")
+
+
+def _incoming(url: str, entry: FileEntry) -> Iterator[bytes]:
+    try:
+        source = RemoteFile(url)
+        size = source.size()
+        if size is not None and size != entry.bytes:
+            raise CheckpointError(f"{url}: {size} bytes, expected {entry.bytes}")
+        yield from source.pieces(entry.bytes)
+    except FileNotFoundError:
+        raise CheckpointError(f"{url}: {os.strerror(errno.ENOENT)}") from None
