@@ -25,6 +25,7 @@ from vitscale.errors import RecipeError, StorageError
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _PAUSES = (0.5, 2.0, 8.0)  # seconds before the second, third and fourth try
 _TRY_SECONDS = 60.0  # for one try of a question, of a small file or of a piece of a large one
+_SLOWEST = 1e6  # bytes a second, below which sending a file counts as no answer
 _POLL_SECONDS = 0.1
 _READ_AHEAD = 8 << 20
 _PIECE_BYTES = 8 << 20
@@ -192,19 +193,20 @@ class _Call:
         else:
             self._act = partial(getattr(fs, name), *arguments, **options)
 
-    def result(self, cancelled: Callable[[], bool] = never) -> Any:
-        """What it returns. Raises what it raises, TimeoutError after a minute, or CancelledError."""
+    def result(self, cancelled: Callable[[], bool] = never, more_seconds: float = 0.0) -> Any:
+        """What it returns. Raises what it raises, TimeoutError after a minute and `more_seconds`, or CancelledError."""
         if self._future is None:
             if cancelled():
                 raise CancelledError
             return self._act()
-        end = time.monotonic() + _TRY_SECONDS
+        seconds = _TRY_SECONDS + more_seconds
+        end = time.monotonic() + seconds
         try:
             while not concurrent.futures.wait([self._future], _POLL_SECONDS).done:
                 if cancelled():
                     raise CancelledError
                 if time.monotonic() > end:
-                    raise TimeoutError(f"no answer within {_TRY_SECONDS:.0f} s")
+                    raise TimeoutError(f"no answer within {seconds:.0f} s")
         finally:
             self._future.cancel()
         if self._future.cancelled():  # by a library, not by us
@@ -294,7 +296,7 @@ def _entries(url: str) -> list[dict[str, Any]]:
 
     def ask() -> list[dict[str, Any]]:
         try:
-            found = fs.ls(there, detail=True)
+            found = _Call(fs, "ls", there, detail=True).result()
         except FileNotFoundError:
             return []
         paths = [entry["name"].rstrip("/") for entry in found]
@@ -312,8 +314,9 @@ def put(local: Path, url: str) -> None:
     fs, path = filesystem(url)
 
     def copy() -> None:
-        fs.put_file(str(local), path)
-        arrived, sent = fs.info(path)["size"], local.stat().st_size
+        sent = local.stat().st_size
+        _Call(fs, "put_file", str(local), path).result(more_seconds=sent / _SLOWEST)
+        arrived = _Call(fs, "info", path).result()["size"]
         if arrived != sent:
             raise OSError(f"{arrived:,} of {sent:,} bytes arrived")
 
@@ -335,7 +338,7 @@ def remove(where: str) -> None:
 
     def delete() -> None:
         with suppress(FileNotFoundError):
-            fs.rm_file(path)
+            _Call(fs, "rm_file", path).result()
 
     patiently(where, delete)
 
@@ -346,7 +349,7 @@ def remove_folder(url: str) -> None:
 
     def delete() -> None:
         with suppress(FileNotFoundError):
-            fs.rm(path, recursive=True)
+            _Call(fs, "rm", path, recursive=True).result()
 
     patiently(url, delete)
 
