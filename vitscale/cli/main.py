@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from vitscale.cli import dedup, shards
+from vitscale.cli.launch import launch
 from vitscale.errors import EXIT_DONE, VitscaleError
 from vitscale.weight_formats import Format
 
@@ -40,6 +41,9 @@ def recipe(
     print(yaml.safe_dump(loaded.dump(), sort_keys=False), end="")
     if border := loaded.describe_border():
         print(f"note: {border}", file=sys.stderr)
+
+
+app.command()(launch)
 
 
 @app.command()

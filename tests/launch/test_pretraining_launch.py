@@ -1,0 +1,171 @@
+"""The ranks of a recipe: how many, with which arguments, and on a real run one of which is killed."""
+
+import errno
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from small_ranks import is_alive, wait_until
+
+from vitscale import run_directory
+from vitscale.errors import PeerLostError, PreemptedError, RecipeError
+from vitscale.launch import HEARTBEAT_VARIABLE, Pretraining, PretrainingRanks, count_devices
+from vitscale.launch.machine import hold_port
+
+
+def sizes(counts: list[int | None], **options) -> list[int]:
+    """Ranks of one attempt after another, while this many devices are there."""
+    left = iter(counts)
+    ranks = PretrainingRanks(Pretraining("h14_jft", **options), lambda: next(left))  # batch.global 4096
+    found = []
+    for attempt in range(len(counts)):
+        commands = ranks(attempt)
+        assert {command.environment["WORLD_SIZE"] for command in commands} == {str(len(commands))}
+        assert [command.environment["RANK"] for command in commands] == [str(i) for i in range(len(commands))]
+        found.append(len(commands))
+    return found
+
+
+def test_as_many_ranks_as_devices_that_divide_the_batch(capfd):
+    assert sizes([8, 7, 3, 1], run_dir=Path("anywhere")) == [8, 4, 2, 1]
+    shown = capfd.readouterr().err
+    assert "7 CUDA device(s) instead of 8" in shown and "uses 4 of 7 CUDA devices" in shown
+
+
+def test_one_rank_on_cpus():
+    assert sizes([0, 0]) == [1, 1]
+
+
+def test_ranks_that_are_asked_for_are_not_counted():
+    ranks = PretrainingRanks(Pretraining("h14_jft", ranks=3), lambda: pytest.fail("counted"))
+    assert len(ranks(0)) == len(ranks(1)) == 3
+
+
+def test_devices_that_cannot_be_counted():
+    with pytest.raises(RecipeError, match="--ranks"):
+        sizes([None])
+    assert sizes([4, None, 2]) == [4, 4, 2]
+    with pytest.raises(PeerLostError, match="none of this machine's 4"):
+        sizes([4, 0])
+
+
+def test_counting_here_agrees_with_torch():
+    import torch
+
+    assert count_devices() == torch.cuda.device_count()
+
+
+def arguments(ranks: PretrainingRanks, attempt: int) -> list[str]:
+    return list(ranks(attempt)[0].command[2:])
+
+
+def test_what_the_trainer_is_told(tmp_path):
+    what = Pretraining(
+        "h14_jft", ("seed=3", "optimizer.lr=0.1"), tmp_path / "run", ranks=1, resume="never", stop_at=7, smoke=True
+    )
+    expected = ["--recipe", "h14_jft", "--run-dir", str(tmp_path / "run"), "--resume", "never", "--set", "seed=3"]
+    assert arguments(PretrainingRanks(what), 0) == [*expected, "--set", "optimizer.lr=0.1", "--smoke", "--stop-at", "7"]
+
+
+@pytest.mark.parametrize("held_a_run", [False, True])
+def test_a_restart_continues_only_what_this_launch_began(tmp_path, held_a_run):
+    if held_a_run:
+        (tmp_path / "recipe.yaml").touch()
+    ranks = PretrainingRanks(Pretraining("h14_jft", run_dir=tmp_path, ranks=1, resume="never"))
+    (tmp_path / "recipe.yaml").touch()
+    assert "never" in arguments(ranks, 0)
+    assert ("never" in arguments(ranks, 1)) == held_a_run
+
+
+def test_the_time_limit_is_that_of_all_attempts_together(monkeypatch):
+    ranks = PretrainingRanks(Pretraining("h14_jft", ranks=1, time_limit_minutes=10))
+    assert float(arguments(ranks, 0)[-1]) == pytest.approx(10, abs=0.1)
+    ranks._began -= 8 * 60
+    assert float(arguments(ranks, 1)[-1]) == pytest.approx(2, abs=0.1)
+    ranks._began -= 2 * 60
+    with pytest.raises(PreemptedError, match="10 minutes"):
+        arguments(ranks, 2)
+
+
+def test_the_default_run_directory(tmp_path):
+    assert PretrainingRanks(Pretraining("h14_jft", ranks=1)).run_dir == Path("runs/h14_jft")
+    assert PretrainingRanks(Pretraining("h14_jft", ranks=1, smoke=True)).run_dir == Path("runs/h14_jft-smoke")
+
+
+def test_mistakes_in_the_recipe_are_told_before_anything_starts(tmp_path):
+    command = [sys.executable, "-m", "vitscale.cli.main"]
+    script = "import sys; sys.argv = ['vitscale', *sys.argv[1:]]; from vitscale.cli.main import main; main()"
+    command = [sys.executable, "-c", script, "launch", "h14_jft", "--set", "optimizer.lrr=1"]
+    outcome = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, **_here()})
+    assert outcome.returncode == 2 and "did you mean 'lr'" in outcome.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_held_port_is_for_the_ranks_alone():
+    """Where one of them listens, as torch does it; nobody else gets it meanwhile."""
+    with hold_port() as holder, socket.socket() as stranger, socket.socket() as rank:
+        port = holder.getsockname()[1]
+        with pytest.raises(OSError) as refusal:
+            stranger.bind(("127.0.0.1", port))
+        assert refusal.value.errno == errno.EADDRINUSE
+        rank.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        rank.bind(("127.0.0.1", port))
+        rank.listen()
+
+
+def test_ranks_and_launch_mean_the_same_heartbeat():
+    from vitscale.training import watchdog
+
+    assert watchdog.HEARTBEAT_VARIABLE == HEARTBEAT_VARIABLE
+
+
+def _here() -> dict[str, str]:
+    return {"PYTHONPATH": str(Path(run_directory.__file__).parents[1])}
+
+
+def _ranks_of(launch: psutil.Process) -> dict[str, int]:
+    """Rank -> process."""
+    found = {}
+    for child in launch.children():
+        try:
+            found[child.environ().get("RANK", "guard")] = child.pid
+        except psutil.Error:  # it has just ended
+            continue
+    return found
+
+
+def test_a_run_of_which_a_rank_is_killed_comes_to_its_end(tmp_path):
+    run_dir, steps = tmp_path / "run", 30
+    at, rank = random.randint(2, steps - 5), random.choice("01")
+    print(f"rank {rank} is killed after step {at}")
+    script = "import sys; sys.argv = ['vitscale', *sys.argv[1:]]; from vitscale.cli.main import main; main()"
+    settings = [f"schedule.duration.steps={steps}", "checkpoint.every.steps=4", "logging.tensorboard=false"]
+    command = [sys.executable, "-c", script, "launch", "b16_jft", "--smoke", "--ranks", "2", "--run-dir", str(run_dir)]
+    for setting in settings:
+        command += ["--set", setting]
+
+    def last_step() -> int:
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines() if (run_dir / "metrics.jsonl").exists() else []
+        return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
+
+    with subprocess.Popen(command, env={**os.environ, **_here()}, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: last_step() >= at or process.poll() is not None, 120)
+        victims = _ranks_of(psutil.Process(process.pid))
+        os.kill(victims[rank], signal.SIGKILL)
+        shown = process.communicate(timeout=240)[1]
+    print(shown)
+    assert process.returncode == 0 and (run_dir / "DONE").exists()
+    assert f"launch: rank {rank} (pid {victims[rank]}) was killed by SIGKILL" in shown
+    assert not any(is_alive(pid) for pid in victims.values())
+    events = [json.loads(line) for line in (run_dir / "launch.jsonl").read_text().splitlines()]
+    started = [event["checkpoint"] for event in events if event["event"] == "started"]
+    assert started[0] == 0 and len(started) == 2 and started[1] >= at - 8
+    trained = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in trained if "loss" in line] == list(range(1, steps + 1))

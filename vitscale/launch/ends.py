@@ -1,0 +1,100 @@
+"""How ranks end, what that means, and which end is the cause of the others."""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vitscale.errors import EXIT_DONE, DataError, NonFiniteError, PeerLostError, PreemptedError, RecipeError
+
+EXIT_BUG, EXIT_RECIPE, EXIT_DATA = 1, RecipeError.exit_code, DataError.exit_code
+EXIT_NON_FINITE, EXIT_RETRY, EXIT_PREEMPTED = (
+    NonFiniteError.exit_code,
+    PeerLostError.exit_code,
+    PreemptedError.exit_code,
+)
+FINAL = (EXIT_RECIPE, EXIT_DATA, EXIT_NON_FINITE)
+"""Codes of what a repetition does not mend."""
+
+_MEANINGS = {
+    EXIT_DONE: "done",
+    EXIT_BUG: "an unexpected error, its trace is above",
+    EXIT_RECIPE: "recipe, command line or environment",
+    EXIT_DATA: "data or checkpoint",
+    EXIT_NON_FINITE: "loss or gradient not finite",
+    EXIT_RETRY: "to be repeated",
+    EXIT_PREEMPTED: "told to end",
+}
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of one rank.
+
+    `returncode` is negative for a signal; `step` and `where` are what the last heartbeat said. `was_told` where the
+    rank died of the very signal that the supervisor passed on, as it does before there is anything to save;
+    `was_killed` where the supervisor killed it; `hung` says how, where the rank gave no sign of life before.
+    """
+
+    rank: int
+    pid: int
+    returncode: int
+    step: int | None
+    where: str
+    was_told: bool = False
+    was_killed: bool = False
+    hung: str = ""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the rank says that its work is done."""
+        return self.returncode == EXIT_DONE
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether the rank ended because it was told to."""
+        return self.returncode == EXIT_PREEMPTED or self.was_told
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether something went wrong with this rank, or with one that it depends on."""
+        return not (self.is_done or self.is_preempted)
+
+    @property
+    def code(self) -> int:
+        """What a launch ends with when this is why: a signal is worth a repetition, an unknown code is a bug's."""
+        known = self.returncode in _MEANINGS
+        return EXIT_RETRY if self.returncode < 0 else self.returncode if known else EXIT_BUG
+
+    def describe(self) -> str:
+        """Which rank, how, and where in training."""
+        return f"rank {self.rank} (pid {self.pid}) {self._how()} {self.where}"
+
+    def _how(self) -> str:
+        if self.hung:
+            return self.hung
+        if self.returncode < 0:
+            name = signal_name(-self.returncode)
+            return f"was killed by the launch ({name})" if self.was_killed else f"was killed by {name}"
+        return f"ended with exit code {self.returncode} ({_MEANINGS.get(self.returncode, 'unknown')})"
+
+
+def signal_name(number: int) -> str:
+    """Such as SIGKILL."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # one of the real-time signals
+        return f"signal {number}"
+
+
+def cause(ends: Sequence[End]) -> End | None:
+    """Of the ends of all ranks, in their order, the one that the bad ones follow from; None where none is bad.
+
+    A rank that loses another one ends with 75 or has to be killed: both are consequences where there is anything else.
+    """
+
+    def is_consequence(end: End) -> int:
+        if end.hung:
+            return 1
+        return 3 if end.was_killed else 2 if end.returncode == EXIT_RETRY else 0
+
+    return min((end for end in ends if end.is_bad), key=is_consequence, default=None)

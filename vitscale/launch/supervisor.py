@@ -1,0 +1,267 @@
+"""Starts the ranks of one machine, watches them, passes signals on, and ends all of them when one fails.
+
+It knows processes, exit codes and heartbeats, and nothing of training.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from vitscale.launch.ends import End
+from vitscale.launch.machine import STOPPED, out_of_memory_kills
+from vitscale.launch.rank import RankCommand, RankProcess
+
+# What is passed on as what. SIGINT is a person's Ctrl-C, SIGHUP a terminal that was closed.
+_PASSED_ON = {
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGINT: signal.SIGTERM,
+    signal.SIGHUP: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGUSR1,
+}
+_SAME_REQUEST_SECONDS = 1.0
+_LOOK_EVERY_SECONDS = 0.05
+_WAS_AWAY_SECONDS = 5.0
+_STACKS_SECONDS = 1.0
+_DYING_SECONDS = 30.0
+_SUSPICIOUS_SECONDS = 5.0
+
+# Reads the numbers of process groups, and kills them when whoever writes them has gone.
+_GUARD = 'while read -r group; do groups="$groups -$group"; done; kill -s KILL -- $groups'
+
+
+def say(message: str) -> None:
+    """One line of the supervisor's own. A terminal that is gone is no reason to fail."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"launch: {message}\n".encode())
+
+
+class Supervisor:
+    """The ranks of one launch, attempt after attempt. A context manager, for the main thread.
+
+    Inside, SIGTERM, SIGINT, SIGHUP and SIGUSR1 to this process go to all ranks at once; a second one ends all of them.
+
+    Args:
+        grace_s: what other ranks have to end by themselves when one has failed.
+        silence_s: without a heartbeat, after which a rank that has begun to send some hangs. Also what other ranks have
+            when one has ended well.
+    """
+
+    def __init__(self, *, grace_s: float = 10.0, silence_s: float = 60.0) -> None:
+        self.told: signal.Signals | None = None
+        """The first signal that this process got."""
+        self.at_once = False
+        """Whether it got a second one."""
+        self.unkillable = False
+        """Whether a rank of the last attempt is still there."""
+        self.highest_step = 0
+        """Of all heartbeats."""
+        self._grace, self._silence = grace_s, silence_s
+        self._told_at = 0.0
+        self._ranks: list[RankProcess] = []
+        self._ends: list[End] = []
+        self._hung: dict[int, str] = {}
+        self._killed = False
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in _PASSED_ON:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+                self._handlers[number] = signal.signal(number, self._pass_on)
+        self._handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, exit codes are lost
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def run(self, ranks: Sequence[RankCommand]) -> list[End]:
+        """Start these ranks and wait until all have ended: their ends, in their order.
+
+        Nothing is started once this process was told to end. Raises OSError where a rank cannot be started.
+        """
+        self._ends, self._hung, self._killed, self.unkillable = [], {}, False, False
+        kills = out_of_memory_kills()
+        with self._guarded():
+            try:
+                with _signals_held_back():
+                    if self.told is not None:
+                        return []
+                    for start in ranks:
+                        self._ranks.append(RankProcess(start))
+                        self._guard_too(self._ranks[-1])
+                self._watch(kills)
+            finally:
+                for rank in self._running():
+                    rank.kill()
+                self._ranks = []
+        return self._ends
+
+    def wait(self, seconds: float) -> None:
+        """Return after so many seconds, or when this process is told to end."""
+        until = time.monotonic() + seconds
+        while self.told is None and time.monotonic() < until:
+            time.sleep(_LOOK_EVERY_SECONDS)
+
+    # ---- Watching ----------------------------------------------------------------------------------------------------
+
+    def _watch(self, kills: int | None) -> None:
+        deadline = math.inf
+        told = None
+        looked_at = time.monotonic()
+        while self._look(kills):
+            now = time.monotonic()
+            if now - looked_at > _WAS_AWAY_SECONDS:  # this process was stopped itself, the ranks perhaps with it
+                for rank in self._running():
+                    rank.forgive_silence()
+            looked_at = now
+            if told is not self.told and self.told is not None:
+                told = self.told
+                say(f"{told.name}: passed on to all ranks; they save and end. A second signal ends them at once")
+            if self.at_once:
+                say("a second signal: ending all ranks at once")
+                return self._kill(kills)
+            if self._note_silent_ranks():
+                return self._kill_with_stacks(kills)
+            if self._ends:
+                has_failed = any(end.is_bad for end in self._ends)
+                deadline = min(deadline, now + (self._grace if has_failed else self._silence))
+                if now > deadline:
+                    return self._kill_with_stacks(kills)
+            time.sleep(_LOOK_EVERY_SECONDS)
+
+    def _look(self, kills: int | None) -> bool:
+        """Note which ranks have ended; whether any is left."""
+        for rank in self._running():
+            if rank.look():
+                self._note_end(rank, kills)
+            self.highest_step = max(self.highest_step, rank.highest_step)
+        return bool(self._running())
+
+    def _running(self) -> list[RankProcess]:
+        return [rank for rank in self._ranks if rank.returncode is None]
+
+    def _note_end(self, rank: RankProcess, kills: int | None) -> None:
+        assert rank.returncode is not None
+        was_killed = self._killed and rank.returncode in (-signal.SIGKILL, -signal.SIGUSR2)
+        end = End(
+            rank.rank,
+            rank.pid,
+            rank.returncode,
+            rank.step,
+            rank.where(),
+            was_told=self.told is not None and rank.returncode == -_PASSED_ON[self.told],
+            was_killed=was_killed,
+            hung=self._hung.get(rank.rank, ""),
+        )
+        self._ends.append(end)
+        if end.is_bad and not was_killed and not end.hung:
+            hint = _out_of_memory_hint(kills) if rank.returncode == -signal.SIGKILL else ""
+            say(f"{end.describe()}, on {socket.gethostname()}{hint}")
+
+    def _note_silent_ranks(self) -> bool:
+        for rank in self._running():
+            if rank.seconds_silent() > self._silence:
+                self._note_left(rank)
+        return bool(self._hung)
+
+    def _note_left(self, rank: RankProcess) -> None:
+        """Say what is known of a rank that has to be killed."""
+        silent, state = rank.seconds_silent(), rank.state()
+        is_silent = silent > min(_SUSPICIOUS_SECONDS, self._silence)
+        what = f"gave no sign of life for {silent:.0f} s" if is_silent else "did not end by itself"
+        how = f"{what} (its process: {state})"
+        if is_silent or state == STOPPED:
+            self._hung[rank.rank] = how
+        say(f"rank {rank.rank} (pid {rank.pid}) {how} {rank.where()}")
+
+    # ---- Ending ------------------------------------------------------------------------------------------------------
+
+    def _kill_with_stacks(self, kills: int | None) -> None:
+        """The ranks dump the stacks of their threads on SIGUSR2; one that is stopped has to go on to do so."""
+        self._killed = True
+        for rank in self._running():
+            if rank.rank not in self._hung:
+                self._note_left(rank)
+            rank.signal(signal.SIGUSR2)
+            rank.signal(signal.SIGCONT)
+        until = time.monotonic() + _STACKS_SECONDS
+        while self._look(kills) and time.monotonic() < until:
+            time.sleep(_LOOK_EVERY_SECONDS)
+        self._kill(kills)
+
+    def _kill(self, kills: int | None) -> None:
+        self._killed = True
+        for rank in self._running():
+            rank.kill()
+        until = time.monotonic() + _DYING_SECONDS
+        while self._look(kills) and time.monotonic() < until:
+            time.sleep(_LOOK_EVERY_SECONDS)
+        for rank in self._running():
+            self.unkillable = True
+            say(f"rank {rank.rank} (pid {rank.pid}) does not die of SIGKILL (its process: {rank.state()})")
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """The handler: nothing is printed here, as what it interrupts may be printing."""
+        del frame
+        now = time.monotonic()
+        if self.told is None:
+            self.told, self._told_at = signal.Signals(number), now
+            for rank in self._running():
+                rank.signal(_PASSED_ON[self.told])
+        elif now - self._told_at >= _SAME_REQUEST_SECONDS:
+            self.at_once = True
+
+    # ---- When this process is killed ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Keep a process beside the ranks that outlives this one and kills what they have started.
+
+        The ranks themselves die with this process without its help.
+        """
+        with _signals_held_back():  # which it inherits: nothing but its end of input ends it
+            self._guard = subprocess.Popen(
+                ["/bin/sh", "-c", _GUARD],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,
+            )
+        try:
+            yield
+        finally:
+            self._guard.kill()
+            self._guard.wait()
+            assert self._guard.stdin is not None
+            self._guard.stdin.close()
+
+    def _guard_too(self, rank: RankProcess) -> None:
+        assert self._guard.stdin is not None
+        with contextlib.suppress(OSError):  # somebody has killed it
+            os.write(self._guard.stdin.fileno(), f"{rank.pid}\n".encode())
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _out_of_memory_hint(before: int | None) -> str:
+    now = out_of_memory_kills()
+    if now is None or before is None:
+        return "; perhaps for want of memory: the kernel's log would say so"
+    if now > before:
+        return f"; out of memory: the kernel has killed {now - before} process(es) of this control group meanwhile"
+    return "; by hand or by the system, but not for want of memory in this control group"
