@@ -1,6 +1,6 @@
 """Checkpoints: complete or absent, readable in any pieces, never silently wrong."""
 
-import itertools
+import hashlib
 import json
 import os
 import random
@@ -10,41 +10,17 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
+from toy_checkpoint import KINDS, damage, fragments, holds, index, save, shapes, values
 
-from vitscale.checkpoint import CheckpointReader, CheckpointStore, Fragment, Index, step_folder
+from vitscale.checkpoint import CheckpointReader, CheckpointStore, bytes_needed, step_folder
 from vitscale.errors import CheckpointError
-
-SHAPES = {"a.weight": [7, 13], "b": [5], "c": [1, 1, 33]}
-KINDS = ["master", "exp_avg"]
-
-
-def values(step: int) -> dict[tuple[str, str], torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    sizes = {name: int(torch.tensor(shape).prod()) for name, shape in SHAPES.items()}
-    return {(kind, name): torch.randn(size, generator=generator) for kind in KINDS for name, size in sizes.items()}
-
-
-def fragments(step: int, cuts: tuple[int, ...]) -> list[Fragment]:
-    """Everything, each parameter cut at the same places."""
-    whole = values(step)
-    found = []
-    for name in SHAPES:
-        length = len(whole["master", name])
-        edges = [0, *(cut for cut in cuts if cut < length), length]
-        for start, stop in itertools.pairwise(edges):
-            found.append(Fragment(name, start, {kind: whole[kind, name][start:stop] for kind in KINDS}))
-    return found
-
-
-def index(step: int) -> Index:
-    return Index(
-        step=step, world_size=1, shapes=SHAPES, kinds=KINDS, optimizer_steps=step, recipe={}, data={}, versions={}
-    )
 
 
 @pytest.fixture
@@ -52,30 +28,11 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints")
 
 
-def save(store: CheckpointStore, step: int, cuts: tuple[int, ...] = ()) -> Path:
-    """Save a checkpoint; returns its folder."""
-    store.save(index(step), fragments(step, cuts))
-    return Path(store.root) / step_folder(step)
-
-
-def damage(path: Path, how: str) -> None:
-    content = bytearray(path.read_bytes())
-    if how == "flipped":
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-    elif how == "truncated":
-        path.write_bytes(content[:-7])
-    elif how == "empty":
-        path.write_bytes(b"")
-    else:
-        path.unlink()
-
-
 def test_any_piece_can_be_read_whatever_the_cuts_were(store):
     save(store, 1, cuts=(3, 20, 21))
     reader = store.open(1)
     for (kind, name), whole in values(1).items():
-        assert torch.equal(reader.parameter(name, kind), whole.view(SHAPES[name]))
+        assert torch.equal(reader.parameter(name, kind), whole.view(shapes()[name]))
         for start, stop in ((0, 1), (2, 5), (3, 5), (0, len(whole))):
             assert torch.equal(reader.read(kind, name, start, stop - start), whole[start:stop])
 
@@ -146,11 +103,14 @@ def test_another_model_is_refused_by_name(store):
         store.open(1).check_shapes({"a.weight": [7, 13], "b": [6], "d": [1]})
 
 
-def test_the_newest_and_the_best_are_kept(store):
-    for step in (1, 2, 3, 4, 5):
+@pytest.mark.parametrize(
+    ("best", "keep_every", "kept"), [(2, None, [2, 7, 8]), (None, 3, [3, 6, 7, 8]), (1, 4, [1, 4, 7, 8])]
+)
+def test_the_newest_the_best_and_every_so_many_steps_are_kept(store, best, keep_every, kept):
+    for step in range(1, 9):
         save(store, step)
-        store.retain(keep=2, best=2)
-    assert store.steps() == [2, 4, 5]
+        store.retain(2, best, keep_every)
+    assert store.steps() == kept
 
 
 def test_a_full_disk_leaves_the_older_checkpoint_alone(store):
@@ -162,8 +122,8 @@ def test_a_full_disk_leaves_the_older_checkpoint_alone(store):
             save(store, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert store.steps() == [1]
-    assert store.newest(lambda message: None).index.step == 1
+    assert holds(store.newest(print), 1)
+    assert {path.name for path in Path(store.root).iterdir()} == {"step-00000001", "latest"}  # the room is free again
 
 
 def test_what_is_no_index_is_said_to_be_none(store):
@@ -175,17 +135,91 @@ def test_what_is_no_index_is_said_to_be_none(store):
         ("{", "cannot be"),
         ("[" * 100_000, "cannot be"),
         (json.dumps(whole | {"optimizer_steps": 7}), "damaged or was edited"),
+        (json.dumps(with_checksum(whole | {"position": 0})), "position 0 is before step 1"),
     ):
         (folder / "index.json").write_text(content)
         with pytest.raises(CheckpointError, match=words):
             CheckpointReader.of_folder(folder)
 
 
+def with_checksum(content: dict) -> dict:
+    """An index with the checksum that belongs to it."""
+    content = {key: value for key, value in content.items() if key != "checksum"}
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return content | {"checksum": hashlib.sha256(canonical.encode()).hexdigest()}
+
+
+def test_a_checkpoint_of_version_1_is_read(store):
+    """Written without any code of ours, as the version was."""
+    folder = Path(store.root) / "step-00000007"
+    folder.mkdir(parents=True)
+    file = folder / "rank-00000.safetensors"
+    save_file({f"{kind}/{name}@0": value for (kind, name), value in values(7).items()}, file)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    content = {
+        "schema_version": 1,
+        "step": 7,
+        "world_size": 4,
+        "shapes": shapes(),
+        "kinds": KINDS,
+        "optimizer_steps": 7,
+        "recipe": {"seed": 3},
+        "data": {},
+        "versions": {},
+        "selection": {"best": 0.5},
+        "files": [{"path": file.name, "bytes": file.stat().st_size, "sha256": digest}],
+    }
+    (folder / "index.json").write_text(json.dumps(with_checksum(content)))
+    reader = store.newest(print)
+    assert holds(reader, 7) and reader.evaluated_kind == "master"
+    assert (reader.index.position, reader.index.anomalies, reader.index.recipe) == (7, {}, {"seed": 3})
+    store.amend(7, {"best": 0.75})
+    assert holds(store.open(7), 7) and store.open(7).index.selection == {"best": 0.75}
+    assert json.loads((folder / "index.json").read_text())["schema_version"] == 2
+
+
+def test_what_was_skipped_is_part_of_the_checkpoint(store):
+    skipped = replace(index(3), position=5, anomalies={"skipped": [[2, 4]], "count": 2})
+    store.save(skipped, fragments(3))
+    assert replace(store.open(3).index, files=[]) == skipped
+    assert index(3).position == 3
+
+
+def test_the_average_is_what_is_evaluated(store):
+    average = {name: torch.full([int(torch.tensor(shape).prod())], 0.5) for name, shape in shapes().items()}
+    pieces = [replace(one, tensors=one.tensors | {"ema": average[one.name]}) for one in fragments(1)]
+    with_average = replace(index(1), kinds=[*KINDS, "ema"])
+    store.save(with_average, pieces)
+    reader = store.open(1)
+    assert reader.evaluated_kind == "ema"
+    for name, shape in shapes().items():
+        assert torch.equal(reader.parameter(name, reader.evaluated_kind), torch.full(shape, 0.5))
+    assert holds(reader, 1)
+    store.save(with_average, fragments(1))
+    with pytest.raises(CheckpointError, match=r"ema/a.weight should be covered exactly once from 0 to 91.*off at 0"):
+        store.open(1)
+
+
+@pytest.mark.parametrize("scale", [1, 1000])
+def test_the_size_of_a_checkpoint_is_known_before_it_is_written(store, scale):
+    store.save(index(1, scale), fragments(1, scale=scale))
+    size = (Path(store.root) / step_folder(1) / "rank-00000.safetensors").stat().st_size
+    assert size <= bytes_needed(shapes(scale), KINDS) <= size + 1000
+
+
+def test_what_was_being_deleted_is_deleted_by_the_next_save(store):
+    for step in (1, 2):
+        save(store, step)
+    (Path(store.root) / step_folder(1)).rename(Path(store.root) / ".deleting-step-00000001")
+    save(store, 3)
+    assert {path.name for path in Path(store.root).iterdir()} == {"step-00000002", "step-00000003", "latest"}
+
+
 SAVER = """
 import sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_checkpoint_store import save
+from toy_checkpoint import save
 from vitscale.checkpoint import CheckpointStore
 store = CheckpointStore(Path(sys.argv[1]))
 step = max(store.steps(), default=0)
@@ -230,4 +264,4 @@ def test_a_process_killed_while_saving_leaves_complete_checkpoints_only(store, k
         process.wait()
         assert store.steps(), "nothing was saved before the kill"
         for step in store.steps():
-            assert torch.equal(store.open(step).parameter("b"), values(step)["master", "b"])
+            assert holds(store.open(step), step)

@@ -1,0 +1,75 @@
+"""Checkpoints of a few numbers, or of many: what a step's state is, and whether it is what was read."""
+
+import itertools
+from pathlib import Path
+
+import torch
+
+from vitscale.checkpoint import CheckpointReader, CheckpointStore, Fragment, Index, step_folder
+
+KINDS = ["master", "exp_avg"]
+
+
+def shapes(scale: int = 1) -> dict[str, list[int]]:
+    return {"a.weight": [7 * scale, 13], "b": [5], "c": [1, 1, 33]}
+
+
+def values(step: int, scale: int = 1) -> dict[tuple[str, str], torch.Tensor]:
+    """The flattened parameters of a step, by kind and name."""
+    generator = torch.Generator().manual_seed(step)
+    sizes = {name: int(torch.tensor(shape).prod()) for name, shape in shapes(scale).items()}
+    return {(kind, name): torch.randn(size, generator=generator) for kind in KINDS for name, size in sizes.items()}
+
+
+def fragments(
+    step: int, cuts: tuple[int, ...] = (), *, scale: int = 1, rank: int = 0, ranks: int = 1
+) -> list[Fragment]:
+    """What a rank owns of everything, each parameter cut at the same places."""
+    whole = values(step, scale)
+    found = []
+    for name in shapes(scale):
+        length = len(whole["master", name])
+        edges = [0, *(cut for cut in cuts if cut < length), length]
+        for start, stop in itertools.pairwise(edges):
+            found.append(Fragment(name, start, {kind: whole[kind, name][start:stop] for kind in KINDS}))
+    return found[rank::ranks]
+
+
+def index(step: int, scale: int = 1) -> Index:
+    return Index(
+        step=step,
+        world_size=1,
+        shapes=shapes(scale),
+        kinds=KINDS,
+        optimizer_steps=step,
+        recipe={},
+        data={},
+        versions={},
+    )
+
+
+def save(store: CheckpointStore, step: int, cuts: tuple[int, ...] = ()) -> Path:
+    """Save a checkpoint; returns its folder."""
+    store.save(index(step), fragments(step, cuts))
+    return Path(store.root) / step_folder(step)
+
+
+def holds(reader: CheckpointReader, step: int, scale: int = 1) -> bool:
+    """Whether a checkpoint is that of a step, bit for bit."""
+    return reader.index.step == step and all(
+        torch.equal(reader.parameter(name, kind).flatten(), whole)
+        for (kind, name), whole in values(step, scale).items()
+    )
+
+
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "flipped":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    elif how == "truncated":
+        path.write_bytes(content[:-7])
+    elif how == "empty":
+        path.write_bytes(b"")
+    else:
+        path.unlink()
