@@ -150,7 +150,7 @@ def train(
                 raise explain(recipe, plan, world) from None
             if not distributed.is_lost_peer(error):
                 raise
-            reason = str(error).strip().splitlines()[0]
+            reason = str(error).strip().splitlines()[0].partition(". ")[0]  # gloo's own advice is for others
             raise PeerLostError(f"rank {world.rank} lost {watchdog.who_is_missing()}: {reason}") from None
 
 

@@ -17,7 +17,6 @@ from typing import IO, Any, NoReturn
 
 import deepspeed
 import torch
-import torch.distributed as dist
 import xxhash
 
 import vitscale
@@ -25,12 +24,8 @@ from vitscale.checkpoint import (
     DONE_FILE,
     EMA,
     MASTER,
-    BackgroundSaver,
     CheckpointReader,
-    CheckpointStore,
     Index,
-    Outcome,
-    checkpoint_place,
 )
 from vitscale.data import (
     LIBJPEG_TURBO_VERSION,
@@ -43,7 +38,7 @@ from vitscale.data import (
     train_transform,
 )
 from vitscale.durable import write_text
-from vitscale.errors import CheckpointError, DataError, NonFiniteError, PreemptedError
+from vitscale.errors import CheckpointError, DataError, NonFiniteError, PreemptedError, StorageError
 from vitscale.evaluation import ModelOutputs, evaluate
 from vitscale.flops import accounting, hardware
 from vitscale.flops.work import recipe_work
@@ -60,10 +55,9 @@ from vitscale.training.metrics import METRICS_FILE, MetricsWriter
 from vitscale.training.pace import Pace
 from vitscale.training.plan import Plan
 from vitscale.training.progress import TrainingProgress
+from vitscale.training.saves import Saves
 from vitscale.training.watchdog import Watchdog
 
-# Files may be written for longer than a step takes; a rank that has gone is noticed at once all the same.
-_SAVING_TIMEOUT = timedelta(hours=2)
 # Behind the watchdog's, which has more to say.
 _AFTER_THE_WATCHDOG_S = 60
 
@@ -100,7 +94,6 @@ class Trainer:
         self.progress: TrainingProgress | None = None
         self.gradient_norm = math.nan
         self.bad_samples = 0  # of this rank since the last line of metrics
-        self.stalled_s = 0.0  # by checkpoints, since the last line of metrics
         self.values: dict[str, float] = {}  # of the last evaluation
         for warning in plan.warnings:
             self._say(f"WARNING: {warning}")
@@ -110,7 +103,7 @@ class Trainer:
         self._set_up_model()
         self.agreement = Agreement()
         distributed.set_timeout_everywhere(timedelta(seconds=recipe.check.step_timeout_s + _AFTER_THE_WATCHDOG_S))
-        self._open_store()
+        self.saves = Saves(recipe, plan.keep_every, run_dir, world, self._say)
         self._restore()
 
     def _claim_run_dir(self) -> None:
@@ -166,27 +159,12 @@ class Trainer:
 
     # ---- Checkpoint --------------------------------------------------------------------------------------------------
 
-    def _open_store(self) -> None:
-        settings = self.recipe.checkpoint
-
-        place = checkpoint_place(self.recipe, self.run_dir)
-        self.store = CheckpointStore(place, rank=self.world.rank, gather=distributed.gather)
-        # What the saving thread does together with those of the other ranks must not meet what the main threads do.
-        saving = dist.new_group(backend="gloo", timeout=_SAVING_TIMEOUT)
-        self.saver = BackgroundSaver(
-            CheckpointStore(place, rank=self.world.rank, gather=lambda value: distributed.gather(value, saving)),
-            keep=settings.keep,
-            keep_every=self.plan.keep_every,
-            background=settings.background,
-        )
-        self.failures_in_a_row = 0
-
     def _restore(self) -> None:
         """Continue from the newest checkpoint that verifies, or begin with the initial weights."""
-        reader = self.store.newest(lambda problem: self._say(f"WARNING: {problem}"))
+        reader = self.saves.store.newest(lambda problem: self._say(f"WARNING: {problem}"))
         if reader is not None:
-            run_directory.check_recipe(reader.index.recipe, self.recipe, f"{reader.folder}")
             self._check_same_data(reader.index)
+            run_directory.check_recipe(reader.index.recipe, self.recipe, f"{reader.folder}")
             decoder = reader.index.versions.get("libjpeg_turbo", LIBJPEG_TURBO_VERSION)
             if decoder != LIBJPEG_TURBO_VERSION:
                 self._say(
@@ -232,7 +210,7 @@ class Trainer:
         changed = [key for key in now if index.data.get(key) != now[key]]
         if changed:
             raise CheckpointError(
-                f"{self.store.root}: this run began on other data: {', '.join(changed)} of "
+                f"{self.saves.store.root}: this run began on other data: {', '.join(changed)} of "
                 f"{self.plan.manifest.where} differ from the checkpoint's. Point data.root at "
                 f"the dataset that it began with, or start over in another --run-dir"
             ).on_all_ranks()
@@ -261,31 +239,8 @@ class Trainer:
         )
         average = self.average.values if self.average is not None else None
         owned = fragments.owned(self.engine, self.world.rank, self.world.size, average)
-        self.stalled_s += self.saver.save(index, owned, best=self.selection["best_step"])
+        self.saves.begin(index, owned, best=self.selection["best_step"])
         self.saved_step = self.step
-
-    def _note_saves(self, outcomes: list[Outcome]) -> None:
-        """Look at what has become of saves, the same ones on all ranks."""
-        allowed = self.recipe.checkpoint.max_failures
-        for outcome in outcomes:
-            self.failures_in_a_row = self.failures_in_a_row + 1 if outcome.error else 0
-            if self.failures_in_a_row > allowed:
-                raise CheckpointError(
-                    f"{outcome.error}. {self.failures_in_a_row} failures in a row; checkpoint.max_failures is {allowed}"
-                ).on_all_ranks()
-            if outcome.error:
-                self._say(f"WARNING: training goes on WITHOUT A CHECKPOINT of step {outcome.step:,}: {outcome.error}")
-
-    def _finish_saves(self) -> None:
-        """Wait for what is being written. Raises `CheckpointError` on all ranks where the last write has failed."""
-        self._begin("writing the checkpoint")
-        self.saver.wait()
-        self._note_saves(self.saver.outcomes())
-        if self.failures_in_a_row:
-            raise CheckpointError(
-                f"step {self.step:,} is not saved, see above. Mend that, then repeat the command; it goes on from the "
-                f"checkpoint before"
-            ).on_all_ranks()
 
     # ---- Step --------------------------------------------------------------------------------------------------------
 
@@ -377,8 +332,8 @@ class Trainer:
             norm = self.gradient_norm
             message += write_report(self.run_dir, anomaly, policy, self.step + 1, batch.step, mean, norm, bad)
         if policy == "stop":
-            self.saver.wait()  # what is being written was right
-            newest = max(self.store.steps(), default=0)
+            self.saves.wait()  # what is being written was right
+            newest = max(self.saves.store.steps(), default=0)
             raise NonFiniteError(
                 f"{message}. The newest checkpoint is that of step {newest:,}. Lower optimizer.lr, set "
                 f"optimizer.clip_norm, or have such batches left out (anomalies.{anomaly.key}; "
@@ -394,9 +349,10 @@ class Trainer:
 
     def _rewind(self) -> None:
         """Go back to the newest checkpoint; what is known of batches to leave out stays known."""
-        self._finish_saves()
+        self._begin("writing the checkpoint")
+        self.saves.wait()
         known = self.anomalies
-        self._load(self.store.newest(lambda problem: self._say(f"WARNING: {problem}")))
+        self._load(self.saves.store.newest(lambda problem: self._say(f"WARNING: {problem}")))
         self.anomalies.keep_from(known)
         if self.world.is_main:
             self.metrics.close()
@@ -444,7 +400,7 @@ class Trainer:
                 else {"without_better": self.selection["without_better"] + 1}
             )
         if self.saved_step == self.step:
-            self.saver.amend(self.step, self.selection)
+            self.saves.amend(self.step, self.selection)
         elif self._has_run_out_of_patience() or self.selection["best_step"] == self.step:
             self._save()
 
@@ -469,9 +425,9 @@ class Trainer:
         with self.progress or contextlib.nullcontext():
             try:
                 self._train()
+                self._finish()
             except _Interrupted:
                 self._end_early()
-            self._finish()
         if self.lock is not None:
             self.lock.close()
 
@@ -521,16 +477,21 @@ class Trainer:
     def _is_interrupted(self) -> bool:
         """Whether any rank was asked to end early. Looks at the saves, too, that have ended on all ranks."""
         wanted = self.interruption is not None and self.interruption.pending
-        interrupted, finished = self.agreement.largest(int(wanted), -self.saver.finished())
-        self._note_saves(self.saver.outcomes(-finished))
+        interrupted, finished = self.agreement.largest(int(wanted), -self.saves.finished())
+        self.saves.note(-finished)
         return bool(interrupted)
 
     def _end_early(self) -> NoReturn:
-        if self.saved_step != self.step:
-            self._save()
-        self._finish_saves()
         assert self.interruption is not None
         reason = self.interruption.reason
+        try:
+            if self.saved_step != self.step:
+                self._save()
+            self.saves.finish(self.step)
+        except CheckpointError as error:
+            # The place may be in order where the run goes on.
+            unsaved = StorageError(f"{reason}: ending without a checkpoint of step {self.step:,}: {error}")
+            raise unsaved.on_all_ranks() from None
         raise PreemptedError(f"{reason}: saved at step {self.step:,}; repeat the command to go on").on_all_ranks()
 
     def _finish(self) -> None:
@@ -541,8 +502,8 @@ class Trainer:
             self._save()
         if is_done and not self.values:
             self.values = self._evaluate()  # the process that took the last step ended before it could say so
-        self._finish_saves()
-        self.saver.close()
+        self._begin("writing the checkpoint")
+        self.saves.finish(self.step)
         if self.world.is_main:
             self.metrics.close()
         if is_done:
@@ -564,7 +525,7 @@ class Trainer:
         seconds, waited = pace.per_step(self.step)
         numbers = [step.loss_sum.item(), waited, self._peak_memory(), self.bad_samples]
         rows = distributed.gather_numbers(self.world, numbers)
-        stalled_s, self.stalled_s, self.bad_samples = self.stalled_s, 0.0, 0
+        stalled_s, self.bad_samples = self.saves.stalled_s(), 0
         digest = distributed.sum_integers(self.world, batch.digest) if batch.digest is not None else None
         if not self.world.is_main:
             return
