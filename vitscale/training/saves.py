@@ -1,0 +1,95 @@
+"""A run's saves: under way while training goes on, and what is done about those that fail."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from vitscale.checkpoint import BackgroundSaver, CheckpointStore, Fragment, Index, checkpoint_place
+from vitscale.errors import CheckpointError
+from vitscale.recipe import Recipe
+from vitscale.training import distributed
+from vitscale.training.distributed import World
+
+# Files may be written for longer than a step takes; a rank that has gone is noticed at once all the same.
+_TIMEOUT = timedelta(hours=2)
+
+
+class Saves:
+    """All ranks call every method together, but for `finished` and `stalled_s`.
+
+    Losing one save is better than losing the machines that train: it is said, and training goes on, until too many in
+    a row have failed.
+
+    Args:
+        keep_every: steps whose checkpoints are kept for good.
+        say: tells people, on rank 0.
+
+    Attributes:
+        store: for reading.
+    """
+
+    def __init__(
+        self, recipe: Recipe, keep_every: int | None, run_dir: Path, world: World, say: Callable[[str], None]
+    ) -> None:
+        settings = recipe.checkpoint
+        place = checkpoint_place(recipe, run_dir)
+        self.store = CheckpointStore(place, rank=world.rank, gather=distributed.gather)
+        # What the saving threads of the ranks do together must not meet what the main threads do.
+        group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        written = CheckpointStore(place, rank=world.rank, gather=lambda value: distributed.gather(value, group))
+        self._saver = BackgroundSaver(
+            written, keep=settings.keep, keep_every=keep_every, background=settings.background
+        )
+        self._allowed = settings.max_failures
+        self._say = say
+        self._failures = 0  # in a row
+        self._stalled_s = 0.0
+
+    def begin(self, index: Index, fragments: list[Fragment], best: int | None) -> None:
+        """Save what this rank owns; the tensors may change when this returns."""
+        self._stalled_s += self._saver.save(index, fragments, best)
+
+    def amend(self, step: int, selection: dict[str, Any]) -> None:
+        """Replace the state of the selection in a checkpoint that has been begun."""
+        self._saver.amend(step, selection)
+
+    def stalled_s(self) -> float:
+        """Seconds that training stood still for saves since this was last asked."""
+        seconds, self._stalled_s = self._stalled_s, 0.0
+        return seconds
+
+    def finished(self) -> int:
+        """How many saves have ended on this rank and are still to be noted."""
+        return self._saver.finished()
+
+    def note(self, count: int | None = None) -> None:
+        """Look at what has become of the next `count` saves, which have ended on every rank.
+
+        Raises `CheckpointError` on all ranks for too many failures in a row.
+        """
+        for outcome in self._saver.outcomes(count):
+            self._failures = self._failures + 1 if outcome.error else 0
+            if self._failures > self._allowed:
+                raise CheckpointError(
+                    f"{outcome.error}. {self._failures} failures in a row; checkpoint.max_failures is {self._allowed}"
+                ).on_all_ranks()
+            if outcome.error:
+                self._say(f"WARNING: training goes on WITHOUT THIS CHECKPOINT: {outcome.error}")
+
+    def wait(self) -> None:
+        """Wait for what is under way. Raises as `note`."""
+        self._saver.wait()
+        self.note()
+
+    def finish(self, step: int) -> None:
+        """Wait for the last save, that of `step`. Raises `CheckpointError` on all ranks where it has failed."""
+        self.wait()
+        if self._failures:
+            raise CheckpointError(
+                f"step {step:,} is not saved, see above. Mend that, then repeat the command; it goes on from the "
+                f"checkpoint before"
+            ).on_all_ranks()
+        self._saver.close()
