@@ -1,0 +1,220 @@
+"""The memory that one rank of a training run will need, by part, in bytes.
+
+Parameters, gradients and optimizer state follow from what DeepSpeed 0.19 was seen to hold in each ZeRO stage (a test
+compares them with an engine's own tensors); activations are counted by `tensors`. Two moments are the peak of a step:
+the end of the forward pass, when all activations are saved, and the optimizer's update, when all gradients are there.
+
+On the CPU the C library does not give back the many small blocks of activations before the large ones of the update are
+asked for, so both add up. On CUDA the allocator uses blocks again; what it loses to fragments is not counted, and
+nothing here was measured there.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from vitscale.models import build_model
+from vitscale.models.layers import CHANNELS
+from vitscale.planning.tensors import DeviceType, step_tensors
+from vitscale.recipe import AdamW, Recipe
+
+_CPU_RUNTIME = 160 << 20  # threads, kernels and buffers of libraries, measured from the imports to the third step
+_BATCHES_BESIDE_PREFETCH = 3  # one in the planner's hands, one awaited, one in use
+_BATCHES_ON_CUDA = 3  # see data/device.py
+_ALL_REDUCE_ELEMENTS = 500_000_000  # that DeepSpeed sums at once in stage 0
+# What training asks of DeepSpeed where a recipe does not (training/engine.py), and for the last its own default.
+_ELEMENTS = {
+    "reduce_bucket_size": 50_000_000,
+    "sub_group_size": 100_000_000,
+    "stage3_max_live_parameters": 100_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank.
+
+    Attributes:
+        device: the kind of device that all but the `host_` parts are on.
+        weights: those the model computes with; under ZeRO 3 the rank's share, and the small ones whole.
+        optimizer: fp32 masters and moments.
+        ema: the moving average of the masters.
+        images: batches on a CUDA device.
+        runtime: what libraries take for themselves, on the CPU; on CUDA it is gone before anybody can ask.
+        activations: saved for the backward pass.
+        workspace: besides, during the backward pass: temporary tensors, reduction buckets, gathered parameters.
+        accumulated: gradients that are there during the backward pass, summed over micro-batches.
+        gradients: when the update begins, with what is accumulated.
+        update: besides, during the update: fp32 copies of gradients.
+        host_optimizer: what is offloaded.
+        host_loader: batches that are read ahead.
+        host_checkpoint: the copy that is written in the background.
+    """
+
+    device: DeviceType
+    weights: int
+    optimizer: int
+    ema: int
+    images: int
+    runtime: int
+    activations: int
+    workspace: int
+    accumulated: int
+    gradients: int
+    update: int
+    host_optimizer: int
+    host_loader: int
+    host_checkpoint: int
+
+    @property
+    def states(self) -> int:
+        """Weights, gradients and optimizer: what is there whatever the micro-batch."""
+        return self.weights + self.optimizer + self.ema + self.gradients + self.update
+
+    @property
+    def device_bytes(self) -> int:
+        """The most at one time in the device's memory; on the CPU everything."""
+        always = self.weights + self.optimizer + self.ema + self.images + self.runtime
+        backward, update = self.accumulated + self.workspace, self.gradients + self.update
+        if self.device == "cpu":
+            return always + self.activations + max(backward, update) + self._host
+        return always + max(self.activations + backward, update)
+
+    @property
+    def host_bytes(self) -> int:
+        """The most at one time in host memory beside a CUDA device."""
+        return 0 if self.device == "cpu" else self._host
+
+    @property
+    def _host(self) -> int:
+        return self.host_optimizer + self.host_loader + self.host_checkpoint
+
+
+def expected_memory(
+    recipe: Recipe,
+    num_classes: int,
+    world_size: int,
+    micro_batch: int | None = None,
+    device: DeviceType = "cpu",
+) -> Memory:
+    """The memory of one rank of `world_size` that trains `recipe`.
+
+    Args:
+        micro_batch: images that a rank computes at once; None for what the recipe says.
+
+    Raises `RecipeError` where the global batch does not divide by the ranks.
+    """
+    micro, accumulation = recipe.batch.split(world_size)
+    if micro_batch is not None:
+        micro, accumulation = micro_batch, -(-micro * accumulation // micro_batch)
+    memory = _model_states(recipe, num_classes, world_size, accumulation > 1, device)
+    tensors = step_tensors(recipe, num_classes, micro, device)
+    per_batch = recipe.batch.global_size // world_size * recipe.data.image_size**2 * CHANNELS
+    return replace(
+        memory,
+        images=_BATCHES_ON_CUDA * per_batch if device == "cuda" else 0,
+        runtime=_CPU_RUNTIME if device == "cpu" else 0,
+        activations=tensors.saved,
+        workspace=memory.workspace + tensors.transient,
+        host_loader=(recipe.data.prefetch + _BATCHES_BESIDE_PREFETCH) * per_batch,
+    )
+
+
+def largest_micro_batch(
+    recipe: Recipe, num_classes: int, world_size: int, available_bytes: int, device: DeviceType = "cpu"
+) -> int | None:
+    """The largest micro-batch, up to the recipe's, that needs at most `available_bytes`; None where not even 1 does."""
+    micro, accumulation = recipe.batch.split(world_size)
+    per_rank = micro * accumulation
+    for size in range(micro, 0, -1):
+        if per_rank % size == 0:
+            memory = expected_memory(recipe, num_classes, world_size, size, device)
+            if memory.device_bytes <= available_bytes:
+                return size
+    return None
+
+
+def _model_states(recipe: Recipe, num_classes: int, world_size: int, accumulates: bool, device: DeviceType) -> Memory:
+    """Everything that follows from the numbers of parameters: a `Memory` without a micro-batch's parts."""
+    with torch.device("meta"):
+        sizes = [parameter.numel() for parameter in build_model(recipe, num_classes).parameters()]
+    total, largest = sum(sizes), max(sizes)
+    stage, is_bf16 = recipe.parallelism.zero_stage, recipe.precision == "bf16"
+    elements = _ELEMENTS | recipe.deepspeed.get("zero_optimization", {})
+    word = 2 if is_bf16 else 4
+    share = _share(sizes, stage, world_size)
+    moments = 2 if isinstance(recipe.optimizer, AdamW) else int(recipe.optimizer.momentum > 0)
+    has_masters = stage > 0 or is_bf16
+    state_word = 4 * (moments + has_masters)
+    ema_word = 4 if recipe.ema is not None else 0
+    copied_word = 4 + 4 * moments + ema_word if recipe.checkpoint.background else 0
+
+    bucket = elements["reduce_bucket_size"] if device == "cuda" else min(elements["reduce_bucket_size"], total)
+    in_other_dtype = 4 if is_bf16 and recipe.parallelism.reduce_dtype == "fp32" else 0
+    workspace = bucket * (word + in_other_dtype) if stage > 0 else 0
+    weights, accumulated_word = word * total, 4 if accumulates else word
+    match stage:
+        case 0:
+            accumulated = 4 * total if accumulates else 0
+            gradients = accumulated + word * total if is_bf16 else 4 * total
+            flat = min(total, _ALL_REDUCE_ELEMENTS) * (word + in_other_dtype) if world_size > 1 else 0
+            update = max(4 * total if is_bf16 else 0, flat)
+        case 1 if accumulates and is_bf16 and recipe.parallelism.offload == "none":
+            # DeepSpeed's BF16_Optimizer: a whole fp32 sum besides the gradients, reduced where it lies.
+            accumulated, gradients, update, workspace = 4 * total, 6 * total, 0, 0
+        case 1 | 2:
+            held = 4 * total if stage == 1 else accumulated_word * share
+            accumulated = held if accumulates else 0
+            gradients = (word if stage == 1 else accumulated_word) * share
+            update = 0 if is_bf16 and accumulates else (6 if is_bf16 else 4) * share
+        case _:
+            kept_whole = [size for size in sizes if size <= elements["stage3_param_persistence_threshold"]]
+            persistent = sum(kept_whole) if world_size > 1 else 0
+            weights = word * (share + persistent)
+            accumulated = gradients = accumulated_word * share
+            at_once = min(share, -(-elements["sub_group_size"] // world_size))
+            update = (4 if accumulated_word == 4 else 6) * at_once
+            gathered = min(total - persistent, elements["stage3_max_live_parameters"]) if world_size > 1 else 0
+            workspace += word * gathered
+    memory = Memory(
+        device=device,
+        weights=weights,
+        optimizer=state_word * share,
+        ema=ema_word * share,
+        images=0,
+        runtime=0,
+        activations=0,
+        workspace=workspace,
+        accumulated=accumulated,
+        gradients=gradients,
+        update=update,
+        host_optimizer=0,
+        host_loader=0,
+        host_checkpoint=copied_word * math.ceil(total / world_size),
+    )
+    if recipe.parallelism.offload == "none":
+        return memory
+    # On the host besides the state: fp32 gradients for the update; in stages 1 and 2 a copy of the new weights, in
+    # stage 3 the gradients as they come; and what is summed over micro-batches.
+    arriving = accumulated_word if stage == 3 else word + 4 * accumulates
+    return replace(
+        memory,
+        optimizer=0,
+        ema=0,
+        workspace=workspace + (2 * word * largest if stage < 3 else 0),
+        accumulated=accumulated if stage == 1 else 0,
+        gradients=0,
+        update=0,
+        host_optimizer=(state_word + ema_word + 4 + arriving) * share,
+    )
+
+
+def _share(sizes: list[int], stage: int, world_size: int) -> int:
+    """Parameters whose optimizer state one rank has, with padding."""
+    if stage == 0:
+        return sum(sizes)
+    if stage == 3:
+        return sum(math.ceil(size / world_size) for size in sizes)
+    return 2 * math.ceil(sum(sizes) / (2 * world_size))

@@ -1,0 +1,134 @@
+"""The tensors of one forward and backward pass, counted without computing them.
+
+The model runs on fake tensors, which have shapes, dtypes and storages but no values. So every architecture is counted
+as torch's autograd really saves it, kernels of attention included, in less than a second and whatever the model's size.
+
+The kernels are those of the CPU. Its attention saves queries, keys, values, the result and a logarithm for each query,
+as the fused kernels of CUDA do. What differs there, by torch's source and not measured by us: dropout keeps one byte an
+element instead of its noise in the tensor's dtype, which is counted so; with relative positions the fused kernel saves
+fewer tensors of B x A x T x T than the CPU's plain formula, so that the count is too high.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vitscale.models import build_model
+from vitscale.models.layers import CHANNELS
+from vitscale.objectives import Classification
+from vitscale.recipe import Recipe
+
+DeviceType = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """Bytes of one micro-batch.
+
+    Attributes:
+        saved: what the forward pass and the loss keep for the backward pass, parameters left out.
+        transient: what the pass holds beyond that at its peak, gradients of parameters left out.
+    """
+
+    saved: int
+    transient: int
+
+
+def step_tensors(recipe: Recipe, num_classes: int, micro_batch: int, device: DeviceType = "cpu") -> StepTensors:
+    """Count the tensors of a forward and backward pass over `micro_batch` images."""
+    dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+    objective = Classification(recipe.objective.loss, recipe.objective.on, recipe.objective.off)
+    with FakeTensorMode():
+        with _default_dtype(dtype):
+            model = build_model(recipe, num_classes).train()
+        parameters = list(model.parameters())
+        if device == "cuda":
+            _use_dropout_of_cuda(model)
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        labels = torch.zeros(micro_batch, dtype=torch.int64)
+        with _LiveStorages(parameters) as live:
+            size = recipe.data.image_size
+            with saved_storages(parameters) as saved:
+                logits = model(torch.empty(micro_batch, size, size, CHANNELS, dtype=dtype))
+                loss = objective.per_sample_loss(logits, labels).sum()
+            saved_bytes = sum(storage.nbytes() for storage in saved.values())
+            saved.clear()
+            del logits
+            loss.backward()
+    return StepTensors(saved_bytes, live.peak - saved_bytes)
+
+
+@contextmanager
+def saved_storages(parameters: list[nn.Parameter]) -> Iterator[dict[int, torch.UntypedStorage]]:
+    """The storages that autograd saves in here by their identity, each once, those of parameters left out."""
+    own = {_identity(parameter) for parameter in parameters}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _identity(tensor) not in own:
+            saved[_identity(tensor)] = tensor.untyped_storage()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
+def _identity(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Parameters of fake tensors cannot be converted when they are there, so they are made in their dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _use_dropout_of_cuda(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            module.forward = lambda x, rate=module.p: torch.native_dropout(x, rate, True)[0]  # type: ignore[method-assign,misc]
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+class _LiveStorages(TorchDispatchMode):
+    """Follows the bytes of the storages that operations make, until they are freed; `peak` is the most at one time."""
+
+    def __init__(self, known: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.peak = 0
+        self._bytes = {_identity(tensor): 0 for tensor in known}
+        self._live = 0
+
+    def __torch_dispatch__(self, function: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and _identity(tensor) not in self._bytes:
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        self._bytes[storage._cdata] = storage.nbytes()
+        self._live += storage.nbytes()
+        self.peak = max(self.peak, self._live)
+        weakref.finalize(storage, self._remove, storage._cdata)
+
+    def _remove(self, identity: int) -> None:
+        self._live -= self._bytes.pop(identity)
