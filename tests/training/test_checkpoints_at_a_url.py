@@ -1,0 +1,59 @@
+"""A run whose checkpoints lie in an object store goes on where its machine, and all that was on it, is gone."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from ranks import make_data, run_jobs
+from s3_server import BUCKET, S3Server, serving
+
+from vitscale.checkpoint import CheckpointStore, RemotePlace
+from vitscale.training.distributed import free_port
+
+COLUMNS = ("loss", "lr", "grad_norm", "batch_digest")
+
+
+@pytest.fixture
+def s3(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    for server in serving(tmp_path_factory.mktemp("s3")):
+        for key, value in server.environment.items():
+            monkeypatch.setenv(key, value)
+        yield server
+
+
+def launch(root: Path, *jobs: dict[str, Any]) -> None:
+    mp.spawn(run_jobs, (1, int(free_port()), root, list(jobs)), nprocs=1)
+
+
+def job(name: str, stop: int | None, **blocks: Any) -> dict[str, Any]:
+    return {"name": name, "stops": [stop], "blocks": [blocks]}
+
+
+def rows(root: Path, name: str) -> list[list[Any]]:
+    lines = map(json.loads, (root / "runs" / name / "metrics.jsonl").read_text().splitlines())
+    return [[line[key] for key in COLUMNS] for line in lines if "loss" in line]
+
+
+def test_a_run_goes_on_without_its_directory(tmp_path: Path, s3: S3Server):
+    make_data(tmp_path)
+    (tmp_path / "runs").mkdir()
+    blocks = {"ema": {"decay": 0.9}, "model": {"dropout": 0.1}}
+    remote = {"every": {"steps": 1}, "dir": f"s3://{BUCKET}/checkpoints"}
+    launch(tmp_path, job("here", None, **blocks), job("there", 4, **blocks, checkpoint=remote))
+    shutil.rmtree(tmp_path / "runs" / "there")
+    other = {**blocks, "optimizer": {"name": "sgd", "lr": 0.1}}
+    launch(tmp_path, job("there", None, **blocks, checkpoint=remote), job("there", None, **other, checkpoint=remote))
+    assert rows(tmp_path, "there") == rows(tmp_path, "here")[4:]
+    assert not (tmp_path / "runs" / "there" / "checkpoints").exists()
+    here = CheckpointStore(tmp_path / "runs" / "here" / "checkpoints").open(6)
+    there = CheckpointStore(RemotePlace(f"{remote['dir']}/there", tmp_path / "cache")).open(6)
+    for kind in here.index.kinds:
+        for name in here.index.shapes:
+            assert torch.equal(here.parameter(name, kind), there.parameter(name, kind))
+    error = json.loads((tmp_path / "runs" / "there.error").read_text())
+    assert error["kind"] == "RecipeError" and "optimizer.name" in error["message"]
