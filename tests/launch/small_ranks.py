@@ -1,10 +1,13 @@
 """Ranks of a few lines, which start in milliseconds."""
 
+import contextlib
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from vitscale.launch import RankCommand
 
@@ -34,6 +37,17 @@ def ranks(here: Path, *bodies: str) -> list[RankCommand]:
         RankCommand(rank, [sys.executable, "-I", "-S", "-c", _PRELUDE + body], {"RANK": str(rank), "HERE": str(here)})
         for rank, body in enumerate(bodies)
     ]
+
+
+@contextlib.contextmanager
+def started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process that does not outlive the test, whatever fails."""
+    process = subprocess.Popen(command, text=True, **options)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def wait_until(is_so: Callable[[], object], seconds: float = 20.0) -> None:

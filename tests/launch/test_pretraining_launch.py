@@ -12,12 +12,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from small_ranks import is_alive, wait_until
+from small_ranks import is_alive, started, wait_until
 
 from vitscale import run_directory
 from vitscale.errors import PeerLostError, PreemptedError, RecipeError
 from vitscale.launch import HEARTBEAT_VARIABLE, Pretraining, PretrainingRanks, count_devices
 from vitscale.launch.machine import hold_port
+
+VITSCALE = [sys.executable, "-c", "from vitscale.cli.main import main; main()"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(run_directory.__file__).parents[1])}
 
 
 def sizes(counts: list[int | None], **options) -> list[int]:
@@ -100,10 +103,8 @@ def test_the_default_run_directory(tmp_path):
 
 
 def test_mistakes_in_the_recipe_are_told_before_anything_starts(tmp_path):
-    command = [sys.executable, "-m", "vitscale.cli.main"]
-    script = "import sys; sys.argv = ['vitscale', *sys.argv[1:]]; from vitscale.cli.main import main; main()"
-    command = [sys.executable, "-c", script, "launch", "h14_jft", "--set", "optimizer.lrr=1"]
-    outcome = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, **_here()})
+    command = [*VITSCALE, "launch", "h14_jft", "--set", "optimizer.lrr=1"]
+    outcome = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
     assert outcome.returncode == 2 and "did you mean 'lr'" in outcome.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -126,10 +127,6 @@ def test_ranks_and_launch_mean_the_same_heartbeat():
     assert watchdog.HEARTBEAT_VARIABLE == HEARTBEAT_VARIABLE
 
 
-def _here() -> dict[str, str]:
-    return {"PYTHONPATH": str(Path(run_directory.__file__).parents[1])}
-
-
 def _ranks_of(launch: psutil.Process) -> dict[str, int]:
     """Rank -> process."""
     found = {}
@@ -145,9 +142,8 @@ def test_a_run_of_which_a_rank_is_killed_comes_to_its_end(tmp_path):
     run_dir, steps = tmp_path / "run", 30
     at, rank = random.randint(2, steps - 5), random.choice("01")
     print(f"rank {rank} is killed after step {at}")
-    script = "import sys; sys.argv = ['vitscale', *sys.argv[1:]]; from vitscale.cli.main import main; main()"
     settings = [f"schedule.duration.steps={steps}", "checkpoint.every.steps=4", "logging.tensorboard=false"]
-    command = [sys.executable, "-c", script, "launch", "b16_jft", "--smoke", "--ranks", "2", "--run-dir", str(run_dir)]
+    command = [*VITSCALE, "launch", "b16_jft", "--smoke", "--ranks", "2", "--run-dir", str(run_dir)]
     for setting in settings:
         command += ["--set", setting]
 
@@ -155,8 +151,9 @@ def test_a_run_of_which_a_rank_is_killed_comes_to_its_end(tmp_path):
         lines = (run_dir / "metrics.jsonl").read_text().splitlines() if (run_dir / "metrics.jsonl").exists() else []
         return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
 
-    with subprocess.Popen(command, env={**os.environ, **_here()}, stderr=subprocess.PIPE, text=True) as process:
+    with started(command, env=ENVIRONMENT, stderr=subprocess.PIPE) as process:
         wait_until(lambda: last_step() >= at or process.poll() is not None, 120)
+        assert process.poll() is None, process.communicate()[1]
         victims = _ranks_of(psutil.Process(process.pid))
         os.kill(victims[rank], signal.SIGKILL)
         shown = process.communicate(timeout=240)[1]
@@ -165,7 +162,7 @@ def test_a_run_of_which_a_rank_is_killed_comes_to_its_end(tmp_path):
     assert f"launch: rank {rank} (pid {victims[rank]}) was killed by SIGKILL" in shown
     assert not any(is_alive(pid) for pid in victims.values())
     events = [json.loads(line) for line in (run_dir / "launch.jsonl").read_text().splitlines()]
-    started = [event["checkpoint"] for event in events if event["event"] == "started"]
-    assert started[0] == 0 and len(started) == 2 and started[1] >= at - 8
+    begun_at = [event["checkpoint"] for event in events if event["event"] == "started"]
+    assert begun_at[0] == 0 and len(begun_at) == 2 and begun_at[1] >= at - 8
     trained = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in trained if "loss" in line] == list(range(1, steps + 1))

@@ -2,13 +2,13 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
-from small_ranks import is_alive, ranks, signal_when, wait_until
+from small_ranks import is_alive, ranks, signal_when, started, wait_until
 
 from vitscale.launch import Supervisor
 from vitscale.launch.ends import cause
@@ -87,6 +87,17 @@ def test_a_stopped_rank_is_the_cause_where_another_one_notices_first(tmp_path):
     )
     first = cause(ends)
     assert first is not None and first.rank == 1 and "stopped, T" in first.hung
+
+
+def test_silence_while_the_supervisor_was_stopped_too_does_not_count(tmp_path, monkeypatch):
+    monkeypatch.setattr("vitscale.launch.supervisor._WAS_AWAY_SECONDS", 0.5)
+    before = signal.signal(signal.SIGUSR2, lambda *_: time.sleep(1.2))  # the main thread stands still that long
+    try:
+        in_thread([tmp_path / "ready"], signal.SIGUSR2)
+        ends, _ = run(tmp_path, "beat(1); note('ready'); time.sleep(1.4); beat(2)", silence_s=0.8)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert [end.returncode for end in ends] == [0]
 
 
 def test_who_has_never_sent_a_heartbeat_is_not_silent(tmp_path):
@@ -184,10 +195,11 @@ def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path, number):
     stopped = "note(f'ready-{rank}', os.getpid()); os.kill(os.getpid(), signal.SIGSTOP)"
     command = [sys.executable, "-c", _SUPERVISOR, str(tmp_path), with_child, stopped]
     files = [tmp_path / name for name in ("child", "ready-0", "ready-1")]
-    with subprocess.Popen(command) as process:
+    with started(command) as process:
         wait_until(lambda: all(file.exists() for file in files))
         guards = [pid for pid in _children(process.pid) if pid not in {int(file.read_text()) for file in files}]
         process.send_signal(number)
+        process.wait()
     assert len(guards) == 1
     for pid in [int(file.read_text()) for file in files] + guards:
         wait_until(lambda pid=pid: not is_alive(pid))

@@ -96,7 +96,7 @@ class PretrainingRanks:
             left = what.time_limit_minutes - (time.monotonic() - self._began) / 60
             if left <= 0:
                 raise PreemptedError(f"the time limit of {what.time_limit_minutes:g} minutes is over")
-            arguments += ["--time-limit", f"{left:.3f}"]
+            arguments += ["--time-limit", str(left)]
         return arguments
 
     def _fitting_ranks(self) -> int:

@@ -63,7 +63,7 @@ class Launch:
                 if not verdict.may_restart:
                     break
                 if in_a_row >= self._max_restarts:
-                    say(f"giving up: {in_a_row} restarts in a row without a new checkpoint")
+                    say(f"not restarted: the last {in_a_row} restart(s) brought no new checkpoint")
                     break
                 in_a_row += 1
                 self._pause(verdict, in_a_row)
@@ -78,7 +78,7 @@ class Launch:
     def _attempt(self) -> Verdict:
         ranks = self._prepare(self._journal.attempt)
         if self._supervisor.told is not None:
-            return Verdict(EXIT_PREEMPTED, False, f"told to end by {self._supervisor.told.name} before anything ran")
+            return Verdict(EXIT_PREEMPTED, False, f"told to end by {self._supervisor.told.name} while no rank ran")
         self._journal.attempt += 1
         self._journal.write("started", world_size=len(ranks), checkpoint=newest_checkpoint_step(self._run_dir))
         try:
@@ -104,22 +104,20 @@ class Launch:
             if culprit:
                 say(f"the run is done all the same: {self._run_dir / DONE_FILE} was written before")
             return Verdict(EXIT_DONE, False, "done")
-        if self._supervisor.at_once:
-            return Verdict(EXIT_RETRY, False, "a second signal")
+        if self._supervisor.unkillable:
+            return Verdict(EXIT_RETRY, False, "a rank does not die of SIGKILL")
         if culprit is None:
-            if all(end.is_done for end in ends):
+            if ends and all(end.is_done for end in ends):
                 if self._stops_early:
                     return Verdict(EXIT_DONE, False, "stopped early, as asked")
                 say(f"all ranks ended with exit code 0, but there is no {self._run_dir / DONE_FILE}")
                 return Verdict(EXIT_RETRY, told is None, "all ranks ended with 0 before the run was done")
             return Verdict(EXIT_PREEMPTED, False, f"told to end by {told.name}" if told else "told to end")
-        if self._supervisor.unkillable:
-            return Verdict(EXIT_RETRY, False, "a rank does not die of SIGKILL")
         may_restart = culprit.code not in FINAL and told is None
         return Verdict(culprit.code, may_restart, culprit.describe())
 
     def _pause(self, verdict: Verdict, in_a_row: int) -> None:
-        pause = min(_LONGEST_PAUSE_SECONDS, self._first_pause * 2 ** (in_a_row - 1))
+        pause = min(_LONGEST_PAUSE_SECONDS, self._first_pause * 2 ** min(in_a_row - 1, 10))
         say(
             f"restart in {pause:g} s, number {in_a_row} of at most {self._max_restarts} without a new checkpoint. "
             f"Cause: {verdict.why}"

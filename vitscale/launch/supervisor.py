@@ -68,6 +68,7 @@ class Supervisor:
         self._ends: list[End] = []
         self._hung: dict[int, str] = {}
         self._killed = False
+        self._memory_kills: int | None = None
         self._handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -87,7 +88,7 @@ class Supervisor:
         Nothing is started once this process was told to end. Raises OSError where a rank cannot be started.
         """
         self._ends, self._hung, self._killed, self.unkillable = [], {}, False, False
-        kills = out_of_memory_kills()
+        self._memory_kills = out_of_memory_kills()
         with self._guarded():
             try:
                 with _signals_held_back():
@@ -96,10 +97,10 @@ class Supervisor:
                     for start in ranks:
                         self._ranks.append(RankProcess(start))
                         self._guard_too(self._ranks[-1])
-                self._watch(kills)
+                self._watch()
             finally:
-                for rank in self._running():
-                    rank.kill()
+                if self._running() and not self.unkillable:
+                    self._kill()
                 self._ranks = []
         return self._ends
 
@@ -111,11 +112,11 @@ class Supervisor:
 
     # ---- Watching ----------------------------------------------------------------------------------------------------
 
-    def _watch(self, kills: int | None) -> None:
+    def _watch(self) -> None:
         deadline = math.inf
         told = None
         looked_at = time.monotonic()
-        while self._look(kills):
+        while self._look():
             now = time.monotonic()
             if now - looked_at > _WAS_AWAY_SECONDS:  # this process was stopped itself, the ranks perhaps with it
                 for rank in self._running():
@@ -126,28 +127,28 @@ class Supervisor:
                 say(f"{told.name}: passed on to all ranks; they save and end. A second signal ends them at once")
             if self.at_once:
                 say("a second signal: ending all ranks at once")
-                return self._kill(kills)
+                return self._kill()
             if self._note_silent_ranks():
-                return self._kill_with_stacks(kills)
+                return self._kill_with_stacks()
             if self._ends:
                 has_failed = any(end.is_bad for end in self._ends)
                 deadline = min(deadline, now + (self._grace if has_failed else self._silence))
                 if now > deadline:
-                    return self._kill_with_stacks(kills)
+                    return self._kill_with_stacks()
             time.sleep(_LOOK_EVERY_SECONDS)
 
-    def _look(self, kills: int | None) -> bool:
+    def _look(self) -> bool:
         """Note which ranks have ended; whether any is left."""
         for rank in self._running():
             if rank.look():
-                self._note_end(rank, kills)
+                self._note_end(rank)
             self.highest_step = max(self.highest_step, rank.highest_step)
         return bool(self._running())
 
     def _running(self) -> list[RankProcess]:
         return [rank for rank in self._ranks if rank.returncode is None]
 
-    def _note_end(self, rank: RankProcess, kills: int | None) -> None:
+    def _note_end(self, rank: RankProcess) -> None:
         assert rank.returncode is not None
         was_killed = self._killed and rank.returncode in (-signal.SIGKILL, -signal.SIGUSR2)
         end = End(
@@ -162,7 +163,7 @@ class Supervisor:
         )
         self._ends.append(end)
         if end.is_bad and not was_killed and not end.hung:
-            hint = _out_of_memory_hint(kills) if rank.returncode == -signal.SIGKILL else ""
+            hint = _out_of_memory_hint(self._memory_kills) if rank.returncode == -signal.SIGKILL else ""
             say(f"{end.describe()}, on {socket.gethostname()}{hint}")
 
     def _note_silent_ranks(self) -> bool:
@@ -183,7 +184,7 @@ class Supervisor:
 
     # ---- Ending ------------------------------------------------------------------------------------------------------
 
-    def _kill_with_stacks(self, kills: int | None) -> None:
+    def _kill_with_stacks(self) -> None:
         """The ranks dump the stacks of their threads on SIGUSR2; one that is stopped has to go on to do so."""
         self._killed = True
         for rank in self._running():
@@ -192,16 +193,16 @@ class Supervisor:
             rank.signal(signal.SIGUSR2)
             rank.signal(signal.SIGCONT)
         until = time.monotonic() + _STACKS_SECONDS
-        while self._look(kills) and time.monotonic() < until:
+        while self._look() and time.monotonic() < until:
             time.sleep(_LOOK_EVERY_SECONDS)
-        self._kill(kills)
+        self._kill()
 
-    def _kill(self, kills: int | None) -> None:
+    def _kill(self) -> None:
         self._killed = True
         for rank in self._running():
             rank.kill()
         until = time.monotonic() + _DYING_SECONDS
-        while self._look(kills) and time.monotonic() < until:
+        while self._look() and time.monotonic() < until:
             time.sleep(_LOOK_EVERY_SECONDS)
         for rank in self._running():
             self.unkillable = True
@@ -261,7 +262,7 @@ def _signals_held_back() -> Iterator[None]:
 def _out_of_memory_hint(before: int | None) -> str:
     now = out_of_memory_kills()
     if now is None or before is None:
-        return "; perhaps for want of memory: the kernel's log would say so"
+        return "; perhaps for want of memory: the kernel's log tells"
     if now > before:
-        return f"; out of memory: the kernel has killed {now - before} process(es) of this control group meanwhile"
-    return "; by hand or by the system, but not for want of memory in this control group"
+        return f"; out of memory: the kernel killed {now - before} process(es) of this control group for it"
+    return "; not for want of memory, as far as the counts of this control group tell"
