@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vitscale.checkpoint import EMA, MASTER, Fragment
+from vitscale.checkpoint import EMA, MASTER, Fragment, bytes_needed
+from vitscale.models import build_model
+from vitscale.recipe import AdamW, Recipe
 
 Source = Callable[[str, str, int, int], Tensor]
 """(kind, parameter, start, length) -> the 1-D fp32 values of that piece."""
@@ -84,12 +86,26 @@ def load_average(engine: Any, average: Average, source: Source) -> None:
         piece.view(average[piece.flat]).copy_(source(EMA, piece.name, piece.start, piece.length))
 
 
+def checkpoint_bytes(recipe: Recipe, num_classes: int) -> int:
+    """Size of a checkpoint, before there is a model."""
+    with torch.device("meta"):
+        model = build_model(recipe, num_classes)
+    optimizer = recipe.optimizer
+    kinds = [MASTER, *_kinds(isinstance(optimizer, AdamW), getattr(optimizer, "momentum", 0.0))]
+    whole = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    return bytes_needed(whole, kinds + ([EMA] if recipe.ema is not None else []))
+
+
 def moment_kinds(engine: Any) -> list[str]:
     """The tensors that the optimizer keeps for each parameter."""
     base = _base_optimizer(engine)
-    if isinstance(base, torch.optim.SGD):
-        return ["momentum_buffer"] if base.param_groups[0]["momentum"] else []
-    return ["exp_avg", "exp_avg_sq"]
+    return _kinds(isinstance(base, torch.optim.AdamW), base.param_groups[0].get("momentum", 0.0))
+
+
+def _kinds(is_adam: bool, momentum: float) -> list[str]:
+    if is_adam:
+        return ["exp_avg", "exp_avg_sq"]
+    return ["momentum_buffer"] if momentum else []
 
 
 def _wrapper(engine: Any) -> str:

@@ -1,8 +1,14 @@
 """Running out of memory: one message, with the micro-batch that should fit, in place of an allocator's trace."""
 
+import os
+import resource
+
 import torch
 
 from vitscale.errors import OutOfMemoryError
+from vitscale.planning import largest_micro_batch
+from vitscale.planning.machine import available_memory
+from vitscale.planning.tensors import DeviceType
 from vitscale.recipe import Recipe
 from vitscale.training.distributed import World
 from vitscale.training.plan import Plan
@@ -14,5 +20,37 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain(recipe: Recipe, plan: Plan, world: World) -> OutOfMemoryError:
-    """The error of a rank that has run out of memory."""
-    raise NotImplementedError
+    """The error of a rank that has run out of memory with the plan's micro-batch."""
+    per_rank = plan.micro_batch * plan.accumulation
+    smaller = max((size for size in range(1, plan.micro_batch) if per_rank % size == 0), default=None)
+    fits = None
+    if smaller is not None:  # the present one does not fit, whatever is expected of it
+        content = recipe.dump()
+        content["batch"]["micro_max"] = smaller
+        device: DeviceType = "cuda" if world.device.type == "cuda" else "cpu"
+        tried = Recipe.model_validate(content)
+        fits = largest_micro_batch(tried, plan.num_classes, world.size, _own_memory(world), device)
+    if fits is not None:
+        advice = f"{fits} should fit: --set batch.micro_max={fits} changes nothing but the rounding of sums"
+    else:
+        advice = (
+            "no smaller one is expected to fit: try --set parallelism.activation_checkpointing=1, a higher "
+            "parallelism.zero_stage, or more ranks"
+        )
+    return OutOfMemoryError(
+        f"rank {world.rank} is out of memory with micro-batches of {plan.micro_batch} images; {advice}"
+    )
+
+
+def _own_memory(world: World) -> int:
+    """Bytes that this rank has and can have together."""
+    if world.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(world.device)
+        return free + torch.cuda.memory_reserved(world.device)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    left = available_memory()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world.size)))
+    known = [limit] if limit != resource.RLIM_INFINITY else []
+    known += [used + left // local] if left is not None else []
+    return min(known, default=used)

@@ -54,6 +54,7 @@ from vitscale.training.interruption import Interruption
 from vitscale.training.metrics import METRICS_FILE, MetricsWriter
 from vitscale.training.pace import Pace
 from vitscale.training.plan import Plan
+from vitscale.training.preflight import preflight
 from vitscale.training.progress import TrainingProgress
 from vitscale.training.saves import Saves
 from vitscale.training.watchdog import Watchdog
@@ -100,6 +101,8 @@ class Trainer:
         self.lock: IO[str] | None = None  # both of rank 0 alone
         self.metrics: MetricsWriter
         distributed.on_main(self._claim_run_dir, run_dir)
+        for line in preflight(recipe, plan, run_dir, world, fragments.checkpoint_bytes(recipe, plan.num_classes)):
+            self._say(line)
         self._set_up_model()
         self.agreement = Agreement()
         distributed.set_timeout_everywhere(timedelta(seconds=recipe.check.step_timeout_s + _AFTER_THE_WATCHDOG_S))

@@ -1,0 +1,311 @@
+"""What has to be right before a run begins, and is seen only when its ranks have met: same code, same folder, room.
+
+A few exchanges between the ranks, whatever their number, before there is a model.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import secrets
+import shutil
+import socket
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+import vitscale
+from vitscale.checkpoint import LocalPlace, checkpoint_place
+from vitscale.errors import RecipeError
+from vitscale.evaluation.distributed import on_rank_zero
+from vitscale.planning import Memory, expected_memory, largest_micro_batch
+from vitscale.planning.machine import available_memory, has_bf16_instructions
+from vitscale.planning.tensors import DeviceType
+from vitscale.recipe import Recipe
+from vitscale.training import distributed
+from vitscale.training.plan import Plan
+
+_SHARED_WITHIN_SECONDS = 5.0  # a network file system may be late with what another machine has written
+_OF_EACH_MACHINE = ("root", "cache")  # of data: where they lie may differ, what they are may not
+_NAMED = 4
+
+
+def preflight(recipe: Recipe, plan: Plan, run_dir: Path, world: distributed.World, checkpoint_bytes: int) -> list[str]:
+    """Compare the ranks and their machines with each other and with what the run will need; all ranks call it together.
+
+    Args:
+        checkpoint_bytes: size of one checkpoint.
+
+    Returns:
+        Lines to print, the same on all ranks but for the seconds: warnings, and a summary.
+
+    Raises:
+        RecipeError: on all ranks alike, for what the run cannot begin or end with.
+    """
+    began = time.monotonic()
+    device: DeviceType = "cuda" if world.device.type == "cuda" else "cpu"
+    ranks: list[_Rank] = distributed.gather(_look_around(recipe, plan, world))
+    _check_agreement(ranks, recipe)
+    memory = on_rank_zero(lambda: expected_memory(recipe, plan.num_classes, world.size, plan.micro_batch, device))
+    warnings = _check_bf16(recipe, world, ranks) + _check_memory(recipe, plan, world, ranks, memory)
+    left = [rank.device_memory for rank in ranks if rank.device_memory is not None]
+    needs = f"{_binary(memory.device_bytes)}{f' of {_binary(min(left))}' if left else ''} a rank expected"
+    place = checkpoint_place(recipe, run_dir)
+    if isinstance(place, LocalPlace):
+        _check_shared(Path(place.root), world, ranks)
+        free, about_room = on_rank_zero(lambda: _check_room(recipe, place, checkpoint_bytes))
+        warnings += about_room
+        needs += f", checkpoints {_decimal(checkpoint_bytes)} each of {_decimal(free)} free"
+    hosts = len({rank.host for rank in ranks})
+    who = f"{_count(len(ranks), 'rank')} on {_count(hosts, 'host')} {'agree' if len(ranks) > 1 else 'ready'}"
+    summary = f"preflight: {who}; {needs} ({time.monotonic() - began:.1f} s)"
+    return [*(f"WARNING: {warning}" for warning in warnings), summary]
+
+
+# ---- The ranks -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What one rank sees.
+
+    Attributes:
+        host: name of its machine.
+        identity: what has to be the same everywhere, in words -> a digest or version.
+        device_memory: bytes that its device has left; on the CPU its equal part of what the machine has.
+        host_memory: bytes that its machine has left for all its ranks.
+        has_bf16: whether the device computes with bf16 itself.
+    """
+
+    host: str
+    identity: dict[str, str]
+    device_memory: int | None
+    host_memory: int | None
+    has_bf16: bool | None
+
+
+def _look_around(recipe: Recipe, plan: Plan, world: distributed.World) -> _Rank:
+    identity = {
+        "code of vitscale (sha256)": code_fingerprint(Path(vitscale.__file__).parent),
+        "version of torch": str(torch.__version__),
+        "version of deepspeed": deepspeed.__version__,
+        "version of Python": platform.python_version(),
+        "recipe (sha256)": hashlib.sha256(_canonical(recipe).encode()).hexdigest(),
+        "manifest of data.train (sha256)": plan.manifest.sha256,
+    }
+    of_machine = available_memory()
+    if world.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(world.device)
+        has_bf16: bool | None = torch.cuda.is_bf16_supported(including_emulation=False)
+        return _Rank(socket.gethostname(), identity, free, of_machine, has_bf16)
+    share = None if of_machine is None else of_machine // _local_size(world)
+    return _Rank(socket.gethostname(), identity, share, of_machine, has_bf16_instructions())
+
+
+def code_fingerprint(package: Path) -> str:
+    """sha256 over names and contents of the Python files and compiled parts of a package; or why there is none."""
+    total = hashlib.sha256()
+    try:
+        for path in sorted(path for pattern in ("*.py", "*.so") for path in package.rglob(pattern)):
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            total.update(f"{path.relative_to(package).as_posix()} {content}\n".encode())
+    except OSError as error:  # the other ranks wait for ours
+        return f"unreadable: {error}"
+    return total.hexdigest()
+
+
+def _canonical(recipe: Recipe) -> str:
+    content = recipe.dump()
+    for key in _OF_EACH_MACHINE:
+        del content["data"][key]
+    return json.dumps(content, sort_keys=True)
+
+
+def _local_size(world: distributed.World) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", str(world.size))))
+
+
+def _check_agreement(ranks: Sequence[_Rank], recipe: Recipe) -> None:
+    """Raise `RecipeError` where not all ranks are the same, naming those that differ from most."""
+    problems = []
+    for what in ranks[0].identity:
+        values = [rank.identity[what] for rank in ranks]
+        counts = Counter(values)
+        if len(counts) == 1:
+            continue
+        usual, number = counts.most_common(1)[0]  # of equally many, rank 0's
+        for value in counts:
+            if value != usual:
+                where = _describe([index for index, other in enumerate(values) if other == value], ranks)
+                problems.append(f"  {what}: {value[:16]} on {where}, {usual[:16]} on {_count(number, 'other rank')}")
+    if not problems:
+        return
+    # All ranks see the same problems, so all come here.
+    recipes = [json.loads(text) for text in distributed.gather(_canonical(recipe))]
+    usual_recipe = Counter(map(str, recipes)).most_common(1)[0][0]
+    usual = next(content for content in recipes if str(content) == usual_recipe)
+    problems += dict.fromkeys(line for other in recipes for line in _differing_keys(usual, other))
+    raise RecipeError(
+        "the ranks of this launch are not the same:\n" + "\n".join(problems) + "\nStart all ranks with one command, "
+        "on machines that have one version of everything and the same data"
+    ).on_all_ranks()
+
+
+def _differing_keys(usual: dict[str, Any], other: dict[str, Any], prefix: str = "") -> list[str]:
+    lines = []
+    for key in sorted({*usual, *other}):
+        here, there = other.get(key), usual.get(key)
+        if isinstance(here, dict) and isinstance(there, dict):
+            lines += _differing_keys(there, here, f"{prefix}{key}.")
+        elif here != there:
+            lines.append(f"    {prefix}{key}: {here!r}, elsewhere {there!r}")
+    return lines
+
+
+def _describe(indices: Sequence[int], ranks: Sequence[_Rank]) -> str:
+    """Some ranks and their machines, in words."""
+    by_host: dict[str, list[int]] = {}
+    for index in indices:
+        by_host.setdefault(ranks[index].host, []).append(index)
+    named = [
+        f"{'rank' if len(own) == 1 else 'ranks'} {', '.join(map(str, own[:_NAMED]))}"
+        f"{f' and {len(own) - _NAMED} more' if len(own) > _NAMED else ''} on {host}"
+        for host, own in list(by_host.items())[:_NAMED]
+    ]
+    more = f"; and on {_count(len(by_host) - _NAMED, 'more host')}" if len(by_host) > _NAMED else ""
+    return "; ".join(named) + more
+
+
+# ---- Devices ---------------------------------------------------------------------------------------------------------
+
+
+def _check_bf16(recipe: Recipe, world: distributed.World, ranks: Sequence[_Rank]) -> list[str]:
+    without = [index for index, rank in enumerate(ranks) if rank.has_bf16 is False]
+    if recipe.precision != "bf16" or not without:
+        return []
+    where, advice = _describe(without, ranks), "--set precision=fp32"
+    if world.device.type == "cuda":
+        raise RecipeError(f"precision bf16: the device of {where} does not compute in it; use {advice}").on_all_ranks()
+    return [f"precision bf16: the processor of {where} has no instructions for it, so that it is slow; use {advice}"]
+
+
+def _check_memory(
+    recipe: Recipe, plan: Plan, world: distributed.World, ranks: Sequence[_Rank], memory: Memory
+) -> list[str]:
+    warnings = []
+    in_hosts = memory.host_bytes * _local_size(world)
+    small_hosts = [index for index, rank in enumerate(ranks) if (rank.host_memory or in_hosts) < in_hosts]
+    if small_hosts:
+        warnings.append(
+            f"the ranks of one machine are expected to need {_binary(in_hosts)} of host memory; "
+            f"{_describe(small_hosts, ranks)} have less: --set checkpoint.background=false saves "
+            f"{_binary(memory.host_checkpoint)} a rank"
+        )
+    left = [rank.device_memory for rank in ranks]
+    known = [bytes_left for bytes_left in left if bytes_left is not None]
+    if not known or memory.device_bytes <= min(known):
+        return warnings
+    least = min(known)
+    where = _describe([left.index(least)], ranks)
+    if memory.states > least:
+        raise RecipeError(
+            f"the model does not fit: weights, gradients and optimizer of one rank need {_binary(memory.states)}, and "
+            f"{where} has {_binary(least)}. Use more ranks with parallelism.zero_stage 2 or 3, or parallelism.offload"
+        ).on_all_ranks()
+    fitting = on_rank_zero(lambda: largest_micro_batch(recipe, plan.num_classes, world.size, least, memory.device))
+    advice = (
+        f"batch.micro_max {fitting} should fit"
+        if fitting is not None
+        else "not even one image at once is expected to fit: try parallelism.activation_checkpointing or .zero_stage"
+    )
+    return [
+        *warnings,
+        f"one rank is expected to need {_binary(memory.device_bytes)} with {plan.micro_batch} images at once, and "
+        f"{where} has {_binary(least)}; {advice}",
+    ]
+
+
+# ---- Folders ---------------------------------------------------------------------------------------------------------
+
+
+def _check_shared(folder: Path, world: distributed.World, ranks: Sequence[_Rank]) -> None:
+    """Raise `RecipeError` unless what rank 0 writes into the folder is there for all."""
+    token = folder / f".preflight-{on_rank_zero(lambda: secrets.token_hex(8))}"
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        token.touch()
+
+    distributed.on_main(write, folder)
+    is_seen = distributed.gather(_appears(token))
+    if world.is_main:
+        with suppress(OSError):
+            token.unlink()
+    blind = [index for index, seen in enumerate(is_seen) if not seen]
+    if blind:
+        raise RecipeError(
+            f"{folder} is not the same folder on all machines: what rank 0 on {ranks[0].host} writes there is not seen "
+            f"by {_describe(blind, ranks)}. Checkpoints need a shared file system: choose --run-dir on one, or set "
+            f"checkpoint.dir to a folder on one or to a URL"
+        ).on_all_ranks()
+
+
+def _appears(path: Path) -> bool:
+    deadline = time.monotonic() + _SHARED_WITHIN_SECONDS
+    while True:
+        with suppress(OSError):
+            # Looking into the folders makes a network file system ask its server instead of its memory.
+            for folder in (path.parent.parent, path.parent):
+                with os.scandir(folder) as entries:
+                    next(entries, None)
+            if path.exists():
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+
+
+def _check_room(recipe: Recipe, place: LocalPlace, checkpoint_bytes: int) -> tuple[int, list[str]]:
+    """(bytes free, warnings) of the folder of checkpoints. Raises `RecipeError` where the next one does not fit."""
+    try:
+        free, present = shutil.disk_usage(place.root).free, len(place.steps())
+    except OSError as error:
+        raise RecipeError(f"{error.filename or place.root} cannot be read: {error.strerror or error}") from None
+    keep = recipe.checkpoint.keep
+    size, left = _decimal(checkpoint_bytes), f"{_decimal(free)} are free"
+    if free < 1.5 * checkpoint_bytes:
+        raise RecipeError(
+            f"{place.root}: {left}, and a checkpoint has {size}; half as much again has to be free. Make room, or set "
+            f"checkpoint.dir to another folder or a URL"
+        )
+    to_come = max(1, keep + 1 - present)
+    if free < to_come * checkpoint_bytes:
+        return free, [
+            f"{place.root}: {left}, and {to_come} checkpoints to come have {size} each (checkpoint.keep is {keep}, "
+            f"and one more is there while it is written)"
+        ]
+    return free, []
+
+
+# ---- Words -----------------------------------------------------------------------------------------------------------
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _binary(size: int) -> str:
+    """Memory, as its makers count it."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def _decimal(size: int) -> str:
+    """Room on a disk, as its makers count it."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
