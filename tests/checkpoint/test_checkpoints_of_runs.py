@@ -1,0 +1,121 @@
+"""Where the checkpoints of a run are, and what evaluation and export make of them."""
+
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from vitscale.checkpoint import (
+    CHECKPOINTS,
+    RECIPE_FILE,
+    CheckpointStore,
+    Fragment,
+    Index,
+    LocalPlace,
+    RemotePlace,
+    checkpoint_place,
+)
+from vitscale.cli.main import app
+from vitscale.evaluation.finished import evaluate_run, load_model, open_run
+from vitscale.models import build_model
+from vitscale.recipe import Recipe, validate_recipe
+from vitscale.shards.generated import CLASS_NAMES, write_generated_dataset
+
+
+def recipe(data: Path, where: str | None = None) -> Recipe:
+    return validate_recipe(
+        {
+            "model": {"name": "ViT-Ti/16", "depth": 1, "head": "linear"},
+            "data": {"train": str(data), "image_size": 32, "cache": {"dir": str(data.parent / "cache")}},
+            "batch": {"global": 8},
+            "optimizer": {"name": "adamw", "lr": 1e-3},
+            "schedule": {"duration": {"steps": 3}},
+            "evaluation": {"validation": str(data)},
+            "checkpoint": {"dir": where},
+            "precision": "fp32",
+        },
+        "test",
+    )
+
+
+@pytest.mark.parametrize("where", ["/big/disk", "file:///big/disk/", "s3://bucket/of/runs/"])
+def test_checkpoints_elsewhere_have_the_name_of_the_run(where, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for run in (Path("runs/mine"), tmp_path / "mine", Path("runs/other/../mine/")):
+        place = checkpoint_place(recipe(tmp_path / "data", where), run)
+        if where.startswith("s3"):
+            assert isinstance(place, RemotePlace) and place.root == "s3://bucket/of/runs/mine"
+        else:
+            assert isinstance(place, LocalPlace) and place.root == "/big/disk/mine"
+    assert checkpoint_place(recipe(tmp_path / "data"), tmp_path / "mine").root == str(tmp_path / "mine" / CHECKPOINTS)
+
+
+def weights(recipe: Recipe, seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    with torch.device("meta"):
+        model = build_model(recipe, len(CLASS_NAMES))
+    return {name: torch.randn(parameter.shape) * 0.3 for name, parameter in model.named_parameters()}
+
+
+def write_run(run_dir: Path, recipe: Recipe, kinds: dict[str, dict[str, torch.Tensor]]) -> None:
+    """A run with one checkpoint of these weights, by kind."""
+    run_dir.mkdir()
+    (run_dir / RECIPE_FILE).write_text(yaml.safe_dump(recipe.dump()))
+    names = {name: list(value.shape) for name, value in kinds["master"].items()}
+    index = Index(
+        step=3,
+        world_size=1,
+        shapes=names,
+        kinds=list(kinds),
+        optimizer_steps=3,
+        recipe=recipe.dump(),
+        data={"class_names": list(CLASS_NAMES)},
+        versions={},
+    )
+    pieces = [Fragment(name, 0, {kind: kinds[kind][name].flatten() for kind in kinds}) for name in names]
+    CheckpointStore(checkpoint_place(recipe, run_dir)).save(index, pieces)
+
+
+def test_the_average_is_evaluated_and_exported_unless_the_last_weights_are_asked_for(tmp_path):
+    """Checkpoints elsewhere, one at a URL: of what they are the average makes no difference to where they are."""
+    write_generated_dataset(tmp_path / "data", [40], seed=0)
+    last, average = (weights(recipe(tmp_path / "data"), seed) for seed in (1, 2))
+    both, without = tmp_path / "both", tmp_path / "without"
+    try:
+        write_run(both, recipe(tmp_path / "data", "memory://elsewhere"), {"master": last, "ema": average})
+        write_run(without, recipe(tmp_path / "data", str(tmp_path / "elsewhere")), {"master": average})
+        only_last = tmp_path / "last"
+        write_run(only_last, recipe(tmp_path / "data"), {"master": last})
+        assert not (both / CHECKPOINTS).exists() and not (without / CHECKPOINTS).exists()
+
+        assert evaluate_run(both) == evaluate_run(without)
+        assert evaluate_run(both, use_average=False) == evaluate_run(only_last) != evaluate_run(both)
+        read, reader = open_run(both)
+        for use_average, expected in ((True, average), (False, last)):
+            model = load_model(read, reader, torch.device("cpu"), use_average=use_average)
+            assert all(torch.equal(value, expected[name]) for name, value in model.named_parameters())
+
+        for flags, expected, words in (([], average, ", average of the weights"), (["--no-ema"], last, "step 3 as")):
+            out = tmp_path / f"out{len(flags)}.safetensors"
+            done = CliRunner().invoke(app, ["export", str(both), "--format", "safetensors", "--out", str(out), *flags])
+            assert done.exit_code == 0 and words in done.output, done.output
+            written = load_file(out)
+            assert written.keys() == expected.keys()
+            assert all(torch.equal(value, expected[name]) for name, value in written.items())
+        shown = [
+            CliRunner().invoke(app, ["evaluate", str(run), "--json", *flags]).output
+            for run, flags in ((both, ["--no-ema"]), (only_last, []), (both, []))
+        ]
+        assert shown[0] == shown[1] != shown[2]
+    finally:
+        fsspec.filesystem("memory").rm("/elsewhere", recursive=True)
+
+
+def test_only_a_run_has_an_average(tmp_path):
+    out = ["--format", "npz", "--out", str(tmp_path / "a.npz")]
+    done = CliRunner().invoke(app, ["export", "ViT-Ti/16", *out, "--num-classes", "3", "--no-ema"])
+    assert done.exit_code != 0 and "--no-ema: ViT-Ti/16 is a model's name" in str(done.exception)
