@@ -70,8 +70,9 @@ class Memory:
 
     @property
     def states(self) -> int:
-        """Weights, gradients and optimizer: what is there whatever the micro-batch."""
-        return self.weights + self.optimizer + self.ema + self.gradients + self.update
+        """Weights, gradients and optimizer: what the device has to hold whatever the micro-batch."""
+        offloaded = self.host_optimizer if self.device == "cpu" else 0
+        return self.weights + self.optimizer + self.ema + self.gradients + self.update + offloaded
 
     @property
     def device_bytes(self) -> int:

@@ -35,6 +35,7 @@ from vitscale.training.plan import Plan
 _SHARED_WITHIN_SECONDS = 5.0  # a network file system may be late with what another machine has written
 _OF_EACH_MACHINE = ("root", "cache")  # of data: where they lie may differ, what they are may not
 _NAMED = 4
+_DIGITS = 16  # of a sha256
 
 
 def preflight(recipe: Recipe, plan: Plan, run_dir: Path, world: distributed.World, checkpoint_bytes: int) -> list[str]:
@@ -55,7 +56,7 @@ def preflight(recipe: Recipe, plan: Plan, run_dir: Path, world: distributed.Worl
     _check_agreement(ranks, recipe)
     memory = on_rank_zero(lambda: expected_memory(recipe, plan.num_classes, world.size, plan.micro_batch, device))
     warnings = _check_bf16(recipe, world, ranks) + _check_memory(recipe, plan, world, ranks, memory)
-    left = [rank.device_memory for rank in ranks if rank.device_memory is not None]
+    left = [bytes_left for bytes_left in _device_memory(ranks) if bytes_left is not None]
     needs = f"{_binary(memory.device_bytes)}{f' of {_binary(min(left))}' if left else ''} a rank expected"
     place = checkpoint_place(recipe, run_dir)
     if isinstance(place, LocalPlace):
@@ -79,7 +80,7 @@ class _Rank:
     Attributes:
         host: name of its machine.
         identity: what has to be the same everywhere, in words -> a digest or version.
-        device_memory: bytes that its device has left; on the CPU its equal part of what the machine has.
+        device_memory: bytes that a CUDA device has left.
         host_memory: bytes that its machine has left for all its ranks.
         has_bf16: whether the device computes with bf16 itself.
     """
@@ -97,28 +98,28 @@ def _look_around(recipe: Recipe, plan: Plan, world: distributed.World) -> _Rank:
         "version of torch": str(torch.__version__),
         "version of deepspeed": deepspeed.__version__,
         "version of Python": platform.python_version(),
-        "recipe (sha256)": hashlib.sha256(_canonical(recipe).encode()).hexdigest(),
-        "manifest of data.train (sha256)": plan.manifest.sha256,
+        "recipe (sha256)": _digest(_canonical(recipe).encode()),
+        "manifest of data.train (sha256)": plan.manifest.sha256[:_DIGITS],
     }
-    of_machine = available_memory()
+    free, has_bf16 = None, has_bf16_instructions()
     if world.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(world.device)
-        has_bf16: bool | None = torch.cuda.is_bf16_supported(including_emulation=False)
-        return _Rank(socket.gethostname(), identity, free, of_machine, has_bf16)
-    share = None if of_machine is None else of_machine // _local_size(world)
-    return _Rank(socket.gethostname(), identity, share, of_machine, has_bf16_instructions())
+        free, has_bf16 = torch.cuda.mem_get_info(world.device)[0], torch.cuda.is_bf16_supported(False)
+    return _Rank(socket.gethostname(), identity, free, available_memory(), has_bf16)
 
 
 def code_fingerprint(package: Path) -> str:
-    """sha256 over names and contents of the Python files and compiled parts of a package; or why there is none."""
+    """Beginning of a sha256 over a package's Python files and compiled parts, names and contents; or why not."""
     total = hashlib.sha256()
     try:
         for path in sorted(path for pattern in ("*.py", "*.so") for path in package.rglob(pattern)):
-            content = hashlib.sha256(path.read_bytes()).hexdigest()
-            total.update(f"{path.relative_to(package).as_posix()} {content}\n".encode())
+            total.update(f"{path.relative_to(package).as_posix()} {_digest(path.read_bytes())}\n".encode())
     except OSError as error:  # the other ranks wait for ours
         return f"unreadable: {error}"
-    return total.hexdigest()
+    return total.hexdigest()[:_DIGITS]
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:_DIGITS]
 
 
 def _canonical(recipe: Recipe) -> str:
@@ -126,10 +127,6 @@ def _canonical(recipe: Recipe) -> str:
     for key in _OF_EACH_MACHINE:
         del content["data"][key]
     return json.dumps(content, sort_keys=True)
-
-
-def _local_size(world: distributed.World) -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", str(world.size))))
 
 
 def _check_agreement(ranks: Sequence[_Rank], recipe: Recipe) -> None:
@@ -144,7 +141,7 @@ def _check_agreement(ranks: Sequence[_Rank], recipe: Recipe) -> None:
         for value in counts:
             if value != usual:
                 where = _describe([index for index, other in enumerate(values) if other == value], ranks)
-                problems.append(f"  {what}: {value[:16]} on {where}, {usual[:16]} on {_count(number, 'other rank')}")
+                problems.append(f"  {what}: {value} on {where}, {usual} on {_count(number, 'other rank')}")
     if not problems:
         return
     # All ranks see the same problems, so all come here.
@@ -196,19 +193,32 @@ def _check_bf16(recipe: Recipe, world: distributed.World, ranks: Sequence[_Rank]
     return [f"precision bf16: the processor of {where} has no instructions for it, so that it is slow; use {advice}"]
 
 
+def _host_memory(ranks: Sequence[_Rank]) -> list[int | None]:
+    """What each rank may take of its machine's memory: an equal part."""
+    on_host = Counter(rank.host for rank in ranks)
+    return [None if rank.host_memory is None else rank.host_memory // on_host[rank.host] for rank in ranks]
+
+
+def _device_memory(ranks: Sequence[_Rank]) -> list[int | None]:
+    """What each rank has for its model; on the CPU that is host memory."""
+    of_hosts = _host_memory(ranks)
+    return [
+        of_host if rank.device_memory is None else rank.device_memory
+        for rank, of_host in zip(ranks, of_hosts, strict=True)
+    ]
+
+
 def _check_memory(
     recipe: Recipe, plan: Plan, world: distributed.World, ranks: Sequence[_Rank], memory: Memory
 ) -> list[str]:
     warnings = []
-    in_hosts = memory.host_bytes * _local_size(world)
-    small_hosts = [index for index, rank in enumerate(ranks) if (rank.host_memory or in_hosts) < in_hosts]
-    if small_hosts:
+    small = [index for index, left in enumerate(_host_memory(ranks)) if left is not None and left < memory.host_bytes]
+    if small:
         warnings.append(
-            f"the ranks of one machine are expected to need {_binary(in_hosts)} of host memory; "
-            f"{_describe(small_hosts, ranks)} have less: --set checkpoint.background=false saves "
-            f"{_binary(memory.host_checkpoint)} a rank"
+            f"one rank is expected to need {_binary(memory.host_bytes)} of host memory, and {_describe(small, ranks)} "
+            f"has less; --set checkpoint.background=false saves {_binary(memory.host_checkpoint)} of it"
         )
-    left = [rank.device_memory for rank in ranks]
+    left = _device_memory(ranks)
     known = [bytes_left for bytes_left in left if bytes_left is not None]
     if not known or memory.device_bytes <= min(known):
         return warnings
@@ -237,7 +247,8 @@ def _check_memory(
 
 def _check_shared(folder: Path, world: distributed.World, ranks: Sequence[_Rank]) -> None:
     """Raise `RecipeError` unless what rank 0 writes into the folder is there for all."""
-    token = folder / f".preflight-{on_rank_zero(lambda: secrets.token_hex(8))}"
+    folder_of_main, name = on_rank_zero(lambda: (str(folder), f".preflight-{secrets.token_hex(8)}"))
+    token = folder / name
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -251,8 +262,8 @@ def _check_shared(folder: Path, world: distributed.World, ranks: Sequence[_Rank]
     blind = [index for index, seen in enumerate(is_seen) if not seen]
     if blind:
         raise RecipeError(
-            f"{folder} is not the same folder on all machines: what rank 0 on {ranks[0].host} writes there is not seen "
-            f"by {_describe(blind, ranks)}. Checkpoints need a shared file system: choose --run-dir on one, or set "
+            f"{folder_of_main} is not the same folder on all machines: what rank 0 on {ranks[0].host} writes there is "
+            f"not seen by {_describe(blind, ranks)}. Checkpoints need a shared file system: choose --run-dir on one, or set "
             f"checkpoint.dir to a folder on one or to a URL"
         ).on_all_ranks()
 

@@ -1,0 +1,62 @@
+"""What a rank of the preflight's tests does. No vitscale is imported before a rank has chosen its copy of it."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+OTHER_RANK = 2
+BATCH = {"batch": {"global": 24, "micro_max": 8}}
+
+
+def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[str, Any]]) -> None:
+    """Entry point of a rank: each job is {name, and what differs from a good launch}; outcomes go to files.
+
+    Ranks run one copy of the package, `root/code/vitscale`, and rank 2 another, `root/other-code/vitscale`. A job may
+    have: `recipe` blocks for all ranks, `other` blocks for rank 2 alone, `manifest` and `run_dir` that only rank 2 has,
+    `code` that is appended to a file of its package, `checkpoint_bytes`.
+    """
+    is_other = rank == OTHER_RANK
+    code = root / ("other-code" if is_other else "code")
+    sys.path.insert(0, str(code))
+    import torch
+    from ranks import join, make_recipe
+
+    import vitscale
+
+    world = join(rank, world_size, port)
+
+    from dataclasses import replace
+
+    from vitscale.errors import RecipeError
+    from vitscale.shards import Manifest
+    from vitscale.training import preflight
+    from vitscale.training.plan import plan_run
+
+    preflight._SHARED_WITHIN_SECONDS = 0.5
+    assert Path(vitscale.__file__).is_relative_to(code)
+    plan = plan_run(make_recipe(root, **BATCH), rank, world_size)
+    for job in jobs:
+        recipe = make_recipe(root, **{**BATCH, **job.get("recipe", {})}, **(job.get("other", {}) if is_other else {}))
+        own_plan = replace(plan, micro_batch=recipe.batch.split(world_size)[0])
+        run_dir = root / "run"
+        changed = root / "other-code" / "vitscale" / "errors.py"
+        if is_other and "manifest" in job:
+            own_plan = replace(own_plan, manifest=Manifest.load(str(root / job["manifest"])))
+        if is_other and "run_dir" in job:
+            run_dir = root / job["run_dir"]
+        unchanged = changed.read_text() if is_other else ""
+        if is_other:
+            changed.write_text(unchanged + job.get("code", ""))
+        outcome: dict[str, Any] = {}
+        try:
+            outcome["lines"] = preflight.preflight(recipe, own_plan, run_dir, world, job.get("checkpoint_bytes", 1000))
+        except RecipeError as error:
+            outcome |= {"error": str(error), "on_all_ranks": error.is_on_all_ranks}
+        if is_other:
+            changed.write_text(unchanged)
+        (root / f"{job['name']}-{rank}.json").write_text(json.dumps(outcome))
+    torch.distributed.barrier()
+    sys.stdout.flush()
+    os._exit(0)

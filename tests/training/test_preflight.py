@@ -1,0 +1,135 @@
+"""Three real ranks look around before a run: each job of one launch has something wrong with it."""
+
+import json
+import re
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.multiprocessing as mp
+from preflight_ranks import run_jobs
+from ranks import make_data
+
+import vitscale
+from vitscale.shards.generated import write_generated_dataset
+from vitscale.training.distributed import free_port
+from vitscale.training.preflight import code_fingerprint
+
+HOST = socket.gethostname()
+B16 = {"model": {"name": "ViT-B/16", "patch_size": 16, "width": 768, "depth": 12, "mlp_dim": 3072, "num_heads": 12}}
+LARGE = {**B16, "data": {"image_size": 224}, "batch": {"global": 3 * 4096, "micro_max": 4096}}
+HUGE = {"model": {"width": 2**14, "depth": 64, "mlp_dim": 2**16, "num_heads": 64}}
+JOBS: list[dict[str, Any]] = [
+    {"name": "good"},
+    {"name": "manifest", "manifest": "other"},
+    {"name": "recipe", "other": {"optimizer": {"name": "sgd", "lr": 0.25}}},
+    {"name": "code", "code": "# one more line\n"},
+    {"name": "folder", "run_dir": "elsewhere/run"},
+    {"name": "full", "checkpoint_bytes": 10**18},
+    {"name": "micro-batch", "recipe": LARGE},
+    {"name": "model", "recipe": HUGE},
+    {"name": "remote", "recipe": {"checkpoint": {"dir": "memory://bucket/runs"}}, "run_dir": "elsewhere/run"},
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each job came to, rank by rank."""
+    root = tmp_path_factory.mktemp("preflight")
+    make_data(root)
+    write_generated_dataset(root / "other", [24], seed=7)
+    shutil.copytree(Path(vitscale.__file__).parent, root / "code" / "vitscale")
+    shutil.copytree(root / "code", root / "other-code")
+    # Twice this fits, three times does not.
+    tight = {"name": "tight", "checkpoint_bytes": int(shutil.disk_usage(root).free / 2.2)}
+    jobs = [*JOBS, tight]
+    mp.spawn(run_jobs, (3, int(free_port()), root, jobs), nprocs=3)
+    leftovers = [path.name for path in root.rglob(".preflight-*")]
+    assert leftovers == []
+    return {job["name"]: [json.loads((root / f"{job['name']}-{r}.json").read_text()) for r in range(3)] for job in jobs}
+
+
+def error_of(outcomes: dict[str, list[dict[str, Any]]], name: str) -> str:
+    """The message, which all ranks raise alike."""
+    assert all(outcome == outcomes[name][0] for outcome in outcomes[name])
+    assert outcomes[name][0]["on_all_ranks"]
+    return outcomes[name][0]["error"]
+
+
+def warnings_of(outcomes: dict[str, list[dict[str, Any]]], name: str) -> list[str]:
+    """What stands before the summary, without what this machine's processor adds."""
+    *warnings, summary = outcomes[name][0]["lines"]
+    assert summary.startswith("preflight: 3 ranks on 1 host agree; ")
+    return [line for line in warnings if "instructions" not in line]
+
+
+def test_a_good_launch_is_told_in_one_line(outcomes):
+    assert warnings_of(outcomes, "good") == []
+    pattern = (
+        r"preflight: 3 ranks on 1 host agree; \d+ MiB of [\d.]+ GiB a rank expected, "
+        r"checkpoints 0.0 MB each of [\d.]+ GB free \([\d.]+ s\)"
+    )
+    assert re.fullmatch(pattern, outcomes["good"][0]["lines"][-1])
+
+
+def test_other_data_on_one_rank_are_named(outcomes):
+    message = error_of(outcomes, "manifest")
+    assert re.search(rf"manifest of data.train \(sha256\): \w{{16}} on rank 2 on {HOST}, \w{{16}} on 2 ", message)
+    assert "code" not in message and "recipe" not in message
+
+
+def test_another_recipe_on_one_rank_is_told_key_by_key(outcomes):
+    message = error_of(outcomes, "recipe")
+    assert f"on rank 2 on {HOST}" in message
+    assert "optimizer.lr: 0.25, elsewhere 0.003" in message
+    assert "optimizer.name: 'sgd', elsewhere 'adamw'" in message
+
+
+def test_another_line_of_code_on_one_rank_is_seen(outcomes):
+    message = error_of(outcomes, "code")
+    assert re.search(rf"code of vitscale \(sha256\): \w{{16}} on rank 2 on {HOST}", message)
+    assert "recipe" not in message
+
+
+def test_a_folder_that_one_rank_does_not_see_is_refused(outcomes):
+    message = error_of(outcomes, "folder")
+    assert "run/checkpoints is not the same folder on all machines" in message
+    assert f"not seen by rank 2 on {HOST}" in message
+
+
+def test_checkpoints_at_a_url_need_no_shared_folder(outcomes):
+    assert warnings_of(outcomes, "remote") == []
+    assert "checkpoints" not in outcomes["remote"][0]["lines"][-1]
+
+
+def test_a_full_disk_ends_the_run_before_it_begins(outcomes):
+    assert re.search(r"[\d.]+ GB are free, and a checkpoint has 1000000000.0 GB", error_of(outcomes, "full"))
+
+
+def test_a_disk_for_fewer_checkpoints_than_are_kept_is_a_warning(outcomes):
+    (warning,) = warnings_of(outcomes, "tight")
+    assert "3 checkpoints to come" in warning
+
+
+def test_too_large_a_micro_batch_is_a_warning_that_names_one_that_fits(outcomes):
+    (warning,) = warnings_of(outcomes, "micro-batch")
+    assert "with 4096 images at once" in warning
+    assert re.search(r"batch.micro_max \d+ should fit", warning)
+
+
+def test_a_model_that_cannot_fit_is_refused(outcomes):
+    assert "the model does not fit: weights, gradients and optimizer of one rank need" in error_of(outcomes, "model")
+
+
+def test_a_fingerprint_is_of_names_and_contents(tmp_path):
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "a.py").write_text("a = 1\n")
+    first = code_fingerprint(tmp_path)
+    (tmp_path / "part" / "notes.txt").write_text("no code")
+    assert code_fingerprint(tmp_path) == first
+    (tmp_path / "part" / "a.py").rename(tmp_path / "part" / "b.py")
+    renamed = code_fingerprint(tmp_path)
+    (tmp_path / "part" / "view.so").write_bytes(b"compiled")
+    assert len({first, renamed, code_fingerprint(tmp_path)}) == 3
