@@ -2,6 +2,8 @@
 
 `metrics.jsonl` has one JSON object a line. Training lines have `step` (updates done, from 1), `loss`, `lr`,
 `grad_norm`, `images_per_s`, `data_wait`, `step_time_s`, `world_size`, `exaflops`, `mfu`, `peak_memory_bytes`,
+`checkpoint_stall_s` (training stood still for saves, since the last line), `anomalies` (of the run so far),
+`slowest_rank`, `slowest_rank_s` and `median_rank_s` (own seconds a step: forward passes and waiting for data),
 `bad_samples` (damaged, since the last line) and `batch_digest`, as far as each is known; evaluations are lines of
 their own with `step` and `eval/<evaluator>/<metric>`. A value that is not finite is null: JSON has no NaN.
 

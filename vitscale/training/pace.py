@@ -4,6 +4,8 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator
 
+import torch
+
 from vitscale.data import Batch
 
 
@@ -41,3 +43,38 @@ class Pace:
         waited = self._waited / steps
         self._start_interval(step)
         return seconds, waited
+
+
+class OwnWork:
+    """Seconds of this rank's forward passes: there it waits for no other one, but under ZeRO 3.
+
+    All ranks take equally long for a step, since they wait for the slowest one when gradients are summed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """What is computed in here counts."""
+        if self._is_cuda:
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[0].record()
+            yield
+            events[1].record()
+            self._events.append(events)
+        else:
+            began = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - began
+
+    def take(self) -> float:
+        """Seconds since this was last asked. The device waits for nothing else then."""
+        for first, last in self._events:
+            last.synchronize()
+            self._seconds += first.elapsed_time(last) / 1000
+        self._events.clear()
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds

@@ -10,6 +10,7 @@ import json
 import math
 import platform
 import resource
+import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -52,7 +53,7 @@ from vitscale.training.engine import Fp32Accumulation, build_engine, is_plain
 from vitscale.training.initial_values import InitialValues
 from vitscale.training.interruption import Interruption
 from vitscale.training.metrics import METRICS_FILE, MetricsWriter
-from vitscale.training.pace import Pace
+from vitscale.training.pace import OwnWork, Pace
 from vitscale.training.plan import Plan
 from vitscale.training.preflight import preflight
 from vitscale.training.progress import TrainingProgress
@@ -98,6 +99,8 @@ class Trainer:
         self.values: dict[str, float] = {}  # of the last evaluation
         for warning in plan.warnings:
             self._say(f"WARNING: {warning}")
+        self.own_work = OwnWork(world.device)
+        self.hosts = distributed.gather(socket.gethostname())
         self.lock: IO[str] | None = None  # both of rank 0 alone
         self.metrics: MetricsWriter
         distributed.on_main(self._claim_run_dir, run_dir)
@@ -194,6 +197,7 @@ class Trainer:
             self.step = self.saved_step = reader.index.step
             self.position = reader.index.position
             self.selection, state = reader.index.selection, reader.index.anomalies
+        self.logged_step = self.step
         self.anomalies = AnomalyRecord(self.recipe.anomalies, state)
         self.average = WeightAverage(self.engine, self.recipe.ema) if self.recipe.ema is not None else None
         if self.average is not None and reader is not None:
@@ -264,22 +268,25 @@ class Trainer:
             is_last = micro_step == self.plan.accumulation - 1
             labels = batch.labels[rows].to(self.world.device)
             self._seed_dropout(micro_step)
-            logits = self.engine(to_model_input(batch.images[rows], self.world.device, self.dtype))
-            losses = self.plan.objective.per_sample_loss(logits, labels)
+            with self.own_work.counted():
+                logits = self.engine(to_model_input(batch.images[rows], self.world.device, self.dtype))
+                losses = self.plan.objective.per_sample_loss(logits, labels)
             if not is_whole:
                 losses = torch.where(batch.mask[rows].to(self.world.device), losses, 0.0)
             step.losses.append(losses.detach())
             step.loss_sum.add_(losses.detach().sum())
             if is_last and self.anomalies.losses is not None:
                 mean, limit = self._mean_loss(step), self.anomalies.losses.limit()
-            # DeepSpeed drops an update whose gradient is not finite, in every stage, with all that it has gathered.
-            self.engine.backward(losses.sum() * (math.nan if mean > limit else scale))
+            leaps = limit < mean < math.inf
+            # DeepSpeed drops an update whose gradient is not finite, in every stage, with all that it has gathered. A
+            # loss that is not finite may have a gradient that is: nothing times it is NaN, and no device has to wait.
+            self.engine.backward(losses.sum() * (math.nan if leaps else scale + 0.0 * step.loss_sum))
             if is_plain(self.recipe) and is_last:
                 self._clip_plain()
             self.engine.step()
         if not is_plain(self.recipe):
             self.gradient_norm = float(self.engine.get_global_grad_norm())
-        if mean > limit:
+        if leaps:
             raise Anomaly("spike", step)
         if self.engine.skipped_steps > skipped_before or not math.isfinite(self.gradient_norm):
             raise Anomaly("non-finite", step)
@@ -526,7 +533,9 @@ class Trainer:
     def _log(self, batch: Batch, step: TrainStep, pace: Pace) -> None:
         """One line of metrics; all ranks take part, rank 0 writes."""
         seconds, waited = pace.per_step(self.step)
-        numbers = [step.loss_sum.item(), waited, self._peak_memory(), self.bad_samples]
+        own = waited + self.own_work.take() / (self.step - self.logged_step)
+        self.logged_step = self.step
+        numbers = [step.loss_sum.item(), waited, self._peak_memory(), self.bad_samples, own]
         rows = distributed.gather_numbers(self.world, numbers)
         stalled_s, self.bad_samples = self.saves.stalled_s(), 0
         digest = distributed.sum_integers(self.world, batch.digest) if batch.digest is not None else None
@@ -546,6 +555,11 @@ class Trainer:
             "exaflops": accounting.exaflops(self.work.accounting_macs, self.step * global_batch),
             "peak_memory_bytes": int(rows[:, 2].max().item()),
         }
+        if self.world.size > 1:
+            slowest = int(rows[:, 4].argmax())
+            line["slowest_rank"] = f"{slowest} ({self.hosts[slowest]})"
+            line["slowest_rank_s"] = rows[slowest, 4].item()
+            line["median_rank_s"] = rows[:, 4].median().item()
         mfu = accounting.mfu(images_per_s, self.work.macs, self.world.size, self.peak_flops)
         if mfu is not None:
             line["mfu"] = mfu
