@@ -15,6 +15,7 @@ if sys.path and sys.path[0] and Path(sys.path[0]).resolve() == _HERE:
     sys.path[0] = str(_HERE.parent)
 
 import argparse  # noqa: E402
+import contextlib  # noqa: E402
 import faulthandler  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
@@ -72,8 +73,9 @@ def main() -> None:
         if rank == "0" or not error.is_on_all_ranks:
             speaker = "" if rank == "0" or isinstance(error, PeerLostError) else f"rank {rank}: "
             kind = "" if isinstance(error, PreemptedError) else "error: "
-            sys.stderr.write(f"{kind}{speaker}{error}\n")  # in one piece: other ranks write too
-            sys.stderr.flush()
+            with contextlib.suppress(OSError):  # a terminal that was closed
+                sys.stderr.write(f"{kind}{speaker}{error}\n")  # in one piece: other ranks write too
+                sys.stderr.flush()
     except KeyboardInterrupt:
         code = _INTERRUPTED
     if "vitscale.training.distributed" in sys.modules:

@@ -53,7 +53,7 @@ class Supervisor:
             when one has ended well.
     """
 
-    def __init__(self, *, grace_s: float = 10.0, silence_s: float = 60.0) -> None:
+    def __init__(self, *, grace_s: float = 20.0, silence_s: float = 60.0) -> None:
         self.told: signal.Signals | None = None
         """The first signal that this process got."""
         self.at_once = False

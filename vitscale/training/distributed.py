@@ -1,5 +1,6 @@
 """The ranks of a run: who we are, how we talk, and how we end."""
 
+import contextlib
 import os
 import socket
 import sys
@@ -173,6 +174,7 @@ def finish(code: int) -> None:
     """
     if dist.is_initialized() and code == 0:
         dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a terminal that was closed
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from types import TracebackType
 
@@ -47,7 +48,8 @@ class TrainingProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live is not None:
-            self._live.stop()
+            with _without_terminal():
+                self._live.stop()
 
     def update(self, step: int, *, loss: float, lr: float, images_per_s: float) -> None:
         """Report after `step` updates. Without a terminal this prints at most every 30 seconds, and at the end."""
@@ -57,7 +59,8 @@ class TrainingProgress:
             self._last_line = now - PLAIN_INTERVAL_S
         status = f"loss {loss:.4f}  lr {lr:.2e}  {images_per_s:,.1f} images/s  ETA {self._time_left(step, now)}"
         if self._live is not None:
-            self._live.update(self._task, completed=step, description=status)
+            with _without_terminal():
+                self._live.update(self._task, completed=step, description=status)
         elif step >= self._total or now - self._last_line >= PLAIN_INTERVAL_S:
             self._last_line = now
             self._plain(f"step {step:,}/{self._total:,}  {status}")
@@ -65,13 +68,15 @@ class TrainingProgress:
     def note(self, message: str) -> None:
         """Print a line, above the live one where there is one."""
         if self._live is not None:
-            self._live.console.print(message, markup=False, highlight=False)
+            with _without_terminal():
+                self._live.console.print(message, markup=False, highlight=False)
         else:
             self._plain(message)
 
     def _plain(self, line: str) -> None:
         # soft_wrap: a log line stays one line, whatever width rich assumes of a file.
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        with _without_terminal():
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _time_left(self, step: int, now: float) -> str:
         assert self._first is not None
@@ -82,3 +87,8 @@ class TrainingProgress:
             return "-"
         seconds = (self._total - step) * (now - start) / (step - first_step)
         return str(timedelta(seconds=min(round(seconds), _LONGEST_S)))
+
+
+def _without_terminal() -> AbstractContextManager[None]:
+    """A terminal that was closed, or a disk that is full, must not end a run that saves at this moment."""
+    return suppress(OSError)
