@@ -40,7 +40,7 @@ class MachineFolder:
                 if other.is_dir():
                     _remove_unused(other)
             self.path.mkdir(exist_ok=True)
-            in_use = FileIO(self.path / _IN_USE, "a")
+            in_use = FileIO(self.path / _IN_USE, "a+")  # NFS locks what can be written, and shares what can be read
             fcntl.flock(in_use, fcntl.LOCK_SH)
         self._release = weakref.finalize(self, _release, self.path, in_use, os.getpid())
 
@@ -80,6 +80,6 @@ def _release(folder: Path, in_use: FileIO, owner: int) -> None:
 
 def _remove_unused(folder: Path) -> None:
     """Remove a folder unless somebody uses it, or it is another user's. For whoever is alone."""
-    with suppress(OSError), FileIO(folder / _IN_USE, "a") as in_use:
+    with suppress(OSError), FileIO(folder / _IN_USE, "a+") as in_use:
         fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
