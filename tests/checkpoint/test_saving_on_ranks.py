@@ -11,6 +11,7 @@ from saving_ranks import Rank, Ranks
 from toy_checkpoint import fragments, holds, index
 
 from vitscale.checkpoint import BackgroundSaver, CheckpointReader, CheckpointStore
+from vitscale.errors import CheckpointError
 
 SCALE = 400  # 0.3 MB a checkpoint
 
@@ -95,6 +96,31 @@ def test_a_write_that_fails_on_one_rank_fails_on_all(ranks, tmp_path):
     assert names(tmp_path) == only([1]) and ranks.do(newest, tmp_path, 3)[0] == (1, True, [])
     assert ranks.do(save_in_background, tmp_path, [3])[:2] == [[(3, None)]] * 2
     assert ranks.do(newest, tmp_path, 2)[:2] == [(3, True, [])] * 2
+
+
+def meet_an_error_that_cannot_travel(this: Rank, root: Path) -> str:
+    class Local(Exception):
+        """Not known to other processes."""
+
+    store = CheckpointStore(root, rank=this.rank, gather=this.gather)
+    pieces = fragments(2, rank=this.rank, ranks=3)
+    if this.rank == 1:
+        pieces = iter_that_raises(Local("what no library foresees"))
+    try:
+        store.save(index(2), pieces)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def iter_that_raises(error: Exception):
+    raise error
+    yield
+
+
+def test_a_bug_on_one_rank_is_an_error_on_all(ranks, tmp_path):
+    for message in ranks.do(meet_an_error_that_cannot_travel, tmp_path):
+        assert message.endswith("earlier checkpoints are untouched. rank 1: Local: what no library foresees")
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from vitscale.checkpoint.format import FileEntry, Fragment, Index, Layout, rank_file, read_layout
 from vitscale.checkpoint.place import Files, LocalPlace, Place
@@ -153,15 +153,14 @@ class CheckpointStore:
         except Exception as error:
             if not isinstance(error, VitscaleError | OSError):
                 _log.exception("rank %d: %s", self.rank, doing)  # a bug, of which others get the message alone
-            outcome = _Failure(f"rank {self.rank}: {_words(error)}", type(error))
+            outcome = _Failure.of(error, self.rank)
         outcomes = self.gather(outcome)
         failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
         if failures:
             kinds = {failure.kind for failure in failures}
             kind = kinds.pop() if len(kinds) == 1 else CheckpointError
-            raise (kind if issubclass(kind, VitscaleError) else CheckpointError)(
-                f"{self.root}: {doing}. {'; '.join(failure.message for failure in failures)}"
-            ).on_all_ranks()
+            messages = "; ".join(failure.message for failure in failures)
+            raise kind(f"{self.root}: {doing}. {messages}").on_all_ranks()
         return outcomes
 
 
@@ -178,11 +177,17 @@ class _Unusable(CheckpointError):
         self.on_all_ranks()
 
 
-class _Failure:
+class _Failure(NamedTuple):
     """What went wrong on one rank, as an outcome that travels to the others."""
 
-    def __init__(self, message: str, kind: type[Exception]) -> None:
-        self.message, self.kind = message, kind
+    message: str
+    kind: type[VitscaleError]  # no other error is sure to travel
+
+    @classmethod
+    def of(cls, error: Exception, rank: int) -> Self:
+        if isinstance(error, VitscaleError):
+            return cls(f"rank {rank}: {error}", type(error))
+        return cls(f"rank {rank}: {type(error).__name__}: {error}", CheckpointError)
 
 
 def _or_problem(read: Callable[[], Any]) -> Any:
@@ -194,7 +199,3 @@ def _or_problem(read: Callable[[], Any]) -> Any:
 
 def _verify(files: Files, entry: FileEntry) -> Layout | _Problem:
     return _or_problem(lambda: read_layout(files.verified(entry)))
-
-
-def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, VitscaleError) else f"{type(error).__name__}: {error}"
