@@ -29,6 +29,7 @@ class Saves:
 
     Attributes:
         store: for reading.
+        newest: step of the newest checkpoint, 0 for none.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Saves:
         )
         self._allowed = settings.max_failures
         self._say = say
+        self.newest = 0
         self._failures = 0  # in a row
         self._stalled_s = 0.0
 
@@ -72,6 +74,7 @@ class Saves:
         """
         for outcome in self._saver.outcomes(count):
             self._failures = self._failures + 1 if outcome.error else 0
+            self.newest = self.newest if outcome.error else outcome.step
             if self._failures > self._allowed:
                 raise CheckpointError(
                     f"{outcome.error}. {self._failures} failures in a row; checkpoint.max_failures is {self._allowed}"

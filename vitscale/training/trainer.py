@@ -197,7 +197,7 @@ class Trainer:
             self.step = self.saved_step = reader.index.step
             self.position = reader.index.position
             self.selection, state = reader.index.selection, reader.index.anomalies
-        self.logged_step = self.step
+        self.logged_step = self.saves.newest = self.step
         self.anomalies = AnomalyRecord(self.recipe.anomalies, state)
         self.average = WeightAverage(self.engine, self.recipe.ema) if self.recipe.ema is not None else None
         if self.average is not None and reader is not None:
@@ -343,9 +343,8 @@ class Trainer:
             message += write_report(self.run_dir, anomaly, policy, self.step + 1, batch.step, mean, norm, bad)
         if policy == "stop":
             self.saves.wait()  # what is being written was right
-            newest = max(self.saves.store.steps(), default=0)
             raise NonFiniteError(
-                f"{message}. The newest checkpoint is that of step {newest:,}. Lower optimizer.lr, set "
+                f"{message}. The newest checkpoint is that of step {self.saves.newest:,}. Lower optimizer.lr, set "
                 f"optimizer.clip_norm, or have such batches left out (anomalies.{anomaly.key}; "
                 f"{self.anomalies.count} of anomalies.limit {self.recipe.anomalies.limit} were)"
             ).on_all_ranks()
