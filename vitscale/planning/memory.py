@@ -198,8 +198,8 @@ def _model_states(recipe: Recipe, num_classes: int, world_size: int, accumulates
     if recipe.parallelism.offload == "none":
         return memory
     # On the host besides the state: fp32 gradients for the update; in stages 1 and 2 a copy of the new weights, in
-    # stage 3 the gradients as they come; and what is summed over micro-batches.
-    arriving = accumulated_word if stage == 3 else word + 4 * accumulates
+    # stage 3 the gradients as they come; and what is summed over micro-batches, but in fp32 stage 1 does so in place.
+    arriving = accumulated_word if stage == 3 else word + 4 * (accumulates and (stage == 2 or is_bf16))
     return replace(
         memory,
         optimizer=0,

@@ -263,8 +263,8 @@ def _check_shared(folder: Path, world: distributed.World, ranks: Sequence[_Rank]
     if blind:
         raise RecipeError(
             f"{folder_of_main} is not the same folder on all machines: what rank 0 on {ranks[0].host} writes there is "
-            f"not seen by {_describe(blind, ranks)}. Checkpoints need a shared file system: choose --run-dir on one, or set "
-            f"checkpoint.dir to a folder on one or to a URL"
+            f"not seen by {_describe(blind, ranks)}. Checkpoints need a shared file system: choose --run-dir on "
+            f"one, or set checkpoint.dir to a folder on one or to a URL"
         ).on_all_ranks()
 
 

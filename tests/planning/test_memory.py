@@ -1,0 +1,112 @@
+"""The estimate by its parts, and the micro-batch that fits."""
+
+import pytest
+from toy_recipes import make_recipe
+
+from vitscale.planning import expected_memory, largest_micro_batch
+from vitscale.planning.machine import available_memory, has_bf16_instructions
+from vitscale.training.engine import derive_config
+
+H14 = {"name": "ViT-H/14", "depth": 12}
+SMALL = {"name": "ViT-Ti/16", "depth": 3}
+PARAMETERS = 240_000_000  # of H/14 with 12 blocks, about
+
+
+def test_states_of_h14_are_the_rule_of_thumb():
+    """Rajbhandari et al. (2020): 2 + 2 + 12 bytes a parameter, of which a stage more is divided by the ranks each."""
+    for stage, expected in ((0, 16), (1, 2 + 14 / 64), (2, 2 + 14 / 64), (3, 16 / 64)):
+        recipe = make_recipe(H14, batch={"global": 64 * 2, "micro_max": 2}, parallelism={"zero_stage": stage})
+        memory = expected_memory(recipe, 1000, 64, device="cuda")
+        states = memory.weights + memory.gradients + memory.optimizer
+        assert states == pytest.approx(expected * PARAMETERS, rel=0.02), stage
+
+
+def test_offloading_moves_the_optimizer_to_the_host():
+    on_device, on_host = (
+        expected_memory(
+            make_recipe(SMALL, 96, parallelism={"offload": where}, checkpoint={"background": False}),
+            10,
+            1,
+            device="cuda",
+        )
+        for where in ("none", "optimizer")
+    )
+    assert on_device.optimizer > 0 and on_device.host_optimizer == 0
+    assert on_host.optimizer == 0 and on_host.host_optimizer >= on_device.optimizer
+    assert on_host.host_bytes > on_device.host_bytes and on_host.device_bytes < on_device.device_bytes
+
+
+def test_average_and_background_copy_follow_the_masters():
+    plain = expected_memory(make_recipe(SMALL, 96, checkpoint={"background": False}), 10, 1)
+    averaged = expected_memory(make_recipe(SMALL, 96, ema={}), 10, 1)
+    masters = plain.optimizer // 3
+    assert averaged.ema == masters and plain.ema == plain.host_checkpoint == 0
+    assert averaged.host_checkpoint == pytest.approx(4 * masters, abs=64)
+
+
+def test_what_the_loader_keeps():
+    recipe = make_recipe(SMALL, 96, batch={"global": 12, "micro_max": 2})
+    assert expected_memory(recipe, 10, 2).host_loader == (2 + 3) * 6 * 96 * 96 * 3
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_largest_micro_batch_is_the_last_that_fits(device):
+    recipe = make_recipe(SMALL, 96, batch={"global": 24, "micro_max": 12})
+    sizes = [1, 2, 3, 4, 6, 12]
+    needs = {size: expected_memory(recipe, 10, 2, size, device).device_bytes for size in sizes}
+    for size in (12, 3):
+        found = largest_micro_batch(recipe, 10, 2, needs[size], device)
+        assert found == max(other for other in sizes if needs[other] <= needs[size]) >= size
+    assert largest_micro_batch(recipe, 10, 2, min(needs.values()) - 1, device) is None
+
+
+def test_elements_in_flight_are_those_that_training_asks_for():
+    recipe = make_recipe(H14, parallelism={"zero_stage": 3})
+    asked = derive_config(recipe, 1)["zero_optimization"]
+    more = {key: 2 * asked[key] for key in ("reduce_bucket_size", "sub_group_size", "stage3_max_live_parameters")}
+    as_asked = {key: asked[key] for key in more}
+
+    def memory(sizes: dict[str, int]):
+        changed = make_recipe(H14, parallelism={"zero_stage": 3}, deepspeed={"zero_optimization": sizes})
+        return expected_memory(changed, 10, 1, device="cuda")
+
+    assert memory(as_asked) == memory({}) != memory(more)
+
+
+def test_memory_of_a_machine_and_of_its_control_groups(tmp_path):
+    files = {
+        "proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    8192 kB\n",
+        "proc/cpuinfo": "flags\t\t: fpu avx512f avx512_bf16\n",
+        "proc/self/cgroup": "0::/slice/job\n",
+        "sys/fs/cgroup/slice/memory.max": "6000000\n",
+        "sys/fs/cgroup/slice/memory.current": "4000000\n",
+        "sys/fs/cgroup/slice/memory.stat": "anon 3000000\ninactive_file 1000000\n",
+        "sys/fs/cgroup/slice/job/memory.max": "max\n",
+        "sys/fs/cgroup/slice/job/memory.current": "1\n",
+        "sys/fs/cgroup/slice/job/memory.stat": "inactive_file 0\n",
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert available_memory(tmp_path) == 3_000_000
+    assert has_bf16_instructions(tmp_path) is True
+    (tmp_path / "sys/fs/cgroup/slice/memory.max").write_text("max\n")
+    assert available_memory(tmp_path) == 8192 * 1024
+    (tmp_path / "proc/cpuinfo").write_text("flags\t\t: fpu avx2\n")
+    assert has_bf16_instructions(tmp_path) is False
+
+
+def test_an_old_control_group_limits_too(tmp_path):
+    folder = tmp_path / "sys/fs/cgroup/memory/slurm"
+    folder.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("11:cpu,cpuacct:/x\n4:memory:/slurm\n")
+    (folder / "memory.limit_in_bytes").write_text("5000\n")
+    (folder / "memory.usage_in_bytes").write_text("3000\n")
+    (folder / "memory.stat").write_text("total_inactive_file 500\n")
+    assert available_memory(tmp_path) == 2500
+
+
+def test_a_machine_that_says_nothing_is_unknown(tmp_path):
+    assert available_memory(tmp_path) is None
+    assert has_bf16_instructions(tmp_path) is None

@@ -1,0 +1,78 @@
+"""Weights, gradients and optimizer state by formula, against what the engines of two real ranks hold."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.multiprocessing as mp
+from engine_ranks import run_engines
+from toy_recipes import make_recipe
+
+from vitscale.planning import expected_memory
+from vitscale.training.distributed import free_port
+
+WORLD = 2
+# Small buckets: what is in flight is no part of what is compared.
+ZERO = {"reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
+ZERO3 = {
+    **ZERO,
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_param_persistence_threshold": 5000,
+}
+
+
+def case(stage: int, precision: str, accumulation: int, offload: str = "none", **blocks: Any) -> dict[str, Any]:
+    return {
+        "model": {"patch_size": 8, "width": 64, "depth": 4, "mlp_dim": 256, "num_heads": 2},
+        "image_size": 16,
+        "precision": precision,
+        "batch": {"global": WORLD * accumulation, "micro_max": 1},
+        "parallelism": {"zero_stage": stage, "offload": offload},
+        "deepspeed": {"zero_optimization": ZERO3 if stage == 3 else ZERO},
+    } | blocks
+
+
+CASES = {
+    f"zero{stage}-{precision}-{accumulation}-{offload}": case(stage, precision, accumulation, offload)
+    for stage in range(4)
+    for precision in ("bf16", "fp32")
+    for accumulation in (1, 2)
+    for offload in (("none", "optimizer") if stage else ("none",))
+}
+CASES["sgd"] = case(1, "bf16", 1, optimizer={"name": "sgd", "lr": 0.1})
+CASES["plain-sgd"] = case(2, "fp32", 1, optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.0})
+
+
+QUICK = ("zero0-bf16-2-none", "zero1-bf16-1-none", "zero2-fp32-2-none", "zero3-bf16-2-none", "zero2-bf16-1-optimizer")
+
+
+@pytest.fixture(scope="module")
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    """What the engines of the selected tests hold: one launch."""
+    folder: Path = tmp_path_factory.mktemp("engines")
+    selected = {item.name for item in request.session.items}
+    cases = {name: blocks for name, blocks in CASES.items() if any(f"[{name}]" in item for item in selected)}
+    mp.spawn(run_engines, (WORLD, int(free_port()), folder, cases), nprocs=WORLD)
+    return json.loads((folder / "held.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_states_are_what_an_engine_holds(name, measured):
+    memory = expected_memory(make_recipe(**CASES[name]), 10, WORLD)
+    always = memory.weights + memory.optimizer + memory.host_optimizer
+    # The rest of what is in flight, and temporary buffers for offloading.
+    close = {"rel": 0.05}
+    if "zero1" in name and "2-optimizer" in name:
+        # What is summed on the device goes to the host piece by piece.
+        assert always * 0.95 <= measured[name]["backward"] <= (always + memory.accumulated) * 1.05
+        return
+    assert measured[name]["backward"] == pytest.approx(always + memory.gradients, **close), "after the backward pass"
+    if "optimizer" not in name:
+        kept = memory.gradients if "zero3" in name else memory.accumulated if "bf16-2" in name else 0
+        kept = 0 if "zero2" in name else kept  # the others' sums are made once
+        assert measured[name]["step"] == pytest.approx(always + kept, **close), "after the update"

@@ -1,0 +1,93 @@
+"""The whole estimate against the resident memory of processes that train."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.multiprocessing as mp
+from toy_recipes import make_recipe
+
+from vitscale.planning import expected_memory
+from vitscale.training.distributed import free_port
+
+STEPS = 3
+
+
+def status(field: str) -> int:
+    """Bytes of a field of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+
+
+def train(rank: int, world_size: int, port: int, folder: Path, blocks: dict[str, Any]) -> None:
+    """Entry point of a rank: some steps of DeepSpeed; what its memory grew by at most since the imports, to a file."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    import torch
+
+    from vitscale.models import build_model, initialise
+    from vitscale.training import distributed
+    from vitscale.training.engine import build_engine, derive_config
+
+    distributed.start(rank, world_size, rank)
+    before = status("VmRSS")
+    recipe = make_recipe(**blocks)
+    dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+    model = build_model(recipe, 10)
+    initialise(model, seed=0)
+    engine = build_engine(recipe, model.to(dtype), derive_config(recipe, world_size))
+    micro, accumulation = recipe.batch.split(world_size)
+    size = recipe.data.image_size
+    for _ in range(STEPS * accumulation):
+        engine.backward(engine(torch.zeros(micro, size, size, 3, dtype=dtype)).sum())
+        engine.step()
+    (folder / f"{rank}").write_text(str(status("VmHWM") - before))
+    torch.distributed.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def check(folder: Path, blocks: dict[str, Any], world_size: int) -> None:
+    mp.spawn(train, (world_size, int(free_port()), folder, blocks), nprocs=world_size)
+    memory = expected_memory(make_recipe(**blocks), 10, world_size)
+    # Nothing is loaded or saved here.
+    expected = memory.device_bytes - memory.host_loader - memory.host_checkpoint
+    for rank in range(world_size):
+        grown = int((folder / f"{rank}").read_text())
+        print(f"{blocks} on {world_size}: rank {rank} {grown / 2**20:,.0f} MiB, expected {expected / 2**20:,.0f} MiB")
+        assert grown == pytest.approx(expected, rel=0.2)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_a_small_model_takes_what_is_expected(tmp_path):
+    check(tmp_path, {"model": {"name": "ViT-B/16", "depth": 4}, "micro_batch": 8}, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        {},
+        {"micro_batch": 16},
+        {"parallelism": {"activation_checkpointing": 1}},
+        {"parallelism": {"zero_stage": 2}, "precision": "fp32", "micro_batch": 4},
+        {"batch": {"global": 16, "micro_max": 4}},
+    ],
+    ids=["micro8", "micro16", "recomputed", "zero2-fp32", "accumulated"],
+)
+def test_b16_takes_what_is_expected(tmp_path, blocks, world_size):
+    blocks = {"model": {"name": "ViT-B/16"}, "micro_batch": 8} | blocks
+    if "batch" not in blocks:
+        micro = blocks["micro_batch"]
+        blocks["batch"] = {"global": micro * world_size, "micro_max": micro}
+    check(tmp_path, blocks, world_size)
