@@ -4,7 +4,6 @@ Every rank leaves a word at the rendezvous every few seconds. Who wants to know 
 changed meanwhile has ended, was stopped or is cut off.
 """
 
-import contextlib
 import os
 import socket
 import threading
@@ -19,6 +18,7 @@ from vitscale.training.distributed import World
 INTERVAL_SECONDS = 1.0
 _LOOK_SECONDS = 4.0
 _STORE_SECONDS = 10.0
+_JOIN_SECONDS = 0.1
 
 
 class Presence(NamedTuple):
@@ -38,20 +38,30 @@ class RollCall:
         self._count = 0
         self._host = socket.gethostname()
         self._store = _connect()
+        self._is_cut_off = False
 
     def answer(self, step: int, phase: str) -> None:
         """Leave a word. Raises nothing."""
+        if self._is_cut_off:
+            return  # a connection that was closed never comes back, and torch prints a trace for each attempt
         self._count += 1
         word = f"{self._count}|{self._host}|{step}|{phase}"
-        with contextlib.suppress(RuntimeError):  # `missing` says so
+        try:
             self._store.set(_key(self._world.rank), word)
+        except RuntimeError:
+            self._is_cut_off = True
 
     def missing(self) -> list[str]:
-        """The ranks that do not answer any more, each in words; empty where all do. Takes some seconds."""
+        """The ranks that do not answer any more, each in words; empty where all do. Takes some seconds.
+
+        Another thread should go on answering meanwhile: it notices at once where rank 0 has ended.
+        """
         found: list[list[str]] = []
         thread = threading.Thread(target=lambda: found.append(self._look()), daemon=True)
         thread.start()  # the connection to a machine that is gone may take minutes to fail
-        thread.join(_LOOK_SECONDS + _STORE_SECONDS)
+        until = time.monotonic() + _LOOK_SECONDS + _STORE_SECONDS
+        while thread.is_alive() and time.monotonic() < until and not self._is_cut_off:
+            thread.join(_JOIN_SECONDS)
         return found[0] if found else [_ONLY_ZERO]
 
     def _look(self) -> list[str]:
