@@ -9,6 +9,7 @@ import typer
 
 from vitscale.cli import dedup, shards
 from vitscale.cli.launch import launch
+from vitscale.cli.status import status
 from vitscale.errors import EXIT_DONE, VitscaleError
 from vitscale.weight_formats import Format
 
@@ -44,6 +45,7 @@ def recipe(
 
 
 app.command()(launch)
+app.command()(status)
 
 
 @app.command()

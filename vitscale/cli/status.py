@@ -1,0 +1,39 @@
+"""`vitscale status`: the command line of vitscale.status."""
+
+from typing import Annotated
+
+import typer
+
+_MOST = 1e9
+
+
+def status(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Directories of runs.")],
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch",
+            help="Look again every 2 s, until all runs are done. On a terminal the figures stay in place; elsewhere "
+            "a line (with --json an object) is printed when a run has got on.",
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each run.")] = False,
+    hardware: Annotated[
+        str | None, typer.Option(metavar="NAME", help="h200, a100, ...: for energy, and MFU where it was not logged.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(min=0, max=_MOST, help="Of one device for one hour.")] = None,
+) -> None:
+    """How runs are doing: step, loss, speed, time left, cost, checkpoints, restarts, and whether they are alive."""
+    from vitscale.cli.status_output import show_status, watch_status
+    from vitscale.errors import RecipeError
+    from vitscale.flops.hardware import find_device
+    from vitscale.status import RunReader
+
+    if price is not None and not 0 <= price <= _MOST:  # a NaN is in typer's range
+        raise RecipeError(f"--price {price:g}: expected the price of one device-hour from 0 to {_MOST:g}")
+    device = None if hardware is None else find_device(hardware)
+    readers = {run: RunReader(run, device, price) for run in runs}
+    if watch:
+        watch_status(readers, as_json)
+    else:
+        show_status(readers, as_json)

@@ -1,0 +1,332 @@
+"""What `vitscale status` prints."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+import typer
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from vitscale.errors import VitscaleError
+from vitscale.flops.view import number, percent, short
+from vitscale.status import RunReader, RunStatus
+from vitscale.status.liveness import duration
+
+_EVERY_S = 2.0
+_EXIT_INTERRUPTED = 130
+_SHOWN_METRICS = 6
+_UNLIMITED = 2**16  # characters in a line
+_SPARE = ("exaFLOPs", "MFU", "images/s", "of", "cost")  # what a narrow terminal is not shown, in this order
+_QUIET = {"done": "green", "stopped early": "green", "running": "green"}  # states that nobody has to look at
+_LOUD = {"failed": "red", "not running": "red"}
+
+Outcome = RunStatus | VitscaleError
+
+
+def show_status(readers: Mapping[str, RunReader], as_json: bool) -> None:
+    """Print how runs are doing. Raises typer.Exit with the code of the first one that has no answer."""
+    outcomes = _read(readers)
+    if as_json:
+        for status in _known(outcomes):
+            print(_json(status))
+    elif known := _known(outcomes):
+        console = _console()
+        console.print(_picture(console, known), soft_wrap=True)
+    for error in _errors(outcomes):
+        _complain(error)
+    _end(outcomes)
+
+
+def watch_status(readers: Mapping[str, RunReader], as_json: bool) -> None:
+    """Show how runs are doing until each is done or has no answer any more.
+
+    Raises typer.Exit with the code of the first of the latter, or with 130 when a person has seen enough.
+    """
+    console = _console()
+    live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
+    news = _News(_json if as_json else _line)
+    try:
+        with live or nullcontext():
+            while True:
+                outcomes = _read(readers)
+                if live is not None:
+                    live.update(_picture(console, _known(outcomes), _errors(outcomes)), refresh=True)
+                else:
+                    news.say(outcomes)
+                if all(status.is_done for status in _known(outcomes)):
+                    break
+                time.sleep(_EVERY_S)
+    except KeyboardInterrupt:
+        raise typer.Exit(_EXIT_INTERRUPTED) from None
+    _end(outcomes)
+
+
+class _News:
+    """Prints a run when it has got on, ended or failed, and not because another second has passed."""
+
+    def __init__(self, show: Callable[[RunStatus], str]) -> None:
+        self._show = show
+        self._said: dict[str, object] = {}
+
+    def say(self, outcomes: Mapping[str, Outcome]) -> None:
+        """Print what is new."""
+        for run, outcome in outcomes.items():
+            if isinstance(outcome, VitscaleError):
+                new: object = str(outcome)
+            else:
+                new = (outcome.state, outcome.step, outcome.evaluation, outcome.checkpoints.step, outcome.restarts)
+            if self._said.get(run) == new:
+                continue
+            self._said[run] = new
+            if isinstance(outcome, VitscaleError):
+                _complain(outcome)
+            else:
+                print(self._show(outcome), flush=True)
+
+
+def _read(readers: Mapping[str, RunReader]) -> dict[str, Outcome]:
+    outcomes: dict[str, Outcome] = {}
+    for run, reader in readers.items():
+        try:
+            outcomes[run] = reader.read()
+        except VitscaleError as error:
+            outcomes[run] = error
+    return outcomes
+
+
+def _known(outcomes: Mapping[str, Outcome]) -> list[RunStatus]:
+    return [outcome for outcome in outcomes.values() if isinstance(outcome, RunStatus)]
+
+
+def _errors(outcomes: Mapping[str, Outcome]) -> list[VitscaleError]:
+    return [outcome for outcome in outcomes.values() if isinstance(outcome, VitscaleError)]
+
+
+def _complain(error: VitscaleError) -> None:
+    print(f"error: {error}", file=sys.stderr)
+
+
+def _end(outcomes: Mapping[str, Outcome]) -> None:
+    codes = [error.exit_code for error in _errors(outcomes)]
+    if codes:
+        raise typer.Exit(codes[0])
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    # What is piped has no terminal whose width would matter.
+    return console if console.is_terminal else Console(highlight=False, width=_UNLIMITED)
+
+
+def _json(status: RunStatus) -> str:
+    return json.dumps(asdict(status), allow_nan=False)
+
+
+# ---- What people see -------------------------------------------------------------------------------------------------
+
+
+def _picture(console: Console, known: Sequence[RunStatus], errors: Sequence[VitscaleError] = ()) -> RenderableType:
+    """One run in lines, several in a table."""
+    shown = [_table(console, known), *_remarks(known)] if len(known) > 1 else map(_block, known)
+    return Group(*shown, *(Text(f"error: {_plain(str(error))}") for error in errors))
+
+
+def _block(status: RunStatus) -> RenderableType:
+    facts = _facts(status)
+    width = max(map(len, facts))
+    lines = [Text(_plain(status.run), style="bold")]
+    for name, value in facts.items():
+        style = _style(status) if name == "state" else ""
+        lines.append(Text(f"  {name:<{width}}  ").append(_plain(value), style=style))
+    return Group(*lines, *(Text(f"  note: {_plain(note)}") for note in status.notes))
+
+
+def _style(status: RunStatus) -> str:
+    return _QUIET.get(status.state) or _LOUD.get(status.state, "yellow")
+
+
+def _table(console: Console, known: Sequence[RunStatus]) -> Table:
+    """Without columns that no run has a value for, and those that a narrow terminal has no room for."""
+    rows = [_cells(status) for status in known]
+    headings = [heading for heading in rows[0] if any(row[heading] for row in rows)]
+    for spare in ("", *_SPARE):
+        headings = [heading for heading in headings if heading != spare]
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+        table.add_column("run", overflow="fold")
+        table.add_column("state", no_wrap=True)
+        for heading in headings:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for status, row in zip(known, rows, strict=True):
+            state = Text(status.state, style=_style(status))
+            table.add_row(Text(_plain(status.run)), state, *(row[heading] for heading in headings))
+        if Measurement.get(console, console.options.update(width=_UNLIMITED), table).maximum <= console.width:
+            break
+    return table
+
+
+def _cells(status: RunStatus) -> dict[str, str]:
+    return {
+        "step": _shown(status.step, number(0)),
+        "of": _shown(status.total_steps, number(0)),
+        "loss": _shown(status.loss, "{:.4f}".format),
+        "images/s": _shown(status.images_per_s, number(1)),
+        "MFU": _shown(status.mfu, percent(1)),
+        "left": _shown(status.left_s, duration),
+        "exaFLOPs": _shown(status.exaflops, number(3)),
+        "cost": _shown(status.cost, number(2)),
+    }
+
+
+def _line(status: RunStatus) -> str:
+    """One run in one line, with the time."""
+    cells = "  ".join(f"{name} {cell}" for name, cell in _cells(status).items() if cell)
+    return f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S}  {_plain(status.run)}  {status.state}  {cells}".rstrip()
+
+
+def _remarks(known: Sequence[RunStatus]) -> list[Text]:
+    """Below a table: what it has no room for and somebody may have to know."""
+    remarks = []
+    for status in known:
+        said = [] if status.state in _QUIET else [f"{status.state}: {status.why}"]
+        if status.slowest_rank is not None and status.slowest_rank.is_straggler:
+            said.append(_facts(status)["slowest rank"])
+        remarks += [Text(_plain(f"{status.run}: {remark}")) for remark in (*said, *status.notes)]
+    return remarks
+
+
+def _facts(status: RunStatus) -> dict[str, str]:
+    """Everything that is known, by what it is."""
+    about = "about " if status.is_estimated else ""
+    speed = [
+        _shown(status.images_per_s, number(1), " images/s"),
+        _shown(status.step_time_s, short, " s a step"),
+        _shown(status.mfu, percent(1), " MFU"),
+        _shown(status.world_size, number(0), " device(s)"),
+    ]
+    cost = [
+        _shown(status.exaflops, number(3), " exaFLOPs"),
+        about + _shown(status.device_hours, number(2), " device-hours") if status.device_hours is not None else "",
+        about + _shown(status.energy_kwh, number(1), " kWh at most") if status.energy_kwh is not None else "",
+        f"price {about}{status.cost:,.2f}" if status.cost is not None else "",
+    ]
+    facts = {
+        "state": f"{status.state} ({status.why})" if status.why else status.state,
+        "step": _step(status),
+        "loss": _loss(status),
+        "speed": _joined(speed),
+        "data wait": _shown(status.data_wait, percent(1), " of the time"),
+        "memory": _shown(status.peak_memory_bytes, _size, " at most on a rank"),
+        "so far": _joined(cost),
+        "evaluation": f"step {status.evaluation.step:,}: {_values(status)}" if status.evaluation is not None else "",
+        "best": f"step {status.best.step:,}: {status.best.metric} {status.best.value:.4f}" if status.best else "",
+        "checkpoints": _checkpoints(status),
+        "restarts": _restarts(status),
+        "anomalies": _anomalies(status),
+        "slowest rank": _slowest_rank(status),
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def _step(status: RunStatus) -> str:
+    if status.step is None:
+        return f"none yet, of {status.total_steps:,}" if status.total_steps is not None else ""
+    if not status.total_steps:
+        return f"{status.step:,}, of a number that nothing tells yet"
+    left = f", {duration(status.left_s)} left" if status.left_s is not None else ""
+    return f"{status.step:,} of {status.total_steps:,} ({100 * status.step / status.total_steps:.1f} %{left})"
+
+
+def _loss(status: RunStatus) -> str:
+    if status.loss is None:
+        return "not finite" if status.line_age_s is not None and status.step_time_s is not None else ""
+    trend = status.trend
+    if trend is None:
+        return f"{status.loss:.4f}"
+    by = "" if trend.direction == "level" else f" by {abs(trend.change):.3g}"
+    return f"{status.loss:.4f}, {trend.direction}{by} over the last {trend.steps:,} steps"
+
+
+def _values(status: RunStatus) -> str:
+    values = {} if status.evaluation is None else status.evaluation.values
+    shown = [f"{name} {_shown(value, '{:.4f}'.format) or 'not finite'}" for name, value in values.items()]
+    more = f"  and {len(shown) - _SHOWN_METRICS} more (--json)" if len(shown) > _SHOWN_METRICS else ""
+    return "  ".join(shown[:_SHOWN_METRICS]) + more
+
+
+def _checkpoints(status: RunStatus) -> str:
+    saved = status.checkpoints
+    if saved.count is None:
+        return f"at {saved.where}, which is not asked"
+    if saved.step is None or saved.age_s is None:
+        return f"none in {saved.where}"
+    size = _shown(saved.bytes, _size, ", ")
+    return f"step {saved.step:,} ({size}{duration(saved.age_s)} ago), {saved.count:,} in {saved.where}"
+
+
+def _restarts(status: RunStatus) -> str:
+    restarts = status.restarts
+    if restarts is None:
+        return ""
+    text = f"{restarts.count:,} in {restarts.launches:,} launch(es)"
+    for event in restarts.last[-1:]:
+        text += f"; the last {_when(event.time)} on {event.host}: {event.cause}"
+    return text
+
+
+def _when(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _anomalies(status: RunStatus) -> str:
+    anomalies = status.anomalies
+    if anomalies is None:
+        return ""
+    limit = f" of at most {anomalies.limit:,}" if anomalies.limit is not None else ""
+    text = f"{anomalies.left_out:,}{limit} left out, {anomalies.reports:,} report(s)"
+    if anomalies.last is not None:
+        text += ", that of the highest step: {step}, {kind}, {policy}".format(**anomalies.last)
+    return text
+
+
+def _slowest_rank(status: RunStatus) -> str:
+    slow = status.slowest_rank
+    if slow is None:
+        return ""
+    times = slow.seconds / slow.median_seconds if slow.median_seconds else 0.0
+    straggler = f"STRAGGLER, {times:.2f} x the median; " if slow.is_straggler else ""
+    return (
+        f"{slow.rank}: {straggler}{slow.seconds:.3g} s of own work a step, median {slow.median_seconds:.3g} s; the "
+        f"slowest in {slow.lines} of the last {slow.of_lines} lines"
+    )
+
+
+def _shown(value: Any, show: Callable[[Any], str], unit: str = "") -> str:
+    return "" if value is None else show(value) + unit
+
+
+def _size(size: float) -> str:
+    """Bytes, in decimal units."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{short(size)} {unit}"
+        size /= 1000
+    return f"{short(size)} TB"
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return ", ".join(part for part in parts if part)
+
+
+def _plain(text: str) -> str:
+    """Nothing in it steers a terminal."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

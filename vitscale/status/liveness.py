@@ -1,0 +1,117 @@
+"""Whether a run trains, and if not, what ended it."""
+
+import fcntl
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from vitscale.errors import EXIT_DONE, PreemptedError
+from vitscale.status.launches import Event
+
+State = Literal[
+    "done",
+    "stopped early",
+    "running",
+    "starting",
+    "restarting",
+    "preempted",
+    "stopped",
+    "failed",
+    "not running",
+    "unknown",
+]
+"""`stopped early` is done, for want of a better evaluation; `stopped` is not: it was started with --stop-at."""
+
+_LOCK_FILE = ".lock"
+_TO_START_S = 600.0  # importing torch from a slow file system, and starting as many processes as there are devices
+_LATER_S = 5.0  # that two clocks may differ by
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What there is to judge by.
+
+    Attributes:
+        is_held: by a rank, seen from this machine; None where that cannot be told.
+        last_event: of the launches; None where there are none.
+        line_at: when the last line of metrics was written, in seconds since 1970; None without one.
+        due_s: between two lines; None where that is not known.
+        timeout_s: after which a run without progress ends itself.
+    """
+
+    is_held: bool | None
+    last_event: Event | None
+    line_at: float | None
+    due_s: float | None
+    timeout_s: float
+
+
+def is_held(run_dir: Path) -> bool | None:
+    """Whether a rank holds the lock of a run directory; None where nothing tells.
+
+    A lock that is held on another machine is seen on file systems that know of locks (NFS, Lustre with `flock`), and
+    not on others.
+    """
+    try:
+        with (run_dir / _LOCK_FILE).open("rb") as lock:
+            # There is no asking without taking: it is given back at once, when the file is closed.
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    return False
+
+
+def judge(signs: Signs, now: float, here: str | None = None) -> tuple[State, str]:
+    """The state of a run that is not done, and why it is thought so.
+
+    Args:
+        now: in seconds since 1970.
+        here: the name of this machine.
+    """
+    here = here or socket.gethostname()
+    event, line_at = signs.last_event, signs.line_at
+    line = "no line of metrics yet"
+    if line_at is not None:
+        due = f", one is due every {duration(signs.due_s)}" if signs.due_s is not None else ""
+        line = f"last line {duration(now - line_at)} ago{due}"
+    if signs.is_held:
+        return "running", line
+    if event is not None and (line_at is None or line_at < event.time + _LATER_S):
+        ended = f"{event.cause} ({duration(now - event.time)} ago on {event.host})"
+        if event.what == "finished":
+            if event.exit_code == EXIT_DONE:
+                return "stopped", ended
+            if event.exit_code == PreemptedError.exit_code:
+                return "preempted", ended
+            return "failed", f"exit code {event.exit_code}: {ended}"
+        if event.what == "restart" and now - event.time < event.pause_s + _TO_START_S:
+            return "restarting", ended
+        if event.what == "started" and now - event.time < _TO_START_S:
+            return "starting", f"launched {duration(now - event.time)} ago on {event.host}"
+    is_recent = line_at is not None and now - line_at <= 3 * (signs.due_s or 0.0) + signs.timeout_s
+    if signs.is_held is False and event is not None and event.host == here:
+        return "not running", f"{line}; the last launch was on this machine and left no end"
+    if event is not None and is_recent:
+        return "running", f"on {event.host}, by its metrics: {line}"
+    if is_recent:
+        return "unknown", f"{line}; on this machine no rank holds the directory: it runs on another, or has just ended"
+    return "not running", line
+
+
+def duration(seconds: float) -> str:
+    """In the two largest units: 12 s, 5 min, 3 h 12 min, 2 d 4 h."""
+    if seconds < 1:
+        return f"{max(seconds, 0.0):.2g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 10:
+        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days:,} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"

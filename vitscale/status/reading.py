@@ -1,0 +1,41 @@
+"""JSON that others write while it is read: whatever is torn or of another kind is None, never an error."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+_MOST = 1e18
+
+
+def parse_object(text: bytes) -> dict[str, Any] | None:
+    """The JSON object that `text` is, or None."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is none, or no such file."""
+    try:
+        return parse_object(path.read_bytes())
+    except OSError:
+        return None
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) and abs(value) < _MOST else None
+
+
+def count(value: Any) -> int | None:
+    """A whole number from 0, or None."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST else None
+
+
+def text(value: Any) -> str:
+    """A string; nothing for anything else."""
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,163 @@
+"""What is said of a run. What is not known is None, everywhere."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vitscale.status.launches import Event
+from vitscale.status.liveness import State
+
+Direction = Literal["falling", "level", "rising"]
+
+
+@dataclass(frozen=True)
+class Trend:
+    """The straight line through the losses of the last lines of metrics.
+
+    Attributes:
+        change: of it, over `steps`.
+        direction: level where the slope is less than twice its standard error.
+    """
+
+    change: float
+    steps: int
+    direction: Direction
+
+
+@dataclass(frozen=True)
+class SlowestRank:
+    """By the last line of metrics; seconds of own work a step.
+
+    Attributes:
+        rank: and its host: `3 (host)`.
+        is_straggler: whether it takes more than 1.2 times as long as the median rank.
+        lines: of the last `of_lines` in which this rank was the slowest.
+    """
+
+    rank: str
+    seconds: float
+    median_seconds: float
+    is_straggler: bool
+    lines: int
+    of_lines: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Values by evaluator/metric after `step` updates; None for one that is not finite."""
+
+    step: int
+    values: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best evaluation by `metric`."""
+
+    step: int
+    metric: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The checkpoints, and the newest of them.
+
+    Attributes:
+        where: path or URL. Nothing more is known at a URL, which is not asked.
+        count: of those there.
+        step, age_s, bytes: of the newest.
+    """
+
+    where: str
+    count: int | None
+    step: int | None
+    age_s: float | None
+    bytes: int | None
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """By `vitscale launch`.
+
+    Attributes:
+        launches: how often that was called.
+        count: of restarts by these.
+        last: of them, oldest first.
+    """
+
+    launches: int
+    count: int
+    last: list[Event]
+
+
+@dataclass(frozen=True)
+class Anomalies:
+    """Batches that must not be trained on.
+
+    Attributes:
+        left_out: times that the run skipped or went back.
+        limit: of the recipe for that.
+        reports: files in anomalies/.
+        last: `step`, `kind` and `policy` of the report of the highest step.
+    """
+
+    left_out: int
+    limit: int | None
+    reports: int
+    last: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """How a run is doing.
+
+    Attributes:
+        run: its directory.
+        state, why: see `liveness`.
+        step, total_steps: updates done, and of the whole run.
+        line_age_s: of the last line of metrics.
+        loss, lr, images_per_s, mfu, step_time_s, world_size, peak_memory_bytes: by that line.
+        trend: of the loss.
+        data_wait: share of the last lines' time that was spent waiting for data, a fraction.
+        left_s: that the steps which are left take at the mean pace of the last lines.
+        exaflops: so far.
+        hours, device_hours, energy_kwh, cost: of the steps so far, without evaluations, checkpoints and lost steps.
+        is_estimated: whether these four are estimates, by parts of a large file.
+        evaluation, best: the last one, and the best one by the recipe's `selection`, or else by top-1 accuracy.
+        notes: on what is damaged or missing.
+    """
+
+    run: str
+    state: State
+    why: str
+    step: int | None
+    total_steps: int | None
+    line_age_s: float | None
+    loss: float | None
+    trend: Trend | None
+    lr: float | None
+    images_per_s: float | None
+    mfu: float | None
+    step_time_s: float | None
+    world_size: int | None
+    data_wait: float | None
+    peak_memory_bytes: float | None
+    left_s: float | None
+    exaflops: float | None
+    hours: float | None
+    device_hours: float | None
+    energy_kwh: float | None
+    cost: float | None
+    is_estimated: bool
+    evaluation: Evaluation | None
+    best: Best | None
+    checkpoints: Saved
+    restarts: Restarts | None
+    anomalies: Anomalies | None
+    slowest_rank: SlowestRank | None
+    notes: list[str]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more will happen."""
+        return self.state in ("done", "stopped early")
