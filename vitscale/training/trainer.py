@@ -225,6 +225,8 @@ class Trainer:
     def _save(self) -> None:
         """Hand a checkpoint of this step over to be written."""
         self._begin("saving")
+        if self.recipe.check.replicas_every is not None:
+            self._compare_replicas()  # what is saved is to be right
         index = Index(
             step=self.step,
             position=self.position,
@@ -322,13 +324,15 @@ class Trainer:
 
     def _check_devices(self, batch: Batch) -> None:
         """Compare ranks with each other, at the steps that the recipe says."""
-        check, zero = self.recipe.check, self.recipe.parallelism.zero_stage
-        saves = check.replicas_every is not None and self._saves_now()  # what is saved is to be right
-        if zero < 3 and (saves or self._is_due(check.replicas_every)):
-            replicas.compare_weights(self.engine.module, self.step)
-        if self._is_due(check.recompute_every):
-            images = batch.images[: self.plan.micro_batch]
+        if self._is_due(self.recipe.check.replicas_every):
+            self._compare_replicas()
+        if self._is_due(self.recipe.check.recompute_every):
+            images, zero = batch.images[: self.plan.micro_batch], self.recipe.parallelism.zero_stage
             replicas.compare_computation(self.engine, images, self.world, self.dtype, self.step, zero)
+
+    def _compare_replicas(self) -> None:
+        if self.recipe.parallelism.zero_stage < 3:
+            replicas.compare_weights(self.engine.module, self.step)
 
     # ---- Anomalies ---------------------------------------------------------------------------------------------------
 
