@@ -1,18 +1,26 @@
 """What runs on two real DeepSpeed ranks: many trainings in one launch, their outcome left in files.
 
-One launch costs seconds, one more engine in it a fraction of a second.
+What all ranks import is imported once: the processes are forked from one that has. A launch costs a second or two, one
+more training in it a fraction of a second.
 """
 
+import contextlib
 import json
+import multiprocessing
+import shutil
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing import start_processes
 
+from vitscale.checkpoint import CheckpointStore
 from vitscale.errors import VitscaleError
 from vitscale.recipe import Recipe, load_recipe, smoke_form, validate_recipe
 from vitscale.shards.generated import write_generated_dataset
+from vitscale.training.distributed import free_port
 
 STEPS = 6
 SHARDS = [24, 24, 24, 24, 9]
@@ -35,7 +43,7 @@ def make_recipe(root: Path, **blocks: Any) -> Recipe:
     for key, value in blocks.items():
         both = isinstance(value, dict) and isinstance(content.get(key), dict) and "name" not in value
         content[key] = {**content[key], **value} if both else value
-    content["data"] = {**content["data"], "root": str(root)}
+    content["data"] = {"root": str(root), **content["data"]}
     return validate_recipe(content, "test")
 
 
@@ -45,14 +53,23 @@ def make_data(root: Path) -> None:
     write_generated_dataset(root / "test", [13, 10], seed=2)
 
 
-def train(recipe: Recipe, run_dir: Path, world: Any, stop_at: int | None = None) -> None:
+Fault = Callable[[Any], contextlib.AbstractContextManager[None]]
+"""Makes something go wrong in the trainer that it is given; see faults.py."""
+
+
+def train(
+    recipe: Recipe, run_dir: Path, world: Any, stop_at: int | None = None, faults: tuple[Fault, ...] | list[Fault] = ()
+) -> None:
     """One process's worth of training, and the engine freed."""
     from vitscale.training.plan import plan_run
     from vitscale.training.trainer import Trainer
 
     trainer = Trainer(recipe, plan_run(recipe, world.rank, world.size), run_dir, world)
     try:
-        trainer.run(stop_at)
+        with contextlib.ExitStack() as stack:
+            for fault in faults:
+                stack.enter_context(fault(trainer))
+            trainer.run(stop_at)
     finally:
         trainer.engine.destroy()
 
@@ -71,7 +88,21 @@ def join(rank: int, world_size: int, port: int) -> Any:
     )
     from vitscale.training import distributed
 
-    return distributed.start(rank, world_size, rank)
+    world = distributed.start(rank, world_size, rank)
+    torch.set_num_threads(1)  # several for tensors this small only wait for each other
+    return world
+
+
+def launch(root: Path, jobs: list[dict[str, Any]], world_size: int) -> None:
+    """`run_jobs` on so many ranks."""
+    (root / "runs").mkdir(exist_ok=True)
+    start(run_jobs, root, jobs, world_size)
+
+
+def start(entry: Callable[..., None], root: Path, work: list[Any], world_size: int) -> None:
+    """An entry point (rank, world_size, port, root, work) on so many ranks."""
+    multiprocessing.set_forkserver_preload(["vitscale.training.trainer"])
+    start_processes(entry, (world_size, int(free_port()), root, work), nprocs=world_size, start_method="forkserver")
 
 
 def run_smoke_forms(rank: int, world_size: int, port: int, root: Path, stems: list[str]) -> None:
@@ -84,28 +115,48 @@ def run_smoke_forms(rank: int, world_size: int, port: int, root: Path, stems: li
 
 
 def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[str, Any]]) -> None:
-    """Entry point of a rank: each job is {name, stops, blocks} and, to go on from another one's run, its `directory`.
+    """Entry point of a rank. Each job is a run, by these keys:
 
-    `stops` are the steps at which its parts end, None for the end of the run; `blocks` are the recipes of the parts. An
-    error of ours ends a job and is written to `<name>.error`.
+        name: of what it leaves in `runs`, and of its directory there, unless `directory` says another run's
+        begins_as: the run whose directory is copied first
+        stops: the steps at which the parts of the run end, None for the end of the run
+        blocks: the recipes of the parts
+        faults: what goes wrong in every part
+
+    An error of ours ends a job and is written to `<name>.error`, with the steps that are saved at that moment. What is
+    printed goes to `<name>.out`.
     """
     world = join(rank, world_size, port)
     for job in jobs:
-        run_dir = root / "runs" / job.get("directory", job["name"])
-        try:
-            for stop_at, blocks in zip(job["stops"], job["blocks"], strict=True):
-                train(make_recipe(root, **blocks), run_dir, world, stop_at)
-        except VitscaleError as error:
-            if rank == 0:
-                message = {"kind": type(error).__name__, "message": str(error)}
-                (root / "runs" / f"{job['name']}.error").write_text(json.dumps(message))
-        except Exception:
-            (root / "runs" / f"{job['name']}.crash-{rank}").write_text(traceback.format_exc())
-            raise
+        name, run_dir = job["name"], root / "runs" / job.get("directory", job["name"])
+        if rank == 0 and "begins_as" in job:
+            shutil.copytree(root / "runs" / job["begins_as"], run_dir)
+        torch.distributed.barrier()
+        with _printed_to(root / "runs" / f"{name}.out" if rank == 0 else None):
+            try:
+                for stop_at, blocks in zip(job["stops"], job["blocks"], strict=True):
+                    train(make_recipe(root, **blocks), run_dir, world, stop_at, job.get("faults", []))
+            except VitscaleError as error:
+                if rank == 0:
+                    saved = CheckpointStore(run_dir / "checkpoints").steps()
+                    message = {"kind": type(error).__name__, "code": error.exit_code, "message": str(error)}
+                    (root / "runs" / f"{name}.error").write_text(json.dumps({**message, "saved": saved}))
+            except Exception:
+                (root / "runs" / f"{name}.crash-{rank}").write_text(traceback.format_exc())
+                raise
     if rank == 0:
         (root / "runs" / f"world-{world_size}.json").write_text(json.dumps(_set_up_of_the_process()))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _printed_to(path: Path | None) -> Iterator[None]:
+    if path is None:
+        yield
+        return
+    with path.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        yield
 
 
 def _set_up_of_the_process() -> dict[str, Any]:

@@ -1,0 +1,253 @@
+"""What goes wrong in a rank, and what a test does by hand: each a context manager around a trainer that then runs.
+
+DeepSpeed, the loader, the files and the processes stay real. Jobs name a fault with its arguments by `partial`, which
+travels to the ranks' processes.
+"""
+
+import math
+import os
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitscale.checkpoint.place import LocalPlace
+from vitscale.data import Batch
+from vitscale.errors import DataError
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute has another value in here."""
+    kept = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
+
+
+# ---- Losses ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Poisoned:
+    """An objective that makes something of the loss of one row of a rank's batch."""
+
+    real: Any
+    micro_batch: int
+    how: str | float | None = None
+    row: int = 0
+    rows_seen: int = field(default=0)
+
+    def check_labels(self, labels: Tensor, num_classes: int) -> None:
+        self.real.check_labels(labels, num_classes)
+
+    def per_sample_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        losses = self.real.per_sample_loss(logits, labels)
+        is_bad = torch.arange(self.rows_seen, self.rows_seen + len(losses)) == self.row
+        self.rows_seen += len(losses)
+        match self.how:
+            case None:
+                return losses
+            case "gradient":  # of no finite value, though the loss is
+                losses.register_hook(lambda gradient: torch.where(is_bad, math.nan, gradient))
+                return losses
+            case "value":  # of a finite gradient, though the loss is not
+                return losses + torch.where(is_bad, math.inf, 0.0)
+            case factor:
+                return torch.where(is_bad, losses * float(factor), losses)
+
+
+@contextmanager
+def poison(trainer: Any, positions: dict[int, str | float], rank: int = 1, row: int = 5) -> Iterator[None]:
+    """At these positions of the order, the loss of one row of one rank's batch is multiplied by a number, or by "nan"
+    or "inf"; or it has a "gradient" that is not finite; or itself is not, and its gradient is: "value".
+    """
+    real_step = trainer._train_step
+    objective = _Poisoned(trainer.plan.objective, trainer.plan.micro_batch)
+
+    def step(batch: Batch) -> Any:
+        objective.rows_seen = 0
+        objective.how = positions.get(batch.step) if trainer.world.rank == rank else None
+        objective.row = row
+        return real_step(batch)
+
+    trainer._train_step = step
+    with replaced(trainer, "plan", replace(trainer.plan, objective=objective)):
+        yield
+
+
+@contextmanager
+def leave_out(trainer: Any, ranges: list[tuple[int, int]]) -> Iterator[None]:
+    """The run is told beforehand what not to train on."""
+    for start, stop in ranges:
+        trainer.anomalies.skipped.add(start, stop)
+    yield
+
+
+# ---- Devices that compute wrongly ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def flip_bit(trainer: Any, step: int, rank: int) -> Iterator[None]:
+    """After the update of `step`, the lowest bit of one weight of one rank is another."""
+    real_check = trainer._check_devices
+
+    def check(batch: Batch) -> None:
+        if trainer.step == step and trainer.world.rank == rank:
+            weights = list(trainer.engine.module.parameters())[2].detach().view(-1)
+            bits = weights.view(torch.int16 if weights.element_size() == 2 else torch.int32)
+            bits[7] ^= 1
+        real_check(batch)
+
+    trainer._check_devices = check
+    yield
+
+
+@contextmanager
+def wrong_layer(trainer: Any, step: int, rank: int, layer: str) -> Iterator[None]:
+    """From the update of `step` on, one number that one layer of one rank computes is off by one bit."""
+
+    def make_wrong(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        if trainer.step < step or trainer.world.rank != rank:
+            return output
+        wrong = torch.zeros_like(output)
+        largest = output.detach().abs().argmax()  # whose last bit is not lost when others are added
+        value = output.detach().view(-1)[largest]
+        wrong.view(-1)[largest] = torch.nextafter(value, torch.zeros_like(value)) - value
+        return output + wrong
+
+    hook = trainer.engine.module.get_submodule(layer).register_forward_hook(make_wrong)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+# ---- Files -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def fail_writing(trainer: Any, steps: list[int], rank: int = 1) -> Iterator[None]:
+    """In saves of these steps the kernel lets one rank write 4 kB into a file and no more."""
+    real_write = LocalPlace.write
+
+    def write(place: LocalPlace, step: int, name: str, fragments: list) -> Any:
+        if step not in steps or trainer.world.rank != rank:
+            return real_write(place, step, name, fragments)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            return real_write(place, step, name, fragments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    with replaced(LocalPlace, "write", write):
+        yield
+
+
+@contextmanager
+def write_slowly(trainer: Any, seconds: float) -> Iterator[None]:
+    """Each rank takes so much longer to write its part of a checkpoint."""
+    real_write = LocalPlace.write
+
+    def write(place: LocalPlace, step: int, name: str, fragments: list) -> Any:
+        time.sleep(seconds)
+        return real_write(place, step, name, fragments)
+
+    with replaced(LocalPlace, "write", write):
+        yield
+
+
+@contextmanager
+def before_step(trainer: Any, step: int, act: Callable[[Path], None]) -> Iterator[None]:
+    """Rank 0 does something to the run directory when `step` updates are done and nothing is being written."""
+    real_step = trainer._train_step
+
+    def acting_step(batch: Batch) -> Any:
+        if trainer.step == step:
+            trainer.saves._saver.wait()
+            torch.distributed.barrier()
+            if trainer.world.is_main:
+                act(trainer.run_dir)
+            torch.distributed.barrier()
+        return real_step(batch)
+
+    trainer._train_step = acting_step
+    yield
+
+
+def delete(run_dir: Path) -> None:
+    """The whole run directory."""
+    shutil.rmtree(run_dir)
+
+
+def put_a_file_in_its_place(run_dir: Path) -> None:
+    """Where the checkpoints are to be is a file; they stay beside it."""
+    (run_dir / "checkpoints").rename(run_dir / "checkpoints-before")
+    (run_dir / "checkpoints").write_text("")
+
+
+def take_the_file_away(run_dir: Path) -> None:
+    """As it was before."""
+    (run_dir / "checkpoints").unlink()
+    (run_dir / "checkpoints-before").rename(run_dir / "checkpoints")
+
+
+@contextmanager
+def save_at_once(trainer: Any) -> Iterator[None]:
+    """What was loaded is saved again before anything else, over the same step."""
+    trainer._save()
+    yield
+
+
+# ---- Evaluation ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def end_in_evaluation(trainer: Any, step: int) -> Iterator[None]:
+    """The evaluation of one step ends the run on all ranks, after its first batch."""
+    real_predict = trainer._predict
+
+    def predict(images: Tensor) -> Any:
+        outputs = real_predict(images)
+        if trainer.step == step:
+            raise DataError("the evaluation is cut short").on_all_ranks()
+        return outputs
+
+    trainer._predict = predict
+    yield
+
+
+@contextmanager
+def signal_in_evaluation(trainer: Any, step: int) -> Iterator[None]:
+    """Rank 1 receives SIGTERM in the evaluation of one step."""
+    from vitscale.training.interruption import Interruption
+
+    trainer.interruption = Interruption()
+    real_predict = trainer._predict
+
+    def predict(images: Tensor) -> Any:
+        outputs = real_predict(images)
+        if trainer.step == step and trainer.world.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not trainer.interruption.pending:
+                time.sleep(0.01)
+        return outputs
+
+    trainer._predict = predict
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)

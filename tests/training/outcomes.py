@@ -1,0 +1,64 @@
+"""What runs have left in their directories, for tests that compare them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import STEPS
+
+from vitscale.checkpoint import CheckpointReader, CheckpointStore
+
+
+def metrics(root: Path, name: str) -> list[dict[str, Any]]:
+    """The lines of training, one a step."""
+    lines = (root / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if "loss" in line]
+
+
+def column(root: Path, name: str, key: str) -> list[Any]:
+    return [line[key] for line in metrics(root, name)]
+
+
+def evaluations(root: Path, name: str) -> list[dict[str, Any]]:
+    """The lines of evaluations, one each."""
+    lines = (root / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if "loss" not in line]
+
+
+def store(root: Path, name: str) -> CheckpointStore:
+    return CheckpointStore(root / "runs" / name / "checkpoints")
+
+
+def checkpoint(root: Path, name: str, step: int = STEPS) -> CheckpointReader:
+    return store(root, name).open(step)
+
+
+def everything(reader: CheckpointReader) -> dict[str, torch.Tensor]:
+    """All masters, moments and averages, whole."""
+    index = reader.index
+    return {f"{kind}/{name}": reader.parameter(name, kind) for kind in index.kinds for name in index.shapes}
+
+
+def equal(one: CheckpointReader, other: CheckpointReader) -> bool:
+    """To the last bit."""
+    a, b = everything(one), everything(other)
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def assert_same_run(root: Path, one: str, other: str, step: int = STEPS) -> None:
+    """See that two runs have taken the same steps, each once, and ended with the same state, all to the last bit."""
+    assert column(root, one, "step") == list(range(1, step + 1))
+    for key in ("step", "loss", "lr", "grad_norm", "batch_digest"):
+        assert column(root, one, key) == column(root, other, key), key
+    assert equal(checkpoint(root, one, step), checkpoint(root, other, step))
+
+
+def error_of(root: Path, name: str) -> dict[str, Any]:
+    """What ended a run: kind, code, message, and the steps that were saved then."""
+    return json.loads((root / "runs" / f"{name}.error").read_text())
+
+
+def printed(root: Path, name: str) -> str:
+    """What rank 0 has said during a run."""
+    return (root / "runs" / f"{name}.out").read_text()

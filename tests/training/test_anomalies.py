@@ -1,0 +1,81 @@
+"""What is left out, and which loss is a leap: against definitions written out in other words."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitscale.recipe import Anomalies, Spike
+from vitscale.training.anomalies import AnomalyRecord, LossWatch, SkippedData
+
+RANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)).map(lambda at: [at[0], sum(at)]), max_size=8)
+LOSSES = st.lists(st.floats(-1e6, 1e6), min_size=5, max_size=40)
+
+
+@given(RANGES, st.integers(0, 60))
+def test_skipped_positions_are_a_set(ranges, position):
+    data, left_out = SkippedData(), set()
+    for start, stop in ranges:
+        data.add(start, stop)
+        left_out |= set(range(start, stop))
+    assert {at for start, stop in data.ranges for at in range(start, stop)} == left_out
+    assert data.ranges == sorted(data.ranges)
+    assert all(one[1] < other[0] for one, other in zip(data.ranges, data.ranges[1:], strict=False))
+
+    start, border = data.next_stretch(position)
+    kept = [at for at in range(position, 100) if at not in left_out]
+    assert start == kept[0]
+    later = [at for at in sorted(left_out) if at > start]
+    assert border == (later[0] if later else None)
+
+
+@given(LOSSES, st.integers(5, 20), st.floats(0.5, 20))
+def test_the_limit_is_the_median_and_its_deviation_of_the_last_losses(losses, window, factor):
+    watch = LossWatch(Spike(window=window, factor=factor))
+    for count, loss in enumerate(losses):
+        last = np.array(losses[max(0, count - window) : count])
+        if len(last) < window:
+            assert watch.limit() == math.inf
+        else:
+            deviation = np.median(np.abs(last - np.median(last)))
+            # 1.4826 is 1 / Phi^-1(3/4), by which the deviation of a normal distribution is its standard deviation.
+            assert watch.limit() == pytest.approx(np.median(last) + factor * 1.4826 * deviation, rel=1e-12, abs=1e-6)
+        watch.add(loss)
+
+
+def test_the_factor_counts_standard_deviations_of_noise():
+    watch = LossWatch(Spike(window=10_000, factor=3.0))
+    for loss in np.random.default_rng(0).normal(5.0, 0.1, 10_000).tolist():
+        watch.add(loss)
+    assert watch.limit() == pytest.approx(5.0 + 3 * 0.1, abs=0.01)
+
+
+@given(LOSSES, RANGES)
+def test_the_record_survives_json_to_the_last_bit(losses, ranges):
+    settings = Anomalies(spike=Spike(window=5))
+    record = AnomalyRecord(settings, {})
+    for start, stop in ranges:
+        record.skipped.add(start, stop)
+    for loss in losses:
+        record.losses.add(loss)
+    record.count = 3
+    again = AnomalyRecord(settings, json.loads(json.dumps(record.state())))
+    assert again.state() == record.state()
+    assert again.losses.limit() == record.losses.limit()
+
+
+def test_a_record_of_the_past_takes_over_what_is_known_since():
+    settings = Anomalies(limit=4, non_finite="rewind", spike=Spike(window=5, policy="skip"))
+    past, present = AnomalyRecord(settings, {"skipped": [[2, 4]], "count": 1}), AnomalyRecord(settings, {})
+    present.skipped.add(2, 4)
+    present.skipped.add(7, 9)
+    present.count = 3
+    past.losses.add(1.0)
+    past.keep_from(present)
+    assert past.skipped.ranges == [[2, 4], [7, 9]] and past.count == 3 and past.losses.losses == [1.0]
+    assert past.policy("non-finite") == "rewind" and past.policy("spike") == "skip"
+    past.count = 4
+    assert past.policy("non-finite") == past.policy("spike") == "stop"

@@ -1,0 +1,154 @@
+"""Devices that compute wrongly are found and named, on two and three real DeepSpeed ranks."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import flip_bit, wrong_layer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from outcomes import error_of
+from ranks import launch, make_data
+
+from vitscale.training.replicas import checksum
+
+# ---- Checksums -------------------------------------------------------------------------------------------------------
+
+TYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64, torch.uint8: torch.uint8}
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Any bits, those of NaN too."""
+    dtype = draw(st.sampled_from(list(TYPES)))
+    width = torch.empty(0, dtype=dtype).element_size()
+    content = draw(st.binary(min_size=2 * width, max_size=40 * width))
+    return torch.frombuffer(bytearray(content[: len(content) // width * width]), dtype=dtype)
+
+
+@given(tensors(), st.data())
+def test_any_flipped_bit_changes_the_checksum(tensor, data):
+    bits = tensor.view(torch.uint8)
+    index, bit = data.draw(st.integers(0, len(bits) - 1)), data.draw(st.integers(0, 7))
+    before = checksum(tensor)
+    assert checksum(tensor.clone()) == before
+    bits[index] ^= 1 << bit
+    assert checksum(tensor) != before
+
+
+@given(tensors(), st.data())
+def test_the_order_of_elements_matters(tensor, data):
+    bits = tensor.view(TYPES[tensor.dtype])
+    if tensor.dtype is torch.float64:  # of two numbers of eight bytes the difference can vanish modulo 2^64
+        bits >>= 8
+    one, other = (data.draw(st.integers(0, len(bits) - 1)) for _ in range(2))
+    before, is_same = checksum(tensor), bool(bits[one] == bits[other])
+    bits[[one, other]] = bits[[other, one]]
+    assert (checksum(tensor) == before) is is_same
+
+
+@settings(max_examples=3, deadline=None)
+@given(st.integers(0, (1 << 22) + 4), st.integers(0, 15))
+def test_of_a_tensor_in_several_pieces_too(index, bit):
+    bits = torch.arange((1 << 22) + 5, dtype=torch.int32).to(torch.int16)
+    before = checksum(bits.view(torch.bfloat16))
+    bits[index] ^= torch.tensor(1 << bit, dtype=torch.int32).to(torch.int16)
+    assert checksum(bits.view(torch.bfloat16)) != before
+
+
+def test_the_checksum_is_the_sum_of_odd_multiples():
+    values = [-5, 7, 0, 2**31 - 1, -(2**31)]
+    expected = sum((2 * index + 1) * value for index, value in enumerate(values)) % 2**64
+    assert checksum(torch.tensor(values, dtype=torch.int32)) == expected
+    assert checksum(torch.tensor(values, dtype=torch.int32).view(5, 1).expand(5, 3)[:, 1]) == expected
+
+
+# ---- Ranks -----------------------------------------------------------------------------------------------------------
+
+
+def blocks(stage: int, precision: str = "bf16", **others: Any) -> dict[str, Any]:
+    return {
+        "precision": precision,
+        "batch": {"global": 12, "micro_max": 4},
+        "parallelism": {"zero_stage": stage},
+        "evaluation": {"validation": None},
+        "checkpoint": {"every": {"steps": 2}},
+        "check": {"replicas_every": 1000},
+        **others,
+    }
+
+
+def flipped(name: str, step: int, rank: int, content: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "stops": [None], "blocks": [content], "faults": [partial(flip_bit, step=step, rank=rank)]}
+
+
+def miscomputed(name: str, rank: int, layer: str, stage: int) -> dict[str, Any]:
+    content = blocks(stage, check={"recompute_every": 2})
+    wrong = partial(wrong_layer, step=3, rank=rank, layer=layer)
+    return {"name": name, "stops": [None], "blocks": [content], "faults": [wrong]}
+
+
+# Saved for being the best so far, at a step that has no save of its own.
+BEST = {
+    "evaluation": {"validation": "test", "batch": 6, "every": {"steps": 3}},
+    "selection": {"metric": "validation/loss", "mode": "min"},
+}
+LAYERS = ("head", "blocks.0.attention.qkv", "embedding", "head")  # of bf16, one bit may get lost on a longer way
+TWO = {
+    **{f"flip-zero{stage}": flipped(f"flip-zero{stage}", 4, 1, blocks(stage)) for stage in range(3)},
+    "flip-fp32": flipped("flip-fp32", 3, 0, blocks(0, "fp32")),
+    "flip-at-the-end": flipped("flip-at-the-end", 6, 0, blocks(1, checkpoint={})),
+    "flip-best": flipped("flip-best", 3, 1, blocks(1, **BEST)),
+    "flip-unsaved": flipped("flip-unsaved", 3, 1, blocks(2, check={"replicas_every": 3})),
+    **{f"wrong-zero{stage}": miscomputed(f"wrong-zero{stage}", stage % 2, LAYERS[stage], stage) for stage in range(4)},
+}
+THREE = {
+    "flip-of-three": flipped("flip-of-three", 4, 2, blocks(1)),
+    "flip-fp32-of-three": flipped("flip-fp32-of-three", 4, 0, blocks(0, "fp32")),
+    "wrong-of-three": miscomputed("wrong-of-three", 1, LAYERS[1], 2),
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every training that the tests below look at."""
+    root = tmp_path_factory.mktemp("replicas")
+    make_data(root)
+    launch(root, list(TWO.values()), 2)
+    launch(root, list(THREE.values()), 3)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("name", "found_at", "saved"),
+    [
+        *((f"flip-zero{stage}", 4, [2]) for stage in range(3)),
+        ("flip-fp32", 4, [2]),  # the weights stay as they are for a step
+        ("flip-at-the-end", 6, []),
+        ("flip-best", 3, [2]),
+        ("flip-unsaved", 3, [2]),
+    ],
+)
+def test_a_flipped_bit_is_found_before_it_is_saved(root, name, found_at, saved):
+    error = error_of(root, name)
+    assert error["kind"] == "ReplicaError" and error["code"] == 75
+    assert f"step {found_at}: the ranks' weights" in error["message"]
+    assert "no majority tells which are right: rank 0 " in error["message"] and ", rank 1 " in error["message"]
+    assert error["saved"] == saved
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_layer_that_is_off_by_one_bit_is_found(root, stage):
+    error = error_of(root, f"wrong-zero{stage}")
+    assert error["kind"] == "ReplicaError" and error["code"] == 75
+    assert "step 4: all ranks have computed a micro-batch of rank 0, and their bits differ" in error["message"]
+    assert "no majority" in error["message"] and error["saved"] == [2]
+
+
+@pytest.mark.parametrize(("name", "rank"), [("flip-of-three", 2), ("flip-fp32-of-three", 0), ("wrong-of-three", 1)])
+def test_of_three_ranks_the_odd_one_is_named(root, name, rank):
+    error = error_of(root, name)
+    assert error["kind"] == "ReplicaError" and f"differ: rank {rank} against the other 2." in error["message"]
+    assert error["saved"] == [2]
