@@ -7,15 +7,15 @@ from vitscale.planning import expected_memory, largest_micro_batch
 from vitscale.planning.machine import available_memory, has_bf16_instructions
 from vitscale.training.engine import derive_config
 
-H14 = {"name": "ViT-H/14", "depth": 12}
+WIDE = {"patch_size": 14, "width": 4096, "depth": 2, "mlp_dim": 16384, "num_heads": 32}
 SMALL = {"name": "ViT-Ti/16", "depth": 3}
-PARAMETERS = 240_000_000  # of H/14 with 12 blocks, about
+PARAMETERS = 2 * 12 * 4096**2 + 4096 * (4096 + 588 + 257 + 1000)  # of it, without biases and norms
 
 
-def test_states_of_h14_are_the_rule_of_thumb():
+def test_states_are_the_rule_of_thumb():
     """Rajbhandari et al. (2020): 2 + 2 + 12 bytes a parameter, of which a stage more is divided by the ranks each."""
     for stage, expected in ((0, 16), (1, 2 + 14 / 64), (2, 2 + 14 / 64), (3, 16 / 64)):
-        recipe = make_recipe(H14, batch={"global": 64 * 2, "micro_max": 2}, parallelism={"zero_stage": stage})
+        recipe = make_recipe(WIDE, batch={"global": 64 * 2, "micro_max": 2}, parallelism={"zero_stage": stage})
         memory = expected_memory(recipe, 1000, 64, device="cuda")
         states = memory.weights + memory.gradients + memory.optimizer
         assert states == pytest.approx(expected * PARAMETERS, rel=0.02), stage
@@ -51,23 +51,23 @@ def test_what_the_loader_keeps():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_largest_micro_batch_is_the_last_that_fits(device):
-    recipe = make_recipe(SMALL, 96, batch={"global": 24, "micro_max": 12})
-    sizes = [1, 2, 3, 4, 6, 12]
+    recipe = make_recipe(SMALL, 96, batch={"global": 8, "micro_max": 4})
+    sizes = [1, 2, 4]
     needs = {size: expected_memory(recipe, 10, 2, size, device).device_bytes for size in sizes}
-    for size in (12, 3):
+    for size in (4, 2):
         found = largest_micro_batch(recipe, 10, 2, needs[size], device)
         assert found == max(other for other in sizes if needs[other] <= needs[size]) >= size
     assert largest_micro_batch(recipe, 10, 2, min(needs.values()) - 1, device) is None
 
 
 def test_elements_in_flight_are_those_that_training_asks_for():
-    recipe = make_recipe(H14, parallelism={"zero_stage": 3})
+    recipe = make_recipe(WIDE, parallelism={"zero_stage": 3})
     asked = derive_config(recipe, 1)["zero_optimization"]
     more = {key: 2 * asked[key] for key in ("reduce_bucket_size", "sub_group_size", "stage3_max_live_parameters")}
     as_asked = {key: asked[key] for key in more}
 
     def memory(sizes: dict[str, int]):
-        changed = make_recipe(H14, parallelism={"zero_stage": 3}, deepspeed={"zero_optimization": sizes})
+        changed = make_recipe(WIDE, parallelism={"zero_stage": 3}, deepspeed={"zero_optimization": sizes})
         return expected_memory(changed, 10, 1, device="cuda")
 
     assert memory(as_asked) == memory({}) != memory(more)
