@@ -27,7 +27,7 @@ from vitscale.launch import Launch, RankCommand, Supervisor
 from vitscale.recipe import load_recipe
 from vitscale.status import RunReader
 from vitscale.status.checkpoints import checkpoints_root
-from vitscale.status.launches import Event
+from vitscale.status.launches import Event, read_launches
 from vitscale.status.liveness import Signs, duration, judge
 
 # What the entry point does, and a word on stderr where torch came along.
@@ -283,6 +283,19 @@ def test_restarts_and_their_causes(run_dir):
     assert "4 in 2 launch(es); the last " in shown(run_dir)
 
 
+def test_launches_of_several_nodes_are_one(run_dir):
+    """Three nodes restart once; a minute later the run is continued on one of them, which is still at it."""
+    lines = []
+    for attempt, what in ((1, "started"), (1, "rank ended"), (1, "restart"), (2, "started"), (2, "finished")):
+        for node in range(3):
+            at = f"2026-01-01T00:0{attempt}:0{node}+00:00"
+            lines.append({"time": at, "event": what, "host": f"node{node}", "attempt": attempt, "cause": "x"})
+    lines.append({"time": "2026-01-01T00:03:00+00:00", "event": "started", "host": "node1", "attempt": 1})
+    (run_dir / "launch.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = read_launches(run_dir / "launch.jsonl")
+    assert (found.count, len(found.restarts), found.unfinished_on, found.damaged) == (2, 1, {"node1"}, 0)
+
+
 def launch(run_dir: Path, body: str) -> None:
     """A real one, of a rank that does nothing else, with two restarts."""
     rank = RankCommand(0, [sys.executable, "-I", "-S", "-c", f"import os, signal, sys; {body}"], {})
@@ -291,7 +304,7 @@ def launch(run_dir: Path, body: str) -> None:
 
 
 def event(what: str, ago: float, host: str = "here", **more) -> Event:
-    fields = {"cause": "", "exit_code": None, "pause_s": 0.0} | more
+    fields = {"attempt": 1, "cause": "", "exit_code": None, "pause_s": 0.0} | more
     return Event(what, NOW - ago, host, **fields)
 
 
@@ -318,7 +331,8 @@ def event(what: str, ago: float, host: str = "here", **more) -> Event:
 )
 def test_what_the_signs_amount_to(held, last_event, line_age, state):
     line_at = None if line_age is None else NOW - line_age
-    assert judge(Signs(held, last_event, line_at, due_s=50, timeout_s=600), NOW, here="here")[0] == state
+    is_here = last_event is not None and last_event.host == "here" and last_event.what != "finished"
+    assert judge(Signs(held, last_event, is_here, line_at, due_s=50, timeout_s=600), NOW)[0] == state
 
 
 def test_durations():

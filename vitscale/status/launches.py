@@ -9,6 +9,7 @@ from vitscale.errors import DataError
 from vitscale.status.reading import count, number, parse_object, text
 
 _MOST_BYTES = 4 << 20  # the end of the file; an event is some hundred bytes
+_AT_ONCE_S = 30.0  # between the launches of several nodes, which tell of each attempt alike
 
 
 @dataclass(frozen=True)
@@ -16,9 +17,10 @@ class Event:
     """One line.
 
     Attributes:
-        what: `started`, `rank ended`, `restart` or `finished`.
+        what: `started`, `restart` or `finished`.
         time: in seconds since 1970.
         host: of the launch.
+        attempt: of the launch, from 1.
         cause: in words; empty where there is none.
         exit_code: of the launch, where it has finished.
         pause_s: before a restart.
@@ -27,6 +29,7 @@ class Event:
     what: str
     time: float
     host: str
+    attempt: int | None
     cause: str
     exit_code: int | None
     pause_s: float
@@ -34,18 +37,20 @@ class Event:
 
 @dataclass(frozen=True)
 class Launches:
-    """All launches of a run.
+    """All launches of a run; those of several nodes that act together are one.
 
     Attributes:
         count: of launches.
         restarts: by these, oldest first.
         last: event of all.
+        unfinished_on: hosts whose launch has not said that it is finished.
         damaged: lines that cannot be used.
     """
 
     count: int
     restarts: list[Event]
     last: Event | None
+    unfinished_on: set[str]
     damaged: int
 
 
@@ -60,27 +65,40 @@ def read_launches(path: Path) -> Launches:
         lines = []
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    launches = damaged = 0
+    launches: list[Event] = []
     restarts: list[Event] = []
-    last = None
+    last_on: dict[str, Event] = {}
+    last, damaged = None, 0
     for line in lines:
         row = parse_object(line)
         time = _seconds(text(row.get("time"))) if row else None
         if row is None or time is None:
             damaged += 1
             continue
+        if row.get("event") not in ("started", "restart", "finished"):
+            continue
         last = Event(
-            what=text(row.get("event")),
+            what=row["event"],
             time=time,
             host=text(row.get("host")),
+            attempt=count(row.get("attempt")),
             cause=text(row.get("cause")),
             exit_code=count(row.get("exit_code")),
             pause_s=number(row.get("pause_s")) or 0.0,
         )
-        launches += last.what == "started" and row.get("attempt") == 1
-        if last.what == "restart":
+        last_on[last.host] = last
+        if last.what == "started" and last.attempt == 1 and not _is_told(last, launches):
+            launches.append(last)
+        if last.what == "restart" and not _is_told(last, restarts):
             restarts.append(last)
-    return Launches(launches, restarts, last, damaged)
+    unfinished_on = {host for host, event in last_on.items() if event.what != "finished"}
+    return Launches(len(launches), restarts, last, unfinished_on, damaged)
+
+
+def _is_told(event: Event, told: list[Event]) -> bool:
+    """Whether the last one of those told is the same, by another node."""
+    last = told[-1] if told else event
+    return last.host != event.host and last.attempt == event.attempt and abs(event.time - last.time) < _AT_ONCE_S
 
 
 def _seconds(time: str) -> float | None:

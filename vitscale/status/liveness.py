@@ -1,7 +1,6 @@
 """Whether a run trains, and if not, what ended it."""
 
 import fcntl
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -35,6 +34,7 @@ class Signs:
     Attributes:
         is_held: by a rank, seen from this machine; None where that cannot be told.
         last_event: of the launches; None where there are none.
+        is_only_here: whether the only launch that has not finished is one of this machine.
         line_at: when the last line of metrics was written, in seconds since 1970; None without one.
         due_s: between two lines; None where that is not known.
         timeout_s: after which a run without progress ends itself.
@@ -42,6 +42,7 @@ class Signs:
 
     is_held: bool | None
     last_event: Event | None
+    is_only_here: bool
     line_at: float | None
     due_s: float | None
     timeout_s: float
@@ -66,14 +67,8 @@ def is_held(run_dir: Path) -> bool | None:
     return False
 
 
-def judge(signs: Signs, now: float, here: str | None = None) -> tuple[State, str]:
-    """The state of a run that is not done, and why it is thought so.
-
-    Args:
-        now: in seconds since 1970.
-        here: the name of this machine.
-    """
-    here = here or socket.gethostname()
+def judge(signs: Signs, now: float) -> tuple[State, str]:
+    """The state, `now` in seconds since 1970, of a run that is not done, and why it is thought so."""
     event, line_at = signs.last_event, signs.line_at
     line = "no line of metrics yet"
     if line_at is not None:
@@ -94,7 +89,7 @@ def judge(signs: Signs, now: float, here: str | None = None) -> tuple[State, str
         if event.what == "started" and now - event.time < _TO_START_S:
             return "starting", f"launched {duration(now - event.time)} ago on {event.host}"
     is_recent = line_at is not None and now - line_at <= 3 * (signs.due_s or 0.0) + signs.timeout_s
-    if signs.is_held is False and event is not None and event.host == here:
+    if signs.is_held is False and signs.is_only_here:
         return "not running", f"{line}; the last launch was on this machine and left no end"
     if event is not None and is_recent:
         return "running", f"on {event.host}, by its metrics: {line}"

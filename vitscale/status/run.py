@@ -1,6 +1,7 @@
 """Reading one run directory: whatever state it is in, there is an answer or one readable error."""
 
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,7 @@ class RunReader:
             Signs(
                 is_held=is_held(self._directory),
                 last_event=launches.last,
+                is_only_here=launches.unfinished_on == {socket.gethostname()},
                 line_at=self._log.line_at,
                 due_s=None if recipe is None or pace is None else recipe.logging.every * pace,
                 timeout_s=_STEP_TIMEOUT_S if recipe is None else recipe.check.step_timeout_s,
