@@ -1,13 +1,16 @@
 """What lies where in a run directory. No torch, so that what only looks at a run starts at once."""
 
+import os
 from pathlib import Path
 
-from vitscale.recipe import find_recipe
+from vitscale.recipe import Recipe, find_recipe
+from vitscale.storage import base_name, is_url, join, without_file_scheme
 
 RECIPE_FILE = "recipe.yaml"
 CHECKPOINTS = "checkpoints"
 DONE_FILE = "DONE"
 LAUNCH_FILE = "launch.jsonl"
+ANOMALIES_DIR = "anomalies"
 INDEX_FILES = f"{CHECKPOINTS}/step-*/index.json"
 """Pattern of the last file of each checkpoint; of those in the run directory."""
 
@@ -15,6 +18,21 @@ INDEX_FILES = f"{CHECKPOINTS}/step-*/index.json"
 def default_run_dir(recipe: str, *, smoke: bool) -> Path:
     """Where a run is when nothing else is said. Raises `RecipeError` where there is no such recipe."""
     return Path("runs") / f"{find_recipe(recipe).stem}{'-smoke' if smoke else ''}"
+
+
+def step_folder(step: int) -> str:
+    """Name of the folder of one checkpoint."""
+    return f"step-{step:08d}"
+
+
+def checkpoints_root(recipe: Recipe, run_dir: Path) -> str:
+    """Path or URL of a run's checkpoints: in its directory, or in `checkpoint.dir` under the directory's name."""
+    above = without_file_scheme(recipe.checkpoint.dir or "")
+    if not above:
+        return str(run_dir / CHECKPOINTS)
+    if not is_url(above):
+        above = os.path.expanduser(above)  # noqa: PTH111 (without an error where there is no home)
+    return join(above, base_name(os.path.abspath(run_dir)))  # noqa: PTH100 (a link keeps its own name)
 
 
 def newest_checkpoint_step(run_dir: Path) -> int:

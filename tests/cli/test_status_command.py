@@ -20,13 +20,12 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from vitscale.checkpoint import CheckpointStore, Fragment, Index, checkpoint_place
+from vitscale.checkpoint import CheckpointStore, Fragment, Index
 from vitscale.cli.main import app
 from vitscale.errors import RecipeError
 from vitscale.launch import Launch, RankCommand, Supervisor
 from vitscale.recipe import load_recipe
 from vitscale.status import RunReader
-from vitscale.status.checkpoints import checkpoints_root
 from vitscale.status.launches import Event, read_launches
 from vitscale.status.liveness import Signs, duration, judge
 
@@ -395,12 +394,6 @@ def test_checkpoints_at_a_url_are_not_asked_for(run_dir):
     write_recipe(run_dir, "checkpoint.dir=https://me:secret@192.0.2.1/runs?sign=secret")  # an address without a host
     text = shown(run_dir)
     assert "at https://192.0.2.1/runs" in text and "which is not asked" in text and "secret" not in text
-
-
-@pytest.mark.parametrize("where", [None, "/some/where", "~/runs", "file:///some/where", "s3://bucket/runs/", "runs"])
-def test_where_checkpoints_are_is_where_training_puts_them(run_dir, where):
-    recipe = load_recipe("b16_jft", [] if where is None else [f"checkpoint.dir={where}"])
-    assert checkpoints_root(recipe, run_dir) == checkpoint_place(recipe, run_dir).root
 
 
 # ---- Whatever state a directory is in --------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from vitscale.errors import CheckpointError
 from vitscale.models.weights.torch_files import write_safetensors
+from vitscale.run_directory import step_folder
 from vitscale.shards import file_digests
 
 SCHEMA_VERSION = 2
@@ -94,11 +95,6 @@ class Index:
 
 
 _INDEX = pydantic.TypeAdapter(Index)
-
-
-def step_folder(step: int) -> str:
-    """Name of the folder of one checkpoint."""
-    return f"step-{step:08d}"
 
 
 def steps_among(names: Iterable[str]) -> list[int]:

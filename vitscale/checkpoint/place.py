@@ -25,7 +25,6 @@ from vitscale.checkpoint.format import (
     index_text,
     parse_index,
     read_index,
-    step_folder,
     steps_among,
     verify_file,
     write_rank_file,
@@ -34,10 +33,9 @@ from vitscale.checkpoint.machine_folder import MachineFolder, locked
 from vitscale.durable import sync_folder, write_text
 from vitscale.errors import CheckpointError
 from vitscale.recipe import Recipe
-from vitscale.run_directory import CHECKPOINTS
+from vitscale.run_directory import checkpoints_root, step_folder
 from vitscale.storage import (
     RemoteFile,
-    base_name,
     is_url,
     join,
     names_in,
@@ -45,7 +43,6 @@ from vitscale.storage import (
     read_bytes,
     remove,
     remove_folder,
-    without_file_scheme,
 )
 
 _PAUSES = (0.5, 2.0)  # seconds before the second and third transfer of a file whose digest was wrong
@@ -112,14 +109,9 @@ class Place(Protocol):
 
 
 def checkpoint_place(recipe: Recipe, run_dir: Path) -> Place:
-    """Where the checkpoints of a run are: in its directory, or in `checkpoint.dir` under the directory's name."""
-    above = without_file_scheme(recipe.checkpoint.dir or "")
-    if not above:
-        return LocalPlace(run_dir / CHECKPOINTS)
-    name = base_name(os.path.abspath(run_dir))  # noqa: PTH100 (a link keeps its own name)
-    if is_url(above):
-        return RemotePlace(join(above, name), recipe.data.cache.folder())
-    return LocalPlace(Path(above).expanduser() / name)
+    """Where the checkpoints of a run are."""
+    root = checkpoints_root(recipe, run_dir)
+    return RemotePlace(root, recipe.data.cache.folder()) if is_url(root) else LocalPlace(Path(root))
 
 
 # ---- A folder --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run are, and what their indices tell. Their bytes are not read."""
+"""What the indices of checkpoints in a folder tell. Their bytes are not read."""
 
 import os
 from collections.abc import Iterator
@@ -10,9 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vitscale.recipe import Recipe
-from vitscale.run_directory import CHECKPOINTS
-from vitscale.storage import base_name, is_url, join, without_file_scheme
+from vitscale.run_directory import step_folder
 
 _INDEX = "index.json"
 
@@ -64,16 +62,6 @@ class Checkpoints:
     problems: list[str]
 
 
-def checkpoints_root(recipe: Recipe | None, run_dir: Path) -> str:
-    """Path or URL of the folder of a run's checkpoints; without a recipe the one that most runs have."""
-    above = without_file_scheme(recipe.checkpoint.dir or "") if recipe is not None else ""
-    if not above:
-        return str(run_dir / CHECKPOINTS)
-    if not is_url(above):
-        above = os.path.expanduser(above)  # noqa: PTH111 (without an error where there is no home)
-    return join(above, base_name(os.path.abspath(run_dir)))  # noqa: PTH100 (a link keeps its own name)
-
-
 def read_checkpoints(folder: Path) -> Checkpoints:
     """What is in a folder of this machine. Raises nothing: what cannot be read is a problem."""
     found: dict[int, int] = {}
@@ -81,7 +69,7 @@ def read_checkpoints(folder: Path) -> Checkpoints:
     try:
         for name in os.listdir(folder):  # noqa: PTH208 (names are enough)
             digits = name.removeprefix("step-")
-            if digits.isdecimal() and name == _step_folder(int(digits)):
+            if digits.isdecimal() and name == step_folder(int(digits)):
                 with suppress(OSError):  # being removed, or never finished
                     found[int(digits)] = (folder / name / _INDEX).stat().st_mtime_ns
     except FileNotFoundError:
@@ -91,15 +79,11 @@ def read_checkpoints(folder: Path) -> Checkpoints:
     steps = sorted(found)
     saved_at = found[steps[-1]] / 1e9 if steps else None
     for step in reversed(steps):
-        index, wrong = _read(folder / _step_folder(step), found[step])
+        index, wrong = _read(folder / step_folder(step), found[step])
         problems += wrong
         if index is not None:
             return Checkpoints(steps, saved_at, index, step, problems)
     return Checkpoints(steps, saved_at, None, None, problems)
-
-
-def _step_folder(step: int) -> str:
-    return f"step-{step:08d}"
 
 
 @lru_cache(maxsize=64)

@@ -13,9 +13,16 @@ from vitscale.flops.hardware import Device
 from vitscale.flops.records import METRICS_FILE
 from vitscale.flops.work import recipe_work
 from vitscale.recipe import Recipe, read_recipe
-from vitscale.run_directory import CHECKPOINTS, DONE_FILE, LAUNCH_FILE, RECIPE_FILE
+from vitscale.run_directory import (
+    ANOMALIES_DIR,
+    CHECKPOINTS,
+    DONE_FILE,
+    LAUNCH_FILE,
+    RECIPE_FILE,
+    checkpoints_root,
+)
 from vitscale.status import recent
-from vitscale.status.checkpoints import Index, checkpoints_root, read_checkpoints
+from vitscale.status.checkpoints import Index, read_checkpoints
 from vitscale.status.launches import Launches, read_launches
 from vitscale.status.liveness import Signs, State, is_held, judge
 from vitscale.status.metrics_log import MetricsLog, Row
@@ -23,7 +30,6 @@ from vitscale.status.reading import count, number, read_object
 from vitscale.status.summary import Anomalies, Best, Evaluation, Restarts, RunStatus, Saved
 from vitscale.storage import is_url, without_secrets
 
-_ANOMALIES_DIR = "anomalies"  # the name is that of training.anomalies, which brings torch along
 _MANIFEST = "manifest.json"  # that of shards.manifest, which brings numba along
 _SIGNS_OF_A_RUN = (RECIPE_FILE, METRICS_FILE, LAUNCH_FILE, DONE_FILE, CHECKPOINTS)
 _STEP_TIMEOUT_S = 600.0  # where no recipe says `check.step_timeout_s`
@@ -218,7 +224,8 @@ class RunReader:
         return Best(-step, metric, sign * value)
 
     def _read_checkpoints(self, notes: list[str]) -> tuple[Saved, Index | None]:
-        where = checkpoints_root(self._recipe, self._directory)
+        recipe, run_dir = self._recipe, self._directory
+        where = str(run_dir / CHECKPOINTS) if recipe is None else checkpoints_root(recipe, run_dir)
         if is_url(where):
             return Saved(without_secrets(where), None, None, None, None), None
         found = read_checkpoints(Path(where))
@@ -229,7 +236,7 @@ class RunReader:
         return Saved(where, len(found.steps), step, age, None if at_hand is None else at_hand.bytes), found.newest
 
     def _anomalies(self, last: Row) -> Anomalies | None:
-        reports = sorted((self._directory / _ANOMALIES_DIR).glob("step-*.json"))
+        reports = sorted((self._directory / ANOMALIES_DIR).glob("step-*.json"))
         left_out = count(last.get("anomalies")) or 0
         if not reports and not left_out:
             return None

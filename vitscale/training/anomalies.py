@@ -17,8 +17,7 @@ from torch import Tensor
 from vitscale.data import Batch
 from vitscale.durable import write_text
 from vitscale.recipe import Anomalies, Policy, Spike
-
-ANOMALIES_DIR = "anomalies"
+from vitscale.run_directory import ANOMALIES_DIR
 
 Kind = Literal["non-finite", "spike"]
 

@@ -1,6 +1,7 @@
 """The directory of a run: whose it is, and that only one launch at a time writes there."""
 
 import fcntl
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -10,6 +11,8 @@ from vitscale.durable import write_text
 from vitscale.errors import RecipeError
 from vitscale.recipe import Recipe, differences, read_recipe
 from vitscale.run_directory import CHECKPOINTS, DONE_FILE, RECIPE_FILE
+
+_PAUSES = (0.1, 0.5)
 
 
 def check_run_dir(recipe: Recipe, run_dir: Path, *, may_resume: bool) -> str | None:
@@ -51,12 +54,16 @@ def claim(run_dir: Path, recipe: Recipe) -> IO[str]:
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = (run_dir / ".lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        what = f"{run_dir} is in use by another launch; wait for it, or use another --run-dir"
-        raise RecipeError(what) from None
-    except OSError:
-        pass  # a file system without locks: nothing can be said there
+    for seconds in (*_PAUSES, None):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:  # perhaps only by somebody who looks whether we have it
+            if seconds is None:
+                what = f"{run_dir} is in use by another launch; wait for it, or use another --run-dir"
+                raise RecipeError(what) from None
+            time.sleep(seconds)
+        except OSError:
+            break  # a file system without locks: nothing can be said there
     write_text(run_dir / RECIPE_FILE, yaml.safe_dump(recipe.dump(), sort_keys=False))
     return lock
