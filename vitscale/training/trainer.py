@@ -390,18 +390,17 @@ class Trainer:
         self.engine.eval()
         try:
             with self.average.in_place_of_weights() if self.average is not None else contextlib.nullcontext():
-                values = evaluate(self.plan.evaluators, self._predict)
+                return evaluate(self.plan.evaluators, self._predict)
         finally:
             self.engine.train()
-        if self.world.is_main:
-            self.metrics.evaluation(self.step, values)
-            shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-            self._say(f"step {self.step:,}  {shown}")
-        return values
 
     def _evaluate_and_select(self) -> None:
         """Evaluate this step, and note whether it is the best so far."""
         self.values = values = self._evaluate()
+        if self.world.is_main and values:
+            self.metrics.evaluation(self.step, values)
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+            self._say(f"step {self.step:,}  {shown}")
         rule = self.recipe.selection
         self.selection = {**self.selection, "evaluated": self.step}
         if rule is not None:
@@ -514,7 +513,7 @@ class Trainer:
         if self.saved_step != self.step:
             self._save()
         if is_done and not self.values:
-            self.values = self._evaluate()  # the process that took the last step ended before it could say so
+            self.values = self._evaluate()  # again: the process that took the last step did not say that it is done
         self._begin("writing the checkpoint")
         self.saves.finish(self.step)
         if self.world.is_main:
