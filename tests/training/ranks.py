@@ -60,7 +60,7 @@ Fault = Callable[[Any], contextlib.AbstractContextManager[None]]
 def train(
     recipe: Recipe, run_dir: Path, world: Any, stop_at: int | None = None, faults: tuple[Fault, ...] | list[Fault] = ()
 ) -> None:
-    """One process's worth of training, and the engine freed."""
+    """One process's worth of training, and what it holds freed."""
     from vitscale.training.plan import plan_run
     from vitscale.training.trainer import Trainer
 
@@ -72,6 +72,8 @@ def train(
             trainer.run(stop_at)
     finally:
         trainer.engine.destroy()
+        if trainer.lock is not None:
+            trainer.lock.close()  # as the end of the process would
 
 
 def join(rank: int, world_size: int, port: int) -> Any:

@@ -1,0 +1,126 @@
+"""Saves of two real DeepSpeed ranks: the background writes what the foreground writes, and a run outlives failures."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import before_step, delete, fail_writing, put_a_file_in_its_place, take_the_file_away, write_slowly
+from outcomes import assert_same_run, checkpoint, column, equal, error_of, printed, store
+from ranks import STEPS, launch, make_data
+
+STAGES = (0, 1, 2, 3)
+
+
+def blocks(every: int = 2, stage: int = 1, **checkpoint: Any) -> dict[str, Any]:
+    return {
+        "model": {"dropout": 0.2},
+        "batch": {"micro_max": 4},
+        "parallelism": {"zero_stage": stage},
+        "ema": {"decay": 0.9},
+        "evaluation": {"validation": None},
+        "checkpoint": {"every": {"steps": every}, **checkpoint},
+    }
+
+
+def job(name: str, content: dict[str, Any], *faults: Any, **others: Any) -> dict[str, Any]:
+    return {"name": name, "stops": [None], "blocks": [content], "faults": list(faults), **others}
+
+
+SLOWLY = partial(write_slowly, seconds=0.1)  # the next step begins meanwhile
+JOBS = [
+    *(job(f"foreground-zero{stage}", blocks(1, stage, keep=20, background=False)) for stage in STAGES),
+    *(job(f"background-zero{stage}", blocks(1, stage, keep=20), SLOWLY) for stage in STAGES),
+    job("kept", blocks(1, keep=1, keep_every={"steps": 2})),
+    job("fails-once", blocks(), partial(fail_writing, steps=[4])),
+    job("fails-once-in-the-foreground", blocks(background=False), partial(fail_writing, steps=[4])),
+    job("fails-in-turns", blocks(1, keep=20, max_failures=1), partial(fail_writing, steps=[1, 3, 5], rank=0)),
+    job("fails-too-often", blocks(1, keep=20, max_failures=1), partial(fail_writing, steps=[2, 4, 5, 6])),
+    job("fails-at-once", blocks(1, max_failures=0, background=False), partial(fail_writing, steps=[3])),
+    job("fails-at-the-end", blocks(), partial(fail_writing, steps=[6])),
+    job("fails-at-the-end-on", blocks(), directory="fails-at-the-end"),
+    job(
+        "folder-is-a-file",
+        blocks(keep=20),
+        partial(before_step, step=3, act=put_a_file_in_its_place),
+        partial(before_step, step=5, act=take_the_file_away),
+    ),
+    job("deleted", blocks(), partial(before_step, step=3, act=delete)),
+    job("deleted-unsaved", {**blocks(), "checkpoint": {}}, partial(before_step, step=3, act=delete)),
+]  # fmt: skip
+UNDISTURBED = "foreground-zero1"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every training that the tests below look at."""
+    root = tmp_path_factory.mktemp("saving")
+    make_data(root)
+    launch(root, JOBS, 2)
+    return root
+
+
+def is_done(root: Path, name: str) -> bool:
+    return (root / "runs" / name / "DONE").exists()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_background_writes_the_same_bytes(root, stage):
+    one, other = f"background-zero{stage}", f"foreground-zero{stage}"
+    assert_same_run(root, one, other)
+    for step in range(1, STEPS + 1):
+        assert checkpoint(root, one, step).index.files == checkpoint(root, other, step).index.files
+
+
+def test_some_checkpoints_are_kept_for_good(root):
+    assert store(root, "kept").steps() == [2, 4, 6]
+
+
+@pytest.mark.parametrize("name", ["fails-once", "fails-once-in-the-foreground"])
+def test_a_save_that_fails_costs_that_checkpoint_alone(root, name):
+    said = printed(root, name)
+    assert said.count("WARNING: training goes on WITHOUT THIS CHECKPOINT") == 1
+    assert "saving step 4 failed; earlier checkpoints are untouched. rank 1: OSError: [Errno 27] File too large" in said
+    assert is_done(root, name) and store(root, name).steps() == [2, 6]
+    assert column(root, name, "loss") == column(root, UNDISTURBED, "loss")
+    assert equal(checkpoint(root, name), checkpoint(root, UNDISTURBED))
+    assert not list((root / "runs" / name / "checkpoints").glob(".building-*"))
+
+
+def test_failures_are_counted_in_a_row(root):
+    assert is_done(root, "fails-in-turns") and store(root, "fails-in-turns").steps() == [2, 4, 6]
+    assert printed(root, "fails-in-turns").count("WARNING: training goes on") == 3
+
+
+@pytest.mark.parametrize(("name", "saved", "row"), [("fails-too-often", [1, 3], 2), ("fails-at-once", [1, 2], 1)])
+def test_too_many_in_a_row_end_all_ranks(root, name, saved, row):
+    error = error_of(root, name)
+    assert error["kind"] == "CheckpointError" and error["code"] == 3 and error["saved"] == saved
+    assert f"{row} failures in a row; checkpoint.max_failures is {row - 1}" in error["message"]
+    assert "rank 1: OSError: [Errno 27] File too large" in error["message"]
+    assert not is_done(root, name)
+
+
+def test_a_last_save_that_fails_is_an_error_and_the_command_goes_on_from_the_one_before(root):
+    error = error_of(root, "fails-at-the-end")
+    assert error["kind"] == "CheckpointError" and error["saved"] == [2, 4]
+    assert "step 6 is not saved" in error["message"]
+    assert f"resumed from {root}" in printed(root, "fails-at-the-end-on")
+    assert_same_run(root, "fails-at-the-end", UNDISTURBED)
+    assert is_done(root, "fails-at-the-end")
+
+
+def test_a_folder_that_cannot_be_written_is_used_again_when_it_can(root):
+    said = printed(root, "folder-is-a-file")
+    assert said.count("WARNING: training goes on WITHOUT THIS CHECKPOINT") == 1 and "saving step 4 failed" in said
+    assert store(root, "folder-is-a-file").steps() == [2, 6] and is_done(root, "folder-is-a-file")
+    assert_same_run(root, "folder-is-a-file", UNDISTURBED)
+
+
+@pytest.mark.parametrize(("name", "saved"), [("deleted", [4, 6]), ("deleted-unsaved", [6])])
+def test_a_run_whose_directory_is_deleted_trains_to_its_end_and_says_so(root, name, saved):
+    assert printed(root, name).count("METRICS ARE BEING LOST, training goes on") == 1
+    assert store(root, name).steps() == saved
+    assert equal(checkpoint(root, name), checkpoint(root, UNDISTURBED))
+    assert json.loads((root / "runs" / name / "DONE").read_text())["step"] == STEPS
