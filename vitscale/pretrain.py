@@ -2,7 +2,7 @@
 
     deepspeed vitscale/pretrain.py --recipe recipes/h14_jft.yaml [--set KEY=VALUE ...] [--run-dir DIR]
 
-Also under `torchrun` and plain `python` (one rank). Repeating the command continues the run.
+Also under `torchrun`, `srun`, `mpirun` and plain `python` (one rank). Repeating the command continues the run.
 """
 
 import sys
@@ -22,6 +22,7 @@ import signal  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
 from vitscale.errors import EXIT_DONE, PeerLostError, PreemptedError, RecipeError, VitscaleError  # noqa: E402
+from vitscale.launch.environment import read_environment  # noqa: E402
 from vitscale.recipe import Recipe, load_recipe, override, smoke_form  # noqa: E402
 from vitscale.run_directory import default_run_dir  # noqa: E402
 
@@ -97,6 +98,7 @@ def write_smoke_data(data_root: Path, world_size: int) -> None:
 def pretrain(options: argparse.Namespace) -> None:
     """Check everything that can be checked alone, then start the process group and train."""
     try:
+        rank, world_size, local_rank, _ = read_environment()
         recipe: Recipe = load_recipe(options.recipe, [] if options.smoke else options.settings)
         run_dir: Path = options.run_dir or default_run_dir(options.recipe, smoke=options.smoke)
         if options.stop_at is not None and options.stop_at < 1:
@@ -111,7 +113,6 @@ def pretrain(options: argparse.Namespace) -> None:
         from vitscale.training.run_directory import check_run_dir
 
         interruption = Interruption(None if options.time_limit is None else 60 * options.time_limit)
-        rank, world_size, local_rank = distributed.read_environment()
         smoke_data = run_dir / f"smoke-data-{world_size}"
         if options.smoke:
             recipe = override(smoke_form(recipe, smoke_data, world_size).dump(), options.settings, "the smoke form")

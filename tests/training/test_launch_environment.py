@@ -1,62 +1,39 @@
-"""Who we are among the ranks, and what stops us before there are any."""
+"""Where the ranks meet, and what stops them before they do."""
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 
-from vitscale.errors import RecipeError
+from vitscale.launch.machine import hold_port
 from vitscale.training import distributed
 
-VARIABLES = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
+
+def listeners(port: int) -> set[str]:
+    """Addresses at which somebody listens at the port, as Linux writes them, IPv4 and IPv6."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return {line[1].partition(":")[0] for line in lines if line[1].endswith(f":{port:04X}") and line[3] == "0A"}
 
 
-@pytest.fixture
-def environment(monkeypatch):
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    return monkeypatch
-
-
-def test_a_launcher_s_environment_is_taken(environment):
-    for name, value in VARIABLES.items():
-        environment.setenv(name, value)
-    assert distributed.read_environment() == (1, 4, 1)
-
-
-def test_without_a_launcher_there_is_one_rank(environment):
-    for name in VARIABLES:
-        environment.setenv(name, "")  # so that what is set here is undone
-        environment.delenv(name)
-    assert distributed.read_environment() == (0, 1, 0)
-    assert int(os.environ["MASTER_PORT"]) > 0
-    for name in VARIABLES:
-        os.environ.pop(name)
-
-
-@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_half_set_environment_names_what_is_missing(environment, missing):
-    for name, value in VARIABLES.items():
-        if name != missing:
-            environment.setenv(name, value)
-    with pytest.raises(RecipeError, match=f"half set.*without {missing}"):
-        distributed.read_environment()
-
-
-def test_values_that_are_no_numbers_are_shown(environment):
-    for name, value in VARIABLES.items():
-        environment.setenv(name, value)
-    environment.setenv("RANK", "one")
-    with pytest.raises(RecipeError, match="'RANK': 'one'"):
-        distributed.read_environment()
-
-
-@pytest.mark.parametrize("wrong", [{"RANK": "4"}, {"WORLD_SIZE": "0"}, {"MASTER_PORT": "99999"}, {"LOCAL_RANK": "-1"}])
-def test_an_impossible_environment_is_shown(environment, wrong):
-    for name, value in (VARIABLES | wrong).items():
-        environment.setenv(name, value)
-    with pytest.raises(RecipeError, match="impossible"):
-        distributed.read_environment()
+@pytest.mark.parametrize(
+    ("address", "local_size", "expected"),
+    [
+        ("127.0.0.1", 2, {"0100007F"}),
+        ("127.0.0.1", 1, set()),  # the other rank is elsewhere: left to torch, which listens at every address
+        ("192.0.2.1", 1, set()),  # not an address of this machine
+    ],
+)
+def test_the_rendezvous_is_served_at_the_master_s_address_alone(monkeypatch, address, local_size, expected):
+    with hold_port() as holder:
+        port = holder.getsockname()[1]
+        for name, value in {"MASTER_ADDR": address, "MASTER_PORT": port, "LOCAL_WORLD_SIZE": local_size}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "")
+        monkeypatch.setattr(distributed, "_store", None)
+        distributed._serve_rendezvous(2)
+        assert listeners(port) == expected
+        assert (os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True") == bool(expected)
 
 
 def test_a_stale_build_lock_is_named_and_a_fresh_one_is_left(tmp_path, monkeypatch):

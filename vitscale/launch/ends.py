@@ -60,6 +60,11 @@ class End:
         return not (self.is_done or self.is_preempted)
 
     @property
+    def is_consequence(self) -> bool:
+        """Whether a bad end may follow from that of another rank."""
+        return _distance(self) > 1
+
+    @property
     def code(self) -> int:
         """What a launch ends with when this is why: a signal is worth a repetition, an unknown code is a bug's."""
         known = self.returncode in _MEANINGS
@@ -91,10 +96,11 @@ def cause(ends: Sequence[End]) -> End | None:
 
     A rank that loses another one ends with 75 or has to be killed: both are consequences where there is anything else.
     """
+    return min((end for end in ends if end.is_bad), key=_distance, default=None)
 
-    def is_consequence(end: End) -> int:
-        if end.hung:
-            return 1
-        return 3 if end.was_killed else 2 if end.returncode == EXIT_RETRY else 0
 
-    return min((end for end in ends if end.is_bad), key=is_consequence, default=None)
+def _distance(end: End) -> int:
+    """From the cause."""
+    if end.hung:
+        return 1
+    return 3 if end.was_killed else 2 if end.returncode == EXIT_RETRY else 0

@@ -1,4 +1,4 @@
-"""The ranks of a pre-training on one machine."""
+"""The ranks of a pre-training on one machine, which may be one of several."""
 
 import socket
 import sys
@@ -10,7 +10,8 @@ from typing import Literal
 
 import vitscale
 from vitscale.errors import PeerLostError, PreemptedError, RecipeError
-from vitscale.launch.machine import count_devices, hold_port
+from vitscale.launch.machine import count_devices
+from vitscale.launch.nodes import FirstNode, Nodes, OneNode, OtherNode, Place
 from vitscale.launch.rank import RankCommand
 from vitscale.launch.restarts import Launch
 from vitscale.launch.supervisor import Supervisor, say
@@ -22,7 +23,7 @@ Resume = Literal["auto", "never"]
 
 @dataclass(frozen=True)
 class Pretraining:
-    """What to pre-train, and on how many ranks; None for one a CUDA device, or one on CPUs."""
+    """What to pre-train, and on how many ranks a node; None for one a CUDA device, or one on CPUs."""
 
     recipe: str
     settings: tuple[str, ...] = ()
@@ -35,51 +36,75 @@ class Pretraining:
 
 
 def launch_pretraining(
-    what: Pretraining, *, max_restarts: int = 3, count: Callable[[], int | None] = count_devices
+    what: Pretraining,
+    place: Place | None = None,
+    *,
+    max_restarts: int = 3,
+    count: Callable[[], int | None] = count_devices,
 ) -> int:
-    """Pre-train on this machine's devices, as often as it takes: the exit code.
+    """Pre-train on this machine's devices, and with a place on other nodes' too, as often as it takes: the exit code.
 
     Raises `RecipeError` for what can be seen before anything starts, `PreemptedError` when the time is up before a
-    restart, `PeerLostError` where no device is left.
+    restart, `PeerLostError` where no device is left or a node does not come.
     """
+    global_batch = _global_batch(what)
     with Supervisor() as supervisor:
-        ranks = PretrainingRanks(what, count)
-        launch = Launch(
-            ranks.run_dir, ranks, supervisor, max_restarts=max_restarts, stops_early=what.stop_at is not None
-        )
-        return launch.run()
+        nodes: Nodes
+        if place is None or place.nodes == 1:
+            nodes = OneNode(global_batch)
+        elif place.node == 0:
+            nodes = FirstNode(place, global_batch, supervisor)
+        else:
+            nodes = OtherNode(place, supervisor)
+        ranks = PretrainingRanks(what, count, nodes)
+        stops_early = what.stop_at is not None
+        return Launch(ranks.run_dir, ranks, supervisor, nodes, max_restarts=max_restarts, stops_early=stops_early).run()
+
+
+def _global_batch(what: Pretraining) -> int | None:
+    """Of the recipe; None for the smoke form, whose batch suits any number of ranks. Raises `RecipeError`."""
+    recipe = load_recipe(what.recipe, [] if what.smoke else what.settings)
+    return None if what.smoke else recipe.batch.global_size
 
 
 class PretrainingRanks:
     """The commands of each attempt: called with its number, counted from 0."""
 
-    def __init__(self, what: Pretraining, count: Callable[[], int | None] = count_devices) -> None:
-        recipe = load_recipe(what.recipe, [] if what.smoke else what.settings)
+    def __init__(
+        self, what: Pretraining, count: Callable[[], int | None] = count_devices, nodes: Nodes | None = None
+    ) -> None:
         self.run_dir = what.run_dir or default_run_dir(what.recipe, smoke=what.smoke)
-        # The smoke form has a batch that suits any number of ranks.
-        self._global_batch = None if what.smoke else recipe.batch.global_size
-        self._what, self._count = what, count
+        self._what, self._count, self._nodes = what, count, nodes or OneNode(_global_batch(what))
         self._began = time.monotonic()
         self._held_a_run = (self.run_dir / RECIPE_FILE).exists()
         self._devices: int | None = None
-        self._port: socket.socket | None = None
 
     def __call__(self, attempt: int) -> list[RankCommand]:
-        """Raises as `launch_pretraining` does."""
-        size = self._what.ranks or self._fitting_ranks()
+        """Raises as `launch_pretraining` does; nothing where it was told to end while it waited for other nodes."""
+        asked_for = self._what.ranks
+        devices = asked_for or max(1, self._count_devices())
+        layout = self._nodes.meet(devices, is_asked_for=asked_for is not None)
+        if layout is None:
+            return []
+        if layout.ranks < devices:
+            say(f"uses {layout.ranks} of {devices} CUDA devices, the most that together divide batch.global")
         command = [sys.executable, str(Path(vitscale.__file__).with_name("pretrain.py")), *self._arguments(attempt)]
-        if self._port is not None:
-            self._port.close()
-        self._port = hold_port()
         shared = {
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._port.getsockname()[1]),
+            "WORLD_SIZE": str(layout.world_size),
+            "LOCAL_WORLD_SIZE": str(layout.ranks),
+            "MASTER_ADDR": layout.address,
+            "MASTER_PORT": str(layout.port),
         }
-        say(f"{size} rank(s) on {socket.gethostname()}, run directory {self.run_dir}")
-        own = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size))
-        return [RankCommand(rank, command, shared | environment) for rank, environment in enumerate(own)]
+        of_all = f" of {layout.world_size}" if layout.world_size > layout.ranks else ""
+        say(f"{layout.ranks}{of_all} rank(s) on {socket.gethostname()}, run directory {self.run_dir}")
+        return [
+            RankCommand(
+                layout.first_rank + local,
+                command,
+                {**shared, "RANK": str(layout.first_rank + local), "LOCAL_RANK": str(local)},
+            )
+            for local in range(layout.ranks)
+        ]
 
     def _arguments(self, attempt: int) -> list[str]:
         what = self._what
@@ -99,8 +124,8 @@ class PretrainingRanks:
             arguments += ["--time-limit", str(left)]
         return arguments
 
-    def _fitting_ranks(self) -> int:
-        """The most ranks that this machine has devices for and that divide the global batch; one on CPUs."""
+    def _count_devices(self) -> int:
+        """CUDA devices of this machine that are there now."""
         devices, before = self._count(), self._devices
         if devices is None:
             if before is None:
@@ -112,10 +137,4 @@ class PretrainingRanks:
         if before is not None and devices != before:
             say(f"{devices} CUDA device(s) instead of {before}")
         self._devices = devices
-        size = max(1, devices)
-        if self._global_batch is not None:
-            while self._global_batch % size:
-                size -= 1
-            if size < devices:
-                say(f"uses {size} of {devices} CUDA devices, the most that divide batch.global {self._global_batch:,}")
-        return size
+        return devices

@@ -3,11 +3,11 @@
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from vitscale.errors import EXIT_DONE, PeerLostError, VitscaleError
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL, End, cause
 from vitscale.launch.journal import Journal
+from vitscale.launch.nodes import Account, Decision, Nodes, OneNode
 from vitscale.launch.rank import RankCommand
 from vitscale.launch.supervisor import Supervisor, say
 from vitscale.run_directory import DONE_FILE, LAUNCH_FILE, newest_checkpoint_step
@@ -15,21 +15,14 @@ from vitscale.run_directory import DONE_FILE, LAUNCH_FILE, newest_checkpoint_ste
 _LONGEST_PAUSE_SECONDS = 60.0
 
 
-class Verdict(NamedTuple):
-    """What follows from the ends of all ranks: the launch's exit code, whether to try again instead, and why."""
-
-    code: int
-    may_restart: bool
-    why: str
-
-
 class Launch:
-    """One run on this machine.
+    """One run on this machine, or this machine's part of one.
 
     Args:
         run_dir: of the run; DONE in it says that the run is finished.
         prepare: the ranks of an attempt, counted from 0. Raises `VitscaleError` where there is nothing to start.
         supervisor: starts and watches them.
+        nodes: the others of this launch, which do the same at the same time.
         max_restarts: how often in a row to restart without a new checkpoint in between.
         stops_early: the ranks are to end with 0 before the run is done.
         first_pause_s: before a restart; doubled for each further one in a row, up to a minute.
@@ -40,47 +33,46 @@ class Launch:
         run_dir: Path,
         prepare: Callable[[int], Sequence[RankCommand]],
         supervisor: Supervisor,
+        nodes: Nodes | None = None,
         *,
         max_restarts: int = 3,
         stops_early: bool = False,
         first_pause_s: float = 1.0,
     ) -> None:
         self._run_dir, self._prepare, self._supervisor = run_dir, prepare, supervisor
+        self._nodes = nodes or OneNode(None)
         self._max_restarts, self._stops_early, self._first_pause = max_restarts, stops_early, first_pause_s
         self._journal = Journal(run_dir / LAUNCH_FILE)
         self._was_done = self._is_done()
+        self._furthest = self._progress()
+        self._in_a_row = 0
 
     def run(self) -> int:
         """The exit code of the launch. Raises what `prepare` raises."""
         began = time.monotonic()
-        furthest = self._progress()
-        in_a_row = 0
+        self._supervisor.exchange = self._nodes.exchange
         try:
-            while True:
-                verdict = self._attempt()
-                if self._progress() > furthest:
-                    furthest, in_a_row = self._progress(), 0
-                if not verdict.may_restart:
-                    break
-                if in_a_row >= self._max_restarts:
-                    say(f"not restarted: the last {in_a_row} restart(s) brought no new checkpoint")
-                    break
-                in_a_row += 1
-                self._pause(verdict, in_a_row)
+            while (decision := self._attempt()).restarts:
+                self._in_a_row = decision.in_a_row
+                self._pause(decision)
         except VitscaleError as error:
             self._journal.write("finished", exit_code=error.exit_code, cause=str(error))
+            self._nodes.leave(error.exit_code, str(error))
             raise
-        self._journal.write("finished", exit_code=verdict.code, cause=verdict.why, step=self._supervisor.highest_step)
+        self._journal.write("finished", exit_code=decision.code, cause=decision.why, step=self._supervisor.highest_step)
         seconds, attempts = time.monotonic() - began, self._journal.attempt
-        say(f"exit code {verdict.code} after {seconds:,.0f} s and {attempts} attempt(s): {verdict.why}")
-        return verdict.code
+        say(f"exit code {decision.code} after {seconds:,.0f} s and {attempts} attempt(s): {decision.why}")
+        return decision.code
 
-    def _attempt(self) -> Verdict:
+    def _attempt(self) -> Decision:
         ranks = self._prepare(self._journal.attempt)
         if self._supervisor.told is not None:
-            return Verdict(EXIT_PREEMPTED, False, f"told to end by {self._supervisor.told.name} while no rank ran")
+            why = f"told to end by {self._supervisor.told.name} while no rank ran"
+            self._nodes.leave(EXIT_PREEMPTED, why)
+            return Decision(EXIT_PREEMPTED, why, restarts=False)
         self._journal.attempt += 1
-        self._journal.write("started", world_size=len(ranks), checkpoint=newest_checkpoint_step(self._run_dir))
+        world_size = int(ranks[0].environment.get("WORLD_SIZE", len(ranks)))
+        self._journal.write("started", world_size=world_size, checkpoint=newest_checkpoint_step(self._run_dir))
         try:
             ends = self._supervisor.run(ranks)
         except OSError as error:
@@ -88,42 +80,71 @@ class Launch:
         for end in ends:
             self._journal.write(
                 "rank ended",
-                world_size=len(ranks),
+                world_size=world_size,
                 step=end.step,
                 rank=end.rank,
                 pid=end.pid,
                 returncode=end.returncode,
                 what=end.describe(),
             )
-        return self._judge(ends)
+        return self._nodes.conclude(self._account(ends), self._decide)
 
-    def _judge(self, ends: Sequence[End]) -> Verdict:
-        told = self._supervisor.told
+    def _account(self, ends: Sequence[End]) -> Account:
+        """What became of the ranks of this node."""
         culprit = cause(ends)
-        if self._is_done() and not (self._was_done and culprit):
-            if culprit:
-                say(f"the run is done all the same: {self._run_dir / DONE_FILE} was written before")
-            return Verdict(EXIT_DONE, False, "done")
-        if self._supervisor.unkillable:
-            return Verdict(EXIT_RETRY, False, "a rank does not die of SIGKILL")
-        if culprit is None:
-            if ends and all(end.is_done for end in ends):
-                if self._stops_early:
-                    return Verdict(EXIT_DONE, False, "stopped early, as asked")
-                say(f"all ranks ended with exit code 0, but there is no {self._run_dir / DONE_FILE}")
-                return Verdict(EXIT_RETRY, told is None, "all ranks ended with 0 before the run was done")
-            return Verdict(EXIT_PREEMPTED, False, f"told to end by {told.name}" if told else "told to end")
-        may_restart = culprit.code not in FINAL and told is None
-        return Verdict(culprit.code, may_restart, culprit.describe())
-
-    def _pause(self, verdict: Verdict, in_a_row: int) -> None:
-        pause = min(_LONGEST_PAUSE_SECONDS, self._first_pause * 2 ** min(in_a_row - 1, 10))
-        say(
-            f"restart in {pause:g} s, number {in_a_row} of at most {self._max_restarts} without a new checkpoint. "
-            f"Cause: {verdict.why}"
+        is_done = self._is_done() and not (self._was_done and culprit)
+        if is_done and culprit:
+            say(f"the run is done all the same: {self._run_dir / DONE_FILE} was written before")
+        told = self._supervisor.told
+        return Account(
+            culprit,
+            is_done,
+            all_ended_well=bool(ends) and all(end.is_done for end in ends),
+            told=told.name if told else "",
+            unkillable=self._supervisor.unkillable,
         )
-        self._journal.write("restart", step=self._supervisor.highest_step, cause=verdict.why, pause_s=pause)
-        self._supervisor.wait(pause)
+
+    def _decide(self, accounts: Sequence[Account]) -> Decision:
+        """What follows from the accounts of all nodes."""
+        code, may_restart, why = self._judge(accounts)
+        if self._progress() > self._furthest:
+            self._furthest, self._in_a_row = self._progress(), 0
+        if may_restart and self._in_a_row >= self._max_restarts:
+            say(f"not restarted: the last {self._in_a_row} restart(s) brought no new checkpoint")
+            may_restart = False
+        if not may_restart:
+            return Decision(code, why, restarts=False)
+        pause = min(_LONGEST_PAUSE_SECONDS, self._first_pause * 2 ** min(self._in_a_row, 10))
+        return Decision(code, why, restarts=True, in_a_row=self._in_a_row + 1, pause_s=pause)
+
+    def _judge(self, accounts: Sequence[Account]) -> tuple[int, bool, str]:
+        """(exit code, whether to try again instead, why)."""
+        if any(account.is_done for account in accounts):
+            return EXIT_DONE, False, "done"
+        if any(account.unkillable for account in accounts):
+            return EXIT_RETRY, False, "a rank does not die of SIGKILL"
+        told = next((account.told for account in accounts if account.told), "")
+        lost = next((account.lost for account in accounts if account.lost), "")
+        culprit = cause([account.culprit for account in accounts if account.culprit])
+        if lost and (culprit is None or culprit.is_consequence):
+            return EXIT_RETRY, not told, lost
+        if culprit is not None:
+            return culprit.code, culprit.code not in FINAL and not told, culprit.describe()
+        if all(account.all_ended_well for account in accounts):
+            if self._stops_early:
+                return EXIT_DONE, False, "stopped early, as asked"
+            say(f"all ranks ended with exit code 0, but there is no {self._run_dir / DONE_FILE}")
+            return EXIT_RETRY, not told, "all ranks ended with 0 before the run was done"
+        return EXIT_PREEMPTED, False, f"told to end by {told}" if told else "told to end"
+
+    def _pause(self, decision: Decision) -> None:
+        say(
+            f"restart in {decision.pause_s:g} s, number {decision.in_a_row} of at most {self._max_restarts} without a "
+            f"new checkpoint. Cause: {decision.why}"
+        )
+        step = self._supervisor.highest_step
+        self._journal.write("restart", step=step, cause=decision.why, pause_s=decision.pause_s)
+        self._supervisor.wait(decision.pause_s)
 
     def _is_done(self) -> bool:
         return (self._run_dir / DONE_FILE).exists()

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -62,7 +62,11 @@ class Supervisor:
         """Whether a rank of the last attempt is still there."""
         self.highest_step = 0
         """Of all heartbeats."""
+        self.exchange: Callable[[str], str] = lambda trouble: ""
+        """Called again and again with what has gone wrong here, if anything. What it returns has gone wrong elsewhere,
+        and counts as a failed rank does."""
         self._grace, self._silence = grace_s, silence_s
+        self._elsewhere = ""
         self._told_at = 0.0
         self._ranks: list[RankProcess] = []
         self._ends: list[End] = []
@@ -87,7 +91,7 @@ class Supervisor:
 
         Nothing is started once this process was told to end. Raises OSError where a rank cannot be started.
         """
-        self._ends, self._hung, self._killed, self.unkillable = [], {}, False, False
+        self._ends, self._hung, self._killed, self.unkillable, self._elsewhere = [], {}, False, False, ""
         self._memory_kills = out_of_memory_kills()
         with self._guarded():
             try:
@@ -108,6 +112,7 @@ class Supervisor:
         """Return after so many seconds, or when this process is told to end."""
         until = time.monotonic() + seconds
         while self.told is None and time.monotonic() < until:
+            self.exchange("")
             time.sleep(_LOOK_EVERY_SECONDS)
 
     # ---- Watching ----------------------------------------------------------------------------------------------------
@@ -130,20 +135,28 @@ class Supervisor:
                 return self._kill()
             if self._note_silent_ranks():
                 return self._kill_with_stacks()
-            if self._ends:
-                has_failed = any(end.is_bad for end in self._ends)
+            if self._ends or self._elsewhere:
+                has_failed = bool(self._elsewhere) or any(end.is_bad for end in self._ends)
                 deadline = min(deadline, now + (self._grace if has_failed else self._silence))
                 if now > deadline:
                     return self._kill_with_stacks()
             time.sleep(_LOOK_EVERY_SECONDS)
 
     def _look(self) -> bool:
-        """Note which ranks have ended; whether any is left."""
+        """Note which ranks have ended, and what happens elsewhere; whether any is left."""
         for rank in self._running():
             if rank.look():
                 self._note_end(rank)
             self.highest_step = max(self.highest_step, rank.highest_step)
+        elsewhere = self.exchange(self._trouble())
+        if elsewhere and not self._elsewhere and self._running():
+            say(f"{elsewhere}; the ranks here have {self._grace:.0f} s to end by themselves")
+        self._elsewhere = self._elsewhere or elsewhere
         return bool(self._running())
+
+    def _trouble(self) -> str:
+        hung = next((f"rank {rank} {how}" for rank, how in self._hung.items()), "")
+        return next((end.describe() for end in self._ends if end.is_bad), hung)
 
     def _running(self) -> list[RankProcess]:
         return [rank for rank in self._ranks if rank.returncode is None]

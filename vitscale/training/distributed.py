@@ -1,6 +1,7 @@
 """The ranks of a run: who we are, how we talk, and how we end."""
 
 import contextlib
+import errno
 import os
 import socket
 import sys
@@ -15,11 +16,15 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from vitscale.errors import RecipeError
+from vitscale.errors import PeerLostError, RecipeError
 from vitscale.evaluation.distributed import on_rank_zero
 
-_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+HEARTBEAT_VARIABLE = "VITSCALE_HEARTBEAT_FD"
+"""The number of an open file that a supervising launch reads: one JSON object with step, phase and phase_s a line."""
+
 _STALE_LOCK_SECONDS = 1800
+_HAS_A_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_store: dist.TCPStore | None = None  # the rendezvous lives as long as this does
 
 
 @dataclass(frozen=True)
@@ -36,30 +41,6 @@ class World:
         return self.rank == 0
 
 
-def read_environment() -> tuple[int, int, int]:
-    """(rank, world size, local rank) from what launched us; one rank where nothing did.
-
-    Raises `RecipeError` naming what is missing where the environment is half set.
-    """
-    present = [name for name in _LAUNCH_VARIABLES if name in os.environ]
-    if not {"RANK", "WORLD_SIZE"} & set(present):
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
-    elif len(present) < len(_LAUNCH_VARIABLES):
-        missing = [name for name in _LAUNCH_VARIABLES if name not in present]
-        raise RecipeError(
-            f"the launch environment is half set: {', '.join(present)} without {', '.join(missing)}; start with "
-            f"deepspeed, torchrun or plain python, or set all of them"
-        )
-    values = {name: os.environ[name] for name in _LAUNCH_VARIABLES if name != "MASTER_ADDR"}
-    try:
-        rank, size, local_rank, port = (int(value) for value in values.values())
-    except ValueError:
-        raise RecipeError(f"the launch environment should hold whole numbers, but holds {values}") from None
-    if not (0 <= rank < size and 0 <= local_rank < size and 0 < port < 65536):
-        raise RecipeError(f"the launch environment is impossible: {values}")
-    return rank, size, local_rank
-
-
 def free_port() -> str:
     """A TCP port of this machine that nobody listens on at the moment."""
     with socket.socket() as probe:
@@ -70,7 +51,8 @@ def free_port() -> str:
 def start(rank: int, size: int, local_rank: int, timeout: timedelta = timedelta(minutes=10)) -> World:
     """Join the process group: NCCL on CUDA devices, gloo on CPUs.
 
-    Raises `RecipeError` for more local ranks than devices, and where the ranks cannot meet.
+    Raises `RecipeError` for more local ranks than devices, and where the ranks cannot meet; `PeerLostError` where that
+    is because one has failed.
     """
     for lock in stale_build_locks() if rank == 0 else []:
         print(f"WARNING: {lock}: a killed build left this lock; whatever needs that build waits forever: rm {lock}")
@@ -88,19 +70,54 @@ def start(rank: int, size: int, local_rank: int, timeout: timedelta = timedelta(
         # Without it DeepSpeed compiles a shared-memory operator inside init_distributed, and hangs on a stale lock.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets 1 whatever the machine has
-            local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", str(size))))
+            local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
+        if rank == 0 and os.environ.get(_HAS_A_STORE) != "True":
+            _serve_rendezvous(size)
         deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
     except (OSError, dist.DistError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise RecipeError(
-            f"the ranks cannot meet at MASTER_ADDR:MASTER_PORT {where}: {reason}. "
-            f"Is the port in use, the address right, every rank started?"
+        # Under `vitscale launch`, whoever does not come has failed, and its launch says why.
+        kind = PeerLostError if HEARTBEAT_VARIABLE in os.environ and is_lost_peer(error) else RecipeError
+        raise kind(
+            f"the ranks cannot meet at MASTER_ADDR:MASTER_PORT {where}: {reason}. Is the port in use, the address "
+            f"right, every rank started? Where a machine has several networks, or its name means 127.0.1.1 to itself, "
+            f"set {backend.upper()}_SOCKET_IFNAME to the interface of that address; here are {', '.join(_interfaces())}"
         ) from None
     return World(rank, size, device)
+
+
+def _serve_rendezvous(size: int) -> None:
+    """Rank 0's end of the rendezvous, at MASTER_ADDR alone: torch by itself listens at every address of the machine.
+
+    So it does where MASTER_ADDR is not an address of this machine, or one that only this machine can reach while there
+    are ranks elsewhere.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    is_loopback = str(address[0]).startswith("127.") or address[0] == "::1"
+    if is_loopback and int(os.environ.get("LOCAL_WORLD_SIZE", str(size))) < size:
+        return
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            return
+        raise
+    global _store
+    _store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    os.environ[_HAS_A_STORE] = "True"  # torch's way to say that rank 0 need not open one
+
+
+def _interfaces() -> list[str]:
+    return [name for _, name in socket.if_nameindex() if name != "lo"] or ["none"]
 
 
 def set_timeout_everywhere(timeout: timedelta = timedelta(minutes=10)) -> None:

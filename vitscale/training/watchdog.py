@@ -13,11 +13,8 @@ import threading
 import time
 
 from vitscale.errors import PeerLostError
-from vitscale.training.distributed import World
+from vitscale.training.distributed import HEARTBEAT_VARIABLE, World
 from vitscale.training.roll_call import INTERVAL_SECONDS, RollCall
-
-HEARTBEAT_VARIABLE = "VITSCALE_HEARTBEAT_FD"
-"""The number of an open file that a supervising launch reads: one JSON object with step, phase and phase_s a line."""
 
 _AFTER_THE_STACKS_SECONDS = 3.0
 

@@ -1,0 +1,199 @@
+"""Launches of several nodes, here processes of one: they meet, fail, are killed and told to end together."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from small_ranks import is_alive, started, wait_until
+
+from vitscale.launch import fitting
+from vitscale.launch.machine import hold_port
+
+PROGRAM = Path(__file__).with_name("small_launch.py")
+ROOT = PROGRAM.parents[2]
+FOREVER = "note(f'pid-{rank}-{time.time_ns()}', os.getpid()); time.sleep(100)"
+DONE = "note('DONE')"
+
+
+class Cluster:
+    """The launches of a run's nodes, and what they say."""
+
+    def __init__(self, run_dir: Path, stack: ExitStack, nodes: int = 2) -> None:
+        self.run_dir, self._stack, self._nodes = run_dir, stack, nodes
+        with hold_port() as holder:
+            self.port = holder.getsockname()[1]
+
+    def start(self, node: int, *bodies: str, ranks: int = 1, wait: float = 30, nodes: int = 0):
+        arguments = [node, nodes or self._nodes, self.port, self.run_dir, ranks, wait, *bodies]
+        command = [sys.executable, str(PROGRAM), *map(str, arguments)]
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{PROGRAM.parent}"}
+        return self._stack.enter_context(started(command, env=environment, stderr=subprocess.PIPE))
+
+    def pids(self) -> list[int]:
+        return [int(path.read_text()) for path in self.run_dir.glob("pid-*")]
+
+    def events(self, kind: str) -> list[dict]:
+        lines = [json.loads(line) for line in (self.run_dir / "launch.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["event"] == kind]
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    with ExitStack() as stack:
+        yield Cluster(tmp_path, stack)
+
+
+def ends(*launches: subprocess.Popen, within: float = 30) -> list[tuple[int, str]]:
+    """(exit code, what it said) of each."""
+    shown = [launch.communicate(timeout=within)[1] for launch in launches]
+    print(*shown, sep="\n--\n")
+    return [(launch.returncode, text) for launch, text in zip(launches, shown, strict=True)]
+
+
+def test_ranks_are_numbered_over_all_nodes_and_meet_at_one_port(cluster):
+    body = "note(f'rank-{rank}', os.environ['WORLD_SIZE'] + ' ' + os.environ['MASTER_PORT']); " + DONE
+    codes = ends(cluster.start(1, body), cluster.start(0, body, ranks=2))
+    assert [code for code, _ in codes] == [0, 0]
+    met = {(cluster.run_dir / f"rank-{rank}").read_text() for rank in range(3)}
+    assert len(met) == 1 and met.pop().startswith("3 ")
+    assert [event["world_size"] for event in cluster.events("started")] == [3, 3]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_ends_those_of_all_nodes_and_all_are_restarted(cluster, failing):
+    fails = "wait_for('waits'); os.kill(os.getpid(), signal.SIGKILL)"
+    waits = "note('waits'); time.sleep(100)"
+    first = cluster.start(0, fails if failing == 0 else waits, DONE)
+    second = cluster.start(1, fails if failing == 1 else waits, DONE)
+    (code, shown), (code_2, shown_2) = ends(first, second)
+    assert (code, code_2) == (0, 0)
+    other = shown_2 if failing == 0 else shown
+    assert f"rank {failing} (pid" in other and "s to end by themselves" in other
+    assert all("SIGKILL" in event["cause"] for event in cluster.events("restart"))
+    assert len(cluster.events("restart")) == 2
+
+
+def test_what_a_repetition_does_not_mend_ends_all_nodes(cluster):
+    survivor = "wait_for('gone'); sys.exit(75)"
+    codes = ends(cluster.start(0, survivor), cluster.start(1, "note('gone'); sys.exit(3)"))
+    assert [code for code, _ in codes] == [3, 3]
+    assert all("rank 1" in shown and "data or checkpoint" in shown for _, shown in codes)
+
+
+def test_restarts_in_a_row_are_counted_once_for_all_nodes(cluster):
+    codes = ends(cluster.start(0, "sys.exit(1)"), cluster.start(1, "sys.exit(75)"))
+    assert [code for code, _ in codes] == [1, 1]
+    assert len(cluster.events("started")) == 2 * 3
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_launch_told_to_end_while_it_waits_ends_the_others(tmp_path, told):
+    with ExitStack() as stack:
+        cluster = Cluster(tmp_path, stack, nodes=3)
+        launches = [cluster.start(0, DONE), cluster.start(1, DONE)]
+        for line in launches[0].stderr:
+            if "node 1 of 3 is there" in line:
+                break
+        launches[told].send_signal(signal.SIGTERM)
+        assert [code for code, _ in ends(*launches)] == [85, 85]
+
+
+def test_ranks_that_save_on_one_node_s_signal_end_all_nodes(cluster):
+    saves = (
+        "signal.signal(signal.SIGTERM, lambda *_: note('told'))\n"
+        "note(f'ready-{rank}'); wait_for('told'); note(f'saved-{rank}'); sys.exit(85)"
+    )
+    launches = [cluster.start(0, saves), cluster.start(1, saves)]
+    wait_until(lambda: all((cluster.run_dir / f"ready-{rank}").exists() for rank in (0, 1)))
+    launches[1].send_signal(signal.SIGTERM)
+    assert [code for code, _ in ends(*launches)] == [85, 85]
+
+
+@pytest.mark.parametrize("replaced", [0, 1])
+def test_a_launch_that_is_killed_and_started_anew_joins_the_others(cluster, replaced):
+    bodies = (FOREVER, DONE)
+    launches = [cluster.start(0, *bodies), cluster.start(1, *bodies)]
+    wait_until(lambda: len(cluster.pids()) == 2)
+    launches[replaced].kill()
+    launches[replaced].wait()
+    launches[replaced] = cluster.start(replaced, DONE)
+    codes = ends(*launches)
+    assert [code for code, _ in codes] == [0, 0]
+    # "has closed the connection", or "is not reached any more" where it had something left to read.
+    assert re.search(rf"node {replaced} \(.*\) (has closed|is not)", codes[1 - replaced][1])
+    assert not any(is_alive(pid) for pid in cluster.pids())
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_node_that_falls_silent_is_lost_and_may_come_again(cluster, silent):
+    launches = [cluster.start(0, FOREVER, DONE), cluster.start(1, FOREVER, DONE)]
+    wait_until(lambda: len(cluster.pids()) == 2)
+    launches[silent].send_signal(signal.SIGSTOP)
+    for line in launches[1 - silent].stderr:
+        if "has not answered for" in line:
+            break
+    launches[silent].send_signal(signal.SIGCONT)
+    assert [code for code, _ in ends(*launches)] == [0, 0]
+
+
+def test_a_node_that_never_comes_is_named(cluster):
+    [(code, shown)] = ends(cluster.start(0, DONE, wait=0.5))
+    assert code == 75 and "node 1 of 2 did not come to 127.0.0.1" in shown
+    [(code, shown)] = ends(cluster.start(1, DONE, wait=0.5))
+    assert code == 75 and "node 0 could not be reached" in shown and "Connection refused" in shown
+
+
+def test_launches_that_do_not_belong_together_are_refused(cluster):
+    first = cluster.start(0, FOREVER)
+    [(code, shown)] = ends(cluster.start(1, DONE, nodes=3))
+    assert code == 2 and "node 1 of 3, and node 0 was started as one of 2" in shown
+    cluster.start(1, FOREVER)
+    wait_until(lambda: len(cluster.pids()) == 2)
+    [(code, shown)] = ends(cluster.start(1, DONE))
+    assert code == 2 and "node 1 is there already" in shown
+    [(code, shown)] = ends(cluster.start(0, DONE))
+    assert code == 2 and "cannot listen" in shown
+    first.kill()
+
+
+@pytest.mark.parametrize(
+    "noise", [b"GET / HTTP/1.1\r\n\r\n", b"\n\n[]\n", b'{"node": "x"}\n', b"\x00" * (2 << 20), b""]
+)
+def test_whoever_else_comes_to_the_port_changes_nothing(cluster, noise):
+    first = cluster.start(0, DONE)
+
+    def speak() -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", cluster.port), timeout=1) as stranger:
+                stranger.sendall(noise)
+        except ConnectionRefusedError:
+            return False
+        except OSError:  # it was thrown out in mid-sentence
+            pass
+        return True
+
+    wait_until(speak)
+    assert [code for code, _ in ends(first, cluster.start(1, DONE))] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "ranks"),
+    [
+        ([8, 8], 4096, [8, 8]),
+        ([3], 4096, [2]),
+        ([8, 7], 4096, [4, 4]),  # not 15, 14, 12 or 10
+        ([8, 1], 90, [8, 1]),
+        ([8, 2], 90, [8, 2]),
+        ([8, 8, 8], 4096, [8, 8, 8]),  # three nodes never divide it: the recipe's own error says so
+        ([8, 7], None, [8, 7]),
+    ],
+)
+def test_ranks_of_several_nodes_divide_the_batch_together(devices, batch, ranks):
+    assert fitting(devices, batch) == ranks
