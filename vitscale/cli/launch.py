@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 Resume = Literal["auto", "never"]
+ClusterName = Literal["local", "hostfile", "slurm", "k8s"]
 
 
 def launch(
@@ -53,10 +54,35 @@ def launch(
     smoke: Annotated[
         bool, typer.Option("--smoke", help="A small model of the family, four steps, generated pictures.")
     ] = False,
+    cluster: Annotated[
+        ClusterName,
+        typer.Option(help="Where: this machine; the hosts of a file, by ssh; a Slurm job; a Kubernetes job."),
+    ] = "local",
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Of --cluster hostfile, which it implies: `host slots=n` a line."),
+    ] = None,
+    cluster_options: Annotated[
+        list[str] | None,
+        typer.Option("--cluster-option", metavar="KEY=VALUE", help="What only this cluster knows: see cluster/."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and start nothing.")] = False,
 ) -> None:
-    """Pre-train a recipe on this machine, and start again when something fails. Repeating the command continues."""
-    from vitscale.launch import Pretraining, find_place, launch_pretraining
+    """Pre-train a recipe, and start again when something fails. Repeating the command continues."""
+    from vitscale.errors import RecipeError
+    from vitscale.launch import Pretraining
+    from vitscale.launch.clusters import Job, find_cluster
 
+    options: dict[str, str] = {}
+    for option in cluster_options or []:
+        key, is_there, value = option.partition("=")
+        if not is_there or key in options:
+            raise RecipeError(f"--cluster-option {option}: expected KEY=VALUE, and each KEY once")
+        options[key] = value
+    if hostfile is not None:
+        if cluster not in ("local", "hostfile"):
+            raise RecipeError(f"--hostfile is not for --cluster {cluster}")
+        cluster, options["hostfile"] = "hostfile", str(hostfile)
     what = Pretraining(
         recipe,
         tuple(settings or ()),
@@ -67,5 +93,8 @@ def launch(
         stop_at=stop_at,
         smoke=smoke,
     )
-    place = find_place(nodes, node_rank, master, wait_s=60 * wait_for_nodes)
-    raise typer.Exit(launch_pretraining(what, place, max_restarts=max_restarts))
+    job = Job(what, nodes, node_rank, master, max_restarts, wait_for_nodes, options)
+    if dry_run:
+        print(find_cluster(cluster).render(job))
+        return
+    raise typer.Exit(find_cluster(cluster).submit(job))

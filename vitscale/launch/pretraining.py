@@ -11,7 +11,7 @@ from typing import Literal
 import vitscale
 from vitscale.errors import PeerLostError, PreemptedError, RecipeError
 from vitscale.launch.machine import count_devices
-from vitscale.launch.nodes import FirstNode, Nodes, OneNode, OtherNode, Place
+from vitscale.launch.nodes import FirstNode, Layout, Nodes, OneNode, OtherNode, Place, fitting
 from vitscale.launch.rank import RankCommand
 from vitscale.launch.restarts import Launch
 from vitscale.launch.supervisor import Supervisor, say
@@ -88,6 +88,12 @@ class PretrainingRanks:
             return []
         if layout.ranks < devices:
             say(f"uses {layout.ranks} of {devices} CUDA devices, the most that together divide batch.global")
+        of_all = f" of {layout.world_size}" if layout.world_size > layout.ranks else ""
+        say(f"{layout.ranks}{of_all} rank(s) on {socket.gethostname()}, run directory {self.run_dir}")
+        return self.commands(layout, attempt)
+
+    def commands(self, layout: Layout, attempt: int) -> list[RankCommand]:
+        """Those of this node's ranks."""
         command = [sys.executable, str(Path(vitscale.__file__).with_name("pretrain.py")), *self._arguments(attempt)]
         shared = {
             "WORLD_SIZE": str(layout.world_size),
@@ -95,16 +101,13 @@ class PretrainingRanks:
             "MASTER_ADDR": layout.address,
             "MASTER_PORT": str(layout.port),
         }
-        of_all = f" of {layout.world_size}" if layout.world_size > layout.ranks else ""
-        say(f"{layout.ranks}{of_all} rank(s) on {socket.gethostname()}, run directory {self.run_dir}")
-        return [
-            RankCommand(
-                layout.first_rank + local,
-                command,
-                {**shared, "RANK": str(layout.first_rank + local), "LOCAL_RANK": str(local)},
-            )
-            for local in range(layout.ranks)
-        ]
+        ranks = range(layout.first_rank, layout.first_rank + layout.ranks)
+        own = ({"RANK": str(rank), "LOCAL_RANK": str(local)} for local, rank in enumerate(ranks))
+        return [RankCommand(rank, command, shared | environment) for rank, environment in zip(ranks, own, strict=True)]
+
+    def fitting_here(self) -> int:
+        """Ranks of this node if it were the only one."""
+        return self._what.ranks or fitting([max(1, self._count_devices())], _global_batch(self._what))[0]
 
     def _arguments(self, attempt: int) -> list[str]:
         what = self._what

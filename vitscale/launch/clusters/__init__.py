@@ -1,0 +1,131 @@
+"""Where a run is started by one command. Each module here is a cluster: it has `render` and `submit`, and no more."""
+
+import importlib
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Protocol, TypeVar, cast
+
+from pydantic import BaseModel, ValidationError
+
+from vitscale.errors import RecipeError
+from vitscale.launch.nodes import DEFAULT_PORT
+from vitscale.launch.pretraining import Pretraining
+
+CLUSTERS = {"local": "local", "hostfile": "hostfile", "slurm": "slurm", "k8s": "kubernetes"}
+"""Name on the command line -> module of this package."""
+
+_Options = TypeVar("_Options", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A pre-training, and how it is to be started.
+
+    Attributes:
+        nodes: number of machines; None for what the cluster has, or one.
+        node_rank, master: of this machine; for a cluster whose machines are told each by itself.
+        options: what only the chosen cluster knows, as given; `read_options` checks them.
+    """
+
+    what: Pretraining
+    nodes: int | None = None
+    node_rank: int | None = None
+    master: str | None = None
+    max_restarts: int = 3
+    wait_for_nodes_minutes: float = 10.0
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+class Cluster(Protocol):
+    """What a module of this package offers. Both raise `RecipeError` for what cannot be started as asked."""
+
+    def render(self, job: Job) -> str:
+        """What exactly would run, or be handed in, as text that can be used by hand. Starts and asks nothing."""
+
+    def submit(self, job: Job) -> int:
+        """Start it or hand it in: the exit code of `vitscale launch`."""
+
+
+def find_cluster(name: str) -> Cluster:
+    """The module of one of `CLUSTERS`."""
+    return cast(Cluster, importlib.import_module(f"{__name__}.{CLUSTERS[name]}"))
+
+
+def read_options(job: Job, kind: type[_Options]) -> _Options:
+    """The job's options as a cluster's own model, whose fields are their names. Raises `RecipeError`."""
+    unknown = [name for name in job.options if name not in kind.model_fields]
+    if unknown:
+        near = get_close_matches(unknown[0], kind.model_fields, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise RecipeError(f"--cluster-option {unknown[0]}: {hint}this cluster has {', '.join(kind.model_fields)}")
+    try:
+        return kind.model_validate(job.options)
+    except ValidationError as error:
+        first: Any = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise RecipeError(f"--cluster-option {name}={job.options.get(name, '')}: {first['msg']}") from None
+
+
+def launch_command(
+    job: Job,
+    program: Sequence[str] = ("vitscale",),
+    *,
+    nodes: int = 1,
+    node_rank: str = "0",
+    master: str = "",
+    ranks: int | None = None,
+) -> list[str]:
+    """`vitscale launch` as it has to run on every node; without a master, srun says which node is which.
+
+    Args:
+        node_rank: may be what the cluster puts a number in place of.
+        ranks: of this node, instead of the job's.
+    """
+    what = job.what
+    command = [*program, "launch", what.recipe]
+    if master:
+        command += ["--nodes", str(nodes), "--node-rank", node_rank, "--master", master]
+        command += ["--wait-for-nodes", f"{job.wait_for_nodes_minutes:g}"]
+    if ranks or what.ranks:
+        command += ["--ranks", str(ranks or what.ranks)]
+    if what.run_dir is not None:
+        command += ["--run-dir", str(what.run_dir)]
+    for setting in what.settings:
+        command += ["--set", setting]
+    if what.resume != "auto":
+        command += ["--resume", what.resume]
+    if what.time_limit_minutes is not None:
+        command += ["--time-limit", f"{what.time_limit_minutes:g}"]
+    if what.stop_at is not None:
+        command += ["--stop-at", str(what.stop_at)]
+    if what.smoke:
+        command.append("--smoke")
+    return [*command, "--max-restarts", str(job.max_restarts)]
+
+
+def refuse_node_options(job: Job, cluster: str) -> None:
+    """Raise `RecipeError` where the job says what the cluster finds out by itself."""
+    if job.node_rank is not None:
+        raise RecipeError(f"--node-rank is not for --cluster {cluster}: it numbers the nodes itself")
+
+
+def shell_line(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """A command and what it adds to the environment, to be pasted into a shell."""
+    return " ".join(
+        [*(f"{name}={shlex.quote(value)}" for name, value in (environment or {}).items()), shlex.join(command)]
+    )
+
+
+__all__ = [
+    "CLUSTERS",
+    "DEFAULT_PORT",
+    "Cluster",
+    "Job",
+    "find_cluster",
+    "launch_command",
+    "read_options",
+    "refuse_node_options",
+    "shell_line",
+]

@@ -1,0 +1,39 @@
+"""This machine, or this machine as one of several that are started each by itself."""
+
+from vitscale.errors import RecipeError
+from vitscale.launch.clusters import Job, shell_line
+from vitscale.launch.environment import find_place
+from vitscale.launch.nodes import Layout, Place
+from vitscale.launch.pretraining import PretrainingRanks, launch_pretraining
+
+
+def render(job: Job) -> str:
+    """The command of each rank of this node, with its environment.
+
+    Other nodes are taken to have as many ranks as this one. Where the ranks meet is chosen when they start.
+    """
+    _refuse_options(job)
+    place = _place(job)
+    ranks = PretrainingRanks(job.what)
+    own = ranks.fitting_here()
+    node, nodes, address = (place.node, place.nodes, place.address) if place else (0, 1, "127.0.0.1")
+    layout = Layout(own, node * own, nodes * own, address, 0)
+    lines = [f"# node {node} of {nodes}; MASTER_PORT is a free port of node 0, chosen at every start"]
+    for rank in ranks.commands(layout, 0):
+        lines.append(shell_line(rank.command, {**rank.environment, "MASTER_PORT": "PORT"}))
+    return "\n".join(lines)
+
+
+def submit(job: Job) -> int:
+    """Run it here and now."""
+    _refuse_options(job)
+    return launch_pretraining(job.what, _place(job), max_restarts=job.max_restarts)
+
+
+def _place(job: Job) -> Place | None:
+    return find_place(job.nodes, job.node_rank, job.master, wait_s=60 * job.wait_for_nodes_minutes)
+
+
+def _refuse_options(job: Job) -> None:
+    if job.options:
+        raise RecipeError(f"--cluster-option {next(iter(job.options))}: --cluster local has none")
