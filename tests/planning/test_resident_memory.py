@@ -41,9 +41,9 @@ def train(rank: int, world_size: int, port: int, folder: Path, blocks: dict[str,
     before = status("VmRSS")
     recipe = make_recipe(**blocks)
     dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
-    model = build_model(recipe, 10)
+    model = build_model(recipe, 10).to(dtype)  # before it has values, so that there is never an fp32 one in memory
     initialise(model, seed=0)
-    engine = build_engine(recipe, model.to(dtype), derive_config(recipe, world_size))
+    engine = build_engine(recipe, model, derive_config(recipe, world_size))
     micro, accumulation = recipe.batch.split(world_size)
     size = recipe.data.image_size
     for _ in range(STEPS * accumulation):

@@ -4,9 +4,9 @@ Parameters, gradients and optimizer state follow from what DeepSpeed 0.19 was se
 compares them with an engine's own tensors); activations are counted by `tensors`. Two moments are the peak of a step:
 the end of the forward pass, when all activations are saved, and the optimizer's update, when all gradients are there.
 
-On the CPU the C library does not give back the many small blocks of activations before the large ones of the update are
-asked for, so both add up. On CUDA the allocator uses blocks again; what it loses to fragments is not counted, and
-nothing here was measured there.
+On the CPU the C library does not give back in time what one moment needed before the other asks for its own, so that
+all parts add up; ViT-B/16 was seen to take between 14 % less and 8 % more than that. On CUDA the allocator uses blocks
+again; what it loses to fragments is not counted, and nothing here was measured there.
 """
 
 import math
@@ -78,10 +78,10 @@ class Memory:
     def device_bytes(self) -> int:
         """The most at one time in the device's memory; on the CPU everything."""
         always = self.weights + self.optimizer + self.ema + self.images + self.runtime
-        backward, update = self.accumulated + self.workspace, self.gradients + self.update
+        backward, update = self.activations + self.workspace, self.gradients + self.update
         if self.device == "cpu":
-            return always + self.activations + max(backward, update) + self._host
-        return always + max(self.activations + backward, update)
+            return always + backward + max(self.accumulated, update) + self._host
+        return always + max(self.accumulated + backward, update)
 
     @property
     def host_bytes(self) -> int:
