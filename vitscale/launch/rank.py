@@ -54,7 +54,7 @@ class RankProcess:
                 env={**os.environ, **start.environment, HEARTBEAT_VARIABLE: str(writing)},
                 pass_fds=(writing,),
                 start_new_session=True,
-                preexec_fn=_die_with(os.getpid()),
+                preexec_fn=die_with(os.getpid()),
             )
         except BaseException:
             os.close(self._beats)
@@ -120,7 +120,7 @@ class RankProcess:
             self._heard_at = time.monotonic()
 
 
-def _die_with(parent: int) -> Callable[[], None]:
+def die_with(parent: int) -> Callable[[], None]:
     """What a new process does between fork and exec, so that no rank outlives its supervisor, however that ends."""
 
     def bind() -> None:

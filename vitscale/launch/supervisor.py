@@ -19,7 +19,7 @@ from vitscale.launch.machine import STOPPED, out_of_memory_kills
 from vitscale.launch.rank import RankCommand, RankProcess
 
 # What is passed on as what. SIGINT is a person's Ctrl-C, SIGHUP a terminal that was closed.
-_PASSED_ON = {
+PASSED_ON = {
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGINT: signal.SIGTERM,
     signal.SIGHUP: signal.SIGTERM,
@@ -76,7 +76,7 @@ class Supervisor:
         self._handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in _PASSED_ON:
+        for number in PASSED_ON:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
                 self._handlers[number] = signal.signal(number, self._pass_on)
         self._handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, exit codes are lost
@@ -170,7 +170,7 @@ class Supervisor:
             rank.returncode,
             rank.step,
             rank.where(),
-            was_told=self.told is not None and rank.returncode == -_PASSED_ON[self.told],
+            was_told=self.told is not None and rank.returncode == -PASSED_ON[self.told],
             was_killed=was_killed,
             hung=self._hung.get(rank.rank, ""),
         )
@@ -228,7 +228,7 @@ class Supervisor:
         if self.told is None:
             self.told, self._told_at = signal.Signals(number), now
             for rank in self._running():
-                rank.signal(_PASSED_ON[self.told])
+                rank.signal(PASSED_ON[self.told])
         elif now - self._told_at >= _SAME_REQUEST_SECONDS:
             self.at_once = True
 
@@ -265,7 +265,7 @@ class Supervisor:
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     try:
         yield
     finally:

@@ -1,0 +1,407 @@
+"""The hosts of a file, by ssh: one `vitscale launch` on each, which the front watches and which dies with it.
+
+The front is the process that a person has started. What it runs on a host hangs on the ssh connection: far_end.py kills
+it when that breaks. The launches meet and restart by themselves; the front goes on without hosts that are lost.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+import vitscale
+from vitscale.errors import EXIT_DONE, PeerLostError, RecipeError
+from vitscale.launch.clusters import Job, launch_command, read_options, refuse_node_options, shell_line
+from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL
+from vitscale.launch.environment import split_address
+from vitscale.launch.far_end import SILENCE_SECONDS
+from vitscale.launch.journal import Journal
+from vitscale.launch.pretraining import launch_pretraining
+from vitscale.launch.rank import die_with
+from vitscale.launch.supervisor import PASSED_ON, say
+from vitscale.recipe import load_recipe
+from vitscale.run_directory import LAUNCH_FILE, checkpoints_root, default_run_dir, newest_checkpoint_step
+from vitscale.storage import is_url
+
+_LOST = 255  # what ssh ends with when it has lost the connection, or never had one
+_ANSWER_SECONDS = 10
+_LATE_SECONDS = 5.0  # a network file system may show late what another machine has written
+_NODE_WAIT_MINUTES = 1.0  # of the launches for each other: the front then starts them anew without those that are lost
+_BEAT_SECONDS = 3.0
+_LOOK_EVERY_SECONDS = 0.05
+_FORWARDED = re.compile(r"(VITSCALE|NCCL|GLOO|TORCH|OMP|PYTHON|UCX|FI)_?[A-Z0-9_]*|LD_LIBRARY_PATH")
+
+# What a host is asked before anything starts: one line of JSON.
+_PROBE = """
+import json, os, sys, time
+sys.path.insert(0, {root!r})
+try:
+    os.chdir({folder!r})
+    import vitscale
+    until, found = time.monotonic() + {late}, False
+    while not found and time.monotonic() < until:
+        found = not {token!r} or os.path.exists({token!r})
+        found or time.sleep(0.2)
+    answer = {{"version": vitscale.__version__, "file": vitscale.__file__, "shares": found}}
+except Exception as error:
+    answer = {{"error": repr(error)}}
+print(json.dumps(answer))
+"""
+
+
+class Options(BaseModel):
+    """`hostfile`: the file. `ssh`: the program with its options, such as "ssh -p 2222 -i KEY"."""
+
+    model_config = ConfigDict(extra="forbid")
+    hostfile: Path
+    ssh: str = "ssh"
+
+
+class Host(NamedTuple):
+    """A machine and the ranks that it is to have."""
+
+    name: str
+    slots: int
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """The hosts of a file in DeepSpeed's format. Raises `RecipeError` with the line for anything else in it."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "is not text"
+        raise RecipeError(f"--hostfile {path}: {why}; expected a file of lines such as `node1 slots=8`") from None
+    hosts: dict[str, tuple[int, int]] = {}
+    for number, line in enumerate(lines, start=1):
+        where, content = f"{path}, line {number}", line.partition("#")[0].strip()
+        if not content:
+            continue
+        match = re.fullmatch(r"([A-Za-z0-9_][A-Za-z0-9_.-]*)\s+slots=(\d{1,4})", content)
+        if match is None:
+            raise RecipeError(f"{where}: {content!r} is not of the form `node1 slots=8`")
+        name, slots = match[1], int(match[2])
+        if slots == 0:
+            raise RecipeError(f"{where}: {name} has no slots; leave the line out, or count the CUDA devices of {name}")
+        if name in hosts:
+            raise RecipeError(f"{where}: {name} stands in line {hosts[name][1]} already")
+        hosts[name] = (slots, number)
+    if not hosts:
+        raise RecipeError(f"{path}: no hosts; expected lines such as `node1 slots=8`")
+    for name, (_, number) in hosts.items():
+        if len(hosts) > 1 and (name == "localhost" or name.startswith("127.")):
+            raise RecipeError(
+                f"{path}, line {number}: {name} is another machine to every host; write the name by which the others "
+                f"know it"
+            )
+    return [Host(name, slots) for name, (slots, _) in hosts.items()]
+
+
+def render(job: Job) -> str:
+    """What runs on each host, through which ssh."""
+    front = _Front(job)
+    lines = []
+    for node, host in enumerate(front.hosts):
+        lines += [
+            f"# node {node} of {len(front.hosts)}: {shlex.join(front.ssh(host))}",
+            f"cd {shlex.quote(str(Path.cwd()))} && {shell_line(front.command(front.hosts, node), _environment())}",
+        ]
+    return "\n".join(lines)
+
+
+def submit(job: Job) -> int:
+    """Run it on all hosts and stay until it has ended.
+
+    Raises `RecipeError` where a host is not as it has to be, `PeerLostError` where too few of them are left.
+    """
+    front = _Front(job)
+    if [host.name for host in front.hosts] == ["localhost"]:
+        return launch_pretraining(replace(job.what, ranks=front.hosts[0].slots), max_restarts=job.max_restarts)
+    return front.run()
+
+
+class _Front:
+    """The process that a person has started."""
+
+    def __init__(self, job: Job) -> None:
+        refuse_node_options(job, "hostfile")
+        if "hostfile" not in job.options:
+            raise RecipeError("--cluster hostfile needs --hostfile FILE, of lines such as `node1 slots=8`")
+        options = read_options(job, Options)
+        self._job = replace(job, wait_for_nodes_minutes=_NODE_WAIT_MINUTES)
+        self._ssh = shlex.split(options.ssh)
+        self.hosts = read_hostfile(options.hostfile)
+        if job.nodes is not None and job.nodes > len(self.hosts):
+            raise RecipeError(f"--nodes {job.nodes}: {options.hostfile} has {len(self.hosts)} host(s)")
+        self.hosts = self.hosts[: job.nodes]
+        if job.what.ranks is not None:
+            short = [host.name for host in self.hosts if host.slots < job.what.ranks]
+            if short:
+                raise RecipeError(f"--ranks {job.what.ranks}: {', '.join(short)} has fewer slots in {options.hostfile}")
+            self.hosts = [Host(host.name, job.what.ranks) for host in self.hosts]
+        recipe = load_recipe(job.what.recipe, [] if job.what.smoke else job.what.settings)
+        self._global_batch = None if job.what.smoke else recipe.batch.global_size
+        if self._fitting(self.hosts) != self.hosts:
+            raise RecipeError(
+                f"{sum(host.slots for host in self.hosts)} ranks do not divide batch.global {self._global_batch:,}: "
+                f"choose another --ranks a host, or --nodes"
+            )
+        self._run_dir = job.what.run_dir or default_run_dir(job.what.recipe, smoke=job.what.smoke)
+        self._checks_folder = not is_url(checkpoints_root(recipe, self._run_dir))
+        self._launches: list[_HostLaunch] = []
+        self._told: signal.Signals | None = None
+        self._told_at, self._at_once = 0.0, False
+
+    # ---- What runs where ---------------------------------------------------------------------------------------------
+
+    def ssh(self, host: Host, command: str | None = None) -> list[str]:
+        """The ssh to a host; by default what keeps a launch there."""
+        alive = ["-o", "ServerAliveInterval=5", "-o", f"ServerAliveCountMax={SILENCE_SECONDS / 5:.0f}"]
+        options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_ANSWER_SECONDS}", *alive]
+        root = str(Path(vitscale.__file__).parents[1])
+        program = f"import sys; sys.path.insert(0, {root!r}); from vitscale.launch.far_end import main; main()"
+        return [*self._ssh, "-T", *options, host.name, command or _python(program)]
+
+    def command(self, hosts: Sequence[Host], node: int) -> list[str]:
+        """`vitscale launch` for one of the hosts."""
+        program = [sys.executable, "-m", "vitscale"]
+        if len(hosts) == 1:
+            return launch_command(self._job, program, ranks=hosts[0].slots)
+        address, port = split_address(self._job.master or hosts[0].name)
+        if hosts[0] != self.hosts[0]:  # which --master is
+            address = hosts[0].name
+        return launch_command(
+            self._job,
+            program,
+            nodes=len(hosts),
+            node_rank=str(node),
+            master=f"{address}:{port}",
+            ranks=hosts[node].slots,
+        )
+
+    # ---- The run -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Until it has ended on all hosts: the exit code."""
+        hosts, furthest, in_a_row = self.hosts, newest_checkpoint_step(self._run_dir), 0
+        journal = Journal(self._run_dir / LAUNCH_FILE)
+        with self._passing_signals_on():
+            self._check_all()
+            while True:
+                codes = self._attempt(hosts)
+                lost = [host.name for host, code in zip(hosts, codes, strict=True) if code == _LOST]
+                code = _joint(codes)
+                if self._told is not None or code in (EXIT_DONE, EXIT_PREEMPTED, *FINAL):
+                    return code
+                left = [host for host, answer in self._ask(self.hosts, "").items() if "version" in answer]
+                if not lost and len(left) >= len(hosts):
+                    return code  # the hosts are well: it is the run that does not get any further
+                silent = [host.name for host in self.hosts if host not in left]
+                cause = (
+                    f"no answer from {' and '.join(silent)}" if silent else f"connection to {' and '.join(lost)} lost"
+                )
+                in_a_row = 0 if newest_checkpoint_step(self._run_dir) > furthest else in_a_row
+                furthest = newest_checkpoint_step(self._run_dir)
+                if in_a_row >= self._job.max_restarts:
+                    say(f"not started again: the last {in_a_row} time(s) brought no new checkpoint. {cause}")
+                    return EXIT_RETRY
+                in_a_row += 1
+                hosts = self._fitting(left)
+                if not hosts:
+                    why = "the ranks of the others do not divide batch.global" if left else "no host is left"
+                    raise PeerLostError(f"{cause}, and {why}; repeat the command when they are back")
+                names = [host.name for host in hosts]
+                say(f"{cause}: goes on with {' and '.join(names)}, {sum(host.slots for host in hosts)} rank(s)")
+                journal.write("hosts", hosts=names, cause=cause, step=furthest)
+
+    def _attempt(self, hosts: Sequence[Host]) -> list[int]:
+        """Run on these hosts: the exit code of each, `_LOST` where that is not known."""
+        say(f"starts on {', '.join(f'{host.name} ({host.slots})' for host in hosts)}, run directory {self._run_dir}")
+        try:
+            for node, host in enumerate(hosts):
+                start = {"folder": str(Path.cwd()), "environment": _environment(), "command": self.command(hosts, node)}
+                self._launches.append(_HostLaunch(host, self.ssh(host), start))
+                if self._told is not None:  # before there was anybody to pass it on to
+                    self._launches[-1].send({"signal": PASSED_ON[self._told].name})
+            return self._watch()
+        finally:
+            for launch in self._launches:
+                launch.kill()
+            self._launches = []
+
+    def _watch(self) -> list[int]:
+        beat_at, named = time.monotonic(), set()
+        while True:
+            codes = [launch.code() for launch in self._launches]
+            known = [code for code in codes if code is not None]
+            if len(known) == len(codes):
+                return known
+            for launch, code in zip(self._launches, codes, strict=True):
+                if code == _LOST and launch.host not in named:
+                    named.add(launch.host)
+                    say(
+                        f"the connection to {launch.host.name} is lost; the launches of the other hosts end their ranks"
+                    )
+            if self._at_once:
+                say("a second signal: ending all ranks at once")
+                return [EXIT_RETRY] * len(codes)
+            if time.monotonic() - beat_at > _BEAT_SECONDS:
+                beat_at = time.monotonic()
+                for launch in self._launches:
+                    launch.send({})
+            time.sleep(_LOOK_EVERY_SECONDS)
+
+    def _fitting(self, hosts: Sequence[Host]) -> list[Host]:
+        """The most of these hosts, from the first one on, whose ranks divide the global batch."""
+        for count in range(len(hosts), 0, -1):
+            if self._global_batch is None or self._global_batch % sum(host.slots for host in hosts[:count]) == 0:
+                return list(hosts[:count])
+        return []
+
+    @contextlib.contextmanager
+    def _passing_signals_on(self) -> Iterator[None]:
+        handlers = {
+            number: signal.signal(number, self._pass_on)
+            for number in PASSED_ON
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        now = time.monotonic()
+        if self._told is None:
+            self._told, self._told_at = signal.Signals(number), now
+            for launch in self._launches:
+                launch.send({"signal": PASSED_ON[self._told].name})
+        elif now - self._told_at >= 1.0:
+            self._at_once = True
+
+    # ---- The hosts ---------------------------------------------------------------------------------------------------
+
+    def _check_all(self) -> None:
+        """Raise `RecipeError` unless every host answers, has this version, and sees the run directory."""
+        token = ""
+        if self._checks_folder:
+            token = str(self._run_dir.absolute() / f".hosts-{secrets.token_hex(8)}")
+            try:
+                self._run_dir.mkdir(parents=True, exist_ok=True)
+                Path(token).touch()
+            except OSError as error:
+                raise RecipeError(f"{self._run_dir} cannot be written: {error.strerror}") from None
+        try:
+            answers = self._ask(self.hosts, token)
+        finally:
+            if token:
+                Path(token).unlink()
+        problems = []
+        for host, answer in answers.items():
+            if "version" not in answer:
+                problems.append(f"  {host.name}: {answer['error']}")
+            elif answer["version"] != vitscale.__version__:
+                problems.append(f"  {host.name}: has vitscale {answer['version']} and this is {vitscale.__version__}")
+            elif not answer["shares"]:
+                problems.append(f"  {host.name}: does not see what is written here into {self._run_dir.absolute()}")
+        if problems:
+            raise RecipeError(
+                "not all hosts can take part:\n" + "\n".join(problems) + "\nEvery host needs an ssh login without a "
+                "password, vitscale at the same path, and the run directory on a file system that all of them share"
+            )
+
+    def _ask(self, hosts: Sequence[Host], token: str) -> dict[Host, dict[str, Any]]:
+        """What every host says of itself: version and shares, or error."""
+        root, folder = str(Path(vitscale.__file__).parents[1]), str(Path.cwd())
+        probe = _python(_PROBE.format(root=root, folder=folder, late=_LATE_SECONDS, token=token))
+        asked = {
+            host: subprocess.Popen(
+                self.ssh(host, probe),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            for host in hosts
+        }
+        return {host: _answer(process) for host, process in asked.items()}
+
+
+class _HostLaunch:
+    """One host's launch, at the near end of its ssh connection. It dies with this process, and what it runs with it."""
+
+    def __init__(self, host: Host, ssh: Sequence[str], start: Mapping[str, Any]) -> None:
+        self.host = host
+        self._process = subprocess.Popen(
+            ssh, stdin=subprocess.PIPE, bufsize=0, start_new_session=True, preexec_fn=die_with(os.getpid())
+        )
+        assert self._process.stdin is not None
+        self.send(start)
+        os.set_blocking(self._process.stdin.fileno(), False)  # a connection that hangs must not stop us
+
+    def send(self, line: Mapping[str, Any]) -> None:
+        """To the far end, if there is one."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(json.dumps(line).encode() + b"\n")
+
+    def code(self) -> int | None:
+        """Exit code of the launch, `_LOST` where the connection ended without one; None while it runs."""
+        code = self._process.poll()
+        return _LOST if code is not None and code < 0 else code
+
+    def kill(self) -> None:
+        """End the connection, if it is still there; the far end does the rest."""
+        assert self._process.stdin is not None
+        self._process.kill()
+        self._process.wait()
+        self._process.stdin.close()
+
+
+def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    try:
+        shown, complaint = process.communicate(timeout=3 * _ANSWER_SECONDS)
+        return dict(json.loads(shown.strip().splitlines()[-1]))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return {"error": f"has not answered for {3 * _ANSWER_SECONDS} s"}
+    except (ValueError, IndexError):
+        said = complaint.strip().splitlines()
+        return {"error": f"does not answer ({said[-1] if said else f'exit code {process.returncode}'})"}
+
+
+def _joint(codes: Sequence[int]) -> int:
+    """Of the launches, which agree but for those that were lost."""
+    known = [code for code in codes if code != _LOST]
+    for code in (EXIT_DONE, *FINAL):
+        if code in known:
+            return code
+    return known[0] if known else EXIT_RETRY
+
+
+def _python(program: str) -> str:
+    """For a remote shell."""
+    return shlex.join([sys.executable, "-c", program])
+
+
+def _environment() -> dict[str, str]:
+    """What of ours goes to every host; what is secret, or differs between hosts, does not."""
+    chosen = {name: value for name, value in sorted(os.environ.items()) if _FORWARDED.fullmatch(name)}
+    root = str(Path(vitscale.__file__).parents[1])
+    return {**chosen, "PYTHONPATH": os.pathsep.join(filter(None, [root, chosen.get("PYTHONPATH")]))}

@@ -1,0 +1,84 @@
+"""The far end of an ssh connection: runs one command there, for as long as the connection lives.
+
+It reads lines of JSON from its input: first what to run, then a sign of life every few seconds, and signals to pass on.
+When the input ends or falls silent, the command and all that it has started are killed: nothing is left behind.
+"""
+
+import json
+import os
+import select
+import signal
+import time
+from typing import Any
+
+from vitscale.launch.ends import EXIT_RETRY
+from vitscale.launch.rank import RankCommand, RankProcess
+from vitscale.launch.supervisor import say
+
+SILENCE_SECONDS = 30.0
+"""Without a line, after which the other end has gone."""
+
+_LOOK_EVERY_SECONDS = 0.05
+
+
+def main() -> None:
+    """Entry point: ends with the command's exit code, or with 75 where that was killed."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # only the connection ends it
+        signal.signal(number, signal.SIG_IGN)
+    lines = _Lines()
+    first = lines.wait()
+    if first is None:
+        os._exit(EXIT_RETRY)
+    os.chdir(first["folder"])
+    process = RankProcess(RankCommand(0, first["command"], first["environment"]))
+    while not process.look():
+        for line in lines.read(_LOOK_EVERY_SECONDS):
+            if "signal" in line:
+                process.signal(signal.Signals[line["signal"]])
+        if lines.has_ended:
+            say(f"{lines.has_ended}: ending all ranks on this host")
+            process.signal(signal.SIGKILL)  # its ranks die with it
+            lines.has_ended = ""
+    code = process.returncode
+    os._exit(EXIT_RETRY if code is None or code < 0 else code)
+
+
+class _Lines:
+    """What comes over the connection."""
+
+    def __init__(self) -> None:
+        self.has_ended = ""
+        self._is_open = True
+        self._partial = b""
+        self._heard_at = time.monotonic()
+
+    def read(self, seconds: float) -> list[dict[str, Any]]:
+        """What has come, after so many seconds at the latest."""
+        if not self._is_open:
+            time.sleep(seconds)
+            return []
+        if select.select([0], [], [], seconds)[0]:
+            received = os.read(0, 1 << 16)
+            self._heard_at = time.monotonic()
+            if not received:
+                self._end("the connection to the front has ended")
+            *lines, self._partial = (self._partial + received).split(b"\n")
+            return [json.loads(line) for line in lines]
+        silent = time.monotonic() - self._heard_at
+        if silent > SILENCE_SECONDS:
+            self._end(f"the front has said nothing for {silent:.0f} s")
+        return []
+
+    def wait(self) -> dict[str, Any] | None:
+        """The first line; None where none comes."""
+        while self._is_open:
+            for line in self.read(1.0):
+                return line
+        return None
+
+    def _end(self, why: str) -> None:
+        self._is_open, self.has_ended = False, why
+
+
+if __name__ == "__main__":
+    main()
