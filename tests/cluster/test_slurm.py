@@ -1,0 +1,147 @@
+"""The batch script, and on a real Slurm of two nodes what becomes of it."""
+
+import re
+from pathlib import Path
+
+import pytest
+from faults.runs import Run
+from slurm_cluster import output, submit, vitscale
+
+from vitscale.errors import RecipeError
+from vitscale.launch import Pretraining
+from vitscale.launch.clusters import Job, find_cluster
+
+SMOKE = ("b16_jft", "--smoke")
+
+
+# ---- The script ------------------------------------------------------------------------------------------------------
+
+
+def render(**fields) -> str:
+    what = {name: fields.pop(name) for name in list(fields) if name in Pretraining.__dataclass_fields__}
+    return find_cluster("slurm").render(Job(Pretraining("b16_jft", **what), **fields))
+
+
+def directives(script: str) -> list[str]:
+    return re.findall(r"^#SBATCH --(.*)$", script, re.MULTILINE)
+
+
+def test_options_of_sbatch_come_last_and_replace_ours():
+    script = render(nodes=2, options={"signal": "USR1@90", "exclusive": "", "comment": "it's ours"})
+    assert directives(script).count("signal=USR1@90") == 1 and "TERM@" not in script
+    assert directives(script)[-2:] == ["exclusive", """comment='it'"'"'s ours'"""]
+
+
+def test_the_time_limit_is_that_of_each_job_and_not_of_the_run():
+    script = render(time_limit_minutes=90.5)
+    assert "time=91" in directives(script) and "--time-limit" not in script
+
+
+def test_the_ranks_themselves_as_tasks():
+    script = render(nodes=2, ranks=4, stop_at=7, settings=("seed=3",), options={"tasks": "rank", "python": "in box py"})
+    assert "ntasks-per-node=4" in directives(script)
+    assert "in box py -m vitscale.pretrain --recipe b16_jft" in script and "--set seed=3 --stop-at 7\n" in script
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"node_rank": 0}, "--node-rank is not for"),
+        ({"master": "n1"}, "--master is not for"),
+        ({"nodes": 3, "ranks": 5}, "do not divide batch.global 4,096"),
+        ({"settings": ("optimizer.lrr=1",)}, "did you mean 'lr'"),
+        ({"time_limit_minutes": 9}, "10 minutes or more"),
+        ({"options": {"nodes": "2"}}, "use --nodes"),
+        ({"options": {"tasks": "gpu"}}, "'node' or 'rank'"),
+        ({"options": {"tasks": "rank"}}, "needs --ranks"),
+        ({"options": {"partition": "a\nrm"}}, "expected an option of sbatch"),
+        ({"options": {"-p": "gpu"}}, "expected an option of sbatch"),
+    ],
+)
+def test_what_cannot_be_rendered(fields, message):
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        render(**fields)
+
+
+def test_a_run_that_may_not_be_continued(tmp_path):
+    (tmp_path / "recipe.yaml").touch()
+    with pytest.raises(RecipeError, match="already holds a run"):
+        render(run_dir=tmp_path, resume="never")
+
+
+def test_an_option_that_sbatch_does_not_know(slurm, tmp_path):
+    outcome = vitscale(slurm, tmp_path, *SMOKE, "--cluster-option", "partitiom=main")
+    assert outcome.returncode == 2 and "unrecognized option '--partitiom=main'" in outcome.stderr
+
+
+# ---- What follows from exit codes ------------------------------------------------------------------------------------
+
+
+def stub(folder: Path, body: str) -> str:
+    """The option that puts a program in place of Python on the nodes."""
+    path = folder / "stub"
+    path.write_text(f'#!/bin/bash\necho "start ${{SLURM_RESTART_COUNT:-0}} of $SLURM_NODEID, $(nproc) CPUs"\n{body}\n')
+    path.chmod(0o755)
+    return f"--cluster-option=python={path}"
+
+
+def in_folder(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def test_what_is_done_or_would_end_like_this_again_is_not_requeued(slurm, tmp_path):
+    jobs = {}
+    for code in (0, 2, 3, 4):
+        folder = in_folder(tmp_path / str(code))
+        # One node ends a little later, with the same code.
+        jobs[code] = submit(slurm, folder, *SMOKE, stub(folder, f"sleep $SLURM_NODEID; exit {code}"))
+    for code, number in jobs.items():
+        job = slurm.wait_for(number, "COMPLETED", "FAILED", seconds=60)
+        assert (job["JobState"], job["ExitCode"]) == ("FAILED" if code else "COMPLETED", f"{code}:0")
+        assert job["Restarts"] == "0"
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_what_may_be_repeated_is_requeued_until_it_gets_no_further(slurm, tmp_path):
+    further = """echo '{"step": '$((10 * SLURM_RESTART_COUNT))'}' >>runs/b16_jft-smoke/metrics.jsonl"""
+    bodies = {
+        "never gets on": "exit 75",
+        "is killed": "kill -9 $$",
+        "has lost a node's launch": "[ $SLURM_NODEID = 1 ] || sleep 1000; kill -9 $$",
+        "is told to end and never gets on": "exit 85",
+        "gets on": f"[ ${{SLURM_RESTART_COUNT:-0}} -lt 4 ] || exit 0; {further}; exit 1",
+    }
+    jobs = {}
+    for number, (name, body) in enumerate(bodies.items()):
+        folder = in_folder(tmp_path / str(number))
+        options = ["--max-restarts", "1", "--cluster-option", "cpus-per-task=2"]
+        jobs[name] = folder, submit(slurm, folder, *SMOKE, stub(folder, body), *options)
+    ends = {}
+    for name, (folder, number) in jobs.items():
+        job = slurm.wait_for(number, "COMPLETED", "FAILED", seconds=240)
+        ends[name] = job["JobState"], job["ExitCode"], job["Restarts"]
+        starts = [f"start {i} of {node}, 2 CPUs" for i in range(int(job["Restarts"]) + 1) for node in (0, 1)]
+        shown = output(folder / "runs" / "b16_jft-smoke", number)
+        assert sorted(line for line in shown.splitlines() if line.startswith("start")) == starts
+    assert ends == {
+        "never gets on": ("FAILED", "75:0", "1"),
+        "is killed": ("FAILED", "137:0", "1"),
+        "has lost a node's launch": ("FAILED", "137:0", "1"),
+        "is told to end and never gets on": ("FAILED", "85:0", "1"),
+        "gets on": ("COMPLETED", "0:0", "4"),
+    }
+
+
+# ---- Training --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_over_both_nodes(slurm, tmp_path):
+    number = submit(slurm, tmp_path, *SMOKE, "--ranks", "1")
+    run = Run(tmp_path, tmp_path / "runs" / "b16_jft-smoke")
+    job = slurm.wait_for(number, "COMPLETED", "FAILED", seconds=120)
+    shown = output(run.dir, number)
+    assert job["ExitCode"] == "0:0" and run.is_done(), shown
+    assert [event["world_size"] for event in run.events("started")] == [2, 2], shown
+    assert [line["step"] for line in run.lines() if "loss" in line] == [1, 2, 3, 4]

@@ -1,0 +1,160 @@
+"""Runs over two nodes of a real Slurm that meet faults, compared to the last bit with runs that did not."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+from faults.runs import Run, assert_same, launch, write_data, write_recipe
+from slurm_cluster import NODES, ROOT, SlurmCluster, output, submit, wait_until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+
+STEPS = 1000
+URGENT = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
+URGENT.append("--wrap=sleep 3")
+RANK, LAUNCH = str(ROOT / "vitscale" / "pretrain.py"), "launch"
+
+
+class Training:
+    """The small recipe under one ZeRO stage: a run without Slurm, and runs on it that have to be the same."""
+
+    def __init__(self, folder: Path, stage: int) -> None:
+        self.folder = folder
+        write_data(folder)
+        schedule = {"duration": {"steps": STEPS}, "warmup": {"steps": 10}}
+        self.recipe = write_recipe(folder / "recipe.yaml", folder, schedule=schedule, zero={"stage": stage})
+        self.undisturbed = Run(self.recipe, folder / "undisturbed")
+        outcome = subprocess.run(launch(self.undisturbed), env={**os.environ, "PYTHONPATH": str(ROOT)})
+        assert outcome.returncode == 0
+
+    def submit(self, slurm: SlurmCluster, name: str, *options: str) -> tuple[Run, str]:
+        """A run and its job, which has both nodes for itself."""
+        run = Run(self.recipe, self.folder / name)
+        arguments = [str(self.recipe), "--run-dir", str(run.dir), "--ranks", "1", "--cluster-option", "exclusive="]
+        return run, submit(slurm, self.folder, *arguments, *options)
+
+    def finish(self, slurm: SlurmCluster, run: Run, number: str) -> dict[str, str]:
+        """See that the job ends well, and the run as if nothing had happened: what Slurm says of the job."""
+        job = slurm.wait_for(number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", seconds=300)
+        print(output(run.dir, number))
+        assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0")
+        assert_same(run, self.undisturbed)
+        return job
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Training]:
+    return {stage: Training(tmp_path_factory.mktemp(f"zero-{stage}"), stage) for stage in (1, 3)}
+
+
+@pytest.fixture(params=[1, 3])
+def training(request: pytest.FixtureRequest, trainings: dict[int, Training]) -> Training:
+    return trainings[request.param]
+
+
+def wait_for_step(run: Run, step: int, number: str) -> None:
+    """In time for a fault."""
+    wait_until(lambda: run.step() >= step or run.is_done(), 180, lambda: output(run.dir, number))
+    assert not run.is_done(), "too late"
+
+
+def process_of(number: str, node: str, word: str) -> psutil.Process:
+    """The one of a job on a node that has the word in its command line."""
+    for process in psutil.process_iter():
+        try:
+            found = process.environ()
+            here = (found.get("SLURM_JOB_ID"), found.get("SLURMD_NODENAME")) == (number, node)
+            if here and "SLURM_PROCID" in found and word in process.cmdline():
+                return process
+        except psutil.Error:
+            continue
+    raise AssertionError(f"no {word} of job {number} on {node}")
+
+
+def attempts(run: Run) -> int:
+    """How often ranks were started on all nodes."""
+    return len(run.events("started")) // len(NODES)
+
+
+def exit_codes(run: Run) -> list[int]:
+    """Of the launches that could say how they ended."""
+    return [event["exit_code"] for event in run.events("finished")]
+
+
+def test_a_killed_rank_is_started_again_in_the_same_job(slurm, training):
+    run, number = training.submit(slurm, "killed-rank")
+    wait_for_step(run, 50, number)
+    process_of(number, NODES[1], RANK).kill()
+    job = training.finish(slurm, run, number)
+    assert job["Restarts"] == "0" and attempts(run) == 2
+
+
+def test_a_killed_launch_makes_the_job_requeue_itself(slurm, trainings):
+    run, number = trainings[1].submit(slurm, "killed-launch")
+    wait_for_step(run, 50, number)
+    process_of(number, NODES[1], LAUNCH).kill()
+    job = trainings[1].finish(slurm, run, number)
+    assert job["Restarts"] == "1" and "slurm: exit code 137 after step" in output(run.dir, number)
+
+
+def test_a_node_that_fails_is_replaced(slurm, training):
+    """By itself, here, once it is there again."""
+    run, number = training.submit(slurm, "failed-node")
+    wait_for_step(run, 50, number)
+    slurm.kill_node(NODES[1])
+    slurm.wait_for(number, "PENDING", seconds=120)
+    assert "down" in " ".join(slurm.node_states())
+    slurm.start_node(NODES[1])
+    job = training.finish(slurm, run, number)
+    assert job["Restarts"] == "1" and attempts(run) == 2
+
+
+@pytest.mark.parametrize("grace_s", [60, 0])
+def test_a_preempted_run_saves_and_goes_on(slurm, training, grace_s):
+    slurm.ask("scontrol", "update", "PartitionName=main", f"GraceTime={grace_s}")
+    run, number = training.submit(slurm, f"preempted-{grace_s}")
+    wait_for_step(run, 50, number)
+    urgent = slurm.ask(*URGENT)
+    slurm.wait_for(urgent, "RUNNING", seconds=60)
+    assert exit_codes(run) == [85, 85]
+    job = training.finish(slurm, run, number)
+    assert job["Restarts"] == "1" and attempts(run) == 2
+
+
+def test_a_cancelled_run_saves_and_another_job_goes_on(slurm, training):
+    run, number = training.submit(slurm, "cancelled")
+    wait_for_step(run, 50, number)
+    slurm.ask("scancel", number)
+    job = slurm.wait_for(number, "CANCELLED", seconds=60)
+    assert job["Restarts"] == "0" and exit_codes(run) == [85, 85]
+    assert run.saved()[-1] == run.step()
+    run, number = training.submit(slurm, "cancelled")
+    training.finish(slurm, run, number)
+
+
+def test_before_the_time_is_up_a_run_saves_and_is_requeued(slurm, trainings):
+    run, number = trainings[3].submit(slurm, "limited", "--time-limit", "1", "--cluster-option", "signal=TERM@50")
+    job = trainings[3].finish(slurm, run, number)
+    assert int(job["Restarts"]) >= 1 and set(exit_codes(run)) == {85, 0}
+
+
+def test_a_run_that_is_told_to_move_is_requeued(slurm, trainings):
+    run, number = trainings[1].submit(slurm, "moved")
+    wait_for_step(run, 50, number)
+    slurm.ask("scancel", "--signal=USR1", number)
+    job = trainings[1].finish(slurm, run, number)
+    assert job["Restarts"] == "1" and exit_codes(run) == [85, 85, 0, 0]
+
+
+def test_data_that_are_missing_end_a_job_for_good(slurm, trainings):
+    training = trainings[1]
+    hidden = training.folder / "hidden"
+    (training.folder / "train").rename(hidden)
+    try:
+        run, number = training.submit(slurm, "without-data")
+        job = slurm.wait_for(number, "FAILED", seconds=120)
+    finally:
+        hidden.rename(training.folder / "train")
+    assert (job["ExitCode"], job["Restarts"]) == ("3:0", "0"), output(run.dir, number)

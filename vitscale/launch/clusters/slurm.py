@@ -1,0 +1,177 @@
+"""A Slurm job: one batch script, which runs a launch on every node and requeues itself until the run is done."""
+
+import math
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from vitscale.errors import RecipeError
+from vitscale.launch.clusters import Job, launch_command, read_options, refuse_node_options
+from vitscale.launch.nodes import Layout
+from vitscale.launch.pretraining import PretrainingRanks
+from vitscale.launch.supervisor import say
+from vitscale.recipe import load_recipe
+from vitscale.run_directory import RECIPE_FILE, default_run_dir
+
+_SIGNAL_SECONDS = 300
+
+# What the command line says already, or what the script relies on.
+_OURS = {
+    "nodes": "--nodes",
+    "time": "--time-limit",
+    "ntasks": "--ranks",
+    "ntasks-per-node": "--ranks",
+    "requeue": "--max-restarts",
+    "no-requeue": "--max-restarts 0",
+}
+
+_BEFORE = """
+# What Slurm tells this script it tells the tasks as well. They save, and srun waits for them: in a session of its own,
+# it is not told, and does not kill them.
+told=
+trap told=1 TERM
+# srun would not take this over from the job.
+[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+
+# All tasks end together and with one code, by themselves; --wait is for those that are left when one was killed.
+"""
+
+_AFTER = """code=$?
+
+case $code in
+    0) exit 0 ;;
+    2 | 3 | 4) echo "slurm: exit code $code: not requeued, as it would end like this again" >&2; exit $code ;;
+esac
+[ -z "$told" ] || exit $code # cancelled, or requeued by Slurm itself
+
+# Requeue while the run gets on: a step beyond all that were reached before begins the count again.
+step=$(cat "$run_dir"/{launch,metrics}.jsonl 2>/dev/null | grep -o '"step": [0-9]*' | sort -n -k 2 | tail -n 1)
+step=${step##* }
+counter=$run_dir/.slurm-$SLURM_JOB_ID
+read -r furthest in_a_row 2>/dev/null <"$counter" || furthest=0 in_a_row=0
+[ "${step:-0}" -le "$furthest" ] || furthest=$step in_a_row=0
+if [ "$in_a_row" -ge "$max_requeues" ]; then
+    echo "slurm: exit code $code: not requeued, as the last $in_a_row time(s) brought no further step" >&2
+    exit $code
+fi
+echo "slurm: exit code $code after step ${step:-0}: requeued" >&2
+echo "$furthest $((in_a_row + 1))" >"$counter"
+scontrol requeue "$SLURM_JOB_ID" || exit $code
+sleep 60 # until Slurm ends this script
+"""
+
+
+class Options(BaseModel):
+    """What is no option of sbatch.
+
+    Attributes:
+        tasks: what srun starts: a launch a node, which starts the ranks and watches them, or the ranks themselves.
+        python: the interpreter on the nodes, with what it runs in: "apptainer exec --nv vitscale.sif python".
+        srun: options for srun, such as those for containers.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    tasks: Literal["node", "rank"] = "node"
+    python: str = sys.executable
+    srun: str = ""
+
+
+def render(job: Job) -> str:
+    """The batch script, for sbatch; the run directory has to be there when it starts."""
+    refuse_node_options(job, "slurm")
+    if job.master is not None:
+        raise RecipeError("--master is not for --cluster slurm: the first node of the job is the first one")
+    nodes, ranks = job.nodes or 1, job.what.ranks
+    run_dir = _run_dir(job)
+    recipe = load_recipe(job.what.recipe, [] if job.what.smoke else job.what.settings)
+    if ranks and not job.what.smoke and recipe.batch.global_size % (nodes * ranks):
+        raise RecipeError(f"{nodes} node(s) of {ranks} rank(s) do not divide batch.global {recipe.batch.global_size:,}")
+    if job.what.resume == "never" and (run_dir / RECIPE_FILE).exists():
+        raise RecipeError(f"{run_dir} already holds a run; leave out --resume never to continue it")
+
+    own, of_sbatch = _read_options(job)
+    if own.tasks == "rank" and ranks is None:
+        raise RecipeError("--cluster-option tasks=rank needs --ranks, the number of them on a node")
+    # Every job after the first one continues the run, and the limit is that of each job.
+    what = replace(job.what, run_dir=run_dir, resume="auto", time_limit_minutes=None)
+    python = shlex.split(own.python)
+    if own.tasks == "node":
+        command = launch_command(replace(job, what=what), [*python, "-m", "vitscale"])
+    else:
+        [rank] = PretrainingRanks(what).commands(Layout(1, 0, 1, "", 0), 0)
+        command = [*python, "-m", "vitscale.pretrain", *rank.command[2:]]
+    options = {
+        "job-name": run_dir.name,
+        "nodes": str(nodes),
+        "ntasks-per-node": str(ranks if own.tasks == "rank" else 1),
+        "chdir": str(Path.cwd()),
+        "output": str(run_dir.absolute()).replace("%", "%%") + "/slurm-%j.out",
+        "open-mode": "append",
+        "requeue": "",
+        "signal": f"TERM@{_SIGNAL_SECONDS}",
+        **_time_limit(job, of_sbatch),
+        **of_sbatch,
+    }
+    lines = [f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "") for name, value in options.items()]
+    srun = ["setsid", "--wait", "srun", "--kill-on-bad-exit=0", "--wait=30", *shlex.split(own.srun), *command]
+    return (
+        "#!/bin/bash\n"
+        + "\n".join(lines)
+        + f"\n\nrun_dir={shlex.quote(str(run_dir))}\nmax_requeues={job.max_restarts}\n"
+        + _BEFORE
+        + shlex.join(srun)
+        + "\n"
+        + _AFTER
+    )
+
+
+def submit(job: Job) -> int:
+    """Hand the script in: the exit code of `vitscale launch`. Raises `RecipeError` where Slurm does not take it."""
+    script, run_dir = render(job), _run_dir(job)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(f"{run_dir}: {error.strerror}") from None
+    try:
+        answer = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise RecipeError("there is no sbatch here: run this where jobs are submitted, or see --dry-run") from None
+    if answer.returncode:
+        raise RecipeError(f"sbatch did not take the job: {answer.stderr.strip()}")
+    number = answer.stdout.strip().partition(";")[0]  # then comes the name of the cluster, where there are several
+    say(f"job {number}, whose output is {run_dir}/slurm-{number}.out; scancel {number} saves and ends it")
+    return 0
+
+
+def _run_dir(job: Job) -> Path:
+    return job.what.run_dir or default_run_dir(job.what.recipe, smoke=job.what.smoke)
+
+
+def _read_options(job: Job) -> tuple[Options, dict[str, str]]:
+    """Ours, and those of sbatch, which checks them itself."""
+    ours = {name: value for name, value in job.options.items() if name in Options.model_fields}
+    theirs = {name: value for name, value in job.options.items() if name not in ours}
+    for name, value in theirs.items():
+        if name in _OURS:
+            raise RecipeError(f"--cluster-option {name}: use {_OURS[name]}")
+        if not re.fullmatch(r"[a-z][a-z-]*", name) or not value.isprintable():
+            raise RecipeError(f"--cluster-option {name}={value!r}: expected an option of sbatch without its dashes")
+    return read_options(replace(job, options=ours), Options), theirs
+
+
+def _time_limit(job: Job, of_sbatch: dict[str, str]) -> dict[str, str]:
+    minutes = job.what.time_limit_minutes
+    if minutes is None:
+        return {}
+    if "signal" not in of_sbatch and 60 * minutes < 2 * _SIGNAL_SECONDS:
+        raise RecipeError(
+            f"--time-limit {minutes:g}: the run saves {_SIGNAL_SECONDS} s before the end of the job; "
+            f"take {2 * _SIGNAL_SECONDS // 60} minutes or more, or say when to save: --cluster-option signal=TERM@60"
+        )
+    return {"time": str(math.ceil(minutes))}
