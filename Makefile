@@ -1,12 +1,13 @@
 # make setup   everything the project needs, in .venv
 # make demo    images -> shards -> ZeRO pre-training -> accuracy, on data that needs no download
 # make test    the checks of every change; make test-all adds the full matrices
+# make chaos   half an hour of random faults, compared to the last bit with the same run left in peace
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test test-all lint clean
+.PHONY: setup demo test test-all chaos lint clean
 
 setup: $(READY)
 
@@ -27,6 +28,10 @@ test: lint
 
 test-all: lint
 	@$(BIN)/python -m pytest
+
+chaos: $(READY)
+	@out=$$(mktemp -d) && echo "logs in $$out" && \
+		$(BIN)/python tests/faults/chaos.py --minutes $(or $(MINUTES),30) --seed $(or $(SEED),0) --out $$out
 
 clean:
 	rm -rf .venv build dist *.egg-info
