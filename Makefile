@@ -1,13 +1,14 @@
 # make setup   everything the project needs, in .venv
 # make demo    images -> shards -> ZeRO pre-training -> accuracy, on data that needs no download
 # make test    the checks of every change; make test-all adds the full matrices
+# make test-cluster   runs over two hosts and under a real Slurm, on this machine; root, installs what they need (apt)
 # make chaos   half an hour of random faults, compared to the last bit with the same run left in peace
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test test-all chaos lint clean
+.PHONY: setup demo test test-all test-cluster chaos lint clean
 
 setup: $(READY)
 
@@ -28,6 +29,10 @@ test: lint
 
 test-all: lint
 	@$(BIN)/python -m pytest
+
+test-cluster: $(READY)
+	@bash tests/cluster/setup.sh
+	@$(BIN)/python -m pytest -m cluster tests/cluster
 
 chaos: $(READY)
 	@out=$$(mktemp -d) && echo "logs in $$out" && \
