@@ -148,11 +148,20 @@ class Supervisor:
             if rank.look():
                 self._note_end(rank)
             self.highest_step = max(self.highest_step, rank.highest_step)
+        if os.getpid() == 1:
+            self._reap_orphans()
         elsewhere = self.exchange(self._trouble())
         if elsewhere and not self._elsewhere and self._running():
             say(f"{elsewhere}; the ranks here have {self._grace:.0f} s to end by themselves")
         self._elsewhere = self._elsewhere or elsewhere
         return bool(self._running())
+
+    def _reap_orphans(self) -> None:
+        """As the first process of a container, this one inherits what ranks leave behind, and has to see it end."""
+        own = {self._guard.pid, *(rank.pid for rank in self._running())}
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
+                os.waitpid(ended.si_pid, 0)
 
     def _trouble(self) -> str:
         hung = next((f"rank {rank} {how}" for rank, how in self._hung.items()), "")
