@@ -1,0 +1,390 @@
+"""What is handed in to Kubernetes: valid by its schemas, and by our own command line where a pod would run it."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import kubeflow_trainer_api.models as trainer
+import kubernetes_validate
+import psutil
+import pytest
+import yaml
+from kubeflow.training import ApiClient
+from launch.small_ranks import started, wait_until
+from typer.testing import CliRunner
+
+from vitscale import errors
+from vitscale.cli.main import app
+from vitscale.recipe import load_recipe
+
+LAUNCH = Path(__file__).parents[1] / "launch" / "small_launch.py"
+KINDS = ("job", "trainjob", "pytorchjob")
+VERSIONS = ("1.31", kubernetes_validate.latest_version())  # of Kubernetes; podFailurePolicy is stable from 1.31 on
+
+
+def given(*options: str) -> list[str]:
+    """What only this cluster knows, as words of the command line."""
+    return [word for option in options for word in ("--cluster-option", option)]
+
+
+OPTIONS = {
+    "nothing": [],
+    "one node": ["--nodes", "1"],
+    "one rank": ["--nodes", "1", "--ranks", "1"],
+    "no GPUs": ["--smoke", *given("gpus=0")],
+    "all": [
+        *["--nodes", "64", "--run-dir", "1e3", "--set", "data.root=/y/$(RANK)", "--time-limit", "90.5"],
+        *["--max-restarts", "0", "--stop-at", "7"],
+        *given("namespace=team-1", "name=n" + 39 * "0", "secret=y", "grace_s=30", "cluster_domain=c.example"),
+    ],
+}
+
+
+def launch(*arguments: str) -> str:
+    """What `vitscale launch` prints; raises the error that it would show."""
+    result = CliRunner().invoke(app, ["launch", *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def text(kind: str, *options: str, recipe: str = "h14_jft") -> str:
+    """What a dry run prints; of an option that is given twice, the later one counts."""
+    own = given(f"kind={kind}", "image=registry.example/v:1", "pvc=runs:/work")
+    return launch(recipe, "--cluster", "k8s", "--nodes", "4", "--ranks", "8", *own, "--dry-run", *options)
+
+
+def rendered(kind: str, *options: str, recipe: str = "h14_jft") -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(text(kind, *options, recipe=recipe)))
+
+
+def templates(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of all pods."""
+    return list(found(objects, "template", lambda value: "containers" in value.get("spec", {})))
+
+
+def policies(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return list(found(objects, "podFailurePolicy", lambda value: True))
+
+
+def found(content: Any, key: str, fits: Any) -> Any:
+    for name, value in content.items() if isinstance(content, dict) else enumerate(content):
+        if name == key and fits(value):
+            yield value
+        if isinstance(value, dict | list):
+            yield from found(value, key, fits)
+
+
+def command(template: dict[str, Any], environment: dict[str, str]) -> list[str]:
+    """The container's, as the kubelet expands it."""
+    [container] = template["spec"]["containers"]
+
+    def expand(match: re.Match[str]) -> str:
+        return match[1] or environment.get(match[2], match[0])
+
+    return [re.sub(r"\$(\$)|\$\((\w+)\)", expand, word) for word in container["command"]]
+
+
+# ---- Schemas ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_object_fits_the_schema_of_its_api(kind, options):
+    objects = rendered(kind, *OPTIONS[options])
+    for one in objects:
+        check_schema(one)
+    for template in templates(objects):
+        for version in VERSIONS:
+            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": template["metadata"], "spec": template["spec"]}
+            kubernetes_validate.validate(pod, version, strict=True)
+
+
+def check_schema(one: dict[str, Any]) -> None:
+    """Raises unless it fits, and has no field that its API does not know."""
+    known = {"TrainJob": trainer.TrainerV1alpha1TrainJob, "TrainingRuntime": trainer.TrainerV1alpha1TrainingRuntime}
+    if one["kind"] in known:
+        assert one["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+        assert known[one["kind"]].from_dict(one).to_dict() == one
+        jobs = found(one, "template", lambda value: "podFailurePolicy" in value.get("spec", {}))
+        for spec in (job["spec"] for job in jobs):
+            check_schema({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}, "spec": spec})
+    elif one["kind"] == "PyTorchJob":
+        assert one["apiVersion"] == "kubeflow.org/v1"
+        client = ApiClient()
+        read = client.deserialize(types.SimpleNamespace(data=json.dumps(one)), "KubeflowOrgV1PyTorchJob")
+        assert client.sanitize_for_serialization(read) == one
+    else:
+        for version in VERSIONS:
+            kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_the_schemas_find_mistakes():
+    for kind in KINDS:
+        objects = rendered(kind)
+        templates(objects)[0]["spec"]["containers"][0]["resource"] = {}
+        with pytest.raises((kubernetes_validate.ValidationError, AssertionError)):
+            check_schema(objects[-1] if kind != "trainjob" else objects[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_that_yaml_readers_take_for_something_else(kind):
+    """kubectl reads other plain words as numbers and truth values than PyYAML does."""
+    shown = text(kind, *OPTIONS["all"])
+    assert '- "1e3"\n' in shown and 'name: "y"\n' in shown
+
+
+# ---- What the objects say --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["job", "trainjob"])
+def test_every_exit_code_of_ours_has_a_rule(kind):
+    objects = rendered(kind)
+    [policy] = policies(objects)
+    actions = {
+        code: rule["action"]
+        for rule in reversed(policy["rules"])
+        for code in rule.get("onExitCodes", {}).get("values", [])
+    }
+    assert actions == {2: "FailJob", 3: "FailJob", 4: "FailJob", 75: "Ignore", 85: "Ignore"}
+    ours = {one.exit_code for one in vars(errors).values() if isinstance(one, type)}
+    assert set(actions) == ours - {errors.VitscaleError.exit_code}  # a bug's, which is counted
+    [template] = templates(objects)
+    names = {container["name"] for container in template["spec"]["containers"]}
+    assert {rule["onExitCodes"]["containerName"] for rule in policy["rules"] if "onExitCodes" in rule} == names
+    assert template["spec"]["restartPolicy"] == "Never"  # or the API refuses the policy
+    assert policy["rules"][-1]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_have_gpus_the_claim_time_to_save_and_no_more_rights_than_they_need(kind):
+    for template in templates(rendered(kind, *given("grace_s=300"))):
+        pod, [container] = template["spec"], template["spec"]["containers"]
+        assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}}
+        assert pod["terminationGracePeriodSeconds"] == 300
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        claims = {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "emptyDir" not in v}
+        assert claims == {"work": "runs"} and mounts["work"] == container["workingDir"] == "/work"
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False}
+        assert not pod["automountServiceAccountToken"] and not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_time_limit_is_the_jobs_and_not_that_of_each_pod(kind):
+    objects = rendered(kind, "--time-limit", "90.5")
+    assert list(found(objects, "activeDeadlineSeconds", lambda value: True)) == [5430]
+    assert all("--time-limit" not in command(template, {}) for template in templates(objects))
+
+
+# ---- The command in a pod --------------------------------------------------------------------------------------------
+
+
+def pods(kind: str, objects: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, str]]]:
+    """(template, environment) of each, as the controllers of the kind and the kubelet make them."""
+    name = objects[-1]["metadata"]["name"]
+    if kind == "pytorchjob":
+        specs = objects[-1]["spec"]["pytorchReplicaSpecs"].values()
+        of_each = [spec["template"] for spec in specs for _ in range(spec["replicas"])]
+        shared = {"MASTER_ADDR": f"{name}-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": str(len(of_each))}
+        own = [{"RANK": str(node)} for node in range(len(of_each))]
+    elif kind == "trainjob":
+        nodes = objects[-1]["spec"]["trainer"]["numNodes"]
+        of_each = templates(objects) * nodes
+        shared = {"PET_MASTER_ADDR": f"{name}-node-0-0.{name}", "PET_MASTER_PORT": "29400", "PET_NNODES": str(nodes)}
+        own = [{"PET_NODE_RANK": str(node), "JOB_COMPLETION_INDEX": str(node)} for node in range(nodes)]
+    else:
+        of_each = templates(objects) * objects[-1]["spec"]["completions"]
+        shared, own = {}, [{"JOB_COMPLETION_INDEX": str(node)} for node in range(len(of_each))]
+    environments = [{**shared, **one, "POD_NAMESPACE": "team-1"} for one in own]
+    return list(zip(of_each, environments, strict=True))
+
+
+MASTERS = {
+    "job": "h14-jft-0.h14-jft.team-1.svc.cluster.local",
+    "trainjob": "h14-jft-node-0-0.h14-jft.team-1.svc.cluster.local",
+    "pytorchjob": "h14-jft-master-0",
+}
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_command_of_every_pod_starts_its_ranks(kind, nodes, monkeypatch):
+    ranks = []
+    for template, environment in pods(kind, rendered(kind, "--nodes", str(nodes), "--set", "seed=7")):
+        words = command(template, environment)
+        assert words[:2] == ["vitscale", "launch"]
+        with monkeypatch.context() as pod:
+            for name, value in environment.items():
+                pod.setenv(name, value)
+            lines = launch(*words[2:], "--dry-run").splitlines()
+        for line in lines[1:]:
+            assert line.count("seed=7") == 1
+            own = dict(re.findall(r"(\w+)=(\S+)", line.partition(" --")[0]))
+            assert own["MASTER_ADDR"] == (MASTERS[kind] if nodes > 1 else "127.0.0.1")
+            assert own["WORLD_SIZE"] == str(8 * nodes) and own["LOCAL_WORLD_SIZE"] == "8"
+            assert own["LOCAL_RANK"] == str(int(own["RANK"]) % 8)
+            ranks.append(int(own["RANK"]))
+    assert ranks == list(range(8 * nodes))
+
+
+def test_pods_of_a_job_have_the_name_that_all_are_told():
+    service, job = rendered("job", *given("cluster_domain=c.example"))
+    pod = job["spec"]["template"]["spec"]
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
+    words = command(job["spec"]["template"], {"POD_NAMESPACE": "ns"})
+    name = f"{job['metadata']['name']}-0.{service['metadata']['name']}.ns.svc.c.example"
+    assert words[words.index("--master") + 1] == name and pod["subdomain"] == service["metadata"]["name"]
+
+
+def test_what_a_person_writes_is_not_expanded():
+    [job] = rendered("job", "--nodes", "1", "--run-dir", "$(HOME)/$$(x)$")
+    words = command(job["spec"]["template"], {"HOME": "/root", "x": "no"})
+    assert words[words.index("--run-dir") + 1] == "$(HOME)/$$(x)$"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recipe_of_ones_own_goes_along_with_what_it_extends_and_the_settings(kind, tmp_path):
+    file = tmp_path / "my recipe.yaml"
+    file.write_text("extends: h14_jft\nseed: 3\n")
+    objects = rendered(kind, "--set", "optimizer.lr=1e-4", recipe=str(file))
+    check_schema(objects[0])
+    assert objects[0]["kind"] == "ConfigMap" and objects[0]["immutable"]
+    [template, *_] = templates(objects)
+    [container], volumes = template["spec"]["containers"], template["spec"]["volumes"]
+    [volume] = [
+        volume["name"] for volume in volumes if volume.get("configMap") == {"name": objects[0]["metadata"]["name"]}
+    ]
+    [folder] = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == volume]
+    assert container["command"][2] == f"{folder}/my-recipe.yaml" and "--set" not in container["command"]
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(objects[0]["data"]["my-recipe.yaml"])
+    assert load_recipe(copy) == load_recipe(file, ["optimizer.lr=1e-4"])
+    # Another recipe is another object, so that it never changes under pods that run.
+    assert rendered(kind, recipe=str(file))[0]["metadata"]["name"] != objects[0]["metadata"]["name"]
+
+
+# ---- What cannot be ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--cluster-option name=Big_name", "name=Big_name: .*at most 40 of a-z"),
+        ("--cluster-option name=9lives", "a letter first"),
+        (f"--cluster-option name={'n' * 41}", "at most 40"),
+        ("--cluster-option namespace=a.b", "namespace=a.b: .*of a-z, 0-9 and -"),
+        ("--cluster-option image=-v", "image=-v: .*of an image's name"),
+        ("--cluster-option secret=A", "secret=A: .*of a-z"),
+        ("--cluster-option pvc=runs:work", "CLAIM:/MOUNT"),
+        ("--cluster-option pvc=runs:/", "CLAIM:/MOUNT"),
+        ("--cluster-option kind=pod", "'job', 'trainjob' or 'pytorchjob'"),
+        ("--cluster-option grace_s=0", "grace_s=0: "),
+        ("--cluster-option imag=v", "did you mean 'image'"),
+        ("--nodes 3", r"3 node\(s\) of 8 ranks do not divide batch.global 4,096"),
+        ("--run-dir /tmp/run", "--run-dir /tmp/run is not below /work"),
+        ("--run-dir ../run", "is not below /work"),
+        ("--resume never", "a pod that is started again continues"),
+        ("--node-rank 0", "--node-rank is not for --cluster k8s"),
+        ("--master node1", "--master is not for --cluster k8s"),
+    ],
+)
+def test_what_cannot_be_is_said(options, message):
+    named = {option.partition("=")[0] for option in options.split()}
+    needed = [option for option in ("image=v", "pvc=runs:/work") if option.partition("=")[0] not in named]
+    with pytest.raises(errors.RecipeError, match=message):
+        launch("h14_jft", "--cluster", "k8s", "--ranks", "8", "--dry-run", *given(*needed), *options.split())
+
+
+def test_what_is_missing_is_said():
+    with pytest.raises(errors.RecipeError, match="--ranks, the GPUs of a node"):
+        launch("h14_jft", "--cluster", "k8s", *given("image=v", "pvc=c"), "--dry-run")
+    with pytest.raises(errors.RecipeError, match="image"):
+        launch("h14_jft", "--cluster", "k8s", "--ranks", "8", *given("pvc=c"), "--dry-run")
+
+
+# ---- kubectl ---------------------------------------------------------------------------------------------------------
+
+SUBMIT = ["h14_jft", "--cluster", "k8s", "--ranks", "8", *given("image=v", "pvc=runs")]
+
+
+def put_kubectl(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """A stand-in, as there is no cluster to hand anything in to: it keeps what it is given, and answers so."""
+    (folder / "kubectl").write_text(f'#!/bin/sh\necho "$@" >{folder}/arguments\n/bin/cat >{folder}/objects\n{script}\n')
+    (folder / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def test_kubectl_is_given_what_a_dry_run_prints(tmp_path, monkeypatch):
+    put_kubectl(tmp_path, monkeypatch, "echo job.batch/h14-jft created")
+    assert launch(*SUBMIT) == "job.batch/h14-jft created\n"
+    assert (tmp_path / "arguments").read_text() == "apply -f -\n"
+    assert (tmp_path / "objects").read_text() == launch(*SUBMIT, "--dry-run").rstrip("\n")
+
+
+def test_kubectl_that_refuses(tmp_path, monkeypatch):
+    put_kubectl(tmp_path, monkeypatch, "echo 'connection refused' >&2; exit 1")
+    with pytest.raises(errors.RecipeError, match=r"kubectl apply failed: connection refused$"):
+        launch(*SUBMIT)
+    put_kubectl(tmp_path, monkeypatch, "echo 'spec.template: field is immutable' >&2; exit 1")
+    with pytest.raises(errors.RecipeError, match="kubectl delete job/h14-jft, and repeat"):
+        launch(*SUBMIT)
+    put_kubectl(tmp_path, monkeypatch, "echo job.batch/h14-jft unchanged")
+    with pytest.raises(errors.RecipeError, match=r"there already, .*kubectl delete job/h14-jft -n team-1, and repeat"):
+        launch(*SUBMIT, *given("namespace=team-1"))
+
+
+def test_no_kubectl(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(errors.RecipeError, match="kubectl is not installed here; --dry-run prints"):
+        launch(*SUBMIT)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+def test_the_real_kubectl_without_a_cluster(tmp_path, monkeypatch):
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    monkeypatch.setenv("KUBERNETES_MASTER", "http://127.0.0.1:1")
+    with pytest.raises(errors.RecipeError, match=r"kubectl apply failed: .*refused"):
+        launch(*SUBMIT)
+
+
+# ---- The launch as the first process of a container ------------------------------------------------------------------
+
+# Leaves a process behind that has ended, and whose parent has: the first process inherits it.
+_RANK = """
+subprocess.run(["sh", "-c", "setsid sleep 0.1 & echo $! >orphan"], cwd=here)
+def told(*_):
+    note(f"told-{rank}")
+    sys.exit(85)
+signal.signal(signal.SIGTERM, told)
+orphan = Path("/proc") / (here / "orphan").read_text().strip()
+while rank == 0 and orphan.exists():
+    time.sleep(0.01)
+beat(3)
+note(f"ready-{rank}", os.getppid())
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="a PID namespace needs root")
+def test_process_1_passes_sigterm_on_and_reaps_what_it_inherits(tmp_path):
+    namespace = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    launched = [sys.executable, str(LAUNCH), "0", "1", "0", str(tmp_path), "2", "10", _RANK]
+    with started([*namespace, *launched], stderr=subprocess.PIPE) as process:
+        wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)))
+        assert {(tmp_path / f"ready-{rank}").read_text() for rank in (0, 1)} == {"1"}
+        [first] = psutil.Process(process.pid).children()
+        first.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=20)
+        assert process.returncode == 85, said
+        assert all((tmp_path / f"told-{rank}").exists() for rank in (0, 1))
+        assert "told to end by SIGTERM" in said

@@ -1,0 +1,375 @@
+"""Kubernetes: one pod a node, each of which runs `vitscale launch`; as a Job, a TrainJob or a PyTorchJob.
+
+Nothing is asked of a cluster to render the objects; kubectl hands them in.
+"""
+
+import hashlib
+import math
+import posixpath
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, Field
+
+from vitscale.errors import EXIT_DONE, RecipeError
+from vitscale.launch.clusters import DEFAULT_PORT, Job, launch_command, read_options, refuse_node_options
+from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL
+from vitscale.recipe import load_recipe
+from vitscale.run_directory import default_run_dir
+
+Object = dict[str, Any]
+
+_CONTAINERS = {"job": "vitscale", "trainjob": "node", "pytorchjob": "pytorch"}  # Kubeflow knows its own by these names
+_RECIPE_FOLDER = "/etc/vitscale"
+_LONGEST_NAME = 40  # names of pods and of their hosts are longer, and may have 63 characters
+_LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
+_SUBDOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+
+
+def _matching(pattern: str, most: int, expected: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if len(text) > most or not re.fullmatch(pattern, text):
+            raise ValueError(f"expected at most {most} {expected}")
+        return text
+
+    return AfterValidator(check)
+
+
+_Name = _matching(_LABEL, _LONGEST_NAME, "of a-z, 0-9 and -, a letter first and no - at the end")
+_Namespace = _matching(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", 63, "of a-z, 0-9 and -, no - at the ends")
+_ObjectName = _matching(_SUBDOMAIN, 253, "of a-z, 0-9, - and dots, a letter or digit at the ends of every part")
+_Image = _matching(r"[\w][\w./:@-]*", 4096, "characters of an image's name, such as registry.example/vitscale:1")
+_Claim = _matching(rf"{_SUBDOMAIN}(:/[^:/][^:]*)?", 4096, "characters CLAIM or CLAIM:/MOUNT")
+
+
+class Options(BaseModel):
+    """`--cluster-option`s of this cluster.
+
+    Attributes:
+        image: has `vitscale` on its path.
+        pvc: CLAIM[:MOUNT], what all pods see at MOUNT, and work in.
+        name: of all objects; by default the recipe's.
+        gpus: of a pod, if not one a rank; 0 for ranks on CPUs.
+        secret: becomes environment variables.
+        grace_s: what a pod that is told to end has to save.
+        cluster_domain: the end of all names in the cluster's DNS.
+    """
+
+    image: Annotated[str, _Image]
+    pvc: Annotated[str, _Claim]
+    kind: Literal["job", "trainjob", "pytorchjob"] = "job"
+    name: Annotated[str, _Name] | None = None
+    namespace: Annotated[str, _Namespace] | None = None
+    gpus: Annotated[int, Field(ge=0)] | None = None
+    secret: Annotated[str, _ObjectName] | None = None
+    grace_s: Annotated[int, Field(ge=1)] = 600
+    cluster_domain: Annotated[str, _ObjectName] = "cluster.local"
+
+
+def render(job: Job) -> str:
+    """The objects in YAML, as `kubectl apply -f -` takes them."""
+    return yaml.dump_all(_objects(job), Dumper=_Dumper, sort_keys=False, width=120).rstrip("\n")
+
+
+def submit(job: Job) -> int:
+    """Hand the objects in, and leave.
+
+    Raises `RecipeError` where kubectl is missing or refuses, and where the same job is there already.
+    """
+    run = _objects(job)[-1]
+    command = ["kubectl", "apply", "-f", "-"]
+    try:
+        answer = subprocess.run(command, input=render(job), capture_output=True, text=True)
+    except FileNotFoundError:
+        raise RecipeError(
+            "kubectl is not installed here; --dry-run prints the objects, to be handed in by other means"
+        ) from None
+    print(answer.stdout, end="")
+    name = f"{run['kind'].lower()}/{run['metadata']['name']}"
+    where = f" -n {run['metadata']['namespace']}" if "namespace" in run["metadata"] else ""
+    again = f"kubectl delete {name}{where}, and repeat the command: the run continues, as its directory stays"
+    if answer.returncode:
+        hint = f". Is there an earlier one? {again}" if "immutable" in answer.stderr else ""
+        raise RecipeError(f"kubectl apply failed: {answer.stderr.strip()}{hint}")
+    if answer.stdout.rstrip().endswith("unchanged"):
+        raise RecipeError(
+            f"{name} is there already, running or ended, and is left as it is. To start it again: {again}"
+        )
+    return EXIT_DONE
+
+
+# ---- Checks ----------------------------------------------------------------------------------------------------------
+
+
+def _checked_options(job: Job) -> Options:
+    """Raises `RecipeError` for what a cluster would refuse, or would not do as it is meant."""
+    refuse_node_options(job, "k8s")
+    options = read_options(job, Options)
+    what, nodes = job.what, job.nodes or 1
+    if job.master is not None:
+        raise RecipeError("--master is not for --cluster k8s: the pods know the name of the first one")
+    if what.ranks is None:
+        raise RecipeError("--cluster k8s needs --ranks, the GPUs of a node: a pod gets as many as it asks for")
+    if what.resume == "never":
+        raise RecipeError("--resume never is not for --cluster k8s: a pod that is started again continues the run")
+    recipe = load_recipe(what.recipe, [] if what.smoke else what.settings)
+    if not what.smoke and recipe.batch.global_size % (nodes * what.ranks):
+        raise RecipeError(
+            f"{nodes} node(s) of {what.ranks} ranks do not divide batch.global {recipe.batch.global_size:,}: choose "
+            f"another --ranks or --nodes"
+        )
+    mount, run_dir = _mount(options), what.run_dir or default_run_dir(what.recipe, smoke=what.smoke)
+    if not PurePosixPath(posixpath.normpath(mount / run_dir)).is_relative_to(mount):
+        raise RecipeError(
+            f"--run-dir {run_dir} is not below {mount}, where the claim is mounted: it would end with its pod"
+        )
+    return options
+
+
+def _name_of(job: Job) -> str:
+    stem = default_run_dir(job.what.recipe, smoke=job.what.smoke).name
+    name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
+    if len(name) > _LONGEST_NAME or not re.fullmatch(_LABEL, name):
+        raise RecipeError(f"the name {name!r}, after the recipe, cannot be a job's: --cluster-option name=NAME")
+    return name
+
+
+def _claim(options: Options) -> str:
+    return options.pvc.partition(":")[0]
+
+
+def _mount(options: Options) -> PurePosixPath:
+    return PurePosixPath(posixpath.normpath(options.pvc.partition(":")[2] or "/workspace"))
+
+
+# ---- Objects ---------------------------------------------------------------------------------------------------------
+
+
+def _objects(job: Job) -> list[Object]:
+    """In the order in which they are needed; the job itself is the last one."""
+    options = _checked_options(job)
+    name, nodes = options.name or _name_of(job), job.nodes or 1
+    found = [_recipe_file(job, name)] if _is_own_recipe(job) else []
+    if options.kind == "trainjob":
+        found += _train_job(job, options, name, nodes)
+    elif options.kind == "pytorchjob":
+        found.append(_pytorch_job(job, options, name, nodes))
+    else:
+        found += [*([_service(name)] if nodes > 1 else []), _indexed_job(job, options, name, nodes)]
+    if options.namespace is not None:
+        for one in found:
+            one["metadata"]["namespace"] = options.namespace
+    return found
+
+
+def _service(name: str) -> Object:
+    """Gives the pods of a Job names. Before they are ready, as they have to meet in order to become so."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(name),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"batch.kubernetes.io/job-name": name},
+            "ports": [{"name": "launch", "port": DEFAULT_PORT}],
+        },
+    }
+
+
+def _indexed_job(job: Job, options: Options, name: str, nodes: int) -> Object:
+    # The full name of a pod is in its own /etc/hosts from the first moment on; a shorter one has to wait for DNS.
+    master = f"{name}-0.{name}.$(POD_NAMESPACE).svc.{options.cluster_domain}"
+    pod = _pod(job, options, name, nodes, "$(JOB_COMPLETION_INDEX)", master)
+    if nodes > 1:
+        pod["spec"]["subdomain"] = name
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _metadata(name),
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": nodes,
+            "parallelism": nodes,
+            **_deadline(job),
+            **_job_policy(job, options, nodes),
+            "template": pod,
+        },
+    }
+
+
+def _train_job(job: Job, options: Options, name: str, nodes: int) -> list[Object]:
+    """A TrainJob with a runtime of its own, as what becomes of exit codes stands in the runtime."""
+    master = f"$(PET_MASTER_ADDR).$(POD_NAMESPACE).svc.{options.cluster_domain}"
+    pod = _pod(job, options, name, nodes, "$(PET_NODE_RANK)", master)
+    node = {
+        "name": "node",
+        "template": {
+            "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+            "spec": {**_job_policy(job, options, nodes), "template": pod},
+        },
+    }
+    runtime = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": _metadata(name),
+        "spec": {"mlPolicy": {"numNodes": nodes, "torch": {}}, "template": {"spec": {"replicatedJobs": [node]}}},
+    }
+    train_job = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(name),
+        "spec": {
+            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name},
+            "trainer": {"numNodes": nodes},  # without it, the pods get no PET_ variables
+            **_deadline(job),
+        },
+    }
+    return [runtime, train_job]
+
+
+def _pytorch_job(job: Job, options: Options, name: str, nodes: int) -> Object:
+    """Restarted whatever the exit code is: its other policy takes 75 and 85 for errors that stay."""
+    pod = _pod(job, options, name, nodes, "$(RANK)", "$(MASTER_ADDR)")
+    del pod["spec"]["restartPolicy"]  # is the replica's
+    sizes = {"Master": 1} if nodes == 1 else {"Master": 1, "Worker": nodes - 1}
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": _metadata(name),
+        "spec": {
+            "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": nodes * job.max_restarts, **_deadline(job)},
+            "pytorchReplicaSpecs": {
+                role: {"replicas": size, "restartPolicy": "OnFailure", "template": pod} for role, size in sizes.items()
+            },
+        },
+    }
+
+
+def _job_policy(job: Job, options: Options, nodes: int) -> Object:
+    """What becomes of the Job when a pod ends: the first rule that fits; what none fits is counted."""
+    codes = {"containerName": _CONTAINERS[options.kind], "operator": "In"}
+    return {
+        "backoffLimit": nodes * job.max_restarts,  # all pods of a run end with one code
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "FailJob", "onExitCodes": {**codes, "values": sorted(FINAL)}},
+                {"action": "Ignore", "onExitCodes": {**codes, "values": sorted([EXIT_RETRY, EXIT_PREEMPTED])}},
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
+        },
+    }
+
+
+def _deadline(job: Job) -> Object:
+    """The time limit is the whole job's: of a launch, it would be over for one pod and begin again for the next."""
+    minutes = job.what.time_limit_minutes
+    return {} if minutes is None else {"activeDeadlineSeconds": math.ceil(60 * minutes)}
+
+
+def _pod(job: Job, options: Options, name: str, nodes: int, node_rank: str, master: str) -> Object:
+    mounts: list[Object] = [
+        {"name": "work", "mountPath": str(_mount(options))},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    volumes: list[Object] = [
+        {"name": "work", "persistentVolumeClaim": {"claimName": _claim(options)}},
+        # NCCL's, between the GPUs of a node; what containers have by default is too small for it.
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+    if _is_own_recipe(job):
+        mounts.append({"name": "recipe", "mountPath": _RECIPE_FOLDER, "readOnly": True})
+        volumes.append({"name": "recipe", "configMap": {"name": _recipe_file(job, name)["metadata"]["name"]}})
+    gpus = job.what.ranks if options.gpus is None else options.gpus
+    container: Object = {
+        "name": _CONTAINERS[options.kind],
+        "image": options.image,
+        "command": _command(job, nodes, node_rank, master),
+        "workingDir": str(_mount(options)),
+        "env": [{"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}}],
+        "volumeMounts": mounts,
+        "securityContext": {"allowPrivilegeEscalation": False},
+    }
+    if options.secret is not None:
+        container["envFrom"] = [{"secretRef": {"name": options.secret}}]
+    if gpus:
+        container["resources"] = {"limits": {"nvidia.com/gpu": str(gpus)}}
+    return {
+        "metadata": {"labels": _labels(name)},
+        "spec": {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": options.grace_s,
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,  # a service called "master" would set MASTER_PORT
+            "containers": [container],
+            "volumes": volumes,
+        },
+    }
+
+
+def _command(job: Job, nodes: int, node_rank: str, master: str) -> list[str]:
+    """`vitscale launch` in a pod, where only `node_rank` and `master` are to be expanded."""
+    what = replace(job.what, time_limit_minutes=None)
+    if _is_own_recipe(job):
+        file = f"{_RECIPE_FOLDER}/{_file_name(what.recipe)}"
+        what = replace(what, recipe=file, settings=what.settings if what.smoke else ())
+    job = replace(job, what=what)
+    if nodes == 1:
+        command = launch_command(job)
+    else:
+        command = launch_command(job, nodes=nodes, node_rank=node_rank, master=master)
+    return [word if word in (node_rank, master) else word.replace("$", "$$") for word in command]
+
+
+def _is_own_recipe(job: Job) -> bool:
+    """Whether the recipe is a file of this machine, and none that comes with vitscale."""
+    return Path(job.what.recipe).is_file()
+
+
+def _recipe_file(job: Job, name: str) -> Object:
+    """The recipe as pods see it: complete, as what it extends need not be in the image.
+
+    Its name is that of its content, so that another recipe is another object: pods see what becomes of an object.
+    """
+    what = job.what
+    recipe = load_recipe(what.recipe, [] if what.smoke else what.settings)
+    text = yaml.safe_dump(recipe.dump(), sort_keys=False)
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {**_metadata(name), "name": f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"},
+        "immutable": True,
+        "data": {_file_name(what.recipe): text},
+    }
+
+
+def _file_name(recipe: str) -> str:
+    return re.sub(r"[^-.\w]+", "-", Path(recipe).name, flags=re.ASCII)
+
+
+def _metadata(name: str) -> Object:
+    return {"name": name, "labels": _labels(name)}
+
+
+def _labels(name: str) -> Object:
+    return {"app.kubernetes.io/name": "vitscale", "app.kubernetes.io/instance": name}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes more than it has to: 1e3 and y are texts to PyYAML, and a number and a truth value to kubectl."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Nothing is written by reference."""
+        return True
+
+
+def _represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None if re.match(r"(--|/)?[A-Za-z]\w", text) else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent)
