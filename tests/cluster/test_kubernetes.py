@@ -337,9 +337,12 @@ def test_kubectl_that_refuses(tmp_path, monkeypatch):
     put_kubectl(tmp_path, monkeypatch, "echo 'spec.template: field is immutable' >&2; exit 1")
     with pytest.raises(errors.RecipeError, match="kubectl delete job/h14-jft, and repeat"):
         launch(*SUBMIT)
-    put_kubectl(tmp_path, monkeypatch, "echo job.batch/h14-jft unchanged")
-    with pytest.raises(errors.RecipeError, match=r"there already, .*kubectl delete job/h14-jft -n team-1, and repeat"):
-        launch(*SUBMIT, *given("namespace=team-1"))
+    for answer in ("unchanged", "configured"):
+        put_kubectl(tmp_path, monkeypatch, f"echo job.batch/h14-jft {answer}")
+        with pytest.raises(
+            errors.RecipeError, match=r"there already.* kubectl delete job/h14-jft -n team-1, and repea"
+        ):
+            launch(*SUBMIT, *given("namespace=team-1"))
 
 
 def test_no_kubectl(tmp_path, monkeypatch):

@@ -72,7 +72,7 @@ class Options(BaseModel):
 
 def render(job: Job) -> str:
     """The objects in YAML, as `kubectl apply -f -` takes them."""
-    return yaml.dump_all(_objects(job), Dumper=_Dumper, sort_keys=False, width=120).rstrip("\n")
+    return _yaml(_objects(job))
 
 
 def submit(job: Job) -> int:
@@ -80,25 +80,23 @@ def submit(job: Job) -> int:
 
     Raises `RecipeError` where kubectl is missing or refuses, and where the same job is there already.
     """
-    run = _objects(job)[-1]
-    command = ["kubectl", "apply", "-f", "-"]
+    objects = _objects(job)
     try:
-        answer = subprocess.run(command, input=render(job), capture_output=True, text=True)
+        answer = subprocess.run(["kubectl", "apply", "-f", "-"], input=_yaml(objects), capture_output=True, text=True)
     except FileNotFoundError:
         raise RecipeError(
             "kubectl is not installed here; --dry-run prints the objects, to be handed in by other means"
         ) from None
     print(answer.stdout, end="")
-    name = f"{run['kind'].lower()}/{run['metadata']['name']}"
-    where = f" -n {run['metadata']['namespace']}" if "namespace" in run["metadata"] else ""
+    metadata = objects[-1]["metadata"]
+    name = f"{objects[-1]['kind'].lower()}/{metadata['name']}"
+    where = f" -n {metadata['namespace']}" if "namespace" in metadata else ""
     again = f"kubectl delete {name}{where}, and repeat the command: the run continues, as its directory stays"
     if answer.returncode:
         hint = f". Is there an earlier one? {again}" if "immutable" in answer.stderr else ""
         raise RecipeError(f"kubectl apply failed: {answer.stderr.strip()}{hint}")
-    if answer.stdout.rstrip().endswith("unchanged"):
-        raise RecipeError(
-            f"{name} is there already, running or ended, and is left as it is. To start it again: {again}"
-        )
+    if not answer.stdout.rstrip().endswith("created"):
+        raise RecipeError(f"{name} was there already, running or ended, and is not started again. For that: {again}")
     return EXIT_DONE
 
 
@@ -254,7 +252,7 @@ def _job_policy(job: Job, options: Options, nodes: int) -> Object:
     """What becomes of the Job when a pod ends: the first rule that fits; what none fits is counted."""
     codes = {"containerName": _CONTAINERS[options.kind], "operator": "In"}
     return {
-        "backoffLimit": nodes * job.max_restarts,  # all pods of a run end with one code
+        "backoffLimit": nodes * job.max_restarts,  # counted once a node: all pods of a run end together
         "podFailurePolicy": {
             "rules": [
                 {"action": "FailJob", "onExitCodes": {**codes, "values": sorted(FINAL)}},
@@ -365,6 +363,10 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         """Nothing is written by reference."""
         return True
+
+
+def _yaml(objects: list[Object]) -> str:
+    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120).rstrip("\n")
 
 
 def _represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
