@@ -153,7 +153,7 @@ LAUNCH_STEP = STEP | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
         ({}, (1, None, None), None),
         ({}, (2, 1, "a:7"), Place(1, 2, "a", 7, 60)),
         ({}, (2, 0, "[::1]:7"), Place(0, 2, "::1", 7, 60)),
-        (LAUNCH_STEP, (None, None, None), Place(1, 2, "gpu07", 29600, 60)),
+        (LAUNCH_STEP, (None, None, None), Place(1, 2, "gpu07", 13456, 60)),
         (LAUNCH_STEP, (None, None, "ib0:5"), Place(1, 2, "ib0", 5, 60)),
         (LAUNCH_STEP, (4, 3, "a"), Place(3, 4, "a", 29600, 60)),
         (LAUNCH_STEP | {"SLURM_NNODES": "1", "SLURM_NTASKS": "1", "SLURM_NODEID": "0"}, (None, None, None), None),

@@ -102,7 +102,7 @@ def find_place(nodes: int | None, node_rank: int | None, master: str | None, *, 
                 )
         node_rank = _number("SLURM_NODEID") if node_rank is None else node_rank
         if master is None and nodes > 1:
-            master = first_host(_node_list())
+            master = f"{first_host(_node_list())}:{_port_of_the_job(10000)}"
     given = {"--nodes": nodes, "--node-rank": node_rank, "--master": master}
     if nodes == 1 and not node_rank:
         return None
@@ -195,11 +195,14 @@ def _of_slurm() -> tuple[dict[str, str], str]:
     _require(_SLURM, "start with srun")
     rank, size, local_rank, node = (os.environ[name] for name in _SLURM)
     local_size = _tasks_on(int(node), int(size)) if node.isdecimal() and size.isdecimal() else size
-    # Jobs may share a node: each has a port of its own, below those that systems hand out.
-    job = os.environ.get("SLURM_JOB_ID", os.environ.get("SLURM_JOBID", "0"))
-    port = 20000 + int(job) % 10000 if job.isdecimal() else _DEFAULT_PORT
     address = os.environ.get("MASTER_ADDR") or first_host(_node_list())
-    return _torch_values(rank, size, local_rank, str(local_size), str(port)), address
+    return _torch_values(rank, size, local_rank, str(local_size), str(_port_of_the_job(20000))), address
+
+
+def _port_of_the_job(first: int) -> int:
+    """Jobs may share a node: each has a port of its own, below those that systems hand out."""
+    job = os.environ.get("SLURM_JOB_ID", os.environ.get("SLURM_JOBID", "0"))
+    return first + (int(job) if job.isdecimal() else 0) % 10000
 
 
 def _tasks_on(node: int, size: int) -> int:
