@@ -193,6 +193,16 @@ def _quieten() -> None:
     deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *arguments, **options: None
 
 
+def forget_gradients(engine: Any) -> None:
+    """See that nothing is left of the gradient of an update that DeepSpeed has dropped.
+
+    With an offloaded optimizer its stages 1 and 2 keep the sum over micro-batches then, and add to it (0.19.8).
+    """
+    if type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer":
+        for group in engine.optimizer.averaged_gradients:
+            engine.optimizer.averaged_gradients[group] = None
+
+
 class Fp32Accumulation:
     """Sums the micro-batches' gradients in fp32 under stage 0 with bf16, where DeepSpeed sums them in bf16.
 

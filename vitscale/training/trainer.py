@@ -49,7 +49,7 @@ from vitscale.training import distributed, fragments, replicas, run_directory
 from vitscale.training.agreement import Agreement
 from vitscale.training.anomalies import Anomaly, AnomalyRecord, Suspects, TrainStep, describe, write_report
 from vitscale.training.averaging import WeightAverage
-from vitscale.training.engine import Fp32Accumulation, build_engine, is_plain
+from vitscale.training.engine import Fp32Accumulation, build_engine, forget_gradients, is_plain
 from vitscale.training.initial_values import InitialValues
 from vitscale.training.interruption import Interruption
 from vitscale.training.metrics import METRICS_FILE, MetricsWriter
@@ -338,6 +338,7 @@ class Trainer:
 
     def _meet(self, anomaly: Anomaly, batch: Batch) -> None:
         """Do what the recipe wants done about a batch that must not be trained on; all ranks come here together."""
+        forget_gradients(self.engine)
         policy = self.anomalies.policy(anomaly.kind)
         bad = distributed.gather(Suspects.of(anomaly, batch))
         mean = self._mean_loss(anomaly.step)
