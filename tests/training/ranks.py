@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.multiprocessing import start_processes
 
@@ -21,6 +22,9 @@ from vitscale.errors import VitscaleError
 from vitscale.recipe import Recipe, load_recipe, smoke_form, validate_recipe
 from vitscale.shards.generated import write_generated_dataset
 from vitscale.training.distributed import free_port
+
+# The last two are what the first engine of a process imports: a compiler that it has no use for.
+_IMPORTED_ONCE = ["vitscale.training.trainer", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"]
 
 STEPS = 6
 SHARDS = [24, 24, 24, 24, 9]
@@ -95,6 +99,12 @@ def join(rank: int, world_size: int, port: int) -> Any:
     return world
 
 
+def asked(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """The parameters of the tests of a module that are going to run."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return [item.callspec.params for item in items if hasattr(item, "callspec")]
+
+
 def launch(root: Path, jobs: list[dict[str, Any]], world_size: int) -> None:
     """`run_jobs` on so many ranks."""
     (root / "runs").mkdir(exist_ok=True)
@@ -103,7 +113,7 @@ def launch(root: Path, jobs: list[dict[str, Any]], world_size: int) -> None:
 
 def start(entry: Callable[..., None], root: Path, work: list[Any], world_size: int) -> None:
     """An entry point (rank, world_size, port, root, work) on so many ranks."""
-    multiprocessing.set_forkserver_preload(["vitscale.training.trainer"])
+    multiprocessing.set_forkserver_preload(_IMPORTED_ONCE)
     start_processes(entry, (world_size, int(free_port()), root, work), nprocs=world_size, start_method="forkserver")
 
 

@@ -14,22 +14,27 @@ from typing import Any
 import pytest
 from faults import leave_out, poison, write_slowly
 from outcomes import assert_same_run, checkpoint, column, error_of, printed, store
-from ranks import SHARDS, STEPS, launch, make_data
+from ranks import SHARDS, STEPS, asked, launch, make_data
 
 from vitscale.data import TrainOrder
 
 SPIKE_STEPS = 9
 
 
-def blocks(stage: int, precision: str, *, steps: int = STEPS, **anomalies: Any) -> dict[str, Any]:
+ADAMW, SGD = {"lr": 3e-3, "decay_exclude": "bias|norm"}, {"name": "sgd", "lr": 0.05, "decay_exclude": "bias|norm"}
+
+
+def blocks(
+    stage: int, precision: str, *, steps: int = STEPS, optimizer: Any = ADAMW, offload: str = "none", **anomalies: Any
+) -> dict[str, Any]:
     """All that keeps state is on: dropout, two micro-batches a step, the average, two groups of parameters."""
     return {
         "precision": precision,
         "model": {"dropout": 0.2},
         "batch": {"micro_max": 4},
-        "optimizer": {"lr": 3e-3, "decay_exclude": "bias|norm"},
+        "optimizer": optimizer,
         "schedule": {"duration": {"steps": steps}, "warmup": {"steps": 2}},
-        "parallelism": {"zero_stage": stage, "activation_checkpointing": 2},
+        "parallelism": {"zero_stage": stage, "activation_checkpointing": 2, "offload": offload},
         "ema": {"decay": 0.9},
         "checkpoint": {"every": {"steps": 2}, "keep": 20},
         "evaluation": {"validation": None},
@@ -53,6 +58,8 @@ class Case:
     row: tuple[int, int] = (1, 5)  # rank, and row of its batch: by default in the second micro-batch
     stops: tuple[int | None, ...] = (None,)
     is_slow: bool = False
+    optimizer: str = "adamw"
+    offload: str = "none"
 
     @property
     def steps(self) -> int:
@@ -61,7 +68,8 @@ class Case:
     @property
     def reference(self) -> str:
         ranges = "-".join(f"{start}to{stop}" for start, stop in self.skipped)
-        return f"without-{ranges}-zero{self.stage}-{self.precision}-{self.steps}"
+        how = f"zero{self.stage}-{self.precision}-{self.optimizer}-{self.offload}"
+        return f"without-{ranges}-{how}-{self.steps}"
 
     def jobs(self, name: str) -> list[dict[str, Any]]:
         rank, row = self.row
@@ -69,17 +77,17 @@ class Case:
         known = partial(leave_out, ranges=self.skipped)
         watch = {} if self.spike is None else {"spike": {"policy": self.spike, "window": 5, "factor": 10}}
         anomalies = {"non_finite": self.policy, **watch}
-        content = [blocks(self.stage, self.precision, steps=self.steps, **anomalies)] * len(self.stops)
+        optimizer = SGD if self.optimizer == "sgd" else ADAMW
+        how = {"steps": self.steps, "optimizer": optimizer, "offload": self.offload}
+        content = [blocks(self.stage, self.precision, **how, **anomalies)] * len(self.stops)
         return [
             {"name": name, "stops": self.stops, "blocks": content, "faults": [bad]},
             {"name": self.reference, "stops": [None], "blocks": content[:1], "faults": [known]},
         ]
 
 
-QUICK = {
-    *("skip-zero0-bf16", "skip-zero0-fp32", "skip-zero1-bf16", "skip-zero3-bf16", "skip-spike-zero0-fp32"),
-    *("rewind-zero0-fp32", "rewind-zero2-bf16", "rewind-zero3-bf16", "rewind-spike-zero2-bf16"),
-}
+# Others of these are met in every run of the tests by the cases below.
+QUICK = {"skip-zero0-bf16", "skip-zero3-bf16", "skip-spike-zero0-fp32", "skip-offload-zero2-bf16"}
 CASES = {
     name: Case(policy, {3: "nan"}, skipped, stage, precision, is_slow=name not in QUICK)
     for policy, skipped in (("skip", [[3, 4]]), ("rewind", [[2, 4]]))
@@ -96,23 +104,39 @@ CASES |= {
 }
 CASES |= {
     # ---- which batch
-    "skip-first": Case("skip", {0: "nan"}, [[0, 1]]),
+    "skip-first": Case("skip", {0: "nan"}, [[0, 1]], is_slow=True),
     "skip-last": Case("skip", {5: "inf"}, [[5, 6]], is_slow=True),
     "skip-two-in-a-row": Case("skip", {5: "inf", 6: "nan"}, [[5, 7]]),  # the second begins the next epoch
     "skip-two": Case("skip", {1: "nan", 4: "inf"}, [[1, 2], [4, 5]], 3, is_slow=True),
     "rewind-first": Case("rewind", {0: "nan"}, [[0, 1]], is_slow=True),
     "rewind-before-any-checkpoint": Case("rewind", {1: "nan"}, [[0, 2]]),
     "rewind-last": Case("rewind", {5: "nan"}, [[4, 6]], is_slow=True),
-    "rewind-two": Case("rewind", {3: "nan", 7: "nan"}, [[2, 4], [6, 8]]),
+    "rewind-two": Case("rewind", {3: "nan", 7: "nan"}, [[2, 4], [6, 8]], is_slow=True),
     "rewind-twice-to-one-checkpoint": Case("rewind", {3: "nan", 5: "inf"}, [[2, 6]], 3, is_slow=True),
     # ---- which sample, and what of it
     "first-micro-batch": Case("skip", {3: "nan"}, [[3, 4]], row=(0, 1)),
     "first-micro-batch-zero2": Case("skip", {3: "inf"}, [[3, 4]], 2, row=(0, 1), is_slow=True),
     "first-micro-batch-zero3": Case("skip", {3: "inf"}, [[3, 4]], 3, row=(0, 1), is_slow=True),
-    "gradient-only": Case("skip", {3: "gradient"}, [[3, 4]]),
+    "gradient-only": Case("skip", {3: "gradient"}, [[3, 4]], is_slow=True),
     "loss-only": Case("skip", {3: "value"}, [[3, 4]]),
     "loss-only-plain": Case("skip", {3: "value"}, [[3, 4]], 0, "fp32"),
     "infinite-loss-is-no-leap": Case("skip", {7: "value"}, [[7, 8]], 0, "fp32", spike="stop"),
+    # ---- another optimizer, and another place for its state
+    **{
+        f"skip-sgd-{name}": Case("skip", {0: "nan", 3: "nan"}, [[0, 1], [3, 4]], *how, is_slow=True, optimizer="sgd")
+        for name, how in {
+            "plain": (0, "fp32"),
+            "zero0": (0, "bf16"),
+            "zero2": (2, "bf16"),
+            "zero3": (3, "fp32"),
+        }.items()
+    },
+    **{
+        name: Case(policy, {3: "nan"}, skipped, stage, precision, is_slow=name not in QUICK, offload="optimizer")
+        for policy, skipped in (("skip", [[3, 4]]), ("rewind", [[2, 4]]))
+        for stage, precision in ((1, "bf16"), (2, "bf16"), (3, "bf16"), (2, "fp32"), (3, "fp32"))
+        for name in [f"{policy}-offload-zero{stage}-{precision}"]
+    },
     # ---- interrupted before, at and after it
     "skip-resumed": Case("skip", {3: "nan"}, [[3, 4]], stops=(3, 4, None)),
     "rewind-resumed": Case("rewind", {3: "nan"}, [[2, 4]], 2, stops=(1, 2, 5, None)),
@@ -134,8 +158,8 @@ def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     """Every training that the tests below look at."""
     root = tmp_path_factory.mktemp("anomalies")
     make_data(root)
-    asked = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
-    jobs = {job["name"]: job for name, case in CASES.items() if name in asked for job in case.jobs(name)}
+    cases = {params["case"] for params in asked(request) if "case" in params} | {"skip-zero1-bf16"}
+    jobs = {job["name"]: job for name, case in CASES.items() if name in cases for job in case.jobs(name)}
     for name, (content, positions) in ENDS.items():
         bad = partial(poison, positions=positions, rank=BAD_RANK, row=BAD_ROW)
         faults = [bad, partial(write_slowly, seconds=0.2)]

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from damaged_dataset import write_damaged
-from ranks import STEPS, make_data, make_recipe, run_jobs
+from ranks import STEPS, launch, make_data, make_recipe
 
 from vitscale.checkpoint import CheckpointStore
 from vitscale.data import TrainOrder
 from vitscale.models import build_model, initial_value
-from vitscale.training.distributed import free_port
 
 # ---- One step that is the gradient: all samples of a small dataset in one batch, one of them damaged.
 SAMPLES, BAD = [13, 11], {1: [4]}
@@ -52,7 +50,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_data(root)
     write_damaged(root / "one", SAMPLES, BAD)
     write_damaged(root / "run", RUN_SHARDS, RUN_BAD)
-    (root / "runs").mkdir()
     jobs = [
         {"name": f"masked-zero{stage}", "stops": [None], "blocks": [one_step("damaged", "mask", COUNT, 4, stage)]}
         for stage in STAGES
@@ -60,7 +57,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for policy in POLICIES:
         jobs.append({"name": policy, "stops": [None], "blocks": [run(policy)]})
         jobs.append({"name": f"{policy}-begun", "stops": [3], "blocks": [run(policy)]})
-    mp.spawn(run_jobs, (2, int(free_port()), root, jobs), nprocs=2)
+    launch(root, jobs, 2)
     jobs = [
         {"name": "masked-alone", "stops": [None], "blocks": [one_step("damaged", "mask", COUNT, 4, 0)]},
         {"name": "without", "stops": [None], "blocks": [one_step("without", "error", COUNT - 1, COUNT, 0)]},
@@ -68,7 +65,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     for policy in POLICIES:
         jobs.append({"name": f"{policy}-on", "directory": f"{policy}-begun", "stops": [None], "blocks": [run(policy)]})
-    mp.spawn(run_jobs, (1, int(free_port()), root, jobs), nprocs=1)
+    launch(root, jobs, 1)
     return root
 
 

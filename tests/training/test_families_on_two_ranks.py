@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from ranks import STEPS, make_data, make_recipe, run_jobs
+from ranks import STEPS, launch, make_data, make_recipe
 
 from vitscale.checkpoint import CheckpointStore
 from vitscale.cli.export import run_export
 from vitscale.evaluation.finished import evaluate_run, load_model, open_run
 from vitscale.models import build_model, initial_value
 from vitscale.models.weights import describe, load_weights, open_weights
-from vitscale.training.distributed import free_port
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "resnet-v2": {"name": "ResNet50x1", "blocks": [1, 1]},
@@ -48,7 +46,6 @@ def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     """Every training that the tests below look at, in one launch of two ranks."""
     root = tmp_path_factory.mktemp("families")
     make_data(root)
-    (root / "runs").mkdir()
     asked = [item.callspec.params for item in request.session.items if "families" in item.nodeid]
     stages = {params["stage"] for params in asked}
     jobs = []
@@ -60,7 +57,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
                 jobs.append({"name": f"{family}-zero{stage}-resumed", "blocks": [blocks] * 2, "stops": [3, None]})
         in_bf16 = {**blocks_of(family, 3), "precision": "bf16"}
         jobs.append({"name": f"{family}-bf16", "blocks": [in_bf16], "stops": [None]})
-    mp.spawn(run_jobs, (2, int(free_port()), root, jobs), nprocs=2)
+    launch(root, jobs, 2)
     return root
 
 

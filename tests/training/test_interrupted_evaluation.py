@@ -37,10 +37,10 @@ RUNS = {
 }
 # Run, step whose evaluation is cut short, and how. "error" ends the process where it stands.
 CUT = [
-    *(("zero1", 4, "error"), ("zero1", 6, "error"), ("zero3", 4, "signal"), ("zero3", 6, "signal")),
-    *(("unsaved", 4, "error"), ("unsaved", 4, "signal"), ("impatient", 4, "error"), ("impatient", 6, "error")),
-    ("impatient", 6, "signal"),
-]  # fmt: skip
+    *(("zero1", 4, "error"), ("zero3", 4, "signal"), ("zero3", 6, "signal")),
+    *(("unsaved", 4, "error"), ("unsaved", 4, "signal")),
+    *(("impatient", 4, "error"), ("impatient", 6, "error")),
+]
 HOW = {"error": end_in_evaluation, "signal": signal_in_evaluation}
 
 

@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from ranks import SHARDS, STEPS, make_data, make_recipe, run_jobs
+from outcomes import checkpoint, column, equal, error_of, store
+from ranks import SHARDS, STEPS, launch, make_data, make_recipe
 from torch.nn import functional as F
 
-from vitscale.checkpoint import CheckpointReader, CheckpointStore
 from vitscale.data import Loader, TrainOrder, TrainTransform, to_model_input
 from vitscale.evaluation.finished import evaluate_run
 from vitscale.models import build_model, initial_value, initialise
 from vitscale.shards import Manifest
-from vitscale.training.distributed import free_port
+from vitscale.shards.generated import write_generated_dataset
 
 DROPOUT = {"dropout": 0.2}
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -39,11 +38,6 @@ def job(name: str, blocks: list[dict[str, Any]], stops: list[int | None], **extr
     return {"name": name, "blocks": blocks, "stops": stops, **extra}
 
 
-def launch(root: Path, jobs: list[dict[str, Any]], world_size: int) -> None:
-    (root / "runs").mkdir(exist_ok=True)
-    mp.spawn(run_jobs, (world_size, int(free_port()), root, jobs), nprocs=world_size)
-
-
 @pytest.fixture(scope="module")
 def names(request: pytest.FixtureRequest) -> list[str]:
     selected = {item.name for item in request.session.items}
@@ -55,6 +49,8 @@ def root(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> Path:
     """Every training that the tests below look at: one launch of two ranks, then one of one rank."""
     root = tmp_path_factory.mktemp("two_ranks")
     make_data(root)
+    write_generated_dataset(root / "other" / "train", SHARDS, seed=3)
+    write_generated_dataset(root / "other" / "test", [13, 10], seed=2)
     zero1, zero3 = ({**ELASTIC, "parallelism": {"zero_stage": stage}} for stage in (1, 3))
     jobs = []
     for name in names:
@@ -69,7 +65,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> Path:
         job("nan-bf16", [{"optimizer": {"lr": 1e30, "clip_norm": None}}], [None]),
         job("nan-fp32", [{"optimizer": {"lr": 1e30}, "precision": "fp32", "parallelism": {"zero_stage": 0}}], [None]),
         job("impatient", [IMPATIENT], [None]),
-        job("other-data", [{}, {"data": {"train": "test"}}], [2, None]),
+        job("other-data", [{}, {"data": {"root": str(root / "other")}}], [2, None]),
         job("damaged", [DAMAGED], [4]),
         job("fewshot", [FEWSHOT], [None]),
     ]
@@ -101,34 +97,6 @@ def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-5] ^= 0x10
     path.write_bytes(content)
-
-
-def metrics(root: Path, name: str) -> list[dict[str, Any]]:
-    lines = (root / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, lines) if "loss" in line]
-
-
-def column(root: Path, name: str, key: str) -> list[Any]:
-    return [line[key] for line in metrics(root, name)]
-
-
-def checkpoint(root: Path, name: str, step: int = STEPS) -> CheckpointReader:
-    return CheckpointStore(root / "runs" / name / "checkpoints").open(step)
-
-
-def everything(reader: CheckpointReader) -> dict[str, torch.Tensor]:
-    """All masters and moments, whole."""
-    index = reader.index
-    return {f"{kind}/{name}": reader.parameter(name, kind) for kind in index.kinds for name in index.shapes}
-
-
-def equal(one: CheckpointReader, other: CheckpointReader) -> bool:
-    a, b = everything(one), everything(other)
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
-def error_of(root: Path, name: str) -> dict[str, str]:
-    return json.loads((root / "runs" / f"{name}.error").read_text())
 
 
 @pytest.mark.parametrize(
@@ -231,7 +199,7 @@ def test_a_non_finite_gradient_stops_the_run_and_is_never_saved(root, name):
     error = error_of(root, name)
     assert error["kind"] == "NonFiniteError"
     assert "not finite" in error["message"] and "uids" in error["message"] and "optimizer.lr" in error["message"]
-    assert CheckpointStore(root / "runs" / name / "checkpoints").steps() == []
+    assert store(root, name).steps() == []
     assert not (root / "runs" / name / "DONE").exists()
 
 
@@ -239,7 +207,7 @@ def test_a_run_without_progress_stops_early_and_keeps_its_best(root):
     done = json.loads((root / "runs" / "impatient" / "DONE").read_text())
     assert done["stopped_early"] and done["step"] == 6  # best at 2, then two evaluations without a better one
     assert done["best_step"] == 2
-    assert CheckpointStore(root / "runs" / "impatient" / "checkpoints").steps() == [2, 6]
+    assert store(root, "impatient").steps() == [2, 6]
 
 
 def test_every_process_group_has_our_time_out_and_nothing_is_compiled(root):
@@ -256,4 +224,4 @@ def test_other_data_under_a_run_are_refused(root):
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(root):
     assert json.loads((root / "runs" / "damaged" / "DONE").read_text())["step"] == STEPS
     assert column(root, "damaged", "step") == list(range(1, STEPS + 1))
-    assert CheckpointStore(root / "runs" / "damaged" / "checkpoints").steps() == [2, 4, 6]
+    assert store(root, "damaged").steps() == [2, 4, 6]

@@ -4,14 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-import torch.multiprocessing as mp
-from ranks import run_smoke_forms
+from ranks import run_smoke_forms, start
 
 from vitscale.architectures import ResNetShape
 from vitscale.checkpoint import CheckpointStore
 from vitscale.recipe import load_recipe, override, recipes_dir, smoke_form
 from vitscale.shards.generated import write_generated_dataset
-from vitscale.training.distributed import free_port
 
 RECIPES = sorted(path.stem for path in recipes_dir().glob("*.yaml"))
 # One of each code path in every run of the tests; all of them in `make test-all`.
@@ -28,7 +26,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     write_generated_dataset(root / "train", [96, 96, 64], seed=0)
     write_generated_dataset(root / "test", [40], seed=1)
     stems = [item.callspec.params["stem"] for item in request.session.items if "two_steps" in item.name]
-    mp.spawn(run_smoke_forms, (2, int(free_port()), root, stems), nprocs=2)
+    start(run_smoke_forms, root, stems, 2)
     return root
 
 
