@@ -46,10 +46,10 @@ class Place:
         programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": programs}
 
-    def start(self, *command: str):
-        """At the front; to be used with `with`."""
+    def start(self, *command: str, at: str = "front"):
+        """To be used with `with`."""
         return started(
-            self.hosts.command(list(command)),
+            self.hosts.command(list(command), at),
             cwd=self.folder,
             env=self.environment(),
             stdout=subprocess.PIPE,
@@ -205,3 +205,28 @@ def test_a_run_directory_that_the_hosts_do_not_share_is_refused(quiet):
     finally:
         subprocess.run([*inside, "umount", str(private)], check=True)
     assert code == 2 and f"vnode2: does not see what is written here into {private / 'run'}" in shown
+
+
+def test_a_launch_on_every_host_by_hand(quiet, undisturbed):
+    nodes = ["--nodes", "2", "--master", "vnode1:29700"]
+    command = [*LAUNCH, "recipe.yaml", *quiet.run_of("by-hand", "--stop-at", "12"), *nodes, "--node-rank"]
+    with quiet.start(*command, "1", at="vnode2") as second, quiet.start(*command, "0", at="vnode1") as first:
+        shown = [process.communicate(timeout=200)[0] for process in (first, second)]
+    print(*shown)
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert quiet.digests("by-hand") == undisturbed[:12]
+
+
+def test_torchrun_goes_on_with_the_host_that_is_left(quiet, undisturbed):
+    elastic = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "elastic"]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "vnode1:29400"]
+    command = ["torchrun", *elastic, *meeting, PRETRAIN, "--recipe", "recipe.yaml", *quiet.run_of("elastic")]
+    with quiet.start(*command, at="vnode1") as first, quiet.start(*command, at="vnode2") as second:
+        quiet.wait_for_step("elastic", 25, first)
+        for process in quiet.hosts.processes("vnode2"):
+            process.kill()
+        second.communicate()
+        shown = first.communicate(timeout=300)[0]
+    print(shown)
+    assert first.returncode == 0 and "2 ranks on 2 hosts agree" in shown and "1 rank on 1 host ready" in shown
+    assert quiet.digests("elastic") == undisturbed

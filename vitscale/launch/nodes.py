@@ -5,6 +5,7 @@ goes over a connection is lines of JSON. Nothing here waits for the network: `ex
 """
 
 import contextlib
+import errno
 import json
 import socket
 import time
@@ -529,23 +530,27 @@ def _listen(place: Place) -> socket.socket:
         raise RecipeError(f"--master {place.address}: {error.strerror or error}") from None
     everywhere = ("::" if family == socket.AF_INET6 else "0.0.0.0", place.port)
     is_loopback = str(address[0]).startswith("127.") or address[0] == "::1"
-    reason = None
-    for where in [everywhere] if is_loopback else [address, everywhere]:
+    where = everywhere if is_loopback else address
+    until = time.monotonic() + _FAREWELL_SECONDS  # a launch that was here before may be about to end
+    while True:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(where)
             listener.listen()
+            listener.setblocking(False)
+            return listener
         except OSError as error:
             listener.close()
-            reason = error.strerror
-            continue
-        listener.setblocking(False)
-        return listener
-    raise RecipeError(
-        f"cannot listen at {place.address}:{place.port}: {reason}. Does another launch run on this node? Choose "
-        f"another port for it, --master {place.address}:PORT on all nodes"
-    )
+            if error.errno == errno.EADDRNOTAVAIL and where != everywhere:
+                where = everywhere
+            elif error.errno == errno.EADDRINUSE and time.monotonic() < until:
+                time.sleep(_RECONNECT_SECONDS)
+            else:
+                raise RecipeError(
+                    f"cannot listen at {place.address}:{place.port}: {error.strerror}. Does another launch run on this "
+                    f"node? Choose another port for it, --master {place.address}:PORT on all nodes"
+                ) from None
 
 
 def _another_port(before: socket.socket | None) -> socket.socket:

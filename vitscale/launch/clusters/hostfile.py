@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 import vitscale
-from vitscale.errors import EXIT_DONE, PeerLostError, RecipeError
+from vitscale.errors import EXIT_DONE, PeerLostError, PreemptedError, RecipeError
 from vitscale.launch.clusters import Job, launch_command, read_options, refuse_node_options, shell_line
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL
 from vitscale.launch.environment import split_address
@@ -141,7 +141,7 @@ class _Front:
             raise RecipeError("--cluster hostfile needs --hostfile FILE, of lines such as `node1 slots=8`")
         options = read_options(job, Options)
         self._job = replace(job, wait_for_nodes_minutes=_NODE_WAIT_MINUTES)
-        self._ssh = shlex.split(options.ssh)
+        self._ssh, self._limit = shlex.split(options.ssh), job.what.time_limit_minutes
         self.hosts = read_hostfile(options.hostfile)
         if job.nodes is not None and job.nodes > len(self.hosts):
             raise RecipeError(f"--nodes {job.nodes}: {options.hostfile} has {len(self.hosts)} host(s)")
@@ -195,7 +195,7 @@ class _Front:
 
     def run(self) -> int:
         """Until it has ended on all hosts: the exit code."""
-        hosts, furthest, in_a_row = self.hosts, newest_checkpoint_step(self._run_dir), 0
+        began, hosts, furthest, in_a_row = time.monotonic(), self.hosts, newest_checkpoint_step(self._run_dir), 0
         journal = Journal(self._run_dir / LAUNCH_FILE)
         with self._passing_signals_on():
             self._check_all()
@@ -225,6 +225,17 @@ class _Front:
                 names = [host.name for host in hosts]
                 say(f"{cause}: goes on with {' and '.join(names)}, {sum(host.slots for host in hosts)} rank(s)")
                 journal.write("hosts", hosts=names, cause=cause, step=furthest)
+                self._continue(began)
+
+    def _continue(self, began: float) -> None:
+        """From here on the job continues what it has begun, in the time that it has left."""
+        what = replace(self._job.what, resume="auto")
+        if self._limit is not None:
+            left = self._limit - (time.monotonic() - began) / 60
+            if left <= 0:
+                raise PreemptedError(f"the time limit of {self._limit:g} minutes is over")
+            what = replace(what, time_limit_minutes=left)
+        self._job = replace(self._job, what=what)
 
     def _attempt(self, hosts: Sequence[Host]) -> list[int]:
         """Run on these hosts: the exit code of each, `_LOST` where that is not known."""
