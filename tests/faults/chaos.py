@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Of the runs' own: what is remembered of shards would otherwise be that of whoever runs this; no rank has a device.
+# The ranks share this machine whatever it has: no rank gets a device.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from runs import Process, Run, differences, impatient_launch, is_alive, launch, write_recipe
@@ -59,6 +59,7 @@ class Fault:
     Attributes:
         at: when, on the monotonic clock.
         sign: the pattern of what has to be said of it.
+        log_bytes: what had been written before.
         step: the last one trained before it took effect; None until it has.
         lost_s: until the step after that one was trained; None while it was not.
     """
@@ -66,6 +67,7 @@ class Fault:
     kind: str
     at: float
     sign: str | None
+    log_bytes: int
     step: int | None = None
     lost_s: float | None = None
 
@@ -118,8 +120,11 @@ class Chaos:
 
     def unnoticed(self) -> list[Fault]:
         """Faults of which nothing was said."""
-        text = self._text()
-        return [fault for fault in self.faults if fault.sign is not None and not re.search(fault.sign, text)]
+        return [
+            fault
+            for fault in self.faults
+            if fault.sign is not None and not re.search(fault.sign, self._text(fault.log_bytes))
+        ]
 
     def _missing(self) -> list[str]:
         """Kinds of which there was no fault."""
@@ -194,10 +199,12 @@ class Chaos:
         who = rf"rank {rank} \(pid {ranks[rank]}\) "
         if ending == "kill rank" or (ending == "stop rank" and not self._is_training()):
             self._note("kill rank", who + "was killed by SIGKILL")
-            os.kill(ranks[rank], signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just ended by itself
+                os.kill(ranks[rank], signal.SIGKILL)
         elif ending == "stop rank":
             self._note(ending, who + ".*stopped, T")
-            os.kill(ranks[rank], signal.SIGSTOP)
+            with suppress(ProcessLookupError):  # it has just ended by itself
+                os.kill(ranks[rank], signal.SIGSTOP)
         elif ending == "kill launch":
             self._note(ending, None)
             self._await(-signal.SIGKILL)
@@ -222,7 +229,7 @@ class Chaos:
         return self._run.step() > 0 and time.time() - self._run.metrics.stat().st_mtime < 1
 
     def _note(self, kind: str, sign: str | None) -> None:
-        self.faults.append(Fault(kind, time.monotonic(), sign))
+        self.faults.append(Fault(kind, time.monotonic(), sign, self._log.stat().st_size))
 
     def _await(self, code: int) -> None:
         """The launch may end with this code."""
@@ -263,8 +270,8 @@ class Chaos:
 
     # ---- What became of it -------------------------------------------------------------------------------------------
 
-    def _text(self) -> str:
-        return self._log.read_text(errors="replace")
+    def _text(self, after: int = 0) -> str:
+        return self._log.read_bytes()[after:].decode(errors="replace")
 
     def _note_progress(self) -> None:
         step = self._run.step()
@@ -328,7 +335,7 @@ def examine(minutes: float, ranks: int, seed: int, out: Path, *, quiet: bool) ->
         if not quiet:
             print(message, flush=True)
 
-    os.environ["VITSCALE_CACHE"] = str(out / "cache")
+    os.environ["VITSCALE_CACHE"] = str(out / "cache")  # what is remembered of shards is not for other runs
     rng = random.Random(seed)
     data = out / "data"
     write_generated_dataset(data / "train", [64] * 4, seed=1)

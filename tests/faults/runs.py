@@ -170,6 +170,11 @@ def torchrun(run: Run, *options: str) -> list[str]:
     return [binary, "--nproc-per-node", "2", "--master-port", free_port(), str(PRETRAIN), *_of(run), *options]
 
 
+def pretrain(run: Run, *options: str) -> list[str]:
+    """One rank, started by nobody but Python."""
+    return [sys.executable, str(PRETRAIN), *_of(run), *options]
+
+
 def _of(run: Run) -> list[str]:
     return ["--recipe", str(run.recipe), "--run-dir", str(run.dir)]
 
@@ -272,9 +277,10 @@ def bare(run: Run, log: Path, size: int = 2, *options: str) -> list[Process]:
     """The ranks without any launcher: nobody but they themselves ends them."""
     shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     shared["MASTER_PORT"] = free_port()
-    command = [sys.executable, str(PRETRAIN), *_of(run), *options]
     return [
-        Process(command, log.with_suffix(f".{rank}"), {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        Process(
+            pretrain(run, *options), log.with_suffix(f".{rank}"), {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
         for rank in range(size)
     ]
 

@@ -2,15 +2,19 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from chaos import flip_bit, somewhere_in
-from runs import EVALUATED, LONG, MakeRun, Process, Run, assert_same, differences, launch, write_data
+from runs import EVALUATED, LONG, MakeRun, Process, Run, assert_same, differences, launch, pretrain, write_data
 
-from vitscale.launch.ends import EXIT_DATA, EXIT_NON_FINITE, EXIT_PREEMPTED, EXIT_RETRY
+from vitscale.launch.ends import EXIT_DATA, EXIT_NON_FINITE, EXIT_PREEMPTED, EXIT_RECIPE, EXIT_RETRY
 
 
 def test_a_damaged_picture_ends_a_run_for_good(make_run: MakeRun, tmp_path):
@@ -105,3 +109,44 @@ def test_told_to_end_while_the_disk_is_full(make_run: MakeRun, undisturbed: Run,
         assert_same(run, undisturbed)
     finally:
         subprocess.run(["umount", str(run.checkpoints)], check=True)
+
+
+_MIB = 1 << 20
+_LIMIT = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2); "
+_LIMITED = [sys.executable, "-c", _LIMIT + "os.execv(sys.argv[2], sys.argv[2:])"]
+
+
+@pytest.mark.slow
+def test_too_large_a_micro_batch_for_the_memory_there_is(make_run: MakeRun, tmp_path):
+    """The largest address space of the run in peace, less a third of what the activations of 128 images take."""
+
+    def train(micro_batch: int, limit: int, name: str) -> tuple[int, int, str]:
+        model = {"patch_size": 4, "width": 64, "depth": 4, "mlp_dim": 256, "num_heads": 2}
+        batch = {"global": 128, "micro_max": micro_batch}
+        data = {"train": "train", "image_size": 64}
+        run = make_run(model=model, batch=batch, data=data, schedule={"duration": {"steps": 2}})
+        run = Run(run.recipe, tmp_path / name)
+        peak = 0
+        with Process([*_LIMITED, str(limit), *pretrain(run)], tmp_path / f"{name}.log") as process:
+            while process.code() is None:
+                peak = max(peak, _peak_address_space(process.pid))
+                time.sleep(0.01)
+            return process.end(), peak, process.text()
+
+    code, peak, _ = train(128, 1 << 40, "in-peace")
+    assert code == 0
+    limit = peak - 256 * _MIB
+    code, _, text = train(128, limit, "too-large")
+    assert code == EXIT_RECIPE and text.count("out of memory") == 1 and "Traceback" not in text, text
+    advice = re.search(r"micro-batches of 128 images; (\d+) should fit: --set batch.micro_max=\1 ", text)
+    assert advice, text
+    code, _, text = train(int(advice[1]), limit, "as-advised")
+    assert code == 0, text
+
+
+def _peak_address_space(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return max((1024 * int(line.split()[1]) for line in lines if line.startswith("VmPeak")), default=0)
