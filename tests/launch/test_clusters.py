@@ -125,7 +125,7 @@ def test_the_command_for_other_nodes_is_understood(tmp_path):
 FAR_END = [sys.executable, "-m", "vitscale.launch.far_end"]
 CHILD = (
     "import os, signal, sys, time; from pathlib import Path\n"
-    "signal.signal(signal.SIGTERM, lambda *_: sys.exit(85))\n"
+    "assert signal.signal(signal.SIGTERM, lambda *_: sys.exit(85)) == signal.SIG_DFL\n"
     "Path('part').write_text(f'{os.getpid()} ' + os.environ['GREETING']); os.rename('part', 'pid'); time.sleep(100)"
 )
 

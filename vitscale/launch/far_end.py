@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import time
+from types import FrameType
 from typing import Any
 
 from vitscale.launch.ends import EXIT_RETRY
@@ -23,8 +24,8 @@ _LOOK_EVERY_SECONDS = 0.05
 
 def main() -> None:
     """Entry point: ends with the command's exit code, or with 75 where that was killed."""
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # only the connection ends it
-        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _only_the_connection_ends_it)  # not ignored, which what it runs would inherit
     lines = _Lines()
     first = lines.wait()
     if first is None:
@@ -41,6 +42,10 @@ def main() -> None:
             lines.has_ended = ""
     code = process.returncode
     os._exit(EXIT_RETRY if code is None or code < 0 else code)
+
+
+def _only_the_connection_ends_it(number: int, frame: FrameType | None) -> None:
+    del number, frame
 
 
 class _Lines:
