@@ -183,6 +183,7 @@ def test_what_is_left_out_leaves_no_trace(root, case):
     assert (
         index.position == reference.position == expected.steps + sum(stop - start for start, stop in expected.skipped)
     )
+    assert len(list((root / "runs" / case / "anomalies").iterdir())) == len(expected.positions)
 
 
 def uids_at(position: int) -> list[list[int]]:
@@ -200,7 +201,8 @@ def report(root: Path, name: str, step: int) -> dict[str, Any]:
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
 
-    return json.loads((root / "runs" / name / "anomalies" / f"step-{step:08d}.json").read_text(), parse_constant=refuse)
+    (path,) = (root / "runs" / name / "anomalies").glob(f"step-{step:08d}-*.json")
+    return json.loads(path.read_text(), parse_constant=refuse)
 
 
 def test_stopping_names_the_sample_and_saves_nothing_of_the_step(root):
