@@ -45,7 +45,7 @@ AccountingStorageType=accounting_storage/none
 SchedulerParameters=sched_interval=2
 ReturnToService=2
 SlurmdTimeout=15
-KillWait=20
+KillWait=60
 SlurmdParameters=config_overrides
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE

@@ -69,6 +69,7 @@ def test_a_run_that_may_not_be_continued(tmp_path):
         render(run_dir=tmp_path, resume="never")
 
 
+@pytest.mark.cluster
 def test_an_option_that_sbatch_does_not_know(slurm, tmp_path):
     outcome = vitscale(slurm, tmp_path, *SMOKE, "--cluster-option", "partitiom=main")
     assert outcome.returncode == 2 and "unrecognized option '--partitiom=main'" in outcome.stderr
@@ -90,6 +91,7 @@ def in_folder(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.cluster
 def test_what_is_done_or_would_end_like_this_again_is_not_requeued(slurm, tmp_path):
     jobs = {}
     for code in (0, 2, 3, 4):
@@ -102,6 +104,7 @@ def test_what_is_done_or_would_end_like_this_again_is_not_requeued(slurm, tmp_pa
         assert job["Restarts"] == "0"
 
 
+@pytest.mark.cluster
 def test_a_task_has_all_cpus_that_it_was_given(slurm, tmp_path):
     tell = stub(tmp_path, "grep Cpus_allowed_list /proc/self/status")
     number = submit(slurm, tmp_path, *SMOKE, tell, "--cluster-option", "cpus-per-task=2")
@@ -140,6 +143,7 @@ def test_what_may_be_repeated_is_requeued_until_it_gets_no_further(slurm, tmp_pa
 # ---- Training --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cluster
 def test_a_run_over_both_nodes(slurm, tmp_path):
     number = submit(slurm, tmp_path, *SMOKE, "--ranks", "1")
     run = Run(tmp_path, tmp_path / "runs" / "b16_jft-smoke")

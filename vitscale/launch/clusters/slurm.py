@@ -103,11 +103,12 @@ def render(job: Job) -> str:
     python = shlex.split(own.python)
     if own.tasks == "node":
         command = launch_command(replace(job, what=what), [*python, "-m", "vitscale"])
+        command += ["--wait-for-nodes", f"{job.wait_for_nodes_minutes:g}"]
     else:
         [rank] = PretrainingRanks(what).commands(Layout(1, 0, 1, "", 0), 0)
         command = [*python, "-m", "vitscale.pretrain", *rank.command[2:]]
     options = {
-        "job-name": run_dir.name,
+        "job-name": run_dir.absolute().name,
         "nodes": str(nodes),
         "ntasks-per-node": str(ranks if own.tasks == "rank" else 1),
         "chdir": str(Path.cwd()),
