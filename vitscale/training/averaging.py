@@ -41,12 +41,20 @@ class WeightAverage:
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """The engine computes with the average in here; afterwards with its weights again, to the last bit."""
+        """The engine computes with the average in here; afterwards with its weights again, to the last bit.
+
+        After an exception the masters alone are those of before: the engine's weights take all ranks, and an exception
+        may be that of one.
+        """
         self._exchange()
+        fragments.refresh_weights(self._engine)
         try:
             yield
-        finally:
+        except BaseException:
             self._exchange()
+            raise
+        self._exchange()
+        fragments.refresh_weights(self._engine)
 
     @torch.no_grad()
     def _exchange(self) -> None:
@@ -56,4 +64,3 @@ class WeightAverage:
                 kept = weights.clone()
                 weights.copy_(averages)
                 averages.copy_(kept)
-        fragments.refresh_weights(self._engine)
