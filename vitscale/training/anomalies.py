@@ -182,7 +182,7 @@ def write_report(
         "grad_norm": _json(gradient_norm),
         "ranks": [{"uids": rank.uids, "losses": [_json(loss) for loss in rank.losses]} for rank in ranks],
     }
-    path = run_dir / ANOMALIES_DIR / f"step-{step:08d}.json"
+    path = run_dir / ANOMALIES_DIR / f"step-{step:08d}-batch-{position:08d}.json"  # several batches may want one step
     try:
         path.parent.mkdir(exist_ok=True)
         write_text(path, json.dumps(report) + "\n")
