@@ -5,11 +5,13 @@ written in Python run only between two instructions of the main thread, which ma
 Hence a thread reads the signals from a pipe that the interpreter's own handler writes to.
 """
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
+from typing import NoReturn
 
 from vitscale.errors import PeerLostError, PreemptedError
 
@@ -43,7 +45,7 @@ class Interruption:
         """From now on a request waits for whoever looks at `pending`."""
         self._saves_first = True
         if self._first is not None:
-            self._end()  # it came while this was being called
+            self._end_before_the_first_step()  # it came while this was being called
 
     @property
     def pending(self) -> bool:
@@ -66,15 +68,18 @@ class Interruption:
     def _request(self, name: str) -> None:
         now = time.monotonic()
         if self._first is None:
-            self._first, self._what = now, name
+            self._what, self._first = name, now
             if not self._saves_first:
-                self._end()
+                self._end_before_the_first_step()
         elif now - self._first > _SAME_REQUEST_SECONDS:
-            sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: {name} again: ending without a checkpoint\n")
-            sys.stderr.flush()
-            os._exit(PeerLostError.exit_code)
+            _end(f"{name} again: ending without a checkpoint", PeerLostError.exit_code)
 
-    def _end(self) -> None:
-        sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: {self._what} before the first step: ending\n")
+    def _end_before_the_first_step(self) -> NoReturn:
+        _end(f"{self._what} before the first step: ending", PreemptedError.exit_code)
+
+
+def _end(message: str, code: int) -> NoReturn:
+    with contextlib.suppress(OSError):  # a terminal that was closed
+        sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: {message}\n")
         sys.stderr.flush()
-        os._exit(PreemptedError.exit_code)
+    os._exit(code)

@@ -74,19 +74,23 @@ class Watchdog(threading.Thread):
         while looking.is_alive():
             self._roll_call.answer(step, phase)
             looking.join(INTERVAL_SECONDS)
-        sys.stderr.write(
-            f"error: rank {self._rank} has made no progress for {seconds:,.0f} s (check.step_timeout_s is "
-            f"{self._timeout:g}): {phase}, after step {step:,}. It waits for itself, or for {who[0]}. "
-            f"Stacks of rank {self._rank}:\n{stacks}"
-        )
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # a terminal that was closed, a disk that is full
+            sys.stderr.write(
+                f"error: rank {self._rank} has made no progress for {seconds:,.0f} s (check.step_timeout_s is "
+                f"{self._timeout:g}): {phase}, after step {step:,}. It waits for itself, or for {who[0]}. "
+                f"Stacks of rank {self._rank}:\n{stacks}"
+            )
+            sys.stderr.flush()
         time.sleep(_AFTER_THE_STACKS_SECONDS)  # a launcher ends all ranks when one ends: let the others speak too
         os._exit(PeerLostError.exit_code)
 
 
 def _stacks() -> str:
     """The stacks of all threads, in one piece: ranks write at the same time."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file=file, all_threads=True)
-        file.seek(0)
-        return file.read().decode(errors="replace")
+    try:
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file=file, all_threads=True)
+            file.seek(0)
+            return file.read().decode(errors="replace")
+    except OSError as error:
+        return f"not to be had: {error.strerror or error}\n"
