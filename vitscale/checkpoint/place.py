@@ -154,9 +154,13 @@ class LocalPlace:
     def steps(self) -> list[int]:
         return steps_among(names_in(self.root))
 
-    def begin(self, step: int) -> None:
+    def tidy(self) -> None:
+        """One rank: remove what interrupted saves left."""
         for left in itertools.chain(self._root.glob(".building-*"), self._root.glob(".deleting-*")):
             shutil.rmtree(left, ignore_errors=True)
+
+    def begin(self, step: int) -> None:
+        self.tidy()
         self._building(step).mkdir(parents=True)
 
     def write(self, step: int, name: str, fragments: list[Fragment]) -> FileEntry:

@@ -284,8 +284,9 @@ def _appears(path: Path) -> bool:
 
 
 def _check_room(recipe: Recipe, place: LocalPlace, checkpoint_bytes: int) -> tuple[int, list[str]]:
-    """(bytes free, warnings) of the folder of checkpoints. Raises `RecipeError` where the next one does not fit."""
+    """(bytes free, warnings) of the tidied folder of checkpoints. Raises `RecipeError` where the next does not fit."""
     try:
+        place.tidy()  # a save that was killed may have left as much as a checkpoint
         free, present = shutil.disk_usage(place.root).free, len(place.steps())
     except OSError as error:
         raise RecipeError(f"{error.filename or place.root} cannot be read: {error.strerror or error}") from None
