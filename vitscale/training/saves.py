@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -76,9 +76,9 @@ class Saves:
             self._failures = self._failures + 1 if outcome.error else 0
             self.newest = self.newest if outcome.error else outcome.step
             if self._failures > self._allowed:
-                raise CheckpointError(
+                self._give_up(
                     f"{outcome.error}. {self._failures} failures in a row; checkpoint.max_failures is {self._allowed}"
-                ).on_all_ranks()
+                )
             if outcome.error:
                 self._say(f"WARNING: training goes on WITHOUT THIS CHECKPOINT: {outcome.error}")
 
@@ -91,8 +91,12 @@ class Saves:
         """Wait for the last save, that of `step`. Raises `CheckpointError` on all ranks where it has failed."""
         self.wait()
         if self._failures:
-            raise CheckpointError(
+            self._give_up(
                 f"step {step:,} is not saved, see above. Mend that, then repeat the command; it goes on from the "
                 f"checkpoint before"
-            ).on_all_ranks()
+            )
         self._saver.close()
+
+    def _give_up(self, message: str) -> NoReturn:
+        self.store.gather(None)  # fails where a rank has gone: then that is why, and nothing is to be mended
+        raise CheckpointError(message).on_all_ranks()
