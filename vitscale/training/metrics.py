@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vitscale.durable import write_text
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -125,6 +127,4 @@ def _drop_later_lines(path: Path, last_step: int) -> None:
             step = row.get("step") if isinstance(row, dict) else None
             if isinstance(step, int) and step <= last_step:
                 kept.append(line if line.endswith("\n") else line + "\n")
-    aside = path.with_suffix(".jsonl.tmp")
-    aside.write_text("".join(kept), encoding="utf-8")
-    aside.replace(path)
+    write_text(path, "".join(kept))
