@@ -20,12 +20,10 @@ class Outcome(NamedTuple):
 
     Attributes:
         step: of the checkpoint.
-        seconds: that it took, without its copy and without the wait for those before it.
         error: what went wrong, in words; None if nothing did.
     """
 
     step: int
-    seconds: float
     error: str | None
 
 
@@ -137,7 +135,7 @@ class BackgroundSaver:
             attempt()
 
     def _attempt(self, step: int, work: Callable[[], None], *, is_save: bool) -> None:
-        begin, error = time.monotonic(), None
+        error = None
         try:
             work()
         except KeyboardInterrupt:  # in the caller's thread
@@ -147,7 +145,7 @@ class BackgroundSaver:
         finally:
             with self._changed:
                 if is_save or error is not None:
-                    self._outcomes.append(Outcome(step, time.monotonic() - begin, error))
+                    self._outcomes.append(Outcome(step, error))
                 self._unfinished -= 1
                 self._changed.notify_all()
 
