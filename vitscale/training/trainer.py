@@ -93,6 +93,7 @@ class Trainer:
         self.watchdog = watchdog
         self.interruption = interruption
         self.dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+        self.step = 0
         self.progress: TrainingProgress | None = None
         self.gradient_norm = math.nan
         self.bad_samples = 0  # of this rank since the last line of metrics
@@ -106,6 +107,7 @@ class Trainer:
         distributed.on_main(self._claim_run_dir, run_dir)
         for line in preflight(recipe, plan, run_dir, world, fragments.checkpoint_bytes(recipe, plan.num_classes)):
             self._say(line)
+        self._begin("making the model")
         self._set_up_model()
         self.agreement = Agreement()
         distributed.set_timeout_everywhere(timedelta(seconds=recipe.check.step_timeout_s + _AFTER_THE_WATCHDOG_S))
@@ -167,6 +169,7 @@ class Trainer:
 
     def _restore(self) -> None:
         """Continue from the newest checkpoint that verifies, or begin with the initial weights."""
+        self._begin("verifying checkpoints")
         reader = self.saves.store.newest(lambda problem: self._say(f"WARNING: {problem}"))
         if reader is not None:
             self._check_same_data(reader.index)
@@ -185,6 +188,7 @@ class Trainer:
 
     def _load(self, reader: CheckpointReader | None) -> None:
         """Take everything that training depends on from a checkpoint, or begin."""
+        self._begin("loading weights")
         whole = fragments.shapes(self.engine)
         if reader is None:
             fragments.load(self.engine, InitialValues(self.engine.module, whole, self.recipe.seed), optimizer_steps=0)
@@ -199,9 +203,11 @@ class Trainer:
             self.selection, state = reader.index.selection, reader.index.anomalies
         self.logged_step = self.saves.newest = self.step
         self.anomalies = AnomalyRecord(self.recipe.anomalies, state)
-        self.average = WeightAverage(self.engine, self.recipe.ema) if self.recipe.ema is not None else None
-        if self.average is not None and reader is not None:
-            fragments.load_average(self.engine, self.average.values, reader.read)
+        self.average: WeightAverage | None = None  # the memory of one is given back before more is taken
+        if self.recipe.ema is not None:
+            self.average = WeightAverage(self.engine, self.recipe.ema)
+            if reader is not None:
+                fragments.load_average(self.engine, self.average.values, reader.read)
 
     def _data_identity(self) -> dict[str, Any]:
         return {
@@ -347,6 +353,7 @@ class Trainer:
             norm = self.gradient_norm
             message += write_report(self.run_dir, anomaly, policy, self.step + 1, batch.step, mean, norm, bad)
         if policy == "stop":
+            self._begin("writing the checkpoint")
             self.saves.wait()  # what is being written was right
             raise NonFiniteError(
                 f"{message}. The newest checkpoint is that of step {self.saves.newest:,}. Lower optimizer.lr, set "
@@ -366,8 +373,12 @@ class Trainer:
         self._begin("writing the checkpoint")
         self.saves.wait()
         known = self.anomalies
+        self._begin("verifying checkpoints")
         self._load(self.saves.store.newest(lambda problem: self._say(f"WARNING: {problem}")))
         self.anomalies.keep_from(known)
+        # What was counted since the last line of metrics is of steps that are done again.
+        self.own_work.take()
+        self.bad_samples = 0
         if self.world.is_main:
             self.metrics.close()
             self.metrics = self._open_metrics()
@@ -406,7 +417,8 @@ class Trainer:
         self.selection = {**self.selection, "evaluated": self.step}
         if rule is not None:
             value, best = values[rule.metric], self.selection["best"]
-            better = best is None or (value > best if rule.mode == "max" else value < best)
+            # A value that is not a number is worse than any: nothing would ever compare as better than it.
+            better = not math.isnan(value) and (best is None or (value > best if rule.mode == "max" else value < best))
             self.selection |= (
                 {"best": value, "best_step": self.step, "without_better": 0}
                 if better
@@ -441,6 +453,9 @@ class Trainer:
                 self._finish()
             except _Interrupted:
                 self._end_early()
+            finally:
+                if self.world.is_main:
+                    self.metrics.close()
         if self.lock is not None:
             self.lock.close()
 
@@ -517,8 +532,6 @@ class Trainer:
             self.values = self._evaluate()  # again: the process that took the last step did not say that it is done
         self._begin("writing the checkpoint")
         self.saves.finish(self.step)
-        if self.world.is_main:
-            self.metrics.close()
         if is_done:
             distributed.on_main(lambda: self._write_done(stopped_early), self.run_dir)
         else:
