@@ -47,6 +47,7 @@ _LEAST_STEPS = 400  # enough for a fault of each kind
 _CHECKPOINT_SECONDS = 1.0  # of training between two
 _DURING_START_UP = 0.15  # share of endings
 _DISK_MIB = 256
+_FULL = "WITHOUT THIS CHECKPOINT|is not saved|Make room"  # in training, at its end, at the start
 _NEW_MOUNT_NAMESPACE = 0x00020000  # CLONE_NEWNS
 _LOOK_EVERY_SECONDS = 0.02
 _NEVER_SECONDS = 3600.0
@@ -238,15 +239,15 @@ class Chaos:
     @contextmanager
     def _full_disk(self) -> Iterator[None]:
         """Nothing can be saved from before, until a save has failed, to after what happens meanwhile."""
-        self._note("fill disk", "WITHOUT THIS CHECKPOINT|is not saved")
+        self._note("fill disk", _FULL)
         self._await(CheckpointError.exit_code)  # of the last step
-        failed = self._text().count("WITHOUT THIS CHECKPOINT")
+        begins_at = self._log.stat().st_size
         filler = self._run.checkpoints / "filler"
         try:
             with suppress(OSError), filler.open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(1 << 20))
-            self._wait(lambda: self._text().count("WITHOUT THIS CHECKPOINT") > failed)
+            self._wait(lambda: re.search(_FULL, self._text(begins_at)))
             yield
         finally:
             filler.unlink()

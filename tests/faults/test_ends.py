@@ -102,6 +102,8 @@ def test_told_to_end_while_the_disk_is_full(make_run: MakeRun, undisturbed: Run,
             assert process.end() == EXIT_RETRY, process.text()
             assert "ending without a checkpoint of step" in process.text()
         saved = run.saved()[-1]
+        with Process(launch(run, "--max-restarts", "0"), tmp_path / "log") as process:
+            assert process.end() == EXIT_RETRY and "Make room" in process.text(), process.text()
         (run.checkpoints / "filler").unlink()
         with Process(launch(run), tmp_path / "log") as process:
             assert process.end() == 0, process.text()

@@ -23,7 +23,7 @@ import torch
 
 import vitscale
 from vitscale.checkpoint import LocalPlace, checkpoint_place
-from vitscale.errors import RecipeError
+from vitscale.errors import RecipeError, StorageError
 from vitscale.evaluation.distributed import on_rank_zero
 from vitscale.planning import Memory, expected_memory, largest_micro_batch
 from vitscale.planning.machine import available_memory, has_bf16_instructions
@@ -49,6 +49,7 @@ def preflight(recipe: Recipe, plan: Plan, run_dir: Path, world: distributed.Worl
 
     Raises:
         RecipeError: on all ranks alike, for what the run cannot begin or end with.
+        StorageError: on all ranks alike, where a run that goes on finds no room for its next checkpoint.
     """
     began = time.monotonic()
     device: DeviceType = "cuda" if world.device.type == "cuda" else "cpu"
@@ -284,7 +285,10 @@ def _appears(path: Path) -> bool:
 
 
 def _check_room(recipe: Recipe, place: LocalPlace, checkpoint_bytes: int) -> tuple[int, list[str]]:
-    """(bytes free, warnings) of the tidied folder of checkpoints. Raises `RecipeError` where the next does not fit."""
+    """(bytes free, warnings) of the tidied folder of checkpoints.
+
+    Raises `RecipeError` where not even the first fits, `StorageError` where the next does not.
+    """
     try:
         place.tidy()  # a save that was killed may have left as much as a checkpoint
         free, present = shutil.disk_usage(place.root).free, len(place.steps())
@@ -293,7 +297,8 @@ def _check_room(recipe: Recipe, place: LocalPlace, checkpoint_bytes: int) -> tup
     keep = recipe.checkpoint.keep
     size, left = _decimal(checkpoint_bytes), f"{_decimal(free)} are free"
     if free < 1.5 * checkpoint_bytes:
-        raise RecipeError(
+        # What has filled the disk since a run began may go away again: that run is worth a repetition.
+        raise (StorageError if present else RecipeError)(
             f"{place.root}: {left}, and a checkpoint has {size}; half as much again has to be free. Make room, or set "
             f"checkpoint.dir to another folder or a URL"
         )
