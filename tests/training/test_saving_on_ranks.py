@@ -1,6 +1,8 @@
 """Saves of two real DeepSpeed ranks: the background writes what the foreground writes, and a run outlives failures."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,28 @@ def job(name: str, content: dict[str, Any], *faults: Any, **others: Any) -> dict
     return {"name": name, "stops": [None], "blocks": [content], "faults": list(faults), **others}
 
 
+def best() -> dict[str, Any]:
+    return {
+        **blocks(1, keep=1),
+        "evaluation": {"validation": "test", "every": {"steps": 1}},
+        "selection": {"metric": "validation/loss", "mode": "min"},
+    }
+
+
+@contextmanager
+def evaluations(trainer: Any, losses: list[float]) -> Iterator[None]:
+    """What the evaluation of each step finds."""
+
+    class Told:
+        name = "validation"
+
+        def run(self, predict: Any) -> Iterator[tuple[str, float]]:
+            yield "loss", float(losses[trainer.step - 1])
+
+    trainer.plan.evaluators[:] = [Told()]
+    yield
+
+
 SLOWLY = partial(write_slowly, seconds=0.1)  # the next step begins meanwhile
 JOBS = [
     *(job(f"foreground-zero{stage}", blocks(1, stage, keep=20, background=False)) for stage in STAGES),
@@ -38,6 +62,7 @@ JOBS = [
     job("fails-in-turns", blocks(1, keep=20, max_failures=1), partial(fail_writing, steps=[1, 3, 5], rank=0)),
     job("fails-too-often", blocks(1, keep=20, max_failures=1), partial(fail_writing, steps=[2, 4, 5, 6])),
     job("fails-at-once", blocks(1, max_failures=0, background=False), partial(fail_writing, steps=[3])),
+    job("best-fails", best(), partial(evaluations, losses=[3, 2, 1, 2, 2, 2]), partial(fail_writing, steps=[3])),
     job("fails-at-the-end", blocks(), partial(fail_writing, steps=[6])),
     job("fails-at-the-end-on", blocks(), directory="fails-at-the-end"),
     job(
@@ -75,6 +100,12 @@ def test_the_background_writes_the_same_bytes(root, stage):
 
 def test_some_checkpoints_are_kept_for_good(root):
     assert store(root, "kept").steps() == [2, 4, 6]
+
+
+def test_the_best_checkpoint_is_one_that_exists(root):
+    """Step 3 is the best, and is lost: step 2 is kept in its place, and not deleted for a checkpoint that never was."""
+    assert store(root, "best-fails").steps() == [2, 6]
+    assert json.loads((root / "runs" / "best-fails" / "DONE").read_text())["best_step"] == 2
 
 
 @pytest.mark.parametrize("name", ["fails-once", "fails-once-in-the-foreground"])

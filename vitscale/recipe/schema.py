@@ -427,7 +427,10 @@ checkpoint and leaves out all batches since then.
 
 
 class Spike(_Block):
-    """A loss above the median of the last `window` by `factor` times their median absolute deviation x 1.4826."""
+    """A loss above the median of the last `window` by `factor` times their median absolute deviation x 1.4826.
+
+    The deviation counts as a thousandth of the median at least.
+    """
 
     policy: Policy = "stop"
     window: int = Field(100, ge=5, le=10_000)

@@ -22,6 +22,7 @@ from vitscale.run_directory import ANOMALIES_DIR
 Kind = Literal["non-finite", "spike"]
 
 _TO_DEVIATION = 1.4826  # of a normal distribution, times its median absolute deviation
+_LEAST_DEVIATION = 1e-3  # of the median: losses that hardly differ are no measure of what may come
 _SHOWN = 8  # uids in a message
 
 
@@ -90,8 +91,8 @@ class LossWatch:
         if len(self._losses) < (self._losses.maxlen or 0):
             return math.inf
         median = statistics.median(self._losses)
-        deviation = statistics.median(abs(loss - median) for loss in self._losses)
-        return median + self._factor * _TO_DEVIATION * deviation
+        deviation = _TO_DEVIATION * statistics.median(abs(loss - median) for loss in self._losses)
+        return median + self._factor * max(deviation, _LEAST_DEVIATION * abs(median))
 
     def add(self, loss: float) -> None:
         """The loss of a step that was taken."""

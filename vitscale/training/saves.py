@@ -1,5 +1,6 @@
 """A run's saves: under way while training goes on, and what is done about those that fail."""
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,7 @@ class Saves:
     Args:
         keep_every: steps whose checkpoints are kept for good.
         say: tells people, on rank 0.
+        lost: is told of each step whose save has failed.
 
     Attributes:
         store: for reading.
@@ -33,7 +35,13 @@ class Saves:
     """
 
     def __init__(
-        self, recipe: Recipe, keep_every: int | None, run_dir: Path, world: World, say: Callable[[str], None]
+        self,
+        recipe: Recipe,
+        keep_every: int | None,
+        run_dir: Path,
+        world: World,
+        say: Callable[[str], None],
+        lost: Callable[[int], None],
     ) -> None:
         settings = recipe.checkpoint
         place = checkpoint_place(recipe, run_dir)
@@ -45,7 +53,7 @@ class Saves:
             written, keep=settings.keep, keep_every=keep_every, background=settings.background
         )
         self._allowed = settings.max_failures
-        self._say = say
+        self._say, self._lost = say, lost
         self.newest = 0
         self._failures = 0  # in a row
         self._stalled_s = 0.0
@@ -80,11 +88,14 @@ class Saves:
                     f"{outcome.error}. {self._failures} failures in a row; checkpoint.max_failures is {self._allowed}"
                 )
             if outcome.error:
+                self._lost(outcome.step)
                 self._say(f"WARNING: training goes on WITHOUT THIS CHECKPOINT: {outcome.error}")
 
     def wait(self) -> None:
         """Wait for what is under way. Raises as `note`."""
+        began = time.monotonic()
         self._saver.wait()
+        self._stalled_s += time.monotonic() - began
         self.note()
 
     def finish(self, step: int) -> None:

@@ -98,6 +98,7 @@ class Trainer:
         self.gradient_norm = math.nan
         self.bad_samples = 0  # of this rank since the last line of metrics
         self.values: dict[str, float] = {}  # of the last evaluation
+        self.best_before: dict[str, Any] = {"best": None, "best_step": None}
         for warning in plan.warnings:
             self._say(f"WARNING: {warning}")
         self.own_work = OwnWork(world.device)
@@ -111,7 +112,7 @@ class Trainer:
         self._set_up_model()
         self.agreement = Agreement()
         distributed.set_timeout_everywhere(timedelta(seconds=recipe.check.step_timeout_s + _AFTER_THE_WATCHDOG_S))
-        self.saves = Saves(recipe, plan.keep_every, run_dir, world, self._say)
+        self.saves = Saves(recipe, plan.keep_every, run_dir, world, self._say, self._forget_best)
         self._restore()
 
     def _claim_run_dir(self) -> None:
@@ -231,6 +232,7 @@ class Trainer:
     def _save(self) -> None:
         """Hand a checkpoint of this step over to be written."""
         self._begin("saving")
+        self.saves.wait()  # whether the best checkpoint was lost decides which are kept
         if self.recipe.check.replicas_every is not None:
             self._compare_replicas()  # what is saved is to be right
         index = Index(
@@ -354,7 +356,8 @@ class Trainer:
             message += write_report(self.run_dir, anomaly, policy, self.step + 1, batch.step, mean, norm, bad)
         if policy == "stop":
             self._begin("writing the checkpoint")
-            self.saves.wait()  # what is being written was right
+            with contextlib.suppress(CheckpointError):  # said already, and not why the run ends
+                self.saves.wait()  # what is being written was right
             raise NonFiniteError(
                 f"{message}. The newest checkpoint is that of step {self.saves.newest:,}. Lower optimizer.lr, set "
                 f"optimizer.clip_norm, or have such batches left out (anomalies.{anomaly.key}; "
@@ -419,6 +422,7 @@ class Trainer:
             value, best = values[rule.metric], self.selection["best"]
             # A value that is not a number is worse than any: nothing would ever compare as better than it.
             better = not math.isnan(value) and (best is None or (value > best if rule.mode == "max" else value < best))
+            self.best_before = {"best": best, "best_step": self.selection["best_step"]} if better else self.best_before
             self.selection |= (
                 {"best": value, "best_step": self.step, "without_better": 0}
                 if better
@@ -428,6 +432,11 @@ class Trainer:
             self.saves.amend(self.step, self.selection)
         elif self._has_run_out_of_patience() or self.selection["best_step"] == self.step:
             self._save()
+
+    def _forget_best(self, step: int) -> None:
+        """The save of a step has failed: the best checkpoint that there is is the one before, and is kept."""
+        if self.selection["best_step"] == step:
+            self.selection = self.selection | self.best_before
 
     def _has_run_out_of_patience(self) -> bool:
         rule = self.recipe.selection
