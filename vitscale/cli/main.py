@@ -9,6 +9,7 @@ import typer
 
 from vitscale.cli import dedup, shards
 from vitscale.cli.launch import launch
+from vitscale.cli.plan import plan
 from vitscale.cli.status import status
 from vitscale.errors import EXIT_DONE, VitscaleError
 from vitscale.weight_formats import Format
@@ -44,6 +45,7 @@ def recipe(
         print(f"note: {border}", file=sys.stderr)
 
 
+app.command()(plan)
 app.command()(launch)
 app.command()(status)
 

@@ -18,6 +18,22 @@ Dtype = Literal["bf16", "fp16"]
 
 
 @dataclass(frozen=True)
+class Board:
+    """What is around the chip, by the datasheet.
+
+    Args:
+        memory: bytes; None where there are several variants, or we are not sure.
+        bandwidth: bytes/s of that memory, of the slowest variant; None where we are not sure.
+        link: bytes/s that one device can send to the others of its node: by NVLink where a board connects all by it,
+            else by its PCIe slot.
+    """
+
+    memory: float | None = None
+    bandwidth: float | None = None
+    link: float | None = None
+
+
+@dataclass(frozen=True)
 class Device:
     """One accelerator.
 
@@ -35,6 +51,11 @@ class Device:
     peak: dict[Dtype, float]
     watts: float | None
     source: str
+
+    @property
+    def board(self) -> Board:
+        """Its memory and links, None where they are not known."""
+        return _BOARDS.get(self.name, Board())
 
     @property
     def training_peak(self) -> tuple[float, Dtype]:
@@ -96,6 +117,29 @@ DEVICES = (
     # One core, as the paper counts them; its driver name is JAX's.
     Device("tpuv3", r"TPU v3", {"bf16": 61.5e12}, 131, _TPUV3),
 )
+
+_BOARDS = {
+    "gb200": Board(link=900e9),
+    "b200": Board(link=900e9),
+    "h200": Board(141e9, 4.8e12, 450e9),
+    "h200-nvl": Board(141e9, 4.8e12, 64e9),
+    "h100": Board(80e9, 3.35e12, 450e9),
+    "h100-pcie": Board(80e9, 2e12, 64e9),
+    "h100-nvl": Board(94e9, 3.9e12, 64e9),
+    "a100": Board(None, 1.555e12, 300e9),  # 40 or 80 GB
+    "a100-pcie": Board(80e9, 1.935e12, 32e9),
+    "a100-pcie-40gb": Board(40e9, 1.555e12, 32e9),
+    "a30": Board(24e9, 933e9, 32e9),
+    "a10": Board(24e9, 600e9, 32e9),
+    "a40": Board(48e9, 696e9, 32e9),
+    "a6000": Board(48e9, 768e9, 32e9),
+    "l40s": Board(48e9, 864e9, 32e9),
+    "l40": Board(48e9, 864e9, 32e9),
+    "l4": Board(24e9, 300e9, 32e9),
+    "rtx5090": Board(32e9, 1.792e12, 64e9),
+    "rtx4090": Board(24e9, 1.008e12, 32e9),
+    "rtx3090": Board(24e9, 936e9, 32e9),
+}
 
 
 def peak_flops(device_name: str, dtype: Dtype) -> float | None:

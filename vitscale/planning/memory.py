@@ -10,13 +10,12 @@ again; what it loses to fragments is not counted, and nothing here was measured 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
-from vitscale.models import build_model
 from vitscale.models.layers import CHANNELS
-from vitscale.planning.tensors import DeviceType, step_tensors
+from vitscale.planning.parameters import Parameters, model_parameters
+from vitscale.planning.tensors import DeviceType, StepTensors, step_tensors
 from vitscale.recipe import AdamW, Recipe
 
 _CPU_RUNTIME = 160 << 20  # threads, kernels and buffers of libraries, measured from the imports to the third step
@@ -28,6 +27,7 @@ _ELEMENTS = {
     "reduce_bucket_size": 50_000_000,
     "sub_group_size": 100_000_000,
     "stage3_max_live_parameters": 100_000_000,
+    "stage3_max_reuse_distance": 100_000_000,
     "stage3_param_persistence_threshold": 100_000,
 }
 
@@ -110,8 +110,20 @@ def expected_memory(
     micro, accumulation = recipe.batch.split(world_size)
     if micro_batch is not None:
         micro, accumulation = micro_batch, -(-micro * accumulation // micro_batch)
-    memory = _model_states(recipe, num_classes, world_size, accumulation > 1, device)
     tensors = step_tensors(recipe, num_classes, micro, device)
+    return memory_of(recipe, model_parameters(recipe, num_classes), tensors, world_size, accumulation > 1, device)
+
+
+def memory_of(
+    recipe: Recipe,
+    parameters: Parameters,
+    tensors: StepTensors,
+    world_size: int,
+    accumulates: bool,
+    device: DeviceType = "cpu",
+) -> Memory:
+    """`expected_memory` for those who have the model's parameters and the tensors of a micro-batch already."""
+    memory = _model_states(recipe, parameters, world_size, accumulates, device)
     per_batch = recipe.batch.global_size // world_size * recipe.data.image_size**2 * CHANNELS
     return replace(
         memory,
@@ -137,16 +149,17 @@ def largest_micro_batch(
     return None
 
 
-def _model_states(recipe: Recipe, num_classes: int, world_size: int, accumulates: bool, device: DeviceType) -> Memory:
+def _model_states(
+    recipe: Recipe, parameters: Parameters, world_size: int, accumulates: bool, device: DeviceType
+) -> Memory:
     """Everything that follows from the numbers of parameters: a `Memory` without a micro-batch's parts."""
-    with torch.device("meta"):
-        sizes = [parameter.numel() for parameter in build_model(recipe, num_classes).parameters()]
+    sizes = parameters.sizes
     total, largest = sum(sizes), max(sizes)
     stage, is_bf16 = recipe.parallelism.zero_stage, recipe.precision == "bf16"
-    elements = _ELEMENTS | recipe.deepspeed.get("zero_optimization", {})
+    elements = elements_in_flight(recipe)
     word = 2 if is_bf16 else 4
-    share = _share(sizes, stage, world_size)
-    moments = 2 if isinstance(recipe.optimizer, AdamW) else int(recipe.optimizer.momentum > 0)
+    share = optimizer_share(sizes, stage, world_size)
+    moments = num_moments(recipe)
     has_masters = stage > 0 or is_bf16
     state_word = 4 * (moments + has_masters)
     ema_word = 4 if recipe.ema is not None else 0
@@ -212,7 +225,17 @@ def _model_states(recipe: Recipe, num_classes: int, world_size: int, accumulates
     )
 
 
-def _share(sizes: list[int], stage: int, world_size: int) -> int:
+def num_moments(recipe: Recipe) -> int:
+    """fp32 values that the optimizer keeps for each parameter besides its master."""
+    return 2 if isinstance(recipe.optimizer, AdamW) else int(recipe.optimizer.momentum > 0)
+
+
+def elements_in_flight(recipe: Recipe) -> dict[str, int]:
+    """Sizes of DeepSpeed's buckets and thresholds, in elements, as training sets them or the recipe says."""
+    return _ELEMENTS | recipe.deepspeed.get("zero_optimization", {})
+
+
+def optimizer_share(sizes: Sequence[int], stage: int, world_size: int) -> int:
     """Parameters whose optimizer state one rank has, with padding."""
     if stage == 0:
         return sum(sizes)

@@ -1,0 +1,74 @@
+"""`vitscale plan`: the command line of vitscale.planning.plan."""
+
+from typing import Annotated
+
+import typer
+
+_MOST = 2**20  # devices
+_GB = 1e9
+# What is in no range below: a NaN.
+_POSITIVE = "expected a number above 0"
+
+
+def plan(
+    recipe: Annotated[str, typer.Argument(help="A file, or the stem of one that comes with vitscale.")],
+    devices: Annotated[int, typer.Option(min=1, max=_MOST, help="How many, all nodes together.")],
+    hardware: Annotated[str, typer.Option(metavar="NAME", help="h100, h200, a100, ...")],
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's field.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, max=_MOST, help="Over which the devices are spread.")] = None,
+    devices_per_node: Annotated[int | None, typer.Option(min=1, max=_MOST, help="Instead of --nodes.")] = None,
+    network: Annotated[float | None, typer.Option(metavar="GB/s", help="That a node can send to the others.")] = None,
+    memory: Annotated[float | None, typer.Option(metavar="GB", help="Of one device.")] = None,
+    mfu: Annotated[
+        float | None, typer.Option(metavar="FRACTION", help="Of their peak that devices reach while they compute.")
+    ] = None,
+    storage: Annotated[
+        float | None, typer.Option(metavar="GB/s", help="At which all nodes together write checkpoints.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, max=2**53, help="Training samples, without a dataset.")] = None,
+    price: Annotated[float | None, typer.Option(help="Of one device for one hour.")] = None,
+    every_micro_batch: Annotated[
+        bool, typer.Option("--all", help="Show every micro-batch, not the best one of each stage and recomputation.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with every micro-batch.")] = False,
+) -> None:
+    """What a recipe needs and takes on a cluster, by every ZeRO stage, recomputation and micro-batch. On paper."""
+    from pathlib import Path
+
+    from vitscale.cli.plan_output import show_plan
+    from vitscale.errors import RecipeError
+    from vitscale.flops.estimate import estimate
+    from vitscale.flops.hardware import find_device
+    from vitscale.flops.reports import check_known
+    from vitscale.recipe import load_recipe
+
+    for option, value in {"--network": network, "--memory": memory, "--storage": storage}.items():
+        if value is not None and not 0 < value <= 1e9:
+            raise RecipeError(f"{option} {value:g}: {_POSITIVE}")
+    if price is not None and not 0 <= price <= 1e9:
+        raise RecipeError(f"--price {price:g}: expected the price of one device-hour from 0 to 1e9")
+    if mfu is not None and not 0 < mfu <= 1:
+        percent = f"; {mfu:g} % is --mfu {mfu / 100:g}" if 1 < mfu <= 100 else ""
+        raise RecipeError(f"--mfu {mfu:g}: expected a fraction above 0, at most 1{percent}")
+    device = find_device(hardware)
+    estimated = estimate(Path(recipe).stem, load_recipe(recipe, settings or []), samples)
+    if estimated.work is None:
+        check_known(estimated)
+    estimated.recipe.batch.split(devices)  # before torch is imported, which takes seconds
+
+    from vitscale.planning.cluster import make_cluster
+    from vitscale.planning.plan import make_plan
+
+    cluster = make_cluster(
+        device,
+        devices,
+        nodes=nodes,
+        devices_per_node=devices_per_node,
+        network=None if network is None else network * _GB,
+        memory=None if memory is None else memory * _GB,
+        efficiency=mfu,
+    )
+    made = make_plan(estimated, cluster, price=price, storage=None if storage is None else storage * _GB)
+    show_plan(made, every_micro_batch=every_micro_batch, as_json=as_json)

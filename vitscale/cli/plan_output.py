@@ -1,0 +1,196 @@
+"""What `vitscale plan` prints."""
+
+import json
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from vitscale.flops.view import Column, Row, View, number, percent, render, short
+from vitscale.planning.cluster import GB, Cluster
+from vitscale.planning.plan import Choice, Plan, Totals, find_best
+
+_PARTS = ("weights", "optimizer", "ema", "gradients", "update", "activations", "workspace", "images")
+_ON_PAPER = (
+    "On paper: vitscale was never measured on several of these devices. Memory and bytes follow from what DeepSpeed "
+    "was seen to hold and send on 2 and 4 ranks; times, and how they scale to 8, 64 or 512 devices, are arithmetic."
+)
+
+
+def show_plan(plan: Plan, *, every_micro_batch: bool, as_json: bool) -> None:
+    """Print a plan."""
+    if as_json:
+        print(json.dumps(_as_data(plan), indent=1, allow_nan=False))
+        return
+    print(_heading(plan), end="\n\n")
+    render(_table(plan, plan.choices if every_micro_batch else _shortlist(plan)), "table")
+    best = plan.best
+    if best is None:
+        print("Nothing fits. More devices, stage 3, parallelism.offload=optimizer or a smaller model may.")
+    else:
+        print("\n".join(_of_the_best(plan, best)))
+    print("\nAssumed:")
+    for assumption in plan.assumptions:
+        print(f"  {assumption}")
+    print(f"\n{_ON_PAPER}")
+
+
+def _heading(plan: Plan) -> str:
+    cluster = plan.cluster
+    nodes = f"{cluster.nodes:,} node{'s' if cluster.nodes > 1 else ''} of {cluster.devices_per_node}"
+    network = f", {cluster.network / GB:g} GB/s a node" if cluster.nodes > 1 else ""
+    return (
+        f"{plan.name}: {plan.parameters / 1e6:,.0f} million parameters on {cluster.devices:,} {cluster.device.name} "
+        f"({nodes}, {cluster.memory / GB:g} GB each{network})"
+    )
+
+
+def _shortlist(plan: Plan) -> list[Choice]:
+    """Of each stage and recomputation the best micro-batch, or the one that lacks least."""
+    kept = []
+    for _, group in groupby(plan.choices, key=lambda one: (one.zero_stage, one.activation_checkpointing)):
+        sizes = list(group)
+        marked = next((one for one in sizes if one.is_best), None)
+        kept.append(marked or find_best(sizes) or min(sizes, key=lambda one: one.memory.device_bytes))
+    return kept
+
+
+# ---- The table -------------------------------------------------------------------------------------------------------
+
+
+def _giga(value: float) -> str:
+    return f"{value / GB:,.1f}"
+
+
+_COLUMNS = (
+    Column("zero_stage", "ZeRO"),
+    Column("activation_checkpointing", "recompute\nevery"),
+    Column("micro_batch", "micro-\nbatch"),
+    Column("accumulation", "x"),
+    Column("memory_bytes", "memory\nGB", _giga),
+    Column("weights", "weights", _giga, spare=3),
+    Column("optimizer", "opti-\nmizer", _giga, spare=3),
+    Column("ema", "ema", _giga, spare=3),
+    Column("gradients", "gradi-\nents", _giga, spare=3),
+    Column("update", "update", _giga, spare=4),
+    Column("activations", "acti-\nvations", _giga, spare=3),
+    Column("workspace", "work-\nspace", _giga, spare=3),
+    Column("sent_bytes", "sent a step\nGB", _giga, spare=1),
+    Column("step_s", "step\ns", number(3)),
+    Column("waiting_s", "of it\nwaiting", number(3), spare=2),
+    Column("images_per_s", "images/s", number(0)),
+    Column("mfu", "MFU", percent(1)),
+    Column("verdict", "", is_text=True),
+)
+_LEGEND = (
+    "GB are 10^9 bytes of one device; update and workspace are what comes on top at the two peaks of a step, of which "
+    "memory is the higher one. Sent: by each device, in a ring.",
+)
+
+
+def _table(plan: Plan, choices: list[Choice] | tuple[Choice, ...]) -> View:
+    rows = [_row(plan.cluster, one) for one in choices]
+    for row in rows:
+        row["ema"] = row["ema"] or None  # a column of zeros says nothing
+    groups = [len(list(group)) for _, group in groupby(choices, key=lambda one: one.zero_stage)]
+    return View(_COLUMNS, rows, legend=_LEGEND, groups=groups)
+
+
+def _row(cluster: Cluster, choice: Choice) -> Row:
+    return {
+        "zero_stage": choice.zero_stage,
+        "activation_checkpointing": choice.activation_checkpointing,
+        "micro_batch": choice.micro_batch,
+        "accumulation": choice.accumulation,
+        "memory_bytes": choice.memory.device_bytes,
+        **{part: getattr(choice.memory, part) for part in _PARTS},
+        "host_bytes": choice.memory.host_bytes,
+        "sent_bytes": sum(collective.sent(cluster.devices) for collective in choice.collectives),
+        "step_s": choice.time.total,
+        "waiting_s": choice.time.waiting,
+        "images_per_s": choice.images_per_s,
+        "mfu": choice.mfu,
+        "fits": choice.fits,
+        "verdict": choice.verdict,
+    }
+
+
+# ---- The best --------------------------------------------------------------------------------------------------------
+
+
+def _of_the_best(plan: Plan, best: Choice) -> list[str]:
+    totals, cluster, time = plan.totals, plan.cluster, best.time
+    assert totals is not None, "there is a best choice"
+    lines = [f"best            {' '.join(f'--set {setting}' for setting in best.settings())}"]
+    parts = {
+        "computing": time.compute,
+        "again": time.recompute,
+        "update": time.update,
+        "waiting for the network": time.waiting,
+    }
+    shown = ", ".join(f"{name} {1000 * seconds:,.1f} ms" for name, seconds in parts.items() if seconds)
+    lines.append(f"step            {time.total:.3g} s: {shown}")
+    for collective in best.collectives:
+        sent = collective.sent(cluster.devices)
+        if sent > 0.005 * GB:
+            lines.append(f"network         {sent / GB:,.2f} GB a device: {collective.kind} of {collective.what}")
+    if totals.days is not None:
+        lines.append(f"whole run       {_whole_run(totals)}")
+    else:
+        lines.append("whole run       not known: no dataset says how many samples an epoch has; --samples N")
+    host = best.memory.host_bytes * cluster.devices_per_node / GB
+    lines.append(
+        f"each node       {totals.loader_images_per_s:,.0f} images/s to decode, "
+        f"{totals.storage_bytes_per_s / 1e6:,.0f} MB/s of storage, {host:,.0f} GB of host memory"
+    )
+    every = ""
+    if totals.checkpoint_every_s:
+        share = totals.stall_s / totals.checkpoint_every_s
+        every = f" every {totals.checkpoint_every_s / 60:,.1f} minutes: {percent(2)(share)} of the time"
+    lines.append(
+        f"checkpoint      {totals.checkpoint_bytes / GB:,.1f} GB, {short(totals.checkpoint_s)} s to write; "
+        f"training waits {short(totals.stall_s)} s{every}"
+    )
+    return lines
+
+
+def _whole_run(totals: Totals) -> str:
+    assert totals.days is not None and totals.exaflops is not None and totals.device_hours is not None
+    parts = [f"{short(totals.days)} days", f"{short(totals.exaflops)} exaFLOPs"]
+    parts.append(f"{totals.device_hours:,.0f} device-hours")
+    if totals.energy_kwh is not None:
+        parts.append(f"at most {totals.energy_kwh:,.0f} kWh")
+    if totals.cost is not None:
+        parts.append(f"price {totals.cost:,.0f}")
+    return ", ".join(parts)
+
+
+def _as_data(plan: Plan) -> dict[str, Any]:
+    cluster = plan.cluster
+    return {
+        "recipe": plan.name,
+        "parameters": plan.parameters,
+        "cluster": {
+            "device": cluster.device.name,
+            "devices": cluster.devices,
+            "nodes": cluster.nodes,
+            "memory_bytes": cluster.memory,
+            "network_bytes_per_s": cluster.network,
+            "link_bytes_per_s": cluster.link,
+            "efficiency": cluster.efficiency,
+        },
+        "best": None if plan.best is None else plan.choices.index(plan.best),
+        "choices": [
+            {
+                **_row(cluster, one),
+                "time_s": asdict(one.time),
+                "sent": [
+                    {"what": each.what, "kind": each.kind, "bytes": each.sent(cluster.devices)}
+                    for each in one.collectives
+                ],
+            }
+            for one in plan.choices
+        ],
+        "totals": None if plan.totals is None else asdict(plan.totals),
+        "assumptions": list(plan.assumptions),
+        "on_paper": _ON_PAPER,
+    }

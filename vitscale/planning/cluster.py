@@ -1,0 +1,108 @@
+"""The devices that a plan is made for, and how they are connected."""
+
+import math
+from dataclasses import dataclass
+
+from vitscale.errors import RecipeError
+from vitscale.flops.hardware import Device
+
+GB = 1e9
+DEVICES_PER_NODE = 8
+NETWORK = 50 * GB
+LINK = 25 * GB
+EFFICIENCY = 0.4
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal devices.
+
+    Attributes:
+        device: each of them.
+        devices: all together.
+        devices_per_node: of them.
+        memory: bytes of one device.
+        network: bytes/s that a node can send to the others.
+        link: bytes/s that a device can send to the others of its node.
+        efficiency: share of their peak that devices reach while they compute, waiting for nothing.
+        assumptions: in words, what nobody has said.
+    """
+
+    device: Device
+    devices: int
+    devices_per_node: int
+    memory: float
+    network: float
+    link: float
+    efficiency: float
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def nodes(self) -> int:
+        """How many."""
+        return self.devices // self.devices_per_node
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s of one device in bf16."""
+        return self.device.peak["bf16"]
+
+    @property
+    def ring_rate(self) -> float:
+        """Bytes/s that each rank of a ring can send.
+
+        A ring enters and leaves each node once, so that the network carries what one rank sends, not what all ranks of
+        the node do. Several rings share a node's adapters.
+        """
+        if self.devices == 1:
+            return math.inf
+        return self.link if self.nodes == 1 else min(self.link, self.network)
+
+
+def make_cluster(
+    device: Device,
+    devices: int,
+    *,
+    nodes: int | None = None,
+    devices_per_node: int | None = None,
+    network: float | None = None,
+    memory: float | None = None,
+    efficiency: float | None = None,
+) -> Cluster:
+    """A cluster from what is known of it; the rest is assumed, and said. Rates in bytes/s, memory in bytes.
+
+    Raises `RecipeError` for a device that has no bf16, for unknown memory, and for nodes that are not alike.
+    """
+    if "bf16" not in device.peak:
+        raise RecipeError(f"--hardware {device.name}: it has no matrix units for bf16, in which runs are planned")
+    if memory is None and device.board.memory is None:
+        raise RecipeError(f"--hardware {device.name}: comes with more than one size of memory; say --memory GB")
+    assumed = []
+    if nodes is not None and devices % nodes:
+        raise RecipeError(f"--devices {devices} does not divide by --nodes {nodes}")
+    if devices_per_node is None:
+        devices_per_node = devices // nodes if nodes is not None else min(DEVICES_PER_NODE, devices)
+        if nodes is None and devices > 1:
+            assumed.append(f"{devices_per_node} devices a node (--nodes, --devices-per-node)")
+    if devices % devices_per_node:
+        raise RecipeError(f"--devices {devices} does not divide by --devices-per-node {devices_per_node}")
+    if nodes is not None and nodes * devices_per_node != devices:
+        raise RecipeError(f"--nodes {nodes} with --devices-per-node {devices_per_node} are not --devices {devices}")
+    if devices > devices_per_node and network is None:
+        assumed.append(f"{NETWORK / GB:g} GB/s of network a node, one adapter of 400 Gbit/s (--network)")
+    link = device.board.link or LINK
+    if devices_per_node > 1:
+        source = "datasheet" if device.board.link else "that of the device is not known"
+        assumed.append(f"{link / GB:g} GB/s from each device to the others of its node ({source})")
+    if efficiency is None:
+        assumed.append(f"{EFFICIENCY:.0%} of the peak while devices compute, with any micro-batch (--mfu)")
+    return Cluster(
+        device=device,
+        devices=devices,
+        devices_per_node=devices_per_node,
+        memory=memory or device.board.memory or 0.0,
+        network=network or NETWORK,
+        link=link,
+        efficiency=efficiency or EFFICIENCY,
+        assumptions=tuple(assumed),
+    )

@@ -1,0 +1,318 @@
+"""A recipe on a cluster: every way to spread it, what each needs and takes, and what the best one comes to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from vitscale.errors import RecipeError, VitscaleError
+from vitscale.flops.accounting import mfu
+from vitscale.flops.cost import cost_row
+from vitscale.flops.estimate import Estimate
+from vitscale.flops.training_set import training_set
+from vitscale.flops.work import Work
+from vitscale.planning.cluster import GB, Cluster
+from vitscale.planning.communication import Collective, communication
+from vitscale.planning.memory import Memory, memory_of, num_moments
+from vitscale.planning.micro_batches import tensors_by_micro_batch
+from vitscale.planning.parameters import Parameters, model_parameters
+from vitscale.planning.step_time import HIDDEN, StepTime, overlaps, step_time
+from vitscale.recipe import Recipe
+from vitscale.shards import Manifest
+
+STAGES = (0, 1, 2, 3)
+RECOMPUTATIONS = (0, 1, 2)
+STORAGE = 2 * GB
+_USABLE = 0.95  # of a device's memory: the rest is taken by CUDA and NCCL, and lost to fragments
+_AS_FAST = 0.01  # no model on paper tells apart what differs by less
+_MANY = 8
+_IMAGE_BYTES = 110_000
+_HOST_COPY = 10 * GB
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to spread a recipe.
+
+    Attributes:
+        zero_stage, activation_checkpointing: as in the recipe's `parallelism`.
+        micro_batch, accumulation: whose product is a rank's part of the global batch.
+        memory: of one device.
+        collectives: of one step.
+        time: of one step.
+        images_per_s: of all devices.
+        mfu: model FLOPs utilisation, a fraction.
+        fits: into the memory of a device.
+        verdict: `best`, or why not, in words.
+    """
+
+    zero_stage: int
+    activation_checkpointing: int
+    micro_batch: int
+    accumulation: int
+    memory: Memory
+    collectives: tuple[Collective, ...]
+    time: StepTime
+    images_per_s: float
+    mfu: float
+    fits: bool
+    verdict: str = ""
+
+    @property
+    def is_best(self) -> bool:
+        """Whether it is the one to take."""
+        return self.verdict == "best"
+
+    def settings(self) -> list[str]:
+        """What makes a recipe take this way, for `--set`."""
+        return [
+            f"parallelism.zero_stage={self.zero_stage}",
+            f"parallelism.activation_checkpointing={self.activation_checkpointing}",
+            f"batch.micro_max={self.micro_batch}",
+        ]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the best choice comes to; None where it is not known.
+
+    Attributes:
+        images, steps, days, exaflops: of the whole run. Evaluations and interruptions are not in it.
+        device_hours, energy_kwh, cost: of all devices.
+        loader_images_per_s: that each node has to decode.
+        storage_bytes_per_s: that each node reads.
+        checkpoint_bytes: of one.
+        checkpoint_s: that writing one takes.
+        stall_s: for which training waits then.
+        checkpoint_every_s: between two.
+    """
+
+    images: int | None
+    steps: float | None
+    days: float | None
+    exaflops: float | None
+    device_hours: float | None
+    energy_kwh: float | None
+    cost: float | None
+    loader_images_per_s: float
+    storage_bytes_per_s: float
+    checkpoint_bytes: int
+    checkpoint_s: float
+    stall_s: float
+    checkpoint_every_s: float | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All choices, what the best one comes to, and what was assumed."""
+
+    name: str
+    cluster: Cluster
+    parameters: int
+    choices: tuple[Choice, ...]
+    totals: Totals | None
+    assumptions: tuple[str, ...]
+
+    @property
+    def best(self) -> Choice | None:
+        """None where nothing fits."""
+        return next((choice for choice in self.choices if choice.is_best), None)
+
+
+def make_plan(
+    estimate: Estimate, cluster: Cluster, *, price: float | None = None, storage: float | None = None
+) -> Plan:
+    """Work out every choice of an estimated recipe.
+
+    Args:
+        price: of one device for one hour.
+        storage: bytes/s that all nodes together write checkpoints at.
+
+    Raises `RecipeError` for fp32, and where the devices do not divide the global batch.
+    """
+    recipe, work = estimate.recipe, estimate.work
+    assert work is not None, "whoever plans has seen that the classes are known"
+    if recipe.precision != "bf16":
+        raise RecipeError("precision: fp32 is not planned: no peak is known for it; --set precision=bf16")
+    num_classes = training_set(recipe, estimate.samples).num_classes
+    assert num_classes is not None
+    parameters = model_parameters(recipe, num_classes)
+    sizes = _micro_batches(recipe, cluster.devices)
+    choices = []
+    for again in RECOMPUTATIONS:
+        tensors = tensors_by_micro_batch(_with(recipe, recipe.parallelism.zero_stage, again), num_classes, sizes[-1])
+        for stage in STAGES:
+            if stage == 0 and recipe.parallelism.offload != "none":
+                continue
+            for micro in sizes:
+                one = _with(recipe, stage, again, micro)
+                accumulates = recipe.batch.global_size > micro * cluster.devices
+                memory = memory_of(one, parameters, tensors(micro), cluster.devices, accumulates, "cuda")
+                choices.append(_choice(one, work, parameters, cluster, memory))
+    choices.sort(key=lambda one: (one.zero_stage, one.activation_checkpointing, one.micro_batch))
+    best = find_best(choices)
+    judged = tuple(replace(one, verdict=_verdict(one, best, cluster)) for one in choices)
+    assumptions = [*cluster.assumptions, *_assumed_of_time(recipe, cluster)]
+    totals = None
+    if best is not None:
+        totals, said = _totals(estimate, cluster, best, parameters, price, storage)
+        assumptions += said
+    return Plan(estimate.name, cluster, parameters.total, judged, totals, tuple(assumptions))
+
+
+# ---- Choices ---------------------------------------------------------------------------------------------------------
+
+
+def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
+    """Sizes that divide a rank's part of the batch: all; where there are many, powers of two and the recipe's own."""
+    micro, accumulation = recipe.batch.split(world_size)
+    per_rank = micro * accumulation
+    divisors = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+    if len(divisors) <= _MANY:
+        return divisors
+    return [size for size in divisors if size & (size - 1) == 0 or size in (micro, per_rank)]
+
+
+def _with(recipe: Recipe, stage: int, again: int, micro_batch: int | None = None) -> Recipe:
+    update = {"zero_stage": stage, "activation_checkpointing": again}
+    changed = recipe.model_copy(update={"parallelism": recipe.parallelism.model_copy(update=update)})
+    if micro_batch is None:
+        return changed
+    return changed.model_copy(update={"batch": recipe.batch.model_copy(update={"micro_max": micro_batch})})
+
+
+def _choice(recipe: Recipe, work: Work, parameters: Parameters, cluster: Cluster, memory: Memory) -> Choice:
+    micro, accumulation = recipe.batch.split(cluster.devices)
+    collectives = tuple(communication(recipe, parameters, cluster.devices, accumulation)) if cluster.devices > 1 else ()
+    time = step_time(recipe, work, parameters, cluster, collectives)
+    images_per_s = recipe.batch.global_size / time.total
+    utilisation = mfu(images_per_s, work.macs, cluster.devices, cluster.peak)
+    assert utilisation is not None
+    return Choice(
+        zero_stage=recipe.parallelism.zero_stage,
+        activation_checkpointing=recipe.parallelism.activation_checkpointing,
+        micro_batch=micro,
+        accumulation=accumulation,
+        memory=memory,
+        collectives=collectives,
+        time=time,
+        images_per_s=images_per_s,
+        mfu=utilisation,
+        fits=memory.device_bytes <= _USABLE * cluster.memory,
+    )
+
+
+def find_best(choices: Sequence[Choice]) -> Choice | None:
+    """Of those that fit the fastest; among as fast ones the largest micro-batch, then the lowest stage.
+
+    A lower stage sends fewer messages, whose latencies the time does not know.
+    """
+    fitting = [one for one in choices if one.fits]
+    if not fitting:
+        return None
+    limit = min(one.time.total for one in fitting) * (1 + _AS_FAST)
+    as_fast = [one for one in fitting if one.time.total <= limit]
+    return max(as_fast, key=lambda one: (one.micro_batch, -one.zero_stage))
+
+
+def _verdict(choice: Choice, best: Choice | None, cluster: Cluster) -> str:
+    if choice is best:
+        return "best"
+    needs, has = choice.memory.device_bytes / GB, cluster.memory / GB
+    if not choice.fits:
+        spare = "" if needs > has else f", of which {1 - _USABLE:.0%} are kept free"
+        return f"does not fit: {needs:.0f} of {has:g} GB{spare}"
+    assert best is not None, "what fits is compared with the best of what fits"
+    room = _room(needs - best.memory.device_bytes / GB)
+    slower = choice.time.total / best.time.total - 1
+    if slower > _AS_FAST:
+        return f"{room}, {slower:.0%} slower: {_reason(choice.time, best.time)}"
+    if choice.micro_batch < best.micro_batch:
+        return f"{room}, as fast; smaller micro-batches, which kernels like less"
+    return f"{room}, as fast" + ("; more messages" if choice.zero_stage > best.zero_stage else "")
+
+
+def _room(more: float) -> str:
+    if abs(more) < 1:
+        return "same memory"
+    return f"{abs(more):.0f} GB {'more' if more > 0 else 'less'}"
+
+
+def _reason(time: StepTime, best: StepTime) -> str:
+    """The part of a step's time that differs most."""
+    parts = {
+        "recomputes": time.recompute - best.recompute,
+        "waits for the network": time.waiting - best.waiting,
+        "each device updates more": time.update - best.update,
+    }
+    return max(parts, key=lambda part: parts[part])
+
+
+# ---- The whole run ---------------------------------------------------------------------------------------------------
+
+
+def _totals(
+    estimate: Estimate,
+    cluster: Cluster,
+    best: Choice,
+    parameters: Parameters,
+    price: float | None,
+    storage: float | None,
+) -> tuple[Totals, list[str]]:
+    """And what was assumed for them."""
+    recipe = estimate.recipe
+    seconds = None if estimate.images is None else estimate.images / best.images_per_s
+    hours = None if seconds is None else seconds / 3600
+    device_hours = None if hours is None else hours * cluster.devices
+    cost = cost_row(hours or 0.0, device_hours, cluster.device, price)
+    image_bytes, said = _image_bytes(recipe)
+    per_node = best.images_per_s / cluster.nodes
+    kinds = 1 + num_moments(recipe) + (recipe.ema is not None)
+    size = 4 * kinds * parameters.total
+    writes = size / (storage or STORAGE)
+    assumed = [said] if said else []
+    if storage is None:
+        assumed.append(f"{STORAGE / GB:g} GB/s at which all nodes together write checkpoints (--storage)")
+    if recipe.checkpoint.background:
+        assumed.append(f"{_HOST_COPY / GB:g} GB/s from each device to host memory")
+    every = recipe.checkpoint.every
+    steps_between = None if every is None else every.to_steps(estimate.samples or 0, recipe.batch.global_size)
+    totals = Totals(
+        images=estimate.images,
+        steps=None if estimate.images is None else estimate.images / recipe.batch.global_size,
+        days=None if seconds is None else seconds / 86400,
+        exaflops=estimate.exaflops,
+        device_hours=device_hours,
+        energy_kwh=cost["energy_kwh"],
+        cost=cost["cost"],
+        loader_images_per_s=per_node,
+        storage_bytes_per_s=per_node * image_bytes,
+        checkpoint_bytes=size,
+        checkpoint_s=writes,
+        stall_s=size / cluster.devices / _HOST_COPY if recipe.checkpoint.background else writes,
+        checkpoint_every_s=steps_between * best.time.total if steps_between else None,
+    )
+    return totals, assumed
+
+
+def _image_bytes(recipe: Recipe) -> tuple[float, str]:
+    """Mean bytes of a stored image, and what was assumed where there is no manifest to tell."""
+    try:
+        shards = Manifest.load(recipe.dataset_path(recipe.data.train)).shards
+    except VitscaleError:
+        return _IMAGE_BYTES, f"{_IMAGE_BYTES / 1000:g} kB a stored image, as in ImageNet: no {recipe.data.train} here"
+    return sum(shard.bytes for shard in shards) / max(1, sum(shard.samples for shard in shards)), ""
+
+
+def _assumed_of_time(recipe: Recipe, cluster: Cluster) -> list[str]:
+    said = [f"{1 - _USABLE:.0%} of the memory stay free, for CUDA, NCCL and fragments"]
+    if cluster.devices > 1:
+        said.append("rings: the slowest link carries what one rank sends; no latencies, no slow rank")
+        stages = (
+            "1 to 3, not in 0" if overlaps(_with(recipe, 2, 0)) else "3 alone, by DeepSpeed's default (overlap_comm)"
+        )
+        said.append(f"messages are sent during {HIDDEN:.0%} of the passes in stage {stages}")
+    if cluster.device.board.bandwidth is None:
+        said.append(f"no time for the optimizer's update: the bandwidth of {cluster.device.name} is not known")
+    if recipe.parallelism.offload != "none":
+        said.append("no time for the offloaded optimizer and its way to the host and back, which may be most of a step")
+    said.append("data, evaluations and checkpoints keep nobody waiting")
+    return said

@@ -1,0 +1,97 @@
+"""How long a step should take: computing, updating, and what of the network's time nothing else hides.
+
+A model on paper. It knows no latencies, no slow rank and no data that comes late; kernels have one efficiency whatever
+the micro-batch. All of this makes real steps longer.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from vitscale.flops.accounting import FLOPS_PER_MAC, training_flops_per_image
+from vitscale.flops.work import Work
+from vitscale.planning.cluster import Cluster
+from vitscale.planning.communication import Collective, Phase
+from vitscale.planning.memory import num_moments, optimizer_share
+from vitscale.planning.parameters import Parameters
+from vitscale.recipe import Recipe
+
+HIDDEN = 0.5
+"""Of the time in which messages could be under way while something is computed, the share that is used."""
+
+_BACKWARD = 2 / 3  # of the model's FLOPs
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step.
+
+    Attributes:
+        compute: forward and backward passes, without what is recomputed.
+        recompute: once more.
+        update: of the optimizer; 0 where the device's bandwidth is not known, and for an offloaded optimizer.
+        network: that messages are under way.
+        waiting: for them, while nothing is computed.
+    """
+
+    compute: float
+    recompute: float
+    update: float
+    network: float
+    waiting: float
+
+    @property
+    def total(self) -> float:
+        """Of the step."""
+        return self.compute + self.recompute + self.update + self.waiting
+
+
+def step_time(
+    recipe: Recipe, work: Work, parameters: Parameters, cluster: Cluster, collectives: Iterable[Collective]
+) -> StepTime:
+    """The time of one step of `recipe` on `cluster`, which sends `collectives`."""
+    images = recipe.batch.global_size / cluster.devices
+    rate = cluster.peak * cluster.efficiency
+    compute = training_flops_per_image(work.macs) * images / rate
+    again = work.recomputed(recipe.parallelism.activation_checkpointing)
+    recompute = FLOPS_PER_MAC * again.macs * images / rate
+    seconds: dict[Phase, float] = {"passes": 0.0, "backward": 0.0, "update": 0.0}
+    for collective in collectives:
+        seconds[collective.phase] += collective.sent(cluster.devices) / cluster.ring_rate
+    hidden_by = _hides(recipe, cluster.devices, compute, recompute)
+    in_passes = seconds["passes"] + seconds["backward"]
+    return StepTime(
+        compute=compute,
+        recompute=recompute,
+        update=_update(recipe, parameters, cluster),
+        network=in_passes + seconds["update"],
+        waiting=max(0.0, in_passes - hidden_by) + seconds["update"],
+    )
+
+
+def overlaps(recipe: Recipe) -> bool:
+    """Whether DeepSpeed sends while it computes: by itself in stage 3 alone, never in stage 0."""
+    stage = recipe.parallelism.zero_stage
+    asked = recipe.deepspeed.get("zero_optimization", {}).get("overlap_comm")
+    return stage > 0 and bool(stage == 3 if asked is None else asked)
+
+
+def _hides(recipe: Recipe, world_size: int, compute: float, recompute: float) -> float:
+    """Seconds of messages that take no time of their own."""
+    if not overlaps(recipe):
+        return 0.0
+    if recipe.parallelism.zero_stage == 3:
+        return HIDDEN * (compute + recompute)
+    # Gradients alone, and in stage 1 only those of the last micro-batch.
+    _, accumulation = recipe.batch.split(world_size)
+    backward = _BACKWARD * compute + recompute
+    return HIDDEN * backward / (accumulation if recipe.parallelism.zero_stage == 1 else 1)
+
+
+def _update(recipe: Recipe, parameters: Parameters, cluster: Cluster) -> float:
+    """The optimizer reads and writes its state, reads gradients and writes weights: as fast as memory is."""
+    if cluster.device.board.bandwidth is None or recipe.parallelism.offload != "none":
+        return 0.0
+    word = 2 if recipe.precision == "bf16" else 4
+    bytes_each = 2 * 4 * (num_moments(recipe) + 1) + 4 + word
+    share = optimizer_share(parameters.sizes, recipe.parallelism.zero_stage, cluster.devices)
+    return bytes_each * share / cluster.device.board.bandwidth
