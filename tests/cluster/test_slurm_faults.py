@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -14,12 +15,16 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
 STEPS, BEFORE = 200, 15
 URGENT = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
 URGENT.append("--wrap=sleep 3")
+CPUS = sorted(os.sched_getaffinity(0))[:2]
 # In the command lines of ranks and of launches.
 RANK, RANK_AS_TASK, LAUNCH = str(ROOT / "vitscale" / "pretrain.py"), "vitscale.pretrain", "launch"
 
 
 class Training:
-    """The small recipe under one ZeRO stage: a run without Slurm, and runs on it that have to be the same."""
+    """The small recipe under one ZeRO stage: a run without Slurm, and runs on it that have to be the same.
+
+    All ranks have one thread, as the number of threads is seen in the last bits: each has a processor for itself.
+    """
 
     def __init__(self, folder: Path, stage: int) -> None:
         self.folder = folder
@@ -28,13 +33,21 @@ class Training:
         blocks = {"schedule": schedule, "checkpoint": {"every": {"steps": 10}}, "parallelism": {"zero_stage": stage}}
         self.recipe = write_recipe(folder / "recipe.yaml", folder, **blocks)
         self.undisturbed = Run(self.recipe, folder / "undisturbed")
-        outcome = subprocess.run(launch(self.undisturbed), env={**os.environ, "PYTHONPATH": str(ROOT)})
-        assert outcome.returncode == 0
+        command = ["taskset", "--cpu-list", f"{CPUS[0]},{CPUS[-1]}", *launch(self.undisturbed)]
+        assert subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0
+        self.python = folder / "python"
+        self.python.write_text(
+            f"#!/bin/bash\nown=({CPUS[0]} {CPUS[-1]})\n"
+            f'exec taskset --cpu-list "${{own[SLURM_NODEID]}}" {sys.executable} "$@"\n'
+        )
+        self.python.chmod(0o755)
 
     def submit(self, slurm: SlurmCluster, name: str, *options: str) -> tuple[Run, str]:
         """A run and its job, which has both nodes for itself."""
         run = Run(self.recipe, self.folder / name)
-        arguments = [str(self.recipe), "--run-dir", str(run.dir), "--ranks", "1", "--cluster-option", "exclusive="]
+        arguments = [str(self.recipe), "--run-dir", str(run.dir), "--ranks", "1"]
+        for option in ("exclusive=", f"python={self.python}"):
+            arguments += ["--cluster-option", option]
         return run, submit(slurm, self.folder, *arguments, *options)
 
     def finish(self, slurm: SlurmCluster, run: Run, number: str) -> dict[str, str]:
@@ -171,8 +184,11 @@ def test_a_run_that_is_told_to_move_is_requeued(slurm, zero_1):
     run, number = zero_1.submit(slurm, "moved")
     wait_for_step(run, BEFORE, number)
     slurm.ask("scancel", "--signal=USR1", number)
+    wait_until(lambda: attempts(run) == 2, 120, lambda: output(run.dir, number))
+    wait_for_step(run, run.step() + BEFORE, number)
+    slurm.ask("scontrol", "requeue", number)
     job = zero_1.finish(slurm, run, number)
-    assert job["Restarts"] == "1" and exit_codes(run) == [85, 85, 0, 0]
+    assert job["Restarts"] == "2" and exit_codes(run) == [85, 85, 85, 85, 0, 0]
 
 
 def test_data_that_are_missing_end_a_job_for_good(slurm, zero_1):

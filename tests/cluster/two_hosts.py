@@ -1,7 +1,7 @@
 """Two hosts on this machine: each has its own network, name and ssh server, and they have this file system in common.
 
-Everything is in namespaces and one folder, and is undone at the end. A third namespace, the front, is where commands are
-typed: it reaches both by ssh without a password, by the names vnode1 and vnode2, and so do they each other.
+Everything is in namespaces and one folder, and is undone at the end. A third namespace, the front, is where commands
+are typed: it reaches both by ssh without a password, by the names vnode1 and vnode2, and so do they each other.
 """
 
 import contextlib
