@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import leave_out, poison, write_slowly
 from outcomes import assert_same_run, checkpoint, column, error_of, printed, store
+from rank_faults import leave_out, poison, write_slowly
 from ranks import SHARDS, STEPS, asked, launch, make_data
 
 from vitscale.data import TrainOrder

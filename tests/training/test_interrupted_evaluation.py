@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import end_in_evaluation, signal_in_evaluation
 from outcomes import assert_same_run, checkpoint, error_of, evaluations
+from rank_faults import end_in_evaluation, signal_in_evaluation
 from ranks import STEPS, launch, make_data
 
 

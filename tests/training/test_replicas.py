@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from faults import flip_bit, wrong_layer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from outcomes import error_of
+from rank_faults import flip_bit, wrong_layer
 from ranks import launch, make_data
 
 from vitscale.training.replicas import checksum

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults import save_at_once
 from outcomes import assert_same_run, checkpoint, column, evaluations, everything
+from rank_faults import save_at_once
 from ranks import STEPS, asked, launch, make_data, make_recipe
 
 from vitscale.evaluation.finished import evaluate_run

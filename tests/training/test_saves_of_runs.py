@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import before_step, delete, fail_writing, put_a_file_in_its_place, take_the_file_away, write_slowly
 from outcomes import assert_same_run, checkpoint, column, equal, error_of, printed, store
+from rank_faults import before_step, delete, fail_writing, put_a_file_in_its_place, take_the_file_away, write_slowly
 from ranks import STEPS, launch, make_data
 
 STAGES = (0, 1, 2, 3)
