@@ -25,6 +25,7 @@ from data_tools.request import Request
 from data_tools.sources import Kind, SourceOptions
 from data_tools.splits import parse_splits
 from data_tools.subset import write_subset
+from vitscale.durable import forbid_writing_by_everybody
 from vitscale.errors import RecipeError, VitscaleError
 from vitscale.shards import DEFAULT_CAPACITY
 
@@ -232,6 +233,7 @@ def _forecast(plan: Plan, probed: Probe, workers: int) -> Table:
 
 def main() -> None:
     """The console script."""
+    forbid_writing_by_everybody()
     app()
 
 

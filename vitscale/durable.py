@@ -3,6 +3,7 @@
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,11 @@ from typing import BinaryIO
 
 from vitscale.errors import DataError, RecipeError
 from vitscale.storage import is_url, without_file_scheme
+
+
+def forbid_writing_by_everybody() -> None:
+    """What this process and its children make from now on is not world-writable, even where the umask is 0."""
+    os.umask(os.umask(0o077) | stat.S_IWOTH)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import os  # noqa: E402
 import signal  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
+from vitscale.durable import forbid_writing_by_everybody  # noqa: E402
 from vitscale.errors import EXIT_DONE, PeerLostError, PreemptedError, RecipeError, VitscaleError  # noqa: E402
 from vitscale.launch.environment import read_environment  # noqa: E402
 from vitscale.recipe import Recipe, load_recipe, override, smoke_form  # noqa: E402
@@ -64,6 +65,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Entry point: one readable message and an exit code for what a person can mend, a trace for a bug."""
     options = parse_arguments()
+    forbid_writing_by_everybody()
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # the stacks of all threads to standard error
     code = EXIT_DONE
     try:

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from vitscale.errors import RecipeError
 from vitscale.recipe import Recipe, find_recipe
 from vitscale.storage import base_name, is_url, join, without_file_scheme
 
@@ -16,8 +17,11 @@ INDEX_FILES = f"{CHECKPOINTS}/step-*/index.json"
 
 
 def default_run_dir(recipe: str, *, smoke: bool) -> Path:
-    """Where a run is when nothing else is said. Raises `RecipeError` where there is no such recipe."""
-    return Path("runs") / f"{find_recipe(recipe).stem}{'-smoke' if smoke else ''}"
+    """Where a run is when nothing else is said: below `runs`. Raises `RecipeError` where there is no such recipe."""
+    file = find_recipe(recipe)
+    if file.stem in (".", ".."):
+        raise RecipeError(f"{file}: no run can be called {file.stem!r}; rename the file, or say --run-dir")
+    return Path("runs") / f"{file.stem}{'-smoke' if smoke else ''}"
 
 
 def step_folder(step: int) -> str:

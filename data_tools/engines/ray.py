@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from data_tools.engines.task import Task, Tick
+from vitscale.durable import forbid_writing_by_everybody
 from vitscale.errors import DataError, RecipeError, VitscaleError
 
 _POLL_SECONDS = 0.5
@@ -34,6 +35,7 @@ class _Silence:
 
 def _perform(task: Task) -> tuple[Any, int, int]:
     """On a worker: the result or the error that people can mend, images done, images rejected."""
+    forbid_writing_by_everybody()
     progress = _Silence()
     try:
         return task.run(progress), progress.done, progress.rejected

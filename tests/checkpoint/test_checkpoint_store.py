@@ -130,6 +130,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_alone(store):
 def test_what_is_no_index_is_said_to_be_none(store):
     folder = save(store, 1)
     whole = json.loads((folder / "index.json").read_text())
+    elsewhere = {**whole["files"][0], "path": "../rank-00000.safetensors"}
     for content, words in (
         ("[]", "schema_version"),
         ('{"schema_version": 9}', "is 9"),
@@ -137,6 +138,7 @@ def test_what_is_no_index_is_said_to_be_none(store):
         ("[" * 100_000, "cannot be"),
         (json.dumps(whole | {"optimizer_steps": 7}), "damaged or was edited"),
         (json.dumps(with_checksum(whole | {"position": 0})), "position 0 is before step 1"),
+        (json.dumps(with_checksum(whole | {"files": [elsewhere]})), "not the name of a file"),
     ):
         (folder / "index.json").write_text(content)
         with pytest.raises(CheckpointError, match=words):

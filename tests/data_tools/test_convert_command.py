@@ -1,5 +1,6 @@
 import json
 import re
+import stat
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from vitscale.shards import Manifest
 
 def test_command(image_folder, tmp_path):
     out = tmp_path / "out"
-    done = run(image_folder, out, "--shard-samples", 8, "--shuffle-seed", 5, "--workers", 1)
+    done = run(image_folder, out, "--shard-samples", 8, "--shuffle-seed", 5, "--workers", 1, umask=0)
+    assert not [path for path in (out, *out.rglob("*")) if path.stat().st_mode & stat.S_IWOTH]
     assert (done.returncode, done.stderr) == (0, "")
     for line in ("22 images of 3 classes in 3 shards", "passed through", "1 hidden, 1 no image suffix", "images/s"):
         assert line in done.stdout

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,10 @@ def test_the_time_limit_is_that_of_all_attempts_together(monkeypatch):
 def test_the_default_run_directory(tmp_path):
     assert PretrainingRanks(Pretraining("h14_jft", ranks=1)).run_dir == Path("runs/h14_jft")
     assert PretrainingRanks(Pretraining("h14_jft", ranks=1, smoke=True)).run_dir == Path("runs/h14_jft-smoke")
+    above = tmp_path / "...yaml"  # whose stem is ..
+    above.write_text("extends: h14_jft.yaml\n")
+    with pytest.raises(RecipeError, match="--run-dir"):
+        run_directory.default_run_dir(str(above), smoke=False)
 
 
 def test_mistakes_in_the_recipe_are_told_before_anything_starts(tmp_path):
@@ -152,7 +157,7 @@ def test_a_run_of_which_a_rank_is_killed_comes_to_its_end(tmp_path):
         lines = (run_dir / "metrics.jsonl").read_text().splitlines() if (run_dir / "metrics.jsonl").exists() else []
         return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
 
-    with started(command, env=ENVIRONMENT, stderr=subprocess.PIPE) as process:
+    with started(command, env=ENVIRONMENT, stderr=subprocess.PIPE, umask=0) as process:
         wait_until(lambda: last_step() >= at or process.poll() is not None, 120)
         assert process.poll() is None, process.communicate()[1]
         victims = _ranks_of(psutil.Process(process.pid))
@@ -162,6 +167,7 @@ def test_a_run_of_which_a_rank_is_killed_comes_to_its_end(tmp_path):
     assert process.returncode == 0 and (run_dir / "DONE").exists()
     assert f"launch: rank {rank} (pid {victims[rank]}) was killed by SIGKILL" in shown
     assert not any(is_alive(pid) for pid in victims.values())
+    assert not [path for path in (run_dir, *run_dir.rglob("*")) if path.stat().st_mode & stat.S_IWOTH]
     events = [json.loads(line) for line in (run_dir / "launch.jsonl").read_text().splitlines()]
     begun_at = [event["checkpoint"] for event in events if event["event"] == "started"]
     assert begun_at[0] == 0 and len(begun_at) == 2 and begun_at[1] >= 4

@@ -56,11 +56,16 @@ class Fragment:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a checkpoint; `path` is relative to its folder."""
+    """One file of a checkpoint; `path` is its name in the checkpoint's folder."""
 
     path: str
     bytes: int
     sha256: str
+
+    def __post_init__(self) -> None:
+        # Files at a URL are copied to this machine under this name: it must not lead elsewhere.
+        if self.path in ("", ".", "..") or "/" in self.path or "\0" in self.path:
+            raise ValueError(f"{self.path!r} is not the name of a file")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from vitscale.cli import dedup, shards
 from vitscale.cli.launch import launch
 from vitscale.cli.plan import plan
 from vitscale.cli.status import status
+from vitscale.durable import forbid_writing_by_everybody
 from vitscale.errors import EXIT_DONE, VitscaleError
 from vitscale.weight_formats import Format
 
@@ -139,6 +140,7 @@ def export(
 
 def main() -> None:
     """Entry point: one readable message and an exit code for what a person can mend, a trace for a bug."""
+    forbid_writing_by_everybody()
     try:
         app()
     except VitscaleError as error:

@@ -162,14 +162,14 @@ class FirstNode:
         supervisor: of this launch; it knows whether that was told to end.
         silence_s: after which a node that does not say anything is lost.
 
-    Raises `RecipeError` where nobody can listen at the place.
+    Raises `PeerLostError` where the place's name stays unknown, `RecipeError` where nobody can listen there.
     """
 
     def __init__(
         self, place: Place, global_batch: int | None, supervisor: Supervisor, *, silence_s: float = _SILENCE_SECONDS
     ) -> None:
         self._place, self._global_batch, self._supervisor, self._silence = place, global_batch, supervisor, silence_s
-        self._listener = _listen(place)
+        self._listener = _listen(place, _resolve(place, supervisor))
         self._strangers: list[_Connection] = []
         self._others: dict[int, _Other] = {}
         self._trouble = ""
@@ -518,19 +518,40 @@ def _say_farewell(connections: Sequence[_Connection]) -> None:
         connection.close()
 
 
-def _listen(place: Place) -> socket.socket:
+class _Address(NamedTuple):
+    family: int
+    place: Any  # as socket.bind takes it
+
+
+def _resolve(place: Place, supervisor: Supervisor) -> _Address | None:
+    """What the place's name means; None once this launch is told to end. A new pod's name is known after a while."""
+    began, has_told = time.monotonic(), False
+    while not supervisor.told:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)[0]
+            return _Address(family, address)
+        except OSError as error:
+            what = f"--master {place.address}: {error.strerror or error}"
+            waited = time.monotonic() - began
+            if waited > place.wait_s:
+                raise PeerLostError(f"{what}, for {place.wait_s:,.0f} s. Is it the name of this node?") from None
+            if waited > 2 and not has_told:
+                say(f"waits until this name is known: {what}")
+                has_told = True
+        time.sleep(_RECONNECT_SECONDS)
+    return None
+
+
+def _listen(place: Place, own: _Address | None) -> socket.socket:
     """At the address by which the others know this node, not at every address of this machine.
 
-    At every one where the name means an address that others cannot reach, as /etc/hosts often has it for a machine's
-    own name, or one that this machine does not have itself.
+    At every one where that is not known, where others cannot reach it, as /etc/hosts often has it for a machine's own
+    name, or where this machine does not have it itself.
     """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise RecipeError(f"--master {place.address}: {error.strerror or error}") from None
+    family = socket.AF_INET if own is None else own.family
     everywhere = ("::" if family == socket.AF_INET6 else "0.0.0.0", place.port)
-    is_loopback = str(address[0]).startswith("127.") or address[0] == "::1"
-    where = everywhere if is_loopback else address
+    is_reached = own is not None and not (own.place[0].startswith("127.") or own.place[0] == "::1")
+    where = own.place if own is not None and is_reached else everywhere
     until = time.monotonic() + _FAREWELL_SECONDS  # a launch that was here before may be about to end
     while True:
         listener = socket.socket(family, socket.SOCK_STREAM)

@@ -46,6 +46,11 @@ def _folder(place: str, beside: Path | None = None) -> str:
 
 def _place(name: str, root: str | None) -> tuple[str, str]:
     """Where a name is, and what says so."""
+    if ".." in name.split("/"):
+        raise RecipeError(
+            f"dataset {name!r}: a name leads below the folder that holds the datasets, and .. out of it; "
+            "a path begins with /, ./, ../ or ~"
+        )
     if root:
         return join(_folder(root), name), " (by data.root)"
     for file in _files():
