@@ -99,8 +99,8 @@ def write_smoke_data(data_root: Path, world_size: int) -> None:
 
 def pretrain(options: argparse.Namespace) -> None:
     """Check everything that can be checked alone, then start the process group and train."""
+    rank, world_size, local_rank, _ = read_environment()  # what is wrong there each rank says: it may be its own alone
     try:
-        rank, world_size, local_rank, _ = read_environment()
         recipe: Recipe = load_recipe(options.recipe, [] if options.smoke else options.settings)
         run_dir: Path = options.run_dir or default_run_dir(options.recipe, smoke=options.smoke)
         if options.stop_at is not None and options.stop_at < 1:

@@ -1,4 +1,4 @@
-"""The chaos program: a minute of it, and longer ones of other seeds and sizes."""
+"""The chaos program for some minutes, with several seeds and sizes; `make chaos` runs it for longer."""
 
 import json
 import subprocess
@@ -24,10 +24,6 @@ def check_all_kinds(report: dict) -> None:
     if not report["fills_disk"]:
         injected.pop("fill disk")
     assert min(injected.values()) > 0, injected
-
-
-def test_a_minute_of_faults_changes_nothing(tmp_path):
-    check_all_kinds(run_chaos(tmp_path, "--minutes", "0.5", "--seed", "1"))
 
 
 @pytest.mark.slow

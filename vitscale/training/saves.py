@@ -19,7 +19,7 @@ _TIMEOUT = timedelta(hours=2)
 
 
 class Saves:
-    """All ranks call every method together, but for `finished` and `stalled_s`.
+    """All ranks call every method together, but for `finished`, `settle` and `stalled_s`.
 
     Losing one save is better than losing the machines that train: it is said, and training goes on, until too many in
     a row have failed.
@@ -97,6 +97,10 @@ class Saves:
         self._saver.wait()
         self._stalled_s += time.monotonic() - began
         self.note()
+
+    def settle(self, timeout_s: float) -> None:
+        """Give what is under way so long to end, whatever becomes of it. One rank may do this without the others."""
+        self._saver.wait(timeout_s)
 
     def finish(self, step: int) -> None:
         """Wait for the last save, that of `step`. Raises `CheckpointError` on all ranks where it has failed."""

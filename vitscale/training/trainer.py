@@ -39,7 +39,15 @@ from vitscale.data import (
     train_transform,
 )
 from vitscale.durable import write_text
-from vitscale.errors import CheckpointError, DataError, NonFiniteError, PreemptedError, StorageError
+from vitscale.errors import (
+    CheckpointError,
+    DataError,
+    NonFiniteError,
+    PeerLostError,
+    PreemptedError,
+    StorageError,
+    VitscaleError,
+)
 from vitscale.evaluation import ModelOutputs, evaluate
 from vitscale.flops import accounting, hardware
 from vitscale.flops.work import recipe_work
@@ -462,6 +470,14 @@ class Trainer:
                 self._finish()
             except _Interrupted:
                 self._end_early()
+            except PeerLostError:
+                raise
+            except VitscaleError:
+                # What was handed over before was right, and the next start goes on from it. The other ranks write their
+                # parts, too, whether or not they know of the error.
+                self._begin("writing the checkpoint")
+                self.saves.settle(self.recipe.check.step_timeout_s / 2)
+                raise
             finally:
                 if self.world.is_main:
                     self.metrics.close()
