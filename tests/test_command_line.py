@@ -1,6 +1,7 @@
 """The commands as people type them: real processes, their exit codes and what they print."""
 
 import fcntl
+import gzip
 import json
 import math
 import os
@@ -287,3 +288,20 @@ def test_the_demo_reaches_its_accuracy(tmp_path):
     done = json.loads((tmp_path / "demo" / "run" / "DONE").read_text())
     assert done["evaluation"]["validation/top1"] >= 0.93
     assert "test accuracy" in result.stdout and "resumed from" in result.stdout
+
+
+def test_a_profile_says_where_a_step_goes(place, tmp_path):
+    """Two micro-batches a step on one rank; of six steps the fourth and fifth are profiled."""
+    result = pretrain(place, "--run-dir", tmp_path / "run", "--set", "profile.steps=2")
+    assert result.returncode == 0 and "step-00000005.txt, and a trace beside it" in result.stdout, result.stderr
+    table = (tmp_path / "run" / "profile" / "step-00000005.txt").read_text()
+    rows = [line.split(maxsplit=3) for line in table.replace(",", "").splitlines() if "%" in line]
+    parts = {name: (float(seconds), float(calls)) for seconds, _, calls, name in rows}
+    assert "Steps 4 to 5" in table and parts["forward"][1] == parts["backward"][1] == 2
+    with gzip.open(tmp_path / "run" / "profile" / "step-00000005.pt.trace.json.gz", "rt") as file:
+        events = [event for event in json.load(file)["traceEvents"] if event.get("name") == "vitscale: forward"]
+    spans = [event["dur"] for event in events if event.get("cat") == "user_annotation"]
+    assert len(spans) == 4 and sum(spans) / 2e6 == pytest.approx(parts["forward"][0], rel=0.05)
+
+    short = pretrain(place, "--run-dir", tmp_path / "short", "--set", "profile.steps=4")
+    assert short.returncode == 0 and "no profile: 4 steps behind the first 3 need 7, not 6" in short.stdout

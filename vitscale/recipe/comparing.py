@@ -19,6 +19,7 @@ FREE_ON_RESUME = (
     "anomalies",  # a run that a bad batch has stopped has to be able to go on
     "check",
     "logging",
+    "profile",
     "deepspeed",
 )
 

@@ -467,6 +467,12 @@ class Logging(_Block):
     batch_digest: bool = Field(False, description="a checksum over every pixel of each global batch")
 
 
+class Profile(_Block):
+    """Where the time of some steps goes: a trace and a table in the run directory."""
+
+    steps: int = Field(0, ge=0, le=1000, description="how many, from the fourth step of a process on; 0: none")
+
+
 class Recipe(_Block):
     """One run."""
 
@@ -485,6 +491,7 @@ class Recipe(_Block):
     anomalies: Anomalies = Anomalies()
     check: Check = Check()
     logging: Logging = Logging()
+    profile: Profile = Profile()
     seed: int = Field(0, ge=0, lt=2**63)
     deepspeed: dict[str, Any] = Field({}, description="additions to the derived DeepSpeed configuration")
 

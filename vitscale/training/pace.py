@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from vitscale.data import Batch
+from vitscale.training.profile import part
 
 
 class Pace:
@@ -23,7 +24,8 @@ class Pace:
         batches = iter(loader)
         while True:
             asked = time.perf_counter()
-            batch = next(batches, None)
+            with part("waiting for data"):
+                batch = next(batches, None)
             self._waited += time.perf_counter() - asked
             if batch is None:
                 return

@@ -14,9 +14,10 @@ from torch.profiler import ProfilerActivity, record_function
 from vitscale.durable import write_text
 
 PROFILE_DIR = "profile"
-_STEPS_BEFORE = 3  # of a process, in which it compiles, allocates, and learns which parameters are used when
+STEPS_BEFORE = 3
+"""Steps of a process that are left out: in them it compiles, allocates, and learns which parameters are used when."""
+
 _PREFIX = "vitscale: "
-_REST = "the rest"
 _MOST_OPERATIONS = 20
 
 
@@ -26,7 +27,7 @@ def part(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 class StepProfiler:
-    """Profiles some steps of this process, a few after it began, and writes what it found into the run directory.
+    """Profiles some steps of this process, and writes what it found into the run directory.
 
     Args:
         steps: how many; 0 for none.
@@ -38,16 +39,21 @@ class StepProfiler:
         self._began = 0.0
         self._profiler: Any = None
 
-    def step_ends(self, step: int) -> Path | None:
-        """`step` updates are done. Returns where the table is, once it is written. Raises OSError."""
-        if self._steps == 0:
-            return None
+    def step_ends(self, step: int) -> list[str]:
+        """`step` updates are done. Returns what there is to tell."""
         self._seen += 1
-        if self._seen == _STEPS_BEFORE:
+        if self._steps and self._seen == STEPS_BEFORE:
             self._begin()
-        elif self._seen == _STEPS_BEFORE + self._steps:
-            return self._end(step)
-        return None
+        elif self._profiler is not None and self._seen == STEPS_BEFORE + self._steps:
+            return self._write(step)
+        return []
+
+    def end(self) -> list[str]:
+        """There are no more steps. Returns what there is to tell."""
+        if self._seen >= STEPS_BEFORE + self._steps or self._steps == 0:
+            return []
+        needed = STEPS_BEFORE + self._steps
+        return [f"no profile: {self._steps} steps behind the first {STEPS_BEFORE} need {needed}, not {self._seen}"]
 
     def _begin(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -58,41 +64,42 @@ class StepProfiler:
         self._profiler.start()
         self._began = time.perf_counter()
 
-    def _end(self, step: int) -> Path:
+    def _write(self, step: int) -> list[str]:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         seconds = (time.perf_counter() - self._began) / self._steps
-        self._profiler.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
         name = f"step-{step:08d}"
-        aside = self._folder / f".{name}.pt.trace.json.gz"
-        self._profiler.export_chrome_trace(str(aside))
-        aside.rename(self._folder / f"{name}.pt.trace.json.gz")
-        table = self._folder / f"{name}.txt"
-        write_text(table, self._table(step, seconds))
-        self._profiler = None
-        return table
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            aside = self._folder / f".{name}.pt.trace.json.gz"
+            profiler.export_chrome_trace(str(aside))
+            aside.rename(self._folder / f"{name}.pt.trace.json.gz")
+            write_text(self._folder / f"{name}.txt", self._table(profiler.key_averages(), step, seconds))
+        except OSError as error:
+            return [f"WARNING: the profile cannot be written: {error}"]
+        return [f"profiled {self._steps} steps: {self._folder / name}.txt, and a trace beside it"]
 
-    def _table(self, step: int, seconds: float) -> str:
+    def _table(self, averages: Any, step: int, seconds: float) -> str:
         """Seconds of a step by its parts, and by the operations that took most, with their share."""
-        averages = self._profiler.key_averages()
-        is_cuda = self._device.type == "cuda"
+        kind = "cuda" if self._device.type == "cuda" else "cpu"
 
         def line(name: str, taken: float, calls: float) -> str:
             return f"{taken:10.5f} {taken / seconds:7.1%} {calls:9,.1f}  {name}\n"
 
+        def own(one: Any) -> float:
+            return (one.self_device_time_total if kind == "cuda" else one.self_cpu_time_total) / 1e6 / self._steps
+
         parts = [one for one in averages if one.key.startswith(_PREFIX)]
         rows = [(one.key.removeprefix(_PREFIX), one.cpu_time_total / 1e6 / self._steps, one.count) for one in parts]
-        rows.append((_REST, seconds - sum(taken for _, taken, _ in rows), self._steps))
-        text = f"Steps {step - self._steps + 1:,} to {step:,} of this rank: {seconds:.5f} s each, while profiled\n\n"
-        text += "   seconds   share     calls  part of a step" + (", as the host sees it" if is_cuda else "") + "\n"
+        rows.append(("everything else", seconds - sum(taken for _, taken, _ in rows), self._steps))
+        text = f"Steps {step - self._steps + 1:,} to {step:,} of rank 0: {seconds:.5f} s each, with the profiler on\n"
+        text += "\n   seconds   share     calls  part of a step, as the host sees it\n"
         text += "".join(line(name, taken, calls / self._steps) for name, taken, calls in rows)
 
-        def own(one: Any) -> float:
-            return (one.self_device_time_total if is_cuda else one.self_cpu_time_total) / 1e6 / self._steps
-
         operations = sorted((one for one in averages if not one.key.startswith(_PREFIX)), key=own, reverse=True)
-        text += f"\n   seconds   share     calls  operation, itself, on the {self._device.type}\n"
-        text += "".join(line(one.key, own(one), one.count / self._steps) for one in operations[:_MOST_OPERATIONS])
-        left = operations[_MOST_OPERATIONS:]
+        shown, left = operations[:_MOST_OPERATIONS], operations[_MOST_OPERATIONS:]
+        text += f"\n   seconds   share     calls  operation, itself, on the {kind}\n"
+        text += "".join(line(one.key, own(one), one.count / self._steps) for one in shown)
         return text + line("all others", sum(map(own, left)), sum(one.count for one in left) / self._steps)

@@ -64,6 +64,7 @@ from vitscale.training.metrics import METRICS_FILE, MetricsWriter
 from vitscale.training.pace import OwnWork, Pace
 from vitscale.training.plan import Plan
 from vitscale.training.preflight import preflight
+from vitscale.training.profile import StepProfiler, part
 from vitscale.training.progress import TrainingProgress
 from vitscale.training.saves import Saves
 from vitscale.training.watchdog import Watchdog
@@ -110,6 +111,7 @@ class Trainer:
         for warning in plan.warnings:
             self._say(f"WARNING: {warning}")
         self.own_work = OwnWork(world.device)
+        self.profiler = StepProfiler(recipe.profile.steps if world.is_main else 0, run_dir, world.device)
         self.hosts = distributed.gather(socket.gethostname())
         self.lock: IO[str] | None = None  # both of rank 0 alone
         self.metrics: MetricsWriter
@@ -286,7 +288,7 @@ class Trainer:
             is_last = micro_step == self.plan.accumulation - 1
             labels = batch.labels[rows].to(self.world.device)
             self._seed_dropout(micro_step)
-            with self.own_work.counted():
+            with self.own_work.counted(), part("forward"):
                 logits = self.engine(to_model_input(batch.images[rows], self.world.device, self.dtype))
                 losses = self.plan.objective.per_sample_loss(logits, labels)
             if not is_whole:
@@ -298,10 +300,12 @@ class Trainer:
             leaps = limit < mean < math.inf
             # DeepSpeed drops an update whose gradient is not finite, in every stage, with all that it has gathered. A
             # loss that is not finite may have a gradient that is: nothing times it is NaN, and no device has to wait.
-            self.engine.backward(losses.sum() * (math.nan if leaps else scale + 0.0 * step.loss_sum))
-            if is_plain(self.recipe) and is_last:
-                self._clip_plain()
-            self.engine.step()
+            with part("backward"):
+                self.engine.backward(losses.sum() * (math.nan if leaps else scale + 0.0 * step.loss_sum))
+            with part("update"):
+                if is_plain(self.recipe) and is_last:
+                    self._clip_plain()
+                self.engine.step()
         if not is_plain(self.recipe):
             self.gradient_norm = float(self.engine.get_global_grad_norm())
         if leaps:
@@ -509,9 +513,10 @@ class Trainer:
             if self.average is not None:
                 self.average.update(self.step)
             self.bad_samples += batch.bad_samples
-            if self.step % self.recipe.logging.every == 0 or self.step == self.last:
-                self._log(batch, step, pace)
-            with pace.paused():
+            with part("metrics"):
+                if self.step % self.recipe.logging.every == 0 or self.step == self.last:
+                    self._log(batch, step, pace)
+            with pace.paused(), part("checks, saving and evaluation"):
                 self._check_devices(batch)
                 # Before evaluating: whatever is wrong with the test data, the weights are safe.
                 if self._saves_now():
@@ -520,6 +525,9 @@ class Trainer:
                     self._evaluate_and_select()
                     if self._has_run_out_of_patience():
                         return
+            with pace.paused():
+                for line in self.profiler.step_ends(self.step):
+                    self._say(line)
             if self.step < self.last and self._is_interrupted():
                 raise _Interrupted
             self._begin("waiting for data")
@@ -549,6 +557,8 @@ class Trainer:
 
     def _finish(self) -> None:
         """Leave a checkpoint of this step, and where the run is done the file that says so."""
+        for line in self.profiler.end():
+            self._say(line)
         stopped_early = self._has_run_out_of_patience()
         is_done = stopped_early or self.step == self.plan.total_steps
         if self.saved_step != self.step:
