@@ -54,9 +54,9 @@ def toy_options(place: Path, *arguments: str | Path) -> list[str]:
     return ["--recipe", str(place / "toy.yaml"), "--set", f"data.root={place / 'data'}", *map(str, arguments)]
 
 
-def pretrain(place: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def pretrain(place: Path, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """One rank, by plain python."""
-    return run(sys.executable, PRETRAIN, *toy_options(place, *arguments), cwd=place)
+    return run(sys.executable, PRETRAIN, *toy_options(place, *arguments), cwd=place, **variables)
 
 
 @pytest.fixture
@@ -305,3 +305,9 @@ def test_a_profile_says_where_a_step_goes(place, tmp_path):
 
     short = pretrain(place, "--run-dir", tmp_path / "short", "--set", "profile.steps=4")
     assert short.returncode == 0 and "no profile: 4 steps behind the first 3 need 7, not 6" in short.stdout
+
+
+def test_compiling_without_a_compiler_is_refused_before_the_first_step(place, tmp_path):
+    arguments = ["--run-dir", tmp_path / "run", "--set", "parallelism.compile=true"]
+    result = pretrain(place, *arguments, CXX="no-such-compiler")
+    assert result.returncode == 2 and "has no C++ compiler" in result.stderr and "Traceback" not in result.stderr

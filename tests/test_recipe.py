@@ -99,6 +99,7 @@ def test_a_model_is_a_name_or_dimensions_or_both(tmp_path, model, shape):
         ("data.image_size=8", ["data.image_size 8", "patch"]),
         ("data.crop.area=[0.5, 0.1]", ["data.crop", "area"]),
         ("objective={on: 0.1, off: 0.2}", ["objective", "greater than off"]),
+        ("parallelism={zero_stage: 3, compile: true}", ["parallelism", "compile", "stage 3"]),
         ("parallelism.zero_stage=4", ["parallelism.zero_stage", "4"]),
         ("parallelism.zero_stage=true", ["parallelism.zero_stage", "True", "integer"]),
         ("optimizer.lr=.inf", ["optimizer.lr", "inf", "finite"]),

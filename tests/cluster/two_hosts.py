@@ -88,24 +88,29 @@ def two_hosts() -> Iterator[TwoHosts]:
     folder = Path(tempfile.mkdtemp(prefix="vitscale-hosts-"))
     had_sshd = Path("/run/sshd").exists()
     try:
+        _remove()  # what is left where tests were killed
         hosts = TwoHosts(folder)
         _build(hosts)
         yield hosts
     finally:
-        for name in ("front", *HOSTS):
-            with contextlib.suppress(subprocess.CalledProcessError):
-                for pid in _ip("netns", "pids", _namespace(name)).split():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(pid), signal.SIGKILL)
-                _ip("netns", "delete", _namespace(name))
-            shutil.rmtree(Path("/etc/netns") / _namespace(name), ignore_errors=True)
-        with contextlib.suppress(OSError):
-            Path("/etc/netns").rmdir()
-        with contextlib.suppress(subprocess.CalledProcessError):
-            _ip("link", "delete", _BRIDGE)
+        _remove()
         if not had_sshd:
             shutil.rmtree("/run/sshd", ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove() -> None:
+    for name in ("front", *HOSTS):
+        with contextlib.suppress(subprocess.CalledProcessError):
+            for pid in _ip("netns", "pids", _namespace(name)).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            _ip("netns", "delete", _namespace(name))
+        shutil.rmtree(Path("/etc/netns") / _namespace(name), ignore_errors=True)
+    with contextlib.suppress(OSError):
+        Path("/etc/netns").rmdir()
+    with contextlib.suppress(subprocess.CalledProcessError):
+        _ip("link", "delete", _BRIDGE)
 
 
 def _build(hosts: TwoHosts) -> None:

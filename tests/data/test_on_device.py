@@ -70,6 +70,7 @@ def test_on_a_cpu_batches_are_handed_on_as_they_are(manifest):
         assert next(loader).step == 3  # nothing was taken ahead
 
 
+@pytest.mark.gpu
 def test_on_a_cuda_device_every_batch_arrives_as_it_was_read(manifest):
     """In a process of its own, since this one shall see no such device."""
     if torch.version.cuda is None and torch.version.hip is None:

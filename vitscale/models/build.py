@@ -46,6 +46,21 @@ def build_of_block(
     )
 
 
+def compile_blocks(model: Model) -> None:
+    """Have torch compile every block and residual unit by itself, once for all that are alike; names stay as they are.
+
+    Shapes are static: another batch size compiles anew.
+    """
+    from torch._dynamo import config  # imported by those who compile: it takes a second
+
+    stem = model.features if isinstance(model, ResNet) else model.stem
+    blocks = [*(stem.units() if stem is not None else []), *(model.blocks if isinstance(model, ViT) else [])]
+    # Blocks share their code, by which torch counts. Units differ in shape, and each is one shape in training.
+    config.recompile_limit = max(config.recompile_limit, len(blocks) + 8)
+    for block in blocks:
+        block.compile(fullgraph=True, dynamic=False)
+
+
 def initial_head_bias(recipe: recipes.Recipe) -> float:
     """-10 where the sigmoid loss meets the pre-training head, unless the recipe says otherwise; softmax cannot tell."""
     if recipe.model.head_bias is not None:

@@ -334,7 +334,7 @@ class Schedule(_Block):
 
 
 class Parallelism(_Block):
-    """How the run is spread over devices; nothing here changes what is computed, but for the rounding of sums."""
+    """How the run is spread over devices; nothing here changes what is computed, but for rounding."""
 
     zero_stage: int = Field(1, ge=0, le=3)
     activation_checkpointing: int = Field(
@@ -342,11 +342,14 @@ class Parallelism(_Block):
     )
     reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="in which gradients are summed over the ranks")
     offload: Literal["none", "optimizer"] = Field("none", description="optimizer: its state in host memory")
+    compile: bool = Field(False, description="each block by torch.compile; evaluation stays as it is")
 
     @model_validator(mode="after")
-    def _offload(self) -> "Parallelism":
+    def _possible(self) -> "Parallelism":
         if self.offload == "optimizer" and self.zero_stage == 0:
             raise ValueError("offload: optimizer needs zero_stage 1, 2 or 3")
+        if self.compile and self.zero_stage == 3:
+            raise ValueError("compile: true needs zero_stage 0, 1 or 2: stage 3 gathers weights within a block")
         return self
 
 

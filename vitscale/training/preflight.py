@@ -56,6 +56,7 @@ def preflight(recipe: Recipe, plan: Plan, run_dir: Path, world: distributed.Worl
     ranks: list[_Rank] = distributed.gather(_look_around(recipe, plan, world))
     _check_agreement(ranks, recipe)
     memory = on_rank_zero(lambda: expected_memory(recipe, plan.num_classes, world.size, plan.micro_batch, device))
+    _check_compiler(world, ranks)
     warnings = _check_bf16(recipe, world, ranks) + _check_memory(recipe, plan, world, ranks, memory)
     left = [bytes_left for bytes_left in _device_memory(ranks) if bytes_left is not None]
     needs = f"{_binary(memory.device_bytes)}{f' of {_binary(min(left))}' if left else ''} a rank expected"
@@ -84,6 +85,7 @@ class _Rank:
         device_memory: bytes that a CUDA device has left.
         host_memory: bytes that its machine has left for all its ranks.
         has_bf16: whether the device computes with bf16 itself.
+        can_compile: whether torch finds what compiles for the device; true where nobody asks for it.
     """
 
     host: str
@@ -91,6 +93,7 @@ class _Rank:
     device_memory: int | None
     host_memory: int | None
     has_bf16: bool | None
+    can_compile: bool
 
 
 def _look_around(recipe: Recipe, plan: Plan, world: distributed.World) -> _Rank:
@@ -105,7 +108,21 @@ def _look_around(recipe: Recipe, plan: Plan, world: distributed.World) -> _Rank:
     free, has_bf16 = None, has_bf16_instructions()
     if world.device.type == "cuda":
         free, has_bf16 = torch.cuda.mem_get_info(world.device)[0], torch.cuda.is_bf16_supported(False)
-    return _Rank(socket.gethostname(), identity, free, available_memory(), has_bf16)
+    can_compile = not recipe.parallelism.compile or _can_compile(world.device)
+    return _Rank(socket.gethostname(), identity, free, available_memory(), has_bf16, can_compile)
+
+
+def _can_compile(device: torch.device) -> bool:
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return has_triton()
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        return bool(cpp_builder.get_cpp_compiler())
+    except exc.InvalidCxxCompiler:
+        return False
 
 
 def code_fingerprint(package: Path) -> str:
@@ -192,6 +209,15 @@ def _check_bf16(recipe: Recipe, world: distributed.World, ranks: Sequence[_Rank]
     if world.device.type == "cuda":
         raise RecipeError(f"precision bf16: the device of {where} does not compute in it; use {advice}").on_all_ranks()
     return [f"precision bf16: the processor of {where} has no instructions for it, so that it is slow; use {advice}"]
+
+
+def _check_compiler(world: distributed.World, ranks: Sequence[_Rank]) -> None:
+    without = [index for index, rank in enumerate(ranks) if not rank.can_compile]
+    if without:
+        missing = "Triton" if world.device.type == "cuda" else "C++ compiler (g++, or what CXX names)"
+        raise RecipeError(
+            f"parallelism.compile: {_describe(without, ranks)} has no {missing}; install it, or leave compile out"
+        ).on_all_ranks()
 
 
 def _host_memory(ranks: Sequence[_Rank]) -> list[int | None]:

@@ -51,11 +51,12 @@ from vitscale.errors import (
 from vitscale.evaluation import ModelOutputs, evaluate
 from vitscale.flops import accounting, hardware
 from vitscale.flops.work import recipe_work
-from vitscale.models import build_model
+from vitscale.models import build_model, compile_blocks
 from vitscale.recipe import Recipe
 from vitscale.training import distributed, fragments, replicas, run_directory
 from vitscale.training.agreement import Agreement
 from vitscale.training.anomalies import Anomaly, AnomalyRecord, Suspects, TrainStep, describe, write_report
+from vitscale.training.attention import preferred_attention
 from vitscale.training.averaging import WeightAverage
 from vitscale.training.engine import Fp32Accumulation, build_engine, forget_gradients, is_plain
 from vitscale.training.initial_values import InitialValues
@@ -168,6 +169,8 @@ class Trainer:
                 model = build_model(self.recipe, self.plan.num_classes)
         else:
             model = build_model(self.recipe, self.plan.num_classes).to(self.world.device, self.dtype)
+            if self.recipe.parallelism.compile:
+                compile_blocks(model)
         self.engine = build_engine(self.recipe, model, self.plan.config)
         if self.recipe.parallelism.zero_stage == 0 and self.recipe.precision == "bf16" and self.plan.accumulation > 1:
             Fp32Accumulation(self.engine)
@@ -416,7 +419,13 @@ class Trainer:
             return {}
         self.engine.eval()
         try:
-            with self.average.in_place_of_weights() if self.average is not None else contextlib.nullcontext():
+            with (
+                self.average.in_place_of_weights() if self.average is not None else contextlib.nullcontext(),
+                # Batches of other sizes would each be compiled anew.
+                torch.compiler.set_stance("force_eager")
+                if self.recipe.parallelism.compile
+                else contextlib.nullcontext(),
+            ):
                 return evaluate(self.plan.evaluators, self._predict)
         finally:
             self.engine.train()
@@ -468,7 +477,7 @@ class Trainer:
         if self.interruption is not None:
             self.interruption.save_first()
         self.engine.train()
-        with self.progress or contextlib.nullcontext():
+        with self.progress or contextlib.nullcontext(), preferred_attention(self.world.device):
             try:
                 self._train()
                 self._finish()

@@ -1,0 +1,120 @@
+"""What the trainer adds to a step of its own engine: loader, digest, losses, checks, metrics.
+
+    python benchmarks/trainer_overhead.py [--models ViT-Ti/16 ViT-B/16] [--batch 32] [--rounds 7] [--json]
+
+One process takes turns: some steps of the trainer with its real loader, a digest of every batch and a line of metrics
+for every step, then as many of the bare engine (forward, loss, backward, update) on one of those batches. The loader's
+threads share the cores, but the pictures are small: decoding is measured by `loader.py`.
+
+Fails where the trainer adds 2 % or more.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch.multiprocessing as mp
+
+SIDE, LIMIT = 224, 0.02
+
+
+def work(_: int, model: str, batch: int, rounds: int, folder: Path) -> None:
+    """A process for one model; its result goes to a file."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+    from vitscale.data import to_model_input
+    from vitscale.recipe import validate_recipe
+    from vitscale.shards.generated import write_generated_dataset
+    from vitscale.training import distributed
+    from vitscale.training.plan import plan_run
+    from vitscale.training.trainer import Trainer
+
+    os.environ["MASTER_PORT"] = distributed.free_port()
+    write_generated_dataset(folder / "train", [8 * batch])
+    content = {
+        "model": {"name": model, "head": "linear"},
+        "data": {"train": "train", "root": str(folder), "image_size": SIDE},
+        "batch": {"global": batch, "micro_max": batch},
+        "objective": {"loss": "softmax"},
+        "optimizer": {"name": "adamw", "lr": 1e-4, "weight_decay": 0.1, "clip_norm": 1.0},
+        "schedule": {"duration": {"steps": 100_000}, "warmup": {"steps": 10}},
+        "logging": {"every": 1, "batch_digest": True},
+    }
+    recipe = validate_recipe(content, "benchmark")
+    trainer: Any = Trainer(recipe, plan_run(recipe, 0, 1), folder / "run", distributed.start(0, 1, 0))
+    trainer.engine.train()
+    trainer.last, trainer.metrics = 100_000, trainer._open_metrics()
+    results: dict[str, list[float]] = {"trainer": [], "engine": []}
+    with trainer._open_loader(0, 100_000) as loader:
+        batches = iter(loader)
+        first = next(batches)
+
+        def bare(number: int) -> None:
+            for _ in range(number):
+                logits = trainer.engine(to_model_input(first.images, trainer.world.device, trainer.dtype))
+                loss = trainer.plan.objective.per_sample_loss(logits, first.labels).mean()
+                trainer.engine.backward(loss)
+                trainer.engine.step()
+                loss.item()
+
+        def whole(number: int) -> None:
+            trainer._train_on(islice(batches, number))
+
+        contenders = {"trainer": whole, "engine": bare}
+        whole(2)
+        began = time.perf_counter()
+        bare(2)
+        number = max(2, round(6 / (time.perf_counter() - began)))  # some seconds
+        for turn in range(rounds):
+            for name in sorted(contenders, reverse=bool(turn % 2)):
+                began = time.perf_counter()
+                contenders[name](number)
+                results[name].append((time.perf_counter() - began) / number)
+    (folder / "results.json").write_text(json.dumps(results))
+    os._exit(0)
+
+
+def compare(model: str, batch: int, rounds: int) -> dict[str, Any]:
+    """The share that the trainer adds, for one model."""
+    with TemporaryDirectory() as folder:
+        mp.spawn(work, (model, batch, rounds, Path(folder)))
+        found = json.loads((Path(folder) / "results.json").read_text())
+    shares = [trainer / engine - 1 for trainer, engine in zip(found["trainer"], found["engine"], strict=True)]
+    return {
+        "model": model,
+        "batch": batch,
+        "overhead": statistics.median(shares),
+        "overhead_from": min(shares),
+        "overhead_to": max(shares),
+        "engine_s": statistics.median(found["engine"]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["ViT-Ti/16", "ViT-B/16"])
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    results = [compare(model, options.batch, options.rounds) for model in options.models]
+    if options.json:
+        print(json.dumps({"results": results}))
+    else:
+        print(f"{'model':<12}{'overhead':>9}{'(from - to)':>18}{'engine':>12}")
+        for one in results:
+            print(
+                f"{one['model']:<12}{one['overhead']:>9.2%}{one['overhead_from']:>9.2%} -{one['overhead_to']:>7.2%}"
+                f"{one['engine_s']:>10.3f} s"
+            )
+    if any(one["overhead"] >= LIMIT for one in results):
+        raise SystemExit(f"missed: the trainer is to add less than {LIMIT:.0%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""What each ZeRO stage of ours holds and takes on two ranks, against PyTorch's DistributedDataParallel.
+
+    python benchmarks/zero_stages.py [--model ViT-B/16] [--batch 4] [--ranks 2] [--rounds 5] [--json]
+
+Every rank has `batch` images of 224 x 224 pixels and one thread. DDP holds fp32 weights under autocast with torch's
+fused AdamW. `bytes a parameter`: weights, gradients and optimizer of rank 0 when the backward pass is done, counted
+tensor by tensor; `formula`: what the papers on ZeRO give for N ranks, 4 + 12 / N in stage 1, 2 + 14 / N in stage 2,
+16 / N in stage 3. `time`: a step by DDP's, the median of rounds in which all take turns.
+
+Fails where a stage holds 5 % more than its formula.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+SIDE, CLASSES = 224, 1000
+FORMULAS: dict[int, Callable[[int], float]] = {
+    1: lambda ranks: 4 + 12 / ranks,
+    2: lambda ranks: 2 + 14 / ranks,
+    3: lambda ranks: 16 / ranks,
+}
+
+
+def make_recipe(model: str, batch: int, ranks: int, stage: int) -> Any:
+    from vitscale.recipe import validate_recipe
+
+    content = {
+        "model": {"name": model, "head": "linear", "num_classes": CLASSES},
+        "data": {"train": "none", "image_size": SIDE},
+        "batch": {"global": batch * ranks, "micro_max": batch},
+        "objective": {"loss": "softmax"},
+        "optimizer": {"name": "adamw", "lr": 1e-4, "weight_decay": 0.1, "clip_norm": 1.0},
+        "schedule": {"duration": {"steps": 1000}},
+        "parallelism": {"zero_stage": stage},
+    }
+    return validate_recipe(content, "benchmark")
+
+
+def tensors_of(engine: Any) -> list[torch.Tensor]:
+    """Weights, gradients and what the optimizer has, of a DeepSpeed engine."""
+    found = [getattr(one, "ds_tensor", one) for one in engine.module.parameters()]
+    found += [one.grad for one in engine.module.parameters() if one.grad is not None]
+    wrapper = engine.optimizer
+    for gradients in getattr(wrapper, "averaged_gradients", {}).values():
+        found += [one for one in gradients or [] if one is not None]
+    if getattr(wrapper, "grad_partitions_flat_buffer", None) is not None:
+        found.append(wrapper.grad_partitions_flat_buffer)
+    inner = wrapper.optimizer
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+        found += list(getattr(wrapper, name, []))
+    for state in inner.state.values():
+        found += [one for one in state.values() if torch.is_tensor(one)]
+    return found
+
+
+def bytes_of(tensors: list[torch.Tensor]) -> int:
+    """Of all storages, each once."""
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+    return sum(storages.values())
+
+
+def work(rank: int, ranks: int, port: int, folder: Path, model: str, batch: int, rounds: int) -> None:
+    """Entry point of a rank."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    import deepspeed
+    import torch.distributed as dist
+
+    from vitscale.models import build_model, initialise
+    from vitscale.training import distributed
+    from vitscale.training.engine import build_engine, derive_config
+
+    distributed.start(rank, ranks, rank)
+    images = torch.rand(batch, SIDE, SIDE, 3) * 2 - 1
+    labels = torch.arange(batch) + batch * rank
+    steps: dict[str, Callable[[], None]] = {}
+    held: dict[str, float] = {}
+    engines = {}
+    for stage in FORMULAS:
+        recipe = make_recipe(model, batch, ranks, stage)
+        config = derive_config(recipe, ranks)
+        if stage == 3:
+            with deepspeed.zero.Init(config_dict_or_path=config):
+                built = build_model(recipe, CLASSES)
+            with deepspeed.zero.GatheredParameters(list(built.parameters()), modifier_rank=0):
+                initialise(built, seed=0)
+        else:
+            built = build_model(recipe, CLASSES)
+            initialise(built, seed=0)
+            built.to(torch.bfloat16)
+        engine = engines[stage] = build_engine(recipe, built, config)
+
+        def backward(engine: Any = engine) -> None:
+            logits = engine(images.bfloat16())
+            engine.backward(torch.nn.functional.cross_entropy(logits, labels))
+
+        def step(engine: Any = engine, backward: Callable[[], None] = backward) -> None:
+            backward()
+            engine.step()
+
+        step()
+        backward()
+        parameters = sum(getattr(one, "ds_numel", one.numel()) for one in built.parameters())
+        held[f"zero{stage}"] = bytes_of(tensors_of(engine)) / parameters
+        engine.step()
+        steps[f"zero{stage}"] = step
+    recipe = make_recipe(model, batch, ranks, 0)
+    plain = build_model(recipe, CLASSES)
+    initialise(plain, seed=0)
+    ddp = torch.nn.parallel.DistributedDataParallel(plain)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
+
+    def peer() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = torch.nn.functional.cross_entropy(ddp(images), labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+        optimizer.step()
+
+    steps["ddp"] = peer
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds + 1):
+        for name in sorted(steps, reverse=bool(turn % 2)):
+            dist.barrier()
+            began = time.perf_counter()
+            steps[name]()
+            dist.barrier()
+            seconds[name].append(time.perf_counter() - began)
+    if rank == 0:
+        (folder / "results.json").write_text(json.dumps({"held": held, "seconds": seconds}))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="ViT-B/16")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    from vitscale.training.distributed import free_port
+
+    with TemporaryDirectory() as folder:
+        arguments = (options.ranks, int(free_port()), Path(folder), options.model, options.batch, options.rounds)
+        mp.spawn(work, arguments, nprocs=options.ranks)
+        found = json.loads((Path(folder) / "results.json").read_text())
+    rows = []
+    for stage, formula in FORMULAS.items():
+        name = f"zero{stage}"
+        pairs = zip(found["seconds"][name][1:], found["seconds"]["ddp"][1:], strict=True)
+        row = {"stage": stage, "bytes_a_parameter": found["held"][name], "formula": formula(options.ranks)}
+        row["share"] = row["bytes_a_parameter"] / row["formula"]
+        row["time"] = statistics.median(ours / ddp for ours, ddp in pairs)
+        rows.append(row)
+    if options.json:
+        print(json.dumps({"model": options.model, "ranks": options.ranks, "batch": options.batch, "stages": rows}))
+    else:
+        print(f"{'ZeRO':>4}{'bytes a parameter':>19}{'formula':>9}{'share':>7}{'time by DDP':>13}")
+        for row in rows:
+            print(
+                f"{row['stage']:>4}{row['bytes_a_parameter']:>19.2f}{row['formula']:>9.2f}{row['share']:>7.3f}"
+                f"{row['time']:>13.3f}"
+            )
+    if any(row["share"] > 1.05 for row in rows):
+        raise SystemExit("missed: at most 5 % above the formula")
+
+
+if __name__ == "__main__":
+    main()

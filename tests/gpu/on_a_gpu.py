@@ -1,0 +1,78 @@
+"""Checks that a process with a CUDA device makes: `python on_a_gpu.py NAME`; 77 where there is no device."""
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+from vitscale.architectures import architecture
+from vitscale.models import ViT, compile_blocks, initialise
+from vitscale.planning import expected_memory
+from vitscale.training.attention import preferred_attention
+
+
+def attention(device: torch.device) -> None:
+    """Head sizes of L/16, H/14 and g/14, with 197 and 257 tokens: values and gradients near those of fp32's formula."""
+    for head, tokens in ((64, 197), (80, 257), (88, 257)):
+        torch.manual_seed(0)
+        inputs = [torch.randn(4, 8, tokens, head, device=device) for _ in range(3)]
+        exact, rounded = ([one.to(dtype).requires_grad_() for one in inputs] for dtype in (torch.float, torch.bfloat16))
+        query, key, value = exact
+        expected = torch.softmax(query @ key.mT * head**-0.5, dim=-1) @ value
+        with preferred_attention(device):
+            found = F.scaled_dot_product_attention(*rounded)
+            found.float().square().sum().backward()
+        expected.square().sum().backward()
+        for one, other in ((found, expected), *((a.grad, b.grad) for a, b in zip(rounded, exact, strict=True))):
+            error = (one.float() - other).norm() / other.norm()
+            assert error < 0.02, (head, tokens, error)
+
+
+def compiled(device: torch.device) -> None:
+    """Ten steps with compiled blocks lose as much as without."""
+    losses = []
+    for is_compiled in (False, True):
+        model = ViT(architecture("ViT-S/16"), image_size=64, num_classes=10)
+        initialise(model, seed=0)
+        model.to(device, torch.bfloat16)
+        if is_compiled:
+            compile_blocks(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        images = torch.rand(16, 64, 64, 3, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+        labels, own = torch.arange(16, device=device) % 10, []
+        for _ in range(10):
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            own.append(loss.item())
+        losses.append(own)
+    eager, other = torch.tensor(losses)
+    assert torch.allclose(eager, other, rtol=0.05, atol=0.02), losses
+
+
+def memory(device: torch.device) -> None:
+    """Saved activations of ViT-B/16 are within 5 % of what is planned."""
+    from toy_recipes import make_recipe
+
+    recipe = make_recipe({"name": "ViT-B/16"}, micro_batch=32)
+    model = ViT(architecture("ViT-B/16"), image_size=224, num_classes=1000)
+    initialise(model, seed=0)
+    model.to(device, torch.bfloat16)
+    images = torch.rand(32, 224, 224, 3).to(device, torch.bfloat16)
+    model(images).sum().backward()  # libraries take what they keep
+    before = torch.cuda.memory_allocated(device)
+    loss = model(images).sum()
+    saved = torch.cuda.memory_allocated(device) - before
+    expected = expected_memory(recipe, 1000, 1, device="cuda").activations
+    assert abs(saved / expected - 1) < 0.05, (saved, expected)
+    del loss
+
+
+CHECKS: dict[str, Callable[[torch.device], None]] = {"attention": attention, "compiled": compiled, "memory": memory}
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        sys.exit(77)
+    CHECKS[sys.argv[1]](torch.device("cuda", 0))

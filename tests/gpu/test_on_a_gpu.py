@@ -1,0 +1,92 @@
+"""What only a CUDA device can show, in processes that see one: `pytest -m gpu`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import on_a_gpu
+import pytest
+import torch
+import yaml
+from training.ranks import BASE, STEPS, make_data
+
+ROOT = Path(__file__).resolve().parents[2]
+SEEN = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+ENVIRONMENT = {
+    **SEEN,
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "planning")]),
+}
+NO_DEVICE = 77
+
+
+def has_device() -> bool:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return False  # this torch knows none
+    command = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
+    return subprocess.run(command, env=ENVIRONMENT).returncode == 0
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_device(), reason="no CUDA device here")]
+
+
+@pytest.mark.parametrize("name", on_a_gpu.CHECKS)
+def test_kernels_and_memory(name):
+    outcome = subprocess.run([sys.executable, on_a_gpu.__file__, name], env=ENVIRONMENT, capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stderr
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("gpu")
+    make_data(place)
+    (place / "toy.yaml").write_text(yaml.safe_dump(BASE))
+    return place
+
+
+def train(place: Path, name: str, *settings: str, stop_at: int | None = None) -> list[dict[str, Any]]:
+    """One rank; the lines of metrics of its steps."""
+    command = [sys.executable, str(ROOT / "vitscale" / "pretrain.py"), "--recipe", str(place / "toy.yaml")]
+    command += ["--run-dir", str(place / name), *(() if stop_at is None else ("--stop-at", str(stop_at)))]
+    for setting in (f"data.root={place}", *settings):
+        command += ["--set", setting]
+    outcome = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    lines = map(json.loads, (place / name / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "loss" in line]
+
+
+def column(lines: list[dict[str, Any]], key: str) -> list[Any]:
+    return [line[key] for line in lines]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_every_stage_trains_as_the_first(place, precision):
+    runs = [
+        train(place, f"{precision}-{stage}", f"precision={precision}", f"parallelism.zero_stage={stage}", stop_at=2)
+        for stage in range(4)
+    ]
+    for run in runs[1:]:
+        assert column(run, "batch_digest") == column(runs[0], "batch_digest")
+        assert column(run, "loss") == pytest.approx(column(runs[0], "loss"), rel=1e-3 if precision == "bf16" else 1e-5)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_resumed_run_goes_on_exactly(place, stage):
+    """To the last bit, where two runs that nothing happens to are equal to the last bit."""
+    blocks = (f"parallelism.zero_stage={stage}", "model.dropout=0.2", "batch.micro_max=4")
+    whole, again = (train(place, f"{name}-{stage}", *blocks) for name in ("whole", "again"))
+    train(place, f"resumed-{stage}", *blocks, stop_at=3)
+    resumed = train(place, f"resumed-{stage}", *blocks)
+    assert len(whole) == len(resumed) == STEPS
+    assert column(resumed, "batch_digest") == column(whole, "batch_digest")
+    if column(again, "loss") == column(whole, "loss"):
+        assert column(resumed, "loss") == column(whole, "loss")
+    assert column(resumed, "loss") == pytest.approx(column(whole, "loss"), rel=1e-3)
+
+
+def test_compiled_blocks_train_as_eager_ones(place):
+    eager, compiled = (train(place, f"compile-{on}", f"parallelism.compile={on}") for on in ("false", "true"))
+    assert column(compiled, "loss") == pytest.approx(column(eager, "loss"), rel=1e-2)

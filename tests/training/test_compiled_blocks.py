@@ -1,0 +1,49 @@
+"""Training with compiled blocks on two real DeepSpeed ranks: the losses of eager ones, and as exact a resume."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from outcomes import assert_same_run, column, evaluations
+from ranks import launch, make_data
+
+pytestmark = pytest.mark.slow  # compiling takes a minute or two
+
+RUNS = {
+    **{f"zero{stage}": {"parallelism": {"zero_stage": stage}} for stage in range(3)},
+    "recomputed": {"parallelism": {"zero_stage": 1, "activation_checkpointing": 1}},
+    # Units of several shapes share their code.
+    "hybrid": {"parallelism": {"zero_stage": 1}, "model": {"blocks": [1, 1], "patch_size": 2}},
+}
+
+
+def blocks(name: str, is_compiled: bool) -> dict[str, Any]:
+    parallelism = {**RUNS[name]["parallelism"], "compile": is_compiled}
+    evaluation = {"validation": "test", "batch": 5, "every": {"steps": 2}}
+    return {"precision": "fp32", "evaluation": evaluation, **RUNS[name], "parallelism": parallelism}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("compiled")
+    make_data(root)
+    jobs = [{"name": f"{name}-eager", "stops": [None], "blocks": [blocks(name, False)]} for name in RUNS]
+    jobs += [{"name": name, "stops": [None], "blocks": [blocks(name, True)]} for name in RUNS]
+    dropout = {**blocks("zero1", True), "model": {"dropout": 0.2}}
+    jobs.append({"name": "dropout", "stops": [None], "blocks": [dropout]})
+    jobs.append({"name": "dropout-resumed", "stops": [3, None], "blocks": [dropout] * 2})
+    launch(root, jobs, 2)
+    return root
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_losses_are_those_of_eager_blocks(root, name):
+    for key in ("loss", "grad_norm"):
+        assert column(root, name, key) == pytest.approx(column(root, f"{name}-eager", key), rel=1e-4)
+    assert column(root, name, "batch_digest") == column(root, f"{name}-eager", "batch_digest")
+    last, expected = (evaluations(root, run)[-1]["eval/validation/loss"] for run in (name, f"{name}-eager"))
+    assert last == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(root):
+    assert_same_run(root, "dropout-resumed", "dropout")

@@ -1,0 +1,19 @@
+"""Which of torch's implementations of attention computes."""
+
+import contextlib
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+_HOPPER = (9, 0)
+
+
+def preferred_attention(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """cuDNN's attention before flash attention on Hopper, where others measured it to be 1.7 to 2.3 times as fast.
+
+    What one of them does not take, the next one computes. Elsewhere torch chooses by itself.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != _HOPPER:
+        return contextlib.nullcontext()
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(order, set_priority=True)
