@@ -1,15 +1,21 @@
 """Time and memory of our trainer's step, against a plain PyTorch loop with timm's model of the same shape.
 
-    python benchmarks/train_step.py [--models ViT-Ti/16 ViT-B/16] [--batch 32] [--zero 1] [--rounds 7] [--json]
+    python benchmarks/train_step.py [--models ViT-Ti/16 ViT-B/16] [--batch 32] [--zero 1] [--rounds 7] [--compile]
+                                    [--pool cls|mean] [--device cpu|cuda] [--json]
 
-One process each, which take turns of a few steps, in changing order; a ratio is ours by the peer's of the same round,
-and the median of them is printed. Both train in bf16 on one rank with every core: ours as a recipe does, with fp32
-masters under DeepSpeed; the peer has fp32 weights under autocast, torch's fused AdamW and clipping. A step begins with
-a batch of 224 x 224 pixels in memory, uint8 for ours, normalised fp32 for the peer; it ends with the value of its loss.
+Contenders, each a process of its own: `trainer`, ours as a recipe runs it, with fp32 masters under DeepSpeed;
+`recomputed`, the same with the activations of every block recomputed; `plain`, our model in the loop that people write:
+fp32 weights under bf16 autocast, torch's fused AdamW, clipping; `timm`, that loop with timm's model. One rank, every
+core, 224 x 224 pixels that are in memory, uint8 for the trainer and normalised for the loops; a step ends with its
+loss as a number. On a CPU they take turns of a few steps, in changing order, and a ratio is the median over rounds; on a
+CUDA device they run one after the other, to be compiled (`--compile`), with the MFU against the datasheet.
 
-`memory`: peak of the resident set above what the process held before it made its model; `process`: the whole peak.
+`time` and `memory`: of the trainer by timm; `deepspeed`: time of the trainer by plain; `recompute_time`: of recomputed
+by the trainer; `recompute_saved`: the memory that recomputing saves, by what is planned (vitscale.planning). Memory is
+the peak above what the process held before it made its model; on a CUDA device, what torch allocated.
 
-Fails where ours takes more than 1.03 times the time, or more memory than the peer.
+Fails where the trainer takes more than 1.03 times timm's time on a CPU or its time on a CUDA device, or more memory, or
+where recomputing takes more than 1.38 times the time.
 """
 
 import argparse
@@ -22,49 +28,68 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-SIDE = 224
-PEERS = {"ViT-Ti/16": "vit_tiny_patch16_224", "ViT-S/16": "vit_small_patch16_224", "ViT-B/16": "vit_base_patch16_224"}
-LIMITS = {"time": 1.03, "memory": 1.0}
+from vitscale.architectures import architecture
+from vitscale.flops.accounting import mfu
+from vitscale.flops.hardware import peak_flops
+from vitscale.flops.work import recipe_work
+from vitscale.planning import expected_memory
+from vitscale.recipe import Recipe, validate_recipe
+
+SIDE, CLASSES = 224, 7
+CONTENDERS = ("trainer", "recomputed", "plain", "timm")
+LIMITS = {"memory": 1.0, "recompute_time": 1.38}
+TIMES = (("time", "trainer", "timm"), ("deepspeed", "trainer", "plain"), ("recompute_time", "recomputed", "trainer"))
+RATIOS = ("time", "memory", "deepspeed", "recompute_time", "recompute_saved")
+TIME_LIMIT = {"cpu": 1.03, "cuda": 1.0}
 
 
-def memory(field: str) -> int:
-    """Bytes of this process, by the kernel: VmRSS now, VmHWM at most."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
+# ---- A contender's process -------------------------------------------------------------------------------------------
 
 
-def our_step(model: str, batch: int, zero: int, folder: Path) -> Callable[[], float]:
+def make_recipe(model: str, folder: str, options: argparse.Namespace, recompute: int) -> Recipe:
+    """What the trainer trains."""
+    content = {
+        "model": {"name": model, "head": "linear", "pool": options.pool},
+        "data": {"train": "train", "root": folder, "image_size": SIDE},
+        "batch": {"global": options.batch, "micro_max": options.batch},
+        "objective": {"loss": "softmax"},
+        "optimizer": {"name": "adamw", "lr": 1e-4, "weight_decay": 0.1, "clip_norm": 1.0},
+        "schedule": {"duration": {"steps": 1000}, "warmup": {"steps": 10}},
+        "parallelism": {
+            "zero_stage": options.zero,
+            "compile": options.compile,
+            "activation_checkpointing": recompute,
+        },
+        "logging": {"tensorboard": False},
+    }
+    return validate_recipe(content, "benchmark")
+
+
+def trainer_step(options: argparse.Namespace, folder: Path) -> Callable[[], float]:
     """The trainer of a recipe, and one of its batches again and again."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-    from vitscale.recipe import validate_recipe
+    from vitscale.data import on_device
     from vitscale.shards.generated import write_generated_dataset
     from vitscale.training import distributed
+    from vitscale.training.attention import preferred_attention
     from vitscale.training.plan import plan_run
     from vitscale.training.trainer import Trainer
 
     os.environ["MASTER_PORT"] = distributed.free_port()
-    write_generated_dataset(folder / "train", [2 * batch])
-    content = {
-        "model": {"name": model, "head": "linear"},
-        "data": {"train": "train", "root": str(folder), "image_size": SIDE},
-        "batch": {"global": batch, "micro_max": batch},
-        "objective": {"loss": "softmax"},
-        "optimizer": {"name": "adamw", "lr": 1e-4, "weight_decay": 0.1, "clip_norm": 1.0},
-        "schedule": {"duration": {"steps": 1000}, "warmup": {"steps": 10}},
-        "parallelism": {"zero_stage": zero},
-        "logging": {"tensorboard": False},
-    }
-    recipe = validate_recipe(content, "benchmark")
+    write_generated_dataset(folder / "train", [2 * options.batch])
+    recipe = make_recipe(options.models[0], str(folder), options, recompute=int(options.work[0] == "recomputed"))
     world = distributed.start(0, 1, 0)
     plan = plan_run(recipe, 0, 1)
-    begin_measuring()
+    begin_measuring(options.device)
     trainer = Trainer(recipe, plan, folder / "run", world)
     trainer.engine.train()
     with trainer._open_loader(0, 1) as loader:
-        data = next(iter(loader))
+        data = next(iter(on_device(loader, world.device)))
+    preferred_attention(world.device).__enter__()
 
     def step() -> float:
         done = trainer._train_step(data)
@@ -74,19 +99,32 @@ def our_step(model: str, batch: int, zero: int, folder: Path) -> Callable[[], fl
     return step
 
 
-def peer_step(model: str, batch: int) -> Callable[[], float]:
+def loop_step(options: argparse.Namespace) -> Callable[[], float]:
     """A loop such as people write."""
-    import peers  # noqa: F401 (makes timm importable)
-    import timm
+    import peers
 
-    begin_measuring()
-    vit = timm.create_model(PEERS[model], num_classes=7, act_layer="gelu_tanh")
+    from vitscale.models import ViT, compile_blocks, initialise
+
+    begin_measuring(options.device)
+    vit: torch.nn.Module = ViT(
+        architecture(options.models[0]), image_size=SIDE, num_classes=CLASSES, pool=options.pool, head="linear"
+    )
+    initialise(vit, seed=0)
+    images = torch.rand(options.batch, SIDE, SIDE, 3) * 2 - 1
+    is_timm = options.work[0] == "timm"
+    if is_timm:
+        vit, images = peers.timm_vit(vit).train(), images.permute(0, 3, 1, 2).contiguous()
+    vit.to(options.device)
+    if options.compile and is_timm:
+        vit.compile()
+    elif options.compile:
+        compile_blocks(vit)
     optimizer = torch.optim.AdamW(vit.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
-    images, labels = torch.randn(batch, 3, SIDE, SIDE), torch.arange(batch) % 7
+    images, labels = images.to(options.device), (torch.arange(options.batch) % CLASSES).to(options.device)
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(options.device, dtype=torch.bfloat16):
             loss = torch.nn.functional.cross_entropy(vit(images), labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(vit.parameters(), 1.0)
@@ -96,35 +134,45 @@ def peer_step(model: str, batch: int) -> Callable[[], float]:
     return step
 
 
-def begin_measuring() -> None:
+def resident(field: str) -> int:
+    """Bytes of this process, by the kernel: VmRSS now, VmHWM at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def begin_measuring(device: str) -> None:
     """Everything is imported; forget the peak so far."""
     Path("/proc/self/clear_refs").write_text("5")
-    print("before", memory("VmRSS"), flush=True)
+    print("before", resident("VmRSS") if device == "cpu" else 0, flush=True)
 
 
-def work(who: str, model: str, batch: int, zero: int, folder: Path) -> None:
-    """A contender: for every line that comes in, so many steps, and the seconds of one goes out; then the peak."""
+def work(options: argparse.Namespace) -> None:
+    """For every line that comes in, so many steps, and the seconds of one goes out; then the peak."""
     torch.manual_seed(0)
-    step = our_step(model, batch, zero, folder) if who == "ours" else peer_step(model, batch)
+    who, folder = options.work
+    step = trainer_step(options, Path(folder)) if who in ("trainer", "recomputed") else loop_step(options)
     print("ready", 0, flush=True)
     for line in sys.stdin:
         began = time.perf_counter()
         for _ in range(int(line)):
             step()
         print("seconds", (time.perf_counter() - began) / int(line), flush=True)
-    print("peak", memory("VmHWM"), flush=True)
-    sys.stdout.flush()
+    print("peak", resident("VmHWM") if options.device == "cpu" else torch.cuda.max_memory_allocated(), flush=True)
     os._exit(0)
+
+
+# ---- The comparison --------------------------------------------------------------------------------------------------
 
 
 class Contender:
     """A process that takes steps when it is told to."""
 
-    def __init__(self, who: str, model: str, batch: int, zero: int, folder: Path) -> None:
-        command = [sys.executable, __file__, "--work", who, str(folder), "--models", model, "--batch", str(batch)]
-        self._process = subprocess.Popen(
-            [*command, "--zero", str(zero)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    def __init__(self, who: str, options: argparse.Namespace, model: str, folder: str) -> None:
+        command = [sys.executable, __file__, "--work", who, f"{folder}/{who}", "--models", model]
+        command += ["--batch", str(options.batch), "--zero", str(options.zero), "--pool", options.pool]
+        command += ["--device", options.device, *(["--compile"] if options.compile else [])]
+        Path(folder, who).mkdir()
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._before = self._read("before")
         self._read("ready")
 
@@ -142,68 +190,89 @@ class Contender:
         print(number, file=self._process.stdin, flush=True)
         return self._read("seconds")
 
-    def end(self) -> tuple[float, float]:
-        """Peak bytes: since the model was made, and of the whole process."""
+    def end(self) -> float:
+        """Peak bytes since the model was made."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         peak = self._read("peak")
         self._process.wait()
-        return peak - self._before, peak
+        return peak - self._before
 
 
-def compare(model: str, batch: int, zero: int, rounds: int) -> dict[str, float | str]:
+def compare(model: str, options: argparse.Namespace) -> dict[str, Any]:
     """The ratios for one model."""
+    found: dict[str, list[float]] = {who: [] for who in options.contenders}
+    peaks = {}
     with tempfile.TemporaryDirectory() as folder:
-        contenders = {who: Contender(who, model, batch, zero, Path(folder)) for who in ("ours", "peer")}
-        for contender in contenders.values():
-            contender.steps(2)
-        number = max(1, round(3 / contenders["peer"].steps(1)))  # some seconds
-        found: dict[str, list[float]] = {who: [] for who in contenders}
-        for turn in range(rounds):
-            for who in sorted(contenders, reverse=bool(turn % 2)):
-                found[who].append(contenders[who].steps(number))
-        peaks = {who: contender.end() for who, contender in contenders.items()}
-    ratios = [ours / peer for ours, peer in zip(found["ours"], found["peer"], strict=True)]
-    return {
-        "model": model,
-        "batch": batch,
-        "zero_stage": zero,
-        "time": statistics.median(ratios),
-        "time_from": min(ratios),
-        "time_to": max(ratios),
-        "memory": peaks["ours"][0] / peaks["peer"][0],
-        "process": peaks["ours"][1] / peaks["peer"][1],
-        "ours_s": statistics.median(found["ours"]),
-        "peer_s": statistics.median(found["peer"]),
-        "ours_mb": peaks["ours"][0] / 1e6,
-        "peer_mb": peaks["peer"][0] / 1e6,
-    }
+
+        def begin(who: str) -> tuple[Contender, int]:
+            contender = Contender(who, options, model, folder)
+            contender.steps(3)
+            return contender, max(1, round(3 / contender.steps(2)))  # some seconds
+
+        if options.device == "cuda":
+            for who in options.contenders:
+                contender, number = begin(who)
+                found[who] = [contender.steps(number) for _ in range(options.rounds)]
+                peaks[who] = contender.end()
+        else:
+            begun = {who: begin(who) for who in options.contenders}
+            number = min(number for _, number in begun.values())
+            for turn in range(options.rounds):
+                for who in sorted(begun, reverse=bool(turn % 2)):
+                    found[who].append(begun[who][0].steps(number))
+            peaks = {who: contender.end() for who, (contender, _) in begun.items()}
+    seconds = {who: statistics.median(values) for who, values in found.items()}
+    result: dict[str, Any] = {"model": model, "batch": options.batch, "zero_stage": options.zero, "pool": options.pool}
+    result |= {"compile": options.compile, "seconds": seconds, "bytes": peaks}
+    for name, own, peer in TIMES:
+        if {own, peer} <= found.keys():
+            result[name] = statistics.median(a / b for a, b in zip(found[own], found[peer], strict=True))
+    if {"trainer", "timm"} <= found.keys():
+        result["memory"] = peaks["trainer"] / peaks["timm"]
+    kept = make_recipe(model, "", options, recompute=0)
+    if {"trainer", "recomputed"} <= found.keys():
+        less = make_recipe(model, "", options, recompute=1)
+        planned = [expected_memory(one, CLASSES, 1, device=options.device) for one in (kept, less)]
+        most, least = (one.activations + one.workspace for one in planned)
+        result["recompute_saved"] = (peaks["trainer"] - peaks["recomputed"]) / (most - least)
+    if options.device == "cuda":
+        peak, macs = peak_flops(torch.cuda.get_device_name(), "bf16"), recipe_work(kept, CLASSES).macs
+        result["mfu"] = {who: mfu(options.batch / value, macs, 1, peak) for who, value in seconds.items()}
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["ViT-Ti/16", "ViT-B/16"], choices=PEERS)
+    parser.add_argument("--models", nargs="+", default=["ViT-Ti/16", "ViT-B/16"])
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--zero", type=int, default=1, choices=range(4))
+    parser.add_argument("--pool", default="cls", choices=("cls", "mean"))
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--work", nargs=2, metavar=("WHO", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        return work(options.work[0], options.models[0], options.batch, options.zero, Path(options.work[1]))
-    results = [compare(model, options.batch, options.zero, options.rounds) for model in options.models]
+        return work(options)
+    results = [compare(model, options) for model in options.models]
     if options.json:
-        print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), "results": results}))
+        print(json.dumps({"device": options.device, "torch": torch.__version__, "results": results}))
     else:
-        print(f"{'model':<12}{'time':>7}{'(from - to)':>16}{'memory':>9}{'process':>9}{'ours':>18}{'timm':>18}")
         for one in results:
-            print(
-                f"{one['model']:<12}{one['time']:>7.3f}{one['time_from']:>9.3f} - {one['time_to']:<.3f}"
-                f"{one['memory']:>8.3f}{one['process']:>9.3f}{one['ours_s']:>8.3f} s{one['ours_mb']:>6,.0f} MB"
-                f"{one['peer_s']:>8.3f} s{one['peer_mb']:>6,.0f} MB"
-            )
-    if any(one[what] > limit for one in results for what, limit in LIMITS.items()):
-        raise SystemExit("missed: " + ", ".join(f"{what} at most {limit}" for what, limit in LIMITS.items()))
+            ratios = {name: value for name, value in one.items() if name in RATIOS}
+            print(f"{one['model']}: " + "  ".join(f"{name} {value:.3f}" for name, value in ratios.items()))
+            for who, seconds in one["seconds"].items():
+                share = one["mfu"][who] if "mfu" in one else None
+                print(
+                    f"  {who:<11}{seconds:9.4f} s {options.batch / seconds:9.1f} images/s "
+                    f"{one['bytes'][who] / 1e6:9,.0f} MB{'' if share is None else f'{share:9.1%} MFU'}"
+                )
+    limits = {"time": TIME_LIMIT[options.device], **LIMITS}
+    if any(one.get(what, 0) > limit for one in results for what, limit in limits.items()):
+        raise SystemExit("missed: " + ", ".join(f"{what} at most {limit}" for what, limit in limits.items()))
     return None
 
 
