@@ -6,8 +6,8 @@
 Contenders, each a process of its own: `trainer`, ours as a recipe runs it, with fp32 masters under DeepSpeed;
 `recomputed`, the same with the activations of every block recomputed; `plain`, our model in the loop that people write:
 fp32 weights under bf16 autocast, torch's fused AdamW, clipping; `timm`, that loop with timm's model. One rank, every
-core, 224 x 224 pixels that are in memory, uint8 for the trainer and normalised for the loops; a step ends with its
-loss as a number. On a CPU they take turns of a few steps, in changing order, and a ratio is the median over rounds; on a
+core, 224 x 224 pixels that are in memory, uint8 for the trainer and normalised for the loops; a step ends with the
+loss read. On a CPU they take turns of a few steps, in changing order, and a ratio is the median over rounds; on a
 CUDA device they run one after the other, to be compiled (`--compile`), with the MFU against the datasheet.
 
 `time` and `memory`: of the trainer by timm; `deepspeed`: time of the trainer by plain; `recompute_time`: of recomputed

@@ -1,0 +1,93 @@
+"""Runs all benchmarks of training and loading, and writes what they print into benchmarks/README.md.
+
+    python benchmarks/regenerate.py [--images DIR] [--only NAME ...]
+
+Leave the machine alone meanwhile: about an hour on two cores. --images: for `loader.py`, which is left out without it.
+With --only the other sections stay as they are.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+README = HERE / "README.md"
+COMMANDS = {
+    "train_step": ["--models", "ViT-Ti/16", "ViT-B/16"],
+    "train_step_compiled": ["--models", "ViT-Ti/16", "ViT-B/16", "--compile", "--contenders", "trainer", "timm"],
+    "trainer_overhead": [],
+    "zero_stages": [],
+    "scaling": [],
+    "startup": [],
+    "startup_compiled": ["--recipe", "b16_jft", "--batch", "4", "--compile"],
+    "order_scale": ["--rounds", "1"],
+    "loader": [],
+}
+MODES = ("_compiled",)
+HEADING = """# Benchmarks
+
+Every program prints ratios against a peer, or against itself, measured in one run; `--json` gives one JSON object. None
+of them is a test, and no test looks at a clock. What was tried, what moved and what did not is in
+[docs/LOG.md](../docs/LOG.md). `python benchmarks/regenerate.py` rewrites the sections below.
+"""
+
+
+def machine() -> str:
+    """Processor or device, and versions."""
+    with Path("/proc/cpuinfo").open() as file:
+        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    where = f"{os.cpu_count()} cores of {names[0] if names else platform.machine()}"
+    if torch.cuda.is_available():
+        where = f"one {torch.cuda.get_device_name()}, {where}"
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "deepspeed", "timm"))
+    return f"{where}; Python {platform.python_version()}, {versions}; {datetime.datetime.now(datetime.UTC).date()}"
+
+
+def section(name: str, arguments: list[str]) -> str:
+    """Run one program and show what it printed last, also where it missed its goal."""
+    program = name
+    for mode in MODES:
+        program = program.removesuffix(mode)
+    shown = " ".join(["python", f"benchmarks/{program}.py", *arguments])
+    print(shown, flush=True)
+    run = subprocess.run(
+        [sys.executable, HERE / f"{program}.py", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=HERE.parent,
+    )
+    lines = [line for line in run.stdout.splitlines() if not line.startswith(("preflight", "WARNING", "step ", "done"))]
+    if run.returncode:
+        lines += run.stderr.splitlines()[-1:]
+    print("\n".join(lines), flush=True)
+    return f"## {name}\n\n    $ {shown}\n" + "".join(f"    {line}\n" for line in lines) + f"\n{machine()}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", help="a folder of images, for loader.py")
+    parser.add_argument("--only", nargs="+", choices=COMMANDS, default=list(COMMANDS), metavar="NAME")
+    options = parser.parse_args()
+    text = README.read_text() if README.exists() else ""
+    found = re.split(r"(?m)^## ", text)[1:]
+    sections = {part.split("\n", 1)[0]: f"## {part.rstrip()}\n" for part in found}
+    for name in options.only:
+        if name == "loader" and options.images is None:
+            continue
+        images = [options.images] if name == "loader" else []
+        sections[name] = section(name, [*images, *COMMANDS[name]])
+        ordered = [sections[name] for name in COMMANDS if name in sections]
+        README.write_text("\n".join([HEADING, *ordered]))
+
+
+if __name__ == "__main__":
+    main()
