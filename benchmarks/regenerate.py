@@ -51,20 +51,15 @@ def machine() -> str:
     return f"{where}; Python {platform.python_version()}, {versions}; {datetime.datetime.now(datetime.UTC).date()}"
 
 
-def section(name: str, arguments: list[str]) -> str:
+def section(name: str, arguments: list[str], images: list[str]) -> str:
     """Run one program and show what it printed last, also where it missed its goal."""
     program = name
     for mode in MODES:
         program = program.removesuffix(mode)
-    shown = " ".join(["python", f"benchmarks/{program}.py", *arguments])
+    shown = " ".join(["python", f"benchmarks/{program}.py", *(["IMAGES"] if images else []), *arguments])
     print(shown, flush=True)
-    run = subprocess.run(
-        [sys.executable, HERE / f"{program}.py", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=HERE.parent,
-    )
+    command = [sys.executable, str(HERE / f"{program}.py"), *images, *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent)
     lines = [line for line in run.stdout.splitlines() if not line.startswith(("preflight", "WARNING", "step ", "done"))]
     if run.returncode:
         lines += run.stderr.splitlines()[-1:]
@@ -84,7 +79,7 @@ def main() -> None:
         if name == "loader" and options.images is None:
             continue
         images = [options.images] if name == "loader" else []
-        sections[name] = section(name, [*images, *COMMANDS[name]])
+        sections[name] = section(name, COMMANDS[name], images)
         ordered = [sections[name] for name in COMMANDS if name in sections]
         README.write_text("\n".join([HEADING, *ordered]))
 
