@@ -311,3 +311,41 @@ def test_compiling_without_a_compiler_is_refused_before_the_first_step(place, tm
     arguments = ["--run-dir", tmp_path / "run", "--set", "parallelism.compile=true"]
     result = pretrain(place, *arguments, CXX="no-such-compiler")
     assert result.returncode == 2 and "has no C++ compiler" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_output_that_nobody_takes_ends_no_run(place, tmp_path):
+    """A reader of a pipe that has ended, a disk for the log that is full, no standard output at all."""
+    command = [sys.executable, str(PRETRAIN), *toy_options(place)]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run([*command, "--run-dir", str(tmp_path / "full")], stdout=full, stderr=subprocess.PIPE)
+    assert ended.returncode == 0 and (tmp_path / "full" / "DONE").exists(), ended.stderr
+    for name, line in (("pipe", '"$@" | true; exit "${PIPESTATUS[0]}"'), ("closed", '"$@" >&-')):
+        ended = run("bash", "-c", line, "bash", *command, "--run-dir", tmp_path / name)
+        assert ended.returncode == 0 and (tmp_path / name / "DONE").exists(), ended.stderr
+
+
+def test_a_run_whose_checkpoints_are_away_does_not_begin_again(place, tmp_path):
+    run_dir, above = tmp_path / "run", tmp_path / "above"
+    arguments = ["--run-dir", run_dir, "--set", f"checkpoint.dir={above}"]
+    assert pretrain(place, *arguments, "--stop-at", "3").returncode == 0
+    metrics = (run_dir / "metrics.jsonl").read_text()
+
+    (above / "run").rename(tmp_path / "elsewhere")
+    lost = pretrain(place, *arguments)
+    assert lost.returncode == 3 and "saved step 3" in lost.stderr and str(above / "run") in lost.stderr
+    other = pretrain(place, "--run-dir", run_dir)
+    assert other.returncode == 3 and "where checkpoint.dir and --run-dir point now" in other.stderr
+    shutil.rmtree(above)
+    unmounted = pretrain(place, *arguments)
+    assert unmounted.returncode == 75 and "Is its file system mounted?" in unmounted.stderr
+    assert (run_dir / "metrics.jsonl").read_text() == metrics
+
+    above.mkdir()
+    (tmp_path / "elsewhere").rename(above / "run")
+    unwilling = pretrain(place, "--run-dir", tmp_path / "new" / "run", *arguments[2:], "--resume", "never")
+    assert unwilling.returncode == 2 and "already holds a run" in unwilling.stderr
+    (tmp_path / "link").symlink_to(run_dir)
+    (run_dir / "DONE").touch()
+    back = pretrain(place, "--run-dir", tmp_path / "link", *arguments[2:])
+    assert back.returncode == 0 and "at step 3 of 6" in back.stdout and "DONE is damaged" in back.stdout
+    assert json.loads((run_dir / "DONE").read_text())["step"] == STEPS

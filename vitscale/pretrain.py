@@ -112,6 +112,7 @@ def pretrain(options: argparse.Namespace) -> None:
         from vitscale.training import distributed
         from vitscale.training.interruption import Interruption
         from vitscale.training.plan import plan_run
+        from vitscale.training.progress import tell
         from vitscale.training.run_directory import check_run_dir
 
         interruption = Interruption(None if options.time_limit is None else 60 * options.time_limit)
@@ -121,7 +122,7 @@ def pretrain(options: argparse.Namespace) -> None:
         done = check_run_dir(recipe, run_dir, may_resume=options.resume == "auto")
         if done is not None:
             if os.environ.get("RANK", "0") == "0":
-                print(f"{run_dir} holds a finished run; nothing to do\n{done.rstrip()}")
+                tell(f"{run_dir} holds a finished run; nothing to do\n{done}")
             return
         if options.smoke:
             write_smoke_data(smoke_data, world_size)

@@ -1,7 +1,10 @@
 """What lies where in a run directory. No torch, so that what only looks at a run starts at once."""
 
+import fcntl
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from vitscale.errors import RecipeError
 from vitscale.recipe import Recipe, find_recipe
@@ -11,6 +14,9 @@ RECIPE_FILE = "recipe.yaml"
 CHECKPOINTS = "checkpoints"
 DONE_FILE = "DONE"
 LAUNCH_FILE = "launch.jsonl"
+LOCK_FILE = ".lock"
+NEWEST_FILE = "newest-checkpoint.json"
+"""Step and place of the newest checkpoint: that there was one, even where the place is not there any more."""
 ANOMALIES_DIR = "anomalies"
 INDEX_FILES = f"{CHECKPOINTS}/step-*/index.json"
 """Pattern of the last file of each checkpoint; of those in the run directory."""
@@ -36,7 +42,35 @@ def checkpoints_root(recipe: Recipe, run_dir: Path) -> str:
         return str(run_dir / CHECKPOINTS)
     if not is_url(above):
         above = os.path.expanduser(above)  # noqa: PTH111 (without an error where there is no home)
-    return join(above, base_name(os.path.abspath(run_dir)))  # noqa: PTH100 (a link keeps its own name)
+    return join(above, base_name(os.path.realpath(run_dir)))  # by whatever link the directory is reached
+
+
+def read_done(run_dir: Path) -> dict[str, Any] | None:
+    """What a finished run says of itself; None where it is not finished, or what it says is damaged."""
+    try:
+        found = json.loads((run_dir / DONE_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def is_held(run_dir: Path) -> bool | None:
+    """Whether a rank holds the lock of a run directory; None where nothing tells.
+
+    A lock that is held on another machine is seen on file systems that know of locks (NFS, Lustre with `flock`), and
+    not on others.
+    """
+    try:
+        with (run_dir / LOCK_FILE).open("rb") as lock:
+            # There is no asking without taking: it is given back at once, when the file is closed.
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    return False
 
 
 def newest_checkpoint_step(run_dir: Path) -> int:

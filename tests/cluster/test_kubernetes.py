@@ -292,6 +292,7 @@ def test_a_recipe_of_ones_own_goes_along_with_what_it_extends_and_the_settings(k
         ("--nodes 3", r"3 node\(s\) of 8 ranks do not divide batch.global 4,096"),
         ("--run-dir /tmp/run", "--run-dir /tmp/run is not below /work"),
         ("--run-dir ../run", "is not below /work"),
+        ("--set checkpoint.dir=/elsewhere", "checkpoint.dir /elsewhere is not below /work"),
         ("--resume never", "a pod that is started again continues"),
         ("--node-rank 0", "--node-rank is not for --cluster k8s"),
         ("--master node1", "--master is not for --cluster k8s"),

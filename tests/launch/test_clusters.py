@@ -158,3 +158,17 @@ def test_the_far_end_kills_what_it_runs_when_the_connection_ends(tmp_path):
         _, shown = far.communicate(timeout=20)
         assert far.returncode == 75 and "the connection to the front has ended" in shown
     wait_until(lambda: not is_alive(int((tmp_path / "pid").read_text().split()[0])))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "options", "run_dir", "words"),
+    [
+        ("slurm", {"python": 'apptainer exec "a b'}, "run", "No closing quotation"),
+        ("slurm", {"srun": "--x='"}, "run", "No closing quotation"),
+        ("slurm", {}, "a\nrm -rf b", "cannot be printed"),
+    ],
+)
+def test_what_would_be_other_words_or_lines_is_refused(cluster, options, run_dir, words):
+    what = Pretraining("h14_jft", ranks=1, run_dir=Path(run_dir), smoke=True)
+    with pytest.raises(RecipeError, match=words):
+        find_cluster(cluster).render(Job(what, options=options))

@@ -20,7 +20,7 @@ from vitscale.launch.machine import hold_port
 PROGRAM = Path(__file__).with_name("small_launch.py")
 ROOT = PROGRAM.parents[2]
 FOREVER = "note(f'pid-{rank}-{time.time_ns()}', os.getpid()); time.sleep(100)"
-DONE = "note('DONE')"
+DONE = "note('DONE', '{}')"
 
 
 class Cluster:
@@ -183,6 +183,9 @@ def test_whoever_else_comes_to_the_port_changes_nothing(cluster):
         b"\n\n[]\n",
         b'{"node": "x"}\n',
         b'{"node": -1}\n{}\n',
+        b'{"node": 1e400, "nodes": 2, "host": "h"}\n',
+        b"[" * 100_000 + b"\n",
+        *(b'{"node": 1, "nodes": 2, "host": "h"}\n' + line for line in (b'{"ready": 5}\n', b'{"account": {}}\n')),
         b"\x00" * (2 << 20),
     ):
         assert speak(noise)

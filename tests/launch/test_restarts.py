@@ -12,7 +12,7 @@ from small_ranks import ranks, signal_when
 from vitscale.errors import PreemptedError
 from vitscale.launch import Launch, Supervisor
 
-DONE = "note('DONE')"
+DONE = "note('DONE', '{}')"
 
 
 def launch(run_dir: Path, *attempts: tuple[str, ...], max_restarts: int = 3, **options):
@@ -96,7 +96,7 @@ def test_an_attempt_that_gets_through_ends_it(tmp_path):
 
 
 def test_a_run_that_was_done_before(tmp_path):
-    (tmp_path / "DONE").touch()
+    (tmp_path / "DONE").write_text("{}")
     assert launch(tmp_path, ("pass",)) == (0, 1)
     assert launch(tmp_path, ("sys.exit(2)",)) == (2, 1)
 

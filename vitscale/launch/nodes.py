@@ -10,7 +10,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
 from vitscale.errors import PeerLostError, RecipeError, VitscaleError
@@ -272,7 +272,7 @@ class FirstNode:
         """A launch has said which node it is, and perhaps more."""
         try:
             node, nodes, host = int(hello["node"]), int(hello["nodes"]), str(hello["host"])
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             return stranger.close()
         refusal = ""
         if nodes != self._place.nodes or not 0 < node < nodes:
@@ -309,18 +309,21 @@ class _Other:
         self.connection.send({"decision": decision})
 
     def take(self, message: Mapping[str, Any]) -> None:
-        if "ready" in message:
-            self.devices, self.is_asked_for = message["ready"]
-            self.is_ready = True
-        elif "trouble" in message:
-            self._trouble = f"{self.name}: {message['trouble']}"
-        elif "account" in message:
-            account = message["account"]
-            culprit = account.pop("culprit")
-            self._account = Account(None if culprit is None else End(**culprit), **account)
-        elif "leaves" in message:
-            self.left = Decision(*message["leaves"])
-            self._trouble = f"{self.name} ended: {self.left.why}"
+        """Whoever says what no launch says is no launch, and is lost."""
+        try:
+            if "ready" in message:
+                devices, is_asked_for = message["ready"]
+                self.devices, self.is_asked_for, self.is_ready = int(devices), bool(is_asked_for), True
+            elif "trouble" in message:
+                self._trouble = f"{self.name}: {message['trouble']}"
+            elif "account" in message:
+                culprit, *others = (message["account"][field.name] for field in fields(Account))
+                self._account = Account(None if culprit is None else End(**culprit), *others)
+            elif "leaves" in message:
+                self.left = Decision(*message["leaves"])
+                self._trouble = f"{self.name} ended: {self.left.why}"
+        except (KeyError, TypeError, ValueError, OverflowError):
+            self.connection.close()
 
     def trouble(self) -> str:
         lost = self.connection.lost and self._account is None
@@ -470,7 +473,7 @@ class _Connection:
         *lines, self._received = self._received.split(b"\n")
         try:
             messages = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):
             messages = [None]
         if len(self._received) > _MOST_BYTES or not all(isinstance(message, dict) for message in messages):
             self._lose("sends what is no message")

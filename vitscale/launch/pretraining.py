@@ -16,9 +16,10 @@ from vitscale.launch.rank import RankCommand
 from vitscale.launch.restarts import Launch
 from vitscale.launch.supervisor import Supervisor, say
 from vitscale.recipe import load_recipe
-from vitscale.run_directory import RECIPE_FILE, default_run_dir
+from vitscale.run_directory import RECIPE_FILE, default_run_dir, is_held
 
 Resume = Literal["auto", "never"]
+_PATIENCE_SECONDS = (0.5, 1.0, 2.0)  # with ranks whose launch was killed a moment ago
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ def launch_pretraining(
     restart, `PeerLostError` where no device is left or a node does not come.
     """
     global_batch = _global_batch(what)
+    if place is None or place.node == 0:
+        _refuse_if_held(what.run_dir or default_run_dir(what.recipe, smoke=what.smoke))
     with Supervisor() as supervisor:
         nodes: Nodes
         if place is None or place.nodes == 1:
@@ -59,6 +62,16 @@ def launch_pretraining(
         ranks = PretrainingRanks(what, count, nodes)
         stops_early = what.stop_at is not None
         return Launch(ranks.run_dir, ranks, supervisor, nodes, max_restarts=max_restarts, stops_early=stops_early).run()
+
+
+def _refuse_if_held(run_dir: Path) -> None:
+    """Raise `RecipeError` where another launch trains there: its journal is no place for what becomes of this one."""
+    for seconds in (*_PATIENCE_SECONDS, None):
+        if not is_held(run_dir):
+            return
+        if seconds is None:
+            raise RecipeError(f"{run_dir} is in use by another launch; wait for it, or use another --run-dir")
+        time.sleep(seconds)
 
 
 def _global_batch(what: Pretraining) -> int | None:

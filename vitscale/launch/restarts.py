@@ -10,7 +10,7 @@ from vitscale.launch.journal import Journal
 from vitscale.launch.nodes import Account, Decision, Nodes, OneNode
 from vitscale.launch.rank import RankCommand
 from vitscale.launch.supervisor import Supervisor, say
-from vitscale.run_directory import DONE_FILE, LAUNCH_FILE, newest_checkpoint_step
+from vitscale.run_directory import DONE_FILE, LAUNCH_FILE, newest_checkpoint_step, read_done
 
 _LONGEST_PAUSE_SECONDS = 60.0
 
@@ -147,7 +147,7 @@ class Launch:
         self._supervisor.wait(decision.pause_s)
 
     def _is_done(self) -> bool:
-        return (self._run_dir / DONE_FILE).exists()
+        return read_done(self._run_dir) is not None
 
     def _progress(self) -> tuple[int, int]:
         """How far the run has come for good. Checkpoints elsewhere cannot be seen: there the steps taken have to do."""

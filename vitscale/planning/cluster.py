@@ -85,7 +85,10 @@ def make_cluster(
         if nodes is None and devices > 1:
             assumed.append(f"{devices_per_node} devices a node (--nodes, --devices-per-node)")
     if devices % devices_per_node:
-        raise RecipeError(f"--devices {devices} does not divide by --devices-per-node {devices_per_node}")
+        raise RecipeError(
+            f"--devices {devices} does not divide by {devices_per_node} devices a node: say --nodes, or "
+            f"--devices-per-node"
+        )
     if nodes is not None and nodes * devices_per_node != devices:
         raise RecipeError(f"--nodes {nodes} with --devices-per-node {devices_per_node} are not --devices {devices}")
     if devices > devices_per_node and network is None:

@@ -1,8 +1,6 @@
 """Whether a run trains, and if not, what ended it."""
 
-import fcntl
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from vitscale.errors import EXIT_DONE, PreemptedError
@@ -22,7 +20,6 @@ State = Literal[
 ]
 """`stopped early` is done, for want of a better evaluation; `stopped` is not: it was started with --stop-at."""
 
-_LOCK_FILE = ".lock"
 _TO_START_S = 600.0  # importing torch from a slow file system, and starting as many processes as there are devices
 _LATER_S = 5.0  # that two clocks may differ by
 
@@ -46,25 +43,6 @@ class Signs:
     line_at: float | None
     due_s: float | None
     timeout_s: float
-
-
-def is_held(run_dir: Path) -> bool | None:
-    """Whether a rank holds the lock of a run directory; None where nothing tells.
-
-    A lock that is held on another machine is seen on file systems that know of locks (NFS, Lustre with `flock`), and
-    not on others.
-    """
-    try:
-        with (run_dir / _LOCK_FILE).open("rb") as lock:
-            # There is no asking without taking: it is given back at once, when the file is closed.
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return None
-    return False
 
 
 def judge(signs: Signs, now: float) -> tuple[State, str]:

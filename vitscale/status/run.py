@@ -20,11 +20,12 @@ from vitscale.run_directory import (
     LAUNCH_FILE,
     RECIPE_FILE,
     checkpoints_root,
+    is_held,
 )
 from vitscale.status import recent
 from vitscale.status.checkpoints import Index, read_checkpoints
 from vitscale.status.launches import Launches, read_launches
-from vitscale.status.liveness import Signs, State, is_held, judge
+from vitscale.status.liveness import Signs, State, judge
 from vitscale.status.metrics_log import MetricsLog, Row
 from vitscale.status.reading import count, number, read_object
 from vitscale.status.summary import Anomalies, Best, Evaluation, Restarts, RunStatus, Saved
@@ -161,8 +162,7 @@ class RunReader:
         path = self._directory / DONE_FILE
         content = read_object(path)
         if content is None and path.exists():
-            notes.append(f"{path} is damaged")
-            return {}
+            notes.append(f"{path} is damaged, and passed over")
         return content
 
     def _state(self, done: dict[str, Any] | None, launches: Launches, pace: float | None) -> tuple[State, str]:

@@ -191,7 +191,8 @@ def finish(code: int) -> None:
     """
     if dist.is_initialized() and code == 0:
         dist.barrier()
-    with contextlib.suppress(OSError):  # a terminal that was closed
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a terminal that was closed
+            if stream is not None:
+                stream.flush()
     os._exit(code)

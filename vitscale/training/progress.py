@@ -89,6 +89,15 @@ class TrainingProgress:
         return str(timedelta(seconds=min(round(seconds), _LONGEST_S)))
 
 
+def tell(message: str) -> None:
+    """Print a line where there is no progress to show yet, or any more."""
+    with _without_terminal():
+        print(message, flush=True)
+
+
 def _without_terminal() -> AbstractContextManager[None]:
-    """A terminal that was closed, or a disk that is full, must not end a run that saves at this moment."""
-    return suppress(OSError)
+    """A terminal or pipe that was closed, or a disk that is full, must not end a run that saves at this moment.
+
+    Rich answers a closed pipe with the end of the process, after it has turned its output off.
+    """
+    return suppress(OSError, SystemExit)

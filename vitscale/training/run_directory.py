@@ -1,16 +1,20 @@
 """The directory of a run: whose it is, and that only one launch at a time writes there."""
 
 import fcntl
+import json
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import yaml
 
+from vitscale.checkpoint import checkpoint_place
 from vitscale.durable import write_text
-from vitscale.errors import RecipeError
+from vitscale.errors import CheckpointError, RecipeError, StorageError
 from vitscale.recipe import Recipe, differences, read_recipe
-from vitscale.run_directory import CHECKPOINTS, DONE_FILE, RECIPE_FILE
+from vitscale.run_directory import CHECKPOINTS, LOCK_FILE, NEWEST_FILE, RECIPE_FILE, checkpoints_root, read_done
+from vitscale.storage import is_url
 
 _PAUSES = (0.1, 0.5)
 
@@ -18,22 +22,58 @@ _PAUSES = (0.1, 0.5)
 def check_run_dir(recipe: Recipe, run_dir: Path, *, may_resume: bool) -> str | None:
     """What a finished run says of itself, or None where there is something to train.
 
-    Raises `RecipeError` where the directory belongs to a run of another recipe, or to any run when none may be resumed.
+    Raises `RecipeError` where the directory belongs to a run of another recipe, or to any run when none may be resumed;
+    `StorageError` where the folder of its checkpoints is not there.
     """
-    saved, done = run_dir / RECIPE_FILE, run_dir / DONE_FILE
+    saved = run_dir / RECIPE_FILE
+    if not may_resume and (saved.exists() or checkpoint_place(recipe, run_dir).steps()):
+        where = run_dir if saved.exists() else checkpoints_root(recipe, run_dir)
+        raise RecipeError(f"{where} already holds a run; leave out --resume never to continue it")
     if not saved.exists():
         if any((run_dir / CHECKPOINTS).glob("step-*")):
             raise RecipeError(f"{run_dir} has checkpoints but no {RECIPE_FILE}: restore it, or use another --run-dir")
         return None
-    if not may_resume:
-        raise RecipeError(f"{run_dir} already holds a run; leave out --resume never to continue it")
     check_recipe(read_recipe(saved).dump(), recipe, str(run_dir))
+    newest = read_newest(run_dir)
+    if newest is not None and not is_url(newest.place) and not Path(newest.place).parent.is_dir():
+        raise StorageError(
+            f"{newest.place}, where this run saved step {newest.step:,}, is not there. Is its file system mounted?"
+        )
+    done = read_done(run_dir)
+    return None if done is None else json.dumps(done, indent=1)
+
+
+class Newest(NamedTuple):
+    """The newest checkpoint that a run knows of: its step, and the path or URL of all checkpoints."""
+
+    step: int
+    place: str
+
+
+def read_newest(run_dir: Path) -> Newest | None:
+    """None where no save has come to its end, or nothing tells."""
     try:
-        return done.read_text(encoding="utf-8")
-    except FileNotFoundError:
+        found = json.loads((run_dir / NEWEST_FILE).read_bytes())
+        return Newest(int(found["step"]), str(found["place"]))
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    except OSError as error:
-        raise RecipeError(f"{done} cannot be read: {error.strerror}") from None
+
+
+def write_newest(run_dir: Path, newest: Newest) -> None:
+    """Note a save that has come to its end."""
+    with suppress(OSError):  # a full disk: the note is one against later mistakes, and not worth a run
+        write_text(run_dir / NEWEST_FILE, json.dumps(newest._asdict()) + "\n")
+
+
+def missing_checkpoints(recipe: Recipe, run_dir: Path, newest: Newest) -> CheckpointError:
+    """There is no checkpoint at all, and the run knows of one: it must not begin again without a word."""
+    now = checkpoints_root(recipe, run_dir)
+    moved = f"none is in {now}, where checkpoint.dir and --run-dir point now"
+    return CheckpointError(
+        f"{run_dir} has saved step {newest.step:,} in {newest.place}, and "
+        f"{'no checkpoint is there any more' if now == newest.place else moved}. Restore the checkpoints, or the "
+        f"setting; or begin again in another --run-dir"
+    )
 
 
 def check_recipe(began_with: dict[str, Any], recipe: Recipe, where: str) -> None:
@@ -47,23 +87,31 @@ def check_recipe(began_with: dict[str, Any], recipe: Recipe, where: str) -> None
         )
 
 
-def claim(run_dir: Path, recipe: Recipe) -> IO[str]:
-    """Take the run directory for this launch: two in one would overwrite each other's checkpoints.
+def claim(run_dir: Path, recipe: Recipe) -> ExitStack:
+    """Take the run directory, and a folder of checkpoints elsewhere, for this launch: two would overwrite each other's.
 
     Returns what to close in the end. Raises `RecipeError` where another launch has it, OSError.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    lock = (run_dir / ".lock").open("w")
+    held = ExitStack()
+    root = checkpoints_root(recipe, run_dir)
+    for folder in [run_dir] if is_url(root) or Path(root).parent == run_dir else [run_dir, Path(root)]:
+        held.enter_context(_locked(folder))
+    write_text(run_dir / RECIPE_FILE, yaml.safe_dump(recipe.dump(), sort_keys=False))
+    return held
+
+
+def _locked(folder: Path) -> IO[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / LOCK_FILE).open("w")
     for seconds in (*_PAUSES, None):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:  # perhaps only by somebody who looks whether we have it
             if seconds is None:
-                what = f"{run_dir} is in use by another launch; wait for it, or use another --run-dir"
+                what = f"{folder} is in use by another launch; wait for it, or use another --run-dir"
                 raise RecipeError(what) from None
             time.sleep(seconds)
         except OSError:
             break  # a file system without locks: nothing can be said there
-    write_text(run_dir / RECIPE_FILE, yaml.safe_dump(recipe.dump(), sort_keys=False))
     return lock

@@ -13,6 +13,7 @@ from vitscale.errors import CheckpointError
 from vitscale.recipe import Recipe
 from vitscale.training import distributed
 from vitscale.training.distributed import World
+from vitscale.training.run_directory import Newest, write_newest
 
 # Files may be written for longer than a step takes; a rank that has gone is noticed at once all the same.
 _TIMEOUT = timedelta(hours=2)
@@ -44,6 +45,7 @@ class Saves:
         lost: Callable[[int], None],
     ) -> None:
         settings = recipe.checkpoint
+        self._run_dir, self._is_main = run_dir, world.is_main
         place = checkpoint_place(recipe, run_dir)
         self.store = CheckpointStore(place, rank=world.rank, gather=distributed.gather)
         # What the saving threads of the ranks do together must not meet what the main threads do.
@@ -82,7 +84,10 @@ class Saves:
         """
         for outcome in self._saver.outcomes(count):
             self._failures = self._failures + 1 if outcome.error else 0
-            self.newest = self.newest if outcome.error else outcome.step
+            if outcome.error is None:
+                self.newest = outcome.step
+                if self._is_main:
+                    write_newest(self._run_dir, Newest(outcome.step, self.store.root))
             if self._failures > self._allowed:
                 self._give_up(
                     f"{outcome.error}. {self._failures} failures in a row; checkpoint.max_failures is {self._allowed}"

@@ -14,17 +14,19 @@ import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import deepspeed
 import torch
 import xxhash
+import yaml
 
 import vitscale
 from vitscale.checkpoint import (
     DONE_FILE,
     EMA,
     MASTER,
+    RECIPE_FILE,
     CheckpointReader,
     Index,
 )
@@ -45,10 +47,12 @@ from vitscale.errors import (
     NonFiniteError,
     PeerLostError,
     PreemptedError,
+    RecipeError,
     StorageError,
     VitscaleError,
 )
 from vitscale.evaluation import ModelOutputs, evaluate
+from vitscale.evaluation.distributed import on_rank_zero
 from vitscale.flops import accounting, hardware
 from vitscale.flops.work import recipe_work
 from vitscale.models import build_model, compile_blocks
@@ -66,7 +70,7 @@ from vitscale.training.pace import OwnWork, Pace
 from vitscale.training.plan import Plan
 from vitscale.training.preflight import preflight
 from vitscale.training.profile import StepProfiler, part
-from vitscale.training.progress import TrainingProgress
+from vitscale.training.progress import TrainingProgress, tell
 from vitscale.training.saves import Saves
 from vitscale.training.watchdog import Watchdog
 
@@ -114,7 +118,7 @@ class Trainer:
         self.own_work = OwnWork(world.device)
         self.profiler = StepProfiler(recipe.profile.steps if world.is_main else 0, run_dir, world.device)
         self.hosts = distributed.gather(socket.gethostname())
-        self.lock: IO[str] | None = None  # both of rank 0 alone
+        self.lock: contextlib.ExitStack | None = None  # both of rank 0 alone
         self.metrics: MetricsWriter
         distributed.on_main(self._claim_run_dir, run_dir)
         for line in preflight(recipe, plan, run_dir, world, fragments.checkpoint_bytes(recipe, plan.num_classes)):
@@ -139,7 +143,7 @@ class Trainer:
             if self.progress is not None:
                 self.progress.note(message)
             else:
-                print(message, flush=True)
+                tell(message)
 
     # ---- Data --------------------------------------------------------------------------------------------------------
 
@@ -183,8 +187,9 @@ class Trainer:
 
     def _restore(self) -> None:
         """Continue from the newest checkpoint that verifies, or begin with the initial weights."""
-        self._begin("verifying checkpoints")
-        reader = self.saves.store.newest(lambda problem: self._say(f"WARNING: {problem}"))
+        if (self.run_dir / DONE_FILE).exists():
+            self._say(f"WARNING: {self.run_dir / DONE_FILE} is damaged, and passed over")
+        reader = self._newest_checkpoint()
         if reader is not None:
             self._check_same_data(reader.index)
             run_directory.check_recipe(reader.index.recipe, self.recipe, f"{reader.folder}")
@@ -199,6 +204,17 @@ class Trainer:
         self._load(reader)
         if reader is not None:
             self._say(f"resumed from {reader.folder} at step {self.step:,} of {self.plan.total_steps:,}")
+
+    def _newest_checkpoint(self) -> CheckpointReader | None:
+        """The newest that verifies; None where the run has never saved. Raises `CheckpointError`, `StorageError`."""
+        self._begin("verifying checkpoints")
+        reader = self.saves.store.newest(lambda problem: self._say(f"WARNING: {problem}"))
+        known = on_rank_zero(lambda: run_directory.read_newest(self.run_dir))
+        if reader is None and known is not None:
+            raise run_directory.missing_checkpoints(self.recipe, self.run_dir, known).on_all_ranks()
+        if reader is not None and known is not None and reader.index.step < known.step:
+            self._say(f"WARNING: step {known.step:,} was saved, and is not there or is unusable")
+        return reader
 
     def _load(self, reader: CheckpointReader | None) -> None:
         """Take everything that training depends on from a checkpoint, or begin."""
@@ -375,7 +391,7 @@ class Trainer:
                 self.saves.wait()  # what is being written was right
             raise NonFiniteError(
                 f"{message}. The newest checkpoint is that of step {self.saves.newest:,}. Lower optimizer.lr, set "
-                f"optimizer.clip_norm, or have such batches left out (anomalies.{anomaly.key}; "
+                f"optimizer.clip_norm, in another --run-dir, or have such batches left out (anomalies.{anomaly.key}; "
                 f"{self.anomalies.count} of anomalies.limit {self.recipe.anomalies.limit} were)"
             ).on_all_ranks()
         self.anomalies.count += 1
@@ -391,8 +407,7 @@ class Trainer:
         self._begin("writing the checkpoint")
         self.saves.wait()
         known = self.anomalies
-        self._begin("verifying checkpoints")
-        self._load(self.saves.store.newest(lambda problem: self._say(f"WARNING: {problem}")))
+        self._load(self._newest_checkpoint())
         self.anomalies.keep_from(known)
         # What was counted since the last line of metrics is of steps that are done again.
         self.own_work.take()
@@ -468,9 +483,14 @@ class Trainer:
     def run(self, stop_at: int | None = None) -> None:
         """Train to the end, or until `stop_at` updates are done; leaves a checkpoint either way.
 
-        Raises `PreemptedError` on all ranks where the run was interrupted, with a checkpoint of that step.
+        Raises `PreemptedError` on all ranks where the run was interrupted, with a checkpoint of that step, and
+        `RecipeError` where the ranks were told to stop at different steps.
         """
+        asked = distributed.gather(stop_at)
+        if len(set(asked)) > 1:
+            raise RecipeError(f"--stop-at differs between the ranks: {', '.join(map(str, asked))}").on_all_ranks()
         self.last = self.plan.total_steps if stop_at is None else min(stop_at, self.plan.total_steps)
+        self.past = f" (step {self.last:,} was past before)" if self.step > self.last else ""
         if self.world.is_main:
             self.metrics = self._open_metrics()
             self.progress = TrainingProgress(self.plan.total_steps)
@@ -579,7 +599,7 @@ class Trainer:
         if is_done:
             distributed.on_main(lambda: self._write_done(stopped_early), self.run_dir)
         else:
-            self._say(f"stopped at step {self.step:,}, as --stop-at asks; repeat the command to go on")
+            self._say(f"stopped at step {self.step:,}, as --stop-at asks{self.past}; repeat the command to go on")
 
     def _evaluates_now(self) -> bool:
         return self.step == self.plan.total_steps or self._is_due(self.plan.evaluate_every)
@@ -651,6 +671,8 @@ class Trainer:
             "exaflops": accounting.exaflops(self.work.accounting_macs, self.step * self.recipe.batch.global_size),
             "evaluation": self.values,
         }
+        if not (self.run_dir / RECIPE_FILE).exists():  # somebody has deleted the directory meanwhile
+            write_text(self.run_dir / RECIPE_FILE, yaml.safe_dump(self.recipe.dump(), sort_keys=False))
         write_text(self.run_dir / DONE_FILE, json.dumps(summary, indent=1) + "\n")
         self._say(f"done: {self.step:,} steps, checkpoints and metrics in {self.run_dir}")
 

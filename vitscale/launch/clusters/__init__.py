@@ -105,6 +105,14 @@ def launch_command(
     return [*command, "--max-restarts", str(job.max_restarts)]
 
 
+def shell_words(name: str, text: str) -> list[str]:
+    """The words of a cluster's option, as a shell divides them. Raises `RecipeError`."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise RecipeError(f"--cluster-option {name}={text}: {error}") from None
+
+
 def refuse_node_options(job: Job, cluster: str) -> None:
     """Raise `RecipeError` where the job says what the cluster finds out by itself."""
     if job.node_rank is not None:
@@ -128,4 +136,5 @@ __all__ = [
     "read_options",
     "refuse_node_options",
     "shell_line",
+    "shell_words",
 ]

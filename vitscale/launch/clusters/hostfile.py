@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict
 
 import vitscale
 from vitscale.errors import EXIT_DONE, PeerLostError, PreemptedError, RecipeError
-from vitscale.launch.clusters import Job, launch_command, read_options, refuse_node_options, shell_line
+from vitscale.launch.clusters import Job, launch_command, read_options, refuse_node_options, shell_line, shell_words
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL
 from vitscale.launch.environment import split_address
 from vitscale.launch.far_end import SILENCE_SECONDS
@@ -141,7 +141,7 @@ class _Front:
             raise RecipeError("--cluster hostfile needs --hostfile FILE, of lines such as `node1 slots=8`")
         options = read_options(job, Options)
         self._job = replace(job, wait_for_nodes_minutes=_NODE_WAIT_MINUTES)
-        self._ssh, self._limit = shlex.split(options.ssh), job.what.time_limit_minutes
+        self._ssh, self._limit = shell_words("ssh", options.ssh), job.what.time_limit_minutes
         self.hosts = read_hostfile(options.hostfile)
         if job.nodes is not None and job.nodes > len(self.hosts):
             raise RecipeError(f"--nodes {job.nodes}: {options.hostfile} has {len(self.hosts)} host(s)")

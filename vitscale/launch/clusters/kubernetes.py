@@ -20,6 +20,7 @@ from vitscale.launch.clusters import DEFAULT_PORT, Job, launch_command, read_opt
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL
 from vitscale.recipe import load_recipe
 from vitscale.run_directory import default_run_dir
+from vitscale.storage import is_url, without_file_scheme
 
 Object = dict[str, Any]
 
@@ -124,6 +125,12 @@ def _checked_options(job: Job) -> Options:
     if not PurePosixPath(posixpath.normpath(mount / run_dir)).is_relative_to(mount):
         raise RecipeError(
             f"--run-dir {run_dir} is not below {mount}, where the claim is mounted: it would end with its pod"
+        )
+    above = None if what.smoke else without_file_scheme(recipe.checkpoint.dir or "")
+    if above and not is_url(above) and not PurePosixPath(posixpath.normpath(mount / above)).is_relative_to(mount):
+        raise RecipeError(
+            f"checkpoint.dir {above} is not below {mount}, where the claim is mounted: checkpoints would end with "
+            f"their pod. Choose a folder there, or a URL"
         )
     return options
 

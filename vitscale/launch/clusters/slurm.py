@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from vitscale.errors import RecipeError
-from vitscale.launch.clusters import Job, launch_command, read_options, refuse_node_options
+from vitscale.launch.clusters import Job, launch_command, read_options, refuse_node_options, shell_words
 from vitscale.launch.nodes import Layout
 from vitscale.launch.pretraining import PretrainingRanks
 from vitscale.launch.supervisor import say
@@ -89,6 +89,8 @@ def render(job: Job) -> str:
         raise RecipeError("--master is not for --cluster slurm: the first node of the job is the first one")
     nodes, ranks = job.nodes or 1, job.what.ranks
     run_dir = _run_dir(job)
+    if not str(run_dir.absolute()).isprintable():  # a line of a batch script is not to become two
+        raise RecipeError(f"--run-dir {str(run_dir)!r}, in {str(Path.cwd())!r}: has characters that cannot be printed")
     recipe = load_recipe(job.what.recipe, [] if job.what.smoke else job.what.settings)
     if ranks and not job.what.smoke and recipe.batch.global_size % (nodes * ranks):
         raise RecipeError(f"{nodes} node(s) of {ranks} rank(s) do not divide batch.global {recipe.batch.global_size:,}")
@@ -100,7 +102,7 @@ def render(job: Job) -> str:
         raise RecipeError("--cluster-option tasks=rank needs --ranks, the number of them on a node")
     # Every job after the first one continues the run, and the limit is that of each job.
     what = replace(job.what, run_dir=run_dir, resume="auto", time_limit_minutes=None)
-    python = shlex.split(own.python)
+    python = shell_words("python", own.python)
     if own.tasks == "node":
         command = launch_command(replace(job, what=what), [*python, "-m", "vitscale"])
         command += ["--wait-for-nodes", f"{job.wait_for_nodes_minutes:g}"]
@@ -120,7 +122,7 @@ def render(job: Job) -> str:
         **of_sbatch,
     }
     lines = [f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "") for name, value in options.items()]
-    srun = ["setsid", "--wait", "srun", "--kill-on-bad-exit=0", "--wait=30", *shlex.split(own.srun), *command]
+    srun = ["setsid", "--wait", "srun", "--kill-on-bad-exit=0", "--wait=30", *shell_words("srun", own.srun), *command]
     return (
         "#!/bin/bash\n"
         + "\n".join(lines)
