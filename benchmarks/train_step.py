@@ -1,6 +1,6 @@
 """Time and memory of our trainer's step, against a plain PyTorch loop with timm's model of the same shape.
 
-    python benchmarks/train_step.py [--models ViT-Ti/16 ViT-B/16] [--batch 32] [--zero 1] [--rounds 7] [--compile]
+    python benchmarks/train_step.py [--models ViT-Ti/16 ViT-B/16] [--batch 32] [--zero 0] [--rounds 7] [--compile]
                                     [--pool cls|mean] [--device cpu|cuda] [--json]
 
 Contenders, each a process of its own: `trainer`, ours as a recipe runs it, with fp32 masters under DeepSpeed;
@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["ViT-Ti/16", "ViT-B/16"])
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--zero", type=int, default=1, choices=range(4))
+    parser.add_argument("--zero", type=int, default=0, choices=range(4))
     parser.add_argument("--pool", default="cls", choices=("cls", "mean"))
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
