@@ -3,10 +3,12 @@
 import fcntl
 import json
 import os
+import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vitscale.errors import RecipeError
+from vitscale.errors import RecipeError, StorageError, VitscaleError
 from vitscale.recipe import Recipe, find_recipe
 from vitscale.storage import base_name, is_url, join, without_file_scheme
 
@@ -77,3 +79,16 @@ def newest_checkpoint_step(run_dir: Path) -> int:
     """Step of the newest complete checkpoint in the run directory, whether or not it verifies; 0 for none."""
     names = (path.parent.name.removeprefix("step-") for path in run_dir.glob(INDEX_FILES))
     return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
+def in_use(folder: Path) -> VitscaleError:
+    """That another launch holds the lock of a folder, as the error to raise.
+
+    A machine that has failed may seem to hold its locks for minutes: that is worth a repetition.
+    """
+    holder = ""
+    with suppress(OSError):
+        holder = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace")
+    if holder in ("", socket.gethostname()):
+        return RecipeError(f"{folder} is in use by another launch; wait for it, or use another --run-dir")
+    return StorageError(f"{folder} is in use by a launch on {holder}. If that machine has failed, its lock goes soon")

@@ -24,6 +24,7 @@ def finish(run: Run, log: Path) -> str:
         return process.text()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_end_again_and_again_is_the_undisturbed_one(make_run: MakeRun, undisturbed, tmp_path):
     run = make_run(**EVALUATED)
     with Process(launch(run), tmp_path / "one-rank") as process:

@@ -10,6 +10,8 @@ from outcomes import assert_same_run, checkpoint, error_of, evaluations
 from rank_faults import end_in_evaluation, signal_in_evaluation
 from ranks import STEPS, launch, make_data
 
+pytestmark = pytest.mark.slow
+
 
 def blocks(stage: int, **others: Any) -> dict[str, Any]:
     return {

@@ -16,7 +16,7 @@ from vitscale.launch.rank import RankCommand
 from vitscale.launch.restarts import Launch
 from vitscale.launch.supervisor import Supervisor, say
 from vitscale.recipe import load_recipe
-from vitscale.run_directory import RECIPE_FILE, default_run_dir, is_held
+from vitscale.run_directory import RECIPE_FILE, default_run_dir, in_use, is_held
 
 Resume = Literal["auto", "never"]
 _PATIENCE_SECONDS = (0.5, 1.0, 2.0)  # with ranks whose launch was killed a moment ago
@@ -65,12 +65,12 @@ def launch_pretraining(
 
 
 def _refuse_if_held(run_dir: Path) -> None:
-    """Raise `RecipeError` where another launch trains there: its journal is no place for what becomes of this one."""
+    """Raise where another launch trains there: its journal is no place for what becomes of this one."""
     for seconds in (*_PATIENCE_SECONDS, None):
         if not is_held(run_dir):
             return
         if seconds is None:
-            raise RecipeError(f"{run_dir} is in use by another launch; wait for it, or use another --run-dir")
+            raise in_use(run_dir)
         time.sleep(seconds)
 
 

@@ -140,8 +140,8 @@ def make_plan(
     for again in RECOMPUTATIONS:
         tensors = tensors_by_micro_batch(_with(recipe, recipe.parallelism.zero_stage, again), num_classes, sizes[-1])
         for stage in STAGES:
-            if stage == 0 and recipe.parallelism.offload != "none":
-                continue
+            if (stage == 0 and recipe.parallelism.offload != "none") or (stage == 3 and recipe.parallelism.compile):
+                continue  # no recipe says that
             for micro in sizes:
                 one = _with(recipe, stage, again, micro)
                 accumulates = recipe.batch.global_size > micro * cluster.devices

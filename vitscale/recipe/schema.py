@@ -473,7 +473,7 @@ class Logging(_Block):
 class Profile(_Block):
     """Where the time of some steps goes: a trace and a table in the run directory."""
 
-    steps: int = Field(0, ge=0, le=1000, description="how many, from the fourth step of a process on; 0: none")
+    steps: int = Field(0, ge=0, le=100, description="how many, from the fourth step of a process on; 0: none")
 
 
 class Recipe(_Block):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from vitscale.errors import PeerLostError, RecipeError
 from vitscale.evaluation.distributed import on_rank_zero
+from vitscale.training.progress import tell
 
 HEARTBEAT_VARIABLE = "VITSCALE_HEARTBEAT_FD"
 """The number of an open file that a supervising launch reads: one JSON object with step, phase and phase_s a line."""
@@ -55,7 +56,7 @@ def start(rank: int, size: int, local_rank: int, timeout: timedelta = timedelta(
     is because one has failed.
     """
     for lock in stale_build_locks() if rank == 0 else []:
-        print(f"WARNING: {lock}: a killed build left this lock; whatever needs that build waits forever: rm {lock}")
+        tell(f"WARNING: {lock}: a killed build left this lock; whatever needs that build waits forever: rm {lock}")
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise RecipeError(

@@ -10,6 +10,7 @@ import platform
 import secrets
 import shutil
 import socket
+import sysconfig
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -116,11 +117,11 @@ def _can_compile(device: torch.device) -> bool:
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
-        return has_triton()
+        return has_triton() and any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "clang"))
     from torch._inductor import cpp_builder, exc
 
     try:
-        return bool(cpp_builder.get_cpp_compiler())
+        return bool(cpp_builder.get_cpp_compiler()) and Path(sysconfig.get_path("include"), "Python.h").exists()
     except exc.InvalidCxxCompiler:
         return False
 
@@ -214,7 +215,9 @@ def _check_bf16(recipe: Recipe, world: distributed.World, ranks: Sequence[_Rank]
 def _check_compiler(world: distributed.World, ranks: Sequence[_Rank]) -> None:
     without = [index for index, rank in enumerate(ranks) if not rank.can_compile]
     if without:
-        missing = "Triton" if world.device.type == "cuda" else "C++ compiler (g++, or what CXX names)"
+        missing = "Triton with a C compiler (gcc, or what CC names)"
+        if world.device.type == "cpu":
+            missing = "C++ compiler (g++, or what CXX names) with the header files of Python"
         raise RecipeError(
             f"parallelism.compile: {_describe(without, ranks)} has no {missing}; install it, or leave compile out"
         ).on_all_ranks()

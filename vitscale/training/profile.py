@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
 from vitscale.durable import write_text
@@ -91,14 +92,18 @@ class StepProfiler:
         def own(one: Any) -> float:
             return (one.self_device_time_total if kind == "cuda" else one.self_cpu_time_total) / 1e6 / self._steps
 
-        parts = [one for one in averages if one.key.startswith(_PREFIX)]
+        # On CUDA the parts are there once more, as spans of its stream, and operations besides their kernels.
+        on_host = [one for one in averages if one.device_type == DeviceType.CPU]
+        on_device = [one for one in averages if one.device_type != DeviceType.CPU and not one.is_user_annotation]
+        parts = [one for one in on_host if one.key.startswith(_PREFIX)]
         rows = [(one.key.removeprefix(_PREFIX), one.cpu_time_total / 1e6 / self._steps, one.count) for one in parts]
         rows.append(("everything else", seconds - sum(taken for _, taken, _ in rows), self._steps))
         text = f"Steps {step - self._steps + 1:,} to {step:,} of rank 0: {seconds:.5f} s each, with the profiler on\n"
         text += "\n   seconds   share     calls  part of a step, as the host sees it\n"
         text += "".join(line(name, taken, calls / self._steps) for name, taken, calls in rows)
 
-        operations = sorted((one for one in averages if not one.key.startswith(_PREFIX)), key=own, reverse=True)
+        computed = on_device if kind == "cuda" else on_host
+        operations = sorted((one for one in computed if not one.key.startswith(_PREFIX)), key=own, reverse=True)
         shown, left = operations[:_MOST_OPERATIONS], operations[_MOST_OPERATIONS:]
         text += f"\n   seconds   share     calls  operation, itself, on the {kind}\n"
         text += "".join(line(one.key, own(one), one.count / self._steps) for one in shown)

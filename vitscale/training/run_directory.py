@@ -2,6 +2,8 @@
 
 import fcntl
 import json
+import os
+import socket
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -13,7 +15,15 @@ from vitscale.checkpoint import checkpoint_place
 from vitscale.durable import write_text
 from vitscale.errors import CheckpointError, RecipeError, StorageError
 from vitscale.recipe import Recipe, differences, read_recipe
-from vitscale.run_directory import CHECKPOINTS, LOCK_FILE, NEWEST_FILE, RECIPE_FILE, checkpoints_root, read_done
+from vitscale.run_directory import (
+    CHECKPOINTS,
+    LOCK_FILE,
+    NEWEST_FILE,
+    RECIPE_FILE,
+    checkpoints_root,
+    in_use,
+    read_done,
+)
 from vitscale.storage import is_url
 
 _PAUSES = (0.1, 0.5)
@@ -25,22 +35,32 @@ def check_run_dir(recipe: Recipe, run_dir: Path, *, may_resume: bool) -> str | N
     Raises `RecipeError` where the directory belongs to a run of another recipe, or to any run when none may be resumed;
     `StorageError` where the folder of its checkpoints is not there.
     """
-    saved = run_dir / RECIPE_FILE
-    if not may_resume and (saved.exists() or checkpoint_place(recipe, run_dir).steps()):
-        where = run_dir if saved.exists() else checkpoints_root(recipe, run_dir)
-        raise RecipeError(f"{where} already holds a run; leave out --resume never to continue it")
+    saved, root = run_dir / RECIPE_FILE, checkpoints_root(recipe, run_dir)
+    if not may_resume and (saved.exists() or _holds_checkpoints(recipe, run_dir)):
+        raise RecipeError(f"{run_dir if saved.exists() else root} already holds a run; leave out --resume never")
     if not saved.exists():
         if any((run_dir / CHECKPOINTS).glob("step-*")):
             raise RecipeError(f"{run_dir} has checkpoints but no {RECIPE_FILE}: restore it, or use another --run-dir")
         return None
     check_recipe(read_recipe(saved).dump(), recipe, str(run_dir))
-    newest = read_newest(run_dir)
-    if newest is not None and not is_url(newest.place) and not Path(newest.place).parent.is_dir():
-        raise StorageError(
-            f"{newest.place}, where this run saved step {newest.step:,}, is not there. Is its file system mounted?"
-        )
-    done = read_done(run_dir)
+    done, newest = read_done(run_dir), read_newest(run_dir)
+    if done is None and newest is not None and not is_url(root):
+        try:
+            Path(root).parent.stat()
+        except OSError as error:
+            raise StorageError(
+                f"{root}, where step {newest.step:,} was saved, cannot be reached ({error.strerror}). "
+                f"Is its file system mounted?"
+            ) from None
     return None if done is None else json.dumps(done, indent=1)
+
+
+def _holds_checkpoints(recipe: Recipe, run_dir: Path) -> bool:
+    try:
+        return bool(checkpoint_place(recipe, run_dir).steps())
+    except (OSError, StorageError) as error:
+        # For good: where this is repeated, the run may have begun meanwhile.
+        raise RecipeError(f"--resume never: whether there are checkpoints already cannot be told: {error}") from None
 
 
 class Newest(NamedTuple):
@@ -59,15 +79,17 @@ def read_newest(run_dir: Path) -> Newest | None:
         return None
 
 
-def write_newest(run_dir: Path, newest: Newest) -> None:
-    """Note a save that has come to its end."""
+def write_newest(run_dir: Path, step: int, root: str) -> None:
+    """Note a checkpoint that is there; `root`: path or URL of all of them."""
+    newest = Newest(step, root if is_url(root) else os.path.abspath(root))  # noqa: PTH100 (as people know it)
     with suppress(OSError):  # a full disk: the note is one against later mistakes, and not worth a run
         write_text(run_dir / NEWEST_FILE, json.dumps(newest._asdict()) + "\n")
 
 
 def missing_checkpoints(recipe: Recipe, run_dir: Path, newest: Newest) -> CheckpointError:
     """There is no checkpoint at all, and the run knows of one: it must not begin again without a word."""
-    now = checkpoints_root(recipe, run_dir)
+    root = checkpoints_root(recipe, run_dir)
+    now = root if is_url(root) else os.path.abspath(root)  # noqa: PTH100
     moved = f"none is in {now}, where checkpoint.dir and --run-dir point now"
     return CheckpointError(
         f"{run_dir} has saved step {newest.step:,} in {newest.place}, and "
@@ -94,7 +116,8 @@ def claim(run_dir: Path, recipe: Recipe) -> ExitStack:
     """
     held = ExitStack()
     root = checkpoints_root(recipe, run_dir)
-    for folder in [run_dir] if is_url(root) or Path(root).parent == run_dir else [run_dir, Path(root)]:
+    folders = [run_dir] if is_url(root) or Path(root).parent == run_dir else [run_dir, Path(root)]
+    for folder in {os.path.realpath(folder): folder for folder in folders}.values():
         held.enter_context(_locked(folder))
     write_text(run_dir / RECIPE_FILE, yaml.safe_dump(recipe.dump(), sort_keys=False))
     return held
@@ -102,16 +125,18 @@ def claim(run_dir: Path, recipe: Recipe) -> ExitStack:
 
 def _locked(folder: Path) -> IO[str]:
     folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / LOCK_FILE).open("w")
+    lock = (folder / LOCK_FILE).open("a")
     for seconds in (*_PAUSES, None):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:  # perhaps only by somebody who looks whether we have it
             if seconds is None:
-                what = f"{folder} is in use by another launch; wait for it, or use another --run-dir"
-                raise RecipeError(what) from None
+                raise in_use(folder) from None
             time.sleep(seconds)
         except OSError:
-            break  # a file system without locks: nothing can be said there
+            return lock  # a file system without locks: nothing can be said there
+    lock.truncate(0)
+    lock.write(socket.gethostname())
+    lock.flush()
     return lock

@@ -13,7 +13,7 @@ from vitscale.errors import CheckpointError
 from vitscale.recipe import Recipe
 from vitscale.training import distributed
 from vitscale.training.distributed import World
-from vitscale.training.run_directory import Newest, write_newest
+from vitscale.training.run_directory import write_newest
 
 # Files may be written for longer than a step takes; a rank that has gone is noticed at once all the same.
 _TIMEOUT = timedelta(hours=2)
@@ -87,7 +87,7 @@ class Saves:
             if outcome.error is None:
                 self.newest = outcome.step
                 if self._is_main:
-                    write_newest(self._run_dir, Newest(outcome.step, self.store.root))
+                    write_newest(self._run_dir, outcome.step, self.store.root)
             if self._failures > self._allowed:
                 self._give_up(
                     f"{outcome.error}. {self._failures} failures in a row; checkpoint.max_failures is {self._allowed}"

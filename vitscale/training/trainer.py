@@ -214,6 +214,8 @@ class Trainer:
             raise run_directory.missing_checkpoints(self.recipe, self.run_dir, known).on_all_ranks()
         if reader is not None and known is not None and reader.index.step < known.step:
             self._say(f"WARNING: step {known.step:,} was saved, and is not there or is unusable")
+        if reader is not None and self.world.is_main:
+            run_directory.write_newest(self.run_dir, reader.index.step, self.saves.store.root)
         return reader
 
     def _load(self, reader: CheckpointReader | None) -> None:
@@ -367,7 +369,13 @@ class Trainer:
             self._compare_replicas()
         if self._is_due(self.recipe.check.recompute_every):
             images, zero = batch.images[: self.plan.micro_batch], self.recipe.parallelism.zero_stage
-            replicas.compare_computation(self.engine, images, self.world, self.dtype, self.step, zero)
+            with self._eager():  # what is compiled by several processes may differ in its last bits
+                replicas.compare_computation(self.engine, images, self.world, self.dtype, self.step, zero)
+
+    def _eager(self) -> contextlib.AbstractContextManager[Any]:
+        """In here, blocks are not those that were compiled."""
+        is_compiled = self.recipe.parallelism.compile
+        return torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext()
 
     def _compare_replicas(self) -> None:
         if self.recipe.parallelism.zero_stage < 3:
@@ -436,10 +444,7 @@ class Trainer:
         try:
             with (
                 self.average.in_place_of_weights() if self.average is not None else contextlib.nullcontext(),
-                # Batches of other sizes would each be compiled anew.
-                torch.compiler.set_stance("force_eager")
-                if self.recipe.parallelism.compile
-                else contextlib.nullcontext(),
+                self._eager(),  # batches of other sizes would each be compiled anew
             ):
                 return evaluate(self.plan.evaluators, self._predict)
         finally:
@@ -478,6 +483,9 @@ class Trainer:
         rule = self.recipe.selection
         return rule is not None and rule.patience is not None and self.selection["without_better"] >= rule.patience
 
+    def _attention(self) -> contextlib.AbstractContextManager[None]:
+        return preferred_attention(self.world.device, has_bias=self.recipe.model.position.kind == "relative")
+
     # ---- Loop --------------------------------------------------------------------------------------------------------
 
     def run(self, stop_at: int | None = None) -> None:
@@ -497,7 +505,7 @@ class Trainer:
         if self.interruption is not None:
             self.interruption.save_first()
         self.engine.train()
-        with self.progress or contextlib.nullcontext(), preferred_attention(self.world.device):
+        with self.progress or contextlib.nullcontext(), self._attention():
             try:
                 self._train()
                 self._finish()
@@ -555,6 +563,7 @@ class Trainer:
                     if self._has_run_out_of_patience():
                         return
             with pace.paused():
+                self._begin("profiling")
                 for line in self.profiler.step_ends(self.step):
                     self._say(line)
             if self.step < self.last and self._is_interrupted():

@@ -122,17 +122,21 @@ def _checked_options(job: Job) -> Options:
             f"another --ranks or --nodes"
         )
     mount, run_dir = _mount(options), what.run_dir or default_run_dir(what.recipe, smoke=what.smoke)
-    if not PurePosixPath(posixpath.normpath(mount / run_dir)).is_relative_to(mount):
+    if not _is_below(mount, mount / run_dir):
         raise RecipeError(
             f"--run-dir {run_dir} is not below {mount}, where the claim is mounted: it would end with its pod"
         )
     above = None if what.smoke else without_file_scheme(recipe.checkpoint.dir or "")
-    if above and not is_url(above) and not PurePosixPath(posixpath.normpath(mount / above)).is_relative_to(mount):
+    if above and not is_url(above) and (above.startswith("~") or not _is_below(mount, mount / above)):
         raise RecipeError(
             f"checkpoint.dir {above} is not below {mount}, where the claim is mounted: checkpoints would end with "
             f"their pod. Choose a folder there, or a URL"
         )
     return options
+
+
+def _is_below(mount: PurePosixPath, path: PurePosixPath) -> bool:
+    return PurePosixPath(posixpath.normpath(path)).is_relative_to(mount)
 
 
 def _name_of(job: Job) -> str:

@@ -94,8 +94,12 @@ def render(job: Job) -> str:
     recipe = load_recipe(job.what.recipe, [] if job.what.smoke else job.what.settings)
     if ranks and not job.what.smoke and recipe.batch.global_size % (nodes * ranks):
         raise RecipeError(f"{nodes} node(s) of {ranks} rank(s) do not divide batch.global {recipe.batch.global_size:,}")
-    if job.what.resume == "never" and (run_dir / RECIPE_FILE).exists():
-        raise RecipeError(f"{run_dir} already holds a run; leave out --resume never to continue it")
+    if job.what.resume == "never" and not job.what.smoke:
+        from vitscale.training.run_directory import check_run_dir  # with torch: nobody else here needs it
+
+        check_run_dir(recipe, run_dir, may_resume=False)
+    elif job.what.resume == "never" and (run_dir / RECIPE_FILE).exists():
+        raise RecipeError(f"{run_dir} already holds a run; leave out --resume never")
 
     own, of_sbatch = _read_options(job)
     if own.tasks == "rank" and ranks is None:
