@@ -23,52 +23,21 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from step_recipe import SIDE, build, join, make_recipe
 from traffic import Counter
 
-SIDE, CLASSES = 224, 1000
-
-
-def make_recipe(model: str, batch: int, ranks: int, stage: int) -> Any:
-    from vitscale.recipe import validate_recipe
-
-    content = {
-        "model": {"name": model, "head": "linear", "num_classes": CLASSES},
-        "data": {"train": "none", "image_size": SIDE},
-        "batch": {"global": batch * ranks, "micro_max": batch},
-        "objective": {"loss": "softmax"},
-        "optimizer": {"name": "adamw", "lr": 1e-4, "weight_decay": 0.1, "clip_norm": 1.0},
-        "schedule": {"duration": {"steps": 1000}},
-        "parallelism": {"zero_stage": stage},
-    }
-    return validate_recipe(content, "benchmark")
+CLASSES = 1000
 
 
 def work(rank: int, ranks: int, port: int, folder: Path, model: str, batch: int, stage: int, steps: int) -> None:
     """Entry point of a rank: seconds of a step and of an all-reduce, and what is sent, to a file of rank 0."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     counter = Counter()
-    import deepspeed
     import torch.distributed as dist
 
-    from vitscale.models import build_model, initialise
-    from vitscale.training import distributed
-    from vitscale.training.engine import build_engine, derive_config
-
-    distributed.start(rank, ranks, rank)
-    recipe = make_recipe(model, batch, ranks, stage)
-    config = derive_config(recipe, ranks)
-    if stage == 3:
-        with deepspeed.zero.Init(config_dict_or_path=config):
-            built = build_model(recipe, CLASSES)
-        with deepspeed.zero.GatheredParameters(list(built.parameters()), modifier_rank=0):
-            initialise(built, seed=0)
-    else:
-        built = build_model(recipe, CLASSES)
-        initialise(built, seed=0)
-        built.to(torch.bfloat16)
-    engine = build_engine(recipe, built, config)
+    join(rank, ranks, port)
+    recipe = make_recipe(model, batch, ranks, num_classes=CLASSES, parallelism={"zero_stage": stage})
+    engine = build(recipe, CLASSES, ranks)
     images, labels = (torch.rand(batch, SIDE, SIDE, 3) * 2 - 1).bfloat16(), torch.arange(batch)
     seconds = []
     for _ in range(3 + steps):
@@ -80,7 +49,7 @@ def work(rank: int, ranks: int, port: int, folder: Path, model: str, batch: int,
         dist.barrier()
         seconds.append(time.perf_counter() - began)
     sent = sum(counter.sent.values())
-    gradients = torch.zeros(sum(getattr(one, "ds_numel", one.numel()) for one in built.parameters()))
+    gradients = torch.zeros(sum(getattr(one, "ds_numel", one.numel()) for one in engine.module.parameters()))
     reducing = []
     for _ in range(3):
         dist.barrier()
@@ -105,7 +74,8 @@ def planned(options: argparse.Namespace, stage: int, ranks: int, alone_s: float,
     from vitscale.planning.parameters import model_parameters
     from vitscale.planning.step_time import step_time
 
-    recipe = make_recipe(options.model, options.batch, ranks, stage)
+    parallelism = {"zero_stage": stage}
+    recipe = make_recipe(options.model, options.batch, ranks, num_classes=CLASSES, parallelism=parallelism)
     parameters, flops = model_parameters(recipe, CLASSES), recipe_work(recipe, CLASSES)
     peak = training_flops_per_image(flops.macs) * options.batch / alone_s
     cores = os.cpu_count() or 1

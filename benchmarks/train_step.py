@@ -31,15 +31,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from step_recipe import SIDE, join, make_recipe
 
 from vitscale.architectures import architecture
 from vitscale.flops.accounting import mfu
 from vitscale.flops.hardware import peak_flops
 from vitscale.flops.work import recipe_work
 from vitscale.planning import expected_memory
-from vitscale.recipe import Recipe, validate_recipe
+from vitscale.recipe import Recipe
 
-SIDE, CLASSES = 224, 7
+CLASSES = 7
 CONTENDERS = ("trainer", "recomputed", "plain", "timm")
 LIMITS = {"memory": 1.0, "recompute_time": 1.38}
 TIMES = (("time", "trainer", "timm"), ("deepspeed", "trainer", "plain"), ("recompute_time", "recomputed", "trainer"))
@@ -50,39 +51,24 @@ TIME_LIMIT = {"cpu": 1.03, "cuda": 1.0}
 # ---- A contender's process -------------------------------------------------------------------------------------------
 
 
-def make_recipe(model: str, folder: str, options: argparse.Namespace, recompute: int) -> Recipe:
+def recipe_of(model: str, folder: str, options: argparse.Namespace, recompute: int) -> Recipe:
     """What the trainer trains."""
-    content = {
-        "model": {"name": model, "head": "linear", "pool": options.pool},
-        "data": {"train": "train", "root": folder, "image_size": SIDE},
-        "batch": {"global": options.batch, "micro_max": options.batch},
-        "objective": {"loss": "softmax"},
-        "optimizer": {"name": "adamw", "lr": 1e-4, "weight_decay": 0.1, "clip_norm": 1.0},
-        "schedule": {"duration": {"steps": 1000}, "warmup": {"steps": 10}},
-        "parallelism": {
-            "zero_stage": options.zero,
-            "compile": options.compile,
-            "activation_checkpointing": recompute,
-        },
-        "logging": {"tensorboard": False},
-    }
-    return validate_recipe(content, "benchmark")
+    parallelism = {"zero_stage": options.zero, "compile": options.compile, "activation_checkpointing": recompute}
+    return make_recipe(model, options.batch, folder=folder, model={"pool": options.pool}, parallelism=parallelism)
 
 
 def trainer_step(options: argparse.Namespace, folder: Path) -> Callable[[], float]:
     """The trainer of a recipe, and one of its batches again and again."""
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
     from vitscale.data import on_device
     from vitscale.shards.generated import write_generated_dataset
-    from vitscale.training import distributed
     from vitscale.training.attention import preferred_attention
+    from vitscale.training.distributed import free_port
     from vitscale.training.plan import plan_run
     from vitscale.training.trainer import Trainer
 
-    os.environ["MASTER_PORT"] = distributed.free_port()
     write_generated_dataset(folder / "train", [2 * options.batch])
-    recipe = make_recipe(options.models[0], str(folder), options, recompute=int(options.work[0] == "recomputed"))
-    world = distributed.start(0, 1, 0)
+    recipe = recipe_of(options.models[0], str(folder), options, recompute=int(options.work[0] == "recomputed"))
+    world = join(0, 1, int(free_port()))
     plan = plan_run(recipe, 0, 1)
     begin_measuring(options.device)
     trainer = Trainer(recipe, plan, folder / "run", world)
@@ -230,9 +216,9 @@ def compare(model: str, options: argparse.Namespace) -> dict[str, Any]:
             result[name] = statistics.median(a / b for a, b in zip(found[own], found[peer], strict=True))
     if {"trainer", "timm"} <= found.keys():
         result["memory"] = peaks["trainer"] / peaks["timm"]
-    kept = make_recipe(model, "", options, recompute=0)
+    kept = recipe_of(model, "", options, recompute=0)
     if {"trainer", "recomputed"} <= found.keys():
-        less = make_recipe(model, "", options, recompute=1)
+        less = recipe_of(model, "", options, recompute=1)
         planned = [expected_memory(one, CLASSES, 1, device=options.device) for one in (kept, less)]
         most, least = (one.activations + one.workspace for one in planned)
         result["recompute_saved"] = (peaks["trainer"] - peaks["recomputed"]) / (most - least)

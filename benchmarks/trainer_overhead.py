@@ -20,33 +20,23 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.multiprocessing as mp
+from step_recipe import join, make_recipe
 
-SIDE, LIMIT = 224, 0.02
+LIMIT = 0.02
 
 
 def work(_: int, model: str, batch: int, rounds: int, folder: Path) -> None:
     """A process for one model; its result goes to a file."""
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
     from vitscale.data import to_model_input
-    from vitscale.recipe import validate_recipe
     from vitscale.shards.generated import write_generated_dataset
-    from vitscale.training import distributed
+    from vitscale.training.distributed import free_port
     from vitscale.training.plan import plan_run
     from vitscale.training.trainer import Trainer
 
-    os.environ["MASTER_PORT"] = distributed.free_port()
     write_generated_dataset(folder / "train", [8 * batch])
-    content = {
-        "model": {"name": model, "head": "linear"},
-        "data": {"train": "train", "root": str(folder), "image_size": SIDE},
-        "batch": {"global": batch, "micro_max": batch},
-        "objective": {"loss": "softmax"},
-        "optimizer": {"name": "adamw", "lr": 1e-4, "weight_decay": 0.1, "clip_norm": 1.0},
-        "schedule": {"duration": {"steps": 100_000}, "warmup": {"steps": 10}},
-        "logging": {"every": 1, "batch_digest": True},
-    }
-    recipe = validate_recipe(content, "benchmark")
-    trainer: Any = Trainer(recipe, plan_run(recipe, 0, 1), folder / "run", distributed.start(0, 1, 0))
+    logging = {"every": 1, "batch_digest": True, "tensorboard": True}
+    recipe = make_recipe(model, batch, folder=str(folder), logging=logging)
+    trainer: Any = Trainer(recipe, plan_run(recipe, 0, 1), folder / "run", join(0, 1, int(free_port())))
     trainer.engine.train()
     trainer.last, trainer.metrics = 100_000, trainer._open_metrics()
     results: dict[str, list[float]] = {"trainer": [], "engine": []}

@@ -23,28 +23,14 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from step_recipe import SIDE, build, join, make_recipe
 
-SIDE, CLASSES = 224, 1000
+CLASSES = 1000
 FORMULAS: dict[int, Callable[[int], float]] = {
     1: lambda ranks: 4 + 12 / ranks,
     2: lambda ranks: 2 + 14 / ranks,
     3: lambda ranks: 16 / ranks,
 }
-
-
-def make_recipe(model: str, batch: int, ranks: int, stage: int) -> Any:
-    from vitscale.recipe import validate_recipe
-
-    content = {
-        "model": {"name": model, "head": "linear", "num_classes": CLASSES},
-        "data": {"train": "none", "image_size": SIDE},
-        "batch": {"global": batch * ranks, "micro_max": batch},
-        "objective": {"loss": "softmax"},
-        "optimizer": {"name": "adamw", "lr": 1e-4, "weight_decay": 0.1, "clip_norm": 1.0},
-        "schedule": {"duration": {"steps": 1000}},
-        "parallelism": {"zero_stage": stage},
-    }
-    return validate_recipe(content, "benchmark")
 
 
 def tensors_of(engine: Any) -> list[torch.Tensor]:
@@ -72,35 +58,19 @@ def bytes_of(tensors: list[torch.Tensor]) -> int:
 
 def work(rank: int, ranks: int, port: int, folder: Path, model: str, batch: int, rounds: int) -> None:
     """Entry point of a rank."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    import deepspeed
     import torch.distributed as dist
 
     from vitscale.models import build_model, initialise
-    from vitscale.training import distributed
-    from vitscale.training.engine import build_engine, derive_config
 
-    distributed.start(rank, ranks, rank)
+    join(rank, ranks, port)
     images = torch.rand(batch, SIDE, SIDE, 3) * 2 - 1
     labels = torch.arange(batch) + batch * rank
     steps: dict[str, Callable[[], None]] = {}
     held: dict[str, float] = {}
-    engines = {}
     for stage in FORMULAS:
-        recipe = make_recipe(model, batch, ranks, stage)
-        config = derive_config(recipe, ranks)
-        if stage == 3:
-            with deepspeed.zero.Init(config_dict_or_path=config):
-                built = build_model(recipe, CLASSES)
-            with deepspeed.zero.GatheredParameters(list(built.parameters()), modifier_rank=0):
-                initialise(built, seed=0)
-        else:
-            built = build_model(recipe, CLASSES)
-            initialise(built, seed=0)
-            built.to(torch.bfloat16)
-        engine = engines[stage] = build_engine(recipe, built, config)
+        recipe = make_recipe(model, batch, ranks, num_classes=CLASSES, parallelism={"zero_stage": stage})
+        engine = build(recipe, CLASSES, ranks)
 
         def backward(engine: Any = engine) -> None:
             logits = engine(images.bfloat16())
@@ -112,11 +82,11 @@ def work(rank: int, ranks: int, port: int, folder: Path, model: str, batch: int,
 
         step()
         backward()
-        parameters = sum(getattr(one, "ds_numel", one.numel()) for one in built.parameters())
+        parameters = sum(getattr(one, "ds_numel", one.numel()) for one in engine.module.parameters())
         held[f"zero{stage}"] = bytes_of(tensors_of(engine)) / parameters
         engine.step()
         steps[f"zero{stage}"] = step
-    recipe = make_recipe(model, batch, ranks, 0)
+    recipe = make_recipe(model, batch, ranks, num_classes=CLASSES)
     plain = build_model(recipe, CLASSES)
     initialise(plain, seed=0)
     ddp = torch.nn.parallel.DistributedDataParallel(plain)
