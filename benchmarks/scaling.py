@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from step_recipe import SIDE, build, join, make_recipe
+from rank_engines import build, join
+from step_recipe import SIDE, make_recipe
 from traffic import Counter
 
 CLASSES = 1000

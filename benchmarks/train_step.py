@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_recipe import SIDE, join, make_recipe
+from rank_engines import join
+from step_recipe import SIDE, make_recipe
 
 from vitscale.architectures import architecture
 from vitscale.flops.accounting import mfu

@@ -20,7 +20,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.multiprocessing as mp
-from step_recipe import join, make_recipe
+from rank_engines import join
+from step_recipe import make_recipe
 
 LIMIT = 0.02
 

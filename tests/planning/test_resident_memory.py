@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.multiprocessing as mp
+from rank_engines import dtype_of, join
 from toy_recipes import make_recipe
 
 from vitscale.planning import expected_memory
@@ -23,24 +24,15 @@ def status(field: str) -> int:
 
 def train(rank: int, world_size: int, port: int, folder: Path, blocks: dict[str, Any]) -> None:
     """Entry point of a rank: some steps of DeepSpeed; what its memory grew by at most since the imports, to a file."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
     import torch
 
     from vitscale.models import build_model, initialise
-    from vitscale.training import distributed
     from vitscale.training.engine import build_engine, derive_config
 
-    distributed.start(rank, world_size, rank)
+    join(rank, world_size, port)
     before = status("VmRSS")
     recipe = make_recipe(**blocks)
-    dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+    dtype = dtype_of(recipe)
     model = build_model(recipe, 10).to(dtype)  # before it has values, so that there is never an fp32 one in memory
     initialise(model, seed=0)
     engine = build_engine(recipe, model, derive_config(recipe, world_size))

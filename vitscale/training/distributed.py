@@ -1,6 +1,7 @@
 """The ranks of a run: who we are, how we talk, and how we end."""
 
 import contextlib
+import ctypes
 import errno
 import os
 import socket
@@ -24,6 +25,7 @@ HEARTBEAT_VARIABLE = "VITSCALE_HEARTBEAT_FD"
 """The number of an open file that a supervising launch reads: one JSON object with step, phase and phase_s a line."""
 
 _STALE_LOCK_SECONDS = 1800
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _HAS_A_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _store: dist.TCPStore | None = None  # the rendezvous lives as long as this does
 
@@ -68,6 +70,7 @@ def start(rank: int, size: int, local_rank: int, timeout: timedelta = timedelta(
         backend = "nccl"
     else:
         device, backend = torch.device("cpu"), "gloo"
+        _keep_freed_memory()
         # Without it DeepSpeed compiles a shared-memory operator inside init_distributed, and hangs on a stale lock.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets 1 whatever the machine has
@@ -89,6 +92,18 @@ def start(rank: int, size: int, local_rank: int, timeout: timedelta = timedelta(
             f"set {backend.upper()}_SOCKET_IFNAME to the interface of that address; here are {', '.join(_interfaces())}"
         ) from None
     return World(rank, size, device)
+
+
+def _keep_freed_memory() -> None:
+    """Have the C library keep what one step frees for the next one.
+
+    By itself it gives tensors of more than 32 MiB back to the system, which makes each of their pages anew in the next
+    step: 6 % of a step of ViT-B/16 on two cores. glibc alone knows of this.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, 256 << 20)
+        library.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
 def _serve_rendezvous(size: int) -> None:

@@ -1,0 +1,42 @@
+"""A process as a rank, and the engine of a recipe on it without a trainer."""
+
+import os
+from typing import Any
+
+import torch
+
+from vitscale.recipe import Recipe
+
+
+def dtype_of(recipe: Recipe) -> torch.dtype:
+    """Of the weights that a recipe computes with."""
+    return torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+
+
+def join(rank: int, ranks: int, port: int) -> Any:
+    """This process as a rank of a world of this machine."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    from vitscale.training import distributed
+
+    return distributed.start(rank, ranks, rank)
+
+
+def build(recipe: Recipe, num_classes: int, ranks: int) -> Any:
+    """A DeepSpeed engine around the recipe's model, with its initial values."""
+    import deepspeed
+
+    from vitscale.models import build_model, initialise
+    from vitscale.training.engine import build_engine, derive_config
+
+    config = derive_config(recipe, ranks)
+    if recipe.parallelism.zero_stage == 3:
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = build_model(recipe, num_classes)
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            initialise(model, seed=0)
+    else:
+        model = build_model(recipe, num_classes)
+        initialise(model, seed=0)
+        model.to(dtype_of(recipe))
+    return build_engine(recipe, model, config)
