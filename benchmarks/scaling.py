@@ -32,11 +32,11 @@ CLASSES = 1000
 
 def work(rank: int, ranks: int, port: int, folder: Path, model: str, batch: int, stage: int, steps: int) -> None:
     """Entry point of a rank: seconds of a step and of an all-reduce, and what is sent, to a file of rank 0."""
-    torch.set_num_threads(1)
     counter = Counter()
     import torch.distributed as dist
 
     join(rank, ranks, port)
+    torch.set_num_threads(1)  # behind what gives a single rank all cores
     recipe = make_recipe(model, batch, ranks, num_classes=CLASSES, parallelism={"zero_stage": stage})
     engine = build(recipe, CLASSES, ranks)
     images, labels = (torch.rand(batch, SIDE, SIDE, 3) * 2 - 1).bfloat16(), torch.arange(batch)

@@ -59,12 +59,12 @@ def bytes_of(tensors: list[torch.Tensor]) -> int:
 
 def work(rank: int, ranks: int, port: int, folder: Path, model: str, batch: int, rounds: int) -> None:
     """Entry point of a rank."""
-    torch.set_num_threads(1)
     import torch.distributed as dist
 
     from vitscale.models import build_model, initialise
 
     join(rank, ranks, port)
+    torch.set_num_threads(1)  # behind what gives a single rank all cores
     images = torch.rand(batch, SIDE, SIDE, 3) * 2 - 1
     labels = torch.arange(batch) + batch * rank
     steps: dict[str, Callable[[], None]] = {}

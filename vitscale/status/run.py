@@ -21,6 +21,7 @@ from vitscale.run_directory import (
     RECIPE_FILE,
     checkpoints_root,
     is_held,
+    read_done,
 )
 from vitscale.status import recent
 from vitscale.status.checkpoints import Index, read_checkpoints
@@ -160,7 +161,7 @@ class RunReader:
     def _read_done(self, notes: list[str]) -> dict[str, Any] | None:
         """What DONE says; None without one."""
         path = self._directory / DONE_FILE
-        content = read_object(path)
+        content = read_done(self._directory)
         if content is None and path.exists():
             notes.append(f"{path} is damaged, and passed over")
         return content
