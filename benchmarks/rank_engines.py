@@ -3,14 +3,7 @@
 import os
 from typing import Any
 
-import torch
-
 from vitscale.recipe import Recipe
-
-
-def dtype_of(recipe: Recipe) -> torch.dtype:
-    """Of the weights that a recipe computes with."""
-    return torch.bfloat16 if recipe.precision == "bf16" else torch.float32
 
 
 def join(rank: int, ranks: int, port: int) -> Any:
@@ -26,7 +19,7 @@ def build(recipe: Recipe, num_classes: int, ranks: int) -> Any:
     """A DeepSpeed engine around the recipe's model, with its initial values."""
     import deepspeed
 
-    from vitscale.models import build_model, initialise
+    from vitscale.models import build_model, initialise, weight_dtype
     from vitscale.training.engine import build_engine, derive_config
 
     config = derive_config(recipe, ranks)
@@ -38,5 +31,5 @@ def build(recipe: Recipe, num_classes: int, ranks: int) -> Any:
     else:
         model = build_model(recipe, num_classes)
         initialise(model, seed=0)
-        model.to(dtype_of(recipe))
+        model.to(weight_dtype(recipe))
     return build_engine(recipe, model, config)

@@ -8,7 +8,14 @@ SIDE = 224
 
 
 def make_recipe(
-    name: str, batch: int, ranks: int = 1, *, num_classes: int | None = None, folder: str = "", **blocks: Any
+    name: str,
+    batch: int,
+    ranks: int = 1,
+    *,
+    num_classes: int | None = None,
+    folder: str = "",
+    precision: str = "bf16",
+    **blocks: Any,
 ) -> Recipe:
     """A recipe without accumulation.
 
@@ -16,6 +23,7 @@ def make_recipe(
         name: of the model.
         batch: images of each rank.
         num_classes: None for those of the dataset `train` in `folder`.
+        precision: of the recipe.
         blocks: added to the recipe's own, key by key.
     """
     content: dict[str, Any] = {
@@ -26,6 +34,7 @@ def make_recipe(
         "optimizer": {"name": "adamw", "lr": 1e-4, "weight_decay": 0.1, "clip_norm": 1.0},
         "schedule": {"duration": {"steps": 100_000}, "warmup": {"steps": 10}},
         "logging": {"tensorboard": False},
+        "precision": precision,
     }
     for key, block in blocks.items():
         content[key] = {**content.get(key, {}), **block}

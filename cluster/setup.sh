@@ -44,7 +44,7 @@ install() {
 }
 # torch goes first and alone, at the pinned version: whether that is a CPU or a CUDA build is up to what pip finds.
 install torch wheel setuptools
-install --editable '.[dedup,demo,dev,plot,ray,s3]'
+install --editable '.[dedup,demo,dev,fp8,plot,ray,s3]'
 # timm is a peer in tests only. Without dependencies: torchvision would insist on a torch of its own choice.
 install --no-deps timm torchvision
 say "ready: $venv"

@@ -123,6 +123,13 @@ def test_a_mistake_is_one_message_naming_key_value_and_expectation(tmp_path, set
     assert all(word in message for word in words), message
 
 
+def test_float8_needs_dense_layers_of_blocks_that_are_whole(tmp_path):
+    resnet = refused(tmp_path, MINIMAL, "precision=fp8", "model={name: ResNet50x1}")
+    assert "precision: fp8" in resnet and "a ResNet has none" in resnet
+    divided = refused(tmp_path, MINIMAL, "precision=fp8", "parallelism.zero_stage=3")
+    assert "precision: fp8 needs parallelism.zero_stage 0, 1 or 2" in divided
+
+
 def test_all_mistakes_are_told_at_once(tmp_path):
     message = refused(tmp_path, MINIMAL, "optimizer.lrr=1", "batch.globl=2", "seed=-1")
     assert all(word in message for word in ("optimizer.lrr", "batch.globl", "seed"))

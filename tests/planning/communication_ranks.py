@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rank_engines import build, dtype_of, join
+from rank_engines import build, join
 from traffic import Counter
 
 STEPS = 4  # ZeRO 3 learns in the first ones which parameters are used when
@@ -19,6 +19,7 @@ def run_steps(rank: int, world_size: int, port: int, folder: Path, cases: dict[s
     counter = Counter()
     from toy_recipes import make_recipe
 
+    from vitscale.models import weight_dtype
     from vitscale.training.agreement import Agreement
     from vitscale.training.engine import Fp32Accumulation
 
@@ -35,7 +36,7 @@ def run_steps(rank: int, world_size: int, port: int, folder: Path, cases: dict[s
             counter.reset()
             for _ in range(accumulation):
                 size = recipe.data.image_size
-                engine.backward(engine(torch.zeros(1, size, size, 3, dtype=dtype_of(recipe))).sum())
+                engine.backward(engine(torch.zeros(1, size, size, 3, dtype=weight_dtype(recipe))).sum())
                 engine.step()
             agreement.largest(0, 0)
         results[name] = {"sent": dict(counter.sent), "calls": dict(counter.calls)}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rank_engines import build, dtype_of, join
+from rank_engines import build, join
 
 
 def held() -> dict[int, int]:
@@ -33,6 +33,7 @@ def run_engines(rank: int, world_size: int, port: int, folder: Path, cases: dict
     """
     from toy_recipes import make_recipe
 
+    from vitscale.models import weight_dtype
     from vitscale.training.engine import Fp32Accumulation
 
     join(rank, world_size, port)
@@ -52,7 +53,7 @@ def run_engines(rank: int, world_size: int, port: int, folder: Path, cases: dict
         for _ in range(2):
             for _ in range(accumulation):
                 size = recipe.data.image_size
-                engine.backward(engine(torch.zeros(1, size, size, 3, dtype=dtype_of(recipe))).sum())
+                engine.backward(engine(torch.zeros(1, size, size, 3, dtype=weight_dtype(recipe))).sum())
                 result["backward"] = new()
                 engine.step()
             result["step"] = new()

@@ -156,6 +156,10 @@ def test_the_command_says_what_it_assumes():
         (("--devices", 8, "--hardware", "h100", "--mfu", 45), "45 % is --mfu 0.45"),
         (("--devices", 8, "--hardware", "h100", "--network", -1), "above 0"),
         (("--devices", 8, "--hardware", "h100", "--set", "precision=fp32"), "no peak is known"),
+        (
+            ("--devices", 8, "--hardware", "h100", "--set", "precision=fp8", "--set", "parallelism.zero_stage=1"),
+            "precision: fp8 is not planned",
+        ),
     ],
 )
 def test_mistakes_are_named(arguments, words):

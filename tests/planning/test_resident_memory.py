@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch.multiprocessing as mp
-from rank_engines import dtype_of, join
+from rank_engines import join
 from toy_recipes import make_recipe
 
 from vitscale.planning import expected_memory
@@ -26,13 +26,13 @@ def train(rank: int, world_size: int, port: int, folder: Path, blocks: dict[str,
     """Entry point of a rank: some steps of DeepSpeed; what its memory grew by at most since the imports, to a file."""
     import torch
 
-    from vitscale.models import build_model, initialise
+    from vitscale.models import build_model, initialise, weight_dtype
     from vitscale.training.engine import build_engine, derive_config
 
     join(rank, world_size, port)
     before = status("VmRSS")
     recipe = make_recipe(**blocks)
-    dtype = dtype_of(recipe)
+    dtype = weight_dtype(recipe)
     model = build_model(recipe, 10).to(dtype)  # before it has values, so that there is never an fp32 one in memory
     initialise(model, seed=0)
     engine = build_engine(recipe, model, derive_config(recipe, world_size))

@@ -15,7 +15,7 @@ def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[
 
     Ranks run one copy of the package, `root/code/vitscale`, and rank 2 another, `root/other-code/vitscale`. A job may
     have: `recipe` blocks for all ranks, `other` blocks for rank 2 alone, `manifest` and `run_dir` that only rank 2 has,
-    `code` that is appended to a file of its package, `checkpoint_bytes`.
+    `code` that is appended to a file of its package, a package `without` which it is, `checkpoint_bytes`.
     """
     is_other = rank == OTHER_RANK
     code = root / ("other-code" if is_other else "code")
@@ -46,6 +46,7 @@ def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[
             own_plan = replace(own_plan, manifest=Manifest.load(str(root / job["manifest"])))
         if is_other and "run_dir" in job:
             run_dir = root / job["run_dir"]
+        sys.modules.update(dict.fromkeys(job.get("without", []) if is_other else []))
         unchanged = changed.read_text() if is_other else ""
         if is_other:
             changed.write_text(unchanged + job.get("code", ""))
@@ -56,6 +57,8 @@ def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[
             outcome |= {"error": str(error), "on_all_ranks": error.is_on_all_ranks}
         if is_other:
             changed.write_text(unchanged)
+            for name in job.get("without", []):
+                del sys.modules[name]
         (root / f"{job['name']}-{rank}.json").write_text(json.dumps(outcome))
     torch.distributed.barrier()
     sys.stdout.flush()

@@ -31,6 +31,7 @@ JOBS: list[dict[str, Any]] = [
     {"name": "micro-batch", "recipe": LARGE},
     {"name": "model", "recipe": HUGE},
     {"name": "remote", "recipe": {"checkpoint": {"dir": "memory://bucket/runs"}}, "run_dir": "elsewhere/run"},
+    {"name": "float8", "recipe": {"precision": "fp8"}, "without": ["torchao"]},
 ]
 
 
@@ -122,6 +123,10 @@ def test_too_large_a_micro_batch_is_a_warning_that_names_one_that_fits(outcomes)
 
 def test_a_model_that_cannot_fit_is_refused(outcomes):
     assert "the model does not fit: weights, gradients and optimizer of one rank need" in error_of(outcomes, "model")
+
+
+def test_float8_without_its_package_on_one_rank_is_refused(outcomes):
+    assert error_of(outcomes, "float8") == f"precision fp8: rank 2 on {HOST} has no torchao: pip install torchao"
 
 
 def test_a_fingerprint_is_of_names_and_contents(tmp_path):

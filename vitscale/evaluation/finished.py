@@ -10,7 +10,7 @@ from vitscale.data import to_model_input
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.evaluation.build import build_evaluators
 from vitscale.evaluation.contract import ModelOutputs, evaluate
-from vitscale.models import Model, build_model
+from vitscale.models import Model, build_model, weight_dtype
 from vitscale.recipe import Recipe, override, read_recipe, validate_recipe
 
 
@@ -46,7 +46,7 @@ def load_model(recipe: Recipe, reader: CheckpointReader, device: torch.device, *
     Its weights are their average where the run keeps one, unless `use_average` is False.
     """
     kind = reader.evaluated_kind if use_average else MASTER
-    dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+    dtype = weight_dtype(recipe)
     with torch.device("meta"):
         model = build_model(recipe, len(reader.index.data["class_names"]))
     reader.check_shapes({name: list(parameter.shape) for name, parameter in model.named_parameters()})

@@ -1,11 +1,18 @@
 """From a recipe to its model."""
 
+import torch
+
 from vitscale import recipe as recipes
 from vitscale.architectures import ResNetShape
 from vitscale.models.resnet import ResNet
 from vitscale.models.vit import ViT
 
 Model = ViT | ResNet
+
+
+def weight_dtype(recipe: recipes.Recipe) -> torch.dtype:
+    """Of the weights that a recipe's model computes with."""
+    return torch.float32 if recipe.precision == "fp32" else torch.bfloat16
 
 
 def build_model(recipe: recipes.Recipe, num_classes: int) -> Model:

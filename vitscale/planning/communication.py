@@ -53,7 +53,7 @@ class Collective:
 
 def communication(recipe: Recipe, parameters: Parameters, world_size: int, accumulation: int) -> list[Collective]:
     """What the ranks of a world send in one step of a recipe that accumulates over so many micro-batches."""
-    stage, is_bf16 = recipe.parallelism.zero_stage, recipe.precision == "bf16"
+    stage, is_bf16 = recipe.parallelism.zero_stage, recipe.precision != "fp32"
     weight_bytes = 2 if is_bf16 else 4
     gradient_bytes = 2 if recipe.parallelism.reduce_dtype == "bf16" else 4
     total = optimizer_share(parameters.sizes, stage, world_size) * (world_size if stage else 1)  # with padding

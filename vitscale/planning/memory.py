@@ -155,7 +155,7 @@ def _model_states(
     """Everything that follows from the numbers of parameters: a `Memory` without a micro-batch's parts."""
     sizes = parameters.sizes
     total, largest = sum(sizes), max(sizes)
-    stage, is_bf16 = recipe.parallelism.zero_stage, recipe.precision == "bf16"
+    stage, is_bf16 = recipe.parallelism.zero_stage, recipe.precision != "fp32"
     elements = elements_in_flight(recipe)
     word = 2 if is_bf16 else 4
     share = optimizer_share(sizes, stage, world_size)

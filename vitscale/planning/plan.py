@@ -131,7 +131,9 @@ def make_plan(
     recipe, work = estimate.recipe, estimate.work
     assert work is not None, "whoever plans has seen that the classes are known"
     if recipe.precision != "bf16":
-        raise RecipeError("precision: fp32 is not planned: no peak is known for it; --set precision=bf16")
+        raise RecipeError(
+            f"precision: {recipe.precision} is not planned: no peak is known for it; --set precision=bf16"
+        )
     num_classes = training_set(recipe, estimate.samples).num_classes
     assert num_classes is not None
     parameters = model_parameters(recipe, num_classes)

@@ -91,7 +91,7 @@ def _update(recipe: Recipe, parameters: Parameters, cluster: Cluster) -> float:
     """The optimizer reads and writes its state, reads gradients and writes weights: as fast as memory is."""
     if cluster.device.board.bandwidth is None or recipe.parallelism.offload != "none":
         return 0.0
-    word = 2 if recipe.precision == "bf16" else 4
+    word = 4 if recipe.precision == "fp32" else 2
     bytes_each = 2 * 4 * (num_moments(recipe) + 1) + 4 + word
     share = optimizer_share(parameters.sizes, recipe.parallelism.zero_stage, cluster.devices)
     return bytes_each * share / cluster.device.board.bandwidth

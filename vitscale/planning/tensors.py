@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vitscale.models import build_model
+from vitscale.models import build_model, weight_dtype
 from vitscale.models.layers import CHANNELS
 from vitscale.objectives import Classification
 from vitscale.recipe import Recipe
@@ -45,7 +45,7 @@ class StepTensors:
 
 def step_tensors(recipe: Recipe, num_classes: int, micro_batch: int, device: DeviceType = "cpu") -> StepTensors:
     """Count the tensors of a forward and backward pass over `micro_batch` images."""
-    dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+    dtype = weight_dtype(recipe)
     objective = Classification(recipe.objective.loss, recipe.objective.on, recipe.objective.off)
     with FakeTensorMode():
         with _default_dtype(dtype):

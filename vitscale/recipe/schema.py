@@ -485,7 +485,9 @@ class Recipe(_Block):
     objective: Objective = Objective()
     optimizer: Annotated[AdamW | SGD, Field(discriminator="name")]
     schedule: Schedule
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Literal["bf16", "fp32", "fp8"] = Field(
+        "bf16", description="fp8: as bf16, but for the blocks' dense layers while they train; needs torchao"
+    )
     parallelism: Parallelism = Parallelism()
     evaluation: Evaluation = Evaluation()
     selection: Selection | None = None
@@ -504,6 +506,10 @@ class Recipe(_Block):
             self.model.check_image_size(self.data.image_size)
         except ValueError as error:
             raise ValueError(f"data.{error}") from None
+        if self.precision == "fp8" and isinstance(self.model.shape(), ResNetShape):
+            raise ValueError("precision: fp8 is for the dense layers of Transformer blocks, and a ResNet has none")
+        if self.precision == "fp8" and self.parallelism.zero_stage == 3:
+            raise ValueError("precision: fp8 needs parallelism.zero_stage 0, 1 or 2")
         if self.precision == "fp32" and self.parallelism.reduce_dtype == "bf16":
             raise ValueError("parallelism.reduce_dtype: bf16 belongs to precision: bf16, and precision is fp32")
         nothing_to_evaluate = self.evaluation.validation is None and self.evaluation.fewshot is None

@@ -77,7 +77,7 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
     }
-    if recipe.precision == "bf16":
+    if recipe.precision != "fp32":
         # A non-finite gradient must not reach the weights. DeepSpeed then skips the step in silence; the trainer looks.
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
         config["communication_data_type"] = recipe.parallelism.reduce_dtype

@@ -4,6 +4,7 @@ A few exchanges between the ranks, whatever their number, before there is a mode
 """
 
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -37,6 +38,7 @@ _SHARED_WITHIN_SECONDS = 5.0  # a network file system may be late with what anot
 _OF_EACH_MACHINE = ("root", "cache")  # of data: where they lie may differ, what they are may not
 _NAMED = 4
 _DIGITS = 16  # of a sha256
+_FIRST_WITH_FLOAT8 = (8, 9)  # compute capability
 
 
 def preflight(recipe: Recipe, plan: Plan, run_dir: Path, world: distributed.World, checkpoint_bytes: int) -> list[str]:
@@ -58,6 +60,7 @@ def preflight(recipe: Recipe, plan: Plan, run_dir: Path, world: distributed.Worl
     _check_agreement(ranks, recipe)
     memory = on_rank_zero(lambda: expected_memory(recipe, plan.num_classes, world.size, plan.micro_batch, device))
     _check_compiler(world, ranks)
+    _check_float8(ranks)
     warnings = _check_bf16(recipe, world, ranks) + _check_memory(recipe, plan, world, ranks, memory)
     left = [bytes_left for bytes_left in _device_memory(ranks) if bytes_left is not None]
     needs = f"{_binary(memory.device_bytes)}{f' of {_binary(min(left))}' if left else ''} a rank expected"
@@ -87,6 +90,7 @@ class _Rank:
         host_memory: bytes that its machine has left for all its ranks.
         has_bf16: whether the device computes with bf16 itself.
         can_compile: whether torch finds what compiles for the device; true where nobody asks for it.
+        without_float8: why it cannot train in float8; empty where it can, or nobody asks for it.
     """
 
     host: str
@@ -95,6 +99,7 @@ class _Rank:
     host_memory: int | None
     has_bf16: bool | None
     can_compile: bool
+    without_float8: str
 
 
 def _look_around(recipe: Recipe, plan: Plan, world: distributed.World) -> _Rank:
@@ -110,7 +115,16 @@ def _look_around(recipe: Recipe, plan: Plan, world: distributed.World) -> _Rank:
     if world.device.type == "cuda":
         free, has_bf16 = torch.cuda.mem_get_info(world.device)[0], torch.cuda.is_bf16_supported(False)
     can_compile = not recipe.parallelism.compile or _can_compile(world.device)
-    return _Rank(socket.gethostname(), identity, free, available_memory(), has_bf16, can_compile)
+    without_float8 = _without_float8(world.device) if recipe.precision == "fp8" else ""
+    return _Rank(socket.gethostname(), identity, free, available_memory(), has_bf16, can_compile, without_float8)
+
+
+def _without_float8(device: torch.device) -> str:
+    if importlib.util.find_spec("torchao") is None:
+        return "has no torchao: pip install torchao"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_WITH_FLOAT8:
+        return f"has a {torch.cuda.get_device_name(device)}, which does not compute in float8: use precision bf16"
+    return ""
 
 
 def _can_compile(device: torch.device) -> bool:
@@ -204,12 +218,15 @@ def _describe(indices: Sequence[int], ranks: Sequence[_Rank]) -> str:
 
 def _check_bf16(recipe: Recipe, world: distributed.World, ranks: Sequence[_Rank]) -> list[str]:
     without = [index for index, rank in enumerate(ranks) if rank.has_bf16 is False]
-    if recipe.precision != "bf16" or not without:
+    if recipe.precision == "fp32" or not without:
         return []
     where, advice = _describe(without, ranks), "--set precision=fp32"
     if world.device.type == "cuda":
-        raise RecipeError(f"precision bf16: the device of {where} does not compute in it; use {advice}").on_all_ranks()
-    return [f"precision bf16: the processor of {where} has no instructions for it, so that it is slow; use {advice}"]
+        raise RecipeError(
+            f"precision {recipe.precision}: the device of {where} does not compute in it; use {advice}"
+        ).on_all_ranks()
+    slow = f"the processor of {where} has no instructions for it, so that it is slow"
+    return [f"precision {recipe.precision}: {slow}; use {advice}"]
 
 
 def _check_compiler(world: distributed.World, ranks: Sequence[_Rank]) -> None:
@@ -221,6 +238,12 @@ def _check_compiler(world: distributed.World, ranks: Sequence[_Rank]) -> None:
         raise RecipeError(
             f"parallelism.compile: {_describe(without, ranks)} has no {missing}; install it, or leave compile out"
         ).on_all_ranks()
+
+
+def _check_float8(ranks: Sequence[_Rank]) -> None:
+    for reason in sorted({rank.without_float8 for rank in ranks} - {""}):
+        where = _describe([index for index, rank in enumerate(ranks) if rank.without_float8 == reason], ranks)
+        raise RecipeError(f"precision fp8: {where} {reason}").on_all_ranks()
 
 
 def _host_memory(ranks: Sequence[_Rank]) -> list[int | None]:

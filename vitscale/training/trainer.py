@@ -55,7 +55,7 @@ from vitscale.evaluation import ModelOutputs, evaluate
 from vitscale.evaluation.distributed import on_rank_zero
 from vitscale.flops import accounting, hardware
 from vitscale.flops.work import recipe_work
-from vitscale.models import build_model, compile_blocks
+from vitscale.models import ViT, build_model, compile_blocks, weight_dtype
 from vitscale.recipe import Recipe
 from vitscale.training import distributed, fragments, replicas, run_directory
 from vitscale.training.agreement import Agreement
@@ -106,7 +106,7 @@ class Trainer:
         self.world = world
         self.watchdog = watchdog
         self.interruption = interruption
-        self.dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+        self.dtype = weight_dtype(recipe)
         self.step = 0
         self.progress: TrainingProgress | None = None
         self.gradient_norm = math.nan
@@ -173,10 +173,15 @@ class Trainer:
                 model = build_model(self.recipe, self.plan.num_classes)
         else:
             model = build_model(self.recipe, self.plan.num_classes).to(self.world.device, self.dtype)
+            if self.recipe.precision == "fp8":
+                from vitscale.models.float8 import train_in_float8  # only those who ask for it need torchao
+
+                assert isinstance(model, ViT)
+                train_in_float8(model.blocks, self.world.device)
             if self.recipe.parallelism.compile:
                 compile_blocks(model)
         self.engine = build_engine(self.recipe, model, self.plan.config)
-        if self.recipe.parallelism.zero_stage == 0 and self.recipe.precision == "bf16" and self.plan.accumulation > 1:
+        if self.recipe.parallelism.zero_stage == 0 and self.recipe.precision != "fp32" and self.plan.accumulation > 1:
             Fp32Accumulation(self.engine)
         self.work = recipe_work(self.recipe, self.plan.num_classes)
         self.peak_flops = None

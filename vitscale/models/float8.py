@@ -1,0 +1,58 @@
+"""Products in float8, for devices that compute them at twice the rate of bf16 (Hopper and later).
+
+torchao multiplies: e4m3 forward, e5m2 for gradients, one scale a tensor, of the tensor's own largest value. Nothing is
+remembered from step to step, so that a run resumes as exactly as without.
+"""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """torchao tells at its import of every kernel that was not built for this torch; none of them is used here."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+with _quietly():
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.float8_linear_utils import swap_linear_layers
+
+_MULTIPLE = 16  # of both widths, which the product of CUDA wants
+
+
+class _TrainedInFloat8(Float8Linear):
+    """A dense layer whose three products are in float8 while it trains; what it predicts is computed as without."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) if self.training else F.linear(input, self.weight, self.bias)
+
+
+def train_in_float8(blocks: nn.ModuleList, device: torch.device) -> None:
+    """Have the dense layers of Transformer blocks compute in float8 while they train; parameters and names stay.
+
+    On a CPU the products are of the same rounded numbers, and in the weights' dtype.
+    """
+    # The number of tokens of a micro-batch, over which the weights' gradients sum, may be any: it is padded.
+    config = Float8LinearConfig(pad_inner_dim=True, emulate=device.type == "cpu")
+
+    def fits(layer: nn.Module, name: str) -> bool:
+        return isinstance(layer, nn.Linear) and layer.in_features % _MULTIPLE == layer.out_features % _MULTIPLE == 0
+
+    for block in blocks:
+        swap_linear_layers(
+            block, lambda layer: _TrainedInFloat8.from_float(layer, config=config), module_filter_fn=fits
+        )
