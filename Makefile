@@ -1,10 +1,11 @@
 # make setup   everything the project needs, in .venv
 # make demo    images -> shards -> ZeRO pre-training -> accuracy, on data that needs no download
-# make test    the checks of every change; make test-all adds the full matrices
+# make test    the checks of every change, JOBS files of tests at a time; make test-all adds the full matrices
 # make test-cluster   runs over two hosts and under a real Slurm, on this machine; root, installs what they need (apt)
 # make chaos   half an hour of random faults, compared to the last bit with the same run left in peace
 SHELL := /bin/bash
 PYTHON ?= python3
+JOBS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 
@@ -25,7 +26,7 @@ lint: $(READY)
 	@$(BIN)/mypy
 
 test: lint
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(JOBS) --dist loadfile
 
 test-all: lint
 	@$(BIN)/python -m pytest
