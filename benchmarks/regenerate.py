@@ -2,7 +2,7 @@
 
     python benchmarks/regenerate.py [--images DIR] [--only NAME ...]
 
-Leave the machine alone meanwhile: about an hour on two cores. --images: for `loader.py`, which is left out without it.
+Leave the machine alone meanwhile: about an hour on two cores. --images: for `loader.py` and `feeding.py`, which are left out without it.
 With --only the other sections stay as they are.
 """
 
@@ -30,7 +30,9 @@ COMMANDS = {
     "startup_compiled": ["--recipe", "b16_jft", "--batch", "4", "--compile"],
     "order_scale": ["--rounds", "1"],
     "loader": [],
+    "feeding": [],
 }
+WITH_IMAGES = ("loader", "feeding")
 MODES = ("_compiled",)
 HEADING = """# Benchmarks
 
@@ -69,16 +71,16 @@ def section(name: str, arguments: list[str], images: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", help="a folder of images, for loader.py")
+    parser.add_argument("--images", help="a folder of images, for loader.py and feeding.py")
     parser.add_argument("--only", nargs="+", choices=COMMANDS, default=list(COMMANDS), metavar="NAME")
     options = parser.parse_args()
     text = README.read_text() if README.exists() else ""
     found = re.split(r"(?m)^## ", text)[1:]
     sections = {part.split("\n", 1)[0]: f"## {part.rstrip()}\n" for part in found}
     for name in options.only:
-        if name == "loader" and options.images is None:
+        if name in WITH_IMAGES and options.images is None:
             continue
-        images = [options.images] if name == "loader" else []
+        images = [options.images] if name in WITH_IMAGES else []
         sections[name] = section(name, COMMANDS[name], images)
         ordered = [sections[name] for name in COMMANDS if name in sections]
         README.write_text("\n".join([HEADING, *ordered]))

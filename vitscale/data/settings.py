@@ -1,10 +1,13 @@
 """How a loader reads, apart from what it reads."""
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from vitscale.recipe import Cache, Data
+
+_FEWEST_THREADS, _MOST_THREADS = 2, 16
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Reading:
     def of(cls, data: Data, *, pinned: bool = False) -> "Reading":
         """As a recipe says. Raises `RecipeError` where there is no place for a cache."""
         return cls(
-            threads=data.threads,
+            threads=data.threads or (_threads_beside_a_device() if pinned else _FEWEST_THREADS),
             prefetch=data.prefetch,
             verify_shards=data.verify_shards,
             check_rate=data.check_rate,
@@ -55,3 +58,12 @@ class Reading:
     def for_evaluation(self) -> "Reading":
         """The same, but that no sample stands in for another: each counts once."""
         return replace(self, bad_samples="error" if self.bad_samples == "error" else "mask")
+
+
+def _threads_beside_a_device() -> int:
+    """A rank's part of its machine's cores, but for the one that keeps the device at work.
+
+    On CPUs, where training itself takes all cores, it is two.
+    """
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(_MOST_THREADS, max(_FEWEST_THREADS, len(os.sched_getaffinity(0)) // ranks_here - 1))

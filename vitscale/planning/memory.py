@@ -166,7 +166,8 @@ def _model_states(
     copied_word = 4 + 4 * moments + ema_word if recipe.checkpoint.background else 0
 
     bucket = elements["reduce_bucket_size"] if device == "cuda" else min(elements["reduce_bucket_size"], total)
-    in_other_dtype = 4 if is_bf16 and recipe.parallelism.reduce_dtype == "fp32" else 0
+    is_summed_in_fp32 = (world_size > 1 or accumulates) and recipe.parallelism.reduce_dtype == "fp32"
+    in_other_dtype = 4 if is_bf16 and is_summed_in_fp32 else 0
     workspace = bucket * (word + in_other_dtype) if stage > 0 else 0
     weights, accumulated_word = word * total, 4 if accumulates else word
     match stage:

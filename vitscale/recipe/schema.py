@@ -242,7 +242,12 @@ class Data(_Block):
     crop: Crop = Crop()
     flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
     eval_crop: EvalCrop = EvalCrop()
-    threads: int = Field(2, ge=1, le=256, description="decoding threads a rank")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        le=256,
+        description="that decode, on each rank; default: 2, and its part of the cores, up to 16, by CUDA",
+    )
     prefetch: int = Field(2, ge=1, le=64, description="batches decoded ahead")
     dct_scaling: bool = Field(
         False, description="decode at 1/2, 1/4 or 1/8 where that leaves image_size; faster, other pixels"

@@ -102,7 +102,7 @@ def _keep_freed_memory() -> None:
     """
     with contextlib.suppress(AttributeError, OSError):
         library = ctypes.CDLL(None)
-        library.mallopt(_M_MMAP_THRESHOLD, 256 << 20)
+        library.mallopt(_M_MMAP_THRESHOLD, 64 << 20)
         library.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 

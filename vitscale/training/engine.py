@@ -80,7 +80,9 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
     if recipe.precision != "fp32":
         # A non-finite gradient must not reach the weights. DeepSpeed then skips the step in silence; the trainer looks.
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
-        config["communication_data_type"] = recipe.parallelism.reduce_dtype
+        # Where there is nothing to sum, DeepSpeed would take every gradient to fp32 and back.
+        sums = world_size > 1 or accumulation > 1
+        config["communication_data_type"] = recipe.parallelism.reduce_dtype if sums else "bf16"
         if stage > 0 and accumulation > 1:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     config = _add(config, recipe.deepspeed)
@@ -183,6 +185,8 @@ def build_engine(recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> An
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=build_optimizer(recipe, model), config=config, dist_init_required=False
     )
+    if recipe.parallelism.zero_stage == 0 and engine.world_size == 1:
+        engine.enable_backward_allreduce = False  # it copies every gradient twice, also where nobody else has one
     return engine
 
 

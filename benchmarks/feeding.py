@@ -1,0 +1,113 @@
+"""How long a device waits for data: the loader behind a consumer that takes batches as fast as a GPU would.
+
+    python benchmarks/feeding.py IMAGES [--max-side 256] [--hardware h200] [--mfu 0.6] [--cores 16] [--seconds 20]
+                                  [--json]
+
+No GPU is needed: the consumer sleeps for as long as a device would take for each batch of 64, at `--mfu` of the
+datasheet's peak, and then asks for the next one. What it may take from the loader is scaled by the cores: a device of a
+node has `--cores` of them, of which one keeps it at work, and the loader here has a thread for each core that is there.
+IMAGES and --max-side: as in `loader.py`. All safety is on.
+
+`wait`: the share of its time that the consumer waits, as the trainer measures it (`data_wait`), the first batches
+left out. `load`: how much of these cores' time the loader took. `cores needed`: of one device, by that.
+
+Fails where the wait is 2 % or more.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from loader import SIDE, TorchvisionCrop, images_of, store
+from step_recipe import make_recipe
+
+from vitscale.data import Batch, Loader, Reading, TrainOrder
+from vitscale.errors import VitscaleError
+from vitscale.flops.accounting import training_flops_per_image
+from vitscale.flops.hardware import find_device
+from vitscale.flops.work import recipe_work
+from vitscale.shards import Manifest
+from vitscale.training.pace import Pace
+
+MODELS = ("ViT-H/14", "ViT-L/16", "ViT-B/16")
+BATCH, CLASSES = 64, 1000
+LIMIT = 0.02
+FILLED = 8  # batches, before which nothing is ahead
+
+
+def images_per_s(model: str, peak: float, mfu: float) -> float:
+    """Of a device that trains `model`."""
+    macs = recipe_work(make_recipe(model, BATCH, num_classes=CLASSES), CLASSES).macs
+    return mfu * peak / training_flops_per_image(macs)
+
+
+def consume(manifest: Manifest, rate: float, seconds: float, threads: int, cache: Path) -> dict[str, float]:
+    """Take `rate` images a second for so many seconds."""
+    order = TrainOrder([shard.num_selected for shard in manifest.shards], BATCH, 0)
+    last = FILLED + max(4, round(rate * seconds / BATCH))
+    settings = {"image_size": SIDE, "transform": TorchvisionCrop(), "digest": True}
+    with Loader(manifest, order, stop_step=last, reading=Reading(threads=threads, cache=cache), **settings) as loader:
+        pace = Pace(0)
+        batches: Iterator[Batch] = pace.timed(loader)
+        for step, _ in enumerate(batches):
+            if step == FILLED:
+                pace.per_step(step)
+                began, began_cpu = time.perf_counter(), time.process_time()
+            time.sleep(BATCH / rate)
+        used, passed = time.process_time() - began_cpu, time.perf_counter() - began
+        step_s, waited_s = pace.per_step(last)
+    return {
+        "wait": waited_s / step_s,
+        "load": used / (passed * threads),
+        "images_per_cpu_s": BATCH / step_s * passed / used,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("images", type=Path)
+    parser.add_argument("--max-side", type=int, default=256, help="store images at so many pixels at most")
+    parser.add_argument("--hardware", default="h200")
+    parser.add_argument("--mfu", type=float, default=0.6)
+    parser.add_argument("--cores", type=int, default=16, help="that each device of a node has")
+    parser.add_argument("--seconds", type=float, default=20, help="of consuming, for each model")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    peak, _ = find_device(options.hardware).training_peak
+    threads, results = len(os.sched_getaffinity(0)), []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with contextlib.redirect_stdout(io.StringIO()):
+            try:
+                images = images_of(options.images, folder / "images")
+                manifest, _, _ = store(images, folder, options.max_side)
+            except (VitscaleError, tarfile.TarError, OSError) as error:
+                parser.error(f"{options.images}: {error}")
+        for model in MODELS:
+            needed = images_per_s(model, peak, options.mfu)
+            taken = needed * threads / (options.cores - 1)
+            found = consume(manifest, taken, options.seconds, threads, folder / "cache")
+            cores = needed / found.pop("images_per_cpu_s")
+            results.append({"model": model, "device": needed, "here": taken, **found, "cores_needed": cores})
+    if options.json:
+        print(json.dumps({"hardware": options.hardware, "mfu": options.mfu, "threads": threads, "results": results}))
+    else:
+        print(f"{'model':<10}{'images/s of a device':>22}{'of it here':>12}{'wait':>9}{'load':>9}{'cores needed':>14}")
+        for one in results:
+            print(
+                f"{one['model']:<10}{one['device']:>22,.0f}{one['here']:>12,.0f}{one['wait']:>9.2%}{one['load']:>9.1%}"
+                f"{one['cores_needed']:>14.1f}"
+            )
+    if any(one["wait"] >= LIMIT for one in results):
+        raise SystemExit(f"missed: the wait is to be below {LIMIT:.0%}")
+
+
+if __name__ == "__main__":
+    main()
