@@ -2,8 +2,8 @@
 
     python benchmarks/regenerate.py [--images DIR] [--only NAME ...]
 
-Leave the machine alone meanwhile: about an hour on two cores. --images: for `loader.py` and `feeding.py`, which are left out without it.
-With --only the other sections stay as they are.
+Leave the machine alone meanwhile: about an hour on two cores. --images: for `loader.py` and `feeding.py`, which are
+left out without it. With --only the other sections stay as they are.
 """
 
 import argparse

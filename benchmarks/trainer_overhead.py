@@ -1,6 +1,6 @@
 """What the trainer adds to a step of its own engine: loader, digest, losses, checks, metrics.
 
-    python benchmarks/trainer_overhead.py [--models ViT-Ti/16 ViT-B/16] [--batch 32] [--rounds 7] [--json]
+    python benchmarks/trainer_overhead.py [--models ViT-Ti/16 ViT-B/16] [--batch 32] [--rounds 11] [--json]
 
 One process takes turns: some steps of the trainer with its real loader, a digest of every batch and a line of metrics
 for every step, then as many of the bare engine (forward, loss, backward, update) on one of those batches. The loader's
@@ -90,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["ViT-Ti/16", "ViT-B/16"])
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     results = [compare(model, options.batch, options.rounds) for model in options.models]
