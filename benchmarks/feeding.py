@@ -3,10 +3,11 @@
     python benchmarks/feeding.py IMAGES [--max-side 256] [--hardware h200] [--mfu 0.6] [--cores 16] [--seconds 20]
                                   [--json]
 
-No GPU is needed: the consumer sleeps for as long as a device would take for each batch of 64, at `--mfu` of the
-datasheet's peak, and then asks for the next one. What it may take from the loader is scaled by the cores: a device of a
-node has `--cores` of them, of which one keeps it at work, and the loader here has a thread for each core that is there.
-IMAGES and --max-side: as in `loader.py`. All safety is on.
+No GPU is needed: for as long as a device would take for each batch of 64, at `--mfu` of the datasheet's peak, the
+consumer runs Python for a half and sleeps for the other, as a trainer launches kernels and waits; then it asks for the
+next one. What it may take from the loader is scaled by the cores: a device of a node has `--cores` of them, of which
+one keeps it at work, and the loader here has a thread for each core but one. How far many threads of one process get
+in each other's way is not seen by few cores. IMAGES and --max-side: as in `loader.py`. All safety is on.
 
 `wait`: the share of its time that the consumer waits, as the trainer measures it (`data_wait`), the first batches
 left out. `load`: how much of these cores' time the loader took. `cores needed`: of one device, by that.
@@ -54,14 +55,18 @@ def consume(manifest: Manifest, rate: float, seconds: float, threads: int, cache
     last = FILLED + max(4, round(rate * seconds / BATCH))
     settings = {"image_size": SIDE, "transform": TorchvisionCrop(), "digest": True}
     with Loader(manifest, order, stop_step=last, reading=Reading(threads=threads, cache=cache), **settings) as loader:
-        pace = Pace(0)
+        pace, busy = Pace(0), 0
         batches: Iterator[Batch] = pace.timed(loader)
         for step, _ in enumerate(batches):
             if step == FILLED:
                 pace.per_step(step)
-                began, began_cpu = time.perf_counter(), time.process_time()
-            time.sleep(BATCH / rate)
-        used, passed = time.process_time() - began_cpu, time.perf_counter() - began
+                began, began_cpu, began_own = time.perf_counter(), time.process_time(), time.thread_time()
+            stop = time.perf_counter() + BATCH / rate
+            while time.perf_counter() < stop - BATCH / rate / 2:
+                busy += 1
+            time.sleep(max(0.0, stop - time.perf_counter()))
+        passed = time.perf_counter() - began
+        used = time.process_time() - began_cpu - (time.thread_time() - began_own)
         step_s, waited_s = pace.per_step(last)
     return {
         "wait": waited_s / step_s,
@@ -81,7 +86,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     peak, _ = find_device(options.hardware).training_peak
-    threads, results = len(os.sched_getaffinity(0)), []
+    threads, results = max(1, len(os.sched_getaffinity(0)) - 1), []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with contextlib.redirect_stdout(io.StringIO()):

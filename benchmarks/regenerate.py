@@ -21,19 +21,24 @@ import torch
 HERE = Path(__file__).parent
 README = HERE / "README.md"
 COMMANDS = {
-    "train_step": ["--models", "ViT-Ti/16", "ViT-B/16"],
-    "train_step_compiled": ["--models", "ViT-Ti/16", "ViT-B/16", "--compile", "--contenders", "trainer", "timm"],
-    "trainer_overhead": [],
-    "zero_stages": [],
-    "scaling": [],
-    "startup": [],
-    "startup_compiled": ["--recipe", "b16_jft", "--batch", "4", "--compile"],
-    "order_scale": ["--rounds", "1"],
-    "loader": [],
-    "feeding": [],
+    "train_step": "--models ViT-Ti/16 ViT-B/16",
+    "train_step_compiled": "--models ViT-Ti/16 ViT-B/16 --compile --contenders trainer bare timm",
+    "trainer_overhead": "",
+    "zero_stages": "",
+    "scaling": "",
+    "startup": "",
+    "startup_compiled": "--recipe b16_jft --batch 4 --compile",
+    "order_scale": "--rounds 1",
+    "loader": "",
+    "feeding": "",
+}
+ON_A_GPU = {
+    "train_step_gpu": "--models ViT-B/16 ViT-L/16 --batch 256 --compile --contenders trainer bare timm fp8",
+    "train_step_gpu_h14": "--models ViT-H/14 --batch 128 --compile --contenders trainer bare timm fp8",
+    "train_step_gpu_h14_mean": "--models ViT-H/14 --batch 128 --compile --pool mean --contenders trainer bare timm",
 }
 WITH_IMAGES = ("loader", "feeding")
-MODES = ("_compiled",)
+MODES = ("_mean", "_h14", "_gpu", "_compiled")
 HEADING = """# Benchmarks
 
 Every program prints ratios against a peer, or against itself, measured in one run; `--json` gives one JSON object. None
@@ -61,7 +66,9 @@ def section(name: str, arguments: list[str], images: list[str]) -> str:
     shown = " ".join(["python", f"benchmarks/{program}.py", *(["IMAGES"] if images else []), *arguments])
     print(shown, flush=True)
     command = [sys.executable, str(HERE / f"{program}.py"), *images, *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent)
+    environment = {**os.environ, **({} if name in ON_A_GPU else {"CUDA_VISIBLE_DEVICES": ""})}
+    run = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent, env=environment)
+    # A trainer tells on standard output what it does.
     lines = [line for line in run.stdout.splitlines() if not line.startswith(("preflight", "WARNING", "step ", "done"))]
     if run.returncode:
         lines += run.stderr.splitlines()[-1:]
@@ -70,9 +77,10 @@ def section(name: str, arguments: list[str], images: list[str]) -> str:
 
 
 def main() -> None:
+    commands = {**COMMANDS, **(ON_A_GPU if torch.cuda.is_available() else {})}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", help="a folder of images, for loader.py and feeding.py")
-    parser.add_argument("--only", nargs="+", choices=COMMANDS, default=list(COMMANDS), metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=commands, default=list(commands), metavar="NAME")
     options = parser.parse_args()
     text = README.read_text() if README.exists() else ""
     found = re.split(r"(?m)^## ", text)[1:]
@@ -81,8 +89,8 @@ def main() -> None:
         if name in WITH_IMAGES and options.images is None:
             continue
         images = [options.images] if name in WITH_IMAGES else []
-        sections[name] = section(name, COMMANDS[name], images)
-        ordered = [sections[name] for name in COMMANDS if name in sections]
+        sections[name] = section(name, commands[name].split(), images)
+        ordered = [sections[name] for name in (*COMMANDS, *ON_A_GPU) if name in sections]
         README.write_text("\n".join([HEADING, *ordered]))
 
 

@@ -65,6 +65,12 @@ def work(rank: int, ranks: int, port: int, folder: Path, model: str, batch: int,
     os._exit(0)
 
 
+def physical_cores() -> int:
+    """Cores that this process may use, threads of one core counted once."""
+    siblings = (Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/core_cpus_list") for cpu in os.sched_getaffinity(0))
+    return len({path.read_text() if path.exists() else path for path in siblings})
+
+
 def planned(options: argparse.Namespace, stage: int, ranks: int, alone_s: float, all_reduce_s: float) -> dict[str, Any]:
     """Bytes and seconds of a step on paper."""
     from vitscale.flops.accounting import training_flops_per_image
@@ -79,8 +85,7 @@ def planned(options: argparse.Namespace, stage: int, ranks: int, alone_s: float,
     recipe = make_recipe(options.model, options.batch, ranks, num_classes=CLASSES, parallelism=parallelism)
     parameters, flops = model_parameters(recipe, CLASSES), recipe_work(recipe, CLASSES)
     peak = training_flops_per_image(flops.macs) * options.batch / alone_s
-    cores = os.cpu_count() or 1
-    device = Device("this core", "", {"bf16": peak * min(1, cores / ranks)}, None, "measured")
+    device = Device("this core", "", {"bf16": peak * min(1, physical_cores() / ranks)}, None, "measured")
     cluster = make_cluster(device, ranks, devices_per_node=ranks, memory=1e12, efficiency=1.0)
     rate = 2 * (ranks - 1) / ranks * 4 * parameters.total / all_reduce_s if ranks > 1 else cluster.link
     collectives = communication(recipe, parameters, ranks, accumulation=1)
@@ -97,10 +102,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this is about CPUs
     from vitscale.training.distributed import free_port
 
     rows: list[dict[str, Any]] = []
-    cores = os.cpu_count() or 1
+    cores = physical_cores()
     with TemporaryDirectory() as folder:
         for stage in options.stages:
             alone_s = 0.0

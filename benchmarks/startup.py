@@ -5,7 +5,7 @@
 One rank trains the recipe's model on generated pictures, and is killed when its first step is done. `again` is the
 second start by the first. The step's own share is what `step` says: on a CPU it is most of it.
 
-Fails where a start takes 60 s without its step, or where the second one compiles (with --compile).
+Fails where the second start takes 60 s with its step, or where it compiles (with --compile).
 """
 
 import argparse
@@ -79,8 +79,8 @@ def main() -> None:
         for name, phases in (("first", first), ("second", second)):
             print(f"{name:<7}" + "  ".join(f"{phase} {seconds:.1f} s" for phase, seconds in phases.items()))
         print(f"again  {result['again']:.2f}")
-    if max(one["total"] - one["step"] for one in (first, second)) >= LIMIT:
-        raise SystemExit(f"missed: a start is to take less than {LIMIT:g} s")
+    if second["total"] >= LIMIT:
+        raise SystemExit(f"missed: a warm start is to take less than {LIMIT:g} s")
     if options.compile and second["step"] > 0.5 * first["step"]:
         raise SystemExit("missed: the second start is to find what the first one compiled")
 

@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this is about CPUs
     results = [compare(model, options.batch, options.rounds) for model in options.models]
     if options.json:
         print(json.dumps({"results": results}))

@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this is about CPUs
     from vitscale.training.distributed import free_port
 
     with TemporaryDirectory() as folder:

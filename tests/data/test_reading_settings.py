@@ -9,10 +9,11 @@ from vitscale.recipe import Data
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "threads"),
-    [(192, 8, 16), (112, 8, 13), (32, 1, 16), (8, 4, 2), (1, 1, 2)],
+    ("machine", "cores", "ranks", "threads"),
+    [(192, 192, 8, 16), (112, 112, 8, 13), (112, 14, 8, 13), (32, 32, 1, 16), (8, 8, 4, 2), (1, 1, 1, 2)],
 )
-def test_beside_a_device_a_rank_s_part_of_the_cores_reads(monkeypatch, cores, ranks, threads):
+def test_beside_a_device_a_rank_s_part_of_the_cores_reads(monkeypatch, machine, cores, ranks, threads):
+    monkeypatch.setattr(os, "cpu_count", lambda: machine)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert Reading.of(Data(train="train"), pinned=True).threads == threads

@@ -52,6 +52,36 @@ def compiled(device: torch.device) -> None:
     assert torch.allclose(eager, other, rtol=0.05, atol=0.02), losses
 
 
+def float8(device: torch.device) -> None:
+    """Products of a dense layer, of tokens that are no multiple of 16, against those of numbers rounded by casts."""
+    from vitscale.models.float8 import train_in_float8
+
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(64, 96, device=device, dtype=torch.bfloat16)
+    blocks = torch.nn.ModuleList([torch.nn.Sequential(layer)])
+    x = torch.randn(3, 257, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    towards = torch.randn(3, 257, 96, device=device, dtype=torch.bfloat16)
+    weight = layer.weight.detach().clone()
+    assert train_in_float8(blocks, device) == 1
+    found = blocks[0](x)
+    found.backward(towards)
+
+    def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        scale = torch.finfo(dtype).max / values.abs().max().float()
+        return (values.float() * scale).to(dtype).float() / scale
+
+    x8, w8 = (rounded(one.detach(), torch.float8_e4m3fn) for one in (x, weight))
+    g8 = rounded(towards, torch.float8_e5m2)
+    assert x.grad is not None
+    pairs = {
+        "forward": (found - layer.bias, x8 @ w8.T),
+        "input": (x.grad, g8 @ w8),
+        "weight": (blocks[0][0].weight.grad, g8.flatten(0, 1).T @ x8.flatten(0, 1)),
+    }
+    for name, (one, other) in pairs.items():
+        assert (one.float() - other).norm() / other.norm() < 0.01, name
+
+
 def memory(device: torch.device) -> None:
     """Saved activations of ViT-B/16 are within 5 % of what is planned."""
     from toy_recipes import make_recipe
@@ -70,7 +100,12 @@ def memory(device: torch.device) -> None:
     del loss
 
 
-CHECKS: dict[str, Callable[[torch.device], None]] = {"attention": attention, "compiled": compiled, "memory": memory}
+CHECKS: dict[str, Callable[[torch.device], None]] = {
+    "attention": attention,
+    "compiled": compiled,
+    "float8": float8,
+    "memory": memory,
+}
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():

@@ -87,6 +87,14 @@ def test_a_resumed_run_goes_on_exactly(place, stage):
     assert column(resumed, "loss") == pytest.approx(column(whole, "loss"), rel=1e-3)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_float8_trains_as_bf16(place, is_compiled):
+    blocks = (f"parallelism.compile={is_compiled}", "parallelism.activation_checkpointing=1")
+    runs = (train(place, f"{name}-{is_compiled}", f"precision={name}", *blocks) for name in ("bf16", "fp8"))
+    bf16, fp8 = (column(lines, "loss") for lines in runs)
+    assert fp8 == pytest.approx(bf16, rel=0.05) and fp8 != bf16
+
+
 def test_compiled_blocks_train_as_eager_ones(place):
     eager, compiled = (train(place, f"compile-{on}", f"parallelism.compile={on}") for on in ("false", "true"))
     assert column(compiled, "loss") == pytest.approx(column(eager, "loss"), rel=1e-2)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 pytest.importorskip("torchao")
 
 from vitscale.architectures import architecture
+from vitscale.errors import RecipeError
 from vitscale.models import ViT, initialise
 from vitscale.models.float8 import train_in_float8
 
@@ -63,6 +64,11 @@ def test_widths_that_the_product_does_not_take_stay_as_they_are():
         torch.equal(*pair) for pair in ((b(v), a(v)) for a, b, v in zip(layers, blocks_of(*layers), x, strict=True))
     ]
     assert same == [True, True, False]
+
+
+def test_a_model_without_such_a_layer_is_refused():
+    with pytest.raises(RecipeError, match="no dense layer of the blocks has widths that are multiples of 16"):
+        blocks_of(nn.Linear(24, 32), nn.Linear(32, 24))
 
 
 def test_every_dense_layer_of_the_blocks_and_no_other():

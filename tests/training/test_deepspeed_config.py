@@ -25,6 +25,15 @@ def test_without_accumulation_gradients_stay_in_bf16(tmp_path):
     assert "data_types" not in derive_config(make_recipe(tmp_path), world_size=2)
 
 
+def test_one_rank_sums_in_fp32_what_it_accumulates_and_nothing_else(tmp_path):
+    """Whatever the recipe says of it, and repeats in its own block."""
+    block = {"deepspeed": {"communication_data_type": "fp32"}}
+    whole = make_recipe(tmp_path, batch={"global": 16, "micro_max": 16}, **block)
+    accumulated = make_recipe(tmp_path, batch={"global": 16, "micro_max": 8}, **block)
+    assert derive_config(whole, world_size=1)["communication_data_type"] == "bf16"
+    assert derive_config(accumulated, world_size=1)["communication_data_type"] == "fp32"
+
+
 @pytest.mark.parametrize(
     ("extra", "words"),
     [

@@ -12,8 +12,7 @@ from vitscale.data.loader import Loader
 
 def to_model_input(images: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """uint8 (B, H, W, 3) -> the same in [-1, 1] on the device: x / 127.5 - 1, computed in fp32, then `dtype`."""
-    on_device = images.to(device)
-    return (on_device.to(torch.float32) / 127.5 - 1.0).to(dtype)
+    return images.to(device).to(torch.float32).div_(127.5).sub_(1.0).to(dtype)
 
 
 def on_device(loader: Loader, device: torch.device) -> Iterator[Batch]:

@@ -65,5 +65,7 @@ def _threads_beside_a_device() -> int:
 
     On CPUs, where training itself takes all cores, it is two.
     """
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(_MOST_THREADS, max(_FEWEST_THREADS, len(os.sched_getaffinity(0)) // ranks_here - 1))
+    ranks_here, cores = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), len(os.sched_getaffinity(0))
+    if cores * ranks_here > (os.cpu_count() or 1):  # else this rank has been bound to its own part
+        cores //= ranks_here
+    return min(_MOST_THREADS, max(_FEWEST_THREADS, cores - 1))

@@ -1,4 +1,4 @@
-"""Products in float8, for devices that compute them at twice the rate of bf16 (Hopper and later).
+"""Products in float8, for devices that compute them at twice the rate of bf16 (Ada, Hopper and later).
 
 torchao multiplies: e4m3 forward, e5m2 for gradients, one scale a tensor, of the tensor's own largest value. Nothing is
 remembered from step to step, so that a run resumes as exactly as without.
@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from vitscale.errors import RecipeError
 
 
 @contextlib.contextmanager
@@ -27,9 +29,8 @@ def _quietly() -> Iterator[None]:
 
 
 with _quietly():
-    from torchao.float8 import Float8LinearConfig
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
-    from torchao.float8.float8_linear_utils import swap_linear_layers
 
 _MULTIPLE = 16  # of both widths, which the product of CUDA wants
 
@@ -41,10 +42,12 @@ class _TrainedInFloat8(Float8Linear):
         return super().forward(input) if self.training else F.linear(input, self.weight, self.bias)
 
 
-def train_in_float8(blocks: nn.ModuleList, device: torch.device) -> None:
+def train_in_float8(blocks: nn.ModuleList, device: torch.device) -> int:
     """Have the dense layers of Transformer blocks compute in float8 while they train; parameters and names stay.
 
-    On a CPU the products are of the same rounded numbers, and in the weights' dtype.
+    On a CPU the products are of the same rounded numbers, and in the weights' dtype. Returns how many layers do.
+
+    Raises `RecipeError` where there is none of a width that float8 takes.
     """
     # The number of tokens of a micro-batch, over which the weights' gradients sum, may be any: it is padded.
     config = Float8LinearConfig(pad_inner_dim=True, emulate=device.type == "cpu")
@@ -52,7 +55,12 @@ def train_in_float8(blocks: nn.ModuleList, device: torch.device) -> None:
     def fits(layer: nn.Module, name: str) -> bool:
         return isinstance(layer, nn.Linear) and layer.in_features % _MULTIPLE == layer.out_features % _MULTIPLE == 0
 
-    for block in blocks:
-        swap_linear_layers(
-            block, lambda layer: _TrainedInFloat8.from_float(layer, config=config), module_filter_fn=fits
+    convert_to_float8_training(blocks, module_filter_fn=fits, config=config)
+    layers = [module for module in blocks.modules() if isinstance(module, Float8Linear)]
+    if not layers:
+        raise RecipeError(
+            f"precision: fp8: no dense layer of the blocks has widths that are multiples of {_MULTIPLE}; use bf16"
         )
+    for layer in layers:
+        layer.__class__ = _TrainedInFloat8
+    return len(layers)

@@ -246,7 +246,7 @@ class Data(_Block):
         None,
         ge=1,
         le=256,
-        description="that decode, on each rank; default: 2, and its part of the cores, up to 16, by CUDA",
+        description="that decode; default: 2, and beside a GPU the rank's part of the cores less one, at most 16",
     )
     prefetch: int = Field(2, ge=1, le=64, description="batches decoded ahead")
     dct_scaling: bool = Field(

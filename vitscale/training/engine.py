@@ -39,6 +39,7 @@ _TOP_LEVEL_KEYS = (
     "prescale_gradients",
     "seq_parallel_communication_data_type",
     "steps_per_print",
+    "timers",
     "torch_autocast",
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -76,16 +77,19 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
+        # It would have the host wait for the device twice in each micro-batch.
+        "timers": {"throughput": {"enabled": False}},
     }
     if recipe.precision != "fp32":
         # A non-finite gradient must not reach the weights. DeepSpeed then skips the step in silence; the trainer looks.
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
-        # Where there is nothing to sum, DeepSpeed would take every gradient to fp32 and back.
-        sums = world_size > 1 or accumulation > 1
-        config["communication_data_type"] = recipe.parallelism.reduce_dtype if sums else "bf16"
+        config["communication_data_type"] = recipe.parallelism.reduce_dtype
         if stage > 0 and accumulation > 1:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     config = _add(config, recipe.deepspeed)
+    if recipe.precision != "fp32" and world_size == accumulation == 1:
+        # Nothing is summed: DeepSpeed would take every gradient to fp32 and back.
+        config["communication_data_type"] = "bf16"
     config["zero_optimization"] = _sizes(stage) | config["zero_optimization"]
     if recipe.deepspeed:
         _check_blocks(config)
@@ -187,6 +191,9 @@ def build_engine(recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> An
     )
     if recipe.parallelism.zero_stage == 0 and engine.world_size == 1:
         engine.enable_backward_allreduce = False  # it copies every gradient twice, also where nobody else has one
+    if recipe.parallelism.zero_stage == 0 and not is_plain(recipe):
+        # The host would wait for the device once a parameter. The norm, which is computed next, tells the same.
+        engine.optimizer.overflow_checker.check = lambda: False
     return engine
 
 

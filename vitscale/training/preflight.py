@@ -4,7 +4,7 @@ A few exchanges between the ranks, whatever their number, before there is a mode
 """
 
 import hashlib
-import importlib.util
+import importlib
 import json
 import os
 import platform
@@ -120,8 +120,10 @@ def _look_around(recipe: Recipe, plan: Plan, world: distributed.World) -> _Rank:
 
 
 def _without_float8(device: torch.device) -> str:
-    if importlib.util.find_spec("torchao") is None:
-        return "has no torchao: pip install torchao"
+    try:
+        importlib.import_module("vitscale.models.float8")
+    except ImportError as error:
+        return f"cannot import torchao ({error}): pip install torchao"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_WITH_FLOAT8:
         return f"has a {torch.cuda.get_device_name(device)}, which does not compute in float8: use precision bf16"
     return ""

@@ -4,7 +4,9 @@ A device that returns wrong numbers without an error ruins a run of weeks in sil
 ends with the code for "repeat", and the message names the ranks that differ from the others.
 """
 
+import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -57,7 +59,7 @@ def compare_computation(engine: Any, images: Tensor, world: World, dtype: torch.
     dist.broadcast(same, source)
     has_gradient = zero < 3  # there, the order in which parameters are gathered must not change
     engine.eval()
-    with torch.set_grad_enabled(has_gradient):
+    with torch.set_grad_enabled(has_gradient), _reproducibly():
         inputs = to_model_input(same, world.device, dtype).requires_grad_(has_gradient)
         # Not by the engine, which would take the backward pass for one of its own.
         logits = (engine.module if has_gradient else engine)(inputs)
@@ -67,6 +69,18 @@ def compare_computation(engine: Any, images: Tensor, world: World, dtype: torch.
             own = (own + 3 * checksum(gradient)) % 2**64
     engine.train()
     _compare(own, f"step {step:,}: all ranks have computed a micro-batch of rank {source}, and their bits differ")
+
+
+@contextlib.contextmanager
+def _reproducibly() -> Iterator[None]:
+    """Kernels that add in an order of their own, such as attention's backward pass on CUDA, are not used in here."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 def _compare(own: int, what: str) -> None:

@@ -172,14 +172,19 @@ class Trainer:
             with deepspeed.zero.Init(config_dict_or_path=self.plan.config):
                 model = build_model(self.recipe, self.plan.num_classes)
         else:
-            model = build_model(self.recipe, self.plan.num_classes).to(self.world.device, self.dtype)
+            with torch.device("meta"):
+                model = build_model(self.recipe, self.plan.num_classes)
+            model = model.to(self.dtype).to_empty(device=self.world.device)
             if self.recipe.precision == "fp8":
                 from vitscale.models.float8 import train_in_float8  # only those who ask for it need torchao
 
                 assert isinstance(model, ViT)
-                train_in_float8(model.blocks, self.world.device)
+                self._say(f"{train_in_float8(model.blocks, self.world.device)} dense layers train in float8")
             if self.recipe.parallelism.compile:
                 compile_blocks(model)
+        self.to_input = to_model_input
+        if self.recipe.parallelism.compile:
+            self.to_input = torch.compile(to_model_input, fullgraph=True, dynamic=False)
         self.engine = build_engine(self.recipe, model, self.plan.config)
         if self.recipe.parallelism.zero_stage == 0 and self.recipe.precision != "fp32" and self.plan.accumulation > 1:
             Fp32Accumulation(self.engine)
@@ -312,13 +317,13 @@ class Trainer:
         for micro_step in range(self.plan.accumulation):
             rows = slice(micro_step * self.plan.micro_batch, (micro_step + 1) * self.plan.micro_batch)
             is_last = micro_step == self.plan.accumulation - 1
-            labels = batch.labels[rows].to(self.world.device)
+            labels = batch.labels[rows].to(self.world.device, non_blocking=True)
             self._seed_dropout(micro_step)
             with self.own_work.counted(), part("forward"):
-                logits = self.engine(to_model_input(batch.images[rows], self.world.device, self.dtype))
+                logits = self.engine(self.to_input(batch.images[rows], self.world.device, self.dtype))
                 losses = self.plan.objective.per_sample_loss(logits, labels)
             if not is_whole:
-                losses = torch.where(batch.mask[rows].to(self.world.device), losses, 0.0)
+                losses = torch.where(batch.mask[rows].to(self.world.device, non_blocking=True), losses, 0.0)
             step.losses.append(losses.detach())
             step.loss_sum.add_(losses.detach().sum())
             if is_last and self.anomalies.losses is not None:
