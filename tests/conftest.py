@@ -2,7 +2,10 @@
 
 import os
 
-# Two ranks share this machine whatever it has, and results are compared with those of a CPU.
+# Two ranks share this machine whatever it has, and results are compared with those of a CPU. What is marked `gpu` gives
+# its own processes back what was visible.
+if "PYTEST_XDIST_WORKER" not in os.environ and "CUDA_VISIBLE_DEVICES" in os.environ:
+    os.environ["VITSCALE_TEST_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import signal

@@ -15,6 +15,8 @@ from training.ranks import BASE, STEPS, make_data
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEN = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+if "VITSCALE_TEST_DEVICES" in SEEN:
+    SEEN["CUDA_VISIBLE_DEVICES"] = SEEN["VITSCALE_TEST_DEVICES"]
 ENVIRONMENT = {
     **SEEN,
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "planning")]),
