@@ -33,9 +33,9 @@ COMMANDS = {
     "feeding": "",
 }
 ON_A_GPU = {
-    "train_step_gpu": "--models ViT-B/16 ViT-L/16 --batch 256 --compile --contenders trainer bare timm fp8",
-    "train_step_gpu_h14": "--models ViT-H/14 --batch 128 --compile --contenders trainer bare timm fp8",
-    "train_step_gpu_h14_mean": "--models ViT-H/14 --batch 128 --compile --pool mean --contenders trainer bare timm",
+    "train_step_gpu": "--models ViT-B/16 ViT-L/16 --batch 256 --zero 1 --compile --contenders trainer bare timm fp8",
+    "train_step_gpu_h14": "--models ViT-H/14 --batch 128 --zero 1 --compile --contenders trainer bare timm fp8",
+    "train_step_gpu_h14_mean": "--models ViT-H/14 --batch 128 --zero 1 --compile --pool mean --contenders trainer bare timm",
 }
 WITH_IMAGES = ("loader", "feeding")
 MODES = ("_mean", "_h14", "_gpu", "_compiled")
