@@ -32,10 +32,11 @@ COMMANDS = {
     "loader": "",
     "feeding": "",
 }
+_AS_PRE_TRAINED = "--zero 1 --compile --contenders trainer bare timm"
 ON_A_GPU = {
-    "train_step_gpu": "--models ViT-B/16 ViT-L/16 --batch 256 --zero 1 --compile --contenders trainer bare timm fp8",
-    "train_step_gpu_h14": "--models ViT-H/14 --batch 128 --zero 1 --compile --contenders trainer bare timm fp8",
-    "train_step_gpu_h14_mean": "--models ViT-H/14 --batch 128 --zero 1 --compile --pool mean --contenders trainer bare timm",
+    "train_step_gpu": f"--models ViT-B/16 ViT-L/16 --batch 256 {_AS_PRE_TRAINED} fp8",
+    "train_step_gpu_h14": f"--models ViT-H/14 --batch 128 {_AS_PRE_TRAINED} fp8",
+    "train_step_gpu_h14_mean": f"--models ViT-H/14 --batch 128 --pool mean {_AS_PRE_TRAINED}",
 }
 WITH_IMAGES = ("loader", "feeding")
 MODES = ("_mean", "_h14", "_gpu", "_compiled")
