@@ -16,21 +16,17 @@ Fails where the wait is 2 % or more.
 """
 
 import argparse
-import contextlib
-import io
 import json
 import os
-import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from loader import SIDE, TorchvisionCrop, images_of, store
+from loader import SIDE, TorchvisionCrop, stored_images
 from step_recipe import make_recipe
 
 from vitscale.data import Batch, Loader, Reading, TrainOrder
-from vitscale.errors import VitscaleError
 from vitscale.flops.accounting import training_flops_per_image
 from vitscale.flops.hardware import find_device
 from vitscale.flops.work import recipe_work
@@ -85,16 +81,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20, help="of consuming, for each model")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if not options.images.exists():
+        parser.error(f"{options.images}: no such file or folder")
     peak, _ = find_device(options.hardware).training_peak
     threads, results = max(1, len(os.sched_getaffinity(0)) - 1), []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with contextlib.redirect_stdout(io.StringIO()):
-            try:
-                images = images_of(options.images, folder / "images")
-                manifest, _, _ = store(images, folder, options.max_side)
-            except (VitscaleError, tarfile.TarError, OSError) as error:
-                parser.error(f"{options.images}: {error}")
+        manifest, _, _ = stored_images(parser, options.images, folder, options.max_side)
         for model in MODELS:
             needed = images_per_s(model, peak, options.mfu)
             taken = needed * threads / (options.cores - 1)

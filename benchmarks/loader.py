@@ -197,6 +197,17 @@ def store(images: Path, folder: Path, max_side: int | None) -> tuple[Manifest, l
     return manifest, files, folder / "whole.beton"
 
 
+def stored_images(
+    parser: argparse.ArgumentParser, source: Path, folder: Path, max_side: int | None
+) -> tuple[Manifest, list[Path], Path]:
+    """What `store` makes of the images at `source`; ends the program where they cannot be read."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            return store(images_of(source, folder / "images"), folder, max_side)
+        except (VitscaleError, tarfile.TarError) as error:
+            parser.error(f"{source}: {error}")
+
+
 def speed(read: Callable[[], Iterator[int]]) -> float:
     """Images a CPU second, of one pass."""
     began = time.process_time()
@@ -246,12 +257,7 @@ def main() -> int:
         parser.error(f"{options.images}: no such file or folder")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with contextlib.redirect_stdout(io.StringIO()):
-            try:
-                images = images_of(options.images, folder / "images")
-                manifest, files, whole = store(images, folder, options.max_side)
-            except (VitscaleError, tarfile.TarError) as error:
-                parser.error(f"{options.images}: {error}")
+        manifest, files, whole = stored_images(parser, options.images, folder, options.max_side)
         if len(files) < BATCH:
             parser.error(f"{options.images}: {len(files)} images; a batch takes {BATCH}")
         sides = [max(Image.open(path).size) for path in files]
