@@ -112,6 +112,7 @@ def pretrain(options: argparse.Namespace) -> None:
         from vitscale.training import distributed
         from vitscale.training.interruption import Interruption
         from vitscale.training.plan import plan_run
+        from vitscale.training.precision import settle_precision
         from vitscale.training.progress import tell
         from vitscale.training.run_directory import check_run_dir
 
@@ -119,6 +120,7 @@ def pretrain(options: argparse.Namespace) -> None:
         smoke_data = run_dir / f"smoke-data-{world_size}"
         if options.smoke:
             recipe = override(smoke_form(recipe, smoke_data, world_size).dump(), options.settings, "the smoke form")
+        recipe, chosen = settle_precision(recipe, run_dir, local_rank)
         done = check_run_dir(recipe, run_dir, may_resume=options.resume == "auto")
         if done is not None:
             if os.environ.get("RANK", "0") == "0":
@@ -127,6 +129,8 @@ def pretrain(options: argparse.Namespace) -> None:
         if options.smoke:
             write_smoke_data(smoke_data, world_size)
         plan = plan_run(recipe, rank, world_size)
+        if chosen is not None and rank == 0:
+            tell(chosen)
     except VitscaleError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             error.on_all_ranks()  # the ranks of one machine see the same recipe and files, and its first one speaks

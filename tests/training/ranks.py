@@ -38,6 +38,7 @@ BASE: dict[str, Any] = {
     "schedule": {"duration": {"steps": STEPS}, "warmup": {"steps": 2}},
     "logging": {"every": 1, "tensorboard": False, "batch_digest": True},
     "evaluation": {"validation": "test", "batch": 5},
+    "precision": "bf16",
 }
 
 
@@ -119,9 +120,13 @@ def start(entry: Callable[..., None], root: Path, work: list[Any], world_size: i
 
 def run_smoke_forms(rank: int, world_size: int, port: int, root: Path, stems: list[str]) -> None:
     """Entry point of a rank: two steps of the smoke form of each recipe."""
+    from vitscale.training.precision import settle_precision
+
     world = join(rank, world_size, port)
     for stem in stems:
-        train(smoke_form(load_recipe(stem), root, world_size), root / "runs" / stem, world, stop_at=2)
+        run_dir = root / "runs" / stem
+        recipe, _ = settle_precision(smoke_form(load_recipe(stem), root, world_size), run_dir, rank)
+        train(recipe, run_dir, world, stop_at=2)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -208,7 +208,7 @@ def energy_legend(device: Device | None) -> list[str]:
 def _cost_notes(estimates: Sequence[Estimate], hardware: Hardware, mfu: float) -> list[str]:
     notes = []
     _, dtype = hardware.device.training_peak
-    other = sorted({one.recipe.precision for one in estimates} - {dtype})
+    other = sorted({one.recipe.precision for one in estimates} - {dtype, "auto"})
     if other:
         notes.append(f"The peak is of {dtype}, and recipes compute in {', '.join(other)}: the MFU must be meant so.")
     for one in estimates:

@@ -11,7 +11,8 @@ Model = ViT | ResNet
 
 
 def weight_dtype(recipe: recipes.Recipe) -> torch.dtype:
-    """Of the weights that a recipe's model computes with."""
+    """Of the weights that a recipe's model computes with; its precision is no longer `auto`."""
+    assert recipe.precision != "auto", "which precision auto is depends on a device: see training/precision.py"
     return torch.float32 if recipe.precision == "fp32" else torch.bfloat16
 
 

@@ -1,10 +1,12 @@
 """What this machine has: memory that can still be had, and instructions for bf16. Linux only; elsewhere unknown."""
 
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
 
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # the last is what ARM calls it
+_ISAS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI"}
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
@@ -52,7 +54,12 @@ def _of_groups(root: Path) -> list[int]:
 
 
 def has_bf16_instructions(root: Path = Path("/")) -> bool | None:
-    """Whether the processor multiplies bf16 numbers itself; None where nothing says so."""
+    """Whether torch multiplies bf16 numbers with instructions of the processor; None where nothing says so.
+
+    oneDNN, which multiplies for torch, can be kept from using them by its own environment variable.
+    """
+    if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _ISAS_WITHOUT_BF16:
+        return False
     with suppress(OSError):
         lines = re.findall(r"^(?:flags|Features)\s*:(.*)$", (root / "proc/cpuinfo").read_text(), re.MULTILINE)
         if lines:

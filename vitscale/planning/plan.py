@@ -128,6 +128,8 @@ def make_plan(
 
     Raises `RecipeError` for fp32, and where the devices do not divide the global batch.
     """
+    if estimate.recipe.precision == "auto":  # as every device does whose peak is known
+        estimate = replace(estimate, recipe=estimate.recipe.model_copy(update={"precision": "bf16"}))
     recipe, work = estimate.recipe, estimate.work
     assert work is not None, "whoever plans has seen that the classes are known"
     if recipe.precision != "bf16":

@@ -490,8 +490,10 @@ class Recipe(_Block):
     objective: Objective = Objective()
     optimizer: Annotated[AdamW | SGD, Field(discriminator="name")]
     schedule: Schedule
-    precision: Literal["bf16", "fp32", "fp8"] = Field(
-        "bf16", description="fp8: as bf16, but for the blocks' dense layers while they train; needs torchao"
+    precision: Literal["auto", "bf16", "fp32", "fp8"] = Field(
+        "auto",
+        description="auto: bf16 where the device computes it, else fp32, and a run keeps what it began with; "
+        "fp8: as bf16, but for the blocks' dense layers while they train; needs torchao",
     )
     parallelism: Parallelism = Parallelism()
     evaluation: Evaluation = Evaluation()

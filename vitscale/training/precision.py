@@ -1,0 +1,55 @@
+"""Which precision a run computes in, where its recipe leaves that to the device (`precision: auto`)."""
+
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from vitscale.planning.machine import has_bf16_instructions
+from vitscale.recipe import Recipe, override, read_recipe
+from vitscale.run_directory import RECIPE_FILE
+
+_MATRIX_SIDE = 192  # the width of ViT-Ti: small enough that slow arithmetic takes milliseconds
+_ROUNDS = 5
+
+
+def settle_precision(recipe: Recipe, run_dir: Path, local_rank: int) -> tuple[Recipe, str | None]:
+    """A recipe without `precision: auto`, and what was chosen why, in words; None where the recipe says it itself.
+
+    A run keeps what it began with: bf16 where the device of this rank computes it, else fp32.
+    Raises `RecipeError` where the recipe does not go with that, or the run's own cannot be read.
+    """
+    if recipe.precision != "auto":
+        return recipe, None
+    saved = run_dir / RECIPE_FILE
+    if saved.exists() and (began_with := read_recipe(saved).precision) != "auto":
+        precision, reason = began_with, "which this run began with"
+    elif torch.cuda.is_available():
+        device = local_rank % torch.cuda.device_count()
+        computes = torch.cuda.get_device_properties(device).major >= 8 or torch.version.hip is not None
+        precision = "bf16" if computes else "fp32"
+        reason = f"which {torch.cuda.get_device_name(device)} computes{'' if computes else '; it has no bf16'}"
+    elif has_bf16_instructions():
+        precision, reason = "bf16", "for which this processor has instructions"
+    else:
+        precision, reason = "fp32", "as this processor has no instructions for bf16"
+    settled = override(recipe.dump(), [f"precision={precision}"], f"with precision {precision}, {reason}, the recipe")
+    return settled, f"precision {precision}, {reason}"
+
+
+def slowness_of_bf16() -> float:
+    """How many times as long as in fp32 a product of matrices takes in bf16 on the CPU, measured in a moment."""
+    return _product_s(torch.bfloat16) / _product_s(torch.float32)
+
+
+def _product_s(dtype: torch.dtype) -> float:
+    """Median seconds of a product of matrices."""
+    factor = torch.ones(_MATRIX_SIDE, _MATRIX_SIDE, dtype=dtype)
+    factor @ factor  # the first one sets the arithmetic up
+    seconds = []
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        factor @ factor
+        seconds.append(time.perf_counter() - began)
+    return median(seconds)
