@@ -111,8 +111,9 @@ def test_fine_tuning_at_a_higher_resolution():
 
 
 def test_a_run_of_no_steps_is_said_to_be_one():
-    result = flops("demo", "--samples", 100, "--set", "model.num_classes=3")
-    assert "demo is a run of 0 steps: 60 epochs of 100 samples, in batches of 128" in result.stdout
+    ten_epochs = ("--set", "schedule.duration={epochs: 10}", "--set", "batch.global=128")
+    result = flops("demo", "--samples", 100, "--set", "model.num_classes=3", *ten_epochs)
+    assert "demo is a run of 0 steps: 10 epochs of 100 samples, in batches of 128" in result.stdout
 
 
 def test_a_dataset_that_is_missing():

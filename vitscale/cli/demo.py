@@ -12,16 +12,21 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import vitscale
 from vitscale.errors import RecipeError, VitscaleError
-from vitscale.evaluation.finished import evaluate_run
-from vitscale.recipe import load_recipe
+from vitscale.evaluation.build import build_evaluators
+from vitscale.evaluation.contract import evaluate
+from vitscale.evaluation.finished import FinishedModel, predicted_classes
 from vitscale.shards import Manifest
-from vitscale.training.distributed import free_port
+from vitscale.shards.contact_sheet import contact_sheet, first_samples
 
 _MARKER = ".vitscale-demo"
-_STOP_AT = 250
+_STOP_AT = 150
 _TEST_EVERY = 5  # every fifth digit is a test image
+_SHOWN = 36  # pictures of the contact sheet
+_NEXT = """Next, your own photos, in folders photos/train/CLASS and photos/test/CLASS:
+  vitscale convert photos/train DATA/photos/train
+  vitscale convert photos/test DATA/photos/test --classes DATA/photos/train
+and a recipe of a few lines: README.md, "Your own images"."""
 
 
 def run_demo(out: Path) -> None:
@@ -36,24 +41,31 @@ def run_demo(out: Path) -> None:
     count = _write_digits(images)
     console.print(f"wrote {count} scanned digits as PNG files to {images}")
     train, test = data / "digits" / "train", data / "digits" / "test"
-    _command(console, [_program("vitscale-convert"), str(images / "train"), str(train), "--shard-samples", "512"])
-    _command(console, [_program("vitscale-convert"), str(images / "test"), str(test), "--classes", str(train)])
+    _command(console, "vitscale-convert", images / "train", train, "--shard-samples", 512)
+    _command(console, "vitscale-convert", images / "test", test, "--classes", train)
 
-    ranks = _ranks()
-    pretrain = [
-        *(_program("deepspeed"), "--num_accelerators", str(ranks), "--master_port", free_port()),
-        *(str(Path(vitscale.__file__).with_name("pretrain.py")), "--recipe", "demo"),
-        *("--set", f"data.root={data}", "--run-dir", str(run)),
-    ]
-    console.rule(f"pre-training on {ranks} ranks, stopped on purpose at step {_STOP_AT}")
-    _command(console, [*pretrain, "--stop-at", str(_STOP_AT)])
+    # One rank a GPU by itself; on CPUs two, to show ranks.
+    ranks = [] if torch.cuda.is_available() else ["--ranks", "2"]
+    launch = ["launch", "demo", *ranks, "--set", f"data.root={data}", "--run-dir", str(run)]
+    console.rule(f"pre-training, stopped on purpose at step {_STOP_AT}")
+    _command(console, "vitscale", *launch, "--stop-at", _STOP_AT)
     console.rule("the same command again: the run continues")
-    _command(console, pretrain)
+    _command(console, "vitscale", *launch)
 
     console.rule("evaluating the last checkpoint on its own")
-    step, values = evaluate_run(run)
-    tested = Manifest.load(test).num_samples
-    console.print(_closing_table(run, step, values, tested, time.monotonic() - began))
+    model, manifest, sheet = FinishedModel(run), Manifest.load(test), out / "predictions.png"
+    values = evaluate(build_evaluators(model.recipe, model.class_names), model.predict)
+    _draw_predictions(model, manifest, sheet)
+    console.print(_closing_table(model, run, sheet, values, manifest.num_samples, time.monotonic() - began))
+    console.print(_NEXT, highlight=False, markup=False, soft_wrap=True)
+
+
+def _draw_predictions(model: FinishedModel, manifest: Manifest, sheet: Path) -> None:
+    """A contact sheet of test images and what the model takes them for, its mistakes first."""
+    predicted = predicted_classes(model, manifest)
+    samples = list(first_samples(manifest, manifest.num_samples))
+    samples.sort(key=lambda sample: predicted[sample.uid] in sample.class_names)  # stable: else in stored order
+    contact_sheet(samples[:_SHOWN], predicted).save(sheet)
 
 
 def _clear(out: Path) -> None:
@@ -81,22 +93,17 @@ def _write_digits(images: Path) -> int:
     return len(digits.target)
 
 
-def _ranks() -> int:
-    """Two on CPUs; on GPUs the largest power of two, so that it divides the batch of 128."""
-    devices = torch.cuda.device_count()
-    return 2 if devices == 0 else min(128, 1 << (devices.bit_length() - 1))
-
-
 def _program(name: str) -> str:
     """A command of this Python environment, whether or not it is activated."""
     beside = Path(sys.executable).with_name(name)
     return str(beside) if beside.exists() else name
 
 
-def _command(console: Console, command: list[str]) -> None:
-    shown = shlex.join([Path(command[0]).name, *command[1:]])
-    console.print(f"$ {shown}", style="bold", highlight=False, soft_wrap=True)
-    code = subprocess.run(command, check=False).returncode
+def _command(console: Console, name: str, *arguments: str | int | Path) -> None:
+    """Run a command of this environment, shown as a person would type it."""
+    texts = [str(argument) for argument in arguments]
+    console.print(f"$ {shlex.join([name, *texts])}", style="bold", highlight=False, soft_wrap=True)
+    code = subprocess.run([_program(name), *texts], check=False).returncode
     if code:
         raise DemoError(f"the command above ended with code {code}; its own message says why", code)
 
@@ -109,20 +116,21 @@ class DemoError(VitscaleError):
         self.exit_code = code
 
 
-def _closing_table(run: Path, step: int, values: dict[str, float], tested: int, seconds: float) -> Table:
+def _closing_table(
+    model: FinishedModel, run: Path, sheet: Path, values: dict[str, float], tested: int, seconds: float
+) -> Table:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     training = [line for line in lines if "loss" in line]
     speeds = sorted(line["images_per_s"] for line in training)
-    recipe = load_recipe("demo")
     table = Table(title="vitscale demo", show_header=False)
     rows = {
         "test accuracy": f"{values['validation/top1']:.2%} of {tested:,} images",
-        "training": f"{step:,} steps of {recipe.batch.global_size} images",
+        "training": f"{model.step:,} steps of {model.recipe.batch.global_size} images in {model.recipe.precision}",
         "speed": f"{speeds[len(speeds) // 2]:,.0f} images/s (median)",
         "compute": f"{training[-1]['exaflops']:.3g} exaFLOPs",
         "whole demo": f"{seconds:.0f} s",
-        "the run": str(run),
-        "look at it": f"{_program('tensorboard')} --logdir {run}",
+        "predictions": str(sheet),
+        "curves": f"tensorboard --logdir {run}",
     }
     for key, value in rows.items():
         table.add_row(key, value)

@@ -23,18 +23,7 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
     settings = recipe.evaluation
 
     def loader(manifest: Manifest, crop: EvalCrop) -> MakeLoader:
-        if manifest.num_samples == 0:
-            raise DataError(f"{manifest.where}: there are no samples to evaluate")
-        order = EvalOrder([shard.num_selected for shard in manifest.shards], settings.batch * world)
-        return lambda: Loader(
-            manifest,
-            order,
-            image_size=recipe.data.image_size,
-            transform=EvalTransform(crop.kind, crop.fraction),
-            rank=rank,
-            world=world,
-            reading=Reading.of(recipe.data, pinned=torch.cuda.is_available()).for_evaluation(),
-        )
+        return evaluation_loader(recipe, manifest, crop, rank=rank, world=world)
 
     if settings.validation is not None:
         path = recipe.dataset_path(settings.validation)
@@ -62,6 +51,24 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
             )
         evaluators += [SharedL2FewShot("fewshot", tasks)] if fewshot.l2 == "shared" else tasks
     return evaluators
+
+
+def evaluation_loader(
+    recipe: Recipe, manifest: Manifest, crop: EvalCrop, *, rank: int = 0, world: int = 1
+) -> MakeLoader:
+    """Makes loaders over all samples of a dataset, in the recipe's image size. Raises `DataError` where it has none."""
+    if manifest.num_samples == 0:
+        raise DataError(f"{manifest.where}: there are no samples to evaluate")
+    order = EvalOrder([shard.num_selected for shard in manifest.shards], recipe.evaluation.batch * world)
+    return lambda: Loader(
+        manifest,
+        order,
+        image_size=recipe.data.image_size,
+        transform=EvalTransform(crop.kind, crop.fraction),
+        rank=rank,
+        world=world,
+        reading=Reading.of(recipe.data, pinned=torch.cuda.is_available()).for_evaluation(),
+    )
 
 
 def check_class_names(dataset: str, found: Sequence[str], expected: Sequence[str]) -> None:

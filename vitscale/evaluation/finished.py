@@ -8,10 +8,11 @@ import torch
 from vitscale.checkpoint import MASTER, RECIPE_FILE, CheckpointReader, CheckpointStore, checkpoint_place
 from vitscale.data import to_model_input
 from vitscale.errors import CheckpointError, RecipeError
-from vitscale.evaluation.build import build_evaluators
+from vitscale.evaluation.build import build_evaluators, evaluation_loader
 from vitscale.evaluation.contract import ModelOutputs, evaluate
 from vitscale.models import Model, build_model, weight_dtype
 from vitscale.recipe import Recipe, override, read_recipe, validate_recipe
+from vitscale.shards import Manifest
 
 
 def open_run(run_dir: Path, step: int | None = None) -> tuple[Recipe, CheckpointReader]:
@@ -57,31 +58,54 @@ def load_model(recipe: Recipe, reader: CheckpointReader, device: torch.device, *
     return model.eval()
 
 
-def evaluate_run(
-    run_dir: Path, settings: Sequence[str] = (), step: int | None = None, *, use_average: bool = True
-) -> tuple[int, dict[str, float]]:
-    """(step, metrics) of a checkpoint by the evaluators of its recipe.
+class FinishedModel:
+    """A checkpoint's model on this machine's device, and what its recipe says of looking at it.
 
     Args:
-        run_dir: of the run.
+        run_dir: the run's directory.
         settings: `a.b=c` overrides of the recipe, for example another `evaluation.validation`.
         step: of the checkpoint; the newest one that verifies by default.
         use_average: of the weights, where the run keeps one.
+
+    Raises as `open_run` does, and `RecipeError` for the settings.
     """
-    recipe, reader = open_run(run_dir, step)
-    as_trained = recipe.dump() | {"model": trained_recipe(reader).dump()["model"]}
-    recipe = override(as_trained, settings, "the recipe of the run")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(recipe, reader, device, use_average=use_average)
-    dtype = next(model.parameters()).dtype
+
+    def __init__(
+        self, run_dir: Path, settings: Sequence[str] = (), step: int | None = None, *, use_average: bool = True
+    ) -> None:
+        recipe, reader = open_run(run_dir, step)
+        as_trained = recipe.dump() | {"model": trained_recipe(reader).dump()["model"]}
+        self.recipe = override(as_trained, settings, "the recipe of the run")
+        self.step: int = reader.index.step
+        self.class_names: list[str] = reader.index.data["class_names"]
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = load_model(self.recipe, reader, self._device, use_average=use_average)
+        self._dtype = next(self._model.parameters()).dtype
 
     @torch.no_grad()
-    def predict(images: torch.Tensor) -> ModelOutputs:
+    def predict(self, images: torch.Tensor) -> ModelOutputs:
+        """Outputs of images uint8 (B, S, S, 3)."""
         seen: dict[str, torch.Tensor] = {}
-        logits = model(to_model_input(images, device, dtype), intermediates=seen)
+        logits = self._model(to_model_input(images, self._device, self._dtype), intermediates=seen)
         return ModelOutputs(logits, seen["pre_logits"])
 
-    evaluators = build_evaluators(recipe, reader.index.data["class_names"])
+
+def evaluate_run(
+    run_dir: Path, settings: Sequence[str] = (), step: int | None = None, *, use_average: bool = True
+) -> tuple[int, dict[str, float]]:
+    """(step, metrics) of a checkpoint by the evaluators of its recipe; arguments and errors as of `FinishedModel`."""
+    model = FinishedModel(run_dir, settings, step, use_average=use_average)
+    evaluators = build_evaluators(model.recipe, model.class_names)
     if not evaluators:
         raise RecipeError("the run's recipe has no evaluation; add one: --set evaluation.validation=DATASET")
-    return reader.index.step, evaluate(evaluators, predict)
+    return model.step, evaluate(evaluators, model.predict)
+
+
+def predicted_classes(model: FinishedModel, manifest: Manifest) -> dict[int, str]:
+    """The most probable class of each selected sample of a dataset: uid -> class name."""
+    found = {}
+    for batch in evaluation_loader(model.recipe, manifest, model.recipe.data.eval_crop)():
+        classes = model.predict(batch.images).logits.argmax(dim=1).tolist()
+        rows = zip(batch.uids.tolist(), classes, batch.mask.tolist(), strict=True)
+        found.update({uid: model.class_names[index] for uid, index, is_sample in rows if is_sample})
+    return found

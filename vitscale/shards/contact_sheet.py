@@ -1,7 +1,7 @@
 """The first samples of a dataset, to be looked at: their facts, and a contact sheet of their pictures."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, sqrt
 
@@ -16,7 +16,7 @@ _SIDE = 160  # pixels of a picture at most
 _GAP = 12
 _TEXT_SIZE = 13
 _LINE = 18
-_BACKGROUND, _MARGIN, _TEXT, _FAINT = "white", "#ececec", "black", "#666666"
+_BACKGROUND, _MARGIN, _TEXT, _FAINT, _WRONG = "white", "#ececec", "black", "#666666", "#c00000"
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,11 @@ def first_samples(manifest: Manifest, count: int) -> Iterator[Sample]:
                 count -= 1
 
 
-def contact_sheet(samples: list[Sample]) -> Image.Image:
-    """Pictures side by side in their own proportions, under each its class and uid."""
+def contact_sheet(samples: list[Sample], predicted: Mapping[int, str] | None = None) -> Image.Image:
+    """Pictures side by side in their own proportions, under each its class and uid.
+
+    With `predicted`, uid -> class name, what was predicted stands in place of the uid, in red where it is wrong.
+    """
     columns = ceil(sqrt(max(1, len(samples))))
     rows = max(1, ceil(len(samples) / columns))
     step_x, step_y = _SIDE + _GAP, _SIDE + 2 * _LINE + _GAP
@@ -68,7 +71,11 @@ def contact_sheet(samples: list[Sample]) -> Image.Image:
         draw.rectangle((x, y, x + _SIDE - 1, y + _SIDE - 1), fill=_MARGIN)
         picture = sample.picture
         sheet.paste(picture, (x + (_SIDE - picture.width) // 2, y + (_SIDE - picture.height) // 2))
-        for line, (text, colour) in enumerate(((_class_text(sample), _TEXT), (f"uid {sample.uid}", _FAINT))):
+        second = (f"uid {sample.uid}", _FAINT)
+        if predicted is not None:
+            name = predicted[sample.uid]
+            second = (printable(f"predicted: {name}"), _FAINT if name in sample.class_names else _WRONG)
+        for line, (text, colour) in enumerate(((_class_text(sample), _TEXT), second)):
             at = (x + _SIDE / 2, y + _SIDE + line * _LINE + _LINE / 2 + 1)
             draw.text(at, _shortened(text, font), fill=colour, font=font, anchor="mm")
     return sheet
