@@ -7,41 +7,17 @@ Addresses are integers; `out` has room for side x side x 3 bytes. The caller vou
 """
 
 import ctypes
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 
 import llvmlite.binding as llvm
 from numba import types
 
-from vitscale.errors import RecipeError
+from vitscale import native
 
-_VERSION = 2  # of view.c: a checkout may be newer than what was compiled in it
-_BUILD = "sudo apt-get install -y gcc libjpeg-dev && pip install --editable ."
+_library = native.load()
+for _name in ("vitscale_view_jpeg", "vitscale_view_raw"):
+    llvm.add_symbol(_name, ctypes.cast(getattr(_library, _name), ctypes.c_void_p).value)
 
-
-def _library() -> Path:
-    folder = Path(__file__).parent
-    found = [library for suffix in EXTENSION_SUFFIXES if (library := folder / f"_view{suffix}").is_file()]
-    if not found:
-        raise RecipeError(f"the part of vitscale that decodes images is not compiled. Build it with: {_BUILD}")
-    return found[0]
-
-
-def _register(library: Path) -> str:
-    """Make the C functions known to LLVM, by address. Returns the version of libjpeg-turbo."""
-    try:
-        loaded = ctypes.CDLL(str(library))
-        version, decoder = loaded.vitscale_view_version(), loaded.vitscale_libjpeg_turbo_version()
-        for name in ("vitscale_view_jpeg", "vitscale_view_raw"):
-            llvm.add_symbol(name, ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value)
-    except (OSError, AttributeError) as error:
-        raise RecipeError(f"{library} cannot be loaded ({error}). Build it anew with: {_BUILD}") from error
-    if version != _VERSION:
-        raise RecipeError(f"{library} was compiled from another version of view.c. Build it anew with: {_BUILD}")
-    return f"{decoder // 1_000_000}.{decoder // 1_000 % 1_000}.{decoder % 1_000}"
-
-
-LIBJPEG_TURBO_VERSION = _register(_library())
+LIBJPEG_TURBO_VERSION = native.libjpeg_turbo_version()
 """As "2.1.5". Pixels are promised to be the same for one version."""
 
 c_view_jpeg = types.ExternalFunction(

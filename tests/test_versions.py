@@ -1,0 +1,45 @@
+"""What `--version` tells, held against the modules themselves."""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import deepspeed
+import torch
+
+import vitscale
+from vitscale.data import LIBJPEG_TURBO_VERSION
+from vitscale.versions import versions
+
+
+def test_versions_are_those_of_the_modules():
+    assert versions() == {
+        "vitscale": vitscale.__version__,
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "ffcv": version("ffcv"),
+        "libjpeg_turbo": LIBJPEG_TURBO_VERSION,
+        "python": sys.version.split()[0],
+    }
+
+
+def test_nothing_heavy_is_imported():
+    told = (
+        "import json, sys; from vitscale.versions import versions; "
+        "print(json.dumps([versions(), [name for name in ('torch', 'numba', 'deepspeed') if name in sys.modules]]))"
+    )
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [versions(), []]
+
+
+def test_what_is_absent_is_said(tmp_path):
+    """A checkout with nothing compiled in it, under an interpreter that sees none of the installed packages."""
+    shadow = tmp_path / "vitscale"
+    shadow.mkdir()
+    for name in ("__init__.py", "errors.py", "native.py", "versions.py"):
+        (shadow / name).symlink_to(Path(vitscale.__file__).parent / name)
+    command = [sys.executable, "-S", "-c", "from vitscale.versions import versions; print(versions())"]
+    done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, check=True)
+    assert "'ffcv': 'not installed', 'libjpeg_turbo': 'not compiled'" in done.stdout
