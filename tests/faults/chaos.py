@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 # The ranks share this machine whatever it has: no rank gets a device.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-from runs import Process, Run, differences, impatient_launch, is_alive, launch, write_recipe
+from watched_runs import Process, Run, differences, impatient_launch, is_alive, launch, write_recipe
 
 from vitscale.errors import CheckpointError, DataError, NonFiniteError, PeerLostError, PreemptedError
 from vitscale.shards import ShardFile

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import EVALUATED, MakeRun, Process, Run, launch, write_data, write_recipe
+from watched_runs import EVALUATED, MakeRun, Process, Run, launch, write_data, write_recipe
 
 
 @pytest.fixture(scope="session")

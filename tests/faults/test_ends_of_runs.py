@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from chaos import flip_bit, somewhere_in
-from runs import EVALUATED, LONG, MakeRun, Process, Run, assert_same, differences, launch, pretrain, write_data
+from watched_runs import EVALUATED, LONG, MakeRun, Process, Run, assert_same, differences, launch, pretrain, write_data
 
 from vitscale.launch.ends import EXIT_DATA, EXIT_NON_FINITE, EXIT_PREEMPTED, EXIT_RECIPE, EXIT_RETRY
 

@@ -6,7 +6,7 @@ import re
 import signal
 
 import pytest
-from runs import EVALUATED, LONG, MakeRun, Process, Run, assert_same, bare, deepspeed, launch
+from watched_runs import EVALUATED, LONG, MakeRun, Process, Run, assert_same, bare, deepspeed, launch
 
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RECIPE, EXIT_RETRY
 

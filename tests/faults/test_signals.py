@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import EVALUATED, LONG, MakeRun, Process, Run, assert_same, bare, deepspeed, launch, torchrun
+from watched_runs import EVALUATED, LONG, MakeRun, Process, Run, assert_same, bare, deepspeed, launch, torchrun
 
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY
 
