@@ -216,7 +216,7 @@ def test_a_shard_that_was_lost_is_written_again(pictures, in_peace, tmp_path):
 
 
 def test_a_full_disk(pictures, in_peace, tmp_path):
-    """A file system of 1 MB: more than a shard, which has holes, and less than all."""
+    """A file system of 1 MB: more than a shard and less than all."""
     mount = tmp_path / "small"
     mount.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True, text=True)

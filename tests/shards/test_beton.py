@@ -10,7 +10,7 @@ from PIL import Image
 
 from vitscale.errors import DataError
 from vitscale.shards import ShardFile, StoredSample, file_digests, jpeg, write_shard
-from vitscale.shards.beton import DEFAULT_PAGE_BYTES
+from vitscale.shards.beton import DEFAULT_PAGE_BYTES, expected_bytes
 
 HEADER_BYTES, FIELD_BYTES, ROW_BYTES = 24, 1041, 40
 
@@ -62,18 +62,24 @@ def test_several_labels(tmp_path, photos):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("labels", [False, True])
 def test_stock_ffcv_reads_it(tmp_path, labels, monkeypatch):
-    """FFCV's own Loader, as an independent reader of the format: pixels (also gray), labels, uids of several pages."""
+    """FFCV's own Loader, as an independent reader of the format: pixels (also gray), labels, uids of several pages.
+
+    Once a small shard, whose first images share a page with the metadata, once one of more than 64 MiB.
+    """
     monkeypatch.setenv("NUMBA_THREADING_LAYER", "omp")
     from ffcv.loader import Loader, OrderOption
 
     # Two samples of 5 MB (padding behind the end of a JPEG is allowed) do not fit one page.
-    pictures = [encoded(make_picture(i, 24, 32).convert("L" if i in (1, 5) else "RGB")) for i in range(8)]
-    stored = [photo + bytes(5_000_000) if i in (2, 5) else photo for i, photo in enumerate(pictures)]
+    count, padded = (16, range(1, 15)) if labels else (8, (2, 5))
+    pictures = [encoded(make_picture(i, 24, 32).convert("L" if i in (1, 5) else "RGB")) for i in range(count)]
+    stored = [photo + bytes(5_000_000) if i in padded else photo for i, photo in enumerate(pictures)]
     samples = [
         StoredSample(photo, 24, 32, i % 3, 10 * i, np.array([i % 3, i], np.int32) if labels else None)
         for i, photo in enumerate(stored)
     ]
-    write_shard(tmp_path / "s.beton", samples)
+    stats = write_shard(tmp_path / "s.beton", samples)
+    with ShardFile(tmp_path / "s.beton") as shard:
+        assert shard.offset[0] // stats.page_bytes == labels
     seen = 0
     path = str(tmp_path / "s.beton")
     # Its two ways of reading, one with each set of fields.
@@ -98,20 +104,55 @@ def test_bytes_do_not_depend_on_capacity(tmp_path, photos):
     assert len(digests) == 1
 
 
-def test_a_large_sample_enlarges_the_pages(tmp_path, photos):
+def test_a_small_shard_is_hardly_larger_than_its_images(tmp_path, photos):
+    for samples in (list(samples_of(photos[:1])), list(samples_of(photos)), list(samples_of(photos, labels=True))):
+        stats = write_shard(tmp_path / "s.beton", samples)
+        assert stats.bytes == (tmp_path / "s.beton").stat().st_size
+        assert samples[0].labels is not None or zero_between(tmp_path / "s.beton")
+        assert stats.image_bytes < stats.bytes < stats.image_bytes + 8192 + 150 * len(samples)
+        # A handful fit into one page, so the forecast has nothing to guess.
+        if samples[0].labels is None:
+            assert abs(expected_bytes(len(samples), stats.image_bytes / len(samples)) - stats.bytes) <= 16
+
+
+def zero_between(path):
+    """What is no sample is zero: moving leaves no remains."""
+    with ShardFile(path) as shard:
+        ends = [HEADER_BYTES + 4 * FIELD_BYTES + ROW_BYTES * shard.samples, *(shard.offset + shard.size).tolist()]
+        content = path.read_bytes()
+        table = struct.unpack_from("<Q", content, 16)[0]
+        gaps = [content[a:b] for a, b in zip(ends, [*shard.offset.tolist(), table], strict=True)]
+        return not any(map(any, gaps))
+
+
+def test_a_large_shard_begins_with_a_page(tmp_path, photos):
+    """As those of older versions do, whatever was expected."""
+    samples = [StoredSample(photos[0] + bytes(1_000_000), 40, 64, 0, uid) for uid in range(70)]
+    digests = set()
+    for capacity in (70, 300_000):  # the latter needs two pages of metadata
+        stats = write_shard(tmp_path / "s.beton", samples, capacity)
+        digests.add(file_digests(tmp_path / "s.beton"))
+    assert len(digests) == 1
+    with ShardFile(tmp_path / "s.beton") as shard:
+        assert shard.offset[0] == DEFAULT_PAGE_BYTES
+    assert abs(expected_bytes(70, stats.image_bytes / 70) / stats.bytes - 1) < 0.02
+
+
+@pytest.mark.parametrize("others", [0, 60])
+def test_a_large_sample_enlarges_the_pages(tmp_path, photos, others):
+    """Then a small shard's images move towards the front, the first of a large one to the back."""
     samples = list(samples_of(photos))
     large = photos[3] + bytes(DEFAULT_PAGE_BYTES)
     samples.insert(4, StoredSample(large, 49, 61, 0, 1))
+    samples += [StoredSample(photos[0] + bytes([1]) * 1_000_000, 40, 64, 0, uid) for uid in range(others)]
     stats = write_shard(tmp_path / "s.beton", samples)
     assert stats.page_bytes == 2 * DEFAULT_PAGE_BYTES
     with ShardFile(tmp_path / "s.beton") as shard:
         assert [shard.read(slot) for slot in range(shard.samples)] == [sample.image for sample in samples]
         first, last = shard.offset // stats.page_bytes, (shard.offset + shard.size - 1) // stats.page_bytes
         assert np.array_equal(first, last)
-        # What is no sample is zero: moving leaves no remains.
-        gap = int(shard.offset[0]) - HEADER_BYTES - 4 * FIELD_BYTES - ROW_BYTES * shard.samples
-        content = (tmp_path / "s.beton").read_bytes()
-        assert content[int(shard.offset[0]) - gap : int(shard.offset[0])] == bytes(gap)
+        assert first[0] == bool(others)
+    assert zero_between(tmp_path / "s.beton")
 
 
 def test_refusals_leave_nothing_behind(tmp_path, photos):
@@ -152,7 +193,7 @@ DAMAGES = {
     "more samples": (patch(8, "<Q", 21), "allocation table of"),
     "absurd samples": (patch(8, "<Q", 1 << 60), "samples"),
     "table beyond the end": (patch(16, "<Q", 1 << 50), "allocation table at byte"),
-    "table elsewhere": (patch(16, "<Q", DEFAULT_PAGE_BYTES), "allocation table of"),
+    "table elsewhere": (patch(16, "<Q", FIRST_ROW + 2000), "allocation table of"),
     "image mode": (patch(FIRST_ROW, "<B", 1), "no JPEG"),
     "no width": (patch(FIRST_ROW + 1, "<H", 0), "without height or width"),
     "image position": (patch(FIRST_ROW + 5, "<Q", 17), "contradicts"),
@@ -161,7 +202,7 @@ DAMAGES = {
     "crc": (patch(FIRST_ROW + 32, "<q", 1 << 33), "crc beyond"),
     "truncated header": (lambda content: content.__delitem__(slice(10, None)), "header of 24 bytes"),
     "truncated fields": (lambda content: content.__delitem__(slice(100, None)), "field table"),
-    "truncated images": (lambda content: content.__delitem__(slice(DEFAULT_PAGE_BYTES + 100, None)), "inside the file"),
+    "truncated images": (lambda content: content.__delitem__(slice(FIRST_ROW + 2000, None)), "inside the file"),
     "truncated table": (lambda content: content.__delitem__(slice(len(content) - 24, None)), "allocation table of"),
     "appended": (lambda content: content.extend(bytes(24)), "allocation table of"),
     "another file": (lambda content: content.__setitem__(slice(0, 4), b"\x89PNG"), "format version"),
@@ -200,6 +241,6 @@ def test_size_missing_file_and_truncation_after_opening(shard):
         ShardFile(shard.with_name("absent.beton"))
     with ShardFile(shard, expected_bytes=size) as opened:
         with shard.open("r+b") as file:
-            file.truncate(DEFAULT_PAGE_BYTES)
+            file.truncate(opened.offset[3])
         with pytest.raises(DataError, match="ends after"):
             opened.read(3)

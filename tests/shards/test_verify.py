@@ -259,7 +259,7 @@ def test_at_a_url(dataset):
         verdict = found("memory://verify/train")
         assert (verdict.damage, verdict.samples) == ([], 12)
         content = bytearray(memory.cat_file("/verify/train/shard-00002.beton"))
-        content[8 << 20] ^= 1
+        content[int(ShardFile(dataset / "shard-00002.beton").offset[0])] ^= 1
         memory.pipe_file("/verify/train/shard-00002.beton", bytes(content))
         memory.rm_file("/verify/train/shard-00000.beton")
         verdict = found("memory://verify/train/manifest.json")

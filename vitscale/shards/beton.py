@@ -10,13 +10,16 @@ whatever a damaged file says. The format itself is sound, and stock FFCV opens w
     pages            image bytes, followed by the sample's labels if any; no sample crosses a page
     allocation table (sample u8, position u8, size u8) for every piece, in order, up to the end of the file
 
-The first page starts at a multiple of the page size, so that the layout does not depend on the number of samples before
-it is known. There is one valid layout for a list of samples, hence equal samples give equal bytes.
+A page is 8 MiB, or more where an image is larger. A large shard leaves what the metadata has of its pages empty, so
+that its images stay where they were written although the number of samples is known only in the end. In a shard of up
+to 64 MiB of images, which is cheap to move, they follow the metadata at once: a few thumbnails are not to cost a page.
+There is one valid layout for a list of samples, hence equal samples give equal bytes.
 """
 
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Self
 
@@ -29,6 +32,7 @@ from vitscale.shards.checksums import crc32c_of
 DEFAULT_CAPACITY = 8192
 DEFAULT_PAGE_BYTES = 8 << 20
 MAX_PAGE_BYTES = 2 << 30  # the largest power of two that the header's u4 holds
+PACKED_BYTES = 64 << 20  # of images and labels: up to here they begin directly after the metadata
 MAX_SIDE = 65535  # pixels; u2 in the metadata
 NO_LABEL = -1
 
@@ -106,12 +110,14 @@ class ShardStats:
 
 
 class _Layout:
-    """Positions of samples in the file: consecutive, except that none crosses a page."""
+    """Positions of samples in the file: consecutive, except that none crosses a page.
 
-    def __init__(self, capacity: int, with_labels: bool, page_bytes: int) -> None:
-        head = _HEADER.itemsize + len(_fields(with_labels)) * _FIELD.itemsize
+    The first is at the start of a page, or `packed` behind the metadata.
+    """
+
+    def __init__(self, capacity: int, with_labels: bool, page_bytes: int, packed: bool) -> None:
         self._page_bytes = page_bytes
-        self._next = _round_up(head + capacity * _metadata_type(with_labels).itemsize, page_bytes)
+        self._next = _round_up(_head_bytes(capacity, with_labels), 8 if packed else page_bytes)
 
     def place(self, size: int) -> int:
         position = self._next
@@ -121,11 +127,27 @@ class _Layout:
         return position
 
 
+def _head_bytes(samples: int, with_labels: bool) -> int:
+    """Bytes before the first page: header, field table and metadata."""
+    fields = _HEADER.itemsize + len(_fields(with_labels)) * _FIELD.itemsize
+    return fields + samples * _metadata_type(with_labels).itemsize
+
+
+def expected_bytes(samples: int, image_bytes: float) -> int:
+    """About how large a shard is that has so many samples of one label, whose images have so many bytes on average."""
+    data = samples * image_bytes
+    start = _head_bytes(samples, False)
+    if data > PACKED_BYTES:
+        start = _round_up(start, DEFAULT_PAGE_BYTES)
+    pages = (start + data) // DEFAULT_PAGE_BYTES  # each full one ends with about half an image's room
+    return round(start + data + pages * image_bytes / 2) + samples * ALLOCATION.itemsize
+
+
 def write_shard(path: str | Path, samples: Iterable[StoredSample], capacity: int = DEFAULT_CAPACITY) -> ShardStats:
     """Write one shard; equal samples give equal bytes, whatever `capacity` is.
 
-    Image bytes go to the disk as they come. `capacity`, the number of samples expected at most, only saves moving them
-    when there are more than a first page of metadata holds.
+    Image bytes go to the disk as they come. `capacity`, the number of samples expected at most, only saves moving those
+    of a large shard when there are more than a first page of metadata holds.
 
     Raises:
         DataError: a sample larger than 2 GiB, or no sample at all.
@@ -146,7 +168,7 @@ def _write(file: BinaryIO, samples: Iterable[StoredSample], capacity: int, path:
     for sample in samples:
         if layout is None:
             with_labels = sample.labels is not None
-            layout = _Layout(capacity, with_labels, DEFAULT_PAGE_BYTES)
+            layout = _Layout(capacity, with_labels, DEFAULT_PAGE_BYTES, packed=False)
         labels = _label_bytes(sample, with_labels)
         size = len(sample.image) + len(labels)
         if size > MAX_PAGE_BYTES:
@@ -164,13 +186,13 @@ def _write(file: BinaryIO, samples: Iterable[StoredSample], capacity: int, path:
     if not rows:
         raise DataError(f"{path}: a shard without samples cannot be written")
 
-    # The layout above assumed a capacity and a page size; the one below knows them.
+    # The layout above assumed how many samples there are and how large; the one below knows it.
     images, extras = np.array(image_sizes, np.uint64), np.array(label_sizes, np.uint64)
     sizes = (images + extras).tolist()
     page_bytes = DEFAULT_PAGE_BYTES
     while page_bytes < max(sizes):
         page_bytes *= 2
-    final = _Layout(len(rows), with_labels, page_bytes)
+    final = _Layout(len(rows), with_labels, page_bytes, packed=sum(sizes) <= PACKED_BYTES)
     final_positions = [final.place(size) for size in sizes]
     if final_positions != positions:
         _move(file, positions, final_positions, sizes)
@@ -212,27 +234,29 @@ def _label_bytes(sample: StoredSample, with_labels: bool) -> bytes:
 
 
 def _move(file: BinaryIO, old: list[int], new: list[int], sizes: list[int]) -> None:
-    """Bring pieces to their final positions within the file, one in memory at a time.
+    """Bring pieces to their final positions within the file, one in memory at a time; what lies between is zero then.
 
-    A piece may go up or down; what lies between old and new pieces must be zero in the end. So all go to a region
-    behind everything first, and from there to their places in an emptied file region.
+    Where none goes up, each finds its place free of those that are still to move. Otherwise all go to a region behind
+    everything first.
     """
-    base = max(old[-1], new[-1]) + sizes[-1]
-    spooled = base
-    for position, size in zip(old, sizes, strict=True):
-        file.seek(position)
-        piece = file.read(size)
-        file.seek(spooled)
-        file.write(piece)
-        spooled += size
-    _zero(file, 0, base)
-    spooled = base
-    for position, size in zip(new, sizes, strict=True):
-        file.seek(spooled)
-        piece = file.read(size)
-        file.seek(position)
-        file.write(piece)
-        spooled += size
+    source = old
+    if any(after > before for before, after in zip(old, new, strict=True)):
+        source = list(accumulate(sizes[:-1], initial=max(old[-1], new[-1]) + sizes[-1]))
+        for position, spooled, size in zip(old, source, sizes, strict=True):
+            _copy(file, position, spooled, size)
+    end = min(old[0], new[0])
+    for position, target, size in zip(source, new, sizes, strict=True):
+        _zero(file, end, target)
+        _copy(file, position, target, size)
+        end = target + size
+    _zero(file, end, end + 8)  # up to the allocation table
+
+
+def _copy(file: BinaryIO, source: int, target: int, size: int) -> None:
+    file.seek(source)
+    piece = file.read(size)
+    file.seek(target)
+    file.write(piece)
 
 
 def _zero(file: BinaryIO, start: int, end: int) -> None:
