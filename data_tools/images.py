@@ -16,13 +16,13 @@ import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from data_tools.jpeg_files import MAX_SIDE, SUBSAMPLING, Frame, decode_exactly, encode, read_frame
+from data_tools.sources.source import TooLarge, refuse_too_large
 from data_tools.unreadable import explain_unreadable
 from vitscale.errors import RecipeError
 from vitscale.shards import jpeg
 
 JPEG_QUALITY = 95
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb: 256 MiB of RGB
-MAX_FILE_BYTES = 1 << 30
 
 # EXIF orientation -> what makes it upright
 _TURNS = {
@@ -124,9 +124,8 @@ def store_image(data: bytes, options: ImageOptions = _DEFAULTS) -> StoredImage |
     """
     if not data:
         return Reject("empty file (0 bytes)")
-    if len(data) > MAX_FILE_BYTES:
-        return Reject(f"{len(data):,} bytes; at most {MAX_FILE_BYTES:,} are taken")
     try:
+        refuse_too_large(len(data))
         frame = read_frame(data) if data.startswith(b"\xff\xd8\xff") else None
         if frame is not None and frame.refusal is not None:
             return Reject(frame.refusal)
@@ -138,6 +137,8 @@ def store_image(data: bytes, options: ImageOptions = _DEFAULTS) -> StoredImage |
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of bombs (limited below), of odd metadata
             return _store(data, frame, options)
+    except TooLarge as error:
+        return Reject(str(error))
     except UnidentifiedImageError:
         return Reject(explain_unreadable(data))
     except Image.DecompressionBombError as error:

@@ -21,7 +21,7 @@ from data_tools.dedup.fingerprint import ALGORITHM, Fingerprint, fingerprint
 from data_tools.engines.task import Progress
 from data_tools.images import ImageOptions, Reject, StoredImage, store_image
 from data_tools.output import Output
-from data_tools.sources.source import without_surrogates
+from data_tools.sources.source import TooLarge, without_surrogates
 from vitscale.errors import DataError
 from vitscale.shards import NO_LABEL, ShardEntry, ShardStats, StoredSample, write_shard
 from vitscale.shards.provenance import PROVENANCE, REJECTS, provenance_path, write_provenance, write_rejects
@@ -213,6 +213,8 @@ class ShardTask:
             if isinstance(stored, Reject):
                 return stored
             return stored, hashlib.sha256(data).digest(), fingerprint(stored.pixels)
+        except TooLarge as error:
+            return Reject(str(error))
         except (OSError, MemoryError) as error:
             report.unread += 1
             report.unsteady += not isinstance(error, _STEADY)
@@ -241,7 +243,7 @@ def _read(reader: Reader, part: int, content: bytes) -> bytes:
     """An image's bytes, at the second try if need be."""
     try:
         return reader.read(part, content)
-    except _STEADY:
+    except (*_STEADY, TooLarge):
         raise
     except OSError:
         time.sleep(_PAUSE)

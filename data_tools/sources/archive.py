@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_tools.sources.parts import open_part
-from data_tools.sources.source import IMAGE_SUFFIXES, NO_FILE
+from data_tools.sources.source import IMAGE_SUFFIXES, MAX_IMAGE_BYTES, NO_FILE, refuse_too_large
 from data_tools.sources.tar_bytes import Plain, Raw, Reader, Stream
 from vitscale import storage
 from vitscale.errors import DataError
@@ -37,7 +37,6 @@ TAR_SUFFIXES: dict[str, Callable[..., Any] | None] = {
 ARCHIVE_INSIDE = "archive inside of the archive"
 
 _COPY_BYTES = 4 << 20
-_MAX_STREAMED_BYTES = 1 << 30  # of one image, which has to be held in memory
 _PLACE = struct.Struct("<QQ")  # offset, size
 # tarfile itself stumbles over headers that were made to be odd: hence the last line.
 _DAMAGE = (
@@ -121,7 +120,7 @@ class Archive:
 
     def content(self, member: Member, streams: bool) -> bytes:
         """What an Item has as content: the bytes if the source streams, else their place as `read_place` wants it."""
-        return self.read(member, _MAX_STREAMED_BYTES) if streams else _PLACE.pack(*member.place)
+        return self.read(member, MAX_IMAGE_BYTES) if streams else _PLACE.pack(*member.place)
 
     def read(self, member: Member, limit: int) -> bytes:
         """The bytes of the file that `files` came to last. Raises DataError for more than `limit`."""
@@ -197,6 +196,7 @@ def open_archive(where: str) -> Iterator[Archive]:
 def read_place(where: str, content: bytes) -> bytes:
     """The bytes of a file in a plain tar, from what `Archive.content` gave. Raises OSError."""
     offset, size = _PLACE.unpack(content)
+    refuse_too_large(size)
     with Path(where).open("rb") as file:
         file.seek(offset)
         data = file.read(size)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from data_tools.sources.label_list import labelled
-from data_tools.sources.source import NO_FILE, Item, path_item
+from data_tools.sources.source import MAX_IMAGE_BYTES, NO_FILE, Item, path_item, refuse_too_large
 from vitscale import storage
 from vitscale.errors import DataError
 
 _STATE = struct.Struct("<qq")  # size in bytes, time of the last change in ns
 _UNKNOWN = (-1, -1)
 CIRCLE = "link to a folder above"
+TOO_LARGE = f"of more than {MAX_IMAGE_BYTES:,} bytes"
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class FolderSource:
     def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
         """Every image below the root. Raises DataError for a folder that cannot be listed."""
         root = self.parts[part]
-        files = _files_at(root) if storage.is_url(root) else _files_below(os.fsencode(root), ignored)
+        files = _files_at(root, ignored) if storage.is_url(root) else _files_below(os.fsencode(root), ignored)
         items = (item for path in files if (item := _item(root, path, ignored)) is not None)
         return items if self.labels is None else labelled(items, self.labels, root)
 
@@ -50,6 +51,7 @@ class FolderSource:
                     f"{os.fsdecode(full)}: has changed since it was listed, so that its class may not be what the plan "
                     "says. Put it back, or remove the output and start anew"
                 )
+            refuse_too_large(status.st_size)
             return file.readall()
 
 
@@ -93,7 +95,7 @@ def _files_below(root: bytes, ignored: Counter[str]) -> Iterator[bytes]:
             raise DataError(f"{os.fsdecode(error.filename)}: cannot be listed ({error.strerror})") from error
 
 
-def _files_at(url: str) -> Iterator[bytes]:
+def _files_at(url: str, ignored: Counter[str]) -> Iterator[bytes]:
     fs, root = storage.filesystem(url)
     pending = [root.rstrip("/")]
     while pending:
@@ -104,6 +106,8 @@ def _files_at(url: str) -> Iterator[bytes]:
                 continue  # some stores list a folder in itself
             if entry["type"] == "directory":
                 pending.append(name)
+            elif (entry.get("size") or 0) > MAX_IMAGE_BYTES:  # to ask for the size again would cost a request an image
+                ignored[TOO_LARGE] += 1
             else:
                 yield name.removeprefix(root.rstrip("/") + "/").encode("utf-8")
 

@@ -17,11 +17,12 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from data_tools.sources.fields import IMAGE_NAMES, NO_LABELS, choose_image, choose_label, label_columns
 from data_tools.sources.parts import clean_path, open_unzipped, reading
-from data_tools.sources.source import IMAGE_SUFFIXES, Item, SourceOptions, numbered_label
+from data_tools.sources.source import IMAGE_SUFFIXES, Item, SourceOptions, numbered_label, refuse_too_large
 from vitscale.errors import DataError, RecipeError
 from vitscale.storage import is_url, read_bytes
 
@@ -51,7 +52,10 @@ class ImageListSource:
     def read(self, part: int, content: bytes) -> bytes:
         path = content.decode()
         try:
-            return read_bytes(path if is_url(path) else _beside(self.parts[part], path))
+            where = path if is_url(path) else _beside(self.parts[part], path)
+            if not is_url(where):
+                refuse_too_large(Path(where).stat().st_size)
+            return read_bytes(where)
         except ValueError as error:  # a NUL in a path
             raise OSError(f"{path!r}: no path of a file ({error})") from error
 

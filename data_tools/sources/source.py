@@ -21,9 +21,15 @@ IMAGE_SUFFIXES = (
 )
 # fmt: on
 
+MAX_IMAGE_BYTES = 1 << 30  # of an image's file, which has to be held in memory
+
 HIDDEN = "hidden"
 NO_IMAGE = "no image suffix"
 NO_FILE = "neither file nor folder"
+
+
+class TooLarge(OSError):
+    """An image's file has more than MAX_IMAGE_BYTES."""
 
 
 class Item(NamedTuple):
@@ -77,8 +83,14 @@ class Source(Protocol):
         ...
 
     def read(self, part: int, content: bytes) -> bytes:
-        """The bytes of one image file. Raises OSError or StorageError."""
+        """The bytes of one image file. Raises OSError (TooLarge before it is read) or StorageError."""
         ...
+
+
+def refuse_too_large(size: int) -> None:
+    """Raise TooLarge for a file of more bytes than an image may have."""
+    if size > MAX_IMAGE_BYTES:
+        raise TooLarge(f"{size:,} bytes; at most {MAX_IMAGE_BYTES:,} are taken")
 
 
 def without_surrogates(text: str) -> str:

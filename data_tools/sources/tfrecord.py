@@ -16,7 +16,7 @@ from pathlib import Path
 
 from data_tools.sources.fields import NO_LABELS
 from data_tools.sources.parts import is_gzip, open_part, part_names, reading, unzipped
-from data_tools.sources.source import Item, SourceOptions, numbered_label
+from data_tools.sources.source import Item, SourceOptions, numbered_label, refuse_too_large
 from data_tools.sources.tf_example import (
     Feature,
     Span,
@@ -68,6 +68,7 @@ class TFRecordSource:
         if self.streams:
             return content
         position, size = _PLACE.unpack(content)
+        refuse_too_large(size)
         with Path(self.parts[part]).open("rb", buffering=0) as file:
             file.seek(position)
             data = file.read(size)

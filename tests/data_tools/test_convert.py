@@ -101,6 +101,34 @@ def test_rejects_are_counted_and_listed(here, tmp_path, photos):
             assert all(uid // 2 == plan for uid in opened.uid) and opened.uid[0] == shard.first_uid
 
 
+@pytest.mark.parametrize("kind", ["folder", "list", "tar"])
+def test_a_file_that_is_too_large_is_rejected_unread(here, tmp_path, photos, kind):
+    """A hole of 1 TiB: more than any machine holds."""
+    images = tmp_path / "images" / "cat"
+    images.mkdir(parents=True)
+    (images / "1.jpg").write_bytes(photos[0])
+    source = tmp_path / "images"
+    if kind == "tar":
+        source = tmp_path / "images.tar"
+        large = tarfile.TarInfo("cat/x.jpg")
+        large.size = 1 << 40
+        with tarfile.open(source, "w", format=tarfile.GNU_FORMAT) as archive:
+            archive.add(images / "1.jpg", "cat/1.jpg")
+            archive.fileobj.write(large.tobuf(tarfile.GNU_FORMAT))
+            end = archive.fileobj.tell() + large.size
+        with source.open("r+b") as file:
+            file.truncate(end + 2 * tarfile.BLOCKSIZE)
+    else:
+        with (images / "x.jpg").open("wb") as file:
+            file.truncate(1 << 40)
+    if kind == "list":
+        source = tmp_path / "list.csv"
+        source.write_text("path,label\nimages/cat/1.jpg,cat\nimages/cat/x.jpg,cat\n")
+    outcome = convert(Request(str(source)), tmp_path / "out", Machine(workers=1, max_reject_rate=0.5))
+    (reject,) = pq.read_table(tmp_path / "out" / "rejects.parquet").to_pylist()
+    assert outcome.totals.samples == 1 and f"{1 << 40:,} bytes" in reject["reason"]
+
+
 def test_nothing_but_rejects(here, tmp_path):
     (tmp_path / "images" / "cat").mkdir(parents=True)
     (tmp_path / "images" / "cat" / "1.jpg").write_bytes(b"")
