@@ -1,13 +1,15 @@
 """Class names: collected while images are listed, numbered once all are known."""
 
 import re
-from collections.abc import Iterable
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest
+from vitscale.wording import counted, ranges
 
 _MAX_NUMBER = 10_000_000
 _SHOWN = 20
@@ -79,6 +81,38 @@ def order_classes(
     ordered = sorted(names)
     label_of = {name: label for label, name in enumerate(ordered)}
     return tuple(ordered), np.array([label_of[name] for name in names], np.int32)
+
+
+def class_notes(names: Sequence[str], empty: list[int]) -> list[str]:
+    """What people may not have meant, a line each: a single class, classes without images, names that look alike.
+
+    Args:
+        names: of all classes, by label.
+        empty: labels without an image, sorted.
+    """
+    notes = []
+    if len(names) == 1:
+        notes.append(f"{names[0]!r} is the only class")
+    if empty:
+        notes.append(f"{len(empty):,} of {counted(len(names), 'class')} have no image: labels {ranges(empty)}")
+    forms = _alike(names, lambda name: unicodedata.normalize("NFC", name))
+    cases = _alike(names, lambda name: unicodedata.normalize("NFC", name).casefold())
+    for what, alike, shown in (
+        ("their Unicode form", forms, ascii),
+        ("upper and lower case", [group for group in cases if group not in forms], repr),
+    ):
+        if alike:
+            more = f"; and {len(alike) - 1:,} more such" if len(alike) > 1 else ""
+            notes.append(f"classes that differ in {what} only: {', '.join(map(shown, alike[0]))}{more}")
+    return notes
+
+
+def _alike(names: Sequence[str], form: Callable[[str], str]) -> list[list[str]]:
+    """Groups of names that are one in a form."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(form(name), []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def read_classes(path: Path) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ from data_tools.sources import Source, open_source
 from vitscale import storage
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest
+from vitscale.wording import counted
 
 Engine = Literal["local", "ray"]
 
@@ -52,6 +53,7 @@ class Machine:
         tasks: the share of the tasks that is done here; the others are someone else's.
         work: local folder for what only this machine needs; None for the output's own.
         max_reject_rate: share of images that may be impossible to store.
+        allow_unlabelled: whether any share of the images may be without a label where others have one.
     """
 
     workers: int | None = None
@@ -59,6 +61,7 @@ class Machine:
     tasks: TaskRange = ALL_TASKS
     work: Path | None = None
     max_reject_rate: float = 0.01
+    allow_unlabelled: bool = False
 
     @property
     def processes(self) -> int:
@@ -157,12 +160,14 @@ def _convert(request: Request, source: Source, output: Output, machine: Machine,
         )
     # Who shares a work folder waits for the plan of the first; who has one of its own makes the plan itself.
     with alone(output.work / "locks", lambda: console.print("waiting for another converter's plan", highlight=False)):
-        plan = planned(request, source, output, machine.runner(request.src, output.where), console)
+        run = machine.runner(request.src, output.where)
+        plan = planned(request, source, output, run, console, allow_unlabelled=machine.allow_unlabelled)
     mine = machine.tasks.of(plan.tasks)
     reports = reports_of(output, mine)
     todo = [task for task in mine if task not in reports]
     console.print(
-        f"{plan.images:,} images of {len(plan.class_names):,} classes in {plan.tasks:,} shards"
+        f"{counted(plan.images, 'image')} of {counted(len(plan.class_names), 'class')} in "
+        f"{counted(plan.tasks, 'shard')}"
         + (f", {len(mine):,} of them in --task-range {machine.tasks}" if machine.tasks.count > 1 else "")
         + (f", {len(reports):,} done before" if reports else ""),
         highlight=False,
@@ -182,7 +187,9 @@ def _convert(request: Request, source: Source, output: Output, machine: Machine,
     done = _write_shards(todo, plan, request, output, machine, run, images, reports, console)
     again = [task for task, report in reports.items() if report.unsteady]
     if again:
-        console.print(f"{len(again):,} shards once more: not all of their images could be read", highlight=False)
+        console.print(
+            f"{counted(len(again), 'shard')} once more: not all of their images could be read", highlight=False
+        )
         done += _write_shards(again, plan, request, output, machine, run, images, reports, console)
     totals = totals_of(reports.values(), plan.ignored)
     totals.seconds, totals.images_now = time.monotonic() - started, done

@@ -1,7 +1,8 @@
 """vitscale-convert: images in any form that people have them become a data set of shards. The command line."""
 
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,8 @@ from data_tools.subset import write_subset
 from vitscale.durable import forbid_writing_by_everybody
 from vitscale.errors import RecipeError, VitscaleError
 from vitscale.shards import DEFAULT_CAPACITY
+from vitscale.shards.beton import expected_bytes
+from vitscale.wording import counted
 
 _EXIT_INTERRUPTED = 130
 
@@ -103,6 +106,9 @@ def command(
     max_reject_rate: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of images that may be undecodable.")
     ] = 0.01,
+    allow_unlabelled: Annotated[
+        bool, typer.Option("--allow-unlabelled", help="Any share of images may have no label, not just 1 %.")
+    ] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one a core")] = None,
     engine: Annotated[Engine, typer.Option(help="Where shards are written: this machine, or a Ray cluster.")] = "local",
     task_range: Annotated[
@@ -129,7 +135,9 @@ def command(
             _refuse(context, "--subset", lambda name: name not in ("src", "out", "subset"))
             manifest = write_subset(src, out, parse_count(subset))
             console.print(
-                f"{escape(out)}: {manifest.num_samples:,} samples of {escape(src)}", highlight=False, soft_wrap=True
+                f"{escape(out)}: {counted(manifest.num_samples, 'sample')} of {escape(src)}",
+                highlight=False,
+                soft_wrap=True,
             )
             return
         if shard_samples is not None and shard_bytes is not None:
@@ -150,11 +158,17 @@ def command(
             dedup=name_indexes(dedup_against or []),
         )
         tasks = ALL_TASKS if task_range is None else TaskRange.parse(task_range)
-        machine = Machine(workers, engine, tasks, work, max_reject_rate)
+        machine = Machine(workers, engine, tasks, work, max_reject_rate, allow_unlabelled)
         if is_dry_run:
-            _refuse(context, "--dry-run", lambda name: name in ("engine", "max_reject_rate", "task_range"))
+            _refuse(
+                context,
+                "--dry-run",
+                lambda name: name in ("engine", "max_reject_rate", "allow_unlabelled", "task_range"),
+            )
+            starting = time.process_time()  # for imports, nearly all
             plan, probed = dry_run(request, out, machine, console)
-            console.print(_forecast(plan, probed, machine.processes))
+            console.print(_forecast(plan, probed, machine.processes, starting))
+            _note(console, plan.notes)
             for table in [] if probed.tally is None else tables(open_matcher(request.dedup), probed.tally):
                 console.print(table)
             return
@@ -195,17 +209,23 @@ def _tell(console: Console, out: str, outcome: Outcome, tasks: TaskRange | None 
         console.print(f"When all ranges are: vitscale-convert --merge {escape(out)}", highlight=False, soft_wrap=True)
         return
     first = next(iter(outcome.manifests.values()))
-    title = f"{escape(out)}: {len(first.class_names):,} classes"
+    title = f"{escape(out)}: {counted(len(first.class_names), 'class')}"
     if len(outcome.manifests) > 1 or "" not in outcome.manifests:
         title += "".join(f", {name} {manifest.num_samples:,}" for name, manifest in outcome.manifests.items())
     console.print(title, highlight=False, soft_wrap=True)
     console.print(summary(outcome.totals))
     for table in outcome.tables:
         console.print(table)
+    _note(console, outcome.notes)
 
 
-def _forecast(plan: Plan, probed: Probe, workers: int) -> Table:
-    """What a dry run says."""
+def _note(console: Console, notes: Sequence[str]) -> None:
+    for note in notes:
+        console.print(f"note: {escape(note)}", highlight=False, soft_wrap=True)
+
+
+def _forecast(plan: Plan, probed: Probe, workers: int, starting: float) -> Table:
+    """What a dry run says. `starting`: seconds that this process took to start, and that its workers then take."""
     table = Table(title="a dry run: nothing was written", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -215,14 +235,18 @@ def _forecast(plan: Plan, probed: Probe, workers: int) -> Table:
     for split in plan.splits:
         table.add_row(f"images{f' of {split.name}' if split.name else ''}", f"{split.images:,}")
     ignored = ", ".join(f"{count:,} {reason}" for reason, count in sorted(plan.ignored.items())) or "0"
-    seconds = probed.seconds / max(probed.images, 1) * images / workers
+    seconds = 2 * starting + probed.seconds / max(probed.images, 1) * images / workers
+    size = sum(
+        expected_bytes(round(plan.images_of(task) * (1 - losses)), probed.bytes_per_image) for task in range(plan.tasks)
+    )
     for name, value in (
         ("files ignored", ignored),
         ("classes", f"{len(plan.class_names):,}"),
-        ("shards", f"{plan.tasks:,} of {plan.shard_samples:,} images"),
+        ("unlabelled", f"{plan.unlabelled:,}"),
+        ("shards", f"{plan.tasks:,} of {counted(plan.shard_samples, 'image')}"),
         ("images probed", f"{probed.images:,}, of which {probed.rejected:,} cannot be stored"),
-        ("bytes, about", f"{round(probed.bytes_per_image * images * (1 - losses)):,}"),
-        (f"seconds with {workers} workers, about", f"{seconds:,.0f}"),
+        ("bytes, about", f"{size:,}"),
+        (f"seconds with {counted(workers, 'worker')}, about", f"{seconds:,.0f}"),
     ):
         table.add_row(name, value)
     if probed.tally is not None:

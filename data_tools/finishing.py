@@ -25,6 +25,7 @@ from vitscale.errors import DataError, RecipeError
 from vitscale.shards import MANIFEST_NAME, Manifest, field_names
 from vitscale.shards.opening import local_copy
 from vitscale.shards.provenance import REJECTS_NAME, read_rejects, write_rejects
+from vitscale.wording import ranges
 
 _SHOWN_REJECTS = 20
 _REQUESTS_AT_ONCE = 32
@@ -34,13 +35,14 @@ _REQUESTS_AT_ONCE = 32
 class Outcome:
     """What a conversion has come to: the data sets by split, or none while other machines still have tasks.
 
-    `tables` tell people what was removed.
+    `tables` tell people what was removed, `notes` what is odd about the classes.
     """
 
     manifests: dict[str, Manifest]
     totals: Totals
     was_complete: bool = False
     tables: Sequence[Table] = ()
+    notes: Sequence[str] = ()
 
 
 def reports_of(output: Output, tasks: Iterable[int]) -> dict[int, ShardReport]:
@@ -82,7 +84,7 @@ def finish(
     missing = [task for task in range(plan.tasks) if task not in reports]
     if missing:
         raise RecipeError(
-            f"OUT {output.where}: {len(missing):,} of {plan.tasks:,} shards are not done yet: {_ranges(missing)}. Run "
+            f"OUT {output.where}: {len(missing):,} of {plan.tasks:,} shards are not done yet: {ranges(missing)}. Run "
             "the task ranges that they belong to"
         )
     rejected = sum(report.rejected for report in reports.values())
@@ -122,7 +124,7 @@ def finish(
             manifests[split.name] = manifest.save(path.parent)
     told = [] if matcher is None or findings is None else tables(matcher, findings.tally)
     output.clear_state([split.name for split in plan.splits])
-    return Outcome(manifests, totals, tables=told)
+    return Outcome(manifests, totals, tables=told, notes=plan.notes)
 
 
 def _refuse_all_removed(output: Output, by_split: dict[str, list[ShardReport]]) -> None:
@@ -194,6 +196,7 @@ def totals_of(reports: Iterable[ShardReport], ignored: dict[str, int]) -> Totals
     for report in reports:
         totals.passed_through += report.passed_through
         totals.transcoded += report.transcoded
+        totals.unlabelled += report.unlabelled
         totals.rejected += report.rejected
         totals.removed += report.removed
         if report.entry is not None:
@@ -208,15 +211,3 @@ def _rejects(output: Output, reports: Iterable[ShardReport]) -> Iterator[pa.Tabl
     for report in reports:
         if report.rejected:
             yield read_rejects(output.state(Output.rejects_name(report.task)))
-
-
-def _ranges(numbers: list[int]) -> str:
-    """`0-3, 7, 9-12`, of the first few."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    shown = ", ".join(f"{a:,}" if a == b else f"{a:,}-{b:,}" for a, b in spans[:10])
-    return shown + (" ..." if len(spans) > 10 else "")

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from data_tools.classes import class_notes
 from data_tools.order import ORDERED, Ordered
 from data_tools.splits import Chooser, SplitRule, choosers
 from vitscale.durable import durable_file, write_text
 from vitscale.errors import DataError
+from vitscale.wording import counted
 
 PLAN = pa.schema([pa.field("uid", pa.int64(), nullable=False), *ORDERED])
+_MAX_UNLABELLED = 0.01  # of the images
+_EXAMPLES = 5
 LEFT_OUT = "in none of the splits"
 
 
@@ -46,6 +50,8 @@ class Plan:
         several_labels: whether any image has more than one.
         shard_samples, shuffle_seed: as asked for, or probed.
         ignored: files that are no images, by reason.
+        unlabelled: images without a label.
+        notes: what is odd about the classes.
         parts: name and fingerprint of every part of the source that the plan refers to.
         sha256: over order, keys and labels of all images, and the class names.
     """
@@ -59,6 +65,8 @@ class Plan:
     ignored: dict[str, int]
     parts: list[list[str]]
     sha256: str
+    unlabelled: int = 0  # these two are not in plans of earlier versions
+    notes: list[str] = field(default_factory=list)
 
     @property
     def images(self) -> int:
@@ -124,6 +132,7 @@ def write_plan(
     seed: int,
     options: dict[str, dict[str, Any]],
     parts: list[list[str]],
+    allow_unlabelled: bool,
 ) -> Plan:
     """Deal the images to splits and shards, and write it down.
 
@@ -137,9 +146,10 @@ def write_plan(
         seed: of the shuffle.
         options: what the manifest of each split will say.
         parts: name and fingerprint of every part of the source.
+        allow_unlabelled: whether any share of the images may be without a label where others have one.
 
     Raises:
-        DataError: a split without images, or with fewer than its rule says.
+        DataError: a split without images, or with fewer than its rule says; too many images without a label.
         OSError: the disk's own errors.
     """
     splits = choosers(rules, seed)
@@ -177,6 +187,11 @@ def write_plan(
                 f"--split {rule}: asks for {split.expected:,} images, of which only {sink.images:,} are in the source "
                 "and in no split before it"
             )
+    census = _Census()
+    for sink in sinks:
+        census.add(sink.census)
+    if not allow_unlabelled:
+        census.refuse_unlabelled()
     plan = Plan(
         folder=folder,
         splits=tuple(
@@ -190,6 +205,8 @@ def write_plan(
         ignored=dict(+ordered.ignored),
         parts=parts,
         sha256=digest.hexdigest(),
+        unlabelled=census.unlabelled,
+        notes=class_notes(ordered.class_names, sorted(set(range(len(ordered.class_names))) - census.classes)),
     )
     write_text(folder / "plan.json", json.dumps(plan.described(), indent=1))
     return plan
@@ -204,11 +221,45 @@ def _choose(batch: pa.RecordBatch, splits: list[Chooser]) -> np.ndarray:
     return choice
 
 
+@dataclass
+class _Census:
+    """How many images were planned, how many of them without a label, the keys of some of these, classes that occur."""
+
+    images: int = 0
+    unlabelled: int = 0
+    examples: list[str] = field(default_factory=list)
+    classes: set[int] = field(default_factory=set)
+
+    def add(self, other: "_Census") -> None:
+        self.images += other.images
+        self.unlabelled += other.unlabelled
+        self.examples = (self.examples + other.examples)[:_EXAMPLES]
+        self.classes |= other.classes
+
+    def count(self, shard: pa.RecordBatch) -> None:
+        """Add the images of a shard."""
+        labels = shard.column("labels")
+        without = np.flatnonzero(pc.list_value_length(labels).to_numpy() == 0)
+        keys = [shard.column("key")[row].as_py() for row in without[:_EXAMPLES].tolist()]
+        self.add(_Census(shard.num_rows, len(without), keys, set(labels.flatten().unique().to_pylist())))
+
+    def refuse_unlabelled(self) -> None:
+        """Raise DataError where more images than by accident have no label, though others have one."""
+        if _MAX_UNLABELLED * self.images < self.unlabelled < self.images:
+            shown = ", ".join(map(repr, self.examples)) + (" ..." if self.unlabelled > len(self.examples) else "")
+            raise DataError(
+                f"{self.unlabelled:,} of {counted(self.images, 'image')} ({self.unlabelled / self.images:.2%}) have no "
+                f"label (empty, null or -1): {shown}. Give them one; or, if that is meant, repeat the command with "
+                "--allow-unlabelled"
+            )
+
+
 class _ShardWriter:
     """Batches of any size in, batches of one shard each out."""
 
     def __init__(self, file: object, shard_samples: int, digest: "hashlib._Hash", number: int) -> None:
         self.images = self.shards = 0
+        self.census = _Census()
         self._writer = pa.ipc.new_file(file, PLAN)
         self._size, self._digest, self._number = shard_samples, digest, number
         self._held: list[pa.RecordBatch] = []
@@ -237,6 +288,7 @@ class _ShardWriter:
         self._digest.update("\0".join(shard.column("key").to_pylist()).encode())
         for labels in (pc.list_value_length(shard.column("labels")), shard.column("labels").flatten()):
             self._digest.update(labels.to_numpy(zero_copy_only=False).astype("<i4").tobytes())
+        self.census.count(shard)
         self.images += shard.num_rows
         self.shards += 1
         self._held, self._rows = [], 0

@@ -73,8 +73,12 @@ class Begun:
         output.mark(CONVERSION_NAME, json.dumps({"version": _VERSION, **self.__dict__}))
 
 
-def planned(request: Request, source: Source, output: Output, run: Run, console: Console) -> Plan:
+def planned(
+    request: Request, source: Source, output: Output, run: Run, console: Console, *, allow_unlabelled: bool = False
+) -> Plan:
     """The plan that the output was begun with, or a new one.
+
+    `allow_unlabelled`: whether any share of the images may be without a label where others have one.
 
     Raises:
         RecipeError: another request than the output was begun with, or a source that has changed since.
@@ -95,7 +99,7 @@ def planned(request: Request, source: Source, output: Output, run: Run, console:
         write_text(work / _REQUEST_FILE, mine)
     plan = Plan.load(work)
     if plan is None:
-        plan = _new_plan(request, source, output, run, console)
+        plan = _new_plan(request, source, output, run, console, allow_unlabelled)
     elif not source.streams:
         _refuse_other_parts(plan.parts, _parts(request, source), output.where)
     begun = Begun.read(output)
@@ -118,7 +122,7 @@ def trial_plan(request: Request, source: Source, output: Output, run: Run, conso
     ordered, parts = _listed(request, source, output, run, console)
     first, batches = _peek(ordered.batches)
     probed = probe(first, reader(source, output), request.images, request.dedup)
-    return _write_plan(request, ordered, batches, probed, output, parts), probed
+    return _write_plan(request, ordered, batches, probed, output, parts, allow_unlabelled=True), probed
 
 
 def reader(source: Source, output: Output) -> Reader:
@@ -126,13 +130,15 @@ def reader(source: Source, output: Output) -> Reader:
     return Spool(output.work / "listing") if source.streams else source
 
 
-def _new_plan(request: Request, source: Source, output: Output, run: Run, console: Console) -> Plan:
+def _new_plan(
+    request: Request, source: Source, output: Output, run: Run, console: Console, allow_unlabelled: bool
+) -> Plan:
     ordered, parts = _listed(request, source, output, run, console)
     batches, probed = ordered.batches, None
     if request.shard_bytes is not None:
         first, batches = _peek(ordered.batches)
         probed = probe(first, reader(source, output), request.images)
-    plan = _write_plan(request, ordered, batches, probed, output, parts)
+    plan = _write_plan(request, ordered, batches, probed, output, parts, allow_unlabelled)
     if not source.streams:
         shutil.rmtree(output.work / "listing", ignore_errors=True)
     return plan
@@ -198,6 +204,7 @@ def _write_plan(
     probed: Probe | None,
     output: Output,
     parts: list[list[str]],
+    allow_unlabelled: bool,
 ) -> Plan:
     shard_samples = request.shard_samples
     if request.shard_bytes is not None:
@@ -213,6 +220,7 @@ def _write_plan(
         seed=request.shuffle_seed,
         options={name: request.manifest_options(name, shard_samples) for name in request.split_names},
         parts=parts,
+        allow_unlabelled=allow_unlabelled,
     )
 
 

@@ -10,6 +10,7 @@ from data_tools.dedup.tally import Tally
 from data_tools.images import ImageOptions, Reject, store_image
 from data_tools.shard_task import Reader
 from vitscale.errors import DataError
+from vitscale.shards.beton import samples_within
 
 PROBED = 1000
 MAX_SHARD_SAMPLES = 1 << 24
@@ -34,10 +35,10 @@ class Probe:
         return self.bytes / max(self.images - self.rejected, 1)
 
     def samples_in(self, shard_bytes: int) -> int:
-        """How many images fit into a shard of about that size. Raises DataError where no image could be stored."""
+        """How many images a shard of about that size has. Raises DataError where no image could be stored."""
         if self.rejected == self.images:
             raise DataError(f"none of the first {self.images:,} images can be stored, so a shard's size is unknown")
-        return min(max(1, int(shard_bytes / self.bytes_per_image)), MAX_SHARD_SAMPLES)
+        return min(samples_within(shard_bytes, self.bytes_per_image), MAX_SHARD_SAMPLES)
 
 
 def probe(batches: list[Any], reader: Reader, options: ImageOptions, dedup: tuple[NamedIndex, ...] = ()) -> Probe:

@@ -19,6 +19,7 @@ class Totals:
     samples: int = 0
     passed_through: int = 0
     transcoded: int = 0
+    unlabelled: int = 0
     rejected: int = 0
     removed: int = 0
     shards: int = 0
@@ -91,6 +92,7 @@ def summary(totals: Totals) -> Table:
         ("samples", f"{totals.samples:,}"),
         ("passed through", f"{totals.passed_through:,}"),
         ("transcoded", f"{totals.transcoded:,}"),
+        ("unlabelled", f"{totals.unlabelled:,}"),
         ("rejected", f"{totals.rejected:,}" + (" (listed in rejects.parquet)" if totals.rejected else "")),
         ("removed", f"{totals.removed:,}" + (" (listed in dedup.parquet)" if totals.removed else "")),
         ("files ignored", ignored),

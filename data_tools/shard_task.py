@@ -50,6 +50,7 @@ class ShardReport:
     entry: ShardEntry | None = None
     passed_through: int = 0
     transcoded: int = 0
+    unlabelled: int = 0
     rejected: int = 0
     unread: int = 0
     unsteady: int = 0
@@ -182,6 +183,7 @@ class ShardTask:
         for image in images:
             report.passed_through += image.passed_through
             report.transcoded += not image.passed_through
+            report.unlabelled += not image.labels
             for name, value in (
                 ("uid", image.uid),
                 ("key", image.key),

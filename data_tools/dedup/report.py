@@ -209,7 +209,7 @@ def _wrongly(estimate: dict[str, Any]) -> str:
     if at_most == 0:
         return "0"
     if expected is None:
-        return f"<= {amount(at_most)}"
+        return "?"
     shown, most = amount(expected), amount(at_most)
     return shown if shown == most else f"{shown} (<= {most})"
 
@@ -218,7 +218,8 @@ def _caption(report: dict[str, Any], with_model: bool) -> str:
     images, removed = report["images"], report["removed"]
     lines = [
         f"{images:,} images compared, {removed:,} of them copies of test images ({removed / max(1, images):.3%}).",
-        "wrongly: no copies, near by chance alone, as the histogram has it; <=: expected at most (95 %).",
+        "wrongly: no copies, near by chance alone, as the histogram has it; <=: expected at most (95 %);",
+        "?: too few pairs are nearly alike to tell, which is no sign that any is wrong.",
         "Look-alikes are not in that number: see the contact sheets.",
     ]
     if with_model:

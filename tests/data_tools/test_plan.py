@@ -45,7 +45,9 @@ def ordered(folder, source, seed=0, known=None, **options):
     return order_images(source, listing, seed, known, **options)
 
 
-def plan_of(folder, source, splits=(), shard_samples=10, limit=None, seed=0, known=None, **options) -> Plan:
+def plan_of(
+    folder, source, splits=(), shard_samples=10, limit=None, seed=0, known=None, allow_unlabelled=True, **options
+) -> Plan:
     images = ordered(folder, source, seed, known, **options)
     rules = parse_splits(list(splits))
     names = [rule.name for rule in rules] or [""]
@@ -59,6 +61,7 @@ def plan_of(folder, source, splits=(), shard_samples=10, limit=None, seed=0, kno
         seed=seed,
         options={name: {} for name in names},
         parts=[],
+        allow_unlabelled=allow_unlabelled,
     )
 
 

@@ -143,6 +143,12 @@ def expected_bytes(samples: int, image_bytes: float) -> int:
     return round(start + data + pages * image_bytes / 2) + samples * ALLOCATION.itemsize
 
 
+def samples_within(size: int, image_bytes: float) -> int:
+    """How many samples, at least one, a shard of about `size` bytes has, by the mean of their images' bytes."""
+    per_sample = image_bytes + _metadata_type(False).itemsize + ALLOCATION.itemsize
+    return max(1, int((size - _head_bytes(0, False)) / per_sample))
+
+
 def write_shard(path: str | Path, samples: Iterable[StoredSample], capacity: int = DEFAULT_CAPACITY) -> ShardStats:
     """Write one shard; equal samples give equal bytes, whatever `capacity` is.
 

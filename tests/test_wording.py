@@ -1,0 +1,11 @@
+from vitscale.wording import counted, ranges
+
+
+def test_numbers_and_nouns():
+    assert [counted(n, "class") for n in (0, 1, 2, 1000)] == ["0 classes", "1 class", "2 classes", "1,000 classes"]
+    assert [counted(n, "shard") for n in (0, 1, 2)] == ["0 shards", "1 shard", "2 shards"]
+
+
+def test_ranges():
+    assert ranges([]) == "" and ranges([0, 1, 2, 3, 7, 9, 1000]) == "0-3, 7, 9, 1,000"
+    assert ranges(list(range(0, 40, 2))).endswith("18 ...")
