@@ -26,7 +26,7 @@ from data_tools.request import Request
 from data_tools.sources import Kind, SourceOptions
 from data_tools.splits import parse_splits
 from data_tools.subset import write_subset
-from vitscale.durable import forbid_writing_by_everybody
+from vitscale.cli.command_line import HELP, Version, run
 from vitscale.errors import RecipeError, VitscaleError
 from vitscale.shards import DEFAULT_CAPACITY
 from vitscale.shards.beton import expected_bytes
@@ -37,7 +37,7 @@ _EXIT_INTERRUPTED = 130
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-@app.command(no_args_is_help=True)
+@app.command(no_args_is_help=True, context_settings=HELP)
 def command(
     context: typer.Context,
     src: Annotated[
@@ -120,6 +120,7 @@ def command(
     work: Annotated[
         Path | None, typer.Option(help="Local folder for lists and spools.", show_default="in OUT, or the cache")
     ] = None,
+    version: Version = False,
 ) -> None:
     """Convert images into a dataset of shards that vitscale trains on and FFCV opens. Repeat a command to go on."""
     console, errors = Console(), Console(stderr=True)
@@ -256,9 +257,8 @@ def _forecast(plan: Plan, probed: Probe, workers: int, starting: float) -> Table
 
 
 def main() -> None:
-    """The console script."""
-    forbid_writing_by_everybody()
-    app()
+    """Entry point."""
+    run(app)
 
 
 if __name__ == "__main__":

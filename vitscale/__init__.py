@@ -1,7 +1,6 @@
 """vitscale: pre-train Vision Transformers at scale, on your own hardware."""
 
 import os
-import tempfile
 from pathlib import Path
 
 __version__ = "0.1.0"
@@ -14,6 +13,8 @@ def _choose_kernel_cache() -> None:
     """
     usual = (Path(__file__).parent, Path.home() / ".cache", Path.home())
     if "NUMBA_CACHE_DIR" not in os.environ and not any(os.access(place, os.W_OK) for place in usual):
+        import tempfile
+
         os.environ["NUMBA_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"vitscale-kernels-{os.getuid()}")
 
 

@@ -1,5 +1,5 @@
 """`python -m vitscale` is the `vitscale` command, for where only the interpreter's path is known."""
 
-from vitscale.cli.main import main
+from vitscale.cli.entry import vitscale
 
-main()
+vitscale()

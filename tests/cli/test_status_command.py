@@ -555,6 +555,18 @@ def test_watching_without_a_terminal_prints_what_is_new(run_dir):
     assert "done  step 100  of 100" in line
 
 
+def test_watching_ends_when_nobody_reads_any_more(run_dir):
+    line = 'set -o pipefail; "$@" | head -1'
+    command = ["bash", "-c", line, "bash", sys.executable, "-c", COMMAND, "status", "--watch", str(run_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "step 20" in process.stdout.readline()
+        with (run_dir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({**LINES[0], "step": 30}) + "\n")
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and errors == ""
+
+
 def test_ctrl_c_ends_watching(run_dir):
     main_end, terminal = pty.openpty()
     command = [sys.executable, "-c", COMMAND, "status", "--watch", run_dir]

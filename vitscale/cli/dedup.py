@@ -72,7 +72,7 @@ def find(
     workers: Workers = None,
     as_json: Json = False,
 ) -> None:
-    """Report which samples of a dataset are copies of test images, and which test images these are."""
+    """Report which samples of a dataset are copies of test images."""
     from vitscale.cli.dedup_output import run_find
 
     settings = {"distance": distance, "candidates": candidates, "correlation": correlation}
@@ -88,7 +88,7 @@ def apply(
     is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed.")] = False,
     workers: Workers = None,
 ) -> None:
-    """Write a dataset without the samples that `find` found; the old one stays as it is."""
+    """Write a dataset without what `find` found; the old one stays."""
     from vitscale.cli.dedup_output import run_apply
 
     run_apply(dataset, found, out, copy, is_dry_run, workers)

@@ -3,20 +3,24 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from vitscale.cli import dedup, shards
+from vitscale.cli.command_line import HELP, Version, readable_command, run
 from vitscale.cli.launch import launch
 from vitscale.cli.plan import plan
 from vitscale.cli.status import status
-from vitscale.durable import forbid_writing_by_everybody
-from vitscale.errors import EXIT_DONE, VitscaleError
 from vitscale.weight_formats import Format
 
 app = typer.Typer(
-    help="Pre-train Vision Transformers at scale.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+    help="Pre-train Vision Transformers at scale.",
+    no_args_is_help=True,
+    context_settings=HELP,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 app.add_typer(shards.app, name="shards")
 app.add_typer(dedup.app, name="dedup")
@@ -31,7 +35,7 @@ def recipe(
     name: Annotated[str | None, typer.Argument(help="A file, or the stem of one that comes with vitscale.")] = None,
     settings: Settings = None,
 ) -> None:
-    """Check a recipe and print it with every default and override; without a name, list those that come along."""
+    """Check a recipe and print it in full; without a name, list all."""
     import yaml
 
     from vitscale.recipe import list_recipes, load_recipe
@@ -46,8 +50,42 @@ def recipe(
         print(f"note: {border}", file=sys.stderr)
 
 
+class _Convert(TyperCommand):
+    """The command of data_tools.convert, which takes a second to import and is therefore imported when it is called."""
+
+    def make_context(self, *arguments: Any, **named: Any) -> Any:
+        from data_tools.convert import app as convert_app
+
+        return readable_command(convert_app).make_context(*arguments, **named)
+
+
+class _Flops(TyperCommand):
+    """The command of vitscale.flops, imported when it is called."""
+
+    def make_context(self, *arguments: Any, **named: Any) -> Any:
+        from vitscale.flops.command import app as flops_app
+
+        return readable_command(flops_app).make_context(*arguments, **named)
+
+
+@app.callback()
+def options(version: Version = False) -> None:
+    """What goes before a command."""
+
+
+@app.command(cls=_Convert)
+def convert() -> None:
+    """Turn images into a dataset of shards; same as vitscale-convert."""
+
+
+@app.command(cls=_Flops)
+def flops() -> None:
+    """Say what recipes and runs cost; same as vitscale-flops."""
+
+
 app.command()(plan)
 app.command()(launch)
+app.command("train", short_help="Same as launch.")(launch)
 app.command()(status)
 
 
@@ -59,7 +97,7 @@ def evaluate(
     settings: Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Evaluate a checkpoint by the evaluators of its recipe."""
+    """Evaluate a checkpoint of a run as its recipe says."""
     from vitscale.evaluation.finished import evaluate_run
 
     at, values = evaluate_run(run, settings or [], step, use_average=not no_ema)
@@ -88,7 +126,7 @@ def models(
 def demo(
     out: Annotated[Path, typer.Option(help="Where the demo puts its images, shards and run.")] = Path("runs/demo"),
 ) -> None:
-    """Images to accuracy on scanned digits: convert, pre-train with ZeRO-2 on two ranks, resume, evaluate."""
+    """Go from images to accuracy on scanned digits, in minutes."""
     from vitscale.cli.demo import run_demo
 
     run_demo(out)
@@ -119,7 +157,10 @@ def export(
     head: Annotated[HeadKind | None, typer.Option(help="Of a named model; default linear.")] = None,
     drop_head: Annotated[bool, typer.Option("--drop-head", help="Leave out output layer and pre_logits.")] = False,
 ) -> None:
-    """Write the weights of a run, a fresh model or a file for timm, transformers or Google's code, or as ours."""
+    """Write weights for timm, transformers or Google's code, or ours.
+
+    They are those of a run, of a fresh model or of a file in any of these formats.
+    """
     from vitscale.cli.export import run_export
 
     run_export(
@@ -139,11 +180,5 @@ def export(
 
 
 def main() -> None:
-    """Entry point: one readable message and an exit code for what a person can mend, a trace for a bug."""
-    forbid_writing_by_everybody()
-    try:
-        app()
-    except VitscaleError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    sys.exit(EXIT_DONE)
+    """Entry point."""
+    run(app)

@@ -34,7 +34,10 @@ def plan(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with every micro-batch.")] = False,
 ) -> None:
-    """What a recipe needs and takes on a cluster, by every ZeRO stage, recomputation and micro-batch. On paper."""
+    """Say what a recipe needs on a cluster: memory, traffic, time.
+
+    By every ZeRO stage, recomputation and micro-batch; on paper, nothing is run.
+    """
     from pathlib import Path
 
     from vitscale.cli.plan_output import show_plan

@@ -23,7 +23,10 @@ def status(
     ] = None,
     price: Annotated[float | None, typer.Option(min=0, max=_MOST, help="Of one device for one hour.")] = None,
 ) -> None:
-    """How runs are doing: step, loss, speed, time left, cost, checkpoints, restarts, and whether they are alive."""
+    """Say how runs are doing: step, loss, speed, time left, cost.
+
+    Also checkpoints, restarts, and whether they are alive.
+    """
     from vitscale.cli.status_output import show_status, watch_status
     from vitscale.errors import RecipeError
     from vitscale.flops.hardware import find_device

@@ -17,6 +17,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from vitscale.cli.command_line import reader_is_gone
 from vitscale.errors import VitscaleError
 from vitscale.flops.view import number, percent, short
 from vitscale.status import RunReader, RunStatus
@@ -63,7 +64,7 @@ def watch_status(readers: Mapping[str, RunReader], as_json: bool) -> None:
                     live.update(_picture(console, _known(outcomes), _errors(outcomes)), refresh=True)
                 else:
                     news.say(outcomes)
-                if all(status.is_done for status in _known(outcomes)):
+                if reader_is_gone() or all(status.is_done for status in _known(outcomes)):
                     break
                 time.sleep(_EVERY_S)
     except KeyboardInterrupt:

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-from vitscale.errors import RecipeError, VitscaleError
+from vitscale.cli.command_line import HELP, Version, run
+from vitscale.errors import RecipeError
 from vitscale.flops import reports
 from vitscale.flops.cost import Hardware
 from vitscale.flops.estimate import Estimate, estimate
 from vitscale.flops.hardware import find_device
 from vitscale.flops.published import table_6
-from vitscale.flops.view import Form, render, say
+from vitscale.flops.view import Form, render
 from vitscale.recipe import find_recipe, load_recipe, recipes_dir
 
 # What goes with the option that chooses the report; the first of them that is given chooses.
@@ -44,13 +43,11 @@ _MOST = 2**53  # whole numbers up to here are exact as floats
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-@app.command()
+@app.command(context_settings=HELP)
 def command(
     recipes: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[RECIPE]...", help="Files, or stems of recipes that come with vitscale; all by default."
-        ),
+        typer.Argument(metavar="RECIPE", help="Files, or stems of recipes that come with vitscale; all by default."),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of every recipe.")
@@ -80,6 +77,7 @@ def command(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw Figure 5, and finished --run, as .png or .svg.")
     ] = None,
+    version: Version = False,
 ) -> None:
     """What recipes cost: parameters, multiply-adds and exaFLOPs, beside the paper's figures."""
     given = {
@@ -97,40 +95,36 @@ def command(
         "--run": runs,
         "--plot": plot,
     }
-    try:
-        _check({option for option, value in given.items() if value is not None})
-        _check_numbers({"--budget": budget, "--mfu": mfu, "--price": price})
-        directories = _once(runs or [])
-        device = None if hardware is None else find_device(hardware)
-        if plot is not None:
-            _plot(plot, directories)
-            return
-        if runs:
-            from vitscale.flops.records import read_run
-            from vitscale.flops.runs import runs_view
+    _check({option for option, value in given.items() if value is not None})
+    _check_numbers({"--budget": budget, "--mfu": mfu, "--price": price})
+    directories = _once(runs or [])
+    device = None if hardware is None else find_device(hardware)
+    if plot is not None:
+        _plot(plot, directories)
+        return
+    if runs:
+        from vitscale.flops.records import read_run
+        from vitscale.flops.runs import runs_view
 
-            render(runs_view([read_run(run) for run in directories], device, devices, price), form)
-            return
-        bought = None
-        if device is not None:
-            if devices is None or (mfu is None and not like_paper):
-                raise RecipeError(_COST_NEEDS)
-            bought = Hardware(device, devices, price)
-        estimates = _estimates(recipes or [], settings or [], samples)
-        if like_paper:
-            from vitscale.flops.like_paper import like_paper_view
+        render(runs_view([read_run(run) for run in directories], device, devices, price), form)
+        return
+    bought = None
+    if device is not None:
+        if devices is None or (mfu is None and not like_paper):
+            raise RecipeError(_COST_NEEDS)
+        bought = Hardware(device, devices, price)
+    estimates = _estimates(recipes or [], settings or [], samples)
+    if like_paper:
+        from vitscale.flops.like_paper import like_paper_view
 
-            view = like_paper_view(estimates, bought, mfu, whole_table=not recipes)
-        elif breakdown:
-            view = reports.breakdown_view(estimates)
-        elif budget is not None or bought is not None:
-            view = reports.purchase_view(estimates, budget, bought, mfu)
-        else:
-            view = reports.grid_view(estimates)
-        render(view, form)
-    except VitscaleError as error:
-        Console(stderr=True).print(f"[red]error: {escape(str(error))}[/red]", soft_wrap=True, highlight=False)
-        raise typer.Exit(error.exit_code) from None
+        view = like_paper_view(estimates, bought, mfu, whole_table=not recipes)
+    elif breakdown:
+        view = reports.breakdown_view(estimates)
+    elif budget is not None or bought is not None:
+        view = reports.purchase_view(estimates, budget, bought, mfu)
+    else:
+        view = reports.grid_view(estimates)
+    render(view, form)
 
 
 _COST_NEEDS = (
@@ -172,7 +166,7 @@ def _plot(path: Path, runs: Sequence[Path]) -> None:
 
     points, notes = points_of([read_run(run) for run in runs])
     draw(path, points)
-    say(f"wrote {path}")
+    print(f"wrote {path}")
     for note in notes:
         typer.echo(note, err=True)
 
@@ -195,8 +189,8 @@ def _estimates(names: list[str], settings: list[str], samples: int | None) -> li
 
 
 def main() -> None:
-    """The console script."""
-    app()
+    """Entry point."""
+    run(app)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,8 @@
 
 import csv
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,8 +12,6 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
-
-from vitscale.errors import DataError
 
 Form = Literal["table", "json", "csv", "markdown"]
 Row = dict[str, Any]
@@ -94,37 +90,11 @@ def percent(decimals: int, sign: str = "") -> Callable[[float], str]:
 
 
 def render(view: View, form: Form) -> None:
-    """Print to stdout; where a program reads that, the notes go to stderr and there is no legend.
-
-    Raises `DataError` where stdout takes no more.
-    """
-    with _stdout():
-        _PRINTERS[form](view)
+    """Print to stdout; where a program reads that, the notes go to stderr and there is no legend."""
+    _PRINTERS[form](view)
     if form != "table":
         for note in view.notes:
             print(note, file=sys.stderr)
-
-
-def say(text: str) -> None:
-    """Print one line to stdout. Raises `DataError` where that takes no more."""
-    with _stdout():
-        print(text)
-
-
-@contextmanager
-def _stdout() -> Iterator[None]:
-    """What is printed in here has left the process at the end, or is an error."""
-    if sys.stdout is None:
-        raise DataError("the output cannot be written: stdout is closed")
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise  # somebody has read enough, which typer takes for an end
-    except OSError as error:
-        # What is still buffered would fail once more at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise DataError(f"the output cannot be written: {error.strerror}") from None
 
 
 def _print_json(view: View) -> None:

@@ -1,0 +1,183 @@
+"""What all commands have in common, as people type them: names, help, versions, output that nobody takes, Ctrl-C."""
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pictures import encoded, make_picture
+
+from vitscale.shards.generated import write_generated_dataset
+
+
+def entry(command: str, *arguments: object) -> list[str]:
+    """What an installed script does; `vitscale-convert` is `convert` here."""
+    function = command.removeprefix("vitscale-")
+    argv = [command, *map(str, arguments)]
+    return [sys.executable, "-c", f"import sys; sys.argv = {argv}; from vitscale.cli.entry import {function} as f; f()"]
+
+
+def run(command: str, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"COLUMNS": "80"} | variables
+    result = subprocess.run(entry(command, *arguments), capture_output=True, text=True, env=environment, check=False)
+    assert "Traceback" not in result.stderr, result.stderr
+    return result
+
+
+# ---- Names and help --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [[], ["shards"], ["dedup"]])
+def test_a_list_of_commands_says_whole_sentences_at_80_columns(arguments):
+    result = run("vitscale", *arguments, "-h")
+    listed = result.stdout.partition("Commands:\n")[2].splitlines()
+    assert result.returncode == 0 and len(listed) >= 3
+    assert all(len(line) <= 80 and not line.endswith("...") for line in listed), result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["recipe"], ["plan"], ["launch"], ["convert"], ["flops"], ["models"], ["shards", "verify"], ["export"]],
+)
+def test_help_has_words_for_types(arguments):
+    help_text = run("vitscale", *arguments, "--help").stdout
+    assert "--help" in help_text and not re.search(r"<(int|float|str|path|list\[)", help_text), help_text
+    assert run("vitscale", *arguments, "-h").stdout == help_text
+
+
+def test_the_other_commands_are_found_below_the_first(tmp_path):
+    assert run("vitscale", "flops", "b16_jft").stdout == run("vitscale-flops", "b16_jft").stdout
+    for name in "ab":
+        (tmp_path / "images" / name).mkdir(parents=True)
+        (tmp_path / "images" / name / "1.jpg").write_bytes(encoded(make_picture(ord(name), 40, 40)))
+    below = run("vitscale", "convert", tmp_path / "images", tmp_path / "one", "--workers", 1)
+    beside = run("vitscale-convert", tmp_path / "images", tmp_path / "two", "--workers", 1)
+    assert below.returncode == beside.returncode == 0, below.stderr
+    shards = [(tmp_path / name / "shard-00000.beton").read_bytes() for name in ("one", "two")]
+    assert shards[0] == shards[1]
+    launch, train = (run("vitscale", name, "h14_jft", "--dry-run", "--ranks", 2) for name in ("launch", "train"))
+    assert launch.returncode == 0 and launch.stdout == train.stdout
+
+
+@pytest.mark.parametrize("command", ["vitscale", "vitscale-convert", "vitscale-flops"])
+def test_versions_are_those_of_the_packages(command):
+    found = json.loads(run(command, "--version", "--json").stdout)
+    assert all(found[package] == importlib.metadata.version(package) for package in ("torch", "deepspeed", "ffcv"))
+    lines = [line.split() for line in run(command, "--version").stdout.splitlines()]
+    assert dict(lines) == found and "vitscale" in found
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("vitscale co", "convert"),
+        ("vitscale convert --shuf", "--shuffle-seed"),
+        ("vitscale launch --resume n", "never"),
+    ],
+)
+def test_a_shell_completes_commands_options_and_choices(words, expected):
+    position = str(len(words.split()) - 1)
+    result = run("vitscale", _VITSCALE_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=position)
+    assert result.stdout.split() == [expected], result.stderr
+
+
+def test_completion_is_installed_for_a_shell(tmp_path):
+    bash = shutil.which("bash")
+    command = [bash, "-c", '"$@"; exit $?', "bash", *entry("vitscale", "--install-completion")]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HOME": str(tmp_path)})
+    assert result.returncode == 0, result.stderr
+    script = tmp_path / ".bash_completions" / "vitscale.sh"
+    assert str(script) in (tmp_path / ".bashrc").read_text()
+    listed = subprocess.run(
+        [bash, "-c", f"source {script}; complete -p vitscale"], capture_output=True, text=True, check=True
+    )
+    assert listed.stdout.startswith("complete")
+
+
+# ---- Output ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    """One whose second class has a name that ASCII lacks."""
+    folder = tmp_path_factory.mktemp("output") / "dataset"
+    write_generated_dataset(folder, [12], seed=0)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["class_names"][1] = "猫"
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+COMMANDS = [
+    ("vitscale", "recipe", "h14_jft"),
+    ("vitscale", "shards", "info", "DATASET", "--classes"),
+    ("vitscale", "-h"),
+    ("vitscale-flops",),
+    ("vitscale-convert", "DATASET", "OUT", "--dry-run"),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_output_that_nobody_takes(command, dataset, tmp_path):
+    arguments = [{"DATASET": dataset, "OUT": tmp_path / "out"}.get(word, word) for word in command]
+
+    def code(line: str) -> tuple[int, list[str]]:
+        shell = ["bash", "-c", f"set -o pipefail; {line}", "bash", *entry(*arguments)]
+        result = subprocess.run(shell, capture_output=True, text=True, check=False)
+        return result.returncode, result.stderr.splitlines()
+
+    full = code('"$@" > /dev/full')
+    assert full[0] == 3 and len(full[1]) == 1 and "No space left" in full[1][0]
+    closed = code('"$@" >&-')
+    assert closed[0] == 3 and len(closed[1]) == 1
+    assert code('"$@" | true') == (0, [])
+    assert code('"$@" | head -1 > /dev/null') == (0, [])
+
+
+def test_a_damaged_dataset_is_no_success_for_want_of_a_reader(dataset, tmp_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(dataset, damaged)
+    (damaged / "shard-00000.beton").write_bytes(b"")
+    line = 'set -o pipefail; "$@" | true'
+    shell = ["bash", "-c", line, "bash", *entry("vitscale", "shards", "verify", damaged)]
+    assert subprocess.run(shell, capture_output=True, check=False).returncode == 3
+
+
+def test_a_terminal_without_a_character_shows_its_number(dataset):
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    result = run("vitscale", "shards", "info", dataset, "--classes", **ascii_only)
+    assert result.returncode == 0 and r"\u732b" in result.stdout
+
+
+# ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "imported"),
+    [
+        (["vitscale", "recipe"], "typer"),
+        (["vitscale", "recipe"], "pydantic"),
+        (["vitscale", "convert", "nowhere", "out"], "numpy"),
+        (["vitscale-convert", "nowhere", "out"], "numpy"),
+        (["vitscale-flops"], "pydantic"),
+    ],
+)
+def test_ctrl_c_while_modules_are_imported_leaves_no_trace(command, imported, tmp_path):
+    python, *rest = entry(*command)
+    started = [python, "-v", *rest]  # says on stderr what it imports
+    with subprocess.Popen(
+        started, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith(f"import '{imported}."):
+                process.send_signal(signal.SIGINT)
+                break
+        errors = process.stderr.read()
+    assert process.returncode == 130 and "Traceback" not in errors

@@ -1,0 +1,176 @@
+"""What all commands have in common: `-h`, `--version`, exit codes, output that nobody takes, Ctrl-C."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, cast
+
+import typer
+
+from vitscale.cli.entry import EXIT_INTERRUPTED
+from vitscale.durable import forbid_writing_by_everybody
+from vitscale.errors import EXIT_DONE, DataError, VitscaleError
+
+HELP = {"help_option_names": ["-h", "--help"]}
+"""Settings of a command, which its subcommands inherit."""
+
+_TYPES = {"int": "N", "float": "NUMBER", "str": "TEXT", "path": "PATH"}
+
+
+def _show_versions(is_asked: bool) -> None:
+    if is_asked:
+        show_versions(as_json=False)
+        raise typer.Exit(EXIT_DONE)
+
+
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", callback=_show_versions, is_eager=True, help="Print the versions in use; with --json as JSON."
+    ),
+]
+
+
+def show_versions(*, as_json: bool) -> None:
+    """Print what a result depends on: one line each, or one JSON object."""
+    from vitscale.versions import versions
+
+    found = versions()
+    if as_json:
+        print(json.dumps(found))
+        return
+    for name, version in found.items():
+        print(f"{name:<{max(map(len, found))}}  {version}")
+
+
+def run(app: typer.Typer) -> None:
+    """Run a command with this process's arguments, and end the process.
+
+    What a person can mend ends with one line and the code of its `VitscaleError`, a bug with its trace and 1, Ctrl-C
+    with 130. Where standard output takes no more, as on a full disk, that is one line and the code of `DataError`. A
+    reader that has seen enough (`| head -1`) is no error: the rest is dropped, and the command ends with its own code.
+    """
+    is_ctrl_c_ignored = (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    )  # by a shell, for what it has in the background
+    if not is_ctrl_c_ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    forbid_writing_by_everybody()
+    output = _open_output()
+    code: Any = EXIT_DONE
+    try:
+        try:
+            _call(app)
+        except SystemExit as end:
+            code = end.code
+        sys.stdout.flush()
+    except VitscaleError as error:
+        code = error.exit_code
+        _complain(str(error))
+    except OSError as error:
+        if error is not output.error:
+            raise
+        code = DataError.exit_code
+        _complain(f"the output cannot be written: {error.strerror}")
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()  # what was printed before an error
+    if not is_ctrl_c_ignored:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # while Python ends, a trace would be all that Ctrl-C brings
+    sys.exit(code)
+
+
+def reader_is_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more: what prints for ever should end."""
+    file = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    return isinstance(file, _File) and file.is_dropped
+
+
+def _call(app: typer.Typer) -> None:
+    if sorted(sys.argv[1:]) == ["--json", "--version"]:
+        show_versions(as_json=True)
+    else:
+        readable_command(app)()
+
+
+def _complain(message: str) -> None:
+    with contextlib.suppress(OSError):
+        if sys.stderr is not None:
+            sys.stderr.write(f"error: {message}\n")
+            sys.stderr.flush()
+
+
+# ---- Help ------------------------------------------------------------------------------------------------------------
+
+
+def readable_command(app: typer.Typer) -> Any:
+    """The command of an app, whose help says N, NUMBER, TEXT and PATH instead of <int range>, <list[str]> and so on."""
+    command = typer.main.get_command(app)
+    _name_types(command)
+    return command
+
+
+def _name_types(command: Any) -> None:
+    for below in getattr(command, "commands", {}).values():
+        _name_types(below)
+    for param in command.params:
+        if hasattr(param, "display_type"):  # from typer 0.27 on; before, its names were those of click
+            param.display_type = partial(_type_name, param.display_type, param.param_type_name == "argument")
+
+
+def _type_name(display_type: Callable[[Any], str], is_argument: bool, ctx: Any) -> str:
+    shown = display_type(ctx)
+    kind = shown.strip("<>").removeprefix("list[").removesuffix("]").removesuffix(" range")
+    if kind not in _TYPES:
+        return shown
+    return "" if is_argument else _TYPES[kind]  # an argument's name says enough
+
+
+# ---- Output ----------------------------------------------------------------------------------------------------------
+
+
+class _File(io.FileIO):
+    """Standard output as a file: drops what a reader does not want any more, and what comes after a failure."""
+
+    is_dropped = False
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Raises OSError, and keeps it in `error`, where the output takes no more."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            self._drop()
+            return memoryview(data).nbytes
+        except OSError as error:
+            self.error = error
+            self._drop()  # what is buffered would fail once more at the end
+            raise
+
+    def _drop(self) -> None:
+        self.is_dropped = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+
+
+def _open_output() -> _File:
+    """Replace sys.stdout by one that drops what nobody reads, and writes what its encoding lacks as `\\u732b`."""
+    if sys.stdout is None:  # closed; no other file is to get its number, and writing is an error as on a full disk
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 1)
+        file = _File(1, "w", closefd=False)
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(file), "utf-8", "backslashreplace")
+        return file
+    before = cast(io.TextIOWrapper, sys.stdout)
+    file = _File(before.fileno(), "w", closefd=False)
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(file),
+        before.encoding,
+        "backslashreplace",  # as Python has it for standard error
+        line_buffering=before.line_buffering or before.write_through,
+    )
+    return file

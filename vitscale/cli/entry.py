@@ -1,0 +1,36 @@
+"""The three installed commands. Imports next to nothing, so that Ctrl-C is under control while the rest is imported."""
+
+import os
+import signal
+
+EXIT_INTERRUPTED = 130
+
+
+def vitscale() -> None:
+    """`vitscale`."""
+    _end_at_once_on_ctrl_c()
+    from vitscale.cli.main import main
+
+    main()
+
+
+def convert() -> None:
+    """`vitscale-convert`."""
+    _end_at_once_on_ctrl_c()
+    from data_tools.convert import main
+
+    main()
+
+
+def flops() -> None:
+    """`vitscale-flops`."""
+    _end_at_once_on_ctrl_c()
+    from vitscale.flops.command import main
+
+    main()
+
+
+def _end_at_once_on_ctrl_c() -> None:
+    """Until `command_line.run` takes over: nothing has begun, and a trace of imports tells nobody anything."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell has it ignored
+        signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
