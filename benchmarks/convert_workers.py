@@ -15,6 +15,7 @@ import tempfile
 from datetime import datetime
 from pathlib import Path
 
+from paired import median_ratio
 from photos import extract, parsed, photos_parser
 
 from data_tools.conversion import Machine, convert
@@ -54,10 +55,10 @@ def main() -> None:
                 shutil.rmtree(out)
                 found.append(took)
     for workers, found in seconds.items():
-        ratios = [alone / took for alone, took in zip(seconds[1], found, strict=True)]
+        speedup = median_ratio(seconds[1], found)
         print(
             f"{workers} workers: {images:,} images in {statistics.median(found):5.1f} s, "
-            f"{statistics.median(ratios):.2f} x one worker ({min(ratios):.2f} to {max(ratios):.2f})"
+            f"{speedup.median:.2f} x one worker ({speedup.low:.2f} to {speedup.high:.2f})"
         )
 
 

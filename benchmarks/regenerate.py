@@ -42,9 +42,10 @@ WITH_IMAGES = ("loader", "feeding")
 MODES = ("_mean", "_h14", "_gpu", "_compiled")
 HEADING = """# Benchmarks
 
-Every program prints ratios against a peer, or against itself, measured in one run; `--json` gives one JSON object. None
-of them is a test, and no test looks at a clock. What was tried, what moved and what did not is in
-[docs/LOG.md](../docs/LOG.md). `python benchmarks/regenerate.py` rewrites the sections below.
+Every program prints ratios against a peer, or against itself, measured in one run; `--json` gives one JSON object. A
+ratio of speeds is the median over rounds, with its 95 % confidence interval (`paired.py`); a goal is missed where the
+whole interval lies beyond it. None of them is a test, and no test looks at a clock. What was tried, what moved and what
+did not is in [docs/LOG.md](../docs/LOG.md). `python benchmarks/regenerate.py` rewrites the sections below.
 """
 
 

@@ -13,7 +13,6 @@ Fails where a stage holds 5 % more than its formula.
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from paired import median_ratio
 from rank_engines import build, join
 from step_recipe import SIDE, make_recipe
 
@@ -135,10 +135,9 @@ def main() -> None:
     rows = []
     for stage, formula in FORMULAS.items():
         name = f"zero{stage}"
-        pairs = zip(found["seconds"][name][1:], found["seconds"]["ddp"][1:], strict=True)
         row = {"stage": stage, "bytes_a_parameter": found["held"][name], "formula": formula(options.ranks)}
         row["share"] = row["bytes_a_parameter"] / row["formula"]
-        row["time"] = statistics.median(ours / ddp for ours, ddp in pairs)
+        row["time"] = median_ratio(found["seconds"][name][1:], found["seconds"]["ddp"][1:]).median
         rows.append(row)
     if options.json:
         print(json.dumps({"model": options.model, "ranks": options.ranks, "batch": options.batch, "stages": rows}))
