@@ -25,6 +25,7 @@ EXACT = ("step", "loss", "lr", "grad_norm", "batch_digest", "anomalies")
 """What a line of metrics.jsonl says of training itself; evaluations besides. The rest is of time and memory."""
 
 _BASE: dict[str, Any] = {
+    "precision": "bf16",
     "model": {"patch_size": 8, "width": 32, "depth": 2, "mlp_dim": 48, "num_heads": 2, "dropout": 0.1},
     "data": {"train": "train", "image_size": 32},
     "batch": {"global": 16, "micro_max": 4},

@@ -59,8 +59,16 @@ def check(folder: Path, blocks: dict[str, Any], world_size: int) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-def test_a_small_model_takes_what_is_expected(tmp_path):
-    check(tmp_path, {"model": {"name": "ViT-B/16", "depth": 4}, "micro_batch": 8}, 1)
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        {"precision": "fp32", "micro_batch": 4},
+        {"precision": "bf16", "micro_batch": 2, "image_size": 32},  # states alone: many processors emulate the products
+    ],
+    ids=["fp32", "bf16-states"],
+)
+def test_a_small_model_takes_what_is_expected(tmp_path, blocks):
+    check(tmp_path, {"model": {"name": "ViT-B/16", "depth": 4}, **blocks}, 1)
 
 
 @pytest.mark.slow
