@@ -14,6 +14,5 @@ def make_recipe(model: dict[str, Any], image_size: int = 224, micro_batch: int =
         "batch": {"global": micro_batch, "micro_max": micro_batch},
         "optimizer": {"name": "adamw", "lr": 1e-3},
         "schedule": {"duration": {"steps": 3}},
-        "precision": "bf16",
     }
     return validate_recipe(content | blocks, "test")

@@ -40,7 +40,6 @@ BASE: dict[str, Any] = {
     "schedule": {"duration": {"steps": STEPS}, "warmup": {"steps": 2}},
     "logging": {"every": 1, "tensorboard": False, "batch_digest": True},
     "evaluation": {"validation": "test", "batch": 5},
-    "precision": "bf16",
 }
 
 
