@@ -20,6 +20,7 @@ from data_tools.dedup.tail import Estimate, Expected, amount, expected_false
 from data_tools.dedup.tally import Tally
 from vitscale.durable import durable_file
 from vitscale.shards.contact_sheet import printable
+from vitscale.wording import counted
 
 REPORT_NAME = "report.json"
 _LONGEST = 60  # characters of a test set's name in that of a file
@@ -217,7 +218,8 @@ def _wrongly(estimate: dict[str, Any]) -> str:
 def _caption(report: dict[str, Any], with_model: bool) -> str:
     images, removed = report["images"], report["removed"]
     lines = [
-        f"{images:,} images compared, {removed:,} of them copies of test images ({removed / max(1, images):.3%}).",
+        f"{counted(images, 'image')} compared, {removed:,} of them copies of test images "
+        f"({removed / max(1, images):.3%}).",
         "wrongly: no copies, near by chance alone, as the histogram has it; <=: expected at most (95 %);",
         "?: too few pairs are nearly alike to tell, which is no sign that any is wrong.",
         "Look-alikes are not in that number: see the contact sheets.",

@@ -98,7 +98,8 @@ def _key(path: str, where: str, line: int) -> str:
     # Nearly all paths are clean already, and this runs for each.
     if path and path[0] not in "./" and "/." not in path and "//" not in path:
         return path
-    key = clean_path(path)
+    folder = f"{posixpath.dirname(where)}/"  # keys of what lies below the list's own folder are relative to it
+    key = clean_path(path.removeprefix(folder))
     if not key:
         raise DataError(f"{where}, line {line}: no path of an image")
     return key

@@ -168,6 +168,15 @@ def test_keys(tmp_path, path, key):
     assert listed(write(tmp_path / "x.csv", f"path,label\n{path},cat\n")) == [(key, ("cat",), path.encode())]
 
 
+def test_keys_below_the_list_are_relative_to_it(tmp_path):
+    """However the list names them: a dataset does not depend on where its folder is mounted."""
+    (tmp_path / "a").mkdir()
+    inside, beside = tmp_path / "a" / "cat" / "1.jpg", tmp_path / "ab" / "2.jpg"
+    path = write(tmp_path / "a" / "x.csv", f"path,label\n{inside},cat\n{beside},cat\n../ab/3.jpg,cat\n")
+    assert [item.key for item in listed(path)] == ["cat/1.jpg", str(beside).lstrip("/"), "ab/3.jpg"]
+    assert next(iter(listed(path))).content == str(inside).encode()
+
+
 def test_relative_paths_start_at_the_list(tmp_path, monkeypatch):
     folder = tmp_path / "lists"
     folder.mkdir()

@@ -70,6 +70,7 @@ def test_info(tmp_path):
     assert facts["class_counts"] == {"cat": 6, "dog": 5, "owl": 0} and facts["unlabelled"] == 0
     assert (facts["samples"], facts["stored_samples"], facts["selecting_shards"], facts["shards"]) == (11, 12, 1, 3)
     assert (facts["bytes"], facts["mean_bytes_per_sample"]) == (size, round(size / 12))
+    assert facts["mean_image_bytes"] == round(sum(len(photo.jpeg) for photo in PHOTOS[:11]) / 11)
     assert facts["largest_shard"]["bytes"] >= facts["smallest_shard"]["bytes"]
     for number in ("11", "12", "3, of 1 only a part"):
         assert f" {number}\n" in text
@@ -192,6 +193,22 @@ def test_what_differs(tmp_path):
     assert code == 1 and "only in B: 2 samples" in text and "options.quality: 95 -> 90" in text
 
 
+def test_the_same_images_under_other_names(tmp_path):
+    """By content; of images that are there several times, each has its counterpart."""
+    photos = [*PHOTOS, replace(PHOTOS[0], key="cat/again.png"), replace(PHOTOS[0], key="cat/more.png")]
+    renamed = [replace(photo, key=f"mnt/{index:02d}.jpg") for index, photo in enumerate(photos)]
+    write_dataset(tmp_path / "a", photos, 7)
+    write_dataset(tmp_path / "b", renamed[::-1], 7)
+    code, text = shards("diff", tmp_path / "a", tmp_path / "b")
+    assert code == 1 and "--by content" in text
+    assert shards("diff", "--by", "content", tmp_path / "a", tmp_path / "b")[0] == 0
+    renamed[3] = replace(renamed[3], labels=(0,))
+    write_dataset(tmp_path / "c", renamed[-2::-1], 7)
+    code, found = as_json("diff", "--by", "content", tmp_path / "a", tmp_path / "c")
+    assert code == 1 and found["counts"] == {"only in A": 1, "other labels": 1}
+    assert found["examples"]["other labels"] == [["dog/03.png", '["dog"]', '["cat"]']]
+
+
 def test_labels_are_compared_by_name(tmp_path):
     write_dataset(tmp_path / "a", PHOTOS, 5, ("cat", "dog"))
     swapped = [replace(photo, labels=(2 - photo.labels[0],)) for photo in PHOTOS]
@@ -252,7 +269,7 @@ def test_converting_an_export_gives_the_same_samples(tmp_path):
     exported, again = tmp_path / "exported", tmp_path / "b"
     shards("export", tmp_path / "a", exported)
     arguments = [exported / "labels.csv", again, "--classes", exported / "classes.txt", "--workers", 1]
-    result = CliRunner().invoke(convert_app, [str(argument) for argument in arguments])
+    result = CliRunner().invoke(convert_app, [str(argument) for argument in [*arguments, "--allow-unlabelled"]])
     assert result.exit_code == 0, result.output
     assert Manifest.load(again).class_names == ("owl", "never", "cat", "dog")
     labels_of, first = {}, Manifest.load(tmp_path / "a")

@@ -23,6 +23,7 @@ from vitscale import storage
 from vitscale.cli.shards_output import plain
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import MANIFEST_NAME, Manifest
+from vitscale.wording import counted
 
 _EXIT_INTERRUPTED = 130
 _EMBEDDING_SIZE = 288
@@ -80,8 +81,8 @@ def run_index(
         if one.unreadable:
             _say(
                 console,
-                f"warning: {one.unreadable:,} images of {one.name} cannot be decoded: only copies of their very bytes "
-                "will be found",
+                f"warning: {counted(one.unreadable, 'image')} of {one.name} cannot be decoded: only copies of their "
+                "very bytes will be found",
             )
 
 
@@ -106,8 +107,8 @@ def run_find(
     if found.made_anew:
         _say(
             errors,
-            f"note: the tables of {found.made_anew:,} shards have no fingerprints of this version: all of their images "
-            "were decoded, and `pixels` are those of the stored JPEGs, not of what these were made of",
+            f"note: the tables of {counted(found.made_anew, 'shard')} have no fingerprints of this version: all of "
+            "their images were decoded, and `pixels` are those of the stored JPEGs, not of what these were made of",
         )
     if as_json:
         print(json.dumps({"out": out, "files": found.files, **described(found.matcher, found.tally)}, indent=1))
@@ -143,10 +144,10 @@ def run_apply(dataset: str, found: str, out: str, copy: bool, is_dry_run: bool, 
         table.add_row(plain(name), f"{count:,}")
     console.print(table)
     gone = len(old.shards) - len(list(removal.remaining()))
-    vanished = f" and without {gone:,} shards of which nothing is left" if gone else ""
+    vanished = f" and without {counted(gone, 'shard')} of which nothing is left" if gone else ""
     _say(
         console,
-        f"{out}: {left:,} of {old.num_samples:,} samples, without {len(removal.uids):,} copies{vanished}"
+        f"{out}: {left:,} of {counted(old.num_samples, 'sample')}, copies removed: {len(removal.uids):,}{vanished}"
         + (" (a dry run: nothing was written)" if is_dry_run else ""),
     )
 

@@ -1,7 +1,7 @@
 """`vitscale shards`: look at datasets, check them, compare them, get their images back; and adopt what FFCV wrote."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,7 +14,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 @app.command()
 def info(
     dataset: Dataset,
-    classes: Annotated[bool, typer.Option("--classes", help="Count the samples of each class, too.")] = False,
+    classes: Annotated[
+        bool, typer.Option("--classes", help="Open the shards: samples of each class, size of images.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Say what a dataset is: samples, classes, shards, bytes, options."""
@@ -52,12 +54,16 @@ def head(
 def diff(
     a: Annotated[str, typer.Argument(help="A dataset.")],
     b: Annotated[str, typer.Argument(help="Another one.")],
+    by: Annotated[
+        Literal["key", "content"],
+        typer.Option(help="What makes a sample of A the same as one of B: its name, or the source image's SHA-256."),
+    ] = "key",
     as_json: Json = False,
 ) -> None:
     """Say what differs between two datasets (exit code 1)."""
     from vitscale.cli.shards_output import show_difference
 
-    show_difference(a, b, as_json)
+    show_difference(a, b, by, as_json)
 
 
 @app.command()

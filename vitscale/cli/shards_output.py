@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
 from rich.console import Console
@@ -20,6 +20,7 @@ from vitscale.durable import durable_file
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest
 from vitscale.storage import without_file_scheme
+from vitscale.wording import counted
 
 _LINE_SECONDS = 10.0
 _SHOWN_DAMAGE = 100
@@ -30,13 +31,17 @@ _EXIT_INTERRUPTED = 130
 
 def show_info(dataset: str, classes: bool, as_json: bool) -> None:
     """Raises DataError and StorageError, as all of these functions."""
-    from vitscale.shards.info import class_counts, describe
+    from vitscale.shards.info import census, describe
 
     manifest = Manifest.load(dataset)
     facts = describe(manifest)
-    counts, unlabelled = class_counts(manifest) if classes else ({}, 0)
+    found = census(manifest) if classes else None
+    image_bytes = None if found is None else round(found.image_bytes / max(1, manifest.num_samples))
     if as_json:
-        print(json.dumps(facts | ({"class_counts": counts, "unlabelled": unlabelled} if classes else {}), indent=1))
+        if found is not None:
+            facts |= {"class_counts": found.classes, "unlabelled": found.unlabelled}
+            facts["mean_image_bytes"] = image_bytes
+        print(json.dumps(facts, indent=1))
         return
     console = Console()
     selecting = facts["selecting_shards"]
@@ -47,7 +52,8 @@ def show_info(dataset: str, classes: bool, as_json: bool) -> None:
         "fields": ", ".join(facts["fields"]),
         "shards": f"{facts['shards']:,}" + (f", of {selecting:,} only a part" if selecting else ""),
         "bytes": f"{facts['bytes']:,}",
-        "bytes a sample": f"{facts['mean_bytes_per_sample']:,}",
+        "file bytes a sample": f"{facts['mean_bytes_per_sample']:,}",
+        "image bytes a sample": None if image_bytes is None else f"{image_bytes:,}",
         "rejected": f"{facts['rejected']:,}",
         "removed": f"{facts['removed']:,}",
         "shuffle seed": str(facts["shuffle_seed"]),
@@ -63,8 +69,8 @@ def show_info(dataset: str, classes: bool, as_json: bool) -> None:
     for name, value in rows.items():
         if value is not None:
             say(f"  {name:<{max(map(len, rows))}}  {plain(value)}")
-    if classes:
-        _print_counts(console, counts, unlabelled)
+    if found is not None:
+        _print_counts(console, found.classes, found.unlabelled)
 
 
 def show_verdict(dataset: str, workers: int | None, decode: bool, as_json: bool) -> None:
@@ -82,7 +88,7 @@ def show_verdict(dataset: str, workers: int | None, decode: bool, as_json: bool)
     else:
         console = Console()
         if verdict.damage:
-            table = Table(title=f"{len(verdict.damage):,} findings", title_justify="left")
+            table = Table(title=counted(len(verdict.damage), "finding"), title_justify="left")
             for heading in ("file", "sample", "what is wrong"):
                 table.add_column(heading, overflow="fold")
             for damage in verdict.damage[:_SHOWN_DAMAGE]:
@@ -95,8 +101,9 @@ def show_verdict(dataset: str, workers: int | None, decode: bool, as_json: bool)
             console.print(f"note: {plain(note)}", highlight=False, soft_wrap=True)
         rate = verdict.bytes / max(seconds, 1e-9) / 1e9
         console.print(
-            f"{'DAMAGED' if verdict.damage else 'whole'}: {verdict.shards:,} shards, {verdict.samples:,} samples"
-            f"{', all decoded' if decode else ''}, {verdict.bytes:,} bytes in {seconds:,.1f} s ({rate:.2f} GB/s)",
+            f"{'DAMAGED' if verdict.damage else 'whole'}: {counted(verdict.shards, 'shard')}, "
+            f"{counted(verdict.samples, 'sample')}{', all decoded' if decode else ''}, "
+            f"{verdict.bytes:,} bytes in {seconds:,.1f} s ({rate:.2f} GB/s)",
             highlight=False,
             soft_wrap=True,
         )
@@ -112,7 +119,9 @@ def show_head(dataset: str, count: int, out: Path | None) -> None:
         raise RecipeError(f"--out {out}: a contact sheet is a .png")
     manifest = Manifest.load(dataset)
     samples = list(first_samples(manifest, count))
-    table = Table(title=plain(f"first {len(samples):,} of {manifest.num_samples:,} samples"), title_justify="left")
+    table = Table(
+        title=plain(f"first {len(samples):,} of {counted(manifest.num_samples, 'sample')}"), title_justify="left"
+    )
     for heading in ("uid", "height", "width", "bytes"):
         table.add_column(heading, justify="right")
     table.add_column("class", overflow="fold")
@@ -132,11 +141,11 @@ def show_head(dataset: str, count: int, out: Path | None) -> None:
         console.print(f"drawn: {plain(str(out))}", highlight=False, soft_wrap=True)
 
 
-def show_difference(a: str, b: str, as_json: bool) -> None:
+def show_difference(a: str, b: str, by: Literal["key", "content"], as_json: bool) -> None:
     """Raises typer.Exit(1) if the datasets differ."""
     from vitscale.shards.diff import diff
 
-    found = diff(Manifest.load(a), Manifest.load(b))
+    found = diff(Manifest.load(a), Manifest.load(b), by)
     if as_json:
         print(json.dumps({"equal": not found, **asdict(found)}, indent=1, default=str))
     else:
@@ -154,13 +163,15 @@ def show_difference(a: str, b: str, as_json: bool) -> None:
         if found.classes_reordered:
             say("classes that both have come in another order")
         for what, count in found.counts.items():
-            say(f"{what}: {count:,} samples")
+            say(f"{what}: {counted(count, 'sample')}")
             for key, of_a, of_b in found.examples[what]:
                 say(f"    {key!r}: {' -> '.join(filter(None, (of_a, of_b)))}")
             if count > len(found.examples[what]):
                 say("    ...")
         if not found:
-            say(f"equal: {found.equal_shards:,} shards are the same")
+            say(f"equal: {counted(found.equal_shards, 'shard')} in common" if found.equal_shards else "equal")
+        elif by == "key" and {"only in A", "only in B"} <= found.counts.keys():
+            say("the same images under other names? --by content tells")
     if found:
         raise typer.Exit(_EXIT_DIFFERENT)
 
@@ -172,7 +183,7 @@ def run_export(dataset: str, out: str) -> None:
     manifest = Manifest.load(dataset)
     with _progress("images", manifest.num_samples) as progress:
         written = export(manifest, out, progress)
-    print(f"wrote {out}: {written:,} images, {len(manifest.class_names):,} classes")
+    print(f"wrote {out}: {counted(written, 'image')}, {counted(len(manifest.class_names), 'class')}")
 
 
 def run_adopt(
@@ -201,12 +212,12 @@ def run_adopt(
             progress=progress,
         )
     manifest = adoption.manifest
-    kinds = {"JPEGs": manifest.num_samples - adoption.raw, "raw images": adoption.raw}
-    stored = [f"{count:,} {what}" for what, count in kinds.items() if count]
+    kinds = {"JPEG": manifest.num_samples - adoption.raw, "raw image": adoption.raw}
+    stored = [counted(count, what) for what, count in kinds.items() if count]
     label = "no labels" if adoption.label_field is None else f"labels from {adoption.label_field!r}"
     unused = f"; not used: {', '.join(map(repr, adoption.unused_fields))}" if adoption.unused_fields else ""
     say = partial(Console().print, highlight=False, soft_wrap=True)
-    say(plain(f"{out}: {' and '.join(stored)} of {file}, {len(manifest.class_names):,} classes"))
+    say(plain(f"{out}: {' and '.join(stored)} of {file}, {counted(len(manifest.class_names), 'class')}"))
     say(plain(f"images from {adoption.image_field!r}, {label}{unused}"))
     if names is None and manifest.class_names:
         say(plain(f"classes are called 0 to {len(manifest.class_names) - 1:,}; --classes names them"))

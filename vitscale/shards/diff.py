@@ -1,4 +1,4 @@
-"""What differs between two datasets: in their manifests, and image by image, joined by key.
+"""What differs between two datasets: in their manifests, and image by image, joined by key or by content.
 
 Shards that both have (by sha256 and selection) are not looked into. The samples of all others are joined in a database
 on this machine's disk, so that memory does not grow with the datasets.
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,18 +25,24 @@ EXAMPLES = 10
 
 _FACTS = ("schema_version", "fields", "num_samples", "shuffle_seed", "num_rejected", "num_removed")
 
-# What is asked of the two tables a and b: name, how to find it, what is shown of each example beside the key.
+# What is asked of the two tables a and b: name, how to find it, and of each example the name and what A and B have.
 _SHOW_CRC = "printf('crc32c %08x, %d bytes', {0}.crc, {0}.size)"
 _QUESTIONS = {
-    "only in A": ("a LEFT JOIN b USING (key) WHERE b.key IS NULL", "a.labels", "''"),
-    "only in B": ("b LEFT JOIN a USING (key) WHERE a.key IS NULL", "''", "b.labels"),
-    "another source image": ("a JOIN b USING (key) WHERE a.sha256 <> b.sha256", "hex(a.sha256)", "hex(b.sha256)"),
+    "only in A": ("a LEFT JOIN b USING (key) WHERE b.key IS NULL", "a.name", "a.labels", "''"),
+    "only in B": ("b LEFT JOIN a USING (key) WHERE a.key IS NULL", "b.name", "''", "b.labels"),
+    "another source image": (
+        "a JOIN b USING (key) WHERE a.sha256 <> b.sha256",
+        "a.name",
+        "hex(a.sha256)",
+        "hex(b.sha256)",
+    ),
     "same source image, stored differently": (
         "a JOIN b USING (key) WHERE a.sha256 = b.sha256 AND (a.crc <> b.crc OR a.size <> b.size)",
+        "a.name",
         _SHOW_CRC.format("a"),
         _SHOW_CRC.format("b"),
     ),
-    "other labels": ("a JOIN b USING (key) WHERE a.labels <> b.labels", "a.labels", "b.labels"),
+    "other labels": ("a JOIN b USING (key) WHERE a.labels <> b.labels", "a.name", "a.labels", "b.labels"),
 }
 
 
@@ -49,7 +55,7 @@ class Difference:
         classes_added, classes_removed: names that only B, only A has, in their order.
         classes_reordered: whether the names that both have come in another order.
         counts: of samples, by what is different about them; without zeros.
-        examples: per kind up to EXAMPLES of (key, what A has, what B has), sorted by key.
+        examples: per kind up to EXAMPLES of (key, what A has, what B has), sorted by key; A's key where both have one.
         equal_shards: shards that both have.
     """
 
@@ -65,8 +71,11 @@ class Difference:
         return bool(self.facts or self.classes_added or self.classes_removed or self.classes_reordered or self.counts)
 
 
-def diff(a: Manifest, b: Manifest) -> Difference:
+def diff(a: Manifest, b: Manifest, by: Literal["key", "content"] = "key") -> Difference:
     """Compare two datasets; order, file names and cuts of shards do not count.
+
+    Samples are the same if they have one key, or by "content" if the SHA-256 of their source images is one; of equal
+    images each has its counterpart.
 
     Raises:
         DataError: a table of provenance that is needed is missing or damaged.
@@ -95,8 +104,8 @@ def diff(a: Manifest, b: Manifest) -> Difference:
             try:
                 for setting in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -262144"):  # KiB
                     database.execute(f"PRAGMA {setting}")
-                _fill(database, "a", a, shards_a)
-                _fill(database, "b", b, shards_b)
+                _fill(database, "a", a, shards_a, by)
+                _fill(database, "b", b, shards_b, by)
                 _ask(database, found)
             except sqlite3.OperationalError as error:
                 raise DataError(f"{folder}: cannot hold the list of samples ({error}); set TMPDIR") from error
@@ -132,11 +141,17 @@ def _without(identities: list[tuple[str, str]], common: Counter[tuple[str, str]]
     return indices
 
 
-def _fill(database: sqlite3.Connection, table: str, manifest: Manifest, indices: list[int]) -> None:
-    """A table of the samples in some shards of a dataset."""
-    database.execute(f"CREATE TABLE {table} (key TEXT, sha256 BLOB, crc INTEGER, size INTEGER, labels TEXT)")
+def _fill(database: sqlite3.Connection, table: str, manifest: Manifest, indices: list[int], by: str) -> None:
+    """A table of the samples in some shards of a dataset; `name` is the sample's key, `key` what it is joined by."""
+    rows = f"{table}_rows"
+    database.execute(f"CREATE TABLE {rows} (name TEXT, sha256 BLOB, crc INTEGER, size INTEGER, labels TEXT)")
     for index in indices:
-        database.executemany(f"INSERT INTO {table} VALUES (?, ?, ?, ?, ?)", _rows(manifest, index))
+        database.executemany(f"INSERT INTO {rows} VALUES (?, ?, ?, ?, ?)", _rows(manifest, index))
+    key = "name"
+    if by == "content":  # and of equal images the number, so that each is joined with one
+        key = "hex(sha256) || row_number() OVER (PARTITION BY sha256 ORDER BY labels, crc, size, name)"
+    database.execute(f"CREATE TABLE {table} AS SELECT {key} AS key, * FROM {rows}")
+    database.execute(f"DROP TABLE {rows}")
     try:
         database.execute(f"CREATE UNIQUE INDEX {table}_key ON {table} (key)")  # at the end: sorted once
     except sqlite3.IntegrityError as error:
@@ -167,9 +182,9 @@ def _rows(manifest: Manifest, index: int) -> Iterator[tuple[str, bytes, int, int
 
 
 def _ask(database: sqlite3.Connection, found: Difference) -> None:
-    for what, (where, of_a, of_b) in _QUESTIONS.items():
+    for what, (where, name, of_a, of_b) in _QUESTIONS.items():
         (count,) = database.execute(f"SELECT count(*) FROM {where}").fetchone()
         if count:
             found.counts[what] = count
-            rows = database.execute(f"SELECT key, {of_a}, {of_b} FROM {where} ORDER BY key LIMIT {EXAMPLES}")
+            rows = database.execute(f"SELECT {name}, {of_a}, {of_b} FROM {where} ORDER BY 1 LIMIT {EXAMPLES}")
             found.examples[what] = rows.fetchall()

@@ -1,7 +1,7 @@
-"""What a dataset is, from its manifest alone; and how often each class occurs, from its shards."""
+"""What a dataset is, from its manifest alone; and its classes and the size of its images, from its shards."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from vitscale.shards.opening import open_shard
 
 
 def describe(manifest: Manifest) -> dict[str, Any]:
-    """The facts that `vitscale shards info` prints, by name; `bytes` and the like are those of whole shards."""
+    """The facts that `vitscale shards info` prints, by name; `bytes` and the like are those of whole files."""
     shards = manifest.shards
     stored = sum(shard.samples for shard in shards)
     size = sum(shard.bytes for shard in shards)
@@ -38,14 +38,27 @@ def describe(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def class_counts(manifest: Manifest) -> tuple[dict[str, int], int]:
-    """Selected samples of each class, in order of the classes, and those without a label.
+class Census(NamedTuple):
+    """Counts over the selected samples of a dataset.
 
-    A sample with several labels counts in each of them. Raises DataError and StorageError.
+    Attributes:
+        classes: samples of each class, in order of the classes; one with several labels counts in each of them.
+        unlabelled: samples without a label.
+        image_bytes: of all stored images together, without what else a shard has.
     """
+
+    classes: dict[str, int]
+    unlabelled: int
+    image_bytes: int
+
+
+def census(manifest: Manifest) -> Census:
+    """Count the samples of a dataset. Raises DataError and StorageError."""
     counts: Counter[int] = Counter()
+    image_bytes = 0
     for index in range(len(manifest.shards)):
         with open_shard(manifest, index, with_keys=False) as shard:
+            image_bytes += int(shard.file.size[shard.slots].sum())
             if shard.file.has_several_labels:
                 for slot in shard.slots.tolist():
                     counts.update(shard.labels(slot) or [NO_LABEL])
@@ -58,4 +71,4 @@ def class_counts(manifest: Manifest) -> tuple[dict[str, int], int]:
         raise DataError(
             f"{manifest.where}: {len(named):,} classes, but samples of class {max(counts):,}, counted from 0"
         )
-    return named, unlabelled
+    return Census(named, unlabelled, image_bytes)
