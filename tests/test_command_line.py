@@ -186,8 +186,8 @@ def test_evaluate_refuses_other_classes(place, two_rank_run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--set", "optimizer.lrr=1"], 2, ["optimizer.lrr", "did you mean 'lr'"]),
-        (["--set", "batch.global=4096"], 3, ["57 samples", "4096"]),
+        (["--set", "optimizer.lrr=1"], 2, ["optimizer.lrr", "did you mean 'optimizer.lr'"]),
+        (["--set", "batch.global=4096"], 2, ["57 samples", "4096"]),
     ],
 )
 def test_mistakes_end_with_one_message_and_their_code(place, tmp_path, arguments, code, words):
@@ -201,9 +201,10 @@ def test_mistakes_end_with_one_message_and_their_code(place, tmp_path, arguments
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--set", "data.train=nowhere"], 2, ["nowhere", "there is no"]),
-        (["--set", "model.num_classes=5"], 3, ["7 classes", "5"]),
+        (["--set", "data.train=nowhere"], 3, ["nowhere", "there is no"]),
+        (["--set", "model.num_classes=5"], 2, ["7 classes", "5"]),
         (["--set", "deepspeed={zero_optimisation: {}}"], 2, ["zero_optimization"]),
+        (["--set", "deepspeed={wandb: {enabled: true}}"], 2, ["deepspeed.wandb", "metrics.jsonl"]),
         (["--stop-at", "0"], 2, ["--stop-at"]),
         (["--set", "checkpoint.every.examples=15"], 2, ["checkpoint.every: 15 examples", "one step of 16"]),
     ],

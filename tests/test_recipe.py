@@ -1,13 +1,25 @@
 """The recipe: what is read, what is refused, and with which words."""
 
+import typing
 from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from vitscale.architectures import ResNetShape, ViTShape
-from vitscale.errors import RecipeError
-from vitscale.recipe import Duration, differences, load_recipe, recipes_dir, validate_recipe
+from vitscale.errors import DataError, RecipeError
+from vitscale.recipe import (
+    Duration,
+    Recipe,
+    differences,
+    explain_fields,
+    json_schema,
+    load_recipe,
+    recipes_dir,
+    validate_recipe,
+)
+from vitscale.recipe.strict_yaml import parse_yaml
 
 RECIPES = sorted(path.stem for path in recipes_dir().glob("*.yaml"))
 
@@ -66,13 +78,26 @@ def test_a_model_is_a_name_or_dimensions_or_both(tmp_path, model, shape):
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("optimizer.lrr=1", ["optimizer.lrr", "did you mean 'lr'"]),
+        ("optimizer.lrr=1", ["optimizer.lrr", "did you mean 'optimizer.lr'"]),
         ("optimzer.lr=1", ["optimzer", "did you mean 'optimizer'"]),
-        ("evaluation.fewshot={tasks: [{name: a, train: b, tst: c}]}", ["evaluation.fewshot.tasks.0.tst", "'test'"]),
+        ("lr=3", ["lr: unknown key; did you mean 'optimizer.lr'?"]),
+        ("optimizer.learning_rate=1", ["did you mean 'optimizer.lr'?"]),
+        ("batch_size=1", ["did you mean 'batch.global'?"]),
+        ("schedule.epochs=1", ["did you mean 'schedule.duration.epochs'"]),
+        ("base=b16_jft", ["did you mean 'extends'?"]),
+        ("a=1", ["a: unknown key; valid keys: anomalies, "]),
+        ("optimizer.name=adamW", ["optimizer.name: 'adamW'", "did you mean 'adamw'"]),
+        ("batch=64", ["batch: 64", "micro_max"]),
+        ("schedule.duration.epochs=0", ["schedule.duration: 0 epochs"]),
+        ("checkpoint.every.steps=0", ["checkpoint.every: 0 steps"]),
+        (
+            "evaluation.fewshot={tasks: [{name: a, train: b, tst: c}]}",
+            ["evaluation.fewshot.tasks.0.tst", "'evaluation.fewshot.tasks.0.test'"],
+        ),
         ("optimizer.lr=fast", ["optimizer.lr", "'fast'", "number"]),
         ("optimizer.lr=true", ["optimizer.lr", "True", "number"]),
         ("batch.global=64.5", ["batch.global", "64.5", "integer"]),
-        ("optimizer.lr=-1", ["optimizer.lr", "-1", "greater than 0"]),
+        ("optimizer.lr=-1", ["optimizer.lr", "-1", "above 0"]),
         ("model.name=ViT-X/16", ["ViT-X/16", "did you mean 'ViT-"]),
         ("model.name=vit-b/16", ["'vit-b/16'", "did you mean 'ViT-B/16'"]),
         ("model.name=ResNet49x1", ["ResNet49x1", "did you mean 'ResNet50x1'", "50, 101, 152, 200"]),
@@ -113,7 +138,7 @@ def test_a_model_is_a_name_or_dimensions_or_both(tmp_path, model, shape):
         ("seed=010", ["seed", "'010'", "integer"]),
         ("seed=1:30", ["seed", "'1:30'", "integer"]),
         ("seed=!!int abc", ["seed", "not valid YAML"]),
-        ("schedule.duration.steps=99999999999999999999999999", ["schedule.duration", "less than"]),
+        ("schedule.duration.steps=99999999999999999999999999", ["schedule.duration", "below 9007199254740992"]),
         ("a..b=1", ["a..b", "KEY=VALUE"]),
         ("optimizer.lr=[", ["optimizer.lr", "not valid YAML"]),
     ],
@@ -245,7 +270,7 @@ def test_the_nearest_word_on_where_a_dataset_is_counts(elsewhere, monkeypatch):
     assert Path(recipe.dataset_path("jft300m/train")).resolve() == elsewhere / "c" / "jft300m" / "train"
     rooted = load_recipe(write(elsewhere, MINIMAL), [f"data.root={elsewhere / 'a'}"])
     assert rooted.dataset_path("jft300m/train") == str(elsewhere / "a" / "jft300m" / "train")
-    with pytest.raises(RecipeError, match=r"there is no .*a/imagenet21k .by VITSCALE_DATA_ROOT"):
+    with pytest.raises(DataError, match=r"there is no .*a/imagenet21k .by VITSCALE_DATA_ROOT"):
         recipe.dataset_path("imagenet21k")
     write(elsewhere / "work", "# nothing yet", "datasets.yaml")
     assert recipe.dataset_path("jft300m/train") == str(elsewhere / "b" / "jft300m" / "train")
@@ -264,7 +289,7 @@ def test_a_dataset_may_be_at_a_url_and_nobody_is_asked_for_it(elsewhere, monkeyp
     assert rooted.dataset_path(str(elsewhere / "a")) == str(elsewhere / "a")
     local = load_recipe(write(elsewhere, MINIMAL), [f"data.root=file://{elsewhere}/a"])
     assert local.dataset_path("jft300m/train") == str(elsewhere / "a" / "jft300m" / "train")
-    with pytest.raises(RecipeError, match="there is no"):
+    with pytest.raises(DataError, match="there is no"):
         local.dataset_path(f"file://{elsewhere}/none")
 
 
@@ -278,7 +303,7 @@ def test_the_cache_is_in_the_nearest_folder_that_is_named(elsewhere, monkeypatch
     named = load_recipe(write(elsewhere, MINIMAL), ["data.cache={dir: ~/mine, limit_gb: 0.5}"])
     assert named.data.cache.folder() == elsewhere / "home" / "mine" and named.data.cache.limit_gb == 0.5
     assert differences(load_recipe(write(elsewhere, MINIMAL)).dump(), named.dump()) == []
-    for setting, message in (("dir=s3://b/c", "no URL"), ("limit_gb=0", "greater than 0"), ("limit=5", "limit_gb")):
+    for setting, message in (("dir=s3://b/c", "no URL"), ("limit_gb=0", "above 0"), ("limit=5", "limit_gb")):
         with pytest.raises(RecipeError, match=rf"data\.cache.*{message}"):
             load_recipe(write(elsewhere, MINIMAL), [f"data.cache.{setting}"])
 
@@ -306,6 +331,86 @@ def test_a_wrong_datasets_file_is_an_error(elsewhere, text):
         load_recipe(write(elsewhere, MINIMAL)).dataset_path("jft300m/train")
 
 
-def test_an_unknown_recipe_suggests_the_nearest():
-    with pytest.raises(RecipeError, match="did you mean 'h14_jft'"):
-        load_recipe("h14_jtf")
+@pytest.mark.parametrize(
+    ("asked", "meant"), [("h14_jtf", "h14_jft"), ("photos", "photos.yaml"), ("photos.yml", "photos.yaml"), ("a", None)]
+)
+def test_an_unknown_recipe_suggests_the_nearest(tmp_path, monkeypatch, asked, meant):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, MINIMAL, "photos.yaml")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(asked)
+    assert f"did you mean {meant!r}" in str(caught.value) if meant else "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("jft300m/trian", "jft300m/train"),
+        ("jft30m/train", "jft300m/train"),
+        ("./a/jft300m/trains", "./a/jft300m/train"),
+    ],
+)
+def test_a_missing_dataset_suggests_the_nearest_and_says_where_it_was_looked_for(elsewhere, monkeypatch, asked, meant):
+    monkeypatch.chdir(elsewhere)
+    recipe = load_recipe(write(elsewhere, MINIMAL), ["data.root=a"])
+    with pytest.raises(DataError) as caught:
+        recipe.dataset_path(asked)
+    assert f"did you mean {meant!r}?" in str(caught.value) and str(elsewhere / "a") in str(caught.value)
+    with pytest.raises(DataError) as caught:
+        recipe.dataset_path("nothing/like/it")
+    assert "did you mean" not in str(caught.value)
+
+
+# ---- What fields mean ------------------------------------------------------------------------------------------------
+
+
+def blocks_in(annotation: typing.Any) -> list[type[BaseModel]]:
+    """The blocks that a field with this annotation may hold."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [block for inner in typing.get_args(annotation) for block in blocks_in(inner)]
+
+
+def test_every_field_is_explained():
+    explained = explain_fields()
+    left: list[tuple[str, type[BaseModel]]] = [("", Recipe)]
+    while left:
+        key, block = left.pop()
+        for name, field in block.model_fields.items():
+            path = f"{key}{field.alias or name}"
+            below = [inner for inner in blocks_in(field.annotation) if inner is not Duration]
+            if below:
+                left += [(f"{path}.N." if "list" in str(field.annotation) else f"{path}.", inner) for inner in below]
+                assert all(inner.__doc__ for inner in below)
+            else:
+                assert field.description and f"`{path}` (" in explained, path
+
+
+def test_the_page_on_fields_is_what_the_command_prints():
+    page = Path(__file__).parent.parent / "docs" / "recipe.md"
+    assert page.read_text() == explain_fields() + "\n", "run: vitscale recipe --explain > docs/recipe.md"
+
+
+def test_a_field_is_explained_by_its_key_or_its_last_part():
+    text = explain_fields("data.stall_s")
+    assert "300" in text and "above 0" in text and text == explain_fields("stall_s")
+    assert "data.image_size" in explain_fields("data") and "optimizer.lr" not in explain_fields("data")
+    assert "schedule.duration" in explain_fields("schedule.duration.epochs")
+    assert "tasks.N.name" in explain_fields("evaluation.fewshot.tasks.0.name")
+    with pytest.raises(RecipeError, match=r"did you mean 'optimizer\.lr'"):
+        explain_fields("learning_rate")
+
+
+def test_the_schema_for_editors_takes_what_is_shipped_and_no_typo():
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for file in recipes_dir().rglob("*.yaml"):
+        content = parse_yaml(file.read_text(), str(file))
+        # What is only ever extended need not be whole.
+        assert validator.is_valid(content if file.parent == recipes_dir() else content | {"extends": "x"}), file
+    good = parse_yaml(MINIMAL, "")
+    for bad in ({"modle": {}}, {"seed": -1}, {"data": {"train": 3}}, {"optimizer": {"name": "adamW", "lr": 1.0}}):
+        assert validator.is_valid(good) and not validator.is_valid(good | bad)
+    assert not validator.is_valid({key: value for key, value in good.items() if key != "model"})

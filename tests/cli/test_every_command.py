@@ -100,6 +100,26 @@ def test_completion_is_installed_for_a_shell(tmp_path):
     assert listed.stdout.startswith("complete")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["export", "x", "--format", "onnx", "--out", "y"], ["--format", "'onnx'", "safetensors"]),
+        (["models", "--image-size", "9x"], ["--image-size", "expected an integer"]),
+        (["plan", "h14_jft", "--devices", "0", "--hardware", "h100"], ["--devices", "expected", "1"]),
+        (["laucnh"], ["'laucnh'", "'launch'"]),
+        (["launch", "x", "--smok"], ["--smok", "--smoke"]),
+        (["launch"], ["recipe"]),
+        (["recipe", "--explain", "data.stal_s"], ["'data.stal_s'", "'data.stall_s'"]),
+        (["recipe", "--json-schema", "--explain"], ["--json-schema"]),
+    ],
+)
+def test_a_mistake_in_an_argument_is_told_in_our_words(arguments, words):
+    result = run("vitscale", *arguments)
+    assert result.returncode == 2 and result.stdout == ""
+    assert all(word in result.stderr for word in words), result.stderr
+    assert "Input should be" not in result.stderr and "Value error" not in result.stderr
+
+
 # ---- Output ----------------------------------------------------------------------------------------------------------
 
 

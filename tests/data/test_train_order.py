@@ -12,7 +12,7 @@ from orders import epoch_of, numbered
 from vitscale.data import ORDER_VERSION, TrainOrder
 from vitscale.data.hashing import combine, hashes, mix, permutation
 from vitscale.data.order import MAX_SEGMENTS, WHOLE_SAMPLES, WINDOW_SAMPLES, num_segments
-from vitscale.errors import DataError
+from vitscale.errors import RecipeError
 
 IMAGENET = [8192] * 156 + [1_281_167 - 156 * 8192]
 TWO_WINDOWS = [50_000] * 8 + [1]  # four segments of two windows each
@@ -58,7 +58,7 @@ def test_as_many_samples_as_slots():
 
 @pytest.mark.parametrize("shard_samples", [[], [0], [100], [50, 49, 28]])
 def test_fewer_samples_than_a_batch_is_an_error_with_both_numbers(shard_samples):
-    with pytest.raises(DataError, match=rf"{sum(shard_samples)} samples.*global batch of 128"):
+    with pytest.raises(RecipeError, match=rf"{sum(shard_samples)} samples.*global batch of 128"):
         TrainOrder(shard_samples, 128, 0)
 
 

@@ -199,7 +199,7 @@ def test_csv_and_markdown_and_a_table_of_the_same():
         (["b16_jtf"], ["b16_jft"]),
         (["demo"], ["digits/train", "--samples N and --set model.num_classes=K stand in"]),
         (["demo", "--samples", 1438], ["Without the dataset, --set model.num_classes=K stands in"]),
-        (["b16_jft", "--set", "model.depht=3"], ["depht", "'depth'"]),
+        (["b16_jft", "--set", "model.depht=3"], ["depht", "'model.depth'"]),
         (["--samples", 5], ["name the recipes"]),
         (["--hardware", "h300", "--devices", 1, "--mfu", 0.4], ["'h300'", "h200: 989.4 TFLOP/s bf16", "tpuv3", "T4"]),
         (["--hardware", "h200"], ["--devices", "--mfu"]),

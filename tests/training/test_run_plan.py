@@ -43,11 +43,11 @@ def test_a_warmup_beyond_the_run_is_told(root):
 @pytest.mark.parametrize(
     ("blocks", "error", "words"),
     [
-        ({"batch": {"global": 4096}}, DataError, "105 samples.*4096"),
-        ({"model": {"num_classes": 5}}, DataError, "7 classes.*5"),
+        ({"batch": {"global": 4096}}, RecipeError, "105 samples.*4096"),
+        ({"model": {"num_classes": 5}}, RecipeError, "7 classes.*5"),
         ({"checkpoint": {"every": {"examples": 15}}}, RecipeError, "checkpoint.every: 15 examples"),
         ({"schedule": {"duration": {"epochs": 0.1}}}, RecipeError, "schedule.duration: 0.1 epochs"),
-        ({"data": {"train": "nowhere"}}, RecipeError, "there is no"),
+        ({"data": {"train": "nowhere"}}, DataError, "there is no"),
         ({"batch": {"global": 15}}, RecipeError, "15 does not divide"),
     ],
 )

@@ -19,6 +19,7 @@ from vitscale.errors import EXIT_DONE, DataError, VitscaleError
 HELP = {"help_option_names": ["-h", "--help"]}
 """Settings of a command, which its subcommands inherit."""
 
+_UsageError: Any = typer.BadParameter.__base__  # of the click that typer brings, or of click itself
 _TYPES = {"int": "N", "float": "NUMBER", "str": "TEXT", "path": "PATH"}
 
 
@@ -65,7 +66,7 @@ def run(app: typer.Typer) -> None:
     code: Any = EXIT_DONE
     try:
         try:
-            _call(app)
+            code = _call(app)
         except SystemExit as end:
             code = end.code
         sys.stdout.flush()
@@ -92,11 +93,24 @@ def reader_is_gone() -> bool:
     return isinstance(file, _File) and file.is_dropped
 
 
-def _call(app: typer.Typer) -> None:
+def _call(app: typer.Typer) -> int:
     if sorted(sys.argv[1:]) == ["--json", "--version"]:
         show_versions(as_json=True)
-    else:
-        readable_command(app)()
+        return EXIT_DONE
+    try:
+        return readable_command(app)(standalone_mode=False) or EXIT_DONE
+    except _UsageError as error:
+        error.message = _in_our_words(error.message)
+        error.show()
+        return error.exit_code
+
+
+def _in_our_words(message: str) -> str:
+    """What typer says by the mouth of pydantic: "Input should be a valid integer, unable to parse string as ..."."""
+    message = message.removeprefix("Value error, ")
+    if message.startswith("Input should be "):
+        message = f"expected {message.removeprefix('Input should be ').partition(', unable')[0]}"
+    return message.replace("a valid integer", "an integer").replace("a valid number", "a number")
 
 
 def _complain(message: str) -> None:

@@ -13,6 +13,7 @@ from vitscale.cli.command_line import HELP, Version, readable_command, run
 from vitscale.cli.launch import launch
 from vitscale.cli.plan import plan
 from vitscale.cli.status import status
+from vitscale.errors import RecipeError
 from vitscale.weight_formats import Format
 
 app = typer.Typer(
@@ -32,14 +33,28 @@ Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE"
 
 @app.command()
 def recipe(
-    name: Annotated[str | None, typer.Argument(help="A file, or the stem of one that comes with vitscale.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="A file, or the stem of one that comes with vitscale; with --explain, a field's key."),
+    ] = None,
     settings: Settings = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say what the field (data.flip) or block (data) means; without one, all.")
+    ] = False,
+    schema: Annotated[
+        bool, typer.Option("--json-schema", help="Print the JSON schema of recipes, for editors.")
+    ] = False,
 ) -> None:
     """Check a recipe and print it in full; without a name, list all."""
     import yaml
 
-    from vitscale.recipe import list_recipes, load_recipe
+    from vitscale.recipe import explain_fields, json_schema, list_recipes, load_recipe
 
+    if explain or schema:
+        if settings or (explain and schema) or (schema and name is not None):
+            raise RecipeError("--explain takes a field's key alone, and --json-schema nothing")
+        print(explain_fields(name) if explain else json.dumps(json_schema(), indent=1))
+        return
     if name is None:
         for stem, title in list_recipes().items():
             print(f"{stem:<20}  {title}")

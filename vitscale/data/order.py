@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vitscale.data.hashing import permutation
-from vitscale.errors import DataError
+from vitscale.errors import RecipeError
 
 # 2: fewer than four shards are shuffled as a whole; 1 had windows of 65,536 samples there as well.
 ORDER_VERSION = 2
@@ -59,7 +59,7 @@ class TrainOrder:
         seed: of the shuffle.
 
     Raises:
-        DataError: fewer samples than one global batch.
+        RecipeError: fewer samples than one global batch.
     """
 
     def __init__(self, shard_samples: Sequence[int], global_batch: int, seed: int) -> None:
@@ -67,7 +67,7 @@ class TrainOrder:
         self.num_samples = int(samples.sum())
         self.global_batch = global_batch
         if self.num_samples < global_batch:
-            raise DataError(
+            raise RecipeError(
                 f"the dataset has {self.num_samples} samples, fewer than one global batch of {global_batch}; "
                 f"use a smaller batch.global"
             )

@@ -6,6 +6,7 @@ anything starts. Nothing is silently ignored.
 
 from vitscale.recipe.comparing import FREE_ON_RESUME, differences
 from vitscale.recipe.datasets import DATA_ROOT_VARIABLE, find_dataset
+from vitscale.recipe.fields import explain_fields, json_schema
 from vitscale.recipe.reading import (
     apply_setting,
     find_recipe,
@@ -50,8 +51,10 @@ __all__ = [
     "Spike",
     "apply_setting",
     "differences",
+    "explain_fields",
     "find_dataset",
     "find_recipe",
+    "json_schema",
     "list_recipes",
     "load_recipe",
     "override",

@@ -5,10 +5,11 @@ given by `data.root`, by a file `datasets.yaml` of the user's, or by an environm
 or a URL that fsspec knows, such as `s3://bucket/datasets`. Nothing is asked of a network here.
 """
 
+import difflib
 import os
 from pathlib import Path
 
-from vitscale.errors import RecipeError
+from vitscale.errors import DataError, RecipeError
 from vitscale.recipe.strict_yaml import parse_yaml
 from vitscale.storage import is_url, join, without_file_scheme
 
@@ -23,7 +24,8 @@ def find_dataset(dataset: str, root: str | None) -> str:
         dataset: a name, a path that begins with /, ./, ../ or ~, or a URL.
         root: the recipe's `data.root`, under which every name is looked for.
 
-    Raises `RecipeError` where a name has no place, or nothing is there on this machine; what a URL has, reading tells.
+    Raises `RecipeError` where a name has no place, and `DataError` where nothing is there on this machine; what a URL
+    has, reading tells.
     """
     try:
         is_place = dataset.startswith(("/", "./", "../", "~")) or is_url(dataset)
@@ -32,7 +34,21 @@ def find_dataset(dataset: str, root: str | None) -> str:
             return where
     except (OSError, RuntimeError) as error:  # too long a name, an unknown user behind ~
         raise RecipeError(f"dataset {dataset!r}: {error}") from None
-    raise RecipeError(f"dataset {dataset!r}: there is no {where}{said_by}")
+    raise DataError(f"dataset {dataset!r}: there is no {Path(where).absolute()}{said_by}{_hint(dataset, Path(where))}")
+
+
+def _hint(dataset: str, missing: Path) -> str:
+    """The name with the first part that is missing replaced by what is there and like it."""
+    parts, after = dataset.split("/"), 1
+    while not missing.parent.is_dir() and missing.parent != missing:
+        missing, after = missing.parent, after + 1
+    if after > len(parts):
+        return ""  # the place of all datasets is missing
+    try:
+        near = difflib.get_close_matches(missing.name, [file.name for file in missing.parent.iterdir()], n=1)
+    except OSError:
+        return ""
+    return f"; did you mean {'/'.join([*parts[:-after], near[0], *parts[len(parts) - after + 1 :]])!r}?" if near else ""
 
 
 def _folder(place: str, beside: Path | None = None) -> str:
@@ -52,7 +68,7 @@ def _place(name: str, root: str | None) -> tuple[str, str]:
             "a path begins with /, ./, ../ or ~"
         )
     if root:
-        return join(_folder(root), name), " (by data.root)"
+        return join(_folder(root), name), " (by data.root; --set data.root=DIR names another place)"
     for file in _files():
         if file.is_file():
             places = _read(file)

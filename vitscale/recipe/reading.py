@@ -5,7 +5,7 @@ valid one.
 """
 
 import difflib
-import typing
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ import pydantic
 from pydantic import BaseModel
 
 from vitscale.errors import RecipeError
+from vitscale.recipe.fields import keys, keys_in, nearest, without_indices
 from vitscale.recipe.schema import Duration, Model, Recipe
 from vitscale.recipe.strict_yaml import parse_yaml
 
@@ -38,12 +39,23 @@ def find_recipe(recipe: str | Path) -> Path:
     shipped = recipes_dir() / f"{path.name.removesuffix('.yaml')}.yaml"
     if path.parent in (Path(), Path("recipes")) and shipped.is_file():
         return shipped
-    near = difflib.get_close_matches(path.name.removesuffix(".yaml"), list_recipes(), n=1, cutoff=0.5)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = _did_you_mean(_recipes_near(path))
     raise RecipeError(
-        f"there is no recipe {str(recipe)!r}{hint}: expected a file, or one that comes with vitscale; "
+        f"there is no recipe {str(recipe)!r}{hint and f' ({hint})'}: expected a file, or one that comes with vitscale; "
         f"`vitscale recipe` lists them"
     )
+
+
+def _recipes_near(path: Path) -> list[str]:
+    """What somebody may mean by a path that is none: a file beside it, or a recipe that comes with vitscale."""
+    try:
+        beside = [str(file) for file in path.parent.iterdir() if file.suffix in (".yaml", ".yml")]
+    except OSError:
+        beside = []
+    stem = path.with_suffix("") if path.suffix in (".yaml", ".yml") else path
+    same = [file for file in beside if Path(file).with_suffix("") == stem]
+    shipped = difflib.get_close_matches(stem.name, list_recipes(), n=1)
+    return (same or difflib.get_close_matches(str(path), beside, n=1, cutoff=0.8) or shipped)[:1]
 
 
 def list_recipes() -> dict[str, str]:
@@ -165,38 +177,66 @@ def _validate(block: type[_Block], content: dict[str, Any], complaint: str) -> _
 
 
 def _describe(details: Any, block: type[BaseModel]) -> str:
+    """One line on a mistake that pydantic found."""
+    inside = "model." if block is Model else ""
     parts = [part for part in details["loc"] if part not in ("adamw", "sgd")]
+    kind, value, facts = details["type"], details["input"], details.get("ctx", {})
+    if kind != "extra_forbidden":
+        while parts and not _is_key(inside + ".".join(map(str, parts))):
+            parts.pop()  # which of several types pydantic tried
     key = ".".join(map(str, parts))
-    kind, value = details["type"], details["input"]
     if kind == "extra_forbidden":
-        valid = _valid_keys(parts[:-1], block)
-        near = difflib.get_close_matches(str(parts[-1]), valid, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
-        return f"{key}: unknown key; {hint}"
+        near = [each.removeprefix(inside) for each in nearest(inside + key)]
+        valid = ", ".join(keys_in((inside + key).rpartition(".")[0]))
+        return f"{key}: unknown key; {_did_you_mean(near) or f'valid keys: {valid}'}"
     if kind == "missing":
         return f"{key}: missing; set it in the recipe or with --set {key}=..."
     if kind == "union_tag_not_found":
         return f"{key}.name: missing; expected adamw or sgd"
-    message = details["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
-    shown = "" if kind == "value_error" else f" {value!r}:"
-    return f"{key or block.__name__.lower()}:{shown} {message}"
+    if kind == "union_tag_invalid":
+        kind, key, value, facts = "literal_error", f"{key}.name", facts["tag"], {"expected": facts["expected_tags"]}
+    if kind == "value_error":
+        return f"{key or block.__name__.lower()}: {facts['error']}"
+    if kind == "literal_error":
+        offered = re.findall(r"'([^']*)'", facts["expected"])
+        hint = _did_you_mean(difflib.get_close_matches(str(value), offered, n=1))
+        return f"{key}: {value!r}: expected {_any_of(offered)}{hint and f'; {hint}'}"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        valid = ", ".join(keys_in(inside + key))
+        return f"{key}: {value!r}: expected a block of keys{valid and f': {valid}'}"
+    expected = _EXPECTED.get(kind)
+    message = details["msg"] if expected is None else f"expected {expected.format(**facts)}"
+    return f"{key}: {value!r}: {message[0].lower()}{message[1:]}"
 
 
-def _valid_keys(parts: Sequence[str | int], block: type[BaseModel]) -> list[str]:
-    """The keys that a block of the recipe may have."""
-    models: list[type[BaseModel]] = [block]
-    for part in parts:
-        if isinstance(part, int):
-            continue
-        annotations = [
-            field.annotation for model in models for name, field in model.model_fields.items() if name == part
-        ]
-        models = [model for annotation in annotations for model in _models_in(annotation)]
-    return sorted({field.alias or name for model in models for name, field in model.model_fields.items()})
+# What pydantic calls a mistake -> what was expected instead.
+_EXPECTED = {
+    "bool_type": "true or false",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "greater_than": "a number above {gt:.16g}",
+    "greater_than_equal": "a number from {ge:.16g}",
+    "int_from_float": "an integer",
+    "int_type": "an integer",
+    "less_than": "a number below {lt:.16g}",
+    "less_than_equal": "a number up to {le:.16g}",
+    "list_type": "a list",
+    "string_too_short": "some text",
+    "string_type": "text",
+    "too_long": "at most {max_length} items",
+    "too_short": "at least {min_length} items",
+}
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for inner in typing.get_args(annotation) for model in _models_in(inner)]
+def _any_of(words: Sequence[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _is_key(path: str) -> bool:
+    """Whether a path is that of a field, a block or an item of a list."""
+    return without_indices(path).removesuffix(".N") in keys()
+
+
+def _did_you_mean(near: Sequence[str]) -> str:
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else ""

@@ -35,9 +35,9 @@ Pattern = Annotated[str, AfterValidator(_is_pattern)]
 class Duration(_Block):
     """A length of training in exactly one unit: `{steps: n}`, `{epochs: x}` or `{examples: n}`."""
 
-    steps: int | None = Field(None, ge=0, lt=2**53)
-    epochs: float | None = Field(None, ge=0, lt=1e9)
-    examples: int | None = Field(None, ge=0, lt=2**53)
+    steps: int | None = Field(None, ge=0, lt=2**53, description="updates of the weights")
+    epochs: float | None = Field(None, ge=0, lt=1e9, description="passes over the training data")
+    examples: int | None = Field(None, ge=0, lt=2**53, description="training images")
 
     @model_validator(mode="after")
     def _one_unit(self) -> "Duration":
@@ -59,11 +59,26 @@ class Duration(_Block):
         return int(self.epochs * (train_samples // global_batch))
 
 
+def _is_above_zero(duration: Duration) -> Duration:
+    if not any(value for _, value in duration if value is not None):
+        raise ValueError(f"{duration.describe()}: expected more than 0")
+    return duration
+
+
+Interval = Annotated[Duration, AfterValidator(_is_above_zero)]
+"""A duration above zero."""
+
+
 class Position(_Block):
     """How positions are told to a Transformer, and where (appendix D.3); `relative` is told in every attention."""
 
-    kind: Literal["none", "1d", "2d", "relative"] = "1d"
-    at: Literal["stem", "every_layer", "shared"] = "stem"
+    kind: Literal["none", "1d", "2d", "relative"] = Field(
+        "1d",
+        description="learned embeddings by patch (1d) or by row and column (2d), a learned bias by distance, or none",
+    )
+    at: Literal["stem", "every_layer", "shared"] = Field(
+        "stem", description="of 1d and 2d: before the first block, before every block, or the same before every block"
+    )
 
     @model_validator(mode="after")
     def _somewhere(self) -> "Position":
@@ -85,28 +100,40 @@ class Model(_Block):
     `width_factor` are those of the stem, and patch_size counts steps of its feature map.
     """
 
-    name: str | None = None
-    patch_size: int | None = Field(None, ge=1, le=8192)
-    width: int | None = Field(None, ge=1, le=2**17)
-    depth: int | None = Field(None, ge=1, le=1024)
-    mlp_dim: int | None = Field(None, ge=1, le=2**19)
-    num_heads: int | None = Field(None, ge=1, le=1024)
+    name: str | None = Field(None, description="ViT-B/16, ResNet50x1, R50+ViT-B/16, ...: `vitscale models` lists them")
+    patch_size: int | None = Field(None, ge=1, le=8192, description="side of a patch in pixels")
+    width: int | None = Field(None, ge=1, le=2**17, description="size of a token")
+    depth: int | None = Field(None, ge=1, le=1024, description="number of Transformer blocks")
+    mlp_dim: int | None = Field(None, ge=1, le=2**19, description="size of the hidden layer of a block's MLP")
+    num_heads: int | None = Field(None, ge=1, le=1024, description="attention heads of a block; they divide the width")
     attention: Literal["full", "axial"] | None = Field(None, description="axial: row blocks and column blocks")
-    blocks: list[Annotated[int, Field(ge=1, le=1024)]] | None = Field(None, max_length=8, description="units a stage")
-    width_factor: int | None = Field(None, ge=1, le=64)
+    blocks: list[Annotated[int, Field(ge=1, le=1024)]] | None = Field(
+        None, max_length=8, description="residual units of each stage of a ResNet"
+    )
+    width_factor: int | None = Field(
+        None, ge=1, le=64, description="multiplies every width of a ResNet: the x2 of R50x2"
+    )
     variant: Literal["v1", "v2"] | None = Field(None, description="of a ResNet: post- or pre-activation, default v2")
-    mixing: Literal["conv", "axial"] | None = Field(None, description="in the units of a ResNet, default conv")
+    mixing: Literal["conv", "axial"] | None = Field(
+        None, description="how the units of a ResNet mix pixels: by 3 x 3 convolution or axial attention; default conv"
+    )
     num_classes: int | None = Field(
         None, ge=1, le=2**31, description="default: the number of class names of data.train"
     )
     pool: Literal["cls", "mean"] | None = Field(
-        None, description="default: cls; mean where there is no class token: axial attention, ResNets"
+        None,
+        description="how tokens become one vector: the class token or their mean; default: cls, and mean where there "
+        "is no class token (axial attention, ResNets)",
     )
     head: Literal["pretrain", "linear"] = Field(
-        "pretrain", description="pretrain: a dense layer with tanh before the output layer (ResNets have none)"
+        "pretrain",
+        description="linear: an output layer; pretrain: before it a dense layer with tanh, which ResNets do not have",
     )
-    head_bias: float | None = Field(None, description="default: -10 with head: pretrain and the sigmoid loss, else 0")
-    dropout: float = Field(0.0, ge=0, lt=1)
+    head_bias: float | None = Field(
+        None,
+        description="initial bias of the output layer; default: -10 with head: pretrain and the sigmoid loss, else 0",
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="share of activations that are zeroed while training")
     position: Position = Position()
 
     @model_validator(mode="after")
@@ -183,10 +210,10 @@ class Crop(_Block):
     the picture becomes a square, of which a square with `fraction` of its sides is cut (128 / 160 for small pictures).
     """
 
-    kind: Literal["inception", "resize"] = "inception"
-    area: list[float] = [0.05, 1.0]
-    aspect: list[float] = [3 / 4, 4 / 3]
-    fraction: float = Field(480 / 512, gt=0, le=1)
+    kind: Literal["inception", "resize"] = Field("inception", description="which of the two")
+    area: list[float] = Field([0.05, 1.0], description="of inception: lowest and highest part of the picture's area")
+    aspect: list[float] = Field([3 / 4, 4 / 3], description="of inception: lowest and highest width / height")
+    fraction: float = Field(480 / 512, gt=0, le=1, description="of resize: side of the crop / side of the square")
 
     @model_validator(mode="after")
     def _ranges(self) -> "Crop":
@@ -204,16 +231,18 @@ class Crop(_Block):
 class EvalCrop(_Block):
     """What evaluation sees: the central `fraction` of the short side (`central`), or of each side (`square`)."""
 
-    kind: Literal["central", "square"] = "central"
-    fraction: float = Field(224 / 256, gt=0, le=1)
+    kind: Literal["central", "square"] = Field("central", description="which of the two")
+    fraction: float = Field(224 / 256, gt=0, le=1, description="part of the side or sides that is seen")
 
 
 class Cache(_Block):
     """Where shards of datasets at a URL are kept on each machine, and what else is kept of data between runs."""
 
-    dir: str | None = Field(None, description=f"default: ${CACHE_VARIABLE} or ~/.cache/vitscale")
+    dir: str | None = Field(
+        None, description=f"a folder on each machine; default: ${CACHE_VARIABLE} or ~/.cache/vitscale"
+    )
     limit_gb: float = Field(
-        100.0, gt=0, le=1e9, description="of 10**9 bytes, for all shards there of all runs of the machine"
+        100.0, gt=0, le=1e9, description="gigabytes (10**9) that the shards of all runs on a machine may take"
     )
 
     def folder(self) -> Path:
@@ -237,8 +266,11 @@ class Data(_Block):
     """The training data and how it is read."""
 
     train: str = Field(description="a dataset: NAME or NAME/SPLIT under data.root, a path, or a URL")
-    root: str | None = Field(None, description="the folder or URL that holds the datasets; see recipe/datasets.py")
-    image_size: int = Field(224, ge=1, le=8192)
+    root: str | None = Field(
+        None,
+        description="the folder or URL that holds the datasets; default: datasets.yaml or $VITSCALE_DATA_ROOT says",
+    )
+    image_size: int = Field(224, ge=1, le=8192, description="side in pixels of what the model sees")
     crop: Crop = Crop()
     flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
     eval_crop: EvalCrop = EvalCrop()
@@ -246,7 +278,8 @@ class Data(_Block):
         None,
         ge=1,
         le=256,
-        description="that decode; default: 2, and beside a GPU the rank's part of the cores less one, at most 16",
+        description="threads of a rank that decode; default: 2, and beside a GPU the rank's part of the cores less "
+        "one, at most 16",
     )
     prefetch: int = Field(2, ge=1, le=64, description="batches decoded ahead")
     dct_scaling: bool = Field(
@@ -265,7 +298,9 @@ class Batch(_Block):
     """The global batch is the experiment; micro-batch and accumulation follow from it and the world size."""
 
     # `global` is a word of Python's, hence the alias.
-    global_size: Annotated[int, Field(ge=1, le=2**31, alias="global")]
+    global_size: Annotated[
+        int, Field(ge=1, le=2**31, alias="global", description="images of one update, over all ranks")
+    ]
     micro_max: int = Field(128, ge=1, description="largest micro-batch a rank computes at once")
 
     def split(self, world_size: int) -> tuple[int, int]:
@@ -283,9 +318,12 @@ class Batch(_Block):
 class Objective(_Block):
     """Cross-entropy over the classes; `on` and `off` are the target values of the true and the other classes."""
 
-    loss: Literal["sigmoid", "softmax"] = "sigmoid"
-    on: float = Field(1.0, ge=0, le=1)
-    off: float = Field(0.0, ge=0, le=1)
+    loss: Literal["sigmoid", "softmax"] = Field(
+        "sigmoid",
+        description="sigmoid: a yes or no for each class, as the paper pre-trains; softmax: one class an image",
+    )
+    on: float = Field(1.0, ge=0, le=1, description="target of the true class")
+    off: float = Field(0.0, ge=0, le=1, description="target of the others; above 0 with on below 1: label smoothing")
 
     @model_validator(mode="after")
     def _order(self) -> "Objective":
@@ -297,35 +335,44 @@ class Objective(_Block):
 class AdamW(_Block):
     """Adam with decoupled weight decay times the current learning rate, as in the authors' code."""
 
-    name: Literal["adamw"] = "adamw"
-    lr: float = Field(gt=0)
-    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field([0.9, 0.999], min_length=2, max_length=2)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    decay_exclude: Pattern | None = Field(None, description="parameters it finds are not decayed")
+    name: Literal["adamw"] = Field("adamw", description="chooses this optimizer")
+    lr: float = Field(gt=0, description="learning rate at the end of the warmup")
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
+        [0.9, 0.999], min_length=2, max_length=2, description="decay of the mean of gradients, and of their squares"
+    )
+    eps: float = Field(1e-8, gt=0, description="added to the root of the mean square")
+    weight_decay: float = Field(0.0, ge=0, description="times the learning rate, taken off each weight at each update")
+    decay_exclude: Pattern | None = Field(
+        None, description="a regular expression; parameters whose name it finds are not decayed"
+    )
     clip_norm: float | None = Field(None, gt=0, description="global gradient norm above which gradients are scaled")
 
 
 class SGD(_Block):
     """Stochastic gradient descent with momentum; weight decay is added to the gradient."""
 
-    name: Literal["sgd"]
-    lr: float = Field(gt=0)
-    momentum: float = Field(0.9, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0)
-    decay_exclude: Pattern | None = Field(None, description="parameters it finds are not decayed")
+    name: Literal["sgd"] = Field(description="chooses this optimizer")
+    lr: float = Field(gt=0, description="learning rate at the end of the warmup")
+    momentum: float = Field(0.9, ge=0, lt=1, description="part of the last update that is kept")
+    weight_decay: float = Field(0.0, ge=0, description="times each weight, added to its gradient")
+    decay_exclude: Pattern | None = Field(
+        None, description="a regular expression; parameters whose name it finds are not decayed"
+    )
     clip_norm: float | None = Field(None, gt=0, description="global gradient norm above which gradients are scaled")
 
 
 class Schedule(_Block):
     """How long to train, and the learning rate over the steps, as in the authors' code."""
 
-    duration: Duration
-    warmup: Duration = Duration(steps=0)
-    decay: Literal["linear", "cosine", "stairs", "constant"] = "linear"
-    end_lr: float = Field(1e-5, ge=0, description="where decay: linear ends")
+    duration: Interval = Field(description="how long to train")
+    warmup: Duration = Field(Duration(steps=0), description="the learning rate rises from 0 to optimizer.lr")
+    decay: Literal["linear", "cosine", "stairs", "constant"] = Field(
+        "linear",
+        description="from the end of the warmup: to end_lr, to 0, by factor at each of boundaries, or not at all",
+    )
+    end_lr: float = Field(1e-5, ge=0, description="where decay: linear ends; no effect on the others")
     boundaries: list[Duration] = Field([], description="where decay: stairs multiplies the rate by factor")
-    factor: float = Field(0.1, gt=0, lt=1)
+    factor: float = Field(0.1, gt=0, lt=1, description="of decay: stairs; no effect on the others")
 
     @model_validator(mode="after")
     def _stairs(self) -> "Schedule":
@@ -341,13 +388,15 @@ class Schedule(_Block):
 class Parallelism(_Block):
     """How the run is spread over devices; nothing here changes what is computed, but for rounding."""
 
-    zero_stage: int = Field(1, ge=0, le=3)
+    zero_stage: int = Field(
+        1, ge=0, le=3, description="what ranks share out: 1 optimizer state, 2 gradients too, 3 weights too; 0 nothing"
+    )
     activation_checkpointing: int = Field(
         0, ge=0, le=2**31, description="recompute every k-th block's activations in the backward pass; 0: keep all"
     )
     reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="in which gradients are summed over the ranks")
-    offload: Literal["none", "optimizer"] = Field("none", description="optimizer: its state in host memory")
-    compile: bool = Field(False, description="each block by torch.compile; evaluation stays as it is")
+    offload: Literal["none", "optimizer"] = Field("none", description="optimizer: keep its state in host memory")
+    compile: bool = Field(False, description="compile each block by torch.compile; evaluation stays as it is")
 
     @model_validator(mode="after")
     def _possible(self) -> "Parallelism":
@@ -361,7 +410,7 @@ class Parallelism(_Block):
 class FewShotTask(_Block):
     """One data set of the few-shot evaluation."""
 
-    name: str = Field(min_length=1)
+    name: str = Field(min_length=1, description="what metrics call it")
     train: str = Field(description="a dataset, as data.train")
     test: str = Field(description="a dataset, as data.train")
 
@@ -369,11 +418,15 @@ class FewShotTask(_Block):
 class FewShot(_Block):
     """Closed-form few-shot evaluation on the representation (section 4.1)."""
 
-    tasks: list[FewShotTask] = Field(min_length=1)
-    shots: list[Annotated[int, Field(ge=1)]] = Field([1, 5, 10, 25], min_length=1)
+    tasks: list[FewShotTask] = Field(min_length=1, description="the data sets")
+    shots: list[Annotated[int, Field(ge=1)]] = Field(
+        [1, 5, 10, 25], min_length=1, description="training images a class"
+    )
     seeds: int = Field(3, ge=1, description="draws of training samples that are averaged")
     l2: Annotated[float, Field(gt=0)] | Literal["shared"] = Field(
-        2.0**10, description="shared: the paper's way, one a shot for all tasks by its mean rank on them"
+        2.0**10,
+        description="weight of the ridge penalty; shared: the paper's way, one a shot for all tasks by its mean rank "
+        "on them",
     )
     crop: EvalCrop = EvalCrop(kind="square")
 
@@ -388,7 +441,7 @@ class FewShot(_Block):
 class Evaluation(_Block):
     """What is measured during training, and when; always at the end as well."""
 
-    every: Duration | None = None
+    every: Interval | None = Field(None, description="default: at the end only")
     validation: str | None = Field(None, description="a dataset, as data.train: top-1, top-5 and loss")
     fewshot: FewShot | None = None
     batch: int = Field(64, ge=1, description="images a rank forwards at once")
@@ -397,17 +450,17 @@ class Evaluation(_Block):
 class Selection(_Block):
     """Keep the best checkpoint by a metric; with `patience`, stop after so many evaluations without a better one."""
 
-    metric: str = "validation/top1"
-    mode: Literal["max", "min"] = "max"
-    patience: int | None = Field(None, ge=1)
+    metric: str = Field("validation/top1", description="as metrics.jsonl has it, without eval/")
+    mode: Literal["max", "min"] = Field("max", description="whether high or low is good")
+    patience: int | None = Field(None, ge=1, description="evaluations without a better one that end the run")
 
 
 class Checkpoint(_Block):
     """When and where to save, and what to keep."""
 
-    every: Duration | None = Field(None, description="default: at the end only")
+    every: Interval | None = Field(None, description="default: at the end only")
     keep: int = Field(2, ge=1, description="newest checkpoints kept; the best one is kept besides")
-    keep_every: Duration | None = Field(None, description="checkpoints of these steps are kept for good")
+    keep_every: Interval | None = Field(None, description="checkpoints of these steps are kept for good")
     dir: str | None = Field(
         None, description="a folder or URL, below which each run has one of its name; default: in the run directory"
     )
@@ -422,8 +475,8 @@ class Ema(_Block):
     (1 + t) / (10 + t). It begins with the weights that the run begins with.
     """
 
-    decay: float = Field(0.9999, gt=0, lt=1)
-    warmup: bool = True
+    decay: float = Field(0.9999, gt=0, lt=1, description="part of the average that an update keeps")
+    warmup: bool = Field(True, description="less of it at the beginning")
 
 
 Policy = Literal["stop", "skip", "rewind"]
@@ -440,15 +493,19 @@ class Spike(_Block):
     The deviation counts as a thousandth of the median at least.
     """
 
-    policy: Policy = "stop"
-    window: int = Field(100, ge=5, le=10_000)
-    factor: float = Field(10.0, gt=0)
+    policy: Policy = Field("stop", description="what becomes of its batch")
+    window: int = Field(100, ge=5, le=10_000, description="steps that it is compared with")
+    factor: float = Field(10.0, gt=0, description="deviations above the median")
 
 
 class Anomalies(_Block):
     """What becomes of a step with a loss or gradient that is not finite, and of one whose loss leaps."""
 
-    non_finite: Policy = "stop"
+    non_finite: Policy = Field(
+        "stop",
+        description="stop ends the run; skip leaves the batch out; rewind goes back to the last checkpoint and leaves "
+        "out all batches since then",
+    )
     spike: Spike | None = None
     limit: int = Field(10, ge=1, description="times that the run may skip or rewind before it ends")
 
@@ -471,7 +528,7 @@ class Logging(_Block):
     """What is written while training."""
 
     every: int = Field(50, ge=1, description="steps between lines of metrics.jsonl")
-    tensorboard: bool = True
+    tensorboard: bool = Field(True, description="the same figures for TensorBoard")
     batch_digest: bool = Field(False, description="a checksum over every pixel of each global batch")
 
 
@@ -504,8 +561,10 @@ class Recipe(_Block):
     check: Check = Check()
     logging: Logging = Logging()
     profile: Profile = Profile()
-    seed: int = Field(0, ge=0, lt=2**63)
-    deepspeed: dict[str, Any] = Field({}, description="additions to the derived DeepSpeed configuration")
+    seed: int = Field(0, ge=0, lt=2**63, description="of initial weights, order, crops, flips and dropout")
+    deepspeed: dict[str, Any] = Field(
+        {}, description="additions to the DeepSpeed configuration that follows from the recipe"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vitscale.errors import RecipeError
+from vitscale.errors import RecipeError, VitscaleError
 from vitscale.flops.accounting import mfu as model_flops_utilisation
 from vitscale.flops.cost import cost_row
 from vitscale.flops.hardware import Device
@@ -266,7 +266,7 @@ class RunReader:
 def _read_manifest(recipe: Recipe) -> dict[str, Any]:
     try:
         where = recipe.dataset_path(recipe.data.train)
-    except RecipeError:
+    except VitscaleError:
         return {}
     if is_url(where):
         return {}

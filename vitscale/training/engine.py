@@ -50,6 +50,19 @@ _TOP_LEVEL_KEYS = (
 )
 
 
+# What DeepSpeed has too, but vitscale does itself -> the recipe's word for it.
+_OURS = {
+    "amp": "the recipe has precision",
+    "checkpoint": "the recipe has checkpoint",
+    "comet": "metrics.jsonl has the metrics",
+    "csv_monitor": "metrics.jsonl has the metrics",
+    "fp16": "the recipe has precision",
+    "optimizer": "the recipe has optimizer",
+    "scheduler": "the recipe has schedule",
+    "tensorboard": "the recipe has logging.tensorboard",
+    "wandb": "metrics.jsonl has the metrics, and TensorBoard (logging.tensorboard)",
+}
+
 _BLOCKS = ("activation_checkpointing", "aio", "bf16", "comms_logger", "compile", "data_types", "flops_profiler")
 
 
@@ -107,8 +120,9 @@ def _add(config: dict[str, Any], extra: dict[str, Any], prefix: str = "") -> dic
         path = f"{prefix}{key}"
         if not prefix and key not in _TOP_LEVEL_KEYS:
             near = difflib.get_close_matches(key, _TOP_LEVEL_KEYS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(_TOP_LEVEL_KEYS)}"
-            raise RecipeError(f"deepspeed.{path}: DeepSpeed has no such key; {hint}")
+            hint = f"did you mean {near[0]!r}?" if near else f"allowed keys: {', '.join(_TOP_LEVEL_KEYS)}"
+            reason = f"{_OURS[key]} in its place" if key in _OURS else hint
+            raise RecipeError(f"deepspeed.{path}: not a key that vitscale passes on to DeepSpeed; {reason}")
         current = merged.get(key)
         if not prefix and key in _BLOCKS and not isinstance(value, dict):
             raise RecipeError(f"deepspeed.{key}: {value!r}: expected a block of keys")

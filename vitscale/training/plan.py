@@ -120,7 +120,7 @@ def _num_classes(recipe: Recipe, manifest: Manifest) -> int:
     if named == 0:
         raise DataError(f"{manifest.where} names no classes; convert the data with class folders or --classes")
     if recipe.model.num_classes not in (None, named):
-        raise DataError(
+        raise RecipeError(
             f"{manifest.where} names {named} classes, the recipe's model.num_classes is {recipe.model.num_classes}; "
             f"leave it out (--set model.num_classes=null) to take the dataset's"
         )

@@ -1,0 +1,250 @@
+"""Every field of a recipe as data and in words: what it means, its type, bounds and default, all from the schema."""
+
+import difflib
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from vitscale.errors import RecipeError
+from vitscale.recipe.schema import Duration, Recipe
+
+_COLUMNS = 80
+_WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+_UNBOUNDED = 2**31  # from here on a limit is one of numbers, and not worth a word
+_DURATION = "duration"
+_TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "object": "block"}
+
+_NEAR, _VERY_NEAR = 0.7, 0.85  # of difflib: for a key of the same block, and of another one
+_SHOWN = 3
+# What other programs call a field -> the last part of its key here.
+_SYNONYMS = {
+    "base": "extends",
+    "batch_size": "global",
+    "dataset": "train",
+    "dtype": "precision",
+    "gradient_clipping": "clip_norm",
+    "label_smoothing": "off",
+    "learning_rate": "lr",
+    "num_epochs": "epochs",
+    "num_steps": "steps",
+    "num_workers": "threads",
+    "resolution": "image_size",
+    "stage": "zero_stage",
+    "wd": "weight_decay",
+    "workers": "threads",
+}
+_ABOUT = """\
+# Fields of a recipe
+
+`vitscale recipe --explain` prints this page; with a KEY, such as `data.stall_s`
+or `data`, that part of it. `vitscale recipe --json-schema` prints the same for
+editors, and `vitscale recipe FILE` a recipe with every default.
+
+`extends: FILE` names the recipe that this one replaces a part of. A *duration*
+is `{steps: N}`, `{epochs: X}` or `{examples: N}`. On the command line
+`--set KEY=VALUE` replaces a field, the value in YAML, as in
+`--set schedule.duration.epochs=7`."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field: its dotted key, its type with bounds, its default, and what it means."""
+
+    key: str
+    kind: str
+    default: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block: its dotted key ("" for the whole recipe), which variant it is, what it means, and its fields."""
+
+    key: str
+    variant: str
+    is_there_by_default: bool
+    meaning: str
+    fields: tuple[Field, ...]
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a recipe's file.
+
+    What a file extends may hold any part of the recipe, so that nothing is required beside `extends`.
+    """
+    schema = Recipe.model_json_schema()
+    for block in schema["$defs"].values():
+        block.pop("required", None)
+    optimizer = schema["properties"]["optimizer"]
+    optimizer["anyOf"] = optimizer.pop("oneOf")  # a name that is in the file extended leaves open which
+    optimizer.pop("discriminator")
+    schema["properties"]["extends"] = {"type": "string", "description": "the recipe that this one replaces a part of"}
+    required = schema.pop("required")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "anyOf": [{"required": ["extends"]}, {"required": required}],
+    }
+
+
+@cache
+def blocks() -> tuple[Block, ...]:
+    """All blocks of a recipe in the order of the schema, each before those in it."""
+    schema = Recipe.model_json_schema()
+    return tuple(_blocks(schema, schema, "", {}))
+
+
+def keys() -> list[str]:
+    """The dotted keys of all fields and blocks; in a list of blocks N stands for an index."""
+    fields = [field for block in blocks() for field in block.fields]
+    names = [block.key for block in blocks() if block.key] + [field.key for field in fields]
+    units = [f"{field.key}.{unit}" for field in fields if field.kind == _DURATION for unit in Duration.model_fields]
+    return list(dict.fromkeys(["extends", *names, *units]))
+
+
+def nearest(key: str) -> list[str]:
+    """Keys that somebody may mean who writes `key`, the likeliest first; none where nothing is near."""
+    here, _, last = key.rpartition(".")
+    block = without_indices(here)
+    by_last: dict[str, list[str]] = {}
+    for each in keys():
+        by_last.setdefault(each.rpartition(".")[2], []).append(each)
+    if near := difflib.get_close_matches(last, keys_in(block), n=1, cutoff=_NEAR):
+        return [f"{here}.{near[0]}" if here else near[0]]
+    meant = _SYNONYMS.get(last, last)
+    if meant not in by_last:
+        meant = next(iter(difflib.get_close_matches(last, by_last, n=1, cutoff=_VERY_NEAR)), "")
+    found = by_last.get(meant, [])
+    return ([each for each in found if block and each.startswith(f"{block}.")] or found)[:_SHOWN]
+
+
+def keys_in(block: str) -> list[str]:
+    """The last parts of the keys that a block may have."""
+    inside = f"{without_indices(block)}." if block else ""
+    return sorted({each.removeprefix(inside).partition(".")[0] for each in keys() if each.startswith(inside)})
+
+
+def explain_fields(key: str | None = None) -> str:
+    """All fields in words, in Markdown, or those that a key names: a block, a field, or a field's last part.
+
+    Raises `RecipeError` for a key that is none.
+    """
+    if key is None:
+        return "\n\n".join([_ABOUT, *map(_section, blocks())])
+    key = without_indices(key)
+    if chosen := [block for block in blocks() if block.key == key or block.key.startswith(f"{key}.")]:
+        return "\n\n".join(map(_section, chosen))
+    chosen_keys = {key} if key in keys() else {each for each in keys() if each.endswith(f".{key}")}
+    fields = [
+        field
+        for block in blocks()
+        for field in block.fields
+        if field.key in chosen_keys or chosen_keys & {f"{field.key}.{unit}" for unit in Duration.model_fields}
+    ]
+    if not fields:
+        near = " or ".join(map(repr, nearest(key)))
+        hint = f"did you mean {near}?" if near else "`vitscale recipe --explain` lists all"
+        raise RecipeError(f"a recipe has no field {key!r}; {hint}")
+    return "\n".join(map(_item, dict.fromkeys(fields)))
+
+
+# ---- From the schema -------------------------------------------------------------------------------------------------
+
+
+def _blocks(schema: dict[str, Any], block: dict[str, Any], key: str, given: dict[str, Any] | None) -> Iterator[Block]:
+    """A block and those in it; `schema` resolves references, `given` are defaults that the block has at this place."""
+    fields: list[Field] = []
+    below: list[Block] = []
+    for name, field in block["properties"].items():
+        path = f"{key}.{name}" if key else name
+        inner = _inner_blocks(schema, field)
+        if not inner or "items" in field:
+            default = (
+                "required"
+                if name in block.get("required", ())
+                else _default((given or {}).get(name, field.get("default")))
+            )
+            kind = "list of blocks" if inner else _kind(field)
+            fields.append(Field(path, kind, default, field["description"]))
+        for one in inner:
+            below += _blocks(schema, one, f"{path}.N" if "items" in field else path, field.get("default", {}))
+    variant = next((field["const"] for field in block["properties"].values() if "const" in field), "")
+    yield Block(key, variant, given is not None, block["description"], tuple(fields))
+    yield from below
+
+
+def _inner_blocks(schema: dict[str, Any], field: dict[str, Any]) -> list[dict[str, Any]]:
+    """The blocks that a field may hold; a duration counts as a value."""
+    options = [field.get("items", field), *field.get("anyOf", ()), *field.get("oneOf", ())]
+    names = [option["$ref"].rpartition("/")[2] for option in options if "$ref" in option]
+    return [schema["$defs"][name] for name in names if name != Duration.__name__]
+
+
+def _default(value: Any) -> str:
+    if value is None:
+        return "optional"
+    if isinstance(value, dict):
+        value = {unit: length for unit, length in value.items() if length is not None}
+    return f"default {_in_yaml(value)}"
+
+
+def _kind(field: dict[str, Any]) -> str:
+    """The type and bounds of a field in words."""
+    if "anyOf" in field:
+        return " or ".join(_kind(option) for option in field["anyOf"] if option.get("type") != "null")
+    if "$ref" in field:
+        return _DURATION
+    if "enum" in field:
+        *first, last = field["enum"]
+        return f"{', '.join(first)} or {last}"
+    if "const" in field:
+        return str(field["const"])
+    if field["type"] == "array":
+        kind, _, bounds = _kind(field["items"]).partition(" ")
+        return f"list of {kind}s {bounds}".rstrip()
+    return " ".join([_TYPES[field["type"]], *_bounds(field)])
+
+
+def _bounds(field: dict[str, Any]) -> Iterator[str]:
+    if "minimum" in field:
+        yield f"from {_in_yaml(field['minimum'])}"
+    if "exclusiveMinimum" in field:
+        yield f"above {_in_yaml(field['exclusiveMinimum'])}"
+    if field.get("maximum", _UNBOUNDED) < _UNBOUNDED:
+        yield f"to {_in_yaml(field['maximum'])}"
+    if field.get("exclusiveMaximum", _UNBOUNDED) < _UNBOUNDED:
+        yield f"below {_in_yaml(field['exclusiveMaximum'])}"
+
+
+def _in_yaml(value: Any) -> str:
+    if isinstance(value, float):
+        return re.sub(r"e([+-])0*", lambda match: "e" + match[1].strip("+"), f"{value:g}")
+    if isinstance(value, list):
+        return f"[{', '.join(map(_in_yaml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_in_yaml(each)}' for key, each in value.items())}}}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def without_indices(key: str) -> str:
+    """A key with N for every index of a list."""
+    return re.sub(r"\.\d+(?=\.|$)", ".N", key)
+
+
+# ---- In words --------------------------------------------------------------------------------------------------------
+
+
+def _section(block: Block) -> str:
+    title = f"## {block.key}" + (f" ({block.variant})" if block.variant else "") if block.key else "## Top level"
+    optional = "" if block.is_there_by_default else " Left out by default."
+    paragraphs = [" ".join(part.split()) for part in f"{block.meaning}{optional}".split("\n\n")]
+    about = "\n\n".join(textwrap.fill(part, _COLUMNS, **_WHOLE_WORDS) for part in paragraphs)
+    return "\n\n".join(filter(None, [title, about, "\n".join(map(_item, block.fields))]))
+
+
+def _item(field: Field) -> str:
+    text = f"- `{field.key}` ({field.kind}, {field.default}): {field.meaning}."
+    return textwrap.fill(text, _COLUMNS, subsequent_indent="  ", **_WHOLE_WORDS)
