@@ -1,41 +1,50 @@
-# make setup   everything the project needs, in .venv
+# make setup   what the demo and the README's commands need, in .venv; make setup-tests adds what the tests need
 # make demo    images -> shards -> ZeRO pre-training -> accuracy, on data that needs no download
-# make test    the checks of every change, JOBS files of tests at a time; make test-all adds the full matrices
+# make test    the checks of every change, JOBS files of tests at a time; make test-all adds the full matrices.
+#              TESTS=tests/flops runs these alone
 # make test-cluster   runs over two hosts and under a real Slurm, on this machine; root, installs what they need (apt)
 # make chaos   half an hour of random faults, compared to the last bit with the same run left in peace
 SHELL := /bin/bash
 PYTHON ?= python3
 JOBS ?= 2
+TESTS ?= tests
 BIN := .venv/bin
 READY := .venv/.ready
+READY_FOR_TESTS := .venv/.ready-for-tests
 
-.PHONY: setup demo test test-all test-cluster chaos lint clean
+.PHONY: setup setup-tests demo test test-all test-cluster chaos lint clean
 
 setup: $(READY)
+
+setup-tests: $(READY_FOR_TESTS)
 
 $(READY): pyproject.toml constraints.txt cluster/setup.sh vitscale/data/view.c
 	@PYTHON="$(PYTHON)" bash cluster/setup.sh .venv
 	@touch $@
 
+$(READY_FOR_TESTS): $(READY)
+	@PYTHON="$(PYTHON)" bash cluster/setup.sh .venv --tests
+	@touch $@
+
 demo: $(READY)
 	@$(BIN)/vitscale demo
 
-lint: $(READY)
+lint: $(READY_FOR_TESTS)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
 test: lint
-	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(JOBS) --dist loadfile
+	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(JOBS) --dist loadfile $(TESTS)
 
 test-all: lint
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(TESTS)
 
-test-cluster: $(READY)
+test-cluster: $(READY_FOR_TESTS)
 	@bash tests/cluster/setup.sh
 	@$(BIN)/python -m pytest -m cluster tests/cluster
 
-chaos: $(READY)
+chaos: $(READY_FOR_TESTS)
 	@out=$$(mktemp -d) && echo "logs in $$out" && \
 		$(BIN)/python tests/faults/chaos.py --minutes $(or $(MINUTES),30) --seed $(or $(SEED),0) --out $$out
 

@@ -1,30 +1,11 @@
 """The same weights in transformers' and timm's Vision Transformer: the independent implementations we are held to."""
 
-import sys
-
 import torch
 
 from vitscale.models import ViT
 from vitscale.models.weights import huggingface
 from vitscale.models.weights.table import table
 from vitscale.weight_formats import Format
-
-
-def _make_torchvision_importable() -> None:
-    """Both peers import torchvision, which has no compiled part for some builds of torch: declare what it looks for."""
-    try:
-        import torchvision  # noqa: F401
-    except ImportError:
-        pass
-    except RuntimeError:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        _LIBRARY.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _LIBRARY.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-
-_LIBRARY = torch.library.Library("torchvision", "FRAGMENT")  # what it declares lives as long as it does
-_make_torchvision_importable()
 
 
 def _values(model: ViT, form: Format) -> dict[str, torch.Tensor]:

@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Everything vitscale needs on one machine: system libraries (where it may install them), a virtual environment, packages.
-#   bash cluster/setup.sh [VENV]          default .venv; PYTHON=... chooses the interpreter
+# Sets vitscale up on one machine: system libraries (where it may install them), a virtual environment, packages.
+#   bash cluster/setup.sh [VENV]           what `vitscale demo` and the README's commands need; VENV is .venv
+#   bash cluster/setup.sh VENV --tests     what the tests need besides
+# PYTHON=... chooses the interpreter.
 set -euo pipefail
 venv="${1:-.venv}"
 python="${PYTHON:-python3}"
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+case "${2:-}" in "" | --tests) ;; *) fail "knows no $2; usage: bash cluster/setup.sh [VENV [--tests]]" ;; esac
 
 "$python" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null ||
     fail "needs Python 3.11 or newer; $python is $("$python" --version 2>&1 || true). Choose one: make setup PYTHON=python3.11"
@@ -33,18 +36,50 @@ if [ ${#missing[@]} -gt 0 ]; then
     rm -f "$log"
 fi
 
-say "installing Python packages into $venv (minutes the first time)"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 log="$venv/setup.log"
 : >"$log"
-install() {
-    pip install --quiet --constraint constraints.txt "$@" >>"$log" 2>&1 ||
-        { { grep -iE 'error' "$log" || cat "$log"; } | tail -n 5 >&2; fail "pip install $* failed (whole log: $log)"; }
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+run() {
+    "$@" >>"$log" 2>&1 ||
+        { { grep -iE 'error' "$log" || cat "$log"; } | tail -n 5 >&2; fail "$* failed (whole log: $log)"; }
 }
-# torch goes first and alone, at the pinned version: whether that is a CPU or a CUDA build is up to what pip finds.
-install torch wheel setuptools
-install --editable '.[dedup,demo,dev,fp8,plot,ray,s3]'
-# timm is a peer in tests only. Without dependencies: torchvision would insist on a torch of its own choice.
-install --no-deps timm torchvision
+# Bytecode of what is never imported would take half a minute and 300 MB: the first import compiles.
+install() { run pip install --quiet --no-compile --constraint constraints.txt "$@"; }
+
+# PyPI's torch brings gigabytes of CUDA: not where there is no NVIDIA driver, unless pip was told where to find packages.
+builds=()
+if ! [ -e /proc/driver/nvidia ] && ! command -v nvidia-smi >/dev/null &&
+    ! pip config list | grep -E 'index|find-links' >/dev/null; then
+    builds=(--extra-index-url https://download.pytorch.org/whl/cpu)
+fi
+if [ -z "${2:-}" ]; then
+    say "1/4 torch, the largest download${builds[*]:+ (no NVIDIA driver here: its CPU build)}"
+    install "${builds[@]}" torch setuptools
+    say "2/4 FFCV, compiled here, and what it needs"
+    install --no-build-isolation ffcv
+    say "3/4 vitscale and the other packages"
+    install --no-build-isolation --editable '.[demo,plot]'
+    say "4/4 a first import of everything"
+    run "$venv/bin/python" -c 'import data_tools.convert, vitscale.cli.demo, vitscale.training, sklearn.datasets, tensorboard'
+else
+    say "1/3 timm's torchvision"
+    install "${builds[@]}" torchvision
+    # PyPI's is compiled for CUDA, and beside a CPU build of torch not even imports. timm needs its Python part alone,
+    # which asks for two operators to be declared.
+    if ! "$venv/bin/python" -c 'import torchvision' 2>>"$log"; then
+        cat >>"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/extension.py" <<'DECLARED'
+
+# Added by vitscale's cluster/setup.sh.
+_declared = torch.library.Library("torchvision", "DEF")
+_declared.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+_declared.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+DECLARED
+    fi
+    say "2/3 the tests' other packages"
+    install --editable '.[dedup,demo,dev,fp8,plot,ray,s3]'
+    say "3/3 a first import of the peers"
+    run "$venv/bin/python" -c 'import timm; from transformers import ViTForImageClassification, ViTImageProcessor'
+fi
+run pip check
 say "ready: $venv"

@@ -2,7 +2,6 @@
 
 from functools import cache
 
-import peers  # noqa: F401 (makes timm importable)
 import pytest
 import torch
 from models.small_models import AUTHORS_COUNTS, build, computable, count, images, on_meta, with_values

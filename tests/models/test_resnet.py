@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import peers  # noqa: F401 (makes timm importable)
 import pytest
 import torch
 from models.small_models import build, images, with_values

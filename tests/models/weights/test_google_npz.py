@@ -1,7 +1,6 @@
 """Google's `.npz` in each of its namings, built here by hand; timm's reader of them is the judge."""
 
 import numpy as np
-import peers  # noqa: F401 (makes timm importable)
 import pytest
 import torch
 from models.small_models import images

@@ -5,7 +5,6 @@ import warnings
 from functools import partial
 
 import numpy as np
-import peers  # noqa: F401 (makes timm importable)
 import pytest
 import torch
 from models.small_models import images, on_meta
