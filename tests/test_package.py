@@ -1,26 +1,78 @@
-"""What is installed: every package of the tree, what is compiled, and the recipes."""
+"""What is installed: every package of the tree, what is compiled, and the recipes; from a wheel that an sdist gave."""
 
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
+import venv
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parent.parent
+_SDIST = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
 
 
-def test_a_wheel_holds_every_module_and_recipe_and_nothing_else(tmp_path):
-    source = tmp_path / "source"
+def _run(command: list[str], **options) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> Path:
+    """Built from a copy of the tree without what was compiled in it."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("sdist")
     for folder in ("vitscale", "data_tools", "recipes"):
         shutil.copytree(REPOSITORY / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / file, source / file)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    command += ["--wheel-dir", str(tmp_path), str(source)]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
-    (wheel,) = tmp_path.glob("*.whl")
+    _run([sys.executable, "-c", _SDIST, str(out)], cwd=source)
+    (archive,) = out.glob("vitscale-*.tar.gz")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    _run([*command, "--wheel-dir", str(out), str(sdist)])
+    (built,) = out.glob("vitscale-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory) -> Callable[..., str]:
+    """Runs a command of an environment that has the wheel, and of the tests' environment all other packages."""
+    environment = tmp_path_factory.mktemp("environment")
+    venv.create(environment, symlinks=True)
+    programs, packages = environment / "bin", next(environment.glob("lib/python*/site-packages"))
+    # A folder named in a .pth file is searched, its own .pth files are not read: the checkout stays out of sight.
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    python = str(programs / "python")
+    _run([python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--ignore-installed", str(wheel)])
+    (programs / "deepspeed").write_text(f"#!{python}\nfrom deepspeed.launcher.runner import main\n\nmain()\n")
+    (programs / "deepspeed").chmod(0o755)
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(program: str, *arguments: str, folder: Path) -> str:
+        return _run([str(programs / program), *arguments], cwd=folder, env=variables)
+
+    return run
+
+
+def test_an_sdist_holds_what_the_wheel_is_made_of(sdist):
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    recipes = {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("recipes/**/*.yaml")}
+    assert inside >= recipes | {"vitscale/data/view.c", "pyproject.toml", "LICENSE"}
+
+
+def test_a_wheel_holds_every_module_and_recipe_and_nothing_else(wheel):
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("vitscale/**/*.py")}
     modules |= {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("data_tools/**/*.py")}
@@ -28,3 +80,21 @@ def test_a_wheel_holds_every_module_and_recipe_and_nothing_else(tmp_path):
     recipes = {f"vitscale/{path.relative_to(REPOSITORY).as_posix()}" for path in REPOSITORY.glob("recipes/**/*.yaml")}
     compiled = {f"vitscale/data/_view{sysconfig.get_config_var('EXT_SUFFIX')}"}
     assert inside == modules | recipes | compiled
+
+
+def test_the_commands_run_without_a_checkout(installed, tmp_path):
+    told = "import vitscale, vitscale.native; print(vitscale.__file__); vitscale.native.load()"
+    assert not Path(installed("python", "-c", told, folder=tmp_path).strip()).is_relative_to(REPOSITORY)
+    named = installed("vitscale", "recipe", folder=tmp_path)
+    assert all(path.stem in named for path in REPOSITORY.glob("recipes/*.yaml"))
+    assert "name: ViT-H/14" in installed("vitscale", "recipe", "h14_jft", folder=tmp_path)
+    assert "ViT-H/14" in installed("vitscale", "models", folder=tmp_path)
+    assert "ViT-H/14" in installed("vitscale-flops", folder=tmp_path)
+    installed("vitscale-convert", "--help", folder=tmp_path)
+    installed("python", "-m", "vitscale.pretrain", "--help", folder=tmp_path)
+
+
+@pytest.mark.slow
+def test_the_demo_runs_without_a_checkout(installed, tmp_path):
+    installed("vitscale", "demo", folder=tmp_path)
+    assert (tmp_path / "runs/demo/run/DONE").exists()

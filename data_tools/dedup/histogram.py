@@ -32,7 +32,7 @@ def missing() -> str | None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        return "no histograms without matplotlib: pip install 'vitscale[dedup]'"
+        return "no histograms without matplotlib: pip install matplotlib"
     except ValueError as error:  # it wants to know the backend of MPLBACKEND, though nothing is shown in a window
         return f"no histograms: matplotlib refuses its settings (MPLBACKEND, matplotlibrc): {error}"
     return None

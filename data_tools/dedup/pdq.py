@@ -12,7 +12,7 @@ from data_tools.dedup.luma import SIDE
 
 try:
     import pdqhash
-except ImportError:  # an extra of vitscale: `pip install vitscale[dedup]`
+except ImportError:  # an extra of vitscale: dedup
     pdqhash = None
 
 HASH_BYTES = 32

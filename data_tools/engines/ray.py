@@ -55,7 +55,7 @@ def run_on_ray(tasks: Iterable[Task], workers: int | None, tick: Tick) -> Iterat
     try:
         import ray
     except ImportError as error:
-        raise RecipeError("--engine ray needs Ray, which is not installed: pip install 'vitscale[ray]'") from error
+        raise RecipeError("--engine ray needs Ray, which is not installed: pip install ray") from error
     ours = not ray.is_initialized()
     if ours:
         _connect(ray, workers)

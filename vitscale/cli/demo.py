@@ -82,7 +82,7 @@ def _write_digits(images: Path) -> int:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise RecipeError("the demo's digits come with scikit-learn: pip install 'vitscale[demo]'") from None
+        raise RecipeError("the demo's digits come with scikit-learn: pip install scikit-learn") from None
     from PIL import Image
 
     digits = load_digits()

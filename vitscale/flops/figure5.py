@@ -71,7 +71,7 @@ def draw(path: Path, points: Sequence[Point]) -> None:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise RecipeError("--plot needs matplotlib: pip install 'vitscale[plot]'") from None
+        raise RecipeError("--plot needs matplotlib: pip install matplotlib") from None
     except ValueError as error:
         # It wants to know the backend of MPLBACKEND, though nothing is shown in a window.
         raise RecipeError(f"--plot: matplotlib refuses its settings (MPLBACKEND, matplotlibrc): {error}") from None

@@ -11,7 +11,7 @@ from data_tools.dedup.fingerprint import fingerprint
 from data_tools.dedup.luma import square_luma
 from data_tools.dedup.pdq import numpy_pdq_hashes, pdq_hashes
 
-pdqhash = pytest.importorskip("pdqhash", reason="pdqhash is not installed (vitscale[dedup])")
+pdqhash = pytest.importorskip("pdqhash", reason="pdqhash is not installed (pip install pdqhash)")
 
 
 def of_the_library(lumas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
