@@ -14,25 +14,27 @@ _HERE = Path(__file__).resolve().parent
 if sys.path and sys.path[0] and Path(sys.path[0]).resolve() == _HERE:
     sys.path[0] = str(_HERE.parent)
 
+import signal  # noqa: E402
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while this imports: no trace, there is nothing to say
+
 import argparse  # noqa: E402
 import contextlib  # noqa: E402
 import faulthandler  # noqa: E402
 import os  # noqa: E402
-import signal  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
 from vitscale.durable import forbid_writing_by_everybody  # noqa: E402
 from vitscale.errors import EXIT_DONE, PeerLostError, PreemptedError, RecipeError, VitscaleError  # noqa: E402
-from vitscale.launch.environment import read_environment  # noqa: E402
+from vitscale.interruption import Interruption  # noqa: E402
+from vitscale.launch import HEARTBEAT_VARIABLE, read_environment  # noqa: E402
 from vitscale.recipe import Recipe, load_recipe, override, smoke_form  # noqa: E402
 from vitscale.run_directory import default_run_dir  # noqa: E402
 
 if TYPE_CHECKING:
     from vitscale.training.distributed import World
-    from vitscale.training.interruption import Interruption
     from vitscale.training.plan import Plan
-
-_INTERRUPTED = 130
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -79,8 +81,6 @@ def main() -> None:
             with contextlib.suppress(OSError):  # a terminal that was closed
                 sys.stderr.write(f"{kind}{speaker}{error}\n")  # in one piece: other ranks write too
                 sys.stderr.flush()
-    except KeyboardInterrupt:
-        code = _INTERRUPTED
     if "vitscale.training.distributed" in sys.modules:
         sys.modules["vitscale.training.distributed"].finish(code)
     sys.exit(code)
@@ -100,6 +100,10 @@ def write_smoke_data(data_root: Path, world_size: int) -> None:
 def pretrain(options: argparse.Namespace) -> None:
     """Check everything that can be checked alone, then start the process group and train."""
     rank, world_size, local_rank, _ = read_environment()  # what is wrong there each rank says: it may be its own alone
+    interruption = Interruption(
+        None if options.time_limit is None else 60 * options.time_limit,
+        answers=rank == 0 and HEARTBEAT_VARIABLE not in os.environ,  # `vitscale launch` answers itself
+    )
     try:
         recipe: Recipe = load_recipe(options.recipe, [] if options.smoke else options.settings)
         run_dir: Path = options.run_dir or default_run_dir(options.recipe, smoke=options.smoke)
@@ -110,13 +114,11 @@ def pretrain(options: argparse.Namespace) -> None:
 
         # Imported when there is something to train: it takes seconds.
         from vitscale.training import distributed
-        from vitscale.training.interruption import Interruption
         from vitscale.training.plan import plan_run
         from vitscale.training.precision import settle_precision
         from vitscale.training.progress import tell
         from vitscale.training.run_directory import check_run_dir
 
-        interruption = Interruption(None if options.time_limit is None else 60 * options.time_limit)
         smoke_data = run_dir / f"smoke-data-{world_size}"
         if options.smoke:
             recipe = override(smoke_form(recipe, smoke_data, world_size).dump(), options.settings, "the smoke form")
@@ -143,7 +145,7 @@ def train(
     plan: "Plan",
     run_dir: Path,
     world: "World",
-    interruption: "Interruption | None" = None,
+    interruption: Interruption | None = None,
     stop_at: int | None = None,
 ) -> None:
     """Train, and say what a failing collective or allocation means. Raises VitscaleError."""

@@ -75,6 +75,13 @@ def is_held(run_dir: Path) -> bool | None:
     return False
 
 
+def last_holder(run_dir: Path) -> str:
+    """Host of the rank that holds the lock of a run directory, or held it last; nothing where that is not known."""
+    with suppress(OSError):
+        return (run_dir / LOCK_FILE).read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
 def newest_checkpoint_step(run_dir: Path) -> int:
     """Step of the newest complete checkpoint in the run directory, whether or not it verifies; 0 for none."""
     names = (path.parent.name.removeprefix("step-") for path in run_dir.glob(INDEX_FILES))
@@ -86,9 +93,7 @@ def in_use(folder: Path) -> VitscaleError:
 
     A machine that has failed may seem to hold its locks for minutes: that is worth a repetition.
     """
-    holder = ""
-    with suppress(OSError):
-        holder = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace")
+    holder = last_holder(folder)
     if holder in ("", socket.gethostname()):
         return RecipeError(f"{folder} is in use by another launch; wait for it, or use another --run-dir")
     return StorageError(f"{folder} is in use by a launch on {holder}. If that machine has failed, its lock goes soon")

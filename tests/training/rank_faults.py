@@ -231,7 +231,7 @@ def end_in_evaluation(trainer: Any, step: int) -> Iterator[None]:
 @contextmanager
 def signal_in_evaluation(trainer: Any, step: int) -> Iterator[None]:
     """Rank 1 receives SIGTERM in the evaluation of one step."""
-    from vitscale.training.interruption import Interruption
+    from vitscale.interruption import Interruption
 
     trainer.interruption = Interruption()
     real_predict = trainer._predict

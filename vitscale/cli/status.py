@@ -13,8 +13,8 @@ def status(
         bool,
         typer.Option(
             "--watch",
-            help="Look again every 2 s, until all runs are done. On a terminal the figures stay in place; elsewhere "
-            "a line (with --json an object) is printed when a run has got on.",
+            help="Look again every 2 s, from before a run begins until all are done. On a terminal the figures stay in "
+            "place; elsewhere a line (with --json an object) is printed when a run has got on.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each run.")] = False,

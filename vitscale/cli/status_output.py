@@ -20,14 +20,15 @@ from rich.text import Text
 from vitscale.cli.command_line import reader_is_gone
 from vitscale.errors import VitscaleError
 from vitscale.flops.view import number, percent, short
-from vitscale.status import RunReader, RunStatus
+from vitscale.status import NoRunYetError, RunReader, RunStatus
 from vitscale.status.liveness import duration
 
 _EVERY_S = 2.0
 _EXIT_INTERRUPTED = 130
 _SHOWN_METRICS = 6
 _UNLIMITED = 2**16  # characters in a line
-_SPARE = ("exaFLOPs", "MFU", "images/s", "of", "cost")  # what a narrow terminal is not shown, in this order
+# What a narrow terminal is not shown, in this order.
+_SPARE = ("exaFLOPs", "MFU", "trend", "images/s", "of", "precision", "cost")
 _QUIET = {"done": "green", "stopped early": "green", "running": "green"}  # states that nobody has to look at
 _LOUD = {"failed": "red", "not running": "red"}
 
@@ -49,22 +50,26 @@ def show_status(readers: Mapping[str, RunReader], as_json: bool) -> None:
 
 
 def watch_status(readers: Mapping[str, RunReader], as_json: bool) -> None:
-    """Show how runs are doing until each is done or has no answer any more.
+    """Show how runs are doing until each is done or has no answer any more; one that has not begun is waited for.
 
     Raises typer.Exit with the code of the first of the latter, or with 130 when a person has seen enough.
     """
     console = _console()
-    live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
+    can_redraw = console.is_terminal and not console.is_dumb_terminal
+    live = Live(console=console, auto_refresh=False) if can_redraw and not as_json else None
     news = _News(_json if as_json else _line)
+    begun: set[str] = set()
     try:
         with live or nullcontext():
             while True:
                 outcomes = _read(readers)
+                begun |= {run for run, outcome in outcomes.items() if not isinstance(outcome, NoRunYetError)}
                 if live is not None:
                     live.update(_picture(console, _known(outcomes), _errors(outcomes)), refresh=True)
                 else:
                     news.say(outcomes)
-                if reader_is_gone() or all(status.is_done for status in _known(outcomes)):
+                is_over = begun.issuperset(outcomes) and all(status.is_done for status in _known(outcomes))
+                if is_over or reader_is_gone():
                     break
                 time.sleep(_EVERY_S)
     except KeyboardInterrupt:
@@ -89,7 +94,9 @@ class _News:
             if self._said.get(run) == new:
                 continue
             self._said[run] = new
-            if isinstance(outcome, VitscaleError):
+            if isinstance(outcome, NoRunYetError):
+                print(f"waiting: {outcome}", file=sys.stderr)
+            elif isinstance(outcome, VitscaleError):
                 _complain(outcome)
             else:
                 print(self._show(outcome), flush=True)
@@ -176,10 +183,14 @@ def _table(console: Console, known: Sequence[RunStatus]) -> Table:
 
 
 def _cells(status: RunStatus) -> dict[str, str]:
+    values = status.evaluation.values if status.evaluation is not None else {}
     return {
         "step": _shown(status.step, number(0)),
         "of": _shown(status.total_steps, number(0)),
         "loss": _shown(status.loss, "{:.4f}".format),
+        "trend": status.trend.direction if status.trend is not None else "",
+        "top-1": _shown(values.get("validation/top1"), percent(1)),
+        "precision": status.precision or "",
         "images/s": _shown(status.images_per_s, number(1)),
         "MFU": _shown(status.mfu, percent(1)),
         "left": _shown(status.left_s, duration),
@@ -229,7 +240,7 @@ def _facts(status: RunStatus) -> dict[str, str]:
         "memory": _shown(status.peak_memory_bytes, _size, " at most on a rank"),
         "so far": _joined(cost),
         "evaluation": f"step {status.evaluation.step:,}: {_values(status)}" if status.evaluation is not None else "",
-        "best": f"step {status.best.step:,}: {status.best.metric} {status.best.value:.4f}" if status.best else "",
+        "best": _best(status),
         "checkpoints": _checkpoints(status),
         "restarts": _restarts(status),
         "anomalies": _anomalies(status),
@@ -262,6 +273,16 @@ def _values(status: RunStatus) -> str:
     shown = [f"{name} {_shown(value, '{:.4f}'.format) or 'not finite'}" for name, value in values.items()]
     more = f"  and {len(shown) - _SHOWN_METRICS} more (--json)" if len(shown) > _SHOWN_METRICS else ""
     return "  ".join(shown[:_SHOWN_METRICS]) + more
+
+
+def _best(status: RunStatus) -> str:
+    best = status.best
+    if best is None:
+        return ""
+    text = f"step {best.step:,}: {best.metric} {best.value:.4f}"
+    if best.is_kept is False:
+        text += " (no checkpoint of it)" if status.selects else " (not kept; set selection)"
+    return text
 
 
 def _checkpoints(status: RunStatus) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from vitscale.launch.ends import End
+from vitscale.launch.ends import FINAL, End
 from vitscale.launch.machine import STOPPED, out_of_memory_kills
 from vitscale.launch.rank import RankCommand, RankProcess
 
@@ -184,7 +184,7 @@ class Supervisor:
             hung=self._hung.get(rank.rank, ""),
         )
         self._ends.append(end)
-        if end.is_bad and not was_killed and not end.hung:
+        if end.is_bad and not was_killed and not end.hung and end.returncode not in FINAL:  # it has said why itself
             hint = _out_of_memory_hint(self._memory_kills) if rank.returncode == -signal.SIGKILL else ""
             say(f"{end.describe()}, on {socket.gethostname()}{hint}")
 

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -458,8 +458,10 @@ class Selection(_Block):
 class Checkpoint(_Block):
     """When and where to save, and what to keep."""
 
-    every: Interval | None = Field(None, description="default: at the end only")
-    keep: int = Field(2, ge=1, description="newest checkpoints kept; the best one is kept besides")
+    default_every_s: ClassVar[float] = 600.0
+
+    every: Interval | None = Field(None, description="default: every 10 minutes; at the end in any case")
+    keep: int = Field(2, ge=1, description="newest checkpoints kept, and besides the best one by `selection`")
     keep_every: Interval | None = Field(None, description="checkpoints of these steps are kept for good")
     dir: str | None = Field(
         None, description="a folder or URL, below which each run has one of its name; default: in the run directory"
@@ -527,7 +529,14 @@ class Check(_Block):
 class Logging(_Block):
     """What is written while training."""
 
-    every: int = Field(50, ge=1, description="steps between lines of metrics.jsonl")
+    most_s: ClassVar[float] = 30.0
+
+    every: int = Field(
+        50,
+        ge=1,
+        description="steps between lines of metrics.jsonl; also a line after 30 s without one, at the first step of a "
+        "process, and at every step that is evaluated or saved",
+    )
     tensorboard: bool = Field(True, description="the same figures for TensorBoard")
     batch_digest: bool = Field(False, description="a checksum over every pixel of each global batch")
 

@@ -1,6 +1,6 @@
 """How a run is doing, by its directory alone: read while it trains, after it, or after what ended it. No torch."""
 
-from vitscale.status.run import RunReader
+from vitscale.status.run import NoRunYetError, RunReader
 from vitscale.status.summary import RunStatus
 
-__all__ = ["RunReader", "RunStatus"]
+__all__ = ["NoRunYetError", "RunReader", "RunStatus"]

@@ -31,7 +31,7 @@ class Signs:
     Attributes:
         is_held: by a rank, seen from this machine; None where that cannot be told.
         last_event: of the launches; None where there are none.
-        is_only_here: whether the only launch that has not finished is one of this machine.
+        is_only_here: whether the only launch that has not finished, or else the last rank, was one of this machine.
         line_at: when the last line of metrics was written, in seconds since 1970; None without one.
         due_s: between two lines; None where that is not known.
         timeout_s: after which a run without progress ends itself.
@@ -68,7 +68,9 @@ def judge(signs: Signs, now: float) -> tuple[State, str]:
             return "starting", f"launched {duration(now - event.time)} ago on {event.host}"
     is_recent = line_at is not None and now - line_at <= 3 * (signs.due_s or 0.0) + signs.timeout_s
     if signs.is_held is False and signs.is_only_here:
-        return "not running", f"{line}; the last launch was on this machine and left no end"
+        has_no_end = event is not None and event.what != "finished"
+        how = "; the last launch was on this machine and left no end" if has_no_end else ""
+        return "not running", f"{line}{how}"
     if event is not None and is_recent:
         return "running", f"on {event.host}, by its metrics: {line}"
     if is_recent:

@@ -3,12 +3,16 @@
 import math
 import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 
-from vitscale.status.metrics_log import Row
+from vitscale.status.metrics_log import RECENT_LINES, Row
 from vitscale.status.reading import number, text
 from vitscale.status.summary import Direction, SlowestRank, Trend
 
 _STRAGGLES_ABOVE = 1.2  # times the median rank
+_STRAGGLES_SHARE = 0.05  # of a step's time, which the others then wait for it
+_STRAGGLES_IN = 0.8  # of the last lines: ranks that share a busy machine take turns
+_FEWEST_FOR_A_STRAGGLER = 5
 _FEWEST_FOR_A_TREND = 10
 _LINES_OF_RANKS = 10
 
@@ -30,14 +34,29 @@ def trend(rows: Sequence[Row]) -> Trend | None:
 
 def pace(rows: Sequence[Row]) -> float | None:
     """Seconds a step, on as many devices as now; None without a line."""
-    times = [row["step_time_s"] for row in rows if row.get("world_size") == rows[-1].get("world_size")]
-    return statistics.fmean(times) if times else None
+    spans = [(row, steps) for row, steps in _spans(rows) if row.get("world_size") == rows[-1].get("world_size")]
+    return statistics.fmean((row["step_time_s"] for row, _ in spans), [steps for _, steps in spans]) if spans else None
 
 
 def data_wait(rows: Sequence[Row]) -> float | None:
     """The share of the time that was spent waiting for data."""
-    pairs = [(wait, row["step_time_s"]) for row in rows if (wait := number(row.get("data_wait"))) is not None]
-    return sum(wait for wait, _ in pairs) / sum(seconds for _, seconds in pairs) if pairs else None
+    waited = seconds = 0.0
+    for row, steps in _spans(rows):
+        wait = number(row.get("data_wait_s", row.get("data_wait")))
+        if wait is not None:
+            waited, seconds = waited + steps * wait, seconds + steps * row["step_time_s"]
+    return waited / seconds if seconds else None
+
+
+def _spans(rows: Sequence[Row]) -> list[tuple[Row, int]]:
+    """Lines, and how many steps each tells of.
+
+    A line of one step among others is of the first step of a process, which takes longer, and is left out.
+    """
+    steps = [row["step"] - before["step"] for before, row in pairwise(rows)]
+    first = [row["step"] for row in rows[:1]] if len(rows) < RECENT_LINES else steps[:1]
+    spans = list(zip(rows, first + steps, strict=True))
+    return [(row, length) for row, length in spans if length > 1] or spans
 
 
 def slowest_rank(rows: Sequence[Row]) -> SlowestRank | None:
@@ -48,11 +67,7 @@ def slowest_rank(rows: Sequence[Row]) -> SlowestRank | None:
     if not rank or seconds is None or median is None:
         return None
     lately = rows[-_LINES_OF_RANKS:]
-    return SlowestRank(
-        rank=rank,
-        seconds=seconds,
-        median_seconds=median,
-        is_straggler=seconds > _STRAGGLES_ABOVE * median,
-        lines=sum(row.get("slowest_rank") == rank for row in lately),
-        of_lines=len(lately),
-    )
+    lines = sum(row.get("slowest_rank") == rank for row in lately)
+    costs = seconds > _STRAGGLES_ABOVE * median and seconds - median > _STRAGGLES_SHARE * last["step_time_s"]
+    lasts = len(lately) >= _FEWEST_FOR_A_STRAGGLER and lines >= _STRAGGLES_IN * len(lately)
+    return SlowestRank(rank, seconds, median, is_straggler=costs and lasts, lines=lines, of_lines=len(lately))

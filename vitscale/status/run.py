@@ -1,5 +1,6 @@
 """Reading one run directory: whatever state it is in, there is an answer or one readable error."""
 
+import math
 import os
 import socket
 import time
@@ -21,6 +22,7 @@ from vitscale.run_directory import (
     RECIPE_FILE,
     checkpoints_root,
     is_held,
+    last_holder,
     read_done,
 )
 from vitscale.status import recent
@@ -36,6 +38,10 @@ _MANIFEST = "manifest.json"  # that of shards.manifest, which brings numba along
 _SIGNS_OF_A_RUN = (RECIPE_FILE, METRICS_FILE, LAUNCH_FILE, DONE_FILE, CHECKPOINTS)
 _STEP_TIMEOUT_S = 600.0  # where no recipe says `check.step_timeout_s`
 _SHOWN_RESTARTS = 5
+
+
+class NoRunYetError(RecipeError):
+    """There is nothing at a path yet, or an empty folder."""
 
 
 class RunReader:
@@ -72,7 +78,7 @@ class RunReader:
         rows = list(self._log.recent)
         last = rows[-1] if rows else {}
         step = count(done.get("step")) if done else None
-        step = count(last.get("step")) if step is None else step
+        step = self._step(saved) if step is None else step
         total, pace = self._total_steps(done, num_samples), recent.pace(rows)
         state, why = self._state(done, launches, pace)
         notes += self._damage(launches)
@@ -83,6 +89,8 @@ class RunReader:
             why=why,
             step=step,
             total_steps=total,
+            precision=None if self._recipe is None else self._recipe.precision,
+            selects=self._recipe is not None and self._recipe.selection is not None,
             line_age_s=None if self._log.line_at is None else _age(self._log.line_at),
             loss=number(last.get("loss")),
             trend=recent.trend(rows),
@@ -98,7 +106,7 @@ class RunReader:
             **self._cost(),
             is_estimated=self._log.is_sampled,
             evaluation=self._last_evaluation(done),
-            best=self._best(index),
+            best=self._best(index, saved),
             checkpoints=saved,
             restarts=_restarts(launches),
             anomalies=self._anomalies(last),
@@ -113,14 +121,15 @@ class RunReader:
         try:
             names = set(os.listdir(directory))  # noqa: PTH208 (names are enough)
         except FileNotFoundError:
-            raise RecipeError(f"{directory} is no run directory: there is no such directory") from None
+            raise NoRunYetError(f"{directory} is no run directory: there is no such directory") from None
         except NotADirectoryError:
             raise RecipeError(f"{directory} is no run directory: it is a file") from None
         except OSError as error:
             raise RecipeError(f"{directory} cannot be read: {error.strerror}") from None
+        if not names:
+            raise NoRunYetError(f"{directory} is no run directory: it is empty")
         if not names.intersection(_SIGNS_OF_A_RUN):
-            what = f"there is no {RECIPE_FILE} in it" if names else "it is empty"
-            raise RecipeError(f"{directory} is no run directory: {what}")
+            raise RecipeError(f"{directory} is no run directory: there is no {RECIPE_FILE} in it")
 
     # ---- What the run is ---------------------------------------------------------------------------------------------
 
@@ -174,13 +183,22 @@ class RunReader:
             Signs(
                 is_held=is_held(self._directory),
                 last_event=launches.last,
-                is_only_here=launches.unfinished_on == {socket.gethostname()},
+                is_only_here={socket.gethostname()} == (launches.unfinished_on or {last_holder(self._directory)}),
                 line_at=self._log.line_at,
-                due_s=None if recipe is None or pace is None else recipe.logging.every * pace,
+                due_s=_due_s(recipe, pace),
                 timeout_s=_STEP_TIMEOUT_S if recipe is None else recipe.check.step_timeout_s,
             ),
             time.time(),
         )
+
+    def _step(self, saved: Saved) -> int | None:
+        """The highest that metrics tell of, or a checkpoint that is newer than these."""
+        log = self._log
+        steps = [row["step"] for row in [*log.recent][-1:]] + [step for step, _ in log.evaluations[-1:]]
+        line_age_s = math.inf if log.line_at is None else _age(log.line_at)
+        if saved.step is not None and saved.age_s is not None and saved.age_s < line_age_s:
+            steps.append(saved.step)
+        return max(steps, default=None)
 
     def _mfu(self, last: Row, num_classes: int | None) -> float | None:
         """Of the last line; on the device that the user names where that has none."""
@@ -210,7 +228,7 @@ class RunReader:
             return None
         return Evaluation(step, {key: number(value) for key, value in values.items()})
 
-    def _best(self, index: Index | None) -> Best | None:
+    def _best(self, index: Index | None, saved: Saved) -> Best | None:
         """What the run itself has selected, or a later evaluation; without a selection, the best one there is."""
         rule = self._recipe.selection if self._recipe is not None else None
         metric, sign = (rule.metric, 1 if rule.mode == "max" else -1) if rule is not None else ("validation/top1", 1)
@@ -222,19 +240,20 @@ class RunReader:
         if not known:
             return None
         value, step = max(known)  # of equal ones the first
-        return Best(-step, metric, sign * value)
+        return Best(-step, metric, sign * value, None if saved.steps is None else -step in saved.steps)
 
     def _read_checkpoints(self, notes: list[str]) -> tuple[Saved, Index | None]:
         recipe, run_dir = self._recipe, self._directory
         where = str(run_dir / CHECKPOINTS) if recipe is None else checkpoints_root(recipe, run_dir)
         if is_url(where):
-            return Saved(without_secrets(where), None, None, None, None), None
+            return Saved(without_secrets(where), None, None, None, None, None), None
         found = read_checkpoints(Path(where))
         notes += found.problems
         step = found.steps[-1] if found.steps else None
         at_hand = found.newest if found.newest_step == step else None
         age = None if found.saved_at is None else _age(found.saved_at)
-        return Saved(where, len(found.steps), step, age, None if at_hand is None else at_hand.bytes), found.newest
+        size = None if at_hand is None else at_hand.bytes
+        return Saved(where, found.steps, len(found.steps), step, age, size), found.newest
 
     def _anomalies(self, last: Row) -> Anomalies | None:
         reports = sorted((self._directory / ANOMALIES_DIR).glob("step-*.json"))
@@ -278,6 +297,13 @@ def _restarts(launches: Launches) -> Restarts | None:
     if launches.last is None:
         return None
     return Restarts(launches.count, len(launches.restarts), launches.restarts[-_SHOWN_RESTARTS:])
+
+
+def _due_s(recipe: Recipe | None, pace: float | None) -> float | None:
+    """Seconds between two lines of metrics."""
+    if recipe is None or pace is None:
+        return None
+    return min(recipe.logging.every * pace, max(recipe.logging.most_s, pace))
 
 
 def _left(step: int | None, total: int | None, pace: float | None) -> float | None:

@@ -29,7 +29,8 @@ class SlowestRank:
 
     Attributes:
         rank: and its host: `3 (host)`.
-        is_straggler: whether it takes more than 1.2 times as long as the median rank.
+        is_straggler: whether it takes more than 1.2 times as long as the median rank, this is above 5 % of a step, and
+            it was the slowest in four of five of the last lines, of at least five.
         lines: of the last `of_lines` in which this rank was the slowest.
     """
 
@@ -51,11 +52,16 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Best:
-    """The best evaluation by `metric`."""
+    """The best evaluation by `metric`.
+
+    Attributes:
+        is_kept: whether there is a checkpoint of its step; None at a URL, which is not asked.
+    """
 
     step: int
     metric: str
     value: float
+    is_kept: bool | None
 
 
 @dataclass(frozen=True)
@@ -64,11 +70,13 @@ class Saved:
 
     Attributes:
         where: path or URL. Nothing more is known at a URL, which is not asked.
+        steps: of those there, oldest first.
         count: of those there.
         step, age_s, bytes: of the newest.
     """
 
     where: str
+    steps: list[int] | None
     count: int | None
     step: int | None
     age_s: float | None
@@ -115,6 +123,8 @@ class RunStatus:
         run: its directory.
         state, why: see `liveness`.
         step, total_steps: updates done, and of the whole run.
+        precision: in which the recipe computes.
+        selects: whether the recipe has a `selection`.
         line_age_s: of the last line of metrics.
         loss, lr, images_per_s, mfu, step_time_s, world_size, peak_memory_bytes: by that line.
         trend: of the loss.
@@ -132,6 +142,8 @@ class RunStatus:
     why: str
     step: int | None
     total_steps: int | None
+    precision: str | None
+    selects: bool
     line_age_s: float | None
     loss: float | None
     trend: Trend | None

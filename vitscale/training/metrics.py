@@ -1,7 +1,8 @@
 """What a run reports: `metrics.jsonl` and TensorBoard, in the run directory.
 
-`metrics.jsonl` has one JSON object a line. Training lines have `step` (updates done, from 1), `loss`, `lr`,
-`grad_norm`, `images_per_s`, `data_wait`, `step_time_s`, `world_size`, `exaflops`, `mfu`, `peak_memory_bytes`,
+`metrics.jsonl` has one JSON object a line, all with `step` (updates done, from 1) and `time` (UTC). Training lines have
+`epoch` (epochs done, a fraction), `images_seen`, `loss`, `lr`, `grad_norm`, `images_per_s`, `data_wait_s` (a step;
+older files call it `data_wait`), `step_time_s`, `world_size`, `exaflops`, `mfu`, `peak_memory_bytes`,
 `checkpoint_stall_s` (training stood still for saves, since the last line), `anomalies` (of the run so far),
 `slowest_rank`, `slowest_rank_s` and `median_rank_s` (own seconds a step: forward passes and waiting for data),
 `bad_samples` (damaged, since the last line) and `batch_digest`, as far as each is known; evaluations are lines of
@@ -13,7 +14,9 @@ Losing a metric is better than losing the run: a write that fails is reported on
 import json
 import logging
 import math
+import threading
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,7 +77,8 @@ class MetricsWriter:
             self._tensorboard = None
 
     def _append(self, step: int, values: Mapping[str, float | str]) -> None:
-        row = {"step": step, **{key: _json_value(value) for key, value in values.items()}}
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        row = {"step": step, "time": now, **{key: _json_value(value) for key, value in values.items()}}
         try:
             # Opened for each line: a directory that went away is noticed, and one that came back is used again.
             with self._path.open("a", encoding="utf-8") as file:
@@ -106,7 +110,15 @@ def _open_tensorboard(directory: Path, resume_step: int) -> "SummaryWriter":
     # Imported here: it takes a second that runs without it need not wait.
     from torch.utils.tensorboard import SummaryWriter
 
+    threading.excepthook = _without_traces_of_tensorboard
     return SummaryWriter(str(directory), purge_step=resume_step + 1)
+
+
+def _without_traces_of_tensorboard(arguments: threading.ExceptHookArgs) -> None:
+    """Its writing thread hands an error to the next call, which reports it."""
+    is_tensorboards = type(arguments.thread).__module__.startswith("tensorboard.")
+    if not (is_tensorboards and isinstance(arguments.exc_value, OSError)):
+        threading.__excepthook__(arguments)
 
 
 def _json_value(value: float | str) -> float | str | None:

@@ -10,34 +10,44 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 PLAIN_INTERVAL_S = 30.0
+_STATUS_WIDTH = 66  # of what stands beside the bar, two numbers of steps left out
 _LONGEST_S = 10**12  # about what a timedelta holds
 
 
 class TrainingProgress:
     """Shows step, loss, learning rate, images/s and the time left; rank 0 alone has one. A context manager.
 
-    The time left comes from the mean pace since the first report of this process, evaluations and checkpoints
-    included and start-up and compilation not.
+    The time left comes from the mean pace since the first step of this process, evaluations and checkpoints included
+    and start-up and compilation not.
 
     Args:
         total_steps: of the whole run.
+        step: done before this process.
         console: where to write; None is standard output.
         clock: seconds from an arbitrary start.
     """
 
     def __init__(
-        self, total_steps: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        total_steps: int,
+        step: int = 0,
+        *,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total = total_steps
         self._console = console or Console()
         self._clock = clock
-        self._first: tuple[int, float] | None = None  # step and time of the first report
+        self._first: tuple[int, float] | None = None  # step and time of the first one of this process
         self._last_line = 0.0
+        self._status = ""
         self._live: Progress | None = None
-        if self._console.is_terminal:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
             steps = TextColumn("step {task.completed:,.0f}/{task.total:,.0f}")
-            self._live = Progress(steps, BarColumn(), TextColumn("{task.description}"), console=self._console)
-            self._task = self._live.add_task("starting", total=total_steps)
+            room = self._console.width - _STATUS_WIDTH - 2 * len(f"{total_steps:,}")
+            bar = BarColumn(min(40, max(4, room)))
+            self._live = Progress(steps, bar, TextColumn("{task.description}"), console=self._console)
+            self._task = self._live.add_task("starting", total=total_steps, completed=step)
 
     def __enter__(self) -> "TrainingProgress":
         if self._live is not None:
@@ -51,19 +61,25 @@ class TrainingProgress:
             with _without_terminal():
                 self._live.stop()
 
-    def update(self, step: int, *, loss: float, lr: float, images_per_s: float) -> None:
-        """Report after `step` updates. Without a terminal this prints at most every 30 seconds, and at the end."""
+    def advance(self, step: int) -> None:
+        """`step` updates are done: moves the live line, which keeps the loss of the last report, and the time left."""
         now = self._clock()
         if self._first is None:
             self._first = (step, now)
-            self._last_line = now - PLAIN_INTERVAL_S
-        status = f"loss {loss:.4f}  lr {lr:.2e}  {images_per_s:,.1f} images/s  ETA {self._time_left(step, now)}"
         if self._live is not None:
             with _without_terminal():
-                self._live.update(self._task, completed=step, description=status)
-        elif step >= self._total or now - self._last_line >= PLAIN_INTERVAL_S:
+                status = f"{self._status}  ETA {self._time_left(step, now)}"
+                self._live.update(self._task, completed=step, description=status.strip())
+
+    def update(self, step: int, *, loss: float, lr: float, images_per_s: float) -> None:
+        """Report after `step` updates. Without a terminal this prints at most every 30 seconds, and at the end."""
+        self._status = f"loss {loss:.4f}  lr {lr:.2e}  {images_per_s:,.1f} images/s"
+        is_first = self._first is None
+        self.advance(step)
+        now = self._clock()
+        if self._live is None and (is_first or step >= self._total or now - self._last_line >= PLAIN_INTERVAL_S):
             self._last_line = now
-            self._plain(f"step {step:,}/{self._total:,}  {status}")
+            self._plain(f"step {step:,}/{self._total:,}  {self._status}  ETA {self._time_left(step, now)}")
 
     def note(self, message: str) -> None:
         """Print a line, above the live one where there is one."""

@@ -12,6 +12,7 @@ import platform
 import resource
 import socket
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +20,6 @@ from typing import Any, NoReturn
 import deepspeed
 import torch
 import xxhash
-import yaml
 
 import vitscale
 from vitscale.checkpoint import (
@@ -55,6 +55,7 @@ from vitscale.evaluation import ModelOutputs, evaluate
 from vitscale.evaluation.distributed import on_rank_zero
 from vitscale.flops import accounting, hardware
 from vitscale.flops.work import recipe_work
+from vitscale.interruption import Interruption
 from vitscale.models import ViT, build_model, compile_blocks, weight_dtype
 from vitscale.recipe import Recipe
 from vitscale.training import distributed, fragments, replicas, run_directory
@@ -64,7 +65,6 @@ from vitscale.training.attention import preferred_attention
 from vitscale.training.averaging import WeightAverage
 from vitscale.training.engine import Fp32Accumulation, build_engine, forget_gradients, is_plain
 from vitscale.training.initial_values import InitialValues
-from vitscale.training.interruption import Interruption
 from vitscale.training.metrics import METRICS_FILE, MetricsWriter
 from vitscale.training.pace import OwnWork, Pace
 from vitscale.training.plan import Plan
@@ -110,6 +110,8 @@ class Trainer:
         self.step = 0
         self.progress: TrainingProgress | None = None
         self.gradient_norm = math.nan
+        self.logged_at = self.saved_at = time.monotonic()
+        self.line_is_overdue = self.save_is_overdue = False  # the same on all ranks
         self.bad_samples = 0  # of this rank since the last line of metrics
         self.values: dict[str, float] = {}  # of the last evaluation
         self.best_before: dict[str, Any] = {"best": None, "best_step": None}
@@ -132,6 +134,18 @@ class Trainer:
 
     def _claim_run_dir(self) -> None:
         self.lock = run_directory.claim(self.run_dir, self.recipe)
+
+    def _renew_run_dir(self) -> None:
+        """Where the run directory was moved or deleted, make a whole one: the repeated command finds a run in it."""
+        if not self.world.is_main or (self.run_dir / RECIPE_FILE).exists():
+            return
+        if self.lock is not None:
+            self.lock.close()
+        with contextlib.suppress(OSError, VitscaleError):  # what is to be saved will tell
+            self._claim_run_dir()
+            self._say(
+                f"WARNING: {self.run_dir} was moved or deleted: from here on the run is in a new one of that name"
+            )
 
     def _begin(self, phase: str) -> None:
         """There is progress; the watchdog's clock starts again."""
@@ -297,8 +311,9 @@ class Trainer:
         )
         average = self.average.values if self.average is not None else None
         owned = fragments.owned(self.engine, self.world.rank, self.world.size, average)
+        self._renew_run_dir()
         self.saves.begin(index, owned, best=self.selection["best_step"])
-        self.saved_step = self.step
+        self.saved_step, self.saved_at, self.save_is_overdue = self.step, time.monotonic(), False
 
     # ---- Step --------------------------------------------------------------------------------------------------------
 
@@ -511,9 +526,10 @@ class Trainer:
         self.past = f" (step {self.last:,} was past before)" if self.step > self.last else ""
         if self.world.is_main:
             self.metrics = self._open_metrics()
-            self.progress = TrainingProgress(self.plan.total_steps)
+            self.progress = TrainingProgress(self.plan.total_steps, self.step)
         if self.interruption is not None:
             self.interruption.save_first()
+        self.line_is_overdue, self.saved_at = True, time.monotonic()  # the first step of a process is shown at once
         self.engine.train()
         with self.progress or contextlib.nullcontext(), self._attention():
             try:
@@ -549,6 +565,7 @@ class Trainer:
         pace = Pace(self.step)
         self._begin("waiting for data")
         for batch in pace.timed(on_device(loader, self.world.device)):
+            began = time.monotonic()
             self._begin("training")
             try:
                 step = self._train_step(batch)
@@ -561,7 +578,9 @@ class Trainer:
                 self.average.update(self.step)
             self.bad_samples += batch.bad_samples
             with part("metrics"):
-                if self.step % self.recipe.logging.every == 0 or self.step == self.last:
+                if self.progress is not None:
+                    self.progress.advance(self.step)
+                if self._logs_now():
                     self._log(batch, step, pace)
             with pace.paused(), part("checks, saving and evaluation"):
                 self._check_devices(batch)
@@ -576,17 +595,29 @@ class Trainer:
                 self._begin("profiling")
                 for line in self.profiler.step_ends(self.step):
                     self._say(line)
-            if self.step < self.last and self._is_interrupted():
+            if self.step < self.last and self._is_interrupted(time.monotonic() - began):
+                if self.logged_step != self.step:
+                    self._log(batch, step, pace)
                 raise _Interrupted
             self._begin("waiting for data")
 
     def _open_metrics(self) -> MetricsWriter:
         return MetricsWriter(self.run_dir, self.step, self.recipe.logging.tensorboard)
 
-    def _is_interrupted(self) -> bool:
-        """Whether any rank was asked to end early. Looks at the saves, too, that have ended on all ranks."""
+    def _is_interrupted(self, step_s: float = 0.0) -> bool:
+        """Whether any rank was asked to end early.
+
+        Looks at the saves, too, that have ended on all ranks, and at what will be overdue after a step of `step_s`.
+        """
         wanted = self.interruption is not None and self.interruption.pending
-        interrupted, finished = self.agreement.largest(int(wanted), -self.saves.finished())
+        then = time.monotonic() + step_s
+        late_line = then - self.logged_at > self.recipe.logging.most_s
+        late_save = self.plan.checkpoint_every is None and then - self.saved_at > self.recipe.checkpoint.default_every_s
+        interrupted, line, save, finished = self.agreement.largest(
+            int(wanted), int(late_line), int(late_save), -self.saves.finished()
+        )
+        self.line_is_overdue |= bool(line)
+        self.save_is_overdue |= bool(save)
         self.saves.note(-finished)
         return bool(interrupted)
 
@@ -601,7 +632,10 @@ class Trainer:
             # The place may be in order where the run goes on.
             unsaved = StorageError(f"{reason}: ending without a checkpoint of step {self.step:,}: {error}")
             raise unsaved.on_all_ranks() from None
-        raise PreemptedError(f"{reason}: saved at step {self.step:,}; repeat the command to go on").on_all_ranks()
+        raise PreemptedError(
+            f"{reason}: saved at step {self.step:,} of {self.plan.total_steps:,} in {self.saves.store.root}; repeat "
+            f"the command to continue"
+        ).on_all_ranks()
 
     def _finish(self) -> None:
         """Leave a checkpoint of this step, and where the run is done the file that says so."""
@@ -624,7 +658,11 @@ class Trainer:
         return self.step == self.plan.total_steps or self._is_due(self.plan.evaluate_every)
 
     def _saves_now(self) -> bool:
-        return self.step == self.last or self._is_due(self.plan.checkpoint_every)
+        return self.step == self.last or self._is_due(self.plan.checkpoint_every) or self.save_is_overdue
+
+    def _logs_now(self) -> bool:
+        is_due = self._is_due(self.recipe.logging.every) or self.line_is_overdue
+        return is_due or self._saves_now() or self._evaluates_now()  # the records tell of every step that is saved
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.step % every == 0
@@ -633,7 +671,7 @@ class Trainer:
         """One line of metrics; all ranks take part, rank 0 writes."""
         seconds, waited = pace.per_step(self.step)
         own = waited + self.own_work.take() / (self.step - self.logged_step)
-        self.logged_step = self.step
+        self.logged_step, self.logged_at, self.line_is_overdue = self.step, time.monotonic(), False
         numbers = [step.loss_sum.item(), waited, self._peak_memory(), self.bad_samples, own]
         rows = distributed.gather_numbers(self.world, numbers)
         stalled_s, self.bad_samples = self.saves.stalled_s(), 0
@@ -644,11 +682,13 @@ class Trainer:
         loss = rows[:, 0].sum().item() / step.samples
         images_per_s = global_batch / seconds
         line: dict[str, float | str] = {
+            "epoch": self.position / self.plan.order.steps_per_epoch,
+            "images_seen": self.step * global_batch,
             "loss": loss,
             "lr": step.rate,
             "grad_norm": self.gradient_norm,
             "images_per_s": images_per_s,
-            "data_wait": rows[:, 1].max().item(),
+            "data_wait_s": rows[:, 1].max().item(),
             "step_time_s": seconds,
             "world_size": self.world.size,
             "exaflops": accounting.exaflops(self.work.accounting_macs, self.step * global_batch),
@@ -690,8 +730,7 @@ class Trainer:
             "exaflops": accounting.exaflops(self.work.accounting_macs, self.step * self.recipe.batch.global_size),
             "evaluation": self.values,
         }
-        if not (self.run_dir / RECIPE_FILE).exists():  # somebody has deleted the directory meanwhile
-            write_text(self.run_dir / RECIPE_FILE, yaml.safe_dump(self.recipe.dump(), sort_keys=False))
+        self._renew_run_dir()
         write_text(self.run_dir / DONE_FILE, json.dumps(summary, indent=1) + "\n")
         self._say(f"done: {self.step:,} steps, checkpoints and metrics in {self.run_dir}")
 

@@ -49,6 +49,8 @@ class Watchdog(threading.Thread):
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
+        step, phase, since = self._where
+        self._tell_the_launch(step, phase, time.monotonic() - since)  # the beats are a second apart
 
     def run(self) -> None:
         while not self._ended.wait(INTERVAL_SECONDS):

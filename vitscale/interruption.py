@@ -1,8 +1,12 @@
-"""Being told to end: SIGTERM and SIGUSR1 from a scheduler, or a time limit.
+"""Being told to end: Ctrl-C, SIGTERM and SIGUSR1 from a scheduler, or a time limit.
 
 The first request asks for a checkpoint at the next border of two steps, a later one ends the process at once. Handlers
 written in Python run only between two instructions of the main thread, which may be inside a collective for minutes.
 Hence a thread reads the signals from a pipe that the interpreter's own handler writes to.
+
+One Ctrl-C may come twice: from the terminal as SIGINT, and from torchrun as SIGINT or DeepSpeed's launcher as SIGTERM.
+The latter sends its SIGTERM to one rank after another, to each when the one before has ended: under it only another
+Ctrl-C is a second request.
 """
 
 import contextlib
@@ -15,9 +19,10 @@ from typing import NoReturn
 
 from vitscale.errors import PeerLostError, PreemptedError
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # A scheduler and a launcher may both pass on one request.
 _SAME_REQUEST_SECONDS = 2.0
+_OF_DEEPSPEEDS_LAUNCHER = "CROSS_RANK"  # a variable that it alone sets
 
 
 class Interruption:
@@ -27,9 +32,11 @@ class Interruption:
 
     Args:
         time_limit_s: seconds after which this process is to end, from now; None for no limit.
+        answers: whether to tell people at once that a request was heard.
     """
 
-    def __init__(self, time_limit_s: float | None = None) -> None:
+    def __init__(self, time_limit_s: float | None = None, *, answers: bool = False) -> None:
+        self._answers = answers
         self._deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
         self._first: float | None = None
         self._what = ""
@@ -37,7 +44,8 @@ class Interruption:
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         for number in _SIGNALS:
-            signal.signal(number, lambda *_: None)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and `command &` in a script mean it
+                signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(reading,), name="vitscale-signals", daemon=True).start()
 
@@ -63,23 +71,39 @@ class Interruption:
         while True:
             for number in os.read(reading, 64):
                 if number in _SIGNALS:
-                    self._request(signal.Signals(number).name)
+                    self._request(signal.Signals(number))
 
-    def _request(self, name: str) -> None:
+    def _request(self, number: signal.Signals) -> None:
         now = time.monotonic()
         if self._first is None:
-            self._what, self._first = name, now
+            self._what, self._first = _name(number), now
             if not self._saves_first:
                 self._end_before_the_first_step()
-        elif now - self._first > _SAME_REQUEST_SECONDS:
-            _end(f"{name} again: ending without a checkpoint", PeerLostError.exit_code)
+            if self._answers:
+                again = "Ctrl-C again" if number == signal.SIGINT else "Another signal"
+                _say(f"{self._what}: saving after this step. {again} ends at once, without saving")
+        elif now - self._first > _SAME_REQUEST_SECONDS and not _is_of_launcher(number):
+            _end(f"{_name(number)} again: ending without a checkpoint of this step", PeerLostError.exit_code)
 
     def _end_before_the_first_step(self) -> NoReturn:
         _end(f"{self._what} before the first step: ending", PreemptedError.exit_code)
 
 
-def _end(message: str, code: int) -> NoReturn:
+def _name(number: signal.Signals) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else number.name
+
+
+def _is_of_launcher(number: signal.Signals) -> bool:
+    """Whether DeepSpeed's launcher sends a signal a second time, for the same request."""
+    return number == signal.SIGTERM and _OF_DEEPSPEEDS_LAUNCHER in os.environ
+
+
+def _say(message: str) -> None:
     with contextlib.suppress(OSError):  # a terminal that was closed
-        sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: {message}\n")
+        sys.stderr.write(f"{message}\n")
         sys.stderr.flush()
+
+
+def _end(message: str, code: int) -> NoReturn:
+    _say(f"rank {os.environ.get('RANK', '0')}: {message}")
     os._exit(code)
