@@ -109,7 +109,7 @@ def test_figures_by_hand(run_dir):
     # ViT-B/16 has 17.56 GMACs on 224 x 224; training is three passes of two FLOPs each.
     assert found["mfu"] == pytest.approx(6 * 17.56e9 * 2048 / (8 * 989.4e12), rel=0.01)
     assert found["evaluation"] == {"step": 20, "values": {"validation/top1": 0.5, "validation/loss": None}}
-    assert found["best"] == {"step": 10, "metric": "validation/top1", "value": 0.75}
+    assert found["best"] == {"step": 10, "metric": "validation/top1", "value": 0.75, "is_kept": False}
     assert not found["is_estimated"] and found["trend"] is None and found["notes"] == []
 
 
@@ -149,14 +149,63 @@ def test_slowest_rank(run_dir):
     def line(step: int, rank: str, seconds: float) -> dict:
         return LINES[0] | {"step": step, "slowest_rank": rank, "slowest_rank_s": seconds, "median_rank_s": 0.5}
 
-    write_metrics(run_dir, [line(1, "3 (node7)", 0.8), line(2, "0 (node1)", 0.51), line(3, "3 (node7)", 0.61)])
+    lines = [line(step, "3 (node7)", 0.8) for step in (1, 2, 3)]
+    lines += [line(4, "0 (node1)", 0.51), line(5, "3 (node7)", 0.61)]
+    write_metrics(run_dir, lines)
     (found,) = status(run_dir)
     expected = {"rank": "3 (node7)", "seconds": 0.61, "median_seconds": 0.5, "is_straggler": True}
-    assert found["slowest_rank"] == expected | {"lines": 2, "of_lines": 3}
+    assert found["slowest_rank"] == expected | {"lines": 4, "of_lines": 5}
     assert "STRAGGLER, 1.22 x the median" in shown(run_dir)
     assert "STRAGGLER, 1.22 x the median" in shown(run_dir, run_dir.parent / "run/.")  # in a table, too
-    write_metrics(run_dir, [line(1, "3 (node7)", 0.6)])
-    assert not status(run_dir)[0]["slowest_rank"]["is_straggler"]
+    for calm in (
+        lines[1:],  # too few to tell
+        [*lines[:2], lines[3], *lines[3:]],  # ranks that take turns
+        [*lines[:4], line(5, "3 (node7)", 0.6)],
+        [*lines[:4], lines[4] | {"step_time_s": 20.0}],  # nobody would notice
+    ):
+        write_metrics(run_dir, calm)
+        assert not status(run_dir)[0]["slowest_rank"]["is_straggler"]
+
+
+def test_steps_that_are_known_from_elsewhere(run_dir):
+    (run_dir / "metrics.jsonl").unlink()
+    assert status(run_dir)[0]["step"] is None
+    write_metrics(run_dir, [{"step": 8, "eval/validation/top1": 0.5}])
+    assert status(run_dir)[0]["step"] == 8
+    os.utime(run_dir / "metrics.jsonl", (NOW, NOW))
+    save_checkpoint(run_dir / "checkpoints", 12)
+    assert status(run_dir)[0]["step"] == 12
+    write_metrics(run_dir, [LINES[0]])  # a run that went back: what it writes now counts
+    os.utime(run_dir / "checkpoints/step-00000012/index.json", (NOW, NOW))
+    assert status(run_dir)[0]["step"] == 10
+
+
+def test_the_pace_without_the_first_step_of_a_process(run_dir):
+    first = LINES[0] | {"step": 1, "step_time_s": 50.0, "data_wait_s": 40.0}
+    later = LINES[0] | {"step": 11, "step_time_s": 2.0, "data_wait_s": 0.5}
+    for line in (first, later):
+        del line["data_wait"]
+    write_metrics(run_dir, [first, later])
+    (found,) = status(run_dir)
+    assert found["left_s"] == 89 * 2.0 and found["data_wait"] == 0.25
+    write_metrics(run_dir, [first])
+    assert status(run_dir)[0]["left_s"] == 99 * 50.0
+
+
+def test_a_run_that_ended_on_this_machine_is_not_thought_elsewhere(run_dir):
+    (run_dir / ".lock").write_text(socket.gethostname())
+    assert status(run_dir)[0]["state"] == "not running"
+    (run_dir / ".lock").write_text("another-machine")
+    assert status(run_dir)[0]["state"] == "unknown"
+
+
+def test_runs_can_be_compared(run_dir, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(run_dir, other)
+    write_recipe(other, "precision=fp32")
+    header, _, one, two = shown(run_dir, other).splitlines()[:4]
+    assert "top-1" in header and "loss" in header
+    assert "50.0 %" in one and "bf16" in one and "fp32" in two
 
 
 def test_anomalies(run_dir):
@@ -386,9 +435,12 @@ def test_the_best_one_by_the_recipes_rule(run_dir):
         "evaluation.every.steps=10",
         "selection={metric: validation/loss, mode: min}",
     )
-    assert status(run_dir)[0]["best"] == {"step": 10, "metric": "validation/loss", "value": 1.0}
+    best = {"step": 10, "metric": "validation/loss", "value": 1.0, "is_kept": False}
+    assert status(run_dir)[0]["best"] == best
     save_checkpoint(run_dir / "checkpoints", 20, selection={"best": 0.25, "best_step": 5, "evaluated": 20})
-    assert status(run_dir)[0]["best"] == {"step": 5, "metric": "validation/loss", "value": 0.25}
+    assert status(run_dir)[0]["best"] == best | {"step": 5, "value": 0.25}
+    save_checkpoint(run_dir / "checkpoints", 30, selection={"best": 0.2, "best_step": 30, "evaluated": 30})
+    assert status(run_dir)[0]["best"] == best | {"step": 30, "value": 0.2, "is_kept": True}
 
 
 def test_checkpoints_at_a_url_are_not_asked_for(run_dir):

@@ -6,7 +6,19 @@ import time
 from pathlib import Path
 
 import pytest
-from watched_runs import EVALUATED, LONG, MakeRun, Process, Run, assert_same, bare, deepspeed, launch, torchrun
+from watched_runs import (
+    EVALUATED,
+    LONG,
+    MakeRun,
+    Process,
+    Run,
+    assert_same,
+    bare,
+    deepspeed,
+    launch,
+    pretrain,
+    torchrun,
+)
 
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY
 
@@ -31,7 +43,7 @@ def test_a_run_that_is_told_to_end_again_and_again_is_the_undisturbed_one(make_r
         process.until(lambda: run.step() >= 23)
         os.kill(process.ranks()[1], signal.SIGTERM)
         assert process.end() == EXIT_PREEMPTED, process.text()
-        assert "a signal to another rank: saved at step" in process.text()
+        assert f"a signal to another rank: saved at step {run.step()} of 100" in process.text()
     assert codes(run) == [EXIT_PREEMPTED] * 2
     assert run.saved()[-1] == run.step() < 50
 
@@ -72,13 +84,78 @@ def test_other_launchers(make_run: MakeRun, undisturbed, tmp_path, start, number
         process.until(lambda: run.step() >= 10)
         os.kill(process.ranks()[1], number)
         assert process.end() == (EXIT_PREEMPTED if start is deepspeed else 1), process.text()
-        assert f"saved at step {run.step()}; repeat" in process.text()
+        assert f"saved at step {run.step()} of 100" in process.text()
         if start is torchrun:
             assert f"exitcode  : {EXIT_PREEMPTED} " in process.text()
     assert run.saved()[-1] == run.step() < 100
     with Process(start(run), tmp_path / "log") as process:
         assert process.end() == 0, process.text()
     assert_same(run, undisturbed)
+
+
+# torchrun ends with 1, as it always does, and DeepSpeed's launcher by the SIGINT that it does not handle.
+@pytest.mark.parametrize(
+    ("start", "codes_of_launcher"),
+    [
+        (pretrain, {EXIT_PREEMPTED}),
+        pytest.param(launch, {EXIT_PREEMPTED}, marks=pytest.mark.slow),
+        (torchrun, {1}),
+        (deepspeed, {1, -signal.SIGINT}),
+    ],
+)
+def test_the_first_ctrl_c_saves_under_every_launcher(make_run: MakeRun, tmp_path, start, codes_of_launcher):
+    """Every step up to the one that is saved has its line, though no line was due by their number."""
+    run = make_run(**LONG, checkpoint={"every": None}, logging={"every": 10_000})
+    with Process(start(run), tmp_path / "log") as process:
+        process.until(lambda: run.step() >= 1)
+        process.ranks()
+        process.press_ctrl_c()
+        assert process.end() in codes_of_launcher, process.text()
+        assert f"saved at step {run.step()} of 100,000" in process.text()
+        assert "without a checkpoint" not in process.text()
+    assert run.saved() == [run.step()] and run.lines()[0]["step"] == 1
+
+
+def test_a_second_ctrl_c_ends_at_once(make_run: MakeRun, tmp_path):
+    run = make_run(**LONG)
+    waiting, stopped = bare(run, tmp_path / "log")
+    with waiting, stopped:
+        waiting.until(lambda: run.step() >= 5)
+        stopped.signal(signal.SIGSTOP)
+        waiting.press_ctrl_c()
+        again_at = time.monotonic() + 2.5
+        waiting.until(lambda: time.monotonic() > again_at)
+        waiting.press_ctrl_c()
+        assert waiting.end() == EXIT_RETRY
+
+
+def test_ctrl_c_before_the_first_step_ends_at_once_without_a_trace(make_run: MakeRun, tmp_path):
+    run = make_run(**LONG)
+    for moment in (0.3, 2.5):
+        with Process(pretrain(run), tmp_path / "log") as process:
+            due = time.monotonic() + moment
+            process.until(lambda due=due: time.monotonic() > due)
+            process.press_ctrl_c()
+            assert process.end(60) in (EXIT_PREEMPTED, -signal.SIGINT), process.text()
+            assert "Traceback" not in process.text()
+
+
+def test_deepspeeds_launcher_may_send_sigterm_again(make_run: MakeRun, tmp_path):
+    """It sends one to each rank in turn, whenever the one before has ended."""
+    run = make_run(**LONG)
+    waiting, stopped = bare(run, tmp_path / "log", environment={"CROSS_RANK": "0"})
+    with waiting, stopped:
+        waiting.until(lambda: run.step() >= 5)
+        stopped.signal(signal.SIGSTOP)
+        waiting.signal(signal.SIGTERM)
+        again_at = time.monotonic() + 2.5
+        waiting.until(lambda: time.monotonic() > again_at)
+        waiting.signal(signal.SIGTERM)
+        again_at = time.monotonic() + 0.5
+        waiting.until(lambda: time.monotonic() > again_at)
+        stopped.signal(signal.SIGCONT)
+        assert waiting.end() == EXIT_PREEMPTED, waiting.text()
+    assert run.saved()[-1] == run.step()
 
 
 @pytest.mark.slow

@@ -204,6 +204,7 @@ class Process:
                 stdout=output,
                 stderr=output,
                 env={**os.environ, "PYTHONPATH": str(PRETRAIN.parents[1]), **(environment or {})},
+                start_new_session=True,
                 preexec_fn=bind,
             )
         self.pid = self._process.pid
@@ -225,6 +226,10 @@ class Process:
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
+
+    def press_ctrl_c(self) -> None:
+        """As at a terminal: SIGINT to the command and all that it has started, ranks of `vitscale launch` apart."""
+        os.killpg(self.pid, signal.SIGINT)
 
     def code(self) -> int | None:
         """The exit code; None while it runs."""
@@ -274,9 +279,11 @@ class Process:
         self._process.wait()
 
 
-def bare(run: Run, log: Path, size: int = 2, *options: str) -> list[Process]:
+def bare(
+    run: Run, log: Path, size: int = 2, *options: str, environment: Mapping[str, str] | None = None
+) -> list[Process]:
     """The ranks without any launcher: nobody but they themselves ends them."""
-    shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", **(environment or {})}
     shared["MASTER_PORT"] = free_port()
     return [
         Process(

@@ -43,6 +43,26 @@ def test_as_many_ranks_as_devices_that_divide_the_batch(capfd):
     assert "7 CUDA device(s) instead of 8" in shown and "uses 4 of 7 CUDA devices" in shown
 
 
+def test_what_is_refused_leaves_no_directory_and_its_cause_is_told_once(tmp_path):
+    run_dir = tmp_path / "runs" / "refused"
+    command = [
+        *VITSCALE,
+        "launch",
+        "h14_jft",
+        "--ranks",
+        "1",
+        "--run-dir",
+        str(run_dir),
+        "--set",
+        f"data.root={tmp_path}",
+    ]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    assert done.returncode in (2, 3), done.stderr
+    assert not run_dir.parent.exists()
+    lines = done.stderr.splitlines()
+    assert sum("rank 0" in line for line in lines) == sum(line.startswith("error: ") for line in lines) == 1, lines
+
+
 def test_one_rank_on_cpus():
     assert sizes([0, 0]) == [1, 1]
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,11 @@ from vitscale.training.metrics import MetricsWriter
 
 
 def rows(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines() if line]
+    """The lines, without their times, which have to be in order."""
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines() if line]
+    times = [datetime.fromisoformat(row.pop("time")) for row in found]
+    assert times == sorted(times)
+    return found
 
 
 def test_training_and_evaluation_are_lines_of_their_own(tmp_path):
@@ -58,6 +63,17 @@ def test_a_directory_that_vanishes_is_reported_once_and_used_again_when_back(tmp
     run_dir.mkdir()
     writer.training(3, {"loss": 1.0})
     assert [row["step"] for row in rows(run_dir)] == [3]
+
+
+def test_tensorboard_leaves_no_trace_where_the_directory_vanishes(tmp_path, caplog, capsys):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    writer = MetricsWriter(run_dir, resume_step=0, tensorboard=True)
+    run_dir.rename(tmp_path / "elsewhere")
+    for step in range(1, 100):
+        writer.training(step, {"loss": 1.0})
+    writer.close()
+    assert len(caplog.records) == 1 and capsys.readouterr().err == "" and not run_dir.exists()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

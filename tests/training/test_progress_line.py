@@ -39,6 +39,28 @@ def test_a_terminal_gets_one_live_line():
     assert "step 500: val/top1 0.9" in text
 
 
+def test_a_terminal_shows_every_step_and_the_time_left_after_two():
+    out, clock = io.StringIO(), Clock()
+    console = Console(file=out, force_terminal=True, width=80, color_system=None)
+    with TrainingProgress(total_steps=10_000, console=console, clock=clock) as progress:
+        progress.update(1, loss=0.5, lr=1e-3, images_per_s=1234.5)
+        clock.now += 2
+        progress.advance(2)
+        progress.note("a line")  # shows the live one once more
+    lines = out.getvalue().replace("\r", "\n").splitlines()
+    (shown,) = {line[line.index("step") :].rstrip() for line in lines if "step 2/10,000" in line}
+    assert "loss 0.5000" in shown and shown.endswith("ETA 5:33:16")  # 9,998 steps of 2 s; whole in 80 columns
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, color_system=None)
+    with TrainingProgress(total_steps=10, console=console, clock=Clock()) as progress:
+        progress.update(1, loss=0.5, lr=1e-3, images_per_s=10)
+    assert out.getvalue().startswith("step 1/10  loss 0.5000")
+
+
 def test_a_process_that_finds_its_run_done_shows_the_end():
     out = io.StringIO()
     with TrainingProgress(total_steps=5, console=Console(file=out), clock=Clock()) as progress:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from vitscale.cli.command_line import reader_is_gone
 from vitscale.errors import VitscaleError
-from vitscale.flops.view import number, percent, short
+from vitscale.flops.view import hours, number, percent, short
 from vitscale.status import NoRunYetError, RunReader, RunStatus
 from vitscale.status.liveness import duration
 
@@ -227,7 +227,7 @@ def _facts(status: RunStatus) -> dict[str, str]:
     ]
     cost = [
         _shown(status.exaflops, number(3), " exaFLOPs"),
-        about + _shown(status.device_hours, number(2), " device-hours") if status.device_hours is not None else "",
+        about + _shown(status.device_hours, hours, " device-hours") if status.device_hours is not None else "",
         about + _shown(status.energy_kwh, number(1), " kWh at most") if status.energy_kwh is not None else "",
         f"price {about}{status.cost:,.2f}" if status.cost is not None else "",
     ]

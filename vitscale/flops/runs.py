@@ -7,7 +7,7 @@ from vitscale.flops.cost import cost_row
 from vitscale.flops.hardware import Device
 from vitscale.flops.records import Run
 from vitscale.flops.reports import energy_legend
-from vitscale.flops.view import Column, Row, View, number, percent
+from vitscale.flops.view import Column, Row, View, hours, number, percent
 from vitscale.flops.work import recipe_work
 
 _COLUMNS = (
@@ -20,8 +20,8 @@ _COLUMNS = (
     Column("images_per_s", "images/s", number(1)),
     Column("mfu", "MFU", percent(1)),
     Column("devices", "devices", number(0), spare=4),
-    Column("hours", "hours", number(2)),
-    Column("device_hours", "device\nhours", number(2), spare=2),
+    Column("hours", "hours", hours),
+    Column("device_hours", "device\nhours", hours, spare=2),
     Column("energy_kwh", "kWh", number(1), spare=1),
     Column("cost", "cost", number(2)),
 )

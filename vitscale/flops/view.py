@@ -82,6 +82,11 @@ def short(value: float) -> str:
     return f"{value:,.4g}"
 
 
+def hours(value: float) -> str:
+    """With two decimals; below one hour with three significant digits."""
+    return f"{value:,.2f}" if value >= 1 else f"{value:.3g}"
+
+
 def percent(decimals: int, sign: str = "") -> Callable[[float], str]:
     """A fraction in percent; with a sign a difference, without one a share: `number` says how small ones look."""
     if sign:
