@@ -7,7 +7,7 @@ the hash, and one bucket after the other is sorted in memory.
 
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +76,7 @@ def order_images(
     total = sum(summary.images for summary in summaries)
     if not total:
         seen = ", ".join(f"{count:,} {reason}" for reason, count in sorted(ignored.items())) or "nothing"
-        raise DataError(f"no images in the source (found: {seen})")
+        raise DataError(f"{_shown(source.parts)}: no images in the source (found: {seen})")
     explicit = any(summary.explicit for summary in summaries)
     depth = None
     if not explicit:
@@ -91,9 +91,13 @@ def order_images(
             vocabulary.names, source.class_names, known_classes, from_folders=depth is not None
         )
         if depth is not None and known_classes is None:
-            refuse_splits(class_names, ", ".join(source.parts[:3]) + (" ..." if len(source.parts) > 3 else ""))
+            refuse_splits(class_names, _shown(source.parts))
     several = not unlabelled and any(summary.several_labels for summary in summaries)
     return Ordered(_sorted(buckets, label_of, source, explicit, ignored), class_names, several, ignored)
+
+
+def _shown(parts: Sequence[str]) -> str:
+    return ", ".join(parts[:3]) + (" ..." if len(parts) > 3 else "")
 
 
 def _summary(listing: Path, part: int) -> PartSummary:

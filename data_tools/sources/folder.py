@@ -1,5 +1,6 @@
 """A folder of images, here or at a URL: `class/file`, at any depth below; links are followed."""
 
+import errno
 import os
 import struct
 from collections import Counter
@@ -85,7 +86,9 @@ def _files_below(root: bytes, ignored: Counter[str]) -> Iterator[bytes]:
             with os.scandir(os.path.join(root, folder)) as listing:  # noqa: PTH118
                 for item in listing:
                     path = folder + b"/" + item.name if folder else item.name
-                    if item.is_dir():
+                    if _is_link_to_itself(item):
+                        ignored[NO_FILE] += 1
+                    elif item.is_dir():
                         pending.append((path, above | {identity}))
                     elif item.is_file() or not _exists(item):  # a broken link is an image that cannot be read
                         yield path
@@ -110,6 +113,16 @@ def _files_at(url: str, ignored: Counter[str]) -> Iterator[bytes]:
                 ignored[TOO_LARGE] += 1
             else:
                 yield name.removeprefix(root.rstrip("/") + "/").encode("utf-8")
+
+
+def _is_link_to_itself(item: os.DirEntry[bytes]) -> bool:
+    """Whether a link leads through itself, so that nothing can be said of what it points at."""
+    try:
+        if item.is_symlink():
+            item.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def _exists(item: os.DirEntry[bytes]) -> bool:
