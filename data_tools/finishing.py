@@ -25,7 +25,7 @@ from vitscale.errors import DataError, RecipeError
 from vitscale.shards import MANIFEST_NAME, Manifest, field_names
 from vitscale.shards.opening import local_copy
 from vitscale.shards.provenance import REJECTS_NAME, read_rejects, write_rejects
-from vitscale.wording import ranges
+from vitscale.wording import counted, ranges
 
 _SHOWN_REJECTS = 20
 _REQUESTS_AT_ONCE = 32
@@ -183,10 +183,10 @@ def refuse_rejects(output: Output, plan: Plan, reports: dict[int, ShardReport], 
         if report.unread:
             output.mark_done(replace(report, is_to_be_repeated=True).to_json(), report.task)
     raise DataError(
-        f"{rejected:,} of {plan.images:,} images ({rejected / plan.images:.2%}) cannot be stored; --max-reject-rate "
-        f"{max_rate:g} allows less. No manifest was written. Repeat the command with a higher rate: what is done is "
-        "kept, and images that could not even be read are tried again; or mend the source and start anew\n"
-        + "\n".join(lines)
+        f"{rejected:,} of {counted(plan.images, 'image')} ({rejected / plan.images:.2%}) cannot be stored; "
+        f"--max-reject-rate {max_rate:g} allows less. No manifest was written. Repeat the command with a higher rate: "
+        "what is done is kept, and images that could not even be read are tried again; or mend the source and start "
+        "anew\n" + "\n".join(lines)
     )
 
 

@@ -30,6 +30,7 @@ from vitscale.durable import durable_file, write_text
 from vitscale.errors import RecipeError
 from vitscale.shards import MANIFEST_NAME
 from vitscale.shards.provenance import REJECTS_NAME
+from vitscale.wording import counted
 
 LOG_NAME = "convert.log.jsonl"
 STATE_NAME = ".vitscale-convert"
@@ -176,7 +177,8 @@ class Output:
         if foreign:
             shown = ", ".join(map(repr, foreign[:_SHOWN])) + (" ..." if len(foreign) > _SHOWN else "")
             raise RecipeError(
-                f"OUT {self.where}: not empty ({len(foreign)} other files: {shown}). Choose a new or empty directory"
+                f"OUT {self.where}: not empty ({counted(len(foreign), 'other file')}: {shown}). Choose a new or "
+                "empty directory"
             )
 
     def is_complete(self, splits: list[str]) -> bool:

@@ -25,6 +25,7 @@ from data_tools.sources.parts import clean_path, open_unzipped, reading
 from data_tools.sources.source import IMAGE_SUFFIXES, Item, SourceOptions, numbered_label, refuse_too_large
 from vitscale.errors import DataError, RecipeError
 from vitscale.storage import is_url, read_bytes
+from vitscale.wording import counted
 
 CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 JSON_SUFFIXES = (".jsonl", ".ndjson")
@@ -133,8 +134,8 @@ def _csv_rows(lines: Iterator[str], delimiter: str, where: str, options: SourceO
                 if not row:
                     continue
                 raise DataError(
-                    f"{where}, line {rows.line_num}: {len(row)} columns; expected {columns} as in the first row "
-                    "(a field with a delimiter in it needs quotes)"
+                    f"{where}, line {rows.line_num}: {counted(len(row), 'column')}; expected {columns} as in the "
+                    "first row (a field with a delimiter in it needs quotes)"
                 )
             path = row[image_at]
             if label_at is not None:
@@ -159,8 +160,8 @@ def _layout(first: list[str], where: str, options: SourceOptions) -> _Layout:
         if len(first) == 2 or (len(first) == 1 and label is None):
             return _Layout(len(first), 0, label, has_header=False)
         raise RecipeError(
-            f"{where}: {len(first)} columns and no header. Expected two, image and label; otherwise a first row that "
-            f"names the columns (--label-field {NO_LABELS} for a list without labels)"
+            f"{where}: {counted(len(first), 'column')} and no header. Expected two, image and label; otherwise a "
+            f"first row that names the columns (--label-field {NO_LABELS} for a list without labels)"
         )
     if len(set(names)) < len(names):
         raise RecipeError(f"{where}: a column twice in the header {', '.join(names)}")

@@ -21,6 +21,7 @@ from data_tools.sources.archive import is_tar, open_archive
 from data_tools.sources.parts import open_part
 from data_tools.sources.source import IMAGE_SUFFIXES, Item, numbered_label
 from vitscale.errors import DataError, RecipeError
+from vitscale.wording import counted
 
 _GROUND_TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
 _META = "data/meta.mat"
@@ -136,7 +137,7 @@ def labelled(items: Iterable[Item], labels: str, where: str) -> Iterator[Item]:
             examples.append(item.key)
     if missing:
         shown = ", ".join(map(repr, examples)) + (" ..." if missing > len(examples) else "")
-        raise DataError(f"--labels {labels}: does not name {missing:,} images of {where}: {shown}")
+        raise DataError(f"--labels {labels}: does not name {counted(missing, 'image')} of {where}: {shown}")
 
 
 def read_label_list(path: str) -> LabelList:
@@ -189,8 +190,8 @@ def _table_rows(where: str, rows: Iterable[list[str]]) -> Iterator[Row]:
                 continue
         if len(row) != width:
             raise DataError(
-                f"--labels {where}, line {number:,}: {len(row)} columns; expected {width}: name and label of an image"
-                + (" (or more, with a header that calls one of them 'label')" if width == 2 else "")
+                f"--labels {where}, line {number:,}: {counted(len(row), 'column')}; expected {width}: name and label "
+                "of an image" + (" (or more, with a header that calls one of them 'label')" if width == 2 else "")
             )
         cell = row[label_column]
         if boxes:

@@ -28,6 +28,7 @@ from data_tools.sources.tf_example import (
 )
 from vitscale.errors import DataError, RecipeError
 from vitscale.storage import is_url
+from vitscale.wording import counted
 
 _IMAGES = ("image/encoded", "image", "image_raw", "jpg", "jpeg", "png")
 _LABELS = ("image/class/synset", "image/class/label", "label", "labels", "image/class/text", "class", "cls", "target")
@@ -136,7 +137,7 @@ def _image(data: bytes, features: dict[str, Feature], name: str, spot: str) -> S
     feature = _feature(features, name, spot)
     values = bytes_values(data, feature, spot) if feature.kind == "bytes" else []
     if len(values) != 1:
-        held = f"{len(values)} values" if feature.kind == "bytes" else feature.kind or "nothing"
+        held = counted(len(values), "value") if feature.kind == "bytes" else feature.kind or "nothing"
         raise DataError(f"{spot}: feature {name!r} holds {held}; expected the bytes of one image")
     return values[0]
 

@@ -132,7 +132,7 @@ def test_a_file_that_is_too_large_is_rejected_unread(here, tmp_path, photos, kin
 def test_nothing_but_rejects(here, tmp_path):
     (tmp_path / "images" / "cat").mkdir(parents=True)
     (tmp_path / "images" / "cat" / "1.jpg").write_bytes(b"")
-    with pytest.raises(DataError, match=r"1 of 1 images .*\n  'cat/1.jpg': empty file"):
+    with pytest.raises(DataError, match=r"1 of 1 image .*\n  'cat/1.jpg': empty file"):
         convert(Request(str(tmp_path / "images")), tmp_path / "out", Machine(workers=1, max_reject_rate=1.0))
 
 

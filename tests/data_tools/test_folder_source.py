@@ -37,12 +37,13 @@ def test_odd_files(tmp_path):
     os.mkfifo(root / "cat" / "pipe.jpg")  # opening it would wait for ever
     (root / "cat" / "broken.jpg").symlink_to("nowhere.jpg")
     (root / "cat" / "circle").symlink_to(root)
+    (root / "cat" / "self.jpg").symlink_to("self.jpg")
     (root / "dog" / "linked.jpg").symlink_to(root / "cat" / "1.jpg")
     (root / "fox").symlink_to(root / "dog")  # one folder by two names is no circle
     source, items, ignored = listed(root)
     keys = ["cat/1.jpg", "cat/broken.jpg", "dog/2.jpg", "dog/linked.jpg", "fox/2.jpg", "fox/linked.jpg"]
     assert [item.key for item in items] == keys
-    assert ignored == {"neither file nor folder": 1, "link to a folder above": 1}
+    assert ignored == {"neither file nor folder": 2, "link to a folder above": 1}
     with pytest.raises(OSError, match="No such file"):
         source.read(0, items[1].content)
 

@@ -97,7 +97,7 @@ def test_fields_that_people_name(tmp_path):
         ("x.csv", "path,label,target\n1,cat,2\n", "labels may be in any of the columns label, target.*--label-field"),
         ("x.csv", "path;label\n1.jpg;cat\n", "there are path;label"),
         ("x.csv", "a/1.jpg,cat,3\n", "3 columns and no header"),
-        ("x.csv", "a/1.jpg\n", "1 columns and no header"),
+        ("x.csv", "a/1.jpg\n", "1 column and no header"),
         ("x.csv", "path,label,label\n", "a column twice"),
         ("x.jsonl", '{"id": 1, "label": 2}', "no column that is known to hold images; there are id, label"),
         ("x.json", "{}", "not a list of images; those end in .csv, .tsv, .jsonl, .ndjson"),
@@ -115,7 +115,7 @@ HEAD = b"path,label\n"
     ("name", "text", "message"),
     [
         ("x.csv", b"", "an empty list"),
-        ("x.csv", HEAD + b"1.jpg,cat\n2.jpg\n", "line 3: 1 columns; expected 2"),
+        ("x.csv", HEAD + b"1.jpg,cat\n2.jpg\n", "line 3: 1 column; expected 2"),
         ("x.csv", HEAD + b"1,2.jpg,cat\n", "line 2: 3 columns; expected 2 .* needs quotes"),
         ("x.csv", HEAD + b"1.jpg,cat\n,cat\n", "line 3: no path of an image"),
         ("x.csv", HEAD + b"../,cat\n", "line 2: no path of an image"),

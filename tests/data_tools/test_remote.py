@@ -221,7 +221,7 @@ def test_killed_and_repeated_also_without_what_this_machine_knew(here, s3, image
 
 def test_what_is_not_ours_is_refused_and_left_alone(s3, image_folder, photos):
     s3.filesystem().pipe_file("bucket/thesis/chapter.tex", b"...")
-    with pytest.raises(RecipeError, match=r"not empty \(1 other files: 'chapter.tex'\)"):
+    with pytest.raises(RecipeError, match=r"not empty \(1 other file: 'chapter.tex'\)"):
         convert(Request(str(image_folder)), "s3://bucket/thesis", ONE)
     assert contents(s3.bucket / "thesis") == {"chapter.tex": b"..."}
     for out, message in (

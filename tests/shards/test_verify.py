@@ -121,7 +121,7 @@ def test_many_damaged_samples_are_counted_not_listed(tmp_path):
         flip(path, position + 9)
     damage = found(tmp_path / "ds").damage
     assert [one.uid for one in damage if one.uid is not None] == list(range(20))
-    assert any(one.what.startswith("40 samples more: ") for one in damage)
+    assert any(one.what.startswith("40 more samples: ") for one in damage)
 
 
 def test_tables_of_provenance_are_compared(dataset):

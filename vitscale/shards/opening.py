@@ -16,6 +16,7 @@ from vitscale.shards.foreign import ForeignShard
 from vitscale.shards.manifest import Manifest
 from vitscale.shards.provenance import provenance_path, read_provenance
 from vitscale.storage import base_name, get, is_url, size_of
+from vitscale.wording import counted
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def open_shard_file(manifest: Manifest, index: int, path: Path) -> ShardFile:
     if found != (entry.samples, entry.first_uid):
         file.close()
         raise DataError(
-            f"{path}: {found[0]} samples from uid {found[1]}; the manifest says {entry.samples} from "
+            f"{path}: {counted(found[0], 'sample')} from uid {found[1]}; the manifest says {entry.samples} from "
             f"{entry.first_uid}: this is another shard"
         )
     return file

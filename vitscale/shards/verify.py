@@ -21,6 +21,7 @@ from vitscale.shards.opening import labels_of, local_copy, shard_file
 from vitscale.shards.provenance import REJECTS_NAME, provenance_path, read_provenance, read_rejects
 from vitscale.shards.scan import scan
 from vitscale.storage import base_name, names_in, size_of
+from vitscale.wording import counted
 
 _LISTED_SAMPLES = 20  # of one shard and one kind of damage
 _LISTED_NAMES = 5
@@ -78,7 +79,7 @@ class _Finding:
             key = None if keys is None else keys[slot]
             self.damage.append(Damage(self.entry.path, what, int(shard.uid[slot]), key))
         if (more := int(bad.sum()) - _LISTED_SAMPLES) > 0:
-            self.add(f"{more:,} samples more: {what}")
+            self.add(f"{counted(more, 'more sample')}: {what}")
 
     def compare(self, found: FileDigests, how: str = "") -> None:
         """Report digests that are not the manifest's."""
