@@ -13,7 +13,7 @@ _POSITIVE = "expected a number above 0"
 def plan(
     recipe: Annotated[str, typer.Argument(help="A file, or the stem of one that comes with vitscale.")],
     devices: Annotated[int, typer.Option(min=1, max=_MOST, help="How many, all nodes together.")],
-    hardware: Annotated[str, typer.Option(metavar="NAME", help="h100, h200, a100, ...")],
+    hardware: Annotated[str, typer.Option(metavar="NAME", help="h100, h200, a100-pcie, ...")],
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's field.")
     ] = None,
@@ -40,6 +40,8 @@ def plan(
     """
     from pathlib import Path
 
+    from rich.console import Console
+
     from vitscale.cli.plan_output import show_plan
     from vitscale.errors import RecipeError
     from vitscale.flops.estimate import estimate
@@ -61,17 +63,18 @@ def plan(
         check_known(estimated)
     estimated.recipe.batch.split(devices)  # before torch is imported, which takes seconds
 
-    from vitscale.planning.cluster import make_cluster
-    from vitscale.planning.plan import make_plan
+    with Console(stderr=True).status("planning, which takes some seconds"):  # seen on a terminal only
+        from vitscale.planning.cluster import make_cluster
+        from vitscale.planning.plan import make_plan
 
-    cluster = make_cluster(
-        device,
-        devices,
-        nodes=nodes,
-        devices_per_node=devices_per_node,
-        network=None if network is None else network * _GB,
-        memory=None if memory is None else memory * _GB,
-        efficiency=mfu,
-    )
-    made = make_plan(estimated, cluster, price=price, storage=None if storage is None else storage * _GB)
+        cluster = make_cluster(
+            device,
+            devices,
+            nodes=nodes,
+            devices_per_node=devices_per_node,
+            network=None if network is None else network * _GB,
+            memory=None if memory is None else memory * _GB,
+            efficiency=mfu,
+        )
+        made = make_plan(estimated, cluster, price=price, storage=None if storage is None else storage * _GB)
     show_plan(made, every_micro_batch=every_micro_batch, as_json=as_json)

@@ -222,30 +222,22 @@ def _verdict(choice: Choice, best: Choice | None, cluster: Cluster) -> str:
         return "best"
     needs, has = choice.memory.device_bytes / GB, cluster.memory / GB
     if not choice.fits:
-        spare = "" if needs > has else f", of which {1 - _USABLE:.0%} are kept free"
-        return f"does not fit: {needs:.0f} of {has:g} GB{spare}"
+        return "does not fit" + ("" if needs > has else f": {1 - _USABLE:.0%} are kept free")
     assert best is not None, "what fits is compared with the best of what fits"
-    room = _room(needs - best.memory.device_bytes / GB)
     slower = choice.time.total / best.time.total - 1
     if slower > _AS_FAST:
-        return f"{room}, {slower:.0%} slower: {_reason(choice.time, best.time)}"
+        return f"{slower:.0%} slower: {_reason(choice.time, best.time)}"
     if choice.micro_batch < best.micro_batch:
-        return f"{room}, as fast; smaller micro-batches, which kernels like less"
-    return f"{room}, as fast" + ("; more messages" if choice.zero_stage > best.zero_stage else "")
-
-
-def _room(more: float) -> str:
-    if abs(more) < 1:
-        return "same memory"
-    return f"{abs(more):.0f} GB {'more' if more > 0 else 'less'}"
+        return "as fast, smaller micro-batches"
+    return "as fast" + (", more messages" if choice.zero_stage > best.zero_stage else "")
 
 
 def _reason(time: StepTime, best: StepTime) -> str:
     """The part of a step's time that differs most."""
     parts = {
         "recomputes": time.recompute - best.recompute,
-        "waits for the network": time.waiting - best.waiting,
-        "each device updates more": time.update - best.update,
+        "network": time.waiting - best.waiting,
+        "update": time.update - best.update,
     }
     return max(parts, key=lambda part: parts[part])
 
