@@ -56,10 +56,7 @@ def main() -> None:
                 found.append(took)
     for workers, found in seconds.items():
         speedup = median_ratio(seconds[1], found)
-        print(
-            f"{workers} workers: {images:,} images in {statistics.median(found):5.1f} s, "
-            f"{speedup.median:.2f} x one worker ({speedup.low:.2f} to {speedup.high:.2f})"
-        )
+        print(f"{workers} workers: {images:,} images in {statistics.median(found):5.1f} s, {speedup:.2f} x one worker")
 
 
 if __name__ == "__main__":

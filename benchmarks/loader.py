@@ -315,7 +315,7 @@ def main() -> int:
         for name, rates in speeds.items():
             print(f"{name:22}{statistics.median(rates):8.0f} images/CPU-s  ({min(rates):.0f} to {max(rates):.0f})")
         for key, found in compared.items():
-            print(f"{key:22}{found.median:8.3g}  ({found.low:.3g} to {found.high:.3g})")
+            print(f"{key:22}{found:8.3g}")
         for key, value in measured.items():
             print(f"{key:22}{value:8.3g}")
     for what in missed:

@@ -23,6 +23,10 @@ class Interval:
     low: float
     high: float
 
+    def __format__(self, spec: str) -> str:
+        """As in 1.25 (1.21 to 1.31)."""
+        return f"{self.median:{spec}} ({self.low:{spec}} to {self.high:{spec}})"
+
     def is_above(self, limit: float) -> bool:
         """Whether the whole interval is."""
         return self.low > limit

@@ -8,6 +8,10 @@ if "PYTEST_XDIST_WORKER" not in os.environ and "CUDA_VISIBLE_DEVICES" in os.envi
     os.environ["VITSCALE_TEST_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+# torch's threads otherwise wait by spinning. Where several processes share the cores that took ten times the CPU time,
+# and most of it from the one that was waited for.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import signal
 import tempfile
 from pathlib import Path

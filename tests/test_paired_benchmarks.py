@@ -65,6 +65,10 @@ def test_rounds_are_compared_each_with_its_own():
         median_ratio(ours, peer[1:])
 
 
+def test_an_interval_is_printed_behind_its_median():
+    assert f"{Interval(1.25, 1.2, 1.304):.2f}" == "1.25 (1.20 to 1.30)"
+
+
 def test_a_goal_is_missed_only_where_the_whole_interval_lies_beyond_it():
     found = Interval(0.04, 0.01, 0.06)
     assert not found.is_above(0.03) and found.is_above(0.009)

@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.multiprocessing as mp
 from communication_ranks import run_steps
 from toy_recipes import make_recipe
+from training.ranks import start
 
 from vitscale.planning.communication import communication
 from vitscale.planning.parameters import model_parameters
-from vitscale.training.distributed import free_port
 
 BLOCK = 4 * 64 * 64 + 2 * 64 * 256
 KINDS = {"all_reduce": "all-reduce", "all_gather_into_tensor": "all-gather", "reduce_scatter_tensor": "reduce-scatter"}
@@ -55,7 +54,7 @@ QUICK += ("zero3-bf16-sums-fp32-x2", "zero3-again0-reuse0.5", "zero3-again1-reus
 
 
 def check(world_size: int, folder: Path, given: dict[str, dict[str, Any]]) -> None:
-    mp.spawn(run_steps, (world_size, int(free_port()), folder, given), nprocs=world_size)
+    start(run_steps, folder, given, world_size)
     counted = json.loads((folder / "sent.json").read_text())
     assert counted.keys() == given.keys()
     for name, blocks in given.items():

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.multiprocessing as mp
 from engine_ranks import run_engines
 from toy_recipes import make_recipe
+from training.ranks import start
 
 from vitscale.planning import expected_memory
-from vitscale.training.distributed import free_port
 
 WORLD = 2
 # Small buckets: what is in flight is no part of what is compared.
@@ -55,7 +54,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder: Path = tmp_path_factory.mktemp("engines")
     selected = {item.name for item in request.session.items}
     cases = {name: blocks for name, blocks in CASES.items() if any(f"[{name}]" in item for item in selected)}
-    mp.spawn(run_engines, (WORLD, int(free_port()), folder, cases), nprocs=WORLD)
+    start(run_engines, folder, cases, WORLD)
     return json.loads((folder / "held.json").read_text())
 
 

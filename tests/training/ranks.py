@@ -113,7 +113,7 @@ def launch(root: Path, jobs: list[dict[str, Any]], world_size: int) -> None:
     start(run_jobs, root, jobs, world_size)
 
 
-def start(entry: Callable[..., None], root: Path, work: list[Any], world_size: int) -> None:
+def start(entry: Callable[..., None], root: Path, work: Any, world_size: int) -> None:
     """An entry point (rank, world_size, port, root, work) on so many ranks."""
     multiprocessing.set_forkserver_preload(_IMPORTED_ONCE)
     start_processes(entry, (world_size, int(free_port()), root, work), nprocs=world_size, start_method="forkserver")
