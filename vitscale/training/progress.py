@@ -39,7 +39,7 @@ class TrainingProgress:
         self._console = console or Console()
         self._clock = clock
         self._first: tuple[int, float] | None = None  # step and time of the first one of this process
-        self._last_line = 0.0
+        self._last_line = -PLAIN_INTERVAL_S
         self._status = ""
         self._live: Progress | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
