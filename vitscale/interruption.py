@@ -80,7 +80,8 @@ class Interruption:
             if not self._saves_first:
                 self._end_before_the_first_step()
             if self._answers:
-                again = "Ctrl-C again" if number == signal.SIGINT else "Another signal"
+                is_by_hand = number == signal.SIGINT or _OF_DEEPSPEEDS_LAUNCHER in os.environ
+                again = "Ctrl-C again" if is_by_hand else "Another signal"
                 _say(f"{self._what}: saving after this step. {again} ends at once, without saving")
         elif now - self._first > _SAME_REQUEST_SECONDS and not _is_of_launcher(number):
             _end(f"{_name(number)} again: ending without a checkpoint of this step", PeerLostError.exit_code)
