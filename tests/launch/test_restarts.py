@@ -65,7 +65,7 @@ def test_the_survivors_of_a_failed_rank_do_not_hide_why(tmp_path):
 def test_restarts_without_a_new_checkpoint_are_counted(tmp_path, capfd):
     assert launch(tmp_path, ("sys.exit(75)",), max_restarts=0) == (75, 1)
     assert launch(tmp_path, ("sys.exit(75)",), max_restarts=2) == (75, 3)
-    assert "not restarted: the last 2 restart(s) brought no new checkpoint" in capfd.readouterr().err
+    assert "not restarted: the last 2 restarts brought no new checkpoint" in capfd.readouterr().err
 
 
 def test_a_new_checkpoint_begins_the_count_again(tmp_path):

@@ -11,6 +11,7 @@ from vitscale.errors import RecipeError
 from vitscale.flops import model_work
 from vitscale.flops.vit import num_tokens
 from vitscale.recipe.schema import Model
+from vitscale.wording import counted
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def _check_patch(name: str, shape: ViTShape, image_size: int) -> None:
 
 
 def _table(rows: list[_Row], image_size: int, num_classes: int) -> Table:
-    table = Table(title=f"{image_size} x {image_size} pixels, {num_classes:,} classes")
+    table = Table(title=f"{image_size} x {image_size} pixels, {counted(num_classes, 'class')}")
     table.add_column("model", no_wrap=True)
     table.add_column("family")
     for heading in ("tokens", "parameters", "GMACs/image"):

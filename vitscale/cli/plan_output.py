@@ -8,6 +8,7 @@ from typing import Any
 from vitscale.flops.view import Column, Row, View, number, percent, render, short
 from vitscale.planning.cluster import GB, Cluster
 from vitscale.planning.plan import Choice, Plan, Totals, find_best
+from vitscale.wording import counted
 
 _PARTS = ("weights", "optimizer", "ema", "gradients", "update", "activations", "workspace", "images")
 _ON_PAPER = (
@@ -36,7 +37,7 @@ def show_plan(plan: Plan, *, every_micro_batch: bool, as_json: bool) -> None:
 
 def _heading(plan: Plan) -> str:
     cluster = plan.cluster
-    nodes = f"{cluster.nodes:,} node{'s' if cluster.nodes > 1 else ''} of {cluster.devices_per_node}"
+    nodes = f"{counted(cluster.nodes, 'node')} of {cluster.devices_per_node}"
     network = f", {cluster.network / GB:g} GB/s a node" if cluster.nodes > 1 else ""
     return (
         f"{plan.name}: {plan.parameters / 1e6:,.0f} million parameters on {cluster.devices:,} {cluster.device.name} "

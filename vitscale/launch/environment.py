@@ -14,6 +14,7 @@ from typing import NamedTuple
 from vitscale.errors import RecipeError
 from vitscale.launch.machine import hold_port
 from vitscale.launch.nodes import DEFAULT_PORT, Place
+from vitscale.wording import counted
 
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OPEN_MPI = (
@@ -97,8 +98,8 @@ def find_place(nodes: int | None, node_rank: int | None, master: str | None, *, 
             nodes = _number("SLURM_NNODES")
             if _number("SLURM_NTASKS") != nodes:
                 raise RecipeError(
-                    f"srun has started {_number('SLURM_NTASKS')} tasks on {nodes} node(s), and a launch starts the "
-                    f"ranks of its node itself: srun --ntasks-per-node=1 vitscale launch ..."
+                    f"srun has started {counted(_number('SLURM_NTASKS'), 'task')} on {counted(nodes, 'node')}, and a "
+                    f"launch starts the ranks of its node itself: srun --ntasks-per-node=1 vitscale launch ..."
                 )
         node_rank = _number("SLURM_NODEID") if node_rank is None else node_rank
         if master is None and nodes > 1:
@@ -115,7 +116,7 @@ def find_place(nodes: int | None, node_rank: int | None, master: str | None, *, 
         )
     assert nodes is not None and node_rank is not None and master is not None
     if node_rank >= nodes:
-        raise RecipeError(f"--node-rank {node_rank}: of {nodes} node(s) they are 0 to {nodes - 1}")
+        raise RecipeError(f"--node-rank {node_rank}: of {counted(nodes, 'node')} they are 0 to {nodes - 1}")
     address, port = split_address(master)
     return Place(node_rank, nodes, address, port, wait_s)
 

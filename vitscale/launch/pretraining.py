@@ -17,6 +17,7 @@ from vitscale.launch.restarts import Launch
 from vitscale.launch.supervisor import Supervisor, say
 from vitscale.recipe import load_recipe
 from vitscale.run_directory import RECIPE_FILE, default_run_dir, in_use, is_held
+from vitscale.wording import counted
 
 Resume = Literal["auto", "never"]
 _PATIENCE_SECONDS = (0.5, 1.0, 2.0)  # with ranks whose launch was killed a moment ago
@@ -101,8 +102,10 @@ class PretrainingRanks:
             return []
         if layout.ranks < devices:
             say(f"uses {layout.ranks} of {devices} CUDA devices, the most that together divide batch.global")
-        of_all = f" of {layout.world_size}" if layout.world_size > layout.ranks else ""
-        say(f"{layout.ranks}{of_all} rank(s) on {socket.gethostname()}, run directory {self.run_dir}")
+        ranks = counted(layout.world_size, "rank")
+        if layout.world_size > layout.ranks:
+            ranks = f"{layout.ranks} of {ranks}"
+        say(f"{ranks} on {socket.gethostname()}, run directory {self.run_dir}")
         return self.commands(layout, attempt)
 
     def commands(self, layout: Layout, attempt: int) -> list[RankCommand]:
@@ -151,6 +154,6 @@ class PretrainingRanks:
         if devices == 0 and before:
             raise PeerLostError(f"none of this machine's {before} CUDA devices is left; see nvidia-smi")
         if before is not None and devices != before:
-            say(f"{devices} CUDA device(s) instead of {before}")
+            say(f"{counted(devices, 'CUDA device')} instead of {before}")
         self._devices = devices
         return devices

@@ -11,6 +11,7 @@ from vitscale.launch.nodes import Account, Decision, Nodes, OneNode
 from vitscale.launch.rank import RankCommand
 from vitscale.launch.supervisor import Supervisor, say
 from vitscale.run_directory import DONE_FILE, LAUNCH_FILE, newest_checkpoint_step, read_done
+from vitscale.wording import counted
 
 _LONGEST_PAUSE_SECONDS = 60.0
 
@@ -61,7 +62,7 @@ class Launch:
             raise
         self._journal.write("finished", exit_code=decision.code, cause=decision.why, step=self._supervisor.highest_step)
         seconds, attempts = time.monotonic() - began, self._journal.attempt
-        say(f"exit code {decision.code} after {seconds:,.0f} s and {attempts} attempt(s): {decision.why}")
+        say(f"exit code {decision.code} after {seconds:,.0f} s and {counted(attempts, 'attempt')}: {decision.why}")
         return decision.code
 
     def _attempt(self) -> Decision:
@@ -110,7 +111,7 @@ class Launch:
         if self._progress() > self._furthest:
             self._furthest, self._in_a_row = self._progress(), 0
         if may_restart and self._in_a_row >= self._max_restarts:
-            say(f"not restarted: the last {self._in_a_row} restart(s) brought no new checkpoint")
+            say(f"not restarted: the last {counted(self._in_a_row, 'restart')} brought no new checkpoint")
             may_restart = False
         if not may_restart:
             return Decision(code, why, restarts=False)

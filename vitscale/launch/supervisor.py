@@ -17,6 +17,7 @@ from typing import Any, Self
 from vitscale.launch.ends import FINAL, End
 from vitscale.launch.machine import STOPPED, out_of_memory_kills
 from vitscale.launch.rank import RankCommand, RankProcess
+from vitscale.wording import counted
 
 # What is passed on as what. SIGINT is a person's Ctrl-C, SIGHUP a terminal that was closed.
 PASSED_ON = {
@@ -286,5 +287,5 @@ def _out_of_memory_hint(before: int | None) -> str:
     if now is None or before is None:
         return "; perhaps for want of memory: the kernel's log tells"
     if now > before:
-        return f"; out of memory: the kernel killed {now - before} process(es) of this control group for it"
+        return f"; out of memory: the kernel killed {counted(now - before, 'process')} of this control group for it"
     return "; not for want of memory, as far as the counts of this control group tell"

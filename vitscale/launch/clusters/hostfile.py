@@ -35,6 +35,7 @@ from vitscale.launch.supervisor import PASSED_ON, say
 from vitscale.recipe import load_recipe
 from vitscale.run_directory import LAUNCH_FILE, checkpoints_root, default_run_dir, newest_checkpoint_step
 from vitscale.storage import is_url
+from vitscale.wording import counted
 
 _LOST = 255  # what ssh ends with when it has lost the connection, or never had one
 _ANSWER_SECONDS = 10
@@ -144,7 +145,7 @@ class _Front:
         self._ssh, self._limit = shell_words("ssh", options.ssh), job.what.time_limit_minutes
         self.hosts = read_hostfile(options.hostfile)
         if job.nodes is not None and job.nodes > len(self.hosts):
-            raise RecipeError(f"--nodes {job.nodes}: {options.hostfile} has {len(self.hosts)} host(s)")
+            raise RecipeError(f"--nodes {job.nodes}: {options.hostfile} has {counted(len(self.hosts), 'host')}")
         self.hosts = self.hosts[: job.nodes]
         if job.what.ranks is not None:
             short = [host.name for host in self.hosts if host.slots < job.what.ranks]
@@ -215,7 +216,7 @@ class _Front:
                 in_a_row = 0 if newest_checkpoint_step(self._run_dir) > furthest else in_a_row
                 furthest = newest_checkpoint_step(self._run_dir)
                 if in_a_row >= self._job.max_restarts:
-                    say(f"not started again: the last {in_a_row} time(s) brought no new checkpoint. {cause}")
+                    say(f"not started again: the last {counted(in_a_row, 'start')} brought no new checkpoint. {cause}")
                     return EXIT_RETRY
                 in_a_row += 1
                 hosts = self._fitting(left)
@@ -223,7 +224,9 @@ class _Front:
                     why = "the ranks of the others do not divide batch.global" if left else "no host is left"
                     raise PeerLostError(f"{cause}, and {why}; repeat the command when they are back")
                 names = [host.name for host in hosts]
-                say(f"{cause}: goes on with {' and '.join(names)}, {sum(host.slots for host in hosts)} rank(s)")
+                say(
+                    f"{cause}: goes on with {' and '.join(names)}, {counted(sum(host.slots for host in hosts), 'rank')}"
+                )
                 journal.write("hosts", hosts=names, cause=cause, step=furthest)
                 self._continue(began)
 

@@ -21,6 +21,7 @@ from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL
 from vitscale.recipe import load_recipe
 from vitscale.run_directory import default_run_dir
 from vitscale.storage import is_url, without_file_scheme
+from vitscale.wording import counted
 
 Object = dict[str, Any]
 
@@ -118,8 +119,8 @@ def _checked_options(job: Job) -> Options:
     recipe = load_recipe(what.recipe, [] if what.smoke else what.settings)
     if not what.smoke and recipe.batch.global_size % (nodes * what.ranks):
         raise RecipeError(
-            f"{nodes} node(s) of {what.ranks} ranks do not divide batch.global {recipe.batch.global_size:,}: choose "
-            f"another --ranks or --nodes"
+            f"{counted(nodes, 'node')} of {counted(what.ranks, 'rank')} do not divide batch.global "
+            f"{recipe.batch.global_size:,}: choose another --ranks or --nodes"
         )
     mount, run_dir = _mount(options), what.run_dir or default_run_dir(what.recipe, smoke=what.smoke)
     if not _is_below(mount, mount / run_dir):

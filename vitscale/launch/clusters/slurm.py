@@ -18,6 +18,7 @@ from vitscale.launch.pretraining import PretrainingRanks
 from vitscale.launch.supervisor import say
 from vitscale.recipe import load_recipe
 from vitscale.run_directory import RECIPE_FILE, default_run_dir
+from vitscale.wording import counted
 
 _SIGNAL_SECONDS = 300
 
@@ -57,7 +58,7 @@ counter=$run_dir/.slurm-$SLURM_JOB_ID
 read -r furthest in_a_row 2>/dev/null <"$counter" || furthest=0 in_a_row=0
 [ "${step:-0}" -le "$furthest" ] || furthest=$step in_a_row=0
 if [ "$in_a_row" -ge "$max_requeues" ]; then
-    echo "slurm: exit code $code: not requeued, as the last $in_a_row time(s) brought no further step" >&2
+    echo "slurm: exit code $code: not requeued; requeues in a row without a further step: $in_a_row" >&2
     exit $code
 fi
 echo "slurm: exit code $code after step ${step:-0}: requeued" >&2
@@ -93,7 +94,10 @@ def render(job: Job) -> str:
         raise RecipeError(f"--run-dir {str(run_dir)!r}, in {str(Path.cwd())!r}: has characters that cannot be printed")
     recipe = load_recipe(job.what.recipe, [] if job.what.smoke else job.what.settings)
     if ranks and not job.what.smoke and recipe.batch.global_size % (nodes * ranks):
-        raise RecipeError(f"{nodes} node(s) of {ranks} rank(s) do not divide batch.global {recipe.batch.global_size:,}")
+        raise RecipeError(
+            f"{counted(nodes, 'node')} of {counted(ranks, 'rank')} do not divide batch.global "
+            f"{recipe.batch.global_size:,}"
+        )
     if job.what.resume == "never" and not job.what.smoke:
         from vitscale.training.run_directory import check_run_dir  # with torch: nobody else here needs it
 
