@@ -2,7 +2,8 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,24 @@ from vitscale.architectures import architecture, nearest
 from vitscale.checkpoint import EMA, MASTER, RECIPE_FILE
 from vitscale.errors import RecipeError
 from vitscale.models import initial_value
-from vitscale.models.weights import Description, describe, has_head, open_weights, parameters, write_weights
+from vitscale.models.weights import (
+    WHOLE_PICTURE,
+    Description,
+    Entry,
+    Source,
+    describe,
+    has_head,
+    loading_lines,
+    open_weights,
+    parameters,
+    write_weights,
+)
 from vitscale.recipe import apply_setting, differences, find_recipe, load_recipe
 from vitscale.weight_formats import Format
 
 # Which options each kind of source understands; an option that would do nothing is refused.
 _OPTIONS = {
-    "a run": {"step", "no_ema"},
+    "a run": {"step", "no_ema", "image_size"},
     "a file of weights": {"model", "set", "image_size"},
     "a model's name": {"seed", "num_classes", "image_size", "head"},
 }
@@ -57,7 +69,7 @@ def run_export(
     try:
         if _is_there(path / RECIPE_FILE):
             _only("a run", source, given)
-            weights = _of_run(path, step, use_average=not no_ema)
+            weights = _of_run(path, step, image_size, drop_head, use_average=not no_ema)
         elif _is_there(path):
             _only("a file of weights", source, given)
             weights = _of_file(path, _block(model, settings), image_size, drop_head)
@@ -78,6 +90,21 @@ def run_export(
     what += ["without a head"] if drop_head else []
     size = sum(file.stat().st_size for file in _written(out))
     print(f"wrote {out}: {', '.join(what)} as {form}, {count:,} parameters, {size:,} bytes")
+    description = replace(weights.description, num_classes=None if drop_head else weights.description.num_classes)
+    if out.is_dir():
+        print(_pictures(description))
+    if lines := loading_lines(out, form, description):
+        print("In Python:", *lines, sep="\n    ")
+
+
+def _pictures(description: Description) -> str:
+    """What the exported preprocessing shows of a picture."""
+    crop, size = description.eval_crop or WHOLE_PICTURE, f"{description.image_size} x {description.image_size}"
+    part = f"the central {crop.fraction:g} of {'the short side' if crop.kind == 'central' else 'each side'}"
+    shown = f"its preprocessing takes {part}, at {size} pixels"
+    if description.eval_crop is None:
+        return f"{shown}: the source does not say how its pictures were cropped"
+    return f"{shown}, as evaluation does"
 
 
 def _written(out: Path) -> list[Path]:
@@ -106,10 +133,12 @@ def _check_name(source: str) -> None:
 def _only(kind: str, source: str, given: set[str]) -> None:
     if foreign := sorted(given - _OPTIONS[kind]):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
-        raise RecipeError(f"{flags}: {source} is {kind}, for which this says nothing")
+        raise RecipeError(
+            f"{flags}: {source} is {kind}, where {'this has' if len(foreign) == 1 else 'these have'} no effect"
+        )
 
 
-def _of_run(run_dir: Path, step: int | None, *, use_average: bool) -> _Weights:
+def _of_run(run_dir: Path, step: int | None, image_size: int | None, drop_head: bool, *, use_average: bool) -> _Weights:
     # Seconds of imports that the other sources do without.
     from vitscale.evaluation.finished import open_run, trained_recipe
 
@@ -119,12 +148,20 @@ def _of_run(run_dir: Path, step: int | None, *, use_average: bool) -> _Weights:
     if edits := differences(block, recipe.dump()["model"], "model."):
         print(f"{run_dir / RECIPE_FILE} was edited ({'; '.join(edits)}); what was trained is exported")
     class_names = list(reader.index.data["class_names"])
-    size, step = trained.data.image_size, reader.index.step
-    description = Description(block, size, len(class_names), class_names, step)
+    description = Description(
+        block, trained.data.image_size, len(class_names), class_names, reader.index.step, recipe.data.eval_crop
+    )
     shapes = {name: list(parameter.shape) for name, parameter in description.build().named_parameters()}
     reader.check_shapes(shapes)
     kind = reader.evaluated_kind if use_average else MASTER
-    return _Weights(description, lambda name: reader.parameter(name, kind), is_average=kind == EMA)
+    source = Source(
+        run_dir,
+        "safetensors",
+        {name: Entry(name, tuple(shape), partial(reader.parameter, name, kind)) for name, shape in shapes.items()},
+    )
+    description = replace(description, image_size=image_size or description.image_size)
+    readers = parameters(description.build(), source, drop_head)
+    return _Weights(description, lambda name: readers[name](), is_average=kind == EMA)
 
 
 def _of_file(path: Path, block: dict[str, Any] | None, image_size: int | None, drop_head: bool) -> _Weights:

@@ -6,18 +6,22 @@ read in both directions. Reading and writing hold one parameter at a time.
 
 from vitscale.models.weights.description import Description, describe
 from vitscale.models.weights.opening import open_weights
+from vitscale.models.weights.preprocessing import WHOLE_PICTURE
 from vitscale.models.weights.reading import has_head, load_weights, parameters
-from vitscale.models.weights.source import Source
-from vitscale.models.weights.writing import write_weights
+from vitscale.models.weights.source import Entry, Source
+from vitscale.models.weights.writing import loading_lines, write_weights
 from vitscale.weight_formats import Format
 
 __all__ = [
+    "WHOLE_PICTURE",
     "Description",
+    "Entry",
     "Format",
     "Source",
     "describe",
     "has_head",
     "load_weights",
+    "loading_lines",
     "open_weights",
     "parameters",
     "write_weights",

@@ -12,10 +12,9 @@ from pydantic import Field
 from vitscale.architectures import Shape
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.models.build import Model, build_of_block
-from vitscale.models.weights import huggingface
 from vitscale.models.weights.source import Source
 from vitscale.models.weights.table import table
-from vitscale.recipe import validate_model
+from vitscale.recipe import EvalCrop, validate_model
 from vitscale.recipe.schema import DIMENSIONS
 
 METADATA_KEY = "vitscale"
@@ -34,6 +33,7 @@ class Description:
         num_classes: K, at most 1e9; None where the file has no head.
         class_names: of the K outputs, where they are known.
         step: of the checkpoint that the values are from, where they are from one.
+        eval_crop: what the model was evaluated on, where it is known.
     """
 
     model: dict[str, Any]
@@ -41,6 +41,7 @@ class Description:
     num_classes: Annotated[int, Field(ge=1, le=_MAX_CLASSES)] | None
     class_names: list[str] | None = None
     step: Annotated[int, Field(ge=0)] | None = None
+    eval_crop: EvalCrop | None = None
 
     @property
     def title(self) -> str:
@@ -69,6 +70,7 @@ class Description:
             "num_classes": self.num_classes,
             "class_names": self.class_names,
             "step": self.step,
+            "eval_crop": None if self.eval_crop is None else self.eval_crop.model_dump(),
         }
         return json.dumps(content, ensure_ascii=False)
 
@@ -108,9 +110,13 @@ def describe(source: Source, model: dict[str, Any] | None = None, image_size: in
     tokens = found.get("pos_embedding", ())
     side = math.isqrt(max(tokens[1] - ("cls" in found), 0)) if len(tokens) == 3 else 0
     num_classes = found["head.bias"][0] if found.get("head.bias") else None
-    names = huggingface.class_names(source.config)
+    names = source.class_names
     return Description(
-        block, image_size or side * pixels or 224, num_classes, names if names and len(names) == num_classes else None
+        block,
+        image_size or side * pixels or 224,
+        num_classes,
+        names if names and len(names) == num_classes else None,
+        eval_crop=source.eval_crop,
     )
 
 

@@ -1,6 +1,5 @@
 """A folder of transformers' `ViTForImageClassification`: config.json, preprocessor_config.json, model.safetensors."""
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -10,14 +9,12 @@ from vitscale.architectures import ViTShape
 from vitscale.errors import CheckpointError
 from vitscale.models.layers import CHANNELS, LAYER_NORM_EPS
 from vitscale.models.vit import ViT
-from vitscale.models.weights.source import Source, rename
-from vitscale.models.weights.torch_files import read_safetensors, read_shards, read_torch
+from vitscale.models.weights.preprocessing import crop_of, resized_edge
+from vitscale.models.weights.source import Source, differing, read_json, rename
+from vitscale.models.weights.torch_files import CONFIG, read_beside_config
+from vitscale.recipe import EvalCrop
 
-CONFIG = "config.json"
 PREPROCESSOR = "preprocessor_config.json"
-WEIGHTS = "model.safetensors"
-_INDEX = f"{WEIGHTS}.index.json"
-_OLD_WEIGHTS = "pytorch_model.bin"
 _DIMENSIONS = {
     "hidden_size": "width",
     "num_hidden_layers": "depth",
@@ -62,32 +59,30 @@ def file_name(name: str) -> str:
     return name
 
 
-def read_folder(folder: Path) -> Source:
-    """Raises `CheckpointError` for a folder without a Vision Transformer."""
-    config = _DEFAULTS | _read_json(folder / CONFIG)
+def read_folder(folder: Path, config: dict[str, Any]) -> Source:
+    """A folder of transformers' with this config.json.
+
+    Raises `CheckpointError` for one without a Vision Transformer.
+    """
+    config = _DEFAULTS | config
     if config.get("model_type") != "vit":
         raise CheckpointError(
             f"{folder / CONFIG}: expected model_type 'vit', a Vision Transformer's; found {config.get('model_type')!r}"
         )
-    preprocessor = _read_json(folder / PREPROCESSOR) if (folder / PREPROCESSOR).is_file() else {}
-    if (folder / WEIGHTS).is_file():
-        entries = read_safetensors(folder / WEIGHTS)[0]
-    elif (folder / _INDEX).is_file():
-        entries = read_shards(folder / _INDEX)
-    elif (folder / _OLD_WEIGHTS).is_file():
-        entries = read_torch(folder / _OLD_WEIGHTS)
-    else:
-        raise CheckpointError(f"{folder}: no {WEIGHTS}, {_INDEX} or {_OLD_WEIGHTS} beside {CONFIG}")
+    preprocessor = read_json(folder / PREPROCESSOR) if (folder / PREPROCESSOR).is_file() else {}
     notes = [
-        *_differing(CONFIG, config, _FUNCTIONS, "logits will differ a little"),
-        *_differing(PREPROCESSOR, preprocessor, _PIXELS, "the same image is another input here"),
+        *differing(folder / CONFIG, config, _FUNCTIONS, "logits will differ a little"),
+        *differing(folder / PREPROCESSOR, preprocessor, _PIXELS, "the same image is another input here"),
     ]
-    return Source(folder, "hf", rename(folder, entries, file_name), config=config, notes=tuple(notes))
-
-
-def _differing(file: str, content: dict[str, Any], ours: dict[str, Any], so: str) -> list[str]:
-    found = [f"{key} {content[key]!r} (here {ours[key]!r})" for key in ours if content.get(key, ours[key]) != ours[key]]
-    return [f"{file} asks for {' and '.join(found)}: {so}"] if found else []
+    return Source(
+        folder,
+        "hf",
+        rename(folder, read_beside_config(folder), file_name),
+        config=config,
+        class_names=_class_names(config),
+        eval_crop=_crop(preprocessor),
+        notes=tuple(notes),
+    )
 
 
 def contradictions(config: dict[str, Any], shape: ViTShape) -> list[tuple[str, str]]:
@@ -100,7 +95,7 @@ def contradictions(config: dict[str, Any], shape: ViTShape) -> list[tuple[str, s
     ]
 
 
-def class_names(config: dict[str, Any]) -> list[str] | None:
+def _class_names(config: dict[str, Any]) -> list[str] | None:
     """The classes that a config.json names, unless they are the placeholders of transformers."""
     named = config.get("id2label")
     if not isinstance(named, dict):
@@ -111,14 +106,22 @@ def class_names(config: dict[str, Any]) -> list[str] | None:
     return [str(name) for name in names]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
+def _crop(preprocessor: dict[str, Any]) -> EvalCrop | None:
+    """The crop of a preprocessor_config.json, unless it is none of ours."""
+    size, crop = (_sides(preprocessor.get(key)) for key in ("size", "crop_size"))
+    if not preprocessor.get("do_center_crop", False):
+        crop = size if len(size) == 2 else []  # the shortest edge alone is no square
+    if len(set(size)) != 1 or len(set(crop)) != 1 or not preprocessor.get("do_resize", True):
+        return None
+    return crop_of(size[0], crop[0], is_square=len(size) == 2)
+
+
+def _sides(size: Any) -> list[int]:
+    """Height and width, or the shortest edge alone; empty for what is neither."""
+    if isinstance(size, int):  # as files of transformers before 4.25 have it
+        return [size, size]
+    keys = [key for key in ("shortest_edge", "height", "width") if isinstance(size, dict) and key in size]
+    return [size[key] for key in keys if isinstance(size[key], int)]
 
 
 def distinct(labels: list[str]) -> list[str]:
@@ -129,13 +132,14 @@ def distinct(labels: list[str]) -> list[str]:
     return labels
 
 
-def configuration(model: ViT, labels: list[str]) -> dict[str, dict[str, Any]]:
+def configuration(model: ViT, labels: list[str], crop: EvalCrop) -> dict[str, dict[str, Any]]:
     """File name -> content of the JSON files; labels are distinct.
 
     The image size is the part of the image that whole patches cover.
     """
     shape = model.shape
     size = shape.grid(model.image_size) * shape.patch_size
+    edge = resized_edge(model.image_size, crop)
     config = {
         "architectures": ["ViTForImageClassification"],
         "model_type": "vit",
@@ -150,13 +154,25 @@ def configuration(model: ViT, labels: list[str]) -> dict[str, dict[str, Any]]:
         "label2id": {label: i for i, label in enumerate(labels)},
     }
     preprocessor = {
-        "image_processor_type": "ViTImageProcessor",
+        "image_processor_type": "BitImageProcessor",  # a ViTImageProcessor cannot crop
+        "do_convert_rgb": True,
         "do_resize": True,
-        "size": {"height": size, "width": size},
-        "resample": 2,  # bilinear
+        "size": {"shortest_edge": edge} if crop.kind == "central" else {"height": edge, "width": edge},
+        # Bilinear with antialiasing: of what it has with and without torchvision the nearest to our mean over areas.
+        "resample": 2,
+        "do_center_crop": True,
+        "crop_size": {"height": size, "width": size},
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
         **_PIXELS,
     }
     return {CONFIG: config, PREPROCESSOR: preprocessor}
+
+
+def loading_lines(folder: Path) -> list[str]:
+    """Python that opens a written folder."""
+    return [
+        f"model = transformers.ViTForImageClassification.from_pretrained({str(folder)!r})",
+        f"processor = transformers.AutoImageProcessor.from_pretrained({str(folder)!r})",
+    ]

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from vitscale.errors import CheckpointError
-from vitscale.models.weights import huggingface
+from vitscale.models.weights import huggingface, timm_hub
 from vitscale.models.weights.npz import read_npz
-from vitscale.models.weights.source import Source, rename, some
-from vitscale.models.weights.torch_files import SAFETENSORS, TORCH_SUFFIXES, read_safetensors, read_torch
+from vitscale.models.weights.source import Source, read_json, rename, some
+from vitscale.models.weights.torch_files import CONFIG, SAFETENSORS, TORCH_SUFFIXES, read_safetensors, read_torch
 
 # A key that every file of a format has, for Transformers and for ResNets.
 _OURS = {"embedding.weight", "features.root.conv.weight"}
@@ -16,8 +16,8 @@ _TIMM = {"patch_embed.proj.weight", "stem.conv.weight"}
 def open_weights(path: Path) -> Source:
     """The weights in a file or folder of any format that we know; nothing but names and shapes is read yet.
 
-    Formats: Google's `.npz`; a folder of transformers'; `.safetensors`, `.pth`, `.pt` and `.bin` with our names,
-    timm's or transformers'.
+    Formats: Google's `.npz`; a folder of transformers' or timm's; `.safetensors`, `.pth`, `.pt` and `.bin` with our
+    names, timm's or transformers'.
 
     Raises `CheckpointError` for what is damaged, pickled or of no known format, saying what was seen.
     """
@@ -29,12 +29,12 @@ def open_weights(path: Path) -> Source:
 
 def _open(path: Path) -> Source:
     if path.is_dir():
-        if (path / huggingface.CONFIG).is_file():
-            return huggingface.read_folder(path)
+        if (path / CONFIG).is_file():
+            config = read_json(path / CONFIG)
+            return (timm_hub if timm_hub.is_config(config) else huggingface).read_folder(path, config)
         seen = some(sorted(entry.name for entry in path.iterdir())) or "nothing"
         raise CheckpointError(
-            f"{path}: a folder of weights has a {huggingface.CONFIG}, a run's directory a recipe.yaml; "
-            f"this one has {seen}"
+            f"{path}: a folder of weights has a {CONFIG}, a run's directory a recipe.yaml; this one has {seen}"
         )
     if not path.is_file():
         raise CheckpointError(f"{path}: there is no such file or folder")
@@ -46,7 +46,9 @@ def _open(path: Path) -> Source:
         entries, metadata = read_torch(path), {}
     else:
         known = ", ".join((".npz", SAFETENSORS, *TORCH_SUFFIXES))
-        raise CheckpointError(f"{path}: weights are in files that end in {known}, or in a folder of transformers")
+        raise CheckpointError(
+            f"{path}: weights are in files that end in {known}, or in a folder of transformers' or timm's"
+        )
     if _OURS & entries.keys():
         return Source(path, "safetensors", entries, metadata)
     if _TIMM & entries.keys():

@@ -11,7 +11,7 @@ from vitscale.errors import CheckpointError
 from vitscale.models.build import Model
 from vitscale.models.positions import resample_positions
 from vitscale.models.vit import ViT
-from vitscale.models.weights import huggingface
+from vitscale.models.weights import huggingface, timm_hub
 from vitscale.models.weights.rules import Rule
 from vitscale.models.weights.source import Source
 from vitscale.models.weights.table import HEAD, table, their_shapes
@@ -73,7 +73,8 @@ def _account(model: Model, source: Source, rules: dict[str, Rule], names: list[s
     # (name in the table, what is wrong)
     problems = [(name, f"missing {name}: this format has no place for it") for name in names if name not in rules]
     if source.config and isinstance(model, ViT):
-        problems += huggingface.contradictions(source.config, model.shape)
+        theirs = huggingface if source.form == "hf" else timm_hub
+        problems += theirs.contradictions(source.config, model.shape)
     for key, shape in expected.items():
         entry = source.entries.get(key)
         if entry is None:

@@ -1,5 +1,6 @@
 """Weights on disk as names and shapes, read one tensor at a time."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from vitscale.errors import CheckpointError
+from vitscale.recipe import EvalCrop
 from vitscale.weight_formats import Format
 
 
@@ -33,7 +35,9 @@ class Source:
         form: its format.
         entries: name in the table -> array.
         metadata: what our own files say of their model; empty in other formats.
-        config: of a folder of transformers', with its defaults; empty in other formats.
+        config: config.json of a folder of transformers', with its defaults, or of timm's; empty in other formats.
+        class_names: of the outputs, where a folder names them.
+        eval_crop: by which a folder's images are prepared, where it says so and we can do the same.
         notes: what a reader should know: what was left unread, and what the file says that we compute otherwise.
     """
 
@@ -42,6 +46,8 @@ class Source:
     entries: dict[str, Entry]
     metadata: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    class_names: list[str] | None = None
+    eval_crop: EvalCrop | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -53,6 +59,23 @@ def rename(path: Path, entries: dict[str, Entry], new_name: Callable[[str], str]
         if other is not entry:
             raise CheckpointError(f"{path}: {other.key} and {entry.key} are two names of one parameter")
     return result
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises `CheckpointError`."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def differing(path: Path, content: dict[str, Any], ours: dict[str, Any], so: str) -> list[str]:
+    """One note on the keys of a folder's file that ask for something else than we compute; none where none does."""
+    found = [f"{key} {content[key]!r} (here {ours[key]!r})" for key in ours if content.get(key, ours[key]) != ours[key]]
+    return [f"{path.name} asks for {' and '.join(found)}: {so}"] if found else []
 
 
 def some(keys: list[str], limit: int = 8) -> str:

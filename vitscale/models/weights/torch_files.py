@@ -18,6 +18,11 @@ from vitscale.models.weights.source import Entry, some
 
 SAFETENSORS = ".safetensors"
 TORCH_SUFFIXES = (".pth", ".pt", ".bin")
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+"""What the weights in a folder of transformers' or timm's are called, beside their `CONFIG`."""
+_INDEX = f"{WEIGHTS}.index.json"
+_OLD_WEIGHTS = "pytorch_model.bin"
 _WRAPPERS = ("state_dict", "model")
 
 
@@ -44,7 +49,18 @@ def read_safetensors(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     return {key: Entry(key, shape, partial(read, key)) for key, shape in shapes.items()}, metadata
 
 
-def read_shards(index: Path) -> dict[str, Entry]:
+def read_beside_config(folder: Path) -> dict[str, Entry]:
+    """The entries of the weights in a folder of transformers' or timm's. Raises `CheckpointError`."""
+    if (folder / WEIGHTS).is_file():
+        return read_safetensors(folder / WEIGHTS)[0]
+    if (folder / _INDEX).is_file():
+        return _read_shards(folder / _INDEX)
+    if (folder / _OLD_WEIGHTS).is_file():
+        return read_torch(folder / _OLD_WEIGHTS)
+    raise CheckpointError(f"{folder}: no {WEIGHTS}, {_INDEX} or {_OLD_WEIGHTS} beside {CONFIG}")
+
+
+def _read_shards(index: Path) -> dict[str, Entry]:
     """The entries of all files that a `*.safetensors.index.json` names. Raises `CheckpointError`."""
     try:
         weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

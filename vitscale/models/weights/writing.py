@@ -9,23 +9,26 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from vitscale.durable import durable_file, sync_folder, write_text
 from vitscale.errors import CheckpointError, RecipeError
+from vitscale.models.build import Model
 from vitscale.models.vit import ViT
-from vitscale.models.weights import huggingface
+from vitscale.models.weights import huggingface, timm_hub
 from vitscale.models.weights.description import METADATA_KEY, Description
 from vitscale.models.weights.npz import write_npz
+from vitscale.models.weights.preprocessing import WHOLE_PICTURE
 from vitscale.models.weights.reading import Report
 from vitscale.models.weights.rules import Rule
 from vitscale.models.weights.source import some
 from vitscale.models.weights.table import HEAD, table, their_shapes
-from vitscale.models.weights.torch_files import SAFETENSORS, write_safetensors
+from vitscale.models.weights.torch_files import CONFIG, SAFETENSORS, TORCH_SUFFIXES, WEIGHTS, write_safetensors
 from vitscale.weight_formats import Format
 
-_SUFFIX: dict[Format, str] = {"safetensors": SAFETENSORS, "npz": ".npz", "timm": SAFETENSORS, "hf": ""}
+_SUFFIX: dict[Format, str] = {"safetensors": SAFETENSORS, "npz": ".npz", "timm": SAFETENSORS}
 # What a system says where the name of a new file or folder is taken, an empty folder's excepted.
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 
@@ -41,8 +44,8 @@ def write_weights(
     """Write the weights of a model; the number of values written.
 
     Args:
-        out: the file, or for hf the folder. Complete or absent: it is written aside and renamed. What has this name,
-            now or when it is to be renamed, is left as it is.
+        out: the file, or the folder for hf, and for timm unless it ends in `.safetensors`. Complete or absent: it is
+            written aside and renamed. What has this name, now or when it is to be renamed, is left as it is.
         form: the format.
         description: the model, its image size and classes.
         parameter: our parameter's name -> its whole tensor, fp32 on the CPU; asked once for each.
@@ -50,7 +53,7 @@ def write_weights(
         report: is told what is worth knowing: values that are not finite, classes of one name.
 
     Raises `RecipeError` where the format cannot hold the model, where `out` ends otherwise than the format does, or
-    where it exists; an empty folder may be there for hf. `CheckpointError` where there is no room.
+    where it exists; an empty folder may be there for a folder. `CheckpointError` where there is no room.
     """
     if drop_head:
         description = replace(description, num_classes=None, class_names=None)
@@ -65,11 +68,11 @@ def write_weights(
     shapes = their_shapes(model, rules)
     count = sum(map(math.prod, shapes.values()))
     tensors = _stream(rules, parameter, report)
+    configurations = _configurations(form, model, description, report) if _is_folder(out, form) else {}
     try:
         _prepare(out, form, 4 * count)
-        if form == "hf":
-            assert isinstance(model, ViT)
-            _write_folder(out, model, shapes, tensors, _labels(description, report))
+        if configurations:
+            _write_folder(out, configurations, shapes, tensors)
         else:
             with durable_file(out, overwrite=False) as file:
                 if form == "npz":
@@ -94,23 +97,51 @@ def _stream(rules: list[Rule], parameter: Callable[[str], Tensor], report: Repor
         yield from zip(rule.theirs, rule.split(value), strict=True)
 
 
+def loading_lines(out: Path, form: Format, description: Description) -> list[str]:
+    """Python that opens what was written in its own library; empty for formats without one, and where timm has no name.
+
+    `description` is that of what was written: without classes where the head was left out.
+    """
+    if form == "hf":
+        return huggingface.loading_lines(out)
+    return timm_hub.loading_lines(out, description.build(), description.num_classes) if form == "timm" else []
+
+
+def _is_folder(out: Path, form: Format) -> bool:
+    return form == "hf" or (form == "timm" and out.suffix != SAFETENSORS)
+
+
+def _configurations(form: Format, model: Model, description: Description, report: Report) -> dict[str, dict[str, Any]]:
+    """File name -> content of the JSON files in a folder."""
+    crop = description.eval_crop or WHOLE_PICTURE
+    if form == "hf":
+        assert isinstance(model, ViT)
+        return huggingface.configuration(model, _labels(description, report), crop)
+    labels = _labels(description, report) if description.class_names else None
+    return {CONFIG: timm_hub.configuration(model, description.num_classes, labels, crop)}
+
+
 def _labels(description: Description, report: Report) -> list[str]:
     names = description.class_names or [f"LABEL_{i}" for i in range(description.num_classes or 0)]
     labels = huggingface.distinct(names)
     changed = [label for name, label in zip(names, labels, strict=True) if name != label]
     if changed:
-        report(f"several classes have one name; {huggingface.CONFIG} tells them apart by number: {some(changed)}")
+        report(f"several classes have one name; {CONFIG} tells them apart by number: {some(changed)}")
     return labels
 
 
 def _prepare(out: Path, form: Format, size: int) -> None:
     """Refuse what cannot be written before anything is computed, and make the folders above it."""
-    if form != "hf" and out.suffix != _SUFFIX[form]:
+    is_folder = _is_folder(out, form)
+    if not is_folder and out.suffix != _SUFFIX[form]:
         raise RecipeError(f"--out {out}: format {form} is a file that ends in {_SUFFIX[form]}")
+    if is_folder and out.suffix in (SAFETENSORS, ".npz", *TORCH_SUFFIXES):
+        also = f", or a file that ends in {SAFETENSORS}" if form == "timm" else ""
+        raise RecipeError(f"--out {out}: format {form} is a folder{also}; this is the name of another kind of file")
     if out.name in ("", ".."):
         raise RecipeError(f"--out {out}: name a folder that is to be made")
     is_empty_folder = not out.is_symlink() and out.is_dir() and not any(out.iterdir())
-    if os.path.lexists(out) and not (form == "hf" and is_empty_folder):
+    if os.path.lexists(out) and not (is_folder and is_empty_folder):
         raise _taken(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(out.parent).free
@@ -124,17 +155,16 @@ def _taken(out: Path) -> RecipeError:
 
 def _write_folder(
     out: Path,
-    model: ViT,
+    configurations: dict[str, dict[str, Any]],
     shapes: dict[str, tuple[int, ...]],
     tensors: Iterator[tuple[str, Tensor]],
-    labels: list[str],
 ) -> None:
     part = out.with_name(f".{out.name}.{secrets.token_hex(4)}.part")  # hidden, beside its final name, nobody else's
     try:
         part.mkdir()
-        for name, block in huggingface.configuration(model, labels).items():
+        for name, block in configurations.items():
             write_text(part / name, json.dumps(block, indent=2, ensure_ascii=False) + "\n")
-        with durable_file(part / huggingface.WEIGHTS) as file:
+        with durable_file(part / WEIGHTS) as file:
             write_safetensors(file, shapes, tensors, {"format": "pt"})
         part.rename(out)  # over nothing, or an empty folder: anything else is refused by the system
         sync_folder(out.parent)

@@ -1,0 +1,135 @@
+"""A folder for timm: timm opens it by its own name for folders, with our logits, and so do we."""
+
+import json
+
+import peers  # noqa: F401 (makes timm importable)
+import pytest
+import torch
+from models.small_models import images
+from models.weights.exported import NAMES, TINY, described, differing, finished_run, valued, write
+from models.weights.test_weights_peers import assert_equal_logits, prepared
+
+from vitscale.architectures import REGISTRY, architecture
+from vitscale.cli.export import run_export
+from vitscale.errors import CheckpointError, RecipeError
+from vitscale.models.build import Model
+from vitscale.models.weights import Description, describe, load_weights, open_weights, write_weights
+from vitscale.models.weights.timm_hub import timm_name
+from vitscale.recipe import EvalCrop
+
+timm = pytest.importorskip("timm")
+SIZE = 64
+
+
+def written(model: Model, description: Description, out, **options):
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    write_weights(out, "timm", description, values.__getitem__, **options)
+    return out
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"name": "ViT-Ti/16", "depth": 3},
+        {"name": "ViT-S/32", "depth": 2, "pool": "mean"},
+        TINY | {"width": 49, "num_heads": 7, "mlp_dim": 150},
+        {"name": "R+ViT-Ti/16", "depth": 2},
+        {"name": "R26+ViT-S/32", "depth": 1},
+        {"name": "ResNet50x1"},
+    ],
+    ids=lambda block: str(block.get("name", "own dimensions")),
+)
+def test_timm_opens_the_folder(block, tmp_path):
+    description, model = prepared(block)
+    peer = timm.create_model(f"local-dir:{written(model, description, tmp_path / 'timm')}", pretrained=True).eval()
+    assert_equal_logits(model, peer)
+    config = timm.data.resolve_model_data_config(peer)
+    assert tuple(config["input_size"]) == (3, SIZE, SIZE)
+    assert [*config["mean"], *config["std"]] == [0.5] * 6
+    again = description.build().to_empty(device="cpu")
+    notes: list[str] = []
+    load_weights(again, open_weights(tmp_path / "timm"), report=notes.append)
+    assert differing(model, again) == [] and notes == []
+
+
+def test_without_a_head(tmp_path):
+    description, model = prepared({"name": "ViT-Ti/16", "depth": 2})
+    out = written(model, description, tmp_path / "timm", drop_head=True)
+    peer = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
+    seen: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        model(images(SIZE), intermediates=seen)
+        assert (peer(images(SIZE).permute(0, 3, 1, 2)) - seen["encoded"][:, 0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_every_model_has_a_name_or_is_refused(name, tmp_path):
+    model = Description({"name": name, "head": "linear"}, 224, 7).build()
+    found = timm_name(model)
+    if found is None:
+        assert name in {"ResNet50x2", "ResNet152x1", "ResNet200x3"} or name.startswith("Axial")
+        with pytest.raises(RecipeError, match=r"timm has no name|not axial"):
+            run_export(name, "timm", tmp_path / "out", num_classes=7)
+        assert list(tmp_path.iterdir()) == []
+        return
+    with torch.device("meta"):
+        peer = timm.create_model(found[0], num_classes=7, **found[1])
+    assert sum(p.numel() for p in peer.parameters()) == sum(p.numel() for p in model.parameters())
+    assert architecture(name) == model.shape
+
+
+@pytest.mark.parametrize(
+    ("crop", "mode"), [(EvalCrop(), "center"), (EvalCrop(kind="square", fraction=0.9), "squash"), (None, "squash")]
+)
+def test_what_the_folder_says(crop, mode, tmp_path):
+    description = Description(TINY | {"head": "linear"}, SIZE, 7, NAMES, eval_crop=crop)
+    out = written(valued(description), description, tmp_path / "timm")
+    peer = timm.create_model(f"local-dir:{out}", pretrained=True)
+    assert peer.pretrained_cfg["label_names"] == NAMES
+    config = timm.data.resolve_model_data_config(peer)
+    assert (config["crop_mode"], config["interpolation"]) == (mode, "bilinear")
+    resize, cut, *_ = timm.data.create_transform(**config).transforms
+    edge = resize.size if isinstance(resize.size, int) else resize.size[0]
+    wanted = SIZE / (crop.fraction if crop else 1)
+    assert tuple(cut.size) == (SIZE, SIZE) and abs(edge - wanted) <= 1 and (edge - SIZE) % 2 == 0
+    found = describe(open_weights(out), TINY)
+    assert found.class_names == NAMES and found.eval_crop is not None
+    assert found.eval_crop.kind == ("central" if mode == "center" else "square")
+    assert found.eval_crop.fraction == pytest.approx(SIZE / edge)
+
+
+def test_the_printed_line_opens_a_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model = valued(described(TINY))
+    finished_run(tmp_path / "run", model, TINY | {"head": "linear"})
+    run_export("run", "timm", tmp_path / "it's.safetensors")
+    (line,) = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+    scope = {"timm": timm}
+    exec(line, scope)
+    assert_equal_logits(model, scope["model"].eval())
+
+
+def test_other_heads_and_activations_are_told(tmp_path):
+    description = described(TINY)
+    model = valued(description)
+    out = written(model, description, tmp_path / "timm")
+    config = json.loads((out / "config.json").read_text())
+    config["model_args"] |= {"num_heads": 6}
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="num_heads is 6, the model's is 3"):
+        load_weights(model, open_weights(out))
+    del config["model_args"]["act_layer"]
+    config["model_args"]["num_heads"] = 3
+    (out / "config.json").write_text(json.dumps(config))
+    notes: list[str] = []
+    load_weights(model, open_weights(out), report=notes.append)
+    assert len(notes) == 1 and "act_layer 'gelu'" in notes[0]
+
+
+def test_folders_are_not_called_as_files_are(tmp_path):
+    description = described(TINY)
+    for form, name in (("timm", "a.npz"), ("hf", "a.safetensors"), ("hf", "b.pth")):
+        with pytest.raises(RecipeError, match="the name of another kind of file"):
+            write_weights(tmp_path / name, form, description, lambda name: torch.zeros(1))
+    assert list(tmp_path.iterdir()) == []
+    assert write(valued(description), description, "timm", tmp_path).is_file()

@@ -1,0 +1,25 @@
+"""Our evaluation crop as other libraries have it: the whole picture resized, then its centre cut out."""
+
+import math
+
+from vitscale.recipe import EvalCrop
+
+WHOLE_PICTURE = EvalCrop(kind="square", fraction=1)
+"""The crop written where a source names none: the whole picture as a square, as Google's fine-tuned models see it."""
+
+
+def resized_edge(image_size: int, crop: EvalCrop) -> int:
+    """Edge in pixels to resize to, of which the central `image_size` are kept.
+
+    The difference is even: half a pixel to one side, which is what libraries make of an odd one, moves more of the
+    model's input than a scale that is up to a pixel wrong at the border.
+    """
+    return image_size + 2 * round((image_size / crop.fraction - image_size) / 2)
+
+
+def crop_of(edge: object, side: object, *, is_square: bool) -> EvalCrop | None:
+    """The crop that keeps the central `side` of `edge` pixels; None where these are no such numbers."""
+    numbers = [number for number in (edge, side) if isinstance(number, int | float) and math.isfinite(number)]
+    if len(numbers) < 2 or not 0 < numbers[1] <= numbers[0]:
+        return None
+    return EvalCrop(kind="square" if is_square else "central", fraction=numbers[1] / numbers[0])
