@@ -1,7 +1,10 @@
 """The independent implementations that tests compare with import as their users import them, in this environment."""
 
+import os
+import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, requires, version
 
 import pytest
 
@@ -12,3 +15,17 @@ _HF = "from transformers import ViTForImageClassification, ViTImageProcessor, Bi
 def test_a_plain_process_imports_peer(lines):
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_peer_is_installed_where_ci_runs():
+    """Elsewhere a test whose peer is missing skips; in CI that would be a check that nobody makes."""
+    if "CI" not in os.environ:
+        pytest.skip("asks CI's environment alone (CI=true)")
+    missing = []
+    for requirement in [*(requires("vitscale") or []), "timm"]:
+        (name,) = re.findall(r"^[\w.-]+", requirement)
+        try:
+            version(name)
+        except PackageNotFoundError:
+            missing.append(name)
+    assert missing == []
