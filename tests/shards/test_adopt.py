@@ -432,7 +432,7 @@ def adopted(small, tmp_path):
 
 def test_damage_after_adoption_is_found(small, adopted, tmp_path):
     code, text = run("verify", tmp_path / "ds", "--decode")
-    assert code == 0 and "whole: 1 shards, 9 samples, all decoded" in text
+    assert code == 0 and "whole: 1 shard, 9 samples, all decoded" in text
     whole = small.read_bytes()
     for position, uids in ((first_jpeg(whole) + 30, [1]), (len(whole) - 24 * 9 - 1, []), (first_row(whole) + 16, [])):
         content = bytearray(whole)
