@@ -9,7 +9,7 @@ next one. What it may take from the loader is scaled by the cores: a device of a
 one keeps it at work, and the loader here has a thread for each core but one. How far many threads of one process get
 in each other's way is not seen by few cores. IMAGES and --max-side: as in `loader.py`. All safety is on.
 
-`wait`: the share of its time that the consumer waits, as the trainer measures it (`data_wait`), the first batches
+`wait`: the share of its time that the consumer waits, as the trainer measures it (`data_wait_s`), the first batches
 left out. `load`: how much of these cores' time the loader took. `cores needed`: of one device, by that.
 
 Fails where the wait is 2 % or more.

@@ -108,9 +108,10 @@ def test_the_launchers_train_stop_and_resume(two_rank_run):
     lines = [json.loads(line) for line in (two_rank_run / "metrics.jsonl").read_text().splitlines()]
     training = [line for line in lines if "loss" in line]
     assert [line["step"] for line in training] == list(range(1, STEPS + 1))
-    expected = {"step", "loss", "lr", "grad_norm", "images_per_s", "data_wait", "step_time_s", "exaflops"}
+    expected = {"step", "loss", "lr", "grad_norm", "images_per_s", "data_wait_s", "step_time_s", "exaflops"}
     # Nobody knows a CPU's peak, so there is no mfu.
     expected |= {"slowest_rank", "slowest_rank_s", "median_rank_s"}
+    expected |= {"time", "epoch", "images_seen"}
     assert set(training[0]) == expected | {"world_size", "peak_memory_bytes", "batch_digest"}
     assert json.loads((two_rank_run / "DONE").read_text())["step"] == STEPS
 

@@ -21,9 +21,10 @@ def column(root: Path, name: str, key: str) -> list[Any]:
 
 
 def evaluations(root: Path, name: str) -> list[dict[str, Any]]:
-    """The lines of evaluations, one each."""
+    """The lines of evaluations, one each, without their times."""
     lines = (root / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, lines) if "loss" not in line]
+    rows = [line for line in map(json.loads, lines) if "loss" not in line]
+    return [{key: value for key, value in row.items() if key != "time"} for row in rows]
 
 
 def store(root: Path, name: str) -> CheckpointStore:
