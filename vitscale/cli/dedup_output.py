@@ -147,7 +147,8 @@ def run_apply(dataset: str, found: str, out: str, copy: bool, is_dry_run: bool, 
     vanished = f" and without {counted(gone, 'shard')} of which nothing is left" if gone else ""
     _say(
         console,
-        f"{out}: {left:,} of {counted(old.num_samples, 'sample')}, copies removed: {len(removal.uids):,}{vanished}"
+        f"{out}: {left:,} of {counted(old.num_samples, 'sample')}, without "
+        f"{len(removal.uids):,} {'copy' if len(removal.uids) == 1 else 'copies'}{vanished}"
         + (" (a dry run: nothing was written)" if is_dry_run else ""),
     )
 
