@@ -49,7 +49,7 @@ def test_the_ranks_themselves_as_tasks():
         ({"node_rank": 0}, "--node-rank is not for"),
         ({"master": "n1"}, "--master is not for"),
         ({"nodes": 3, "ranks": 5}, "do not divide batch.global 4,096"),
-        ({"settings": ("optimizer.lrr=1",)}, "did you mean 'lr'"),
+        ({"settings": ("optimizer.lrr=1",)}, "did you mean 'optimizer.lr'"),
         ({"time_limit_minutes": 9}, "10 minutes or more"),
         ({"options": {"nodes": "2"}}, "use --nodes"),
         ({"options": {"tasks": "gpu"}}, "'node' or 'rank'"),

@@ -40,7 +40,7 @@ def sizes(counts: list[int | None], **options) -> list[int]:
 def test_as_many_ranks_as_devices_that_divide_the_batch(capfd):
     assert sizes([8, 7, 3, 1], run_dir=Path("anywhere")) == [8, 4, 2, 1]
     shown = capfd.readouterr().err
-    assert "7 CUDA device(s) instead of 8" in shown and "uses 4 of 7 CUDA devices" in shown
+    assert "7 CUDA devices instead of 8" in shown and "uses 4 of 7 CUDA devices" in shown
 
 
 def test_what_is_refused_leaves_no_directory_and_its_cause_is_told_once(tmp_path):
