@@ -14,7 +14,6 @@ from models.weights.exported import NAMES, SUFFIX, TINY, described, differing, f
 
 from vitscale.checkpoint import CHECKPOINTS, RECIPE_FILE, CheckpointReader
 from vitscale.cli.export import run_export
-from vitscale.cli.main import main
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.models import initialise
 from vitscale.models.weights import describe, load_weights, open_weights
@@ -180,7 +179,7 @@ def test_another_image_size(tmp_path, capsys):
     assert open_weights(tmp_path / "b.safetensors").entries["pos_embed"].shape == (1, 37, 192)
 
 
-def test_the_command(tmp_path, monkeypatch, capsys):
+def test_the_command(tmp_path):
     done = command("export", "ViT-Ti/16", "--num-classes", "3", "--format", "hf", "--out", tmp_path / "new" / "hf")
     assert done.returncode == 0, done.stderr
     size = sum(path.stat().st_size for path in (tmp_path / "new" / "hf").iterdir())
@@ -195,12 +194,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         ("ViT-Ti/16", "--num-classes", "1", "--seed", str(2**63)): "'--seed'",
     }
     for arguments, words in wrong.items():
-        monkeypatch.setattr(sys, "argv", ["vitscale", "export", *arguments, "--format", "npz", "--out", out])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr().err
-        assert ended.value.code == (3 if folder in arguments else 2) and words in said
-        assert said.lower().count("error:") == 1
+        ended = command("export", *arguments, "--format", "npz", "--out", out)
+        assert ended.returncode == (3 if folder in arguments else 2) and words in ended.stderr
+        assert ended.stderr.lower().count("error:") == 1
 
 
 @pytest.mark.parametrize(
