@@ -99,7 +99,7 @@ def test_other_launchers(make_run: MakeRun, undisturbed, tmp_path, start, number
     [
         (pretrain, {EXIT_PREEMPTED}),
         pytest.param(launch, {EXIT_PREEMPTED}, marks=pytest.mark.slow),
-        (torchrun, {1}),
+        pytest.param(torchrun, {1}, marks=pytest.mark.slow),
         (deepspeed, {1, -signal.SIGINT}),
     ],
 )
@@ -116,6 +116,7 @@ def test_the_first_ctrl_c_saves_under_every_launcher(make_run: MakeRun, tmp_path
     assert run.saved() == [run.step()] and run.lines()[0]["step"] == 1
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(make_run: MakeRun, tmp_path):
     run = make_run(**LONG)
     waiting, stopped = bare(run, tmp_path / "log")
