@@ -98,13 +98,17 @@ def run_export(
 
 
 def _pictures(description: Description) -> str:
-    """What the exported preprocessing shows of a picture."""
-    crop, size = description.eval_crop or WHOLE_PICTURE, f"{description.image_size} x {description.image_size}"
-    part = f"the central {crop.fraction:g} of {'the short side' if crop.kind == 'central' else 'each side'}"
-    shown = f"its preprocessing takes {part}, at {size} pixels"
+    """What the exported preprocessing shows of a picture; of a run, what its evaluation does."""
+    crop, size = description.eval_crop or WHOLE_PICTURE, f"{description.image_size} x {description.image_size} pixels"
+    if crop.kind == "central":
+        shown = f"the central {crop.fraction:g} of the short side, at {size}"
+    elif crop.fraction < 1:
+        shown = f"the central {crop.fraction:g} of each side, squashed to {size}"
+    else:
+        shown = f"the whole picture, squashed to {size}"
     if description.eval_crop is None:
-        return f"{shown}: the source does not say how its pictures were cropped"
-    return f"{shown}, as evaluation does"
+        return f"its preprocessing shows {shown}: the source names no crop"
+    return f"its preprocessing shows what the source's does: {shown}"
 
 
 def _written(out: Path) -> list[Path]:

@@ -151,7 +151,7 @@ def demo(
 def export(
     source: Annotated[str, typer.Argument(help="A run's directory, a model's name, or weights of any format.")],
     form: Annotated[Format, typer.Option("--format", help="What to write.")],
-    out: Annotated[Path, typer.Option(help="The file, or for hf the folder; nothing is overwritten.")],
+    out: Annotated[Path, typer.Option(help="The file, or for hf and timm the folder; nothing is overwritten.")],
     step: Annotated[int | None, typer.Option(help="Of a run's checkpoint; the newest by default.")] = None,
     no_ema: NoEma = False,
     model: Annotated[

@@ -13,6 +13,7 @@ from vitscale.evaluation.contract import ModelOutputs, evaluate
 from vitscale.models import Model, build_model, weight_dtype
 from vitscale.recipe import Recipe, override, read_recipe, validate_recipe
 from vitscale.shards import Manifest
+from vitscale.storage import is_url
 
 
 def open_run(run_dir: Path, step: int | None = None) -> tuple[Recipe, CheckpointReader]:
@@ -58,6 +59,14 @@ def load_model(recipe: Recipe, reader: CheckpointReader, device: torch.device, *
     return model.eval()
 
 
+def _data_root(recipe: Recipe, reader: CheckpointReader) -> str | None:
+    """`data.root`; a relative one that is not here is where the run, which may have begun elsewhere, had it."""
+    root, began_in = recipe.data.root, reader.index.data.get("working_directory")
+    if root is None or began_in is None or is_url(root) or root.startswith("~") or Path(root).exists():
+        return root
+    return str(Path(began_in, root))
+
+
 class FinishedModel:
     """A checkpoint's model on this machine's device, and what its recipe says of looking at it.
 
@@ -75,6 +84,7 @@ class FinishedModel:
     ) -> None:
         recipe, reader = open_run(run_dir, step)
         as_trained = recipe.dump() | {"model": trained_recipe(reader).dump()["model"]}
+        as_trained["data"]["root"] = _data_root(recipe, reader)
         self.recipe = override(as_trained, settings, "the recipe of the run")
         self.step: int = reader.index.step
         self.class_names: list[str] = reader.index.data["class_names"]

@@ -298,7 +298,7 @@ class Trainer:
             kinds=[MASTER, *fragments.moment_kinds(self.engine), *([EMA] if self.average is not None else [])],
             optimizer_steps=self.step,
             recipe=self.recipe.dump(),
-            data=self._data_identity(),
+            data=self._data_identity() | {"working_directory": str(Path.cwd())},
             versions={
                 "vitscale": vitscale.__version__,
                 "torch": torch.__version__,

@@ -86,7 +86,7 @@ def finished_run(
             kinds=["master"],
             optimizer_steps=step,
             recipe=recipe.dump(),
-            data={"class_names": list(names)},
+            data={"class_names": list(names), "working_directory": str(folder.parent)},
             versions={},
         )
         CheckpointStore(folder / CHECKPOINTS).save(index, _fragments(model, layout, ranks))

@@ -179,6 +179,39 @@ def test_another_image_size(tmp_path, capsys):
     assert open_weights(tmp_path / "b.safetensors").entries["pos_embed"].shape == (1, 37, 192)
 
 
+@pytest.mark.parametrize(("form", "size"), [("timm", 96), ("hf", 72), ("safetensors", 40)])
+def test_a_run_at_another_image_size_in_one_step(form, size, tmp_path, capsys):
+    """What two steps by way of a file give, and everything else as in training."""
+    block = TINY | {"head": "linear"}
+    run = finished_run(tmp_path / "run", valued(described(block)), block)
+    out = tmp_path / f"one{SUFFIX[form]}"
+    run_export(str(run), form, out, image_size=size)
+    assert f"pos_embedding resampled from (8, 8) to ({size // 8}, {size // 8})" in capsys.readouterr().out
+    run_export(str(run), "safetensors", tmp_path / "file.safetensors")
+    run_export(str(tmp_path / "file.safetensors"), form, tmp_path / f"two{SUFFIX[form]}", image_size=size)
+    assert_same_files(out, tmp_path / f"two{SUFFIX[form]}")
+
+
+def assert_same_files(a: Path, b: Path) -> None:
+    files = [(path, b / path.relative_to(a)) for path in sorted(a.rglob("*"))] if a.is_dir() else [(a, b)]
+    assert files and all(one.read_bytes() == other.read_bytes() for one, other in files)
+
+
+@pytest.mark.parametrize("crop", [{"kind": "central", "fraction": 0.8}, {"kind": "square", "fraction": 1.0}])
+def test_the_crop_of_a_run_goes_through_every_format_that_can_say_it(crop, tmp_path):
+    block = TINY | {"head": "linear"}
+    run = finished_run(tmp_path / "run", valued(described(block)), block, data={"eval_crop": crop})
+    source, own = run, {"model": str(run / RECIPE_FILE)}
+    for i, form in enumerate(("safetensors", "hf", "timm", "hf")):
+        out = tmp_path / f"{i}{SUFFIX[form] if form == 'safetensors' else ''}"
+        run_export(str(source), form, out, **(own if i > 1 else {}))
+        source = out
+        found = describe(open_weights(out), None if form == "safetensors" else block).eval_crop
+        assert found is not None and found.model_dump() == pytest.approx(crop)
+    for file in ("config.json", "preprocessor_config.json", "model.safetensors"):
+        assert (tmp_path / "1" / file).read_bytes() == (tmp_path / "3" / file).read_bytes()
+
+
 def test_the_command(tmp_path):
     done = command("export", "ViT-Ti/16", "--num-classes", "3", "--format", "hf", "--out", tmp_path / "new" / "hf")
     assert done.returncode == 0, done.stderr

@@ -104,8 +104,8 @@ def run(clothes: Path, kind: str) -> tuple[Path, float, dict[str, str]]:
         model,
         TINY | {"head": "linear"},
         names=names,
-        data={"image_size": SIZE, "eval_crop": crop.model_dump()},
-        evaluation={"validation": str(clothes / "dataset")},
+        data={"image_size": SIZE, "eval_crop": crop.model_dump(), "root": "."},
+        evaluation={"validation": "dataset"},
         precision="fp32",
     )
     _, metrics = evaluate_run(folder)

@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 import re
+import warnings
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -83,7 +84,9 @@ def read_torch(path: Path) -> dict[str, Entry]:
     try:
         with path.open("rb") as file:
             is_zip = file.read(4) == b"PK\x03\x04"  # else torch's older format, which cannot be mapped into memory
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickle protocols that torch does not write: read, or refused below
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # an unpickler meets damage with whatever error comes first
         raise CheckpointError(f"{path}: cannot be read as tensors alone: {_reason(error)}") from None
     for wrapper in _WRAPPERS:

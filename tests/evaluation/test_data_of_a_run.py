@@ -1,0 +1,32 @@
+"""`vitscale evaluate` from another folder than the run began in finds its data, or says where it looked."""
+
+import pytest
+from models.weights.exported import TINY, described, finished_run, valued
+
+from vitscale.errors import DataError
+from vitscale.evaluation.finished import evaluate_run
+from vitscale.shards.generated import CLASS_NAMES, write_generated_dataset
+
+
+def test_a_relative_root_is_the_run_s(tmp_path, monkeypatch):
+    monkeypatch.delenv("VITSCALE_DATA_ROOT", raising=False)
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    write_generated_dataset(project / "DATA" / "test", [13], seed=1)
+    elsewhere.mkdir()
+    block = TINY | {"head": "linear"}
+    settings = {"data": {"root": "DATA"}, "evaluation": {"validation": "test"}, "precision": "fp32"}
+    run = finished_run(
+        project / "run", valued(described(TINY, 64, len(CLASS_NAMES))), block, names=CLASS_NAMES, **settings
+    )
+    monkeypatch.chdir(project)
+    there = evaluate_run(run)
+    monkeypatch.chdir(elsewhere)
+    assert evaluate_run(run) == there
+    with pytest.raises(DataError, match=f"{elsewhere}/NONE/test"):
+        evaluate_run(run, ["data.root=NONE"])
+    (project / "DATA").rename(project / "moved")
+    with pytest.raises(DataError, match=rf"there is no {project}/DATA/test"):
+        evaluate_run(run)
+    assert evaluate_run(run, [f"data.root={project}/moved"]) == there
+    (elsewhere / "DATA").symlink_to(project / "moved")
+    assert evaluate_run(run) == there
