@@ -120,6 +120,9 @@ class Trainer:
         self.own_work = OwnWork(world.device)
         self.profiler = StepProfiler(recipe.profile.steps if world.is_main else 0, run_dir, world.device)
         self.hosts = distributed.gather(socket.gethostname())
+        self.working_directory: str | None = None  # what a relative data.root is relative to
+        with contextlib.suppress(FileNotFoundError):  # somebody has deleted it
+            self.working_directory = str(Path.cwd())
         self.lock: contextlib.ExitStack | None = None  # both of rank 0 alone
         self.metrics: MetricsWriter
         distributed.on_main(self._claim_run_dir, run_dir)
@@ -298,7 +301,7 @@ class Trainer:
             kinds=[MASTER, *fragments.moment_kinds(self.engine), *([EMA] if self.average is not None else [])],
             optimizer_steps=self.step,
             recipe=self.recipe.dump(),
-            data=self._data_identity() | {"working_directory": str(Path.cwd())},
+            data=self._data_identity() | {"working_directory": self.working_directory},
             versions={
                 "vitscale": vitscale.__version__,
                 "torch": torch.__version__,
