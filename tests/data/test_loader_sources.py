@@ -21,7 +21,7 @@ from views import area_mean, whole_picture
 
 from vitscale.data import EvalOrder, EvalTransform, Loader, Reading, TrainOrder, TrainTransform
 from vitscale.errors import DataError, StorageError
-from vitscale.shards import Manifest
+from vitscale.shards import Manifest, ShardFile
 from vitscale.shards.adopt import adopt
 from vitscale.shards.opening import open_shard
 
@@ -221,7 +221,8 @@ def test_a_cache_whose_file_is_damaged_later(remote, tmp_path):
     seen(loader_of(remote, tmp_path))
     for path in (tmp_path / "shards").glob("*.beton"):
         content = bytearray(path.read_bytes())
-        content[8_389_000] ^= 1  # in an image of the first page
+        with ShardFile(path) as shard:
+            content[int(shard.offset[0]) + 300] ^= 1
         path.write_bytes(content)
     with pytest.raises(DataError, match=r"\.beton: slot \d+, uid \d+: its bytes do not match their checksum"):
         seen(loader_of(remote, tmp_path))
