@@ -60,11 +60,12 @@ def load_model(recipe: Recipe, reader: CheckpointReader, device: torch.device, *
 
 
 def _data_root(recipe: Recipe, reader: CheckpointReader) -> str | None:
-    """`data.root`; a relative one that is not here is where the run, which may have begun elsewhere, had it."""
+    """`data.root`; a relative one as the run, which may have begun in another folder, had it, if it is still there."""
     root, began_in = recipe.data.root, reader.index.data.get("working_directory")
-    if root is None or began_in is None or is_url(root) or root.startswith("~") or Path(root).exists():
+    if root is None or began_in is None or is_url(root) or root.startswith("~"):
         return root
-    return str(Path(began_in, root))
+    then = Path(began_in, root)
+    return str(then) if then.exists() else root
 
 
 class FinishedModel:
