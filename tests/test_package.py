@@ -95,6 +95,7 @@ def test_the_commands_run_without_a_checkout(installed, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_demo_runs_without_a_checkout(installed, tmp_path):
     installed("vitscale", "demo", folder=tmp_path)
     assert (tmp_path / "runs/demo/run/DONE").exists()
