@@ -55,8 +55,6 @@ def installed(wheel: Path, tmp_path_factory) -> Callable[..., str]:
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     python = str(programs / "python")
     _run([python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--ignore-installed", str(wheel)])
-    (programs / "deepspeed").write_text(f"#!{python}\nfrom deepspeed.launcher.runner import main\n\nmain()\n")
-    (programs / "deepspeed").chmod(0o755)
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(program: str, *arguments: str, folder: Path) -> str:
