@@ -201,3 +201,18 @@ def test_ctrl_c_while_modules_are_imported_leaves_no_trace(command, imported, tm
                 break
         errors = process.stderr.read()
     assert process.returncode == 130 and "Traceback" not in errors
+
+
+def test_a_name_that_is_not_utf8_is_told_and_no_trace(tmp_path):
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    (tmp_path / "images" / "a" / "1.jpg").write_bytes(encoded(make_picture(0, 40, 40)))
+    out = os.fsdecode(os.fsencode(tmp_path) + b"/\xe9")
+    result = run("vitscale-convert", tmp_path / "images", out, "--workers", 1)
+    assert result.returncode == 2 and "UTF-8" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["a folder", "no text"])
+def test_what_is_no_recipe_s_file_is_told(name, tmp_path):
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "no text").write_bytes(bytes(range(256)))
+    assert run("vitscale", "recipe", tmp_path / name).returncode == 2

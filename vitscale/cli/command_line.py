@@ -14,7 +14,7 @@ import typer
 
 from vitscale.cli.entry import EXIT_INTERRUPTED
 from vitscale.durable import forbid_writing_by_everybody
-from vitscale.errors import EXIT_DONE, DataError, VitscaleError
+from vitscale.errors import EXIT_DONE, DataError, RecipeError, VitscaleError
 
 HELP = {"help_option_names": ["-h", "--help"]}
 """Settings of a command, which its subcommands inherit."""
@@ -73,6 +73,11 @@ def run(app: typer.Typer) -> None:
     except VitscaleError as error:
         code = error.exit_code
         _complain(str(error))
+    except UnicodeEncodeError as error:  # of a file's name: what is printed is escaped
+        code = RecipeError.exit_code
+        _complain(
+            f"{error.object!a}: a name that is not UTF-8, or not to be had in this locale; LC_ALL=C.UTF-8 has all"
+        )
     except OSError as error:
         if error is not output.error:
             raise

@@ -99,11 +99,12 @@ def show_verdict(dataset: str, workers: int | None, decode: bool, as_json: bool)
                 console.print(f"... and {len(verdict.damage) - _SHOWN_DAMAGE:,} more; --json lists all")
         for note in verdict.notes:
             console.print(f"note: {plain(note)}", highlight=False, soft_wrap=True)
-        rate = verdict.bytes / max(seconds, 1e-9) / 1e9
+        rate = verdict.bytes / max(seconds, 1e-9) / 1e6
+        result = f"DAMAGED: {counted(len(verdict.damage), 'finding')}; read" if verdict.damage else "whole:"
         console.print(
-            f"{'DAMAGED' if verdict.damage else 'whole'}: {counted(verdict.shards, 'shard')}, "
+            f"{result} {counted(verdict.shards, 'shard')}, "
             f"{counted(verdict.samples, 'sample')}{', all decoded' if decode else ''}, "
-            f"{verdict.bytes:,} bytes in {seconds:,.1f} s ({rate:.2f} GB/s)",
+            f"{verdict.bytes:,} bytes in {seconds:,.1f} s ({rate:,.1f} MB/s)",
             highlight=False,
             soft_wrap=True,
         )

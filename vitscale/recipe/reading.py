@@ -39,6 +39,8 @@ def find_recipe(recipe: str | Path) -> Path:
     shipped = recipes_dir() / f"{path.name.removesuffix('.yaml')}.yaml"
     if path.parent in (Path(), Path("recipes")) and shipped.is_file():
         return shipped
+    if path.exists():
+        raise RecipeError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}: expected a recipe's file")
     hint = _did_you_mean(_recipes_near(path))
     raise RecipeError(
         f"there is no recipe {str(recipe)!r}{hint and f' ({hint})'}: expected a file, or one that comes with vitscale; "
@@ -86,7 +88,9 @@ def _read(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise RecipeError(f"{path}: extends itself: {' -> '.join(str(p.name) for p in (*chain, path))}")
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        raise RecipeError(f"{path}: cannot be read: it is no text in UTF-8") from None
+    except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error}") from None
     content = parse_yaml(text, str(path))
     if not isinstance(content, dict):

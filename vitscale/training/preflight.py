@@ -35,6 +35,7 @@ from vitscale.training import distributed
 from vitscale.training.plan import Plan
 from vitscale.training.precision import slowness_of_bf16
 
+_WORTH_A_WARNING = 1.5  # times as slow
 _SHARED_WITHIN_SECONDS = 5.0  # a network file system may be late with what another machine has written
 _OF_EACH_MACHINE = ("root", "cache")  # of data: where they lie may differ, what they are may not
 _NAMED = 4
@@ -228,10 +229,12 @@ def _check_bf16(recipe: Recipe, world: distributed.World, ranks: Sequence[_Rank]
         raise RecipeError(
             f"precision {recipe.precision}: the device of {where} does not compute in it; use {advice}"
         ).on_all_ranks()
+    slowness = slowness_of_bf16()
+    if slowness < _WORTH_A_WARNING:  # torch has found another way
+        return []
     return [
         f"precision {recipe.precision}: the processor of {where} has no instructions for it, and multiplies matrices "
-        f"{slowness_of_bf16():.0f} times as slowly as in fp32; a run of its own (another --run-dir) with {advice} is "
-        f"faster"
+        f"{slowness:.0f} times as slowly as in fp32; a run of its own (another --run-dir) with {advice} is faster"
     ]
 
 

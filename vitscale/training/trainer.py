@@ -146,6 +146,8 @@ class Trainer:
             self.lock.close()
         with contextlib.suppress(OSError, VitscaleError):  # what is to be saved will tell
             self._claim_run_dir()
+            self.metrics.close()
+            self.metrics = self._open_metrics()
             self._say(
                 f"WARNING: {self.run_dir} was moved or deleted: from here on the run is in a new one of that name"
             )
