@@ -22,6 +22,7 @@ from data_tools.sources.source import without_surrogates
 from vitscale import storage
 from vitscale.durable import new_folder
 from vitscale.errors import DataError, RecipeError
+from vitscale.wording import counted
 
 # Images of a task, and what of a stream they may weigh: a task waits in memory.
 _PIECE = 256
@@ -133,7 +134,7 @@ def _build(
         )
         found = sorted(run_in_processes(tasks, workers, tick))
         if not found:
-            why = ", ".join(f"{count:,} files: {reason}" for reason, count in sorted(ignored.items()))
+            why = ", ".join(f"{counted(count, 'file')}: {reason}" for reason, count in sorted(ignored.items()))
             raise DataError(f"TESTSET {one.src}: no images" + (f" ({why})" if why else ""))
         test_set = TestSet(
             name=without_surrogates(one.name),  # an index's JSON is UTF-8

@@ -13,6 +13,7 @@ from vitscale.shards import Manifest, crc32c_of, file_digests
 from vitscale.shards.opening import OpenShard, known_manifest, open_shard
 from vitscale.shards.raw import raw_to_png
 from vitscale.storage import is_url
+from vitscale.wording import counted
 
 _PLACE = struct.Struct("<QQI")  # position in the shard, size, crc32c
 _RAW_PLACE = struct.Struct("<QQIHH")  # the same, height, width: of raw pixels in an adopted shard
@@ -72,7 +73,7 @@ class DatasetSource:
         names = self.class_names or ()
         if label >= len(names):
             raise DataError(
-                f"{self.parts[part]}: {key!r} has the label {label}; the manifest names {len(names)} classes"
+                f"{self.parts[part]}: {key!r} has the label {label}; the manifest names {counted(len(names), 'class')}"
             )
         return names[label]
 

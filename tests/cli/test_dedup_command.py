@@ -63,7 +63,7 @@ def place(tmp_path_factory):
     assert code == 0
     line = next(line for line in text.splitlines() if line.startswith("│ Pets "))
     assert " 6 " in line and " photo " in line and "<= 31 bits" in line
-    assert "chosen by the size" in text and "1 images of Pets cannot be decoded" in text
+    assert "chosen by the size" in text and "1 image of Pets cannot be decoded" in text
     convert(Request(str(place / "images"), shard_samples=8), URL)
     fsspec.filesystem("memory").get(f"{URL}/", f"{place / 'train'}/", recursive=True)
     return place

@@ -119,9 +119,7 @@ def test_what_cannot_be_read(tmp_path):
     edit(data, class_names=["cat"])
     with pytest.raises(DataError, match="has changed since the command began"):
         listed(source)
-    with pytest.raises(
-        DataError, match=r"shard-00000\.beton: 'k/1\.jpg' has the label 1; the manifest names 1 classes"
-    ):
+    with pytest.raises(DataError, match=r"shard-00000\.beton: 'k/1\.jpg' has the label 1; the manifest names 1 class"):
         listed(open_copy(data))
     shutil.copy(data / "shard-00000.beton", data / "shard-00001.beton")
     with pytest.raises(DataError, match=r"shard-00001\.beton"):

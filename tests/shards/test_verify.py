@@ -243,7 +243,7 @@ def test_files_beside_the_manifest_are_read(dataset):
     edit(dataset, select)
     rows = pa.table({"key": ["x.jpg"], "reason": ["empty"]}, REJECTS)
     write_rejects(dataset / "rejects.parquet", [rows])
-    assert [one.what for one in found(dataset).damage] == ["1 images; the manifest says that 0 were rejected"]
+    assert [one.what for one in found(dataset).damage] == ["1 image; the manifest says that 0 were rejected"]
     edit(dataset, lambda data: data.update(num_rejected=1))
     assert not found(dataset).damage
     flip(dataset / "out.npy", 130)

@@ -265,7 +265,7 @@ def _check_rejects(manifest: Manifest, verdict: Verdict) -> None:
         verdict.damage.append(Damage(REJECTS_NAME, str(error)))
         return
     if rows != manifest.num_rejected:
-        what = f"{rows:,} images; the manifest says that {manifest.num_rejected:,} were rejected"
+        what = f"{counted(rows, 'image')}; the manifest says that {manifest.num_rejected:,} were rejected"
         verdict.damage.append(Damage(REJECTS_NAME, what))
 
 

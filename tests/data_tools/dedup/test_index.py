@@ -286,7 +286,7 @@ def test_a_level_that_there_is_not(photos):
 def test_a_test_set_without_images(inline, tmp_path, photos):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a")
-    with pytest.raises(DataError, match=r"texts: no images \(1 files: no image suffix\)"):
+    with pytest.raises(DataError, match=r"texts: no images \(1 file: no image suffix\)"):
         build_index([source_of(photos, "a", level=0), source_of(tmp_path / "texts")], tmp_path / "index", workers=1)
     assert names_in(tmp_path) == ["texts"]
 
