@@ -5,7 +5,7 @@ from s3_server import SECRET, serving
 from typer.testing import CliRunner
 
 from vitscale.cli.main import app
-from vitscale.errors import DataError
+from vitscale.errors import DataError, RecipeError
 from vitscale.evaluation import Validation
 from vitscale.recipe import Recipe, load_recipe
 from vitscale.shards.generated import CLASS_NAMES, write_generated_dataset
@@ -66,7 +66,7 @@ def test_a_run_is_planned_from_manifests_at_a_url_however_it_is_named(s3, recipe
 def test_what_is_wrong_with_data_at_a_url_is_said_with_the_url(s3, recipe, tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"s3://bucket/none/pictures/train.*no such file"):
         plan_run(recipe("data.root=s3://bucket/none"), 0, 1)
-    with pytest.raises(DataError, match=r"s3://bucket/ds/pictures/train/manifest\.json names 7 classes"):
+    with pytest.raises(RecipeError, match=r"s3://bucket/ds/pictures/train/manifest\.json names 7 classes"):
         plan_run(recipe("data.root=s3://bucket/ds", "model.num_classes=3"), 0, 1)
     other = tmp_path / "other"
     manifest = write_generated_dataset(other, [8])

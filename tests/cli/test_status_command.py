@@ -80,8 +80,16 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def write_recipe(run_dir: Path, *settings: str) -> None:
-    of_run = ["model.num_classes=1000", "model.head=linear", "schedule.duration.steps=100", "logging.every=10"]
-    recipe = load_recipe("b16_jft", [*of_run, "evaluation.fewshot=null", "evaluation.every=null", *settings])
+    of_run = [
+        "precision=bf16",
+        "model.num_classes=1000",
+        "model.head=linear",
+        "schedule.duration.steps=100",
+        "logging.every=10",
+    ]
+    recipe = load_recipe(
+        "b16_jft", ["precision=bf16", *of_run, "evaluation.fewshot=null", "evaluation.every=null", *settings]
+    )
     (run_dir / "recipe.yaml").write_text(yaml.safe_dump(recipe.dump()))
 
 

@@ -289,7 +289,7 @@ def test_a_recipe_of_ones_own_goes_along_with_what_it_extends_and_the_settings(k
         ("--cluster-option kind=pod", "'job', 'trainjob' or 'pytorchjob'"),
         ("--cluster-option grace_s=0", "grace_s=0: "),
         ("--cluster-option imag=v", "did you mean 'image'"),
-        ("--nodes 3", r"3 node\(s\) of 8 ranks do not divide batch.global 4,096"),
+        ("--nodes 3", "3 nodes of 8 ranks do not divide batch.global 4,096"),
         ("--run-dir /tmp/run", "--run-dir /tmp/run is not below /work"),
         ("--run-dir ../run", "is not below /work"),
         ("--set checkpoint.dir=/elsewhere", "checkpoint.dir /elsewhere is not below /work"),

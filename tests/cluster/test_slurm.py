@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from faults.runs import Run
+from faults.watched_runs import Run
 from slurm_cluster import output, submit, vitscale
 
 from vitscale.errors import RecipeError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from faults.runs import LONG, Run, assert_same, launch, write_data, write_recipe
+from faults.watched_runs import LONG, Run, assert_same, launch, write_data, write_recipe
 from slurm_cluster import NODES, ROOT, SlurmCluster, output, submit, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -8,7 +8,7 @@ from orders import epoch_of, numbered
 
 from vitscale.data import EvalOrder, TrainOrder
 from vitscale.data import order as order_module
-from vitscale.errors import DataError
+from vitscale.errors import RecipeError
 
 quick = settings(max_examples=80, deadline=None, derandomize=True)
 
@@ -45,7 +45,7 @@ def batch_of_ranks(order, step, world):
 def test_an_epoch_has_every_sample_once_but_for_the_remainder(shard_samples, batch, seed, window, epoch):
     total = sum(shard_samples)
     if total < batch:
-        with pytest.raises(DataError, match=f"{total} samples"):
+        with pytest.raises(RecipeError, match=f"{total} samples"):
             TrainOrder(shard_samples, batch, seed)
         return
     order = train_order(shard_samples, batch, seed, window)

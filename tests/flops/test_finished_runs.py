@@ -22,11 +22,13 @@ LINES = [
 ]
 INDEX = {"step": 15, "world_size": 8, "data": {"num_samples": 100 * 4096, "class_names": ["a", "b"]}}
 
+_OF_A_RUN = ["precision=bf16", "model.num_classes=null"]
+
 
 @pytest.fixture
 def run_dir(tmp_path):
     """Of ViT-B/16 on 100 batches of 4096 an epoch, 15 of 700 steps done."""
-    recipe = load_recipe("b16_jft", ["model.num_classes=null", "evaluation.validation=imagenet/validation"])
+    recipe = load_recipe("b16_jft", [*_OF_A_RUN, "evaluation.validation=imagenet/validation"])
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.dump()))
     write_metrics(tmp_path, LINES)
     write_index(tmp_path, "step-00000015", json.dumps(INDEX))

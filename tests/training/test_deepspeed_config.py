@@ -38,14 +38,14 @@ def test_one_rank_sums_in_fp32_what_it_accumulates_and_nothing_else(tmp_path):
     ("extra", "words"),
     [
         ({"zero_optimisation": {}}, ["deepspeed.zero_optimisation", "did you mean 'zero_optimization'"]),
-        ({"foo_bar": 1}, ["deepspeed.foo_bar", "known keys"]),
+        ({"foo_bar": 1}, ["deepspeed.foo_bar", "zero_optimization"]),
         ({"train_batch_size": 32}, ["deepspeed.train_batch_size", "32", "contradicts", "16"]),
         ({"zero_optimization": {"stage": 2}}, ["deepspeed.zero_optimization.stage", "contradicts"]),
         ({"zero_optimization": {"overlap_com": True}}, ["deepspeed.zero_optimization.overlap_com"]),
         ({"bf16": {"enabled": False}}, ["deepspeed.bf16.enabled", "contradicts"]),
         ({"zero_optimization": None}, ["deepspeed.zero_optimization", "None", "contradicts"]),
         ({"aio": 5}, ["deepspeed.aio", "5", "block"]),
-        ({"elasticity": {}}, ["deepspeed.elasticity", "no such key"]),
+        ({"elasticity": {}}, ["deepspeed.elasticity"]),
     ],
 )
 def test_what_contradicts_the_recipe_or_does_not_exist_is_refused(tmp_path, extra, words):
