@@ -269,8 +269,11 @@ def _totals(
         assumed.append(f"{STORAGE / GB:g} GB/s at which all nodes together write checkpoints (--storage)")
     if recipe.checkpoint.background:
         assumed.append(f"{_HOST_COPY / GB:g} GB/s from each device to host memory")
-    every = recipe.checkpoint.every
-    steps_between = None if every is None else every.to_steps(estimate.samples or 0, recipe.batch.global_size)
+    every, save_every_s = recipe.checkpoint.every, None
+    if every is None:
+        save_every_s = recipe.checkpoint.default_every_s
+    elif steps := every.to_steps(estimate.samples or 0, recipe.batch.global_size):
+        save_every_s = steps * best.time.total
     totals = Totals(
         images=estimate.images,
         steps=None if estimate.images is None else estimate.images / recipe.batch.global_size,
@@ -284,7 +287,7 @@ def _totals(
         checkpoint_bytes=size,
         checkpoint_s=writes,
         stall_s=size / cluster.devices / _HOST_COPY if recipe.checkpoint.background else writes,
-        checkpoint_every_s=steps_between * best.time.total if steps_between else None,
+        checkpoint_every_s=save_every_s,
     )
     return totals, assumed
 
