@@ -44,7 +44,9 @@ run() {
     "$@" >>"$log" 2>&1 ||
         { { grep -iE 'error' "$log" || cat "$log"; } | tail -n 5 >&2; fail "$* failed (whole log: $log)"; }
 }
-# Bytecode of what is never imported would take half a minute and 300 MB: the first import compiles.
+# Bytecode of what is never imported would take half a minute and 300 MB: the first import compiles. It is to be kept, also
+# where the environment says otherwise, as images for containers often do: without it each `import torch` takes twice as long.
+unset PYTHONDONTWRITEBYTECODE
 install() { run pip install --quiet --no-compile --constraint constraints.txt "$@"; }
 
 # PyPI's torch brings gigabytes of CUDA: not where there is no NVIDIA driver, unless pip was told where to find packages.
@@ -61,14 +63,15 @@ if [ -z "${2:-}" ]; then
     say "3/4 vitscale and the other packages"
     install --no-build-isolation --editable '.[demo,plot]'
     say "4/4 a first import of everything"
-    run "$venv/bin/python" -c 'import data_tools.convert, vitscale.cli.demo, vitscale.training, sklearn.datasets, tensorboard'
+    run "$venv/bin/python" -c 'import data_tools.convert, vitscale.cli.demo, vitscale.training.trainer, sklearn.datasets, torch.utils.tensorboard'
 else
+    packages="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     say "1/3 timm's torchvision"
     install "${builds[@]}" torchvision
     # PyPI's is compiled for CUDA, and beside a CPU build of torch not even imports. timm needs its Python part alone,
     # which asks for two operators to be declared.
     if ! "$venv/bin/python" -c 'import torchvision' 2>>"$log"; then
-        cat >>"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/extension.py" <<'DECLARED'
+        cat >>"$packages/torchvision/extension.py" <<'DECLARED'
 
 # Added by vitscale's cluster/setup.sh.
 _declared = torch.library.Library("torchvision", "DEF")
@@ -78,8 +81,9 @@ DECLARED
     fi
     say "2/3 the tests' other packages"
     install --editable '.[dedup,demo,dev,fp8,plot,ray,s3]'
-    say "3/3 a first import of the peers"
+    say "3/3 a first import of the peers, and bytecode for all: the tests start many processes"
     run "$venv/bin/python" -c 'import timm; from transformers import ViTForImageClassification, ViTImageProcessor'
+    "$venv/bin/python" -m compileall -q -j 0 "$packages" >>"$log" 2>&1 || true  # some hold files of other Pythons
 fi
 run pip check
 say "ready: $venv"
