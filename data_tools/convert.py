@@ -27,12 +27,11 @@ from data_tools.sources import Kind, SourceOptions
 from data_tools.splits import parse_splits
 from data_tools.subset import write_subset
 from vitscale.cli.command_line import HELP, Version, run
+from vitscale.cli.entry import EXIT_INTERRUPTED
 from vitscale.errors import RecipeError, VitscaleError
 from vitscale.shards import DEFAULT_CAPACITY
 from vitscale.shards.beton import expected_bytes
 from vitscale.wording import counted
-
-_EXIT_INTERRUPTED = 130
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -179,7 +178,7 @@ def command(
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         errors.print("[red]interrupted: no manifest was written; repeat the command to go on[/red]")
-        raise typer.Exit(_EXIT_INTERRUPTED) from None
+        raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 def _interrupt(*_: object) -> None:

@@ -59,17 +59,22 @@ def test_a_run_that_is_told_to_end_again_and_again_is_the_undisturbed_one(make_r
     assert_same(run, undisturbed)
 
 
+def terminate_twice(run: Run, waiting: Process, stopped: Process) -> None:
+    """SIGTERM, and later SIGTERM again, to a rank whose other one is stopped in training."""
+    waiting.until(lambda: run.step() >= 5)
+    stopped.signal(signal.SIGSTOP)
+    waiting.signal(signal.SIGTERM)
+    again_at = time.monotonic() + 2.5
+    waiting.until(lambda: time.monotonic() > again_at)
+    waiting.signal(signal.SIGTERM)
+
+
 def test_a_second_signal_ends_a_rank_that_waits_for_another_one(make_run: MakeRun, tmp_path):
     """Its main thread is inside a collective, which no handler written in Python interrupts."""
     run = make_run(**LONG)
     waiting, stopped = bare(run, tmp_path / "log")
     with waiting, stopped:
-        waiting.until(lambda: run.step() >= 5)
-        stopped.signal(signal.SIGSTOP)
-        waiting.signal(signal.SIGTERM)
-        again_at = time.monotonic() + 2.5
-        waiting.until(lambda: time.monotonic() > again_at)
-        waiting.signal(signal.SIGTERM)
+        terminate_twice(run, waiting, stopped)
         assert waiting.end() == EXIT_RETRY
         assert "SIGTERM again: ending without a checkpoint" in waiting.text()
 
@@ -146,12 +151,7 @@ def test_deepspeeds_launcher_may_send_sigterm_again(make_run: MakeRun, tmp_path)
     run = make_run(**LONG)
     waiting, stopped = bare(run, tmp_path / "log", environment={"CROSS_RANK": "0"})
     with waiting, stopped:
-        waiting.until(lambda: run.step() >= 5)
-        stopped.signal(signal.SIGSTOP)
-        waiting.signal(signal.SIGTERM)
-        again_at = time.monotonic() + 2.5
-        waiting.until(lambda: time.monotonic() > again_at)
-        waiting.signal(signal.SIGTERM)
+        terminate_twice(run, waiting, stopped)
         again_at = time.monotonic() + 0.5
         waiting.until(lambda: time.monotonic() > again_at)
         stopped.signal(signal.SIGCONT)

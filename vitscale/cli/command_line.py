@@ -56,9 +56,8 @@ def run(app: typer.Typer) -> None:
     with 130. Where standard output takes no more, as on a full disk, that is one line and the code of `DataError`. A
     reader that has seen enough (`| head -1`) is no error: the rest is dropped, and the command ends with its own code.
     """
-    is_ctrl_c_ignored = (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    )  # by a shell, for what it has in the background
+    # By a shell, for what it has in the background.
+    is_ctrl_c_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     if not is_ctrl_c_ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     forbid_writing_by_everybody()

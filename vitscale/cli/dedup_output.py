@@ -20,12 +20,12 @@ from data_tools.dedup.settings import PRESETS, Preset, Settings
 from data_tools.report import ProgressView
 from data_tools.sources.source import Source
 from vitscale import storage
+from vitscale.cli.entry import EXIT_INTERRUPTED
 from vitscale.cli.shards_output import plain
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import MANIFEST_NAME, Manifest
 from vitscale.wording import counted
 
-_EXIT_INTERRUPTED = 130
 _EMBEDDING_SIZE = 288
 _NAMED = re.compile(r"([^/=:]+)=(.+)", re.DOTALL)
 _SUFFIXES = re.compile(r"(\.[A-Za-z][A-Za-z0-9]*)+$")
@@ -222,7 +222,7 @@ def _interruptible(state: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         Console(stderr=True).print(f"interrupted: {state}", highlight=False, soft_wrap=True)
-        raise typer.Exit(_EXIT_INTERRUPTED) from None
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vitscale.cli.entry import EXIT_INTERRUPTED
 from vitscale.durable import durable_file
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest
@@ -26,7 +27,6 @@ _LINE_SECONDS = 10.0
 _SHOWN_DAMAGE = 100
 _SHOWN_NAMES = 10
 _EXIT_DIFFERENT = 1
-_EXIT_INTERRUPTED = 130
 
 
 def show_info(dataset: str, classes: bool, as_json: bool) -> None:
@@ -232,7 +232,7 @@ def interruptible(state: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         Console(stderr=True).print(f"interrupted: {state}", highlight=False, soft_wrap=True)
-        raise typer.Exit(_EXIT_INTERRUPTED) from None
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     finally:
         signal.signal(signal.SIGTERM, before)
 

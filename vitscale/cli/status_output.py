@@ -18,13 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from vitscale.cli.command_line import reader_is_gone
+from vitscale.cli.entry import EXIT_INTERRUPTED
 from vitscale.errors import VitscaleError
 from vitscale.flops.view import hours, number, percent, short
 from vitscale.status import NoRunYetError, RunReader, RunStatus
 from vitscale.status.liveness import duration
 
 _EVERY_S = 2.0
-_EXIT_INTERRUPTED = 130
 _SHOWN_METRICS = 6
 _UNLIMITED = 2**16  # characters in a line
 # What a narrow terminal is not shown, in this order.
@@ -73,7 +73,7 @@ def watch_status(readers: Mapping[str, RunReader], as_json: bool) -> None:
                     break
                 time.sleep(_EVERY_S)
     except KeyboardInterrupt:
-        raise typer.Exit(_EXIT_INTERRUPTED) from None
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     _end(outcomes)
 
 
