@@ -19,17 +19,18 @@ def build(recipe: Recipe, num_classes: int, ranks: int) -> Any:
     """A DeepSpeed engine around the recipe's model, with its initial values."""
     import deepspeed
 
-    from vitscale.models import build_model, initialise, weight_dtype
+    from vitscale.models import initialise, weight_dtype
+    from vitscale.objectives import build_objective
     from vitscale.training.engine import build_engine, derive_config
 
     config = derive_config(recipe, ranks)
     if recipe.parallelism.zero_stage == 3:
         with deepspeed.zero.Init(config_dict_or_path=config):
-            model = build_model(recipe, num_classes)
-        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
-            initialise(model, seed=0)
+            objective = build_objective(recipe, num_classes)
+        with deepspeed.zero.GatheredParameters(list(objective.parameters()), modifier_rank=0):
+            initialise(objective.backbone, seed=0)
     else:
-        model = build_model(recipe, num_classes)
-        initialise(model, seed=0)
-        model.to(weight_dtype(recipe))
-    return build_engine(recipe, model, config)
+        objective = build_objective(recipe, num_classes)
+        initialise(objective.backbone, seed=0)
+        objective.to(weight_dtype(recipe))
+    return build_engine(recipe, objective, config)

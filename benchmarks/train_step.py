@@ -26,6 +26,7 @@ is below its goal or cannot be right. A time is above its limit where its whole 
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -85,7 +86,7 @@ def trainer_step(options: argparse.Namespace, folder: Path) -> Callable[[], floa
     from vitscale.data import on_device
     from vitscale.shards.generated import write_generated_dataset
     from vitscale.training.distributed import free_port
-    from vitscale.training.plan import plan_run
+    from vitscale.training.plan import open_loader, plan_run
     from vitscale.training.trainer import Trainer
 
     write_generated_dataset(folder / "train", [2 * options.batch])
@@ -94,14 +95,14 @@ def trainer_step(options: argparse.Namespace, folder: Path) -> Callable[[], floa
     plan = plan_run(recipe, 0, 1)
     begin_measuring(options.device)
     trainer = Trainer(recipe, plan, folder / "run", world)
-    trainer.engine.train()
-    with trainer._open_loader(0, 1) as loader:
+    trainer.learner.engine.train()
+    with open_loader(recipe, plan, world, 0, 1) as loader:
         data = next(iter(on_device(loader, world.device)))
 
+    steps = itertools.count()
+
     def step() -> float:
-        done = trainer._train_step(data)
-        trainer.step += 1
-        return done.loss_sum.item()
+        return trainer.learner.update(data, next(steps)).loss_sum.item()
 
     return step
 
@@ -133,7 +134,7 @@ def loop_step(options: argparse.Namespace) -> Callable[[], float]:
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(options.device, dtype=torch.bfloat16):
-            loss = torch.nn.functional.cross_entropy(vit(images), labels)
+            loss = torch.nn.functional.cross_entropy(vit(images) if is_timm else vit(images).logits, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(vit.parameters(), 1.0)
         optimizer.step()
@@ -164,7 +165,7 @@ def bare_step(options: argparse.Namespace) -> Callable[[], float]:
     labels = (torch.arange(options.batch) % CLASSES).to(device)
 
     def step() -> float:
-        loss = torch.nn.functional.cross_entropy(vit(to_model_input(images, device, torch.bfloat16)), labels)
+        loss = torch.nn.functional.cross_entropy(vit(to_model_input(images, device, torch.bfloat16)).logits, labels)
         loss.backward()
         for master, weight in zip(masters, weights, strict=True):
             assert weight.grad is not None

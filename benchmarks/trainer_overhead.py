@@ -30,32 +30,37 @@ LIMIT = 0.02
 def work(_: int, model: str, batch: int, rounds: int, folder: Path) -> None:
     """A process for one model; its result goes to a file."""
     from vitscale.data import to_model_input
+    from vitscale.models import weight_dtype
     from vitscale.shards.generated import write_generated_dataset
     from vitscale.training.distributed import free_port
-    from vitscale.training.plan import plan_run
+    from vitscale.training.pace import Pace
+    from vitscale.training.plan import open_loader, plan_run
     from vitscale.training.trainer import Trainer
 
     write_generated_dataset(folder / "train", [8 * batch])
     logging = {"every": 1, "batch_digest": True, "tensorboard": True}
     recipe = make_recipe(model, batch, folder=str(folder), logging=logging)
     trainer: Any = Trainer(recipe, plan_run(recipe, 0, 1), folder / "run", join(0, 1, int(free_port())))
-    trainer.engine.train()
-    trainer.last, trainer.metrics = 100_000, trainer._open_metrics()
+    engine = trainer.learner.engine
+    engine.train()
+    trainer.report.begin_at(0)
     results: dict[str, list[float]] = {"trainer": [], "engine": []}
-    with trainer._open_loader(0, 100_000) as loader:
+    with open_loader(recipe, trainer.plan, trainer.world, 0, 100_000) as loader:
         batches = iter(loader)
         first = next(batches)
 
         def bare(number: int) -> None:
             for _ in range(number):
-                logits = trainer.engine(to_model_input(first.images, trainer.world.device, trainer.dtype))
-                loss = trainer.plan.objective.per_sample_loss(logits, first.labels).mean()
-                trainer.engine.backward(loss)
-                trainer.engine.step()
+                images = to_model_input(first.images, trainer.world.device, weight_dtype(recipe))
+                loss = engine(images, first.labels).per_sample.mean()
+                engine.backward(loss)
+                engine.step()
                 loss.item()
 
         def whole(number: int) -> None:
-            trainer._train_on(islice(batches, number))
+            pace = Pace(trainer.state.step)
+            for batch in pace.timed(islice(batches, number)):
+                trainer.take_step(batch, pace)
 
         contenders = {"trainer": whole, "engine": bare}
         whole(2)

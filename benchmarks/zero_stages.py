@@ -74,8 +74,7 @@ def work(rank: int, ranks: int, port: int, folder: Path, model: str, batch: int,
         engine = build(recipe, CLASSES, ranks)
 
         def backward(engine: Any = engine) -> None:
-            logits = engine(images.bfloat16())
-            engine.backward(torch.nn.functional.cross_entropy(logits, labels))
+            engine.backward(engine(images.bfloat16(), labels).per_sample.mean())
 
         def step(engine: Any = engine, backward: Callable[[], None] = backward) -> None:
             backward()
@@ -96,7 +95,7 @@ def work(rank: int, ranks: int, port: int, folder: Path, model: str, batch: int,
     def peer() -> None:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = torch.nn.functional.cross_entropy(ddp(images), labels)
+            loss = torch.nn.functional.cross_entropy(ddp(images).logits, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
         optimizer.step()

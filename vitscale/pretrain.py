@@ -100,44 +100,44 @@ def write_smoke_data(data_root: Path, world_size: int) -> None:
 def pretrain(options: argparse.Namespace) -> None:
     """Check everything that can be checked alone, then start the process group and train."""
     rank, world_size, local_rank, _ = read_environment()  # what is wrong there each rank says: it may be its own alone
-    interruption = Interruption(
+    with Interruption(
         None if options.time_limit is None else 60 * options.time_limit,
         answers=rank == 0 and HEARTBEAT_VARIABLE not in os.environ,  # `vitscale launch` answers itself
-    )
-    try:
-        recipe: Recipe = load_recipe(options.recipe, [] if options.smoke else options.settings)
-        run_dir: Path = options.run_dir or default_run_dir(options.recipe, smoke=options.smoke)
-        if options.stop_at is not None and options.stop_at < 1:
-            raise RecipeError(f"--stop-at {options.stop_at}: expected a step from 1")
-        if options.time_limit is not None and not options.time_limit > 0:
-            raise RecipeError(f"--time-limit {options.time_limit:g}: expected minutes above 0")
+    ) as interruption:
+        try:
+            recipe: Recipe = load_recipe(options.recipe, [] if options.smoke else options.settings)
+            run_dir: Path = options.run_dir or default_run_dir(options.recipe, smoke=options.smoke)
+            if options.stop_at is not None and options.stop_at < 1:
+                raise RecipeError(f"--stop-at {options.stop_at}: expected a step from 1")
+            if options.time_limit is not None and not options.time_limit > 0:
+                raise RecipeError(f"--time-limit {options.time_limit:g}: expected minutes above 0")
 
-        # Imported when there is something to train: it takes seconds.
-        from vitscale.training import distributed
-        from vitscale.training.plan import plan_run
-        from vitscale.training.precision import settle_precision
-        from vitscale.training.progress import tell
-        from vitscale.training.run_directory import check_run_dir
+            # Imported when there is something to train: it takes seconds.
+            from vitscale.training import distributed
+            from vitscale.training.plan import plan_run
+            from vitscale.training.precision import settle_precision
+            from vitscale.training.progress import tell
+            from vitscale.training.run_directory import check_run_dir
 
-        smoke_data = run_dir / f"smoke-data-{world_size}"
-        if options.smoke:
-            recipe = override(smoke_form(recipe, smoke_data, world_size).dump(), options.settings, "the smoke form")
-        recipe, chosen = settle_precision(recipe, run_dir, local_rank)
-        done = check_run_dir(recipe, run_dir, may_resume=options.resume == "auto")
-        if done is not None:
-            if os.environ.get("RANK", "0") == "0":
-                tell(f"{run_dir} holds a finished run; nothing to do\n{done}")
-            return
-        if options.smoke:
-            write_smoke_data(smoke_data, world_size)
-        plan = plan_run(recipe, rank, world_size)
-        if chosen is not None and rank == 0:
-            tell(chosen)
-    except VitscaleError as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            error.on_all_ranks()  # the ranks of one machine see the same recipe and files, and its first one speaks
-        raise
-    train(recipe, plan, run_dir, distributed.start(rank, world_size, local_rank), interruption, options.stop_at)
+            smoke_data = run_dir / f"smoke-data-{world_size}"
+            if options.smoke:
+                recipe = override(smoke_form(recipe, smoke_data, world_size).dump(), options.settings, "the smoke form")
+            recipe, chosen = settle_precision(recipe, run_dir, local_rank)
+            done = check_run_dir(recipe, run_dir, may_resume=options.resume == "auto")
+            if done is not None:
+                if os.environ.get("RANK", "0") == "0":
+                    tell(f"{run_dir} holds a finished run; nothing to do\n{done}")
+                return
+            if options.smoke:
+                write_smoke_data(smoke_data, world_size)
+            plan = plan_run(recipe, rank, world_size)
+            if chosen is not None and rank == 0:
+                tell(chosen)
+        except VitscaleError as error:
+            if os.environ.get("LOCAL_RANK", "0") != "0":
+                error.on_all_ranks()  # the ranks of one machine see the same recipe and files, and its first one speaks
+            raise
+        train(recipe, plan, run_dir, distributed.start(rank, world_size, local_rank), interruption, options.stop_at)
 
 
 def train(
@@ -156,7 +156,7 @@ def train(
 
     with Watchdog(world, recipe.check.step_timeout_s) as watchdog:
         try:
-            Trainer(recipe, plan, run_dir, world, watchdog, interruption).run(stop_at)
+            Trainer(recipe, plan, run_dir, world, watchdog.at, interruption).run(stop_at)
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 raise explain(recipe, plan, world) from None

@@ -7,7 +7,7 @@ from toy_split import SIDE
 
 from vitscale.data import EvalOrder, EvalTransform, Loader, Reading
 from vitscale.evaluation import FewShot, Validation
-from vitscale.objectives import Classification
+from vitscale.objectives.classification import CrossEntropy
 from vitscale.shards import Manifest
 from vitscale.shards.generated import CLASS_NAMES
 
@@ -34,4 +34,4 @@ def evaluators(folder: Path, policy: str, rank: int = 0, world: int = 1) -> list
     """Of both kinds; the few-shot one draws from the split and is tested on it."""
     make = loader(folder, policy, rank, world)
     few = FewShot("stored-few", make, make, CLASS_NAMES, shots=(1, 5), l2=1.0)
-    return [Validation("stored", make, Classification("sigmoid", 0.9, 0.01)), few]
+    return [Validation("stored", make, CrossEntropy("sigmoid", 0.9, 0.01)), few]

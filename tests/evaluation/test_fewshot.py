@@ -81,7 +81,7 @@ def test_features_are_sorted_and_without_fillers():
     found = extract_features(data.loader(8), model(K))
     order = data.uids.argsort()
     assert torch.equal(found.uids, data.uids[order]) and torch.equal(found.labels, data.labels[order])
-    torch.testing.assert_close(found.features, model(K)(data.images[order]).pre_logits.float())
+    torch.testing.assert_close(found.features, model(K)(data.images[order]).pooled.float())
 
 
 def fewshot(name="one", train_seed=1, class_names="abcd", **options):

@@ -7,10 +7,11 @@ from torch.nn import functional as F
 from toy_split import Split, model, split
 
 from vitscale.errors import DataError
-from vitscale.evaluation import ModelOutputs, Validation, evaluate
-from vitscale.objectives import Classification
+from vitscale.evaluation import Validation, evaluate
+from vitscale.models import Outputs
+from vitscale.objectives.classification import CrossEntropy
 
-SOFTMAX = Classification("softmax")
+SOFTMAX = CrossEntropy("softmax")
 
 
 def constant_logits(logits):
@@ -21,7 +22,7 @@ def constant_logits(logits):
         nonlocal position
         rows = torch.arange(position, position + len(images)).clamp(max=len(logits) - 1)
         position += len(images)
-        return ModelOutputs(logits[rows], torch.zeros(len(images), 1))
+        return Outputs(torch.zeros(len(images), 1, 1), torch.zeros(len(images), 1), logits[rows])
 
     return predict
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vitscale.evaluation import ModelOutputs
+from vitscale.models import Outputs
 
 SIDE, CHANNELS, WIDTH = 4, 3, 16
 
@@ -60,6 +60,6 @@ def model(num_classes):
     def predict(images):
         assert images.dtype == torch.uint8
         pre_logits = (images.double().flatten(1) / 127.5 - 1) @ embed
-        return ModelOutputs(torch.tanh(pre_logits) @ head, pre_logits)
+        return Outputs(pre_logits[:, None], pre_logits, torch.tanh(pre_logits) @ head)
 
     return predict

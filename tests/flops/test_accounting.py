@@ -8,7 +8,7 @@ import pytest
 from models.small_models import AUTHORS_COUNTS
 
 from vitscale.flops import exaflops, mfu, model_work, training_flops_per_image
-from vitscale.flops.operations import taps_inside
+from vitscale.operations import taps_inside
 from vitscale.recipe.schema import Model, Position
 
 # With 1000 classes and the output layer alone: the authors' own test table, and for g, G and the ResNets timm's models.

@@ -47,7 +47,7 @@ def counted(recipe: Recipe) -> tuple[int, int, int]:
         images = torch.empty(1, size, size, 3)
     # A fused attention is counted by a formula of its own, whose backward pass computes the scores once more.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        logits = model(images)
+        logits = model(images).logits
         forward = counter.get_total_flops()
         logits.sum().backward()
     return forward, counter.get_total_flops() - forward, sum(p.numel() for p in model.parameters())

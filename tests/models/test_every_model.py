@@ -71,11 +71,11 @@ def test_the_other_depths_and_widths_of_timm():
 def test_whole_on_the_meta_device(name):
     """Nothing is allocated, and shapes fit from images to logits."""
     model = on_meta(name, num_classes=21_843)
-    seen: dict[str, torch.Tensor] = {}
-    logits = model(torch.empty(2, 224, 224, 3, device="meta"), intermediates=seen)
-    assert logits.shape == (2, 21_843) and logits.is_meta
+    found = model(torch.empty(2, 224, 224, 3, device="meta"))
+    assert found.logits.shape == (2, 21_843) and found.logits.is_meta
     width = model.shape.width if isinstance(model.shape, ViTShape) else model.shape.channels
-    assert seen["pre_logits"].shape == (2, width)
+    assert found.pooled.shape == (2, width)
+    assert found.tokens.shape[::2] == (2, width) and found.tokens.shape[1] > 1
     for key, parameter in model.named_parameters():
         assert parameter.is_meta
         assert callable(model.initialiser(key))
@@ -86,7 +86,7 @@ def test_whole_on_the_meta_device(name):
 def without_gradient(shape: Shape) -> list[str]:
     """Parameters that a backward pass leaves without a gradient, with zeros alone, or with what is not finite."""
     model = with_values(build(shape, image_size=SIZE, num_classes=7))
-    model(images(SIZE)).square().sum().backward()
+    model(images(SIZE)).logits.square().sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return [
         name
@@ -107,8 +107,8 @@ def error_in_bf16(shape: Shape) -> float:
     model = with_values(build(shape, image_size=SIZE, num_classes=100)).eval()
     pixels = images(SIZE, batch=4)
     with torch.no_grad():
-        exact = model(pixels)
-        rounded = model.bfloat16()(pixels.bfloat16())
+        exact = model(pixels).logits
+        rounded = model.bfloat16()(pixels.bfloat16()).logits
     assert rounded.dtype == torch.float32
     return float((rounded - exact).norm() / (exact - exact.mean()).norm())
 
@@ -126,7 +126,7 @@ def recomputation_is_exact(shape: Shape) -> bool:
     for every in (0, 2):
         model = with_values(build(shape, image_size=SIZE, num_classes=7, checkpoint_every=every, **dropout))
         torch.manual_seed(5)
-        model.train()(images(SIZE)).square().sum().backward()
+        model.train()(images(SIZE)).logits.square().sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 

@@ -86,7 +86,7 @@ def test_the_places_of_absolute_positions_agree_where_they_must(kind):
         # Before a single block the stem and the beginning of the layer are one place.
         stem, shared = model(1, position=kind), model(1, position=kind, position_at="shared")
         shared.load_state_dict(stem.state_dict())
-        assert torch.equal(stem(pixels), shared(pixels))
+        assert torch.equal(stem(pixels).logits, shared(pixels).logits)
         # Layers that happen to have learned the same are layers that share.
         shared, every = model(position=kind, position_at="shared"), model(position=kind, position_at="every_layer")
         state = shared.state_dict()
@@ -95,10 +95,10 @@ def test_the_places_of_absolute_positions_agree_where_they_must(kind):
             for name in every.state_dict()
         }
         every.load_state_dict(of_layers)
-        assert torch.equal(shared(pixels), every(pixels))
+        assert torch.equal(shared(pixels).logits, every(pixels).logits)
         stem = model(position=kind)
         stem.load_state_dict(state)
-        assert not torch.allclose(shared(pixels), stem(pixels), atol=1e-2)
+        assert not torch.allclose(shared(pixels).logits, stem(pixels).logits, atol=1e-2)
 
 
 def test_without_positions_the_patches_are_a_bag():
@@ -106,8 +106,8 @@ def test_without_positions_the_patches_are_a_bag():
     pixels = images(32)
     shuffled = pixels.view(2, 4, 8, 4, 8, 3)[:, [2, 0, 3, 1]].reshape(2, 32, 32, 3)
     with torch.no_grad():
-        assert torch.allclose(bag(pixels), bag(shuffled), atol=1e-5)
-        assert not torch.allclose(ordered(pixels), ordered(shuffled), atol=1e-2)
+        assert torch.allclose(bag(pixels).logits, bag(shuffled).logits, atol=1e-5)
+        assert not torch.allclose(ordered(pixels).logits, ordered(shuffled).logits, atol=1e-2)
 
 
 @pytest.mark.parametrize("kind", ["none", "1d", "2d", "relative"])
@@ -116,5 +116,5 @@ def test_every_kind_learns_in_every_attention(kind, attention):
     shape = ViTShape(8, 48, 2, 96, 3, attention)
     for at in ("stem", "every_layer", "shared") if kind in ("1d", "2d") else ("stem",):
         trained = with_values(build(shape, image_size=32, num_classes=7, position=kind, position_at=at))
-        trained(images(32)).square().sum().backward()
+        trained(images(32)).logits.square().sum().backward()
         assert all(parameter.grad.abs().max() > 0 for parameter in trained.parameters())

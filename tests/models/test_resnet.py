@@ -8,9 +8,10 @@ from models.small_models import build, images, with_values
 from torch.nn import functional as F
 
 from vitscale.architectures import ResNetShape, ViTShape
-from vitscale.models import build_model, initial_value
+from vitscale.models import initial_value
 from vitscale.models.resnet import GroupNorm, StdConv
 from vitscale.models.weights.table import table
+from vitscale.objectives import build_objective
 from vitscale.recipe import validate_recipe
 
 
@@ -84,7 +85,7 @@ def test_logits_equal_timm_s_at_even_and_odd_sizes(variant, size):
     peer.load_state_dict(values_for(model))
     with torch.no_grad():
         pixels = images(size).double()
-        difference = model(pixels) - peer(pixels.permute(0, 3, 1, 2))
+        difference = model(pixels).logits - peer(pixels.permute(0, 3, 1, 2))
     assert difference.abs().max() < 2e-5  # logits are fp32
 
 
@@ -96,7 +97,7 @@ def in_a_recipe(model: dict):
         "optimizer": {"name": "adamw", "lr": 1.0},
         "schedule": {"duration": {"steps": 1}},
     }
-    return build_model(validate_recipe(content, "test"), 5)
+    return build_objective(validate_recipe(content, "test"), 5)
 
 
 SMALL = {"width": 64, "depth": 1, "mlp_dim": 128, "num_heads": 4}
@@ -115,10 +116,10 @@ SMALL = {"width": 64, "depth": 1, "mlp_dim": 128, "num_heads": 4}
 )
 def test_initial_values_of_every_family(block):
     """Appendix of the authors' code: lecun normal convolutions, identity norms, v1 units begin as their shortcut."""
-    model = in_a_recipe(block)
-    values = {name: initial_value(model, name, p.shape, seed=0) for name, p in model.named_parameters()}
+    objective = in_a_recipe(block)
+    values = {name: initial_value(objective, name, p.shape, seed=0) for name, p in objective.named_weights()}
     assert torch.all(values["head.weight"] == 0) and torch.all(values["head.bias"] == -10), "sigmoid pre-training"
-    is_v1 = isinstance(model.shape, ViTShape) or model.shape.variant == "v1"
+    is_v1 = isinstance(objective.backbone.shape, ViTShape) or objective.backbone.shape.variant == "v1"
     for name, value in values.items():
         module, _, kind = name.rpartition(".")
         if value.ndim == 4:

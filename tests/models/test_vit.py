@@ -94,7 +94,7 @@ def test_logits_equal_those_of_transformers(size):
     peer = transformers_vit(model)
     with torch.no_grad():
         pixels = images(size)
-        difference = model(pixels) - peer(pixels.permute(0, 3, 1, 2)[:, :, :32, :32]).logits
+        difference = model(pixels).logits - peer(pixels.permute(0, 3, 1, 2)[:, :, :32, :32]).logits
     assert difference.abs().max() < 1e-5
 
 
@@ -105,7 +105,7 @@ def test_logits_equal_those_of_timm(pool):
     peer = timm_vit(model)
     with torch.no_grad():
         pixels = images(32)
-        difference = model(pixels) - peer(pixels.permute(0, 3, 1, 2))
+        difference = model(pixels).logits - peer(pixels.permute(0, 3, 1, 2))
     assert difference.abs().max() < 1e-5
 
 
@@ -113,12 +113,13 @@ def test_the_pretraining_head_is_dense_tanh_dense():
     model = randomised(image_size=32)
     seen: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        logits = model(images(32), intermediates=seen)
-        by_hand = torch.tanh(seen["encoded"][:, 0] @ model.pre_logits.weight.T + model.pre_logits.bias)
-        by_hand = by_hand @ model.head.weight.T + model.head.bias
-    assert torch.allclose(logits, by_hand, atol=1e-5)
-    assert list(seen) == ["embedded", "block_0", "block_1", "encoded", "pre_logits"]
-    assert seen["block_1"].shape == (4, 17, 48) and seen["pre_logits"].shape == (4, 48)
+        found = model(images(32), intermediates=seen)
+        by_hand = found.tokens[:, 0] @ model.pre_logits.weight.T + model.pre_logits.bias
+        assert torch.allclose(found.pooled, by_hand, atol=1e-5)
+        by_hand = torch.tanh(by_hand) @ model.head.weight.T + model.head.bias
+    assert torch.allclose(found.logits, by_hand, atol=1e-5)
+    assert list(seen) == ["embedded", "block_0", "block_1"]
+    assert seen["block_1"].shape == found.tokens.shape == (4, 17, 48) and found.pooled.shape == (4, 48)
 
 
 def test_a_patch_is_flattened_height_width_channel():
@@ -129,11 +130,11 @@ def test_a_patch_is_flattened_height_width_channel():
 
 
 def test_initial_values_are_those_of_the_authors_code():
-    model = ViT(architecture("ViT-S/16"), image_size=224, num_classes=1000, head_bias=-10.0)
+    model = ViT(architecture("ViT-S/16"), image_size=224, num_classes=1000)
     initialise(model, seed=3)
     D = 384
     values = dict(model.named_parameters())
-    assert torch.all(values["head.weight"] == 0) and torch.all(values["head.bias"] == -10)
+    assert torch.all(values["head.weight"] == 0) and torch.all(values["head.bias"] == 0)
     assert torch.all(values["cls"] == 0) and torch.all(values["norm.weight"] == 1)
     assert values["pos_embedding"].std().item() == pytest.approx(0.02, rel=0.02)
     # Xavier's bound for each of the three D x D matrices, not for the stacked one.
@@ -149,12 +150,13 @@ def test_initial_values_are_those_of_the_authors_code():
 
 def test_logits_in_bf16_are_not_rounded_to_the_bias():
     """Between 8 and 16 bf16 has steps of 1/16: a bias of -10 must not put all logits on that grid."""
-    model = ViT(TINY, image_size=32, num_classes=50, head_bias=-10.0)
+    model = ViT(TINY, image_size=32, num_classes=50)
     initialise(model, seed=0)
     with torch.no_grad():
+        model.head.bias.fill_(-10.0)
         model.head.weight.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
-        exact = model(images(32, batch=16))
-        rounded = model.bfloat16()(images(32, batch=16).bfloat16())
+        exact = model(images(32, batch=16)).logits
+        rounded = model.bfloat16()(images(32, batch=16).bfloat16()).logits
     assert rounded.dtype == torch.float32
     assert (rounded - exact).abs().max() < 0.02
     distinct = sum(len(row.unique()) for row in rounded) / len(rounded)
@@ -192,7 +194,7 @@ def test_activation_checkpointing_changes_no_gradient(every):
         model = ViT(TINY, image_size=32, num_classes=7, dropout=0.3, checkpoint_every=checkpoint_every)
         model.load_state_dict(randomised(image_size=32).state_dict())
         torch.manual_seed(5)
-        model.train()(images(32)).square().sum().backward()
+        model.train()(images(32)).logits.square().sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients[0])

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from vitscale.errors import DataError
-from vitscale.objectives import Classification, sigmoid_cross_entropy, softmax_cross_entropy
+from vitscale.objectives.classification import CrossEntropy, sigmoid_cross_entropy, softmax_cross_entropy
 
 B, K = 7, 13
 SMOOTHINGS = [(1.0, 0.0), (0.9999, 0.0001), (0.9, 0.1 / (K - 1)), (0.8, 0.05)]
@@ -37,7 +37,7 @@ def reference(loss, logits, targets):
 @pytest.mark.parametrize(("on", "off"), SMOOTHINGS)
 def test_values_and_gradients_equal_torch(loss, on, off):
     logits, labels = example(requires_grad=True)
-    ours = Classification(loss, on, off).per_sample_loss(logits, labels)
+    ours = CrossEntropy(loss, on, off).per_sample_loss(logits, labels)
     (our_gradient,) = torch.autograd.grad(ours.sum(), logits)
     theirs = reference(loss, logits, target_matrix(labels, on, off))
     (their_gradient,) = torch.autograd.grad(theirs.sum(), logits)
@@ -75,7 +75,7 @@ def test_a_softmax_sample_without_label_is_nan_and_only_that_one():
 
 
 def test_labels_are_checked_on_the_host():
-    sigmoid, softmax = Classification("sigmoid"), Classification("softmax")
+    sigmoid, softmax = CrossEntropy("sigmoid"), CrossEntropy("softmax")
     sigmoid.check_labels(torch.tensor([-1, 0, K - 1]), K)
     softmax.check_labels(torch.tensor([0, K - 1]), K)
     with pytest.raises(DataError, match=r"1 of 2 labels .* outside -1\.\.12, for example 13"):

@@ -26,20 +26,22 @@ def train(rank: int, world_size: int, port: int, folder: Path, blocks: dict[str,
     """Entry point of a rank: some steps of DeepSpeed; what its memory grew by at most since the imports, to a file."""
     import torch
 
-    from vitscale.models import build_model, initialise, weight_dtype
+    from vitscale.models import initialise, weight_dtype
+    from vitscale.objectives import build_objective
     from vitscale.training.engine import build_engine, derive_config
 
     join(rank, world_size, port)
     before = status("VmRSS")
     recipe = make_recipe(**blocks)
     dtype = weight_dtype(recipe)
-    model = build_model(recipe, 10).to(dtype)  # before it has values, so that there is never an fp32 one in memory
-    initialise(model, seed=0)
-    engine = build_engine(recipe, model, derive_config(recipe, world_size))
+    objective = build_objective(recipe, 10).to(dtype)  # before it has values: there is never an fp32 one in memory
+    initialise(objective.backbone, seed=0)
+    engine = build_engine(recipe, objective, derive_config(recipe, world_size))
     micro, accumulation = recipe.batch.split(world_size)
     size = recipe.data.image_size
     for _ in range(STEPS * accumulation):
-        engine.backward(engine(torch.zeros(micro, size, size, 3, dtype=dtype)).sum())
+        images, labels = torch.zeros(micro, size, size, 3, dtype=dtype), torch.zeros(micro, dtype=torch.int64)
+        engine.backward(engine(images, labels).per_sample.sum())
         engine.step()
     (folder / f"{rank}").write_text(str(status("VmHWM") - before))
     torch.distributed.barrier()

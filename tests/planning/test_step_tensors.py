@@ -8,7 +8,7 @@ from torch import nn
 from toy_recipes import make_recipe
 
 from vitscale.models import build_model
-from vitscale.objectives import Classification
+from vitscale.objectives.classification import CrossEntropy
 from vitscale.planning import step_tensors
 
 NUM_CLASSES = 100
@@ -65,9 +65,9 @@ def saved_in_a_real_pass(model: dict[str, Any], image_size: int, blocks: dict[st
         return tensor
 
     images = torch.randn(micro_batch, image_size, image_size, 3).to(dtype)
-    objective = Classification(recipe.objective.loss, recipe.objective.on, recipe.objective.off)
+    objective = CrossEntropy(recipe.objective.loss, recipe.objective.on, recipe.objective.off)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        objective.per_sample_loss(built(images), torch.arange(micro_batch)).sum()
+        objective.per_sample_loss(built(images).logits, torch.arange(micro_batch)).sum()
     for parameter in built.parameters():
         saved.pop(parameter.untyped_storage().data_ptr(), None)
     return sum(storage.nbytes() for storage in saved.values())

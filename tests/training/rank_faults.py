@@ -35,15 +35,24 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, kept)
 
 
+class Wrapped:
+    """A learner, or another part of a trainer, of which some methods are replaced."""
+
+    def __init__(self, real: Any, **methods: Callable[..., Any]) -> None:
+        self._real, self._methods = real, methods
+
+    def __getattr__(self, name: str) -> Any:
+        return self._methods[name] if name in self._methods else getattr(self._real, name)
+
+
 # ---- Losses ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Poisoned:
-    """An objective that makes something of the loss of one row of a rank's batch."""
+    """A cross-entropy that makes something of the loss of one row of a rank's batch."""
 
     real: Any
-    micro_batch: int
     how: str | float | None = None
     row: int = 0
     rows_seen: int = field(default=0)
@@ -72,17 +81,15 @@ def poison(trainer: Any, positions: dict[int, str | float], rank: int = 1, row: 
     """At these positions of the order, the loss of one row of one rank's batch is multiplied by a number, or by "nan"
     or "inf"; or it has a "gradient" that is not finite; or itself is not, and its gradient is: "value".
     """
-    real_step = trainer._train_step
-    objective = _Poisoned(trainer.plan.objective, trainer.plan.micro_batch)
+    learner, objective = trainer.learner, trainer.learner.objective
+    poisoned = _Poisoned(objective.cross_entropy, row=row)
 
-    def step(batch: Batch) -> Any:
-        objective.rows_seen = 0
-        objective.how = positions.get(batch.step) if trainer.world.rank == rank else None
-        objective.row = row
-        return real_step(batch)
+    def update(batch: Batch, *arguments: Any) -> Any:
+        poisoned.rows_seen = 0
+        poisoned.how = positions.get(batch.step) if trainer.world.rank == rank else None
+        return learner.update(batch, *arguments)
 
-    trainer._train_step = step
-    with replaced(trainer, "plan", replace(trainer.plan, objective=objective)):
+    with replaced(objective, "cross_entropy", poisoned), replaced(trainer, "learner", Wrapped(learner, update=update)):
         yield
 
 
@@ -90,7 +97,7 @@ def poison(trainer: Any, positions: dict[int, str | float], rank: int = 1, row: 
 def leave_out(trainer: Any, ranges: list[tuple[int, int]]) -> Iterator[None]:
     """The run is told beforehand what not to train on."""
     for start, stop in ranges:
-        trainer.anomalies.skipped.add(start, stop)
+        trainer.state = replace(trainer.state, anomalies=trainer.state.anomalies.leaving_out(start, stop))
     yield
 
 
@@ -100,17 +107,18 @@ def leave_out(trainer: Any, ranges: list[tuple[int, int]]) -> Iterator[None]:
 @contextmanager
 def flip_bit(trainer: Any, step: int, rank: int) -> Iterator[None]:
     """After the update of `step`, the lowest bit of one weight of one rank is another."""
-    real_check = trainer._check_devices
+    learner = trainer.learner
 
-    def check(batch: Batch) -> None:
-        if trainer.step == step and trainer.world.rank == rank:
-            weights = list(trainer.engine.module.parameters())[2].detach().view(-1)
+    def update(batch: Batch, before: int, *arguments: Any) -> Any:
+        done = learner.update(batch, before, *arguments)
+        if before + 1 == step and trainer.world.rank == rank:
+            weights = list(learner.engine.module.parameters())[2].detach().view(-1)
             bits = weights.view(torch.int16 if weights.element_size() == 2 else torch.int32)
             bits[7] ^= 1
-        real_check(batch)
+        return done
 
-    trainer._check_devices = check
-    yield
+    with replaced(trainer, "learner", Wrapped(learner, update=update)):
+        yield
 
 
 @contextmanager
@@ -118,7 +126,7 @@ def wrong_layer(trainer: Any, step: int, rank: int, layer: str) -> Iterator[None
     """From the update of `step` on, one number that one layer of one rank computes is off by one bit."""
 
     def make_wrong(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
-        if trainer.step < step or trainer.world.rank != rank:
+        if trainer.state.step < step or trainer.world.rank != rank:
             return output
         wrong = torch.zeros_like(output)
         largest = output.detach().abs().argmax()  # whose last bit is not lost when others are added
@@ -126,7 +134,7 @@ def wrong_layer(trainer: Any, step: int, rank: int, layer: str) -> Iterator[None
         wrong.view(-1)[largest] = torch.nextafter(value, torch.zeros_like(value)) - value
         return output + wrong
 
-    hook = trainer.engine.module.get_submodule(layer).register_forward_hook(make_wrong)
+    hook = trainer.learner.objective.backbone.get_submodule(layer).register_forward_hook(make_wrong)
     try:
         yield
     finally:
@@ -171,19 +179,19 @@ def write_slowly(trainer: Any, seconds: float) -> Iterator[None]:
 @contextmanager
 def before_step(trainer: Any, step: int, act: Callable[[Path], None]) -> Iterator[None]:
     """Rank 0 does something to the run directory when `step` updates are done and nothing is being written."""
-    real_step = trainer._train_step
+    learner = trainer.learner
 
-    def acting_step(batch: Batch) -> Any:
-        if trainer.step == step:
-            trainer.saves._saver.wait()
+    def update(batch: Batch, before: int, *arguments: Any) -> Any:
+        if before == step:
+            trainer.saves.settle(60.0)
             torch.distributed.barrier()
             if trainer.world.is_main:
                 act(trainer.run_dir)
             torch.distributed.barrier()
-        return real_step(batch)
+        return learner.update(batch, before, *arguments)
 
-    trainer._train_step = acting_step
-    yield
+    with replaced(trainer, "learner", Wrapped(learner, update=update)):
+        yield
 
 
 def delete(run_dir: Path) -> None:
@@ -206,7 +214,7 @@ def take_the_file_away(run_dir: Path) -> None:
 @contextmanager
 def save_at_once(trainer: Any) -> Iterator[None]:
     """What was loaded is saved again before anything else, over the same step."""
-    trainer._save()
+    trainer.save()
     yield
 
 
@@ -216,16 +224,16 @@ def save_at_once(trainer: Any) -> Iterator[None]:
 @contextmanager
 def end_in_evaluation(trainer: Any, step: int) -> Iterator[None]:
     """The evaluation of one step ends the run on all ranks, after its first batch."""
-    real_predict = trainer._predict
+    learner = trainer.learner
 
     def predict(images: Tensor) -> Any:
-        outputs = real_predict(images)
-        if trainer.step == step:
+        outputs = learner.predict(images)
+        if trainer.state.step == step:
             raise DataError("the evaluation is cut short").on_all_ranks()
         return outputs
 
-    trainer._predict = predict
-    yield
+    with replaced(trainer, "learner", Wrapped(learner, predict=predict)):
+        yield
 
 
 @contextmanager
@@ -233,21 +241,17 @@ def signal_in_evaluation(trainer: Any, step: int) -> Iterator[None]:
     """Rank 1 receives SIGTERM in the evaluation of one step."""
     from vitscale.interruption import Interruption
 
-    trainer.interruption = Interruption()
-    real_predict = trainer._predict
+    learner = trainer.learner
 
     def predict(images: Tensor) -> Any:
-        outputs = real_predict(images)
-        if trainer.step == step and trainer.world.rank == 1:
+        outputs = learner.predict(images)
+        if trainer.state.step == step and trainer.world.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-            while not trainer.interruption.pending:
+            while not interruption.pending:
                 time.sleep(0.01)
         return outputs
 
-    trainer._predict = predict
-    try:
+    wrapped = Wrapped(learner, predict=predict)
+    with Interruption() as interruption, replaced(trainer, "interruption", interruption):
+        trainer.learner = wrapped
         yield
-    finally:
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)

@@ -77,9 +77,8 @@ def train(
                 stack.enter_context(fault(trainer))
             trainer.run(stop_at)
     finally:
-        trainer.engine.destroy()
-        if trainer.lock is not None:
-            trainer.lock.close()  # as the end of the process would
+        trainer.learner.engine.destroy()
+        trainer.claim.close()  # as the end of the process would
 
 
 def join(rank: int, world_size: int, port: int) -> Any:

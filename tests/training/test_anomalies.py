@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitscale.recipe import Anomalies, Spike
-from vitscale.training.anomalies import AnomalyRecord, LossWatch, SkippedData
+from vitscale.training.anomalies import AnomalyRecord, SkippedData, loss_limit
 
 RANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)).map(lambda at: [at[0], sum(at)]), max_size=8)
 LOSSES = st.lists(st.floats(-1e6, 1e6), min_size=5, max_size=40)
@@ -19,10 +19,10 @@ LOSSES = st.lists(st.floats(-1e6, 1e6), min_size=5, max_size=40)
 def test_skipped_positions_are_a_set(ranges, position):
     data, left_out = SkippedData(), set()
     for start, stop in ranges:
-        data.add(start, stop)
+        data = data.adding(start, stop)
         left_out |= set(range(start, stop))
     assert {at for start, stop in data.ranges for at in range(start, stop)} == left_out
-    assert data.ranges == sorted(data.ranges)
+    assert list(data.ranges) == sorted(data.ranges)
     assert all(one[1] < other[0] for one, other in zip(data.ranges, data.ranges[1:], strict=False))
 
     start, border = data.next_stretch(position)
@@ -34,49 +34,49 @@ def test_skipped_positions_are_a_set(ranges, position):
 
 @given(LOSSES, st.integers(5, 20), st.floats(0.5, 20))
 def test_the_limit_is_the_median_and_its_deviation_of_the_last_losses(losses, window, factor):
-    watch = LossWatch(Spike(window=window, factor=factor))
+    settings = Anomalies(spike=Spike(window=window, factor=factor))
+    record = AnomalyRecord()
     for count, loss in enumerate(losses):
         last = np.array(losses[max(0, count - window) : count])
         if len(last) < window:
-            assert watch.limit() == math.inf
+            assert record.limit(settings) == math.inf
         else:
             deviation = np.median(np.abs(last - np.median(last)))
             # 1.4826 is 1 / Phi^-1(3/4), by which the deviation of a normal distribution is its standard deviation.
             noise = max(1.4826 * deviation, 1e-3 * abs(np.median(last)))
-            assert watch.limit() == pytest.approx(np.median(last) + factor * noise, rel=1e-12, abs=1e-6)
-        watch.add(loss)
+            assert record.limit(settings) == pytest.approx(np.median(last) + factor * noise, rel=1e-12, abs=1e-6)
+        record = record.after(loss, settings)
 
 
 def test_the_factor_counts_standard_deviations_of_noise():
-    watch = LossWatch(Spike(window=10_000, factor=3.0))
-    for loss in np.random.default_rng(0).normal(5.0, 0.1, 10_000).tolist():
-        watch.add(loss)
-    assert watch.limit() == pytest.approx(5.0 + 3 * 0.1, abs=0.01)
+    losses = np.random.default_rng(0).normal(5.0, 0.1, 10_000).tolist()
+    assert loss_limit(Spike(window=10_000, factor=3.0), losses) == pytest.approx(5.0 + 3 * 0.1, abs=0.01)
+
+
+def test_nobody_watches_unless_asked():
+    assert AnomalyRecord(losses=(1.0,) * 9).limit(Anomalies()) is None
+    assert AnomalyRecord().after(1.0, Anomalies()).losses == ()
 
 
 @given(LOSSES, RANGES)
 def test_the_record_survives_json_to_the_last_bit(losses, ranges):
     settings = Anomalies(spike=Spike(window=5))
-    record = AnomalyRecord(settings, {})
+    record = AnomalyRecord(count=3)
     for start, stop in ranges:
-        record.skipped.add(start, stop)
+        record = record.leaving_out(start, stop)
     for loss in losses:
-        record.losses.add(loss)
-    record.count = 3
-    again = AnomalyRecord(settings, json.loads(json.dumps(record.state())))
-    assert again.state() == record.state()
-    assert again.losses.limit() == record.losses.limit()
+        record = record.after(loss, settings)
+    again = AnomalyRecord.of(json.loads(json.dumps(record.state())))
+    assert again == record
+    assert again.limit(settings) == record.limit(settings)
 
 
 def test_a_record_of_the_past_takes_over_what_is_known_since():
     settings = Anomalies(limit=4, non_finite="rewind", spike=Spike(window=5, policy="skip"))
-    past, present = AnomalyRecord(settings, {"skipped": [[2, 4]], "count": 1}), AnomalyRecord(settings, {})
-    present.skipped.add(2, 4)
-    present.skipped.add(7, 9)
-    present.count = 3
-    past.losses.add(1.0)
-    past.keep_from(present)
-    assert past.skipped.ranges == [[2, 4], [7, 9]] and past.count == 3 and past.losses.losses == [1.0]
-    assert past.policy("non-finite") == "rewind" and past.policy("spike") == "skip"
-    past.count = 4
-    assert past.policy("non-finite") == past.policy("spike") == "stop"
+    past = AnomalyRecord.of({"skipped": [[2, 4]], "count": 1}).after(1.0, settings)
+    present = AnomalyRecord(count=3).leaving_out(2, 4).leaving_out(7, 9)
+    past = past.knowing(present)
+    assert past.skipped.ranges == ((2, 4), (7, 9)) and past.count == 3 and past.losses == (1.0,)
+    assert past.policy("non-finite", settings) == "rewind" and past.policy("spike", settings) == "skip"
+    past = past.survived()
+    assert past.policy("non-finite", settings) == past.policy("spike", settings) == "stop"

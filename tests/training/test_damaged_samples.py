@@ -11,7 +11,8 @@ from ranks import STEPS, launch, make_data, make_recipe
 
 from vitscale.checkpoint import CheckpointStore
 from vitscale.data import TrainOrder
-from vitscale.models import build_model, initial_value
+from vitscale.models import initial_value
+from vitscale.objectives import build_objective
 
 # ---- One step that is the gradient: all samples of a small dataset in one batch, one of them damaged.
 SAMPLES, BAD = [13, 11], {1: [4]}
@@ -77,10 +78,10 @@ def metrics(root: Path, name: str) -> list[dict[str, Any]]:
 def gradient(root: Path, name: str) -> dict[str, torch.Tensor]:
     """By which the one step has changed the initial weights, at a learning rate of one."""
     recipe = make_recipe(root, **one_step("sound", "error", COUNT, 4, 0))
-    after, model = CheckpointStore(root / "runs" / name / "checkpoints").open(1), build_model(recipe, 7)
+    after, objective = CheckpointStore(root / "runs" / name / "checkpoints").open(1), build_objective(recipe, 7)
     return {
-        key: initial_value(model, key, parameter.shape, recipe.seed) - after.parameter(key)
-        for key, parameter in model.named_parameters()
+        key: initial_value(objective, key, parameter.shape, recipe.seed) - after.parameter(key)
+        for key, parameter in objective.named_weights()
     }
 
 

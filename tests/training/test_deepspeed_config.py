@@ -6,6 +6,7 @@ from ranks import make_recipe
 from torch import nn
 
 from vitscale.errors import RecipeError
+from vitscale.objectives import Objective
 from vitscale.training.engine import build_optimizer, derive_config
 
 
@@ -63,7 +64,7 @@ def test_additions_are_passed_on(tmp_path):
 
 
 def test_weight_decay_is_on_every_parameter_unless_excluded(tmp_path):
-    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    model = Objective(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)))
     (group,) = build_optimizer(make_recipe(tmp_path), model).param_groups
     assert group["weight_decay"] == 0.1 and len(group["params"]) == 4
     decayed, plain = build_optimizer(make_recipe(tmp_path, optimizer={"decay_exclude": "bias$"}), model).param_groups
@@ -73,4 +74,4 @@ def test_weight_decay_is_on_every_parameter_unless_excluded(tmp_path):
 
 def test_an_exclusion_that_finds_nothing_is_refused(tmp_path):
     with pytest.raises(RecipeError, match="finds none"):
-        build_optimizer(make_recipe(tmp_path, optimizer={"decay_exclude": "nothing"}), nn.Linear(2, 2))
+        build_optimizer(make_recipe(tmp_path, optimizer={"decay_exclude": "nothing"}), Objective(nn.Linear(2, 2)))

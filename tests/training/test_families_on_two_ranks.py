@@ -13,6 +13,7 @@ from vitscale.cli.export import run_export
 from vitscale.evaluation.finished import evaluate_run, load_model, open_run
 from vitscale.models import build_model, initial_value
 from vitscale.models.weights import describe, load_weights, open_weights
+from vitscale.objectives import build_objective
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "resnet-v2": {"name": "ResNet50x1", "blocks": [1, 1]},
@@ -84,10 +85,10 @@ def test_a_run_of_any_family_is_the_same_at_every_stage_and_resumes_exactly(root
 @pytest.mark.parametrize("family", OF_FAMILIES)
 def test_every_parameter_is_trained_and_evaluated(root, family, stage):
     recipe = make_recipe(root, **blocks_of(family, stage))
-    model = build_model(recipe, 7)
+    objective = build_objective(recipe, 7)
     trained = CheckpointStore(root / "runs" / f"{family}-zero{stage}" / "checkpoints").open(STEPS)
-    for name, parameter in model.named_parameters():
-        before = initial_value(model, name, parameter.shape, recipe.seed)
+    for name, parameter in objective.named_weights():
+        before = initial_value(objective, name, parameter.shape, recipe.seed)
         assert not torch.equal(trained.parameter(name), before), name
     step, metrics = evaluate_run(root / "runs" / f"{family}-bf16")
     assert step == STEPS and 0 <= metrics["validation/top1"] <= 1
@@ -106,8 +107,8 @@ def test_a_run_of_any_stage_leaves_in_a_format_and_comes_back(root, family, form
     trained = load_model(recipe, reader, torch.device("cpu"))
     source = open_weights(out)
     returned = build_model(recipe, 7).eval()
-    assert describe(source, recipe.dump()["model"], 32).build().shape == trained.shape
+    assert describe(source, recipe.dump()["model"], 32).build().shape == trained.backbone.shape
     load_weights(returned, source)
     pixels = torch.rand(3, 32, 32, 3, generator=torch.Generator().manual_seed(0)) * 2 - 1
     with torch.no_grad():
-        assert torch.equal(returned(pixels), trained(pixels))
+        assert torch.equal(returned(pixels).logits, trained(pixels).logits)

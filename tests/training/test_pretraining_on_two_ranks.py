@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from vitscale.data import Loader, TrainOrder, TrainTransform, to_model_input
 from vitscale.evaluation.finished import evaluate_run
-from vitscale.models import build_model, initial_value, initialise
+from vitscale.models import initial_value
+from vitscale.objectives import build_objective
 from vitscale.shards import Manifest
 from vitscale.shards.generated import write_generated_dataset
 
@@ -113,10 +114,10 @@ def test_an_interrupted_run_equals_the_uninterrupted_one_to_the_last_bit(root, n
 def test_all_stages_begin_with_the_same_exact_weights(root):
     """The first update has learning rate 0, so that masters after it are the initial ones, not rounded to bf16."""
     recipe = make_recipe(root, **ELASTIC)
-    model = build_model(recipe, 7)
+    objective = build_objective(recipe, 7)
     after_first_step = checkpoint(root, "first-step", 1)
-    for name, parameter in model.named_parameters():
-        expected = initial_value(model, name, parameter.shape, recipe.seed)
+    for name, parameter in objective.named_weights():
+        expected = initial_value(objective, name, parameter.shape, recipe.seed)
         assert torch.equal(after_first_step.parameter(name), expected), name
 
 
@@ -146,14 +147,16 @@ def test_losses_equal_those_of_a_plain_loop_with_the_optimizer_written_out(root)
     recipe = make_recipe(root, precision="fp32")
     manifest = Manifest.load(root / "train")
     order = TrainOrder(SHARDS, 16, recipe.seed)
-    model = build_model(recipe, 7)
-    initialise(model, recipe.seed)
-    parameters = list(model.parameters())
+    objective = build_objective(recipe, 7)
+    with torch.no_grad():
+        for name, parameter in objective.named_weights():
+            parameter.copy_(initial_value(objective, name, parameter.shape, recipe.seed))
+    parameters = list(objective.parameters())
     first, second = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
     losses = []
     with Loader(manifest, order, image_size=32, transform=TrainTransform(), stop_step=STEPS) as loader:
         for t, batch in enumerate(loader):
-            logits = model(to_model_input(batch.images, torch.device("cpu"), torch.float32))
+            logits = objective.backbone(to_model_input(batch.images, torch.device("cpu"), torch.float32)).logits
             targets = F.one_hot(batch.labels, 7).float()
             loss = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(dim=1).mean()
             losses.append(loss.item())

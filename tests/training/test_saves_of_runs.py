@@ -46,7 +46,7 @@ def evaluations(trainer: Any, losses: list[float]) -> Iterator[None]:
         name = "validation"
 
         def run(self, predict: Any) -> Iterator[tuple[str, float]]:
-            yield "loss", float(losses[trainer.step - 1])
+            yield "loss", float(losses[trainer.state.step - 1])
 
     trainer.plan.evaluators[:] = [Told()]
     yield

@@ -11,7 +11,8 @@ from rank_faults import save_at_once
 from ranks import STEPS, asked, launch, make_data, make_recipe
 
 from vitscale.evaluation.finished import evaluate_run
-from vitscale.models import build_model, initial_value
+from vitscale.models import initial_value
+from vitscale.objectives import build_objective
 
 STAGES = range(4)
 EVERY_STEP = {"every": {"steps": 1}, "keep": 20}
@@ -131,10 +132,10 @@ def test_interrupted_at_any_step_it_equals_the_uninterrupted_run(root, stage, st
 def averages_by_hand(root: Path, name: str, factors: list[float]) -> dict[str, np.ndarray]:
     """From the initial weights and the weights after each step, in float32; factors are those of the old average."""
     recipe = make_recipe(root, **exact(0))
-    model = build_model(recipe, 7)
+    objective = build_objective(recipe, 7)
     averages = {
-        name: initial_value(model, name, parameter.shape, recipe.seed).numpy()
-        for name, parameter in model.named_parameters()
+        name: initial_value(objective, name, parameter.shape, recipe.seed).numpy()
+        for name, parameter in objective.named_weights()
     }
     for step, factor in enumerate(factors, 1):
         reader = checkpoint(root, name, step)

@@ -2,7 +2,7 @@
 
 from vitscale.evaluation.build import build_evaluators, check_class_names
 from vitscale.evaluation.classification import Validation
-from vitscale.evaluation.contract import Evaluator, MakeLoader, ModelOutputs, Predict, evaluate
+from vitscale.evaluation.contract import Evaluator, MakeLoader, Predict, evaluate
 from vitscale.evaluation.fewshot import PAPER_L2S, FewShot, SharedL2FewShot
 
 __all__ = [
@@ -10,7 +10,6 @@ __all__ = [
     "Evaluator",
     "FewShot",
     "MakeLoader",
-    "ModelOutputs",
     "Predict",
     "SharedL2FewShot",
     "Validation",

@@ -9,7 +9,7 @@ from vitscale.errors import DataError
 from vitscale.evaluation.classification import Validation
 from vitscale.evaluation.contract import Evaluator, MakeLoader
 from vitscale.evaluation.fewshot import PAPER_L2S, FewShot, SharedL2FewShot
-from vitscale.objectives import Classification
+from vitscale.objectives.classification import CrossEntropy
 from vitscale.recipe import EvalCrop, Recipe
 from vitscale.shards import Manifest
 
@@ -29,8 +29,8 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
         path = recipe.dataset_path(settings.validation)
         manifest = Manifest.load(path)
         check_class_names(path, manifest.class_names, class_names)
-        objective = Classification(recipe.objective.loss, recipe.objective.on, recipe.objective.off)
-        evaluators.append(Validation("validation", loader(manifest, recipe.data.eval_crop), objective))
+        loss = CrossEntropy.of(recipe.objective)
+        evaluators.append(Validation("validation", loader(manifest, recipe.data.eval_crop), loss))
     if settings.fewshot is not None:
         fewshot, tasks = settings.fewshot, []
         for task in fewshot.tasks:

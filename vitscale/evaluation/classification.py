@@ -9,12 +9,12 @@ from torch import Tensor
 from vitscale.errors import DataError
 from vitscale.evaluation.contract import MakeLoader, Predict
 from vitscale.evaluation.distributed import reduce_sum
-from vitscale.objectives.classification import Classification
+from vitscale.objectives.classification import CrossEntropy
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Yields `loss` (mean of the objective in nats), `top1` and, with more than five classes, `top5` (fractions).
+    """Yields `loss` (its mean in nats), `top1` and, with more than five classes, `top5` (fractions).
 
     Each sample of the split counts once: counts are int64 and the loss is summed in float64, over all ranks. With five
     classes or fewer every answer is among the five best, so there is no `top5`.
@@ -22,7 +22,7 @@ class Validation:
 
     name: str
     make_loader: MakeLoader
-    objective: Classification
+    loss: CrossEntropy
 
     def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
         """Raises `DataError` for an empty split and for samples without a label among the model's classes."""
@@ -48,12 +48,13 @@ class Validation:
         num_classes = 0
         for batch in self.make_loader():
             logits = predict(batch.images).logits
+            assert logits is not None, "a validation set is for models with classes"
             num_classes = logits.shape[1]
             labels, mask = batch.labels.to(logits.device), batch.mask.to(logits.device)
             valid = mask & (labels >= 0) & (labels < num_classes)
             # A wrong label must not reach an index operation: on CUDA that ends the process without a message.
             labels = torch.where(valid, labels, 0)
-            losses = self.objective.per_sample_loss(logits, labels)
+            losses = self.loss.per_sample_loss(logits, labels)
             rank = _rank_of_label(logits, labels)
             batch_loss = torch.where(valid, losses, 0.0).double().sum()
             batch_counts = torch.stack([mask, mask & ~valid, valid & (rank < 1), valid & (rank < 5)]).sum(dim=1)

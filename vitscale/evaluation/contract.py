@@ -7,23 +7,15 @@ all ranks, and one call more or less on some rank is a hang. Hence an evaluator 
 its own batches; it raises after the ranks have compared notes, on all of them. All ranks yield the same numbers, so
 that decisions taken on them (keep the best, stop early) are the same everywhere.
 
-Shape legend: B batch, H W C image height, width, channels, D width of the representation, K classes.
+Shape legend: B batch, H W C image height, width, channels.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-
-class ModelOutputs(NamedTuple):
-    """What a forward pass gives an evaluator, on any device and in any floating dtype.
-
-    `logits` (B, K); `pre_logits` (B, D), the representation before the tanh of the pre-training head.
-    """
-
-    logits: Tensor
-    pre_logits: Tensor
+from vitscale.models import Outputs
 
 
 class EvaluationBatch(Protocol):
@@ -49,7 +41,7 @@ class EvaluationBatch(Protocol):
         """(B,) bool."""
 
 
-Predict = Callable[[Tensor], ModelOutputs]
+Predict = Callable[[Tensor], Outputs]
 """uint8 NHWC images on the host -> outputs. Moves, normalises, runs the model in evaluation mode, without gradients."""
 
 MakeLoader = Callable[[], Iterable[EvaluationBatch]]

@@ -131,7 +131,7 @@ def extract_features(make_loader: MakeLoader, predict: Predict) -> Features | No
     """
     parts = []
     for batch in make_loader():
-        features = predict(batch.images).pre_logits.float()
+        features = predict(batch.images).pooled.float()
         mask = batch.mask.to(features.device)
         labels, uids = batch.labels.to(features.device), batch.uids.to(features.device)
         rows = gather_rows(features[mask], labels[mask], uids[mask])

@@ -9,8 +9,9 @@ from vitscale.checkpoint import MASTER, RECIPE_FILE, CheckpointReader, Checkpoin
 from vitscale.data import to_model_input
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.evaluation.build import build_evaluators, evaluation_loader
-from vitscale.evaluation.contract import ModelOutputs, evaluate
-from vitscale.models import Model, build_model, weight_dtype
+from vitscale.evaluation.contract import evaluate
+from vitscale.models import Outputs, weight_dtype
+from vitscale.objectives import Objective, build_objective
 from vitscale.recipe import Recipe, override, read_recipe, validate_recipe
 from vitscale.shards import Manifest
 from vitscale.storage import is_url
@@ -42,19 +43,21 @@ def trained_recipe(reader: CheckpointReader) -> Recipe:
     return validate_recipe(reader.index.recipe, f"the recipe in {reader.folder}")
 
 
-def load_model(recipe: Recipe, reader: CheckpointReader, device: torch.device, *, use_average: bool = True) -> Model:
-    """The model of a checkpoint in evaluation mode, in the precision that it was trained in.
+def load_model(
+    recipe: Recipe, reader: CheckpointReader, device: torch.device, *, use_average: bool = True
+) -> Objective:
+    """The objective of a checkpoint in evaluation mode, in the precision that it was trained in.
 
     Its weights are their average where the run keeps one, unless `use_average` is False.
     """
     kind = reader.evaluated_kind if use_average else MASTER
     dtype = weight_dtype(recipe)
     with torch.device("meta"):
-        model = build_model(recipe, len(reader.index.data["class_names"]))
-    reader.check_shapes({name: list(parameter.shape) for name, parameter in model.named_parameters()})
+        model = build_objective(recipe, len(reader.index.data["class_names"]))
+    reader.check_shapes({name: list(parameter.shape) for name, parameter in model.named_weights()})
     model = model.to(dtype).to_empty(device=device)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.named_weights():
             parameter.copy_(reader.parameter(name, kind))
     return model.eval()
 
@@ -94,11 +97,9 @@ class FinishedModel:
         self._dtype = next(self._model.parameters()).dtype
 
     @torch.no_grad()
-    def predict(self, images: torch.Tensor) -> ModelOutputs:
+    def predict(self, images: torch.Tensor) -> Outputs:
         """Outputs of images uint8 (B, S, S, 3)."""
-        seen: dict[str, torch.Tensor] = {}
-        logits = self._model(to_model_input(images, self._device, self._dtype), intermediates=seen)
-        return ModelOutputs(logits, seen["pre_logits"])
+        return self._model.predict(to_model_input(images, self._device, self._dtype))
 
 
 def evaluate_run(
@@ -116,7 +117,9 @@ def predicted_classes(model: FinishedModel, manifest: Manifest) -> dict[int, str
     """The most probable class of each selected sample of a dataset: uid -> class name."""
     found = {}
     for batch in evaluation_loader(model.recipe, manifest, model.recipe.data.eval_crop)():
-        classes = model.predict(batch.images).logits.argmax(dim=1).tolist()
+        logits = model.predict(batch.images).logits
+        assert logits is not None, "a model without classes predicts none"
+        classes = logits.argmax(dim=1).tolist()
         rows = zip(batch.uids.tolist(), classes, batch.mask.tolist(), strict=True)
         found.update({uid: model.class_names[index] for uid, index, is_sample in rows if is_sample})
     return found

@@ -1,15 +1,16 @@
 """Operations of the ResNets (BiT), as baselines and as stems of hybrids."""
 
 from vitscale.architectures import AXIAL_RESNET_HEADS, ResNetShape
-from vitscale.flops.operations import Operation, block_of, convolution, dense, parameters, product
+from vitscale.operations import Operation, block_of, convolution, dense, parameters, product
 
 
-def resnet_operations(shape: ResNetShape, *, image_size: int, num_classes: int) -> list[Operation]:
+def resnet_operations(shape: ResNetShape, *, image_size: int, num_classes: int | None) -> list[Operation]:
     """The operations on one image, in order."""
     operations = feature_operations(shape, image_size)
     if shape.variant == "v2":
         operations.append(parameters("norms", 2 * shape.channels))
-    operations.append(dense("head", 1, shape.channels, num_classes))
+    if num_classes is not None:
+        operations.append(dense("head", 1, shape.channels, num_classes))
     return operations
 
 

@@ -6,15 +6,15 @@ Shape legend: n patches along one side, N patches, T tokens (N, or N + 1 with a 
 from typing import Literal
 
 from vitscale.architectures import ViTShape
-from vitscale.flops.operations import Operation, block_of, dense, parameters, product
 from vitscale.flops.resnet import feature_operations
+from vitscale.operations import Operation, block_of, dense, parameters, product
 
 
 def vit_operations(
     shape: ViTShape,
     *,
     image_size: int,
-    num_classes: int,
+    num_classes: int | None,
     pool: Literal["cls", "mean"],
     head: Literal["pretrain", "linear"],
     position: Literal["none", "1d", "2d", "relative"],
@@ -44,6 +44,8 @@ def vit_operations(
         # A block ends with the output of its MLP, which only dropout's mask is drawn behind.
         operations += block_of(block, index, needs_output=dropout)
     operations.append(parameters("norms", 2 * D))
+    if num_classes is None:
+        return operations
     if head == "pretrain":
         operations.append(dense("pre_logits", 1, D, D))
     operations.append(dense("head", 1, D, num_classes))

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from vitscale.architectures import ResNetShape
-from vitscale.flops.operations import Operation
 from vitscale.flops.resnet import resnet_operations
 from vitscale.flops.vit import vit_operations
+from vitscale.operations import Operation
 from vitscale.recipe import Recipe
 from vitscale.recipe.schema import Model
 
@@ -56,7 +56,7 @@ class Work:
         return {part: Work(tuple(operations)) for part, operations in parts.items()}
 
 
-def model_work(model: Model, image_size: int, num_classes: int) -> Work:
+def model_work(model: Model, image_size: int, num_classes: int | None) -> Work:
     """Work of the model that a recipe's `model` block describes, on one square image of `image_size` pixels a side."""
     shape = model.shape()
     if isinstance(shape, ResNetShape):
@@ -75,5 +75,7 @@ def model_work(model: Model, image_size: int, num_classes: int) -> Work:
 
 
 def recipe_work(recipe: Recipe, num_classes: int) -> Work:
-    """Work of a recipe's model on one of its images."""
-    return model_work(recipe.model, recipe.data.image_size, num_classes)
+    """Work of a recipe's model and objective on one of its images; `num_classes` are those of the training data."""
+    outputs = num_classes if recipe.objective.has_classes else None
+    model = model_work(recipe.model, recipe.data.image_size, outputs)
+    return Work((*model.operations, *recipe.objective.operations(recipe)))

@@ -16,37 +16,32 @@ def weight_dtype(recipe: recipes.Recipe) -> torch.dtype:
     return torch.float32 if recipe.precision == "fp32" else torch.bfloat16
 
 
-def build_model(recipe: recipes.Recipe, num_classes: int) -> Model:
-    """The recipe's model, its values unset, on whatever device and dtype the context makes tensors."""
+def build_model(recipe: recipes.Recipe, num_classes: int | None) -> Model:
+    """The recipe's model, its values unset, on whatever device and dtype the context makes tensors.
+
+    Without `num_classes` it has no head.
+    """
     return build_of_block(
         recipe.model,
         image_size=recipe.data.image_size,
         num_classes=num_classes,
-        head_bias=initial_head_bias(recipe),
         checkpoint_every=recipe.parallelism.activation_checkpointing,
     )
 
 
 def build_of_block(
-    block: recipes.Model, *, image_size: int, num_classes: int, head_bias: float = 0.0, checkpoint_every: int = 0
+    block: recipes.Model, *, image_size: int, num_classes: int | None, checkpoint_every: int = 0
 ) -> Model:
     """The model of a recipe's `model` block."""
     shape = block.shape()
     if isinstance(shape, ResNetShape):
-        return ResNet(
-            shape,
-            image_size=image_size,
-            num_classes=num_classes,
-            head_bias=head_bias,
-            checkpoint_every=checkpoint_every,
-        )
+        return ResNet(shape, image_size=image_size, num_classes=num_classes, checkpoint_every=checkpoint_every)
     return ViT(
         shape,
         image_size=image_size,
         num_classes=num_classes,
         pool=block.pool_or_default(),
         head=block.head,
-        head_bias=head_bias,
         dropout=block.dropout,
         position=block.position.kind,
         position_at=block.position.at,
@@ -67,10 +62,3 @@ def compile_blocks(model: Model) -> None:
     config.recompile_limit = max(config.recompile_limit, len(blocks) + 8)
     for block in blocks:
         block.compile(fullgraph=True, dynamic=False)
-
-
-def initial_head_bias(recipe: recipes.Recipe) -> float:
-    """-10 where the sigmoid loss meets the pre-training head, unless the recipe says otherwise; softmax cannot tell."""
-    if recipe.model.head_bias is not None:
-        return recipe.model.head_bias
-    return -10.0 if recipe.model.head == "pretrain" and recipe.objective.loss == "sigmoid" else 0.0

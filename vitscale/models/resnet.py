@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from vitscale.architectures import RESNET_GROUPS, ResNetShape
 from vitscale.models.axial import AxialAttention2d
 from vitscale.models.initialise import Initialiser, constant, lecun_normal, normal
-from vitscale.models.layers import CHANNELS, OutputLayer, check_size, no_record, run_block
+from vitscale.models.layers import CHANNELS, OutputLayer, check_size, run_block
+from vitscale.models.outputs import Outputs
 
 GROUP_NORM_EPS = {"v1": 1e-6, "v2": 1e-5}
 Variant = Literal["v1", "v2"]
@@ -173,13 +174,12 @@ class Features(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A ResNet: images (B, H, W, 3) in [-1, 1] -> logits (B, K).
+    """A ResNet: images (B, H, W, 3) in [-1, 1] -> tokens, representation and logits.
 
     Args:
         shape: the dimensions.
         image_size: side of the square input in pixels.
-        num_classes: K.
-        head_bias: initial bias of the output layer, as in `ViT`.
+        num_classes: K; None for a backbone without a head.
         checkpoint_every: recompute every k-th unit's activations in the backward pass; 0 keeps all of them.
     """
 
@@ -188,41 +188,31 @@ class ResNet(nn.Module):
         shape: ResNetShape,
         *,
         image_size: int,
-        num_classes: int,
-        head_bias: float = 0.0,
+        num_classes: int | None,
         checkpoint_every: int = 0,
     ) -> None:
         super().__init__()
         self.shape = shape
         self.image_size = image_size
-        self.head_bias = head_bias
         self.features = Features(shape, image_size=image_size, checkpoint_every=checkpoint_every)
         self.norm = GroupNorm(shape.channels, "v2") if shape.variant == "v2" else None
-        self.head = OutputLayer(shape.channels, num_classes)
+        self.head = OutputLayer(shape.channels, num_classes) if num_classes is not None else None
 
-    def forward(self, images_BHWC: Tensor, intermediates: dict[str, Tensor] | None = None) -> Tensor:
-        """Logits (B, K).
-
-        A dictionary passed as `intermediates` is filled with `encoded` (B, C, h, w): the last feature map, and
-        `pre_logits` (B, C): the representation, its mean over the positions.
-        """
-        keep = no_record if intermediates is None else intermediates.__setitem__
+    def forward(self, images_BHWC: Tensor) -> Outputs:
+        """Tokens (B, h w, C): the last feature map, row by row; its mean (B, C); logits (B, K)."""
         if self.shape.mixing == "axial":
             check_size(images_BHWC, self.image_size)
         x_BChw = self.features(images_BHWC)
         if self.norm is not None:
             x_BChw = F.relu(self.norm(x_BChw), inplace=True)
-        keep("encoded", x_BChw)
-        x_BC = x_BChw.mean(dim=(2, 3))
-        keep("pre_logits", x_BC)
-        return self.head(x_BC)
+        pooled_BC = x_BChw.mean(dim=(2, 3))
+        logits = None if self.head is None else self.head(pooled_BC)
+        return Outputs(x_BChw.flatten(2).transpose(1, 2), pooled_BC, logits)
 
     def initialiser(self, name: str) -> Initialiser:
-        """How the parameter `name` begins: see `resnet_initialiser`; the output layer at zero and its bias."""
-        if name == "head.weight":
+        """How the parameter `name` begins: see `resnet_initialiser`; the output layer at zero."""
+        if name in ("head.weight", "head.bias"):
             return constant(0.0)
-        if name == "head.bias":
-            return constant(self.head_bias)
         return resnet_initialiser(name, self.shape.variant)
 
 

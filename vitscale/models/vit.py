@@ -7,6 +7,7 @@ Shape legend: B batch, H W C image height, width, channels, P patch size, N patc
 token), D width, K classes.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -24,24 +25,23 @@ from vitscale.models.initialise import (
     xavier_uniform_thirds,
 )
 from vitscale.models.layers import LayerNorm, Linear, OutputLayer, check_size, no_record, run_block
+from vitscale.models.outputs import Outputs
 from vitscale.models.positions import PositionAt, PositionKind, absolute_positions, position_values
 from vitscale.models.resnet import Features, resnet_initialiser
 
 
 class ViT(nn.Module):
-    """A Vision Transformer: images (B, H, W, 3) in [-1, 1] -> logits (B, K).
+    """A Vision Transformer: images (B, H, W, 3) in [-1, 1] -> tokens, representation and logits.
 
     Args:
         shape: the dimensions.
         image_size: side of the square input in pixels. Where the patch size does not divide it, what lies right and
             below of the last whole patch is not seen (the original's VALID convolution).
-        num_classes: K.
+        num_classes: K; None for a backbone without a head, whatever `head` says.
         pool: `cls` reads the class token; `mean` averages the patches and has no class token. Axial models have a grid
             of tokens, hence `mean`.
         head: `pretrain` has a dense layer of width D with tanh before the output layer (section 3.1), `linear` has the
             output layer alone (fine-tuning).
-        head_bias: initial bias of the output layer. With the sigmoid loss the authors take -10: every class starts
-            improbable.
         dropout: rate after position embedding, attention output and both MLP layers (appendix B.1).
         position, position_at: how and where positions are told (appendix D.3). `relative` is told in every attention.
         checkpoint_every: recompute every k-th block's activations in the backward pass; 0 keeps all of them. The units
@@ -53,10 +53,9 @@ class ViT(nn.Module):
         shape: ViTShape,
         *,
         image_size: int,
-        num_classes: int,
+        num_classes: int | None,
         pool: Literal["cls", "mean"] = "cls",
         head: Literal["pretrain", "linear"] = "pretrain",
-        head_bias: float = 0.0,
         dropout: float = 0.0,
         position: PositionKind = "1d",
         position_at: PositionAt = "stem",
@@ -67,7 +66,6 @@ class ViT(nn.Module):
         self.shape = shape
         self.image_size = image_size
         self.pool = pool
-        self.head_bias = head_bias
         self.position = position
         self.position_at = position_at
         self.checkpoint_every = checkpoint_every
@@ -91,8 +89,8 @@ class ViT(nn.Module):
                 relative_tokens = grid**2 + class_token if relative else None
                 self.blocks.append(Block(*sizes, relative_tokens=relative_tokens, pos_embedding=own))
         self.norm = LayerNorm(D)
-        self.pre_logits = Linear(D, D) if head == "pretrain" else None
-        self.head = OutputLayer(D, num_classes)
+        self.pre_logits = Linear(D, D) if head == "pretrain" and num_classes is not None else None
+        self.head = OutputLayer(D, num_classes) if num_classes is not None else None
 
     def patchify(self, x_BHWC: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, N, P*P*C), patches in row-major order, each flattened as height, width, channel."""
@@ -101,16 +99,34 @@ class ViT(nn.Module):
         whole = x_BHWC[:, : n * P, : n * P]
         return whole.reshape(B, n, P, n, P, C).permute(0, 1, 3, 2, 4, 5).reshape(B, n * n, P * P * C)
 
-    def forward(self, images_BHWC: Tensor, intermediates: dict[str, Tensor] | None = None) -> Tensor:
-        """Logits (B, K).
+    def forward(
+        self,
+        images_BHWC: Tensor,
+        *,
+        edit: Callable[[Tensor], Tensor] | None = None,
+        intermediates: dict[str, Tensor] | None = None,
+    ) -> Outputs:
+        """Tokens (B, T, D), representation (B, D), logits (B, K).
 
-        A dictionary passed as `intermediates` is filled with `embedded` (B, T, D), `block_0` ... (B, T, D), `encoded`
-        (B, T, D, after the final norm) and `pre_logits` (B, D): the representation, before tanh where there is one.
+        Args:
+            images_BHWC: (B, H, W, 3).
+            edit: patch embeddings (B, N, D) -> those that are used instead, before class token and positions are added.
+            intermediates: filled with `embedded` (B, T, D) and `block_0` ... (B, T, D).
         """
-        check_size(images_BHWC, self.image_size)
         keep = no_record if intermediates is None else intermediates.__setitem__
+        x_BND = self.embed(images_BHWC)
+        tokens_BTD = self.encode(x_BND if edit is None else edit(x_BND), keep)
+        pooled_BD = self.represent(tokens_BTD)
+        return Outputs(tokens_BTD, pooled_BD, self.classify(pooled_BD))
+
+    def embed(self, images_BHWC: Tensor) -> Tensor:
+        """Patch embeddings (B, N, D), without positions."""
+        check_size(images_BHWC, self.image_size)
         x_BHWC = images_BHWC if self.stem is None else self.stem(images_BHWC).permute(0, 2, 3, 1)
-        x_BTD = self.embedding(self.patchify(x_BHWC))
+        return self.embedding(self.patchify(x_BHWC))
+
+    def encode(self, x_BTD: Tensor, keep: Callable[[str, Tensor], None] = no_record) -> Tensor:
+        """Patch embeddings (B, N, D) -> tokens (B, T, D) after the final norm, the class token first."""
         if self.cls is not None:
             x_BTD = torch.cat([self.cls.expand(x_BTD.shape[0], -1, -1), x_BTD], dim=1)
         positions_1TD = position_values(self.pos_embedding)
@@ -122,25 +138,25 @@ class ViT(nn.Module):
             recompute = self.training and self.checkpoint_every > 0 and index % self.checkpoint_every == 0
             x_BTD = run_block(block, x_BTD, positions_1TD, recompute=recompute)
             keep(f"block_{index}", x_BTD)
-        x_BTD = self.norm(x_BTD)
-        keep("encoded", x_BTD)
-        x_BD = x_BTD[:, 0] if self.pool == "cls" else x_BTD.mean(dim=1)
-        if self.pre_logits is not None:
-            x_BD = self.pre_logits(x_BD)
-            keep("pre_logits", x_BD)
-            x_BD = torch.tanh(x_BD)
-        else:
-            keep("pre_logits", x_BD)
-        return self.head(x_BD)
+        return self.norm(x_BTD)
+
+    def represent(self, tokens_BTD: Tensor) -> Tensor:
+        """The representation (B, D): before the tanh of the pre-training head."""
+        x_BD = tokens_BTD[:, 0] if self.pool == "cls" else tokens_BTD.mean(dim=1)
+        return x_BD if self.pre_logits is None else self.pre_logits(x_BD)
+
+    def classify(self, pooled_BD: Tensor) -> Tensor | None:
+        """Logits (B, K); None without a head."""
+        if self.head is None:
+            return None
+        return self.head(pooled_BD if self.pre_logits is None else torch.tanh(pooled_BD))
 
     def initialiser(self, name: str) -> Initialiser:
         """How the parameter `name` is filled at the start of training: as in the authors' code."""
         layer, _, kind = name.rpartition(".")
         if self.shape.stem is not None and name.startswith("stem."):
             return resnet_initialiser(name, self.shape.stem.variant)
-        if layer == "head":
-            return constant(0.0 if kind == "weight" else self.head_bias)
-        if name == "cls":
+        if layer == "head" or name == "cls":
             return constant(0.0)
         if "pos_embedding" in name or kind == "relative":
             return normal(0.02)

@@ -1,5 +1,6 @@
-"""Objectives: logits and labels -> one loss a sample. The trainer divides by the global weight."""
+"""Objectives: what is learned, each a module around a backbone."""
 
-from vitscale.objectives.classification import Classification, sigmoid_cross_entropy, softmax_cross_entropy
+from vitscale.objectives.build import build_objective, objective_class
+from vitscale.objectives.objective import Losses, Objective, Plan
 
-__all__ = ["Classification", "sigmoid_cross_entropy", "softmax_cross_entropy"]
+__all__ = ["Losses", "Objective", "Plan", "build_objective", "objective_class"]

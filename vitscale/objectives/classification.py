@@ -1,4 +1,4 @@
-"""Sigmoid and softmax cross-entropy, one loss a sample.
+"""Supervised training: sigmoid or softmax cross-entropy, one loss a sample.
 
 The paper pre-trains with the sigmoid loss, summed over classes, on JFT, ImageNet-21k and ImageNet alike, and fine-tunes
 with softmax. Label smoothing is given as the two target values the authors' code uses: `on` for the labelled class,
@@ -11,13 +11,21 @@ Shape legend: B batch, K classes.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitscale.errors import DataError
+from vitscale import recipe as recipes
+from vitscale.errors import DataError, RecipeError
+from vitscale.models import Initialiser, Model, build_model, constant
+from vitscale.objectives.objective import Losses, Objective, Plan
+from vitscale.recipe import Recipe
+
+if TYPE_CHECKING:
+    from vitscale.data import Batch
+    from vitscale.shards import Manifest
 
 UNLABELLED = -1
 
@@ -26,7 +34,7 @@ def sigmoid_cross_entropy(logits: Tensor, labels: Tensor, on: float = 1.0, off: 
     """Binary cross-entropy in nats, summed over classes: (B, K), (B,) int64 -> (B,) fp32.
 
     A sample labelled -1 has no class to be `on`: its targets are `off` throughout. Any other label must lie in
-    [0, K). A device has no readable way to report one that does not; `Classification.check_labels` has, on the host.
+    [0, K). A device has no readable way to report one that does not; `CrossEntropy.check_labels` has, on the host.
     """
     logits = logits.float()
     # With targets t: softplus(z) - t z, where t is `off` everywhere but for the labelled class.
@@ -40,7 +48,7 @@ def softmax_cross_entropy(logits: Tensor, labels: Tensor, on: float = 1.0, off: 
 
     The targets need not sum to one: the loss is -sum(target * log p) whatever they are, as in the authors' code.
     Softmax says nothing about a sample without a label (-1): its loss is NaN, so that it stops the run instead of
-    passing as a zero. `Classification.check_labels` finds it earlier, on the host.
+    passing as a zero. `CrossEntropy.check_labels` finds it earlier, on the host.
     """
     logits = logits.float()
     log_normaliser = logits.logsumexp(dim=1)
@@ -56,8 +64,8 @@ def _labelled_logit(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Classification:
-    """The objective of supervised training, as a recipe describes it.
+class CrossEntropy:
+    """The loss of supervised training.
 
     Args:
         loss: `sigmoid` (every class on its own; the paper's pre-training) or `softmax` (its fine-tuning).
@@ -67,6 +75,11 @@ class Classification:
     loss: Literal["sigmoid", "softmax"]
     on: float = 1.0
     off: float = 0.0
+
+    @classmethod
+    def of(cls, settings: recipes.Classification) -> Self:
+        """That of a recipe's `objective` block."""
+        return cls(settings.loss, settings.on, settings.off)
 
     def per_sample_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Losses (B,) in fp32 of logits (B, K) and labels (B,) int64."""
@@ -88,3 +101,64 @@ class Classification:
                 f"for example {int(wrong[0])}{unlabelled}. "
                 "Is the dataset the one that the model's number of classes was set for?"
             )
+
+
+class Classification(Objective):
+    """Cross-entropy over the classes of the training data, by the backbone's own head.
+
+    Args:
+        backbone: a model with a head of K outputs.
+        cross_entropy: the loss.
+        num_classes: K.
+        head_bias: initial bias of the output layer.
+    """
+
+    def __init__(self, backbone: Model, cross_entropy: CrossEntropy, num_classes: int, head_bias: float) -> None:
+        super().__init__(backbone)
+        self.cross_entropy, self.num_classes, self.head_bias = cross_entropy, num_classes, head_bias
+
+    @classmethod
+    def num_outputs(cls, recipe: Recipe, manifest: "Manifest") -> int:
+        """As `Objective.num_outputs`."""
+        named = len(manifest.class_names)
+        if named == 0:
+            raise DataError(f"{manifest.where} names no classes; convert the data with class folders or --classes")
+        if recipe.model.num_classes not in (None, named):
+            raise RecipeError(
+                f"{manifest.where} names {named} classes, the recipe's model.num_classes is "
+                f"{recipe.model.num_classes}; leave it out (--set model.num_classes=null) to take the dataset's"
+            )
+        if recipe.objective.loss == "softmax" and named < 2:
+            raise DataError(f"{manifest.where}: softmax needs at least two classes, the dataset names {named}")
+        if recipe.selection is not None and recipe.selection.metric == "validation/top5" and named <= 5:
+            raise RecipeError(f"selection.metric: with {named} classes there is no top-5 accuracy; use validation/top1")
+        return named
+
+    @classmethod
+    def of(cls, recipe: Recipe, num_classes: int) -> Self:
+        """As `Objective.of`."""
+        backbone = build_model(recipe, num_classes)
+        return cls(backbone, CrossEntropy.of(recipe.objective), num_classes, initial_head_bias(recipe))
+
+    def check(self, batch: "Batch") -> None:
+        """As `Objective.check`: labels outside the classes."""
+        self.cross_entropy.check_labels(batch.labels, self.num_classes)
+
+    def losses(self, images: Tensor, labels: Tensor, plan: Plan) -> Losses:
+        """As `Objective.losses`."""
+        logits = self.backbone(images).logits
+        return Losses(self.cross_entropy.per_sample_loss(logits, labels))
+
+    def initialiser(self, name: str) -> Initialiser:
+        """As `Objective.initialiser`; the output layer begins with its bias."""
+        return constant(self.head_bias) if name == "head.bias" else super().initialiser(name)
+
+
+def initial_head_bias(recipe: Recipe) -> float:
+    """-10 where the sigmoid loss meets the pre-training head, unless the recipe says otherwise; softmax cannot tell.
+
+    With -10, the authors' value, every class starts improbable.
+    """
+    if recipe.model.head_bias is not None:
+        return recipe.model.head_bias
+    return -10.0 if recipe.model.head == "pretrain" and recipe.objective.loss == "sigmoid" else 0.0

@@ -6,10 +6,10 @@ from functools import cached_property
 
 import torch
 
-from vitscale.models import build_model
+from vitscale.objectives import build_objective
 from vitscale.recipe import Recipe
 
-_IN_A_BLOCK = re.compile(r"^blocks\.(\d+)\.")
+_IN_A_BLOCK = re.compile(r"^backbone\.blocks\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Parameters:
 def model_parameters(recipe: Recipe, num_classes: int) -> Parameters:
     """The parameters of the model that a recipe trains."""
     with torch.device("meta"):
-        model = build_model(recipe, num_classes)
+        model = build_objective(recipe, num_classes)
     layers = []
     for name, module in model.named_modules():
         sizes = tuple(parameter.numel() for parameter in module.parameters(recurse=False))

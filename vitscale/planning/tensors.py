@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,9 +23,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vitscale.models import build_model, weight_dtype
+from vitscale.models import weight_dtype
 from vitscale.models.layers import CHANNELS
-from vitscale.objectives import Classification
+from vitscale.objectives import build_objective
 from vitscale.recipe import Recipe
 
 DeviceType = Literal["cpu", "cuda"]
@@ -46,24 +47,24 @@ class StepTensors:
 def step_tensors(recipe: Recipe, num_classes: int, micro_batch: int, device: DeviceType = "cpu") -> StepTensors:
     """Count the tensors of a forward and backward pass over `micro_batch` images."""
     dtype = weight_dtype(recipe)
-    objective = Classification(recipe.objective.loss, recipe.objective.on, recipe.objective.off)
     with FakeTensorMode():
         with _default_dtype(dtype):
-            model = build_model(recipe, num_classes).train()
-        parameters = list(model.parameters())
+            objective = build_objective(recipe, num_classes).train()
+        parameters = list(objective.parameters())
+        plan = objective.plan(np.arange(micro_batch))
         if device == "cuda":
-            _use_dropout_of_cuda(model)
+            _use_dropout_of_cuda(objective)
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
         labels = torch.zeros(micro_batch, dtype=torch.int64)
         with _LiveStorages(parameters) as live:
             size = recipe.data.image_size
             with saved_storages(parameters) as saved:
-                logits = model(torch.empty(micro_batch, size, size, CHANNELS, dtype=dtype))
-                loss = objective.per_sample_loss(logits, labels).sum()
+                losses = objective(torch.empty(micro_batch, size, size, CHANNELS, dtype=dtype), labels, plan)
+                loss = losses.per_sample.sum()
             saved_bytes = sum(storage.nbytes() for storage in saved.values())
             saved.clear()
-            del logits
+            del losses
             loss.backward()
     return StepTensors(saved_bytes, live.peak - saved_bytes)
 

@@ -7,6 +7,7 @@ anything starts. Nothing is silently ignored.
 from vitscale.recipe.comparing import FREE_ON_RESUME, differences
 from vitscale.recipe.datasets import DATA_ROOT_VARIABLE, find_dataset
 from vitscale.recipe.fields import explain_fields, json_schema
+from vitscale.recipe.objectives import Classification, Objective
 from vitscale.recipe.reading import (
     apply_setting,
     find_recipe,
@@ -40,12 +41,14 @@ __all__ = [
     "AdamW",
     "Anomalies",
     "Cache",
+    "Classification",
     "Crop",
     "Data",
     "Duration",
     "Ema",
     "EvalCrop",
     "Model",
+    "Objective",
     "Policy",
     "Recipe",
     "Spike",

@@ -15,10 +15,14 @@ from pydantic import BaseModel
 
 from vitscale.errors import RecipeError
 from vitscale.recipe.fields import keys, keys_in, nearest, without_indices
+from vitscale.recipe.objectives import DEFAULT_KIND
 from vitscale.recipe.schema import Duration, Model, Recipe
 from vitscale.recipe.strict_yaml import parse_yaml
 
 _Block = TypeVar("_Block", Recipe, Model)
+
+# Blocks of several kinds -> the key that says which one, and what it is where it is missing.
+_TAGS = {"optimizer": ("name", None), "objective": ("kind", DEFAULT_KIND)}
 
 
 def recipes_dir() -> Path:
@@ -67,16 +71,20 @@ def list_recipes() -> dict[str, str]:
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` on top of `base`, block by block; a duration, and an optimizer of another name, are replaced whole."""
+    """`over` on top of `base`, block by block; a duration, and a block of another kind, are replaced whole."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
         if isinstance(below, dict) and isinstance(value, dict) and not _is_duration(value):
-            other_kind = key == "optimizer" and below.get("name") != value.get("name", below.get("name"))
-            merged[key] = value if other_kind else _merge(below, value)
+            merged[key] = value if _is_of_another_kind(key, below, value) else _merge(below, value)
         else:
             merged[key] = value
     return merged
+
+
+def _is_of_another_kind(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    tag, default = _TAGS.get(key, ("", None))
+    return bool(tag) and tag in new and new[tag] != old.get(tag, default)
 
 
 def _is_duration(block: dict[str, Any]) -> bool:

@@ -6,18 +6,16 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from vitscale.architectures import ResNetShape, Shape, ViTShape, architecture
 from vitscale.errors import RecipeError
+from vitscale.recipe.block import Block
 from vitscale.recipe.datasets import find_dataset
+from vitscale.recipe.objectives import Classification, with_kind
 from vitscale.storage import is_url
 
 CACHE_VARIABLE = "VITSCALE_CACHE"
-
-
-class _Block(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 def _is_pattern(text: str) -> str:
@@ -32,7 +30,7 @@ Pattern = Annotated[str, AfterValidator(_is_pattern)]
 """A regular expression, looked for anywhere in a parameter's name."""
 
 
-class Duration(_Block):
+class Duration(Block):
     """A length of training in exactly one unit: `{steps: n}`, `{epochs: x}` or `{examples: n}`."""
 
     steps: int | None = Field(None, ge=0, lt=2**53, description="updates of the weights")
@@ -69,7 +67,7 @@ Interval = Annotated[Duration, AfterValidator(_is_above_zero)]
 """A duration above zero."""
 
 
-class Position(_Block):
+class Position(Block):
     """How positions are told to a Transformer, and where (appendix D.3); `relative` is told in every attention."""
 
     kind: Literal["none", "1d", "2d", "relative"] = Field(
@@ -93,7 +91,7 @@ DIMENSIONS = _TRANSFORMER_KEYS + _RESNET_KEYS
 """Keys of a model that replace a part of what its name says."""
 
 
-class Model(_Block):
+class Model(Block):
     """The architecture: a `name` such as ViT-B/16, explicit dimensions, or a name with some of them replaced.
 
     Transformers are told by patch_size to num_heads, ResNets by `blocks`, hybrids by both: then `blocks` and
@@ -203,7 +201,7 @@ def _complete(kind: type[_Dimensions], named: _Dimensions | None, given: dict[st
     return kind(**given)
 
 
-class Crop(_Block):
+class Crop(Block):
     """Random crop for training.
 
     `inception` is the paper's: part of the area, aspect ratio width / height, both [low, high]. `resize` is BiT's:
@@ -228,14 +226,14 @@ class Crop(_Block):
         return self
 
 
-class EvalCrop(_Block):
+class EvalCrop(Block):
     """What evaluation sees: the central `fraction` of the short side (`central`), or of each side (`square`)."""
 
     kind: Literal["central", "square"] = Field("central", description="which of the two")
     fraction: float = Field(224 / 256, gt=0, le=1, description="part of the side or sides that is seen")
 
 
-class Cache(_Block):
+class Cache(Block):
     """Where shards of datasets at a URL are kept on each machine, and what else is kept of data between runs."""
 
     dir: str | None = Field(
@@ -262,7 +260,7 @@ class Cache(_Block):
         return self
 
 
-class Data(_Block):
+class Data(Block):
     """The training data and how it is read."""
 
     train: str = Field(description="a dataset: NAME or NAME/SPLIT under data.root, a path, or a URL")
@@ -294,7 +292,7 @@ class Data(_Block):
     cache: Cache = Cache()
 
 
-class Batch(_Block):
+class Batch(Block):
     """The global batch is the experiment; micro-batch and accumulation follow from it and the world size."""
 
     # `global` is a word of Python's, hence the alias.
@@ -315,24 +313,7 @@ class Batch(_Block):
         return micro, per_rank // micro
 
 
-class Objective(_Block):
-    """Cross-entropy over the classes; `on` and `off` are the target values of the true and the other classes."""
-
-    loss: Literal["sigmoid", "softmax"] = Field(
-        "sigmoid",
-        description="sigmoid: a yes or no for each class, as the paper pre-trains; softmax: one class an image",
-    )
-    on: float = Field(1.0, ge=0, le=1, description="target of the true class")
-    off: float = Field(0.0, ge=0, le=1, description="target of the others; above 0 with on below 1: label smoothing")
-
-    @model_validator(mode="after")
-    def _order(self) -> "Objective":
-        if self.on <= self.off:
-            raise ValueError(f"on ({self.on}) must be greater than off ({self.off})")
-        return self
-
-
-class AdamW(_Block):
+class AdamW(Block):
     """Adam with decoupled weight decay times the current learning rate, as in the authors' code."""
 
     name: Literal["adamw"] = Field("adamw", description="chooses this optimizer")
@@ -348,7 +329,7 @@ class AdamW(_Block):
     clip_norm: float | None = Field(None, gt=0, description="global gradient norm above which gradients are scaled")
 
 
-class SGD(_Block):
+class SGD(Block):
     """Stochastic gradient descent with momentum; weight decay is added to the gradient."""
 
     name: Literal["sgd"] = Field(description="chooses this optimizer")
@@ -361,7 +342,7 @@ class SGD(_Block):
     clip_norm: float | None = Field(None, gt=0, description="global gradient norm above which gradients are scaled")
 
 
-class Schedule(_Block):
+class Schedule(Block):
     """How long to train, and the learning rate over the steps, as in the authors' code."""
 
     duration: Interval = Field(description="how long to train")
@@ -385,7 +366,7 @@ class Schedule(_Block):
         return self
 
 
-class Parallelism(_Block):
+class Parallelism(Block):
     """How the run is spread over devices; nothing here changes what is computed, but for rounding."""
 
     zero_stage: int = Field(
@@ -407,7 +388,7 @@ class Parallelism(_Block):
         return self
 
 
-class FewShotTask(_Block):
+class FewShotTask(Block):
     """One data set of the few-shot evaluation."""
 
     name: str = Field(min_length=1, description="what metrics call it")
@@ -415,7 +396,7 @@ class FewShotTask(_Block):
     test: str = Field(description="a dataset, as data.train")
 
 
-class FewShot(_Block):
+class FewShot(Block):
     """Closed-form few-shot evaluation on the representation (section 4.1)."""
 
     tasks: list[FewShotTask] = Field(min_length=1, description="the data sets")
@@ -438,7 +419,7 @@ class FewShot(_Block):
         return self
 
 
-class Evaluation(_Block):
+class Evaluation(Block):
     """What is measured during training, and when; always at the end as well."""
 
     every: Interval | None = Field(None, description="default: at the end only")
@@ -447,7 +428,7 @@ class Evaluation(_Block):
     batch: int = Field(64, ge=1, description="images a rank forwards at once")
 
 
-class Selection(_Block):
+class Selection(Block):
     """Keep the best checkpoint by a metric; with `patience`, stop after so many evaluations without a better one."""
 
     metric: str = Field("validation/top1", description="as metrics.jsonl has it, without eval/")
@@ -455,7 +436,7 @@ class Selection(_Block):
     patience: int | None = Field(None, ge=1, description="evaluations without a better one that end the run")
 
 
-class Checkpoint(_Block):
+class Checkpoint(Block):
     """When and where to save, and what to keep."""
 
     default_every_s: ClassVar[float] = 600.0
@@ -470,7 +451,7 @@ class Checkpoint(_Block):
     max_failures: int = Field(2, ge=0, description="saves in a row that may fail before the run ends")
 
 
-class Ema(_Block):
+class Ema(Block):
     """Exponential moving average of the weights, which evaluation and export then use (Polyak and Juditsky, Table 4).
 
     After the t-th update the average moves by 1 - d towards the fp32 weights; d is `decay`, and with `warmup` at most
@@ -489,7 +470,7 @@ checkpoint and leaves out all batches since then.
 """
 
 
-class Spike(_Block):
+class Spike(Block):
     """A loss above the median of the last `window` by `factor` times their median absolute deviation x 1.4826.
 
     The deviation counts as a thousandth of the median at least.
@@ -500,7 +481,7 @@ class Spike(_Block):
     factor: float = Field(10.0, gt=0, description="deviations above the median")
 
 
-class Anomalies(_Block):
+class Anomalies(Block):
     """What becomes of a step with a loss or gradient that is not finite, and of one whose loss leaps."""
 
     non_finite: Policy = Field(
@@ -512,7 +493,7 @@ class Anomalies(_Block):
     limit: int = Field(10, ge=1, description="times that the run may skip or rewind before it ends")
 
 
-class Check(_Block):
+class Check(Block):
     """Looking for devices that compute wrongly and ranks that hang."""
 
     replicas_every: int | None = Field(
@@ -526,7 +507,7 @@ class Check(_Block):
     )
 
 
-class Logging(_Block):
+class Logging(Block):
     """What is written while training."""
 
     most_s: ClassVar[float] = 30.0
@@ -541,19 +522,19 @@ class Logging(_Block):
     batch_digest: bool = Field(False, description="a checksum over every pixel of each global batch")
 
 
-class Profile(_Block):
+class Profile(Block):
     """Where the time of some steps goes: a trace and a table in the run directory."""
 
     steps: int = Field(0, ge=0, le=100, description="how many, from the fourth step of a process on; 0: none")
 
 
-class Recipe(_Block):
+class Recipe(Block):
     """One run."""
 
     model: Model
     data: Data
     batch: Batch
-    objective: Objective = Objective()
+    objective: Annotated[Classification, BeforeValidator(with_kind)] = Classification()
     optimizer: Annotated[AdamW | SGD, Field(discriminator="name")]
     schedule: Schedule
     precision: Literal["auto", "bf16", "fp32", "fp8"] = Field(
@@ -592,6 +573,7 @@ class Recipe(_Block):
             raise ValueError("evaluation.every is set, but there is neither evaluation.validation nor .fewshot")
         if self.selection is not None:
             self._check_selection(self.selection)
+        self.objective.check(self)
         return self
 
     def _check_selection(self, selection: Selection) -> None:

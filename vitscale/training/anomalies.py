@@ -7,14 +7,11 @@ moves the later ones up by one step. Which positions are left out is part of the
 import json
 import math
 import statistics
-from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
-from torch import Tensor
-
-from vitscale.data import Batch
 from vitscale.durable import write_text
 from vitscale.recipe import Anomalies, Policy, Spike
 from vitscale.run_directory import ANOMALIES_DIR
@@ -26,43 +23,21 @@ _LEAST_DEVIATION = 1e-3  # of the median: losses that hardly differ are no measu
 _SHOWN = 8  # uids in a message
 
 
-class TrainStep(NamedTuple):
-    """One update: this rank's losses by micro-batch and their sum, the samples of all ranks that counted, the rate."""
-
-    losses: list[Tensor]
-    loss_sum: Tensor
-    samples: int
-    rate: float
-
-
-class Anomaly(Exception):
-    """This step's update must not be applied, and was not."""
-
-    def __init__(self, kind: Kind, step: TrainStep) -> None:
-        super().__init__(kind)
-        self.kind, self.step = kind, step
-
-    @property
-    def key(self) -> str:
-        """The recipe's key that says what becomes of it, below `anomalies`."""
-        return "spike.policy" if self.kind == "spike" else "non_finite"
-
-
+@dataclass(frozen=True)
 class SkippedData:
-    """Positions that are not trained on, as sorted ranges [start, stop)."""
+    """Positions that are not trained on, as sorted ranges (start, stop)."""
 
-    def __init__(self, ranges: list[list[int]] | None = None) -> None:
-        self.ranges = [list(one) for one in ranges or []]
+    ranges: tuple[tuple[int, int], ...] = ()
 
-    def add(self, start: int, stop: int) -> None:
-        """Leave out positions [start, stop) as well; they may overlap what is left out already."""
-        merged: list[list[int]] = []
-        for low, high in sorted([*self.ranges, [start, stop]]):
+    def adding(self, start: int, stop: int) -> "SkippedData":
+        """Positions [start, stop) as well; they may overlap what is left out already."""
+        merged: list[tuple[int, int]] = []
+        for low, high in sorted([*self.ranges, (start, stop)]):
             if merged and low <= merged[-1][1]:
-                merged[-1][1] = max(merged[-1][1], high)
+                merged[-1] = merged[-1][0], max(merged[-1][1], high)
             else:
-                merged.append([low, high])
-        self.ranges = merged
+                merged.append((low, high))
+        return SkippedData(tuple(merged))
 
     def next_stretch(self, position: int) -> tuple[int, int | None]:
         """The first position from `position` on that is not left out, and where the next range begins, if any does."""
@@ -74,59 +49,142 @@ class SkippedData:
         return position, None
 
 
-class LossWatch:
-    """Tells a leap of the loss from its noise: by median and median absolute deviation of the last losses."""
+def loss_limit(settings: Spike, losses: Sequence[float]) -> float:
+    """The loss above which a step is an anomaly; infinite until the window of past `losses` is full.
 
-    def __init__(self, settings: Spike, losses: list[float] | None = None) -> None:
-        self._factor = settings.factor
-        self._losses = deque(losses or [], maxlen=settings.window)
-
-    @property
-    def losses(self) -> list[float]:
-        """Of the last steps, oldest first: the state of the watch."""
-        return list(self._losses)
-
-    def limit(self) -> float:
-        """The loss above which a step is an anomaly; infinite until the window is full."""
-        if len(self._losses) < (self._losses.maxlen or 0):
-            return math.inf
-        median = statistics.median(self._losses)
-        deviation = _TO_DEVIATION * statistics.median(abs(loss - median) for loss in self._losses)
-        return median + self._factor * max(deviation, _LEAST_DEVIATION * abs(median))
-
-    def add(self, loss: float) -> None:
-        """The loss of a step that was taken."""
-        self._losses.append(loss)
+    A leap is told from noise by the median of the window and its median absolute deviation.
+    """
+    last = losses[-settings.window :]
+    if len(last) < settings.window:
+        return math.inf
+    median = statistics.median(last)
+    deviation = _TO_DEVIATION * statistics.median(abs(loss - median) for loss in last)
+    return median + settings.factor * max(deviation, _LEAST_DEVIATION * abs(median))
 
 
+@dataclass(frozen=True)
 class AnomalyRecord:
-    """What has happened so far in a run, and what a recipe wants done; its state travels in checkpoints."""
+    """What has happened so far in a run; travels in checkpoints.
 
-    def __init__(self, settings: Anomalies, state: dict[str, Any]) -> None:
-        self._settings = settings
-        self.skipped = SkippedData(state.get("skipped"))
-        self.count: int = state.get("count", 0)
-        self.losses = LossWatch(settings.spike, state.get("losses")) if settings.spike is not None else None
+    Attributes:
+        count: anomalies that the run has survived.
+        skipped: the batches that were left out.
+        losses: of the last steps, oldest first, while the recipe watches for leaps.
+    """
+
+    count: int = 0
+    skipped: SkippedData = SkippedData()
+    losses: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "AnomalyRecord":
+        """From a checkpoint."""
+        ranges = tuple((start, stop) for start, stop in state.get("skipped", ()))
+        return cls(state.get("count", 0), SkippedData(ranges), tuple(state.get("losses", ())))
 
     def state(self) -> dict[str, Any]:
         """Plain data for a checkpoint."""
-        state: dict[str, Any] = {"skipped": self.skipped.ranges, "count": self.count}
-        return state if self.losses is None else {**state, "losses": self.losses.losses}
+        state = {"skipped": [list(one) for one in self.skipped.ranges], "count": self.count}
+        return {**state, "losses": list(self.losses)} if self.losses else state
 
-    def keep_from(self, later: "AnomalyRecord") -> None:
-        """Take over what is known from after the checkpoint that this record is of."""
-        self.count = later.count
+    def limit(self, settings: Anomalies) -> float | None:
+        """The loss above which the next step is an anomaly; None where the recipe watches for none."""
+        return None if settings.spike is None else loss_limit(settings.spike, self.losses)
+
+    def after(self, loss: float | None, settings: Anomalies) -> "AnomalyRecord":
+        """A step was taken, with this mean loss where it is watched."""
+        if settings.spike is None or loss is None:
+            return self
+        return replace(self, losses=(*self.losses, loss)[-settings.spike.window :])
+
+    def survived(self) -> "AnomalyRecord":
+        """One more."""
+        return replace(self, count=self.count + 1)
+
+    def leaving_out(self, start: int, stop: int) -> "AnomalyRecord":
+        """Batches at positions [start, stop) are not trained on."""
+        return replace(self, skipped=self.skipped.adding(start, stop))
+
+    def knowing(self, later: "AnomalyRecord") -> "AnomalyRecord":
+        """This record of the past, with what is known from after it."""
+        skipped = self.skipped
         for start, stop in later.skipped.ranges:
-            self.skipped.add(start, stop)
+            skipped = skipped.adding(start, stop)
+        return replace(self, count=later.count, skipped=skipped)
 
-    def policy(self, kind: Kind) -> Policy:
+    def policy(self, kind: Kind, settings: Anomalies) -> Policy:
         """What is to be done about one more anomaly."""
-        if self.count >= self._settings.limit:
+        if self.count >= settings.limit:
             return "stop"
         if kind == "non-finite":
-            return self._settings.non_finite
-        assert self._settings.spike is not None
-        return self._settings.spike.policy
+            return settings.non_finite
+        assert settings.spike is not None
+        return settings.spike.policy
+
+
+@dataclass(frozen=True)
+class Anomaly:
+    """A step that must not be taken.
+
+    Attributes:
+        kind: what is wrong.
+        step: the update that it would have been, from 1.
+        position: of its batch in the order.
+        loss: the mean over the global batch.
+        rate: the learning rate.
+        gradient_norm: as DeepSpeed tells it.
+        ranks: each rank's samples.
+    """
+
+    kind: Kind
+    step: int
+    position: int
+    loss: float
+    rate: float
+    gradient_norm: float
+    ranks: "list[Suspects]"
+
+    @property
+    def key(self) -> str:
+        """The recipe's key that says what becomes of it, below `anomalies`."""
+        return "spike.policy" if self.kind == "spike" else "non_finite"
+
+    def describe(self, policy: Policy) -> str:
+        """What happened, and what becomes of it, in words."""
+        then = {"stop": "", "skip": "; the batch is left out", "rewind": "; going back, without the batches since then"}
+        if self.kind == "spike":
+            return f"step {self.step:,}: the loss leaps to {self.loss:.6g}{then[policy]}"
+        where = [
+            f"rank {rank} (uids {', '.join(map(str, bad[:_SHOWN]))}{' ...' if len(bad) > _SHOWN else ''})"
+            for rank, suspects in enumerate(self.ranks)
+            if (bad := suspects.bad())
+        ]
+        losses = f"the loss is not finite on {'; '.join(where)}" if where else "every loss is"
+        return f"step {self.step:,}: the gradient is not finite (learning rate {self.rate:.3g}); {losses}{then[policy]}"
+
+    def write(self, run_dir: Path, policy: Policy) -> str:
+        """Write uids and losses of the batch beside the checkpoints; where they are, in words.
+
+        The pixels are not written: they are a function of (recipe, epoch, uid).
+        """
+        report = {
+            "kind": self.kind,
+            "policy": policy,
+            "step": self.step,
+            "position": self.position,
+            "loss": _json(self.loss),
+            "lr": self.rate,
+            "grad_norm": _json(self.gradient_norm),
+            "ranks": [{"uids": rank.uids, "losses": [_json(loss) for loss in rank.losses]} for rank in self.ranks],
+        }
+        # Several batches may want one step.
+        path = run_dir / ANOMALIES_DIR / f"step-{self.step:08d}-batch-{self.position:08d}.json"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_text(path, json.dumps(report) + "\n")
+        except OSError as error:
+            return f"; its samples cannot be listed in {path}: {error.strerror or error}"
+        return f"; its samples are listed in {path}"
 
 
 class Suspects(NamedTuple):
@@ -135,61 +193,9 @@ class Suspects(NamedTuple):
     uids: list[int]
     losses: list[float]
 
-    @classmethod
-    def of(cls, anomaly: Anomaly, batch: Batch) -> "Suspects":
-        """Those of this rank."""
-        return cls(batch.uids.tolist(), torch.cat(anomaly.step.losses).float().tolist())
-
     def bad(self) -> list[int]:
         """Uids of the samples whose loss is not finite."""
         return [uid for uid, loss in zip(self.uids, self.losses, strict=True) if not math.isfinite(loss)]
-
-
-def describe(anomaly: Anomaly, policy: Policy, step: int, mean: float, ranks: list[Suspects]) -> str:
-    """An anomaly of the `step`-th update, with the mean loss of the global batch, and what becomes of it, in words."""
-    then = {"stop": "", "skip": "; the batch is left out", "rewind": "; going back, without the batches since then"}
-    if anomaly.kind == "spike":
-        return f"step {step:,}: the loss leaps to {mean:.6g}{then[policy]}"
-    where = [
-        f"rank {rank} (uids {', '.join(map(str, bad[:_SHOWN]))}{' ...' if len(bad) > _SHOWN else ''})"
-        for rank, suspects in enumerate(ranks)
-        if (bad := suspects.bad())
-    ]
-    losses = f"the loss is not finite on {'; '.join(where)}" if where else "every loss is"
-    return f"step {step:,}: the gradient is not finite (learning rate {anomaly.step.rate:.3g}); {losses}{then[policy]}"
-
-
-def write_report(
-    run_dir: Path,
-    anomaly: Anomaly,
-    policy: Policy,
-    step: int,
-    position: int,
-    mean: float,
-    gradient_norm: float,
-    ranks: list[Suspects],
-) -> str:
-    """Write uids and losses of the batch at `position` of the order beside the checkpoints; where they are, in words.
-
-    The pixels are not written: they are a function of (recipe, epoch, uid).
-    """
-    report = {
-        "kind": anomaly.kind,
-        "policy": policy,
-        "step": step,
-        "position": position,
-        "loss": _json(mean),
-        "lr": anomaly.step.rate,
-        "grad_norm": _json(gradient_norm),
-        "ranks": [{"uids": rank.uids, "losses": [_json(loss) for loss in rank.losses]} for rank in ranks],
-    }
-    path = run_dir / ANOMALIES_DIR / f"step-{step:08d}-batch-{position:08d}.json"  # several batches may want one step
-    try:
-        path.parent.mkdir(exist_ok=True)
-        write_text(path, json.dumps(report) + "\n")
-    except OSError as error:
-        return f"; its samples cannot be listed in {path}: {error.strerror or error}"
-    return f"; its samples are listed in {path}"
 
 
 def _json(value: float) -> float | None:

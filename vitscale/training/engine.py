@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import nn
 
 from vitscale.errors import RecipeError
+from vitscale.objectives import Objective
 from vitscale.recipe import AdamW, Recipe
 
 # What a `deepspeed:` block may hold: DeepSpeed itself accepts any unknown top-level key without a word.
@@ -166,7 +167,7 @@ def _check_blocks(config: dict[str, Any]) -> None:
             raise RecipeError(f"{key}: {details['input']!r}: {details['msg']}") from None
 
 
-def build_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(recipe: Recipe, objective: Objective) -> torch.optim.Optimizer:
     """torch's optimizer over two groups: parameters that are decayed, and those that `decay_exclude` finds.
 
     The learning rate is 0 until the trainer sets it before each step: DeepSpeed makes some of its state by a step with
@@ -177,7 +178,7 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     settings = recipe.optimizer
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in objective.named_weights():
         (plain if _is_excluded(name, settings.decay_exclude) else decayed).append(parameter)
     if settings.decay_exclude is not None and not plain:
         raise RecipeError(f"optimizer.decay_exclude: {settings.decay_exclude!r} finds none of the model's parameters")
@@ -197,11 +198,11 @@ def _is_excluded(name: str, pattern: str | None) -> bool:
     return pattern is not None and re.search(pattern, name) is not None
 
 
-def build_engine(recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> Any:
-    """A DeepSpeed engine around a model. Its values are still unset: `fragments.load` gives them."""
+def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -> Any:
+    """A DeepSpeed engine around an objective. Its values are still unset: `fragments.load` gives them."""
     _quieten()
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=build_optimizer(recipe, model), config=config, dist_init_required=False
+        model=objective, optimizer=build_optimizer(recipe, objective), config=config, dist_init_required=False
     )
     if recipe.parallelism.zero_stage == 0 and engine.world_size == 1:
         engine.enable_backward_allreduce = False  # it copies every gradient twice, also where nobody else has one

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitscale.checkpoint import EMA, MASTER, Fragment, bytes_needed
-from vitscale.models import build_model
+from vitscale.objectives import build_objective
 from vitscale.recipe import AdamW, Recipe
 
 Source = Callable[[str, str, int, int], Tensor]
@@ -40,7 +40,7 @@ class _Piece:
 
 def shapes(engine: Any) -> dict[str, list[int]]:
     """Whole shapes of the parameters by name, in the model's order, under ZeRO 3 too."""
-    return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()}
+    return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_weights()}
 
 
 def owned(engine: Any, rank: int, world_size: int, average: Average | None = None) -> list[Fragment]:
@@ -89,10 +89,10 @@ def load_average(engine: Any, average: Average, source: Source) -> None:
 def checkpoint_bytes(recipe: Recipe, num_classes: int) -> int:
     """Size of a checkpoint, before there is a model."""
     with torch.device("meta"):
-        model = build_model(recipe, num_classes)
+        objective = build_objective(recipe, num_classes)
     optimizer = recipe.optimizer
     kinds = [MASTER, *_kinds(isinstance(optimizer, AdamW), getattr(optimizer, "momentum", 0.0))]
-    whole = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    whole = {name: list(parameter.shape) for name, parameter in objective.named_weights()}
     return bytes_needed(whole, kinds + ([EMA] if recipe.ema is not None else []))
 
 
@@ -145,7 +145,7 @@ def _create_state(engine: Any, optimizer_steps: int) -> None:
 
 
 def _pieces(engine: Any) -> Iterator[_Piece]:
-    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    names = {parameter: name for name, parameter in engine.module.named_weights()}
     optimizer = engine.optimizer
     match _wrapper(engine):
         case "AdamW" | "SGD":

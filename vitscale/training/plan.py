@@ -6,16 +6,27 @@ without a process group, a model or a first step.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from vitscale.data import TrainOrder
-from vitscale.errors import DataError, RecipeError
+from vitscale.data import Loader, Reading, TrainOrder, train_transform
+from vitscale.errors import RecipeError
 from vitscale.evaluation import Evaluator, build_evaluators
-from vitscale.objectives import Classification
+from vitscale.objectives import objective_class
 from vitscale.recipe import Duration, Recipe
 from vitscale.shards import Manifest
+from vitscale.training.distributed import World
 from vitscale.training.engine import derive_config
 from vitscale.training.schedule import learning_rate
+
+
+class Due(NamedTuple):
+    """What is done after an update: a function of the step alone."""
+
+    log: bool
+    compare_replicas: bool
+    compare_computation: bool
+    save: bool
+    evaluate: bool
 
 
 @dataclass(frozen=True)
@@ -24,14 +35,14 @@ class Plan:
 
     Attributes:
         manifest, order: of the training data.
-        num_classes: outputs of the model.
-        objective: per-sample losses.
+        num_classes: of the training data, for the objective.
         micro_batch, accumulation: of each rank.
         config: DeepSpeed's.
         evaluators: in the order in which they run.
         total_steps: of the whole run.
         evaluate_every, checkpoint_every: steps; None for at the end only.
         keep_every: steps whose checkpoints are kept for good; None for none.
+        log_every, compare_replicas_every, compare_computation_every: steps; None for never.
         learning_rate: of the update that follows so many steps.
         warnings: what is possible, but hardly meant.
     """
@@ -39,7 +50,6 @@ class Plan:
     manifest: Manifest
     order: TrainOrder
     num_classes: int
-    objective: Classification
     micro_batch: int
     accumulation: int
     config: dict[str, Any]
@@ -48,8 +58,43 @@ class Plan:
     evaluate_every: int | None
     checkpoint_every: int | None
     keep_every: int | None
+    log_every: int
+    compare_replicas_every: int | None
+    compare_computation_every: int | None
     learning_rate: Callable[[int], float]
     warnings: list[str]
+
+    def due(self, step: int, last: int) -> Due:
+        """What is due when `step` updates are done, in a process that ends after `last`."""
+
+        def is_at(every: int | None) -> bool:
+            return every is not None and step % every == 0
+
+        return Due(
+            log=is_at(self.log_every),
+            compare_replicas=is_at(self.compare_replicas_every),
+            compare_computation=is_at(self.compare_computation_every),
+            save=step == last or is_at(self.checkpoint_every),
+            evaluate=step == self.total_steps or is_at(self.evaluate_every),
+        )
+
+
+def open_loader(recipe: Recipe, plan: Plan, world: World, start: int, stop: int) -> Loader:
+    """A rank's batches at positions [start, stop) of the order."""
+    data = recipe.data
+    return Loader(
+        plan.manifest,
+        plan.order,
+        image_size=data.image_size,
+        transform=train_transform(data.crop, data.flip),
+        rank=world.rank,
+        world=world.size,
+        seed=recipe.seed,
+        reading=Reading.of(data, pinned=world.device.type == "cuda"),
+        start_step=start,
+        stop_step=stop,
+        digest=recipe.logging.batch_digest,
+    )
 
 
 def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
@@ -60,7 +105,7 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
     micro_batch, accumulation = recipe.batch.split(world_size)
     config = derive_config(recipe, world_size)
     manifest = Manifest.load(recipe.dataset_path(recipe.data.train))
-    num_classes = _num_classes(recipe, manifest)
+    num_classes = objective_class(recipe).num_outputs(recipe, manifest)
     global_batch = recipe.batch.global_size
     order = TrainOrder([shard.num_selected for shard in manifest.shards], global_batch, recipe.seed)
 
@@ -101,7 +146,6 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
         manifest=manifest,
         order=order,
         num_classes=num_classes,
-        objective=Classification(recipe.objective.loss, recipe.objective.on, recipe.objective.off),
         micro_batch=micro_batch,
         accumulation=accumulation,
         config=config,
@@ -110,22 +154,9 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
         evaluate_every=interval("evaluation.every", recipe.evaluation.every),
         checkpoint_every=interval("checkpoint.every", recipe.checkpoint.every),
         keep_every=interval("checkpoint.keep_every", recipe.checkpoint.keep_every),
+        log_every=recipe.logging.every,
+        compare_replicas_every=recipe.check.replicas_every,
+        compare_computation_every=recipe.check.recompute_every,
         learning_rate=rate,
         warnings=warnings,
     )
-
-
-def _num_classes(recipe: Recipe, manifest: Manifest) -> int:
-    named = len(manifest.class_names)
-    if named == 0:
-        raise DataError(f"{manifest.where} names no classes; convert the data with class folders or --classes")
-    if recipe.model.num_classes not in (None, named):
-        raise RecipeError(
-            f"{manifest.where} names {named} classes, the recipe's model.num_classes is {recipe.model.num_classes}; "
-            f"leave it out (--set model.num_classes=null) to take the dataset's"
-        )
-    if recipe.objective.loss == "softmax" and named < 2:
-        raise DataError(f"{manifest.where}: softmax needs at least two classes, the dataset names {named}")
-    if recipe.selection is not None and recipe.selection.metric == "validation/top5" and named <= 5:
-        raise RecipeError(f"selection.metric: with {named} classes there is no top-5 accuracy; use validation/top1")
-    return named

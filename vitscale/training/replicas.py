@@ -62,10 +62,11 @@ def compare_computation(engine: Any, images: Tensor, world: World, dtype: torch.
     with torch.set_grad_enabled(has_gradient), _reproducibly():
         inputs = to_model_input(same, world.device, dtype).requires_grad_(has_gradient)
         # Not by the engine, which would take the backward pass for one of its own.
-        logits = (engine.module if has_gradient else engine)(inputs)
-        own = checksum(logits)
+        outputs = (engine.module if has_gradient else engine)(inputs)
+        result = outputs.pooled if outputs.logits is None else outputs.logits
+        own = checksum(result)
         if has_gradient:
-            (gradient,) = torch.autograd.grad(logits.float().square().sum(), inputs)
+            (gradient,) = torch.autograd.grad(result.float().square().sum(), inputs)
             own = (own + 3 * checksum(gradient)) % 2**64
     engine.train()
     _compare(own, f"step {step:,}: all ranks have computed a micro-batch of rank {source}, and their bits differ")

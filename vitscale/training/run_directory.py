@@ -7,7 +7,7 @@ import socket
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import yaml
 
@@ -42,7 +42,7 @@ def check_run_dir(recipe: Recipe, run_dir: Path, *, may_resume: bool) -> str | N
         if any((run_dir / CHECKPOINTS).glob("step-*")):
             raise RecipeError(f"{run_dir} has checkpoints but no {RECIPE_FILE}: restore it, or use another --run-dir")
         return None
-    check_recipe(read_recipe(saved).dump(), recipe, str(run_dir))
+    check_recipe(read_recipe(saved), recipe, str(run_dir))
     done, newest = read_done(run_dir), read_newest(run_dir)
     if done is None and newest is not None and not is_url(root):
         try:
@@ -98,9 +98,9 @@ def missing_checkpoints(recipe: Recipe, run_dir: Path, newest: Newest) -> Checkp
     )
 
 
-def check_recipe(began_with: dict[str, Any], recipe: Recipe, where: str) -> None:
-    """Raise `RecipeError` where a run that began with one dumped recipe cannot go on with another."""
-    changed = differences(began_with, recipe.dump())
+def check_recipe(began_with: Recipe, recipe: Recipe, where: str) -> None:
+    """Raise `RecipeError` where a run that began with one recipe cannot go on with another."""
+    changed = differences(began_with.dump(), recipe.dump())
     if changed:
         raise RecipeError(
             f"{where} holds a run of another recipe:\n"

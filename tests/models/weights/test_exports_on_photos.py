@@ -88,17 +88,15 @@ def run(clothes: Path, kind: str) -> tuple[Path, float, dict[str, str]]:
     names = Manifest.load(str(clothes / "dataset")).class_names
     model = valued(described(TINY, SIZE, len(names)))
     inputs = to_model_input(images, torch.device("cpu"), torch.float32)
-    seen_by_head: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         patches = model.embedding.weight.view(-1, 2, 4, 2, 4, 3)
         patches.copy_(4 * patches.mean((2, 4), keepdim=True).expand_as(patches))
-        model(inputs, intermediates=seen_by_head)
-        x = torch.cat([seen_by_head["pre_logits"], torch.ones(len(labels), 1)], 1).double()
+        x = torch.cat([model(inputs).pooled, torch.ones(len(labels), 1)], 1).double()
         targets = torch.nn.functional.one_hot(labels, len(names)).double()
         fitted = torch.linalg.solve(x.T @ x + 30 * torch.eye(x.shape[1]), x.T @ targets).float()
         model.head.weight.copy_(fitted[:-1].T)
         model.head.bias.copy_(fitted[-1])
-        predicted = model(inputs).argmax(1).tolist()
+        predicted = model(inputs).logits.argmax(1).tolist()
     folder = finished_run(
         clothes / f"run-{kind}",
         model,

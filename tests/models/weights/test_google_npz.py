@@ -89,7 +89,7 @@ def loaded(path, **block):
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
-        return model(images(SIZE))
+        return model(images(SIZE)).logits
 
 
 def timm_logits(path, pool: str) -> torch.Tensor:
@@ -176,11 +176,10 @@ def test_the_pretraining_head_is_kept(tmp_path):
     assert describe(open_weights(path), {"name": "ViT-Ti/16"}).model["head"] == "pretrain"
     model, _ = loaded(path, head="pretrain")
     arrays = authors(pre_logits=True)
-    seen: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        found = model(images(SIZE), intermediates=seen)
-    hidden = np.tanh(seen["encoded"][:, 0].numpy() @ arrays["pre_logits/kernel"] + arrays["pre_logits/bias"])
-    assert np.abs(hidden @ arrays["head/kernel"] + arrays["head/bias"] - found.numpy()).max() < 1e-5
+        found = model(images(SIZE))
+    hidden = np.tanh(found.tokens[:, 0].numpy() @ arrays["pre_logits/kernel"] + arrays["pre_logits/bias"])
+    assert np.abs(hidden @ arrays["head/kernel"] + arrays["head/bias"] - found.logits.numpy()).max() < 1e-5
 
 
 def test_a_zeroed_head_is_told(tmp_path):

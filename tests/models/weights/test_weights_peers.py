@@ -50,7 +50,7 @@ def prepared(block: dict):
 def assert_equal_logits(model: torch.nn.Module, peer: torch.nn.Module) -> None:
     pixels = images(SIZE)
     with torch.no_grad():
-        ours = model(pixels)
+        ours = model(pixels).logits
         theirs = peer(pixels.permute(0, 3, 1, 2))
     theirs = getattr(theirs, "logits", theirs)
     assert ours.std() > 0.1
@@ -154,7 +154,7 @@ def test_transformers_opens_our_folder_and_computes_our_logits(size, complaints,
     assert peer.config.image_size == seen
     pixels = images(size)
     with torch.no_grad():
-        difference = model(pixels) - peer(pixels.permute(0, 3, 1, 2)[:, :, :seen, :seen]).logits
+        difference = model(pixels).logits - peer(pixels.permute(0, 3, 1, 2)[:, :, :seen, :seen]).logits
     assert difference.abs().max() < 1e-4
 
 
@@ -169,7 +169,7 @@ def test_the_pipeline_of_transformers_prepares_images_as_we_do(complaints, tmp_p
     answers = {answer["label"]: answer["score"] for answer in classify(Image.fromarray(picture), top_k=CLASSES)}
     with torch.no_grad():
         pixels = torch.from_numpy(picture)[None].float() / 127.5 - 1
-        expected = model(pixels).softmax(-1)[0]
+        expected = model(pixels).logits.softmax(-1)[0]
     assert answers.keys() == set(names)
     assert all(answers[name] == pytest.approx(float(expected[i]), abs=1e-4) for i, name in enumerate(names))
 
@@ -180,12 +180,11 @@ def test_a_pretraining_head_leaves_transformers_the_representation_alone(complai
     with pytest.raises(RecipeError, match=r"pre_logits.weight.*--drop-head"):
         write(model, description, "hf", tmp_path)
     peer = opened_by_transformers(write(model, description, "hf", tmp_path, drop_head=True), complaints)
-    seen: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         pixels = images(SIZE)
-        model(pixels, intermediates=seen)
+        tokens = model(pixels).tokens
         output = peer(pixels.permute(0, 3, 1, 2), output_hidden_states=True)
-    assert (output.logits - seen["encoded"][:, 0]).abs().max() < 1e-4  # its classifier is the identity
+    assert (output.logits - tokens[:, 0]).abs().max() < 1e-4  # its classifier is the identity
 
 
 @pytest.mark.parametrize("how", ["saved", "in shards", "modules' names"])
@@ -253,8 +252,7 @@ def test_the_headless_model_of_transformers(tmp_path):
     with pytest.raises(CheckpointError, match=r"unexpected pooler.dense.weight(.|\n)*--drop-head"):
         load_weights(model, source)
     load_weights(model, source, drop_head=True)
-    seen: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        model(images(SIZE), intermediates=seen)
+        tokens = model(images(SIZE)).tokens
         expected = peer(images(SIZE).permute(0, 3, 1, 2)).last_hidden_state
-    assert (seen["encoded"] - expected).abs().max() < 1e-4
+    assert (tokens - expected).abs().max() < 1e-4

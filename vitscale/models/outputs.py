@@ -1,0 +1,22 @@
+"""What a forward pass of any family gives.
+
+Shape legend: B batch, T tokens, D width of the representation, K classes.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Outputs(NamedTuple):
+    """On any device and in any floating dtype, the logits in fp32.
+
+    Attributes:
+        tokens: (B, T, D), after the final norm; a class token comes first.
+        pooled: (B, D), the representation: what linear read-outs see, before the tanh of the pre-training head.
+        logits: (B, K); None from a backbone without a head.
+    """
+
+    tokens: Tensor
+    pooled: Tensor
+    logits: Tensor | None

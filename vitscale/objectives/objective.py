@@ -1,0 +1,93 @@
+"""The contract of an objective: a module around a backbone that turns a batch into losses.
+
+DeepSpeed's engine wraps this module, so that whatever has parameters is computed inside it: ZeRO-3 gathers parameters
+by the hooks of modules, and a head that is called beside the engine sees empty ones. For the same reason a backbone is
+called as a whole, and once in each micro-batch: DeepSpeed has computed wrong gradients for modules that are used twice
+(its issue 8224).
+
+Shape legend: B batch, S side in pixels.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+import numpy as np
+from torch import Tensor, nn
+
+from vitscale.models import Initialiser, Model, Outputs
+from vitscale.recipe import Recipe
+
+if TYPE_CHECKING:
+    from vitscale.data import Batch
+    from vitscale.shards import Manifest
+
+Plan = tuple[Tensor, ...]
+"""What an objective decides for a batch before it is computed, row by row: tensors (B, ...) on the host."""
+
+_BACKBONE = "backbone."
+
+
+class Losses(NamedTuple):
+    """What training minimises: the mean of `per_sample` over the global batch.
+
+    Attributes:
+        per_sample: (B,) fp32, in nats where it is a cross-entropy.
+        shown: other figures of each sample, (B,) fp32 without gradients, whose means are reported by these names.
+    """
+
+    per_sample: Tensor
+    shown: Mapping[str, Tensor] = {}
+
+
+class Objective(nn.Module):
+    """What is learned. Subclasses add heads to the backbone and say how its outputs become losses.
+
+    Parameters are called in checkpoints as here, the backbone's without a prefix.
+    """
+
+    def __init__(self, backbone: Model) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    @classmethod
+    def num_outputs(cls, recipe: Recipe, manifest: "Manifest") -> int:
+        """The classes that a dataset has for this objective. Raises `DataError` and `RecipeError`."""
+        return len(manifest.class_names)
+
+    @classmethod
+    def of(cls, recipe: Recipe, num_classes: int) -> Self:
+        """The objective of a recipe whose training data have so many classes; its values are unset."""
+        raise NotImplementedError
+
+    def check(self, batch: "Batch") -> None:
+        """Raise `DataError` for a batch that cannot be learned from. It is in host memory still, where looking is
+        cheap."""
+
+    def plan(self, keys: np.ndarray) -> Plan:
+        """What is drawn for samples with these keys, and for them alone: the same on every world and after resuming.
+
+        Args:
+            keys: the bits of each sample's randomness in this epoch, 64-bit integers (B,).
+        """
+        return ()
+
+    def losses(self, images: Tensor, labels: Tensor, plan: Plan) -> Losses:
+        """The losses of images (B, S, S, 3) in [-1, 1] with labels (B,) int64, in training."""
+        raise NotImplementedError
+
+    def predict(self, images: Tensor) -> Outputs:
+        """What evaluators see of images (B, S, S, 3) in [-1, 1]."""
+        return self.backbone(images)
+
+    def forward(self, images: Tensor, labels: Tensor | None = None, plan: Plan = ()) -> Losses | Outputs:
+        """The engine's one door: losses with labels, outputs without."""
+        return self.predict(images) if labels is None else self.losses(images, labels, plan)
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters by the names that checkpoints have."""
+        for name, parameter in self.named_parameters():
+            yield name.removeprefix(_BACKBONE), parameter
+
+    def initialiser(self, name: str) -> Initialiser:
+        """How the parameter that checkpoints call `name` begins."""
+        return self.backbone.initialiser(name)

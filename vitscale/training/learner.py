@@ -1,0 +1,263 @@
+"""The objective under DeepSpeed: updates, predictions, and what checkpoints hold of them.
+
+With engine.py, fragments.py and averaging.py all that knows DeepSpeed. It keeps no step: the loop says which one it is.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import deepspeed
+import torch
+import xxhash
+from torch import Tensor
+
+from vitscale.checkpoint import CheckpointReader, Fragment
+from vitscale.data import Batch, to_model_input
+from vitscale.errors import DataError
+from vitscale.models import Outputs, ViT, compile_blocks, weight_dtype
+from vitscale.objectives import Losses, Objective, build_objective
+from vitscale.recipe import Recipe
+from vitscale.training import distributed, fragments, replicas
+from vitscale.training.anomalies import Kind, Suspects
+from vitscale.training.averaging import WeightAverage
+from vitscale.training.engine import Fp32Accumulation, build_engine, forget_gradients, is_plain
+from vitscale.training.initial_values import InitialValues
+from vitscale.training.pace import OwnWork
+from vitscale.training.plan import Plan
+from vitscale.training.profile import part
+
+
+@dataclass
+class Update:
+    """One step's arithmetic.
+
+    Attributes:
+        samples: of all ranks that count.
+        rate: the learning rate.
+        loss_sum: of this rank's samples, () on its device.
+        shown: other figures of the objective, summed in the same way.
+        losses: of this rank's samples, by micro-batch.
+        mean_loss: over the global batch, where it was asked for.
+        gradient_norm: of the global mean, before clipping.
+        anomaly: why the update was not made; None where it was.
+    """
+
+    samples: int
+    rate: float
+    loss_sum: Tensor
+    shown: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+    mean_loss: float | None = None
+    gradient_norm: float = math.nan
+    anomaly: Kind | None = None
+
+    def add(self, losses: Losses, counts: Tensor | None) -> Tensor:
+        """Take in a micro-batch; its losses, those that do not count (`counts` is False there) as 0."""
+        per_sample = losses.per_sample if counts is None else torch.where(counts, losses.per_sample, 0.0)
+        self.losses.append(per_sample.detach())
+        self.loss_sum.add_(per_sample.detach().sum())
+        for name, values in losses.shown.items():
+            total = (values if counts is None else torch.where(counts, values, 0.0)).sum()
+            self.shown[name] = self.shown[name] + total if name in self.shown else total
+        return per_sample
+
+    def suspects(self, batch: Batch) -> Suspects:
+        """This rank's samples with their losses."""
+        return Suspects(batch.uids.tolist(), torch.cat(self.losses).float().tolist())
+
+
+class Learner:
+    """All ranks make one and call its methods together.
+
+    Args:
+        say: tells people, on rank 0.
+
+    Attributes:
+        engine: DeepSpeed's, around the objective.
+        shapes: of the parameters, by the names that checkpoints have.
+        own_work: seconds of this rank's forward passes.
+    """
+
+    def __init__(self, recipe: Recipe, plan: Plan, world: distributed.World, say: Callable[[str], None]) -> None:
+        self._recipe, self._plan, self._world = recipe, plan, world
+        self._dtype = weight_dtype(recipe)
+        self.engine = build_engine(recipe, self._make_objective(say), plan.config)
+        if recipe.parallelism.zero_stage == 0 and recipe.precision != "fp32" and plan.accumulation > 1:
+            Fp32Accumulation(self.engine)
+        self._to_input = to_model_input
+        if recipe.parallelism.compile:
+            self._to_input = torch.compile(to_model_input, fullgraph=True, dynamic=False)
+        self.shapes = fragments.shapes(self.engine)
+        self.own_work = OwnWork(world.device)
+        self._average: WeightAverage | None = None
+
+    def _make_objective(self, say: Callable[[str], None]) -> Objective:
+        if self._recipe.parallelism.zero_stage == 3:
+            # Each parameter is divided among the ranks as it is made: no rank ever holds the whole model.
+            with deepspeed.zero.Init(config_dict_or_path=self._plan.config):
+                return build_objective(self._recipe, self._plan.num_classes)
+        with torch.device("meta"):
+            objective = build_objective(self._recipe, self._plan.num_classes)
+        objective = objective.to(self._dtype).to_empty(device=self._world.device)
+        if self._recipe.precision == "fp8":
+            from vitscale.models.float8 import train_in_float8  # only those who ask for it need torchao
+
+            assert isinstance(objective.backbone, ViT)
+            say(f"{train_in_float8(objective.backbone.blocks, self._world.device)} dense layers train in float8")
+        if self._recipe.parallelism.compile:
+            compile_blocks(objective.backbone)
+        return objective
+
+    @property
+    def objective(self) -> Objective:
+        """The module that the engine wraps."""
+        objective: Objective = self.engine.module
+        return objective
+
+    # ---- Checkpoints -------------------------------------------------------------------------------------------------
+
+    def load(self, reader: CheckpointReader | None) -> None:
+        """Take everything from a checkpoint, or begin with the initial weights. Raises `CheckpointError`."""
+        if reader is None:
+            initial = InitialValues(self.objective, self.shapes, self._recipe.seed)
+            fragments.load(self.engine, initial, optimizer_steps=0)
+        else:
+            reader.check_shapes(self.shapes)
+            fragments.load(self.engine, reader.read, optimizer_steps=reader.index.optimizer_steps)
+        self._average = None  # the memory of one is given back before more is taken
+        if self._recipe.ema is not None:
+            self._average = WeightAverage(self.engine, self._recipe.ema)
+            if reader is not None:
+                fragments.load_average(self.engine, self._average.values, reader.read)
+
+    def moments(self) -> list[str]:
+        """The tensors that the optimizer keeps for each parameter."""
+        return fragments.moment_kinds(self.engine)
+
+    def fragments(self) -> list[Fragment]:
+        """What this rank saves; the tensors are views."""
+        average = self._average.values if self._average is not None else None
+        return fragments.owned(self.engine, self._world.rank, self._world.size, average)
+
+    # ---- Learning ----------------------------------------------------------------------------------------------------
+
+    def update(self, batch: Batch, step: int, loss_limit: float | None = None) -> Update:
+        """Learn from one global batch, unless its gradient is not finite or its loss is above the limit.
+
+        Args:
+            step: updates done before.
+            loss_limit: above which the mean loss is an anomaly; None for not to look at it.
+
+        Raises `DataError` for a batch that cannot be learned from.
+        """
+        self.objective.check(batch)
+        plan = self.objective.plan(batch.keys.numpy())
+        rate = self._plan.learning_rate(step)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+        update = Update(self._valid_samples(batch, step), rate, torch.zeros((), device=self._world.device))
+        is_whole, leaps = bool(batch.mask.all()), False
+        # DeepSpeed averages over ranks and micro-batches: with this factor the gradient is that of the global mean.
+        scale = self._world.size * self._plan.accumulation / update.samples
+        skipped_before = self.engine.skipped_steps
+        for micro_step in range(self._plan.accumulation):
+            rows = slice(micro_step * self._plan.micro_batch, (micro_step + 1) * self._plan.micro_batch)
+            is_last = micro_step == self._plan.accumulation - 1
+            labels, *planned = (self._to_device(each[rows]) for each in (batch.labels, *plan))
+            self._seed_dropout(step, micro_step)
+            with self.own_work.counted(), part("forward"):
+                images = self._to_input(batch.images[rows], self._world.device, self._dtype)
+                losses = self.engine(images, labels, tuple(planned))
+            per_sample = update.add(losses, None if is_whole else self._to_device(batch.mask[rows]))
+            if is_last and loss_limit is not None:
+                update.mean_loss = self.mean_loss(update)
+                leaps = loss_limit < update.mean_loss < math.inf
+            # DeepSpeed drops an update whose gradient is not finite, in every stage, with all that it has gathered. A
+            # loss that is not finite may have a gradient that is: nothing times it is NaN, and no device has to wait.
+            with part("backward"):
+                self.engine.backward(per_sample.sum() * (math.nan if leaps else scale + 0.0 * update.loss_sum))
+            with part("update"):
+                if is_plain(self._recipe) and is_last:
+                    update.gradient_norm = self._clip_plain()
+                self.engine.step()
+        if not is_plain(self._recipe):
+            update.gradient_norm = float(self.engine.get_global_grad_norm())
+        if leaps:
+            update.anomaly = "spike"
+        elif self.engine.skipped_steps > skipped_before or not math.isfinite(update.gradient_norm):
+            update.anomaly = "non-finite"
+        if update.anomaly is not None:
+            forget_gradients(self.engine)
+        elif self._average is not None:
+            self._average.update(step + 1)
+        return update
+
+    def mean_loss(self, update: Update) -> float:
+        """Over the global batch."""
+        return distributed.gather_numbers(self._world, [update.loss_sum.item()]).sum().item() / update.samples
+
+    def _to_device(self, rows: Tensor) -> Tensor:
+        return rows.to(self._world.device, non_blocking=True)
+
+    def _valid_samples(self, batch: Batch, step: int) -> int:
+        """Samples of the global batch that count: all, unless damaged ones are left out."""
+        if self._recipe.data.bad_samples != "mask":
+            return self._recipe.batch.global_size
+        samples = distributed.sum_integers(self._world, int(batch.mask.sum()))
+        if samples == 0:
+            raise DataError(f"step {step + 1}: every sample of the batch is damaged").on_all_ranks()
+        return samples
+
+    def _clip_plain(self) -> float:
+        """Norm, check and clipping of the averaged gradients, where DeepSpeed has none: stage 0 in fp32."""
+        limit = self._recipe.optimizer.clip_norm or math.inf
+        norm = float(torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), limit))
+        if not math.isfinite(norm):
+            self.engine.optimizer.zero_grad(set_to_none=True)  # torch's optimizers leave out what has no gradient
+        return norm
+
+    def _seed_dropout(self, step: int, micro_step: int) -> None:
+        """Dropout is a function of (seed, step, rank, micro-step), so that it needs no state in a checkpoint."""
+        if self._recipe.model.dropout:
+            key = f"{self._recipe.seed}:{step}:{self._world.rank}:{micro_step}"
+            torch.manual_seed(xxhash.xxh64_intdigest(key.encode()) >> 1)
+
+    # ---- Looking -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """In here `predict` uses the average of the weights, where the recipe has one, and nothing is dropped out."""
+        average = self._average
+        self.engine.eval()
+        try:
+            with (
+                average.in_place_of_weights() if average is not None else contextlib.nullcontext(),
+                self._eager(),  # batches of other sizes would each be compiled anew
+            ):
+                yield
+        finally:
+            self.engine.train()
+
+    @torch.no_grad()
+    def predict(self, images: Tensor) -> Outputs:
+        """Outputs of images uint8 (B, S, S, 3)."""
+        outputs: Outputs = self.engine(to_model_input(images, self._world.device, self._dtype))
+        return outputs
+
+    def compare_replicas(self, step: int) -> None:
+        """See that all ranks hold the same weights; stage 3 has no replicas. Raises `ReplicaError`."""
+        if self._recipe.parallelism.zero_stage < 3:
+            replicas.compare_weights(self.engine.module, step)
+
+    def compare_computation(self, batch: Batch, step: int) -> None:
+        """See that all ranks compute the same. Raises `ReplicaError`."""
+        images, zero = batch.images[: self._plan.micro_batch], self._recipe.parallelism.zero_stage
+        with self._eager():  # what is compiled by several processes may differ in its last bits
+            replicas.compare_computation(self.engine, images, self._world, self._dtype, step, zero)
+
+    def _eager(self) -> contextlib.AbstractContextManager[None]:
+        """In here, blocks are not those that were compiled."""
+        is_compiled = self._recipe.parallelism.compile
+        return torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext()

@@ -1,0 +1,174 @@
+"""What a run tells: lines for people, metrics, and DONE at its end."""
+
+import contextlib
+import json
+import resource
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from vitscale.checkpoint import DONE_FILE
+from vitscale.data import Batch
+from vitscale.durable import write_text
+from vitscale.flops import accounting, hardware
+from vitscale.flops.work import recipe_work
+from vitscale.recipe import Recipe
+from vitscale.training import distributed
+from vitscale.training.learner import Update
+from vitscale.training.metrics import MetricsWriter
+from vitscale.training.pace import Pace
+from vitscale.training.plan import Plan
+from vitscale.training.progress import TrainingProgress, tell
+from vitscale.training.state import RunState
+
+
+class Report:
+    """All ranks make one and call `log` together; rank 0 writes and prints.
+
+    Attributes:
+        logged_step: of the last line of metrics.
+    """
+
+    def __init__(self, recipe: Recipe, plan: Plan, run_dir: Path, world: distributed.World) -> None:
+        self._recipe, self._plan, self._run_dir, self._world = recipe, plan, run_dir, world
+        self._hosts = distributed.gather(socket.gethostname())
+        self._work = recipe_work(recipe, plan.num_classes)
+        self._peak_flops = None
+        if world.device.type == "cuda" and recipe.precision == "bf16":
+            self._peak_flops = hardware.peak_flops(torch.cuda.get_device_name(), "bf16")
+        self._progress: TrainingProgress | None = None
+        self._metrics: MetricsWriter | None = None
+        self._bad_samples = 0  # of this rank since the last line of metrics
+        self.logged_step, self._logged_at = 0, time.monotonic()
+
+    def say(self, message: str) -> None:
+        """Tell people, on rank 0."""
+        if self._world.is_main:
+            if self._progress is not None:
+                self._progress.note(message)
+            else:
+                tell(message)
+
+    def begin_at(self, step: int) -> None:
+        """The run goes on from this step, or goes back to it: later lines are of steps that are done again."""
+        self.logged_step, self._bad_samples = step, 0
+        self.reopen(step)
+
+    def reopen(self, step: int) -> None:
+        """Write metrics where the run directory is now."""
+        if self._world.is_main:
+            self.close()
+            self._metrics = MetricsWriter(self._run_dir, step, self._recipe.logging.tensorboard)
+
+    def close(self) -> None:
+        """Write out what is still in memory."""
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def progress(self, step: int) -> contextlib.AbstractContextManager[object]:
+        """In here the run's progress is shown, on rank 0."""
+        if not self._world.is_main:
+            return contextlib.nullcontext()
+        self._progress = TrainingProgress(self._plan.total_steps, step)
+        return self._progress
+
+    def advance(self, step: int, batch: Batch) -> None:
+        """One more batch was trained on."""
+        self._bad_samples += batch.bad_samples
+        if self._progress is not None:
+            self._progress.advance(step)
+
+    def line_is_late(self, at: float) -> bool:
+        """Whether, at that time of the monotonic clock, there was no line of metrics for too long."""
+        return at - self._logged_at > self._recipe.logging.most_s
+
+    def log(
+        self, state: RunState, batch: Batch, update: Update, pace: Pace, computed_s: float, stalled_s: float
+    ) -> None:
+        """One line of metrics.
+
+        Args:
+            computed_s: seconds of this rank's forward passes since the last line.
+            stalled_s: seconds since then that training stood still for saves.
+        """
+        seconds, waited = pace.per_step(state.step)
+        own = waited + computed_s / (state.step - self.logged_step)
+        self.logged_step, self._logged_at = state.step, time.monotonic()
+        shown = {name: value.item() for name, value in update.shown.items()}
+        numbers = [update.loss_sum.item(), waited, _peak_memory(self._world), self._bad_samples, own, *shown.values()]
+        rows = distributed.gather_numbers(self._world, numbers)
+        self._bad_samples = 0
+        digest = distributed.sum_integers(self._world, batch.digest) if batch.digest is not None else None
+        if not self._world.is_main:
+            return
+        global_batch = self._recipe.batch.global_size
+        loss = rows[:, 0].sum().item() / update.samples
+        images_per_s = global_batch / seconds
+        line: dict[str, float | str] = {
+            "epoch": state.position / self._plan.order.steps_per_epoch,
+            "images_seen": state.step * global_batch,
+            "loss": loss,
+            **{name: rows[:, 5 + at].sum().item() / update.samples for at, name in enumerate(shown)},
+            "lr": update.rate,
+            "grad_norm": update.gradient_norm,
+            "images_per_s": images_per_s,
+            "data_wait_s": rows[:, 1].max().item(),
+            "step_time_s": seconds,
+            "world_size": self._world.size,
+            "exaflops": self._exaflops(state.step),
+            "peak_memory_bytes": int(rows[:, 2].max().item()),
+        }
+        if self._world.size > 1:
+            slowest = int(rows[:, 4].argmax())
+            line["slowest_rank"] = f"{slowest} ({self._hosts[slowest]})"
+            line["slowest_rank_s"] = rows[slowest, 4].item()
+            line["median_rank_s"] = rows[:, 4].median().item()
+        mfu = accounting.mfu(images_per_s, self._work.macs, self._world.size, self._peak_flops)
+        if mfu is not None:
+            line["mfu"] = mfu
+        if self._recipe.data.bad_samples != "error":
+            line["bad_samples"] = int(rows[:, 3].sum().item())
+        if stalled_s:
+            line["checkpoint_stall_s"] = stalled_s
+        if state.anomalies.count:
+            line["anomalies"] = state.anomalies.count
+        if digest is not None:
+            line["batch_digest"] = f"{digest:016x}"
+        assert self._metrics is not None
+        self._metrics.training(state.step, line)
+        if self._progress is not None:
+            self._progress.update(state.step, loss=loss, lr=update.rate, images_per_s=images_per_s)
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """What evaluators yielded after so many updates."""
+        if self._metrics is not None and values:
+            self._metrics.evaluation(step, values)
+            self.say(f"step {step:,}  " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()))
+
+    def done(self, state: RunState, values: Mapping[str, float], *, stopped_early: bool) -> None:
+        """Write the file that says that the run is done; of rank 0 alone. Raises OSError."""
+        summary = {
+            "step": state.step,
+            "total_steps": self._plan.total_steps,
+            "stopped_early": stopped_early,
+            "best_step": state.selection.best_step,
+            "exaflops": self._exaflops(state.step),
+            "evaluation": values,
+        }
+        write_text(self._run_dir / DONE_FILE, json.dumps(summary, indent=1) + "\n")
+        self.say(f"done: {state.step:,} steps, checkpoints and metrics in {self._run_dir}")
+
+    def _exaflops(self, step: int) -> float:
+        return accounting.exaflops(self._work.accounting_macs, step * self._recipe.batch.global_size)
+
+
+def _peak_memory(world: distributed.World) -> int:
+    """Bytes: what torch allocated on a CUDA device, the process's resident set on a CPU."""
+    if world.device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,69 @@
+"""From which checkpoint a run goes on, and whether it can."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from vitscale.checkpoint import DONE_FILE, CheckpointReader, Index
+from vitscale.data import LIBJPEG_TURBO_VERSION
+from vitscale.errors import CheckpointError
+from vitscale.evaluation.distributed import on_rank_zero
+from vitscale.evaluation.finished import trained_recipe
+from vitscale.recipe import Recipe
+from vitscale.training import run_directory
+from vitscale.training.metrics import METRICS_FILE
+from vitscale.training.plan import Plan
+from vitscale.training.saves import Saves
+from vitscale.training.state import data_identity
+
+
+def checkpoint_to_resume(
+    recipe: Recipe, plan: Plan, run_dir: Path, saves: Saves, say: Callable[[str], None]
+) -> CheckpointReader | None:
+    """The newest checkpoint of this run, or None where it begins; all ranks call it together.
+
+    Raises `CheckpointError` and `RecipeError` where the run began on other data or by another recipe, and as
+    `newest_checkpoint`.
+    """
+    if (run_dir / DONE_FILE).exists():
+        say(f"WARNING: {run_dir / DONE_FILE} is damaged, and passed over")
+    reader = newest_checkpoint(recipe, run_dir, saves, say)
+    if reader is not None:
+        _check_same_data(reader.index, plan, saves.store.root)
+        run_directory.check_recipe(trained_recipe(reader), recipe, f"{reader.folder}")
+        decoder = reader.index.versions.get("libjpeg_turbo", LIBJPEG_TURBO_VERSION)
+        if decoder != LIBJPEG_TURBO_VERSION:
+            say(
+                f"WARNING: images were decoded by libjpeg-turbo {decoder} so far, and are by {LIBJPEG_TURBO_VERSION} "
+                f"from here on: pixels may differ in their last bits"
+            )
+    elif (run_dir / METRICS_FILE).exists():
+        say(f"WARNING: {run_dir} holds a run without a checkpoint: it begins again at step 0")
+    return reader
+
+
+def newest_checkpoint(
+    recipe: Recipe, run_dir: Path, saves: Saves, say: Callable[[str], None]
+) -> CheckpointReader | None:
+    """The newest that verifies; None where the run has never saved. All ranks call it together.
+
+    Raises `CheckpointError` where there was one and is none any more, and `StorageError`.
+    """
+    reader = saves.store.newest(lambda problem: say(f"WARNING: {problem}"))
+    known = on_rank_zero(lambda: run_directory.read_newest(run_dir))
+    if reader is None and known is not None:
+        raise run_directory.missing_checkpoints(recipe, run_dir, known).on_all_ranks()
+    if reader is not None and known is not None and reader.index.step < known.step:
+        say(f"WARNING: step {known.step:,} was saved, and is not there or is unusable")
+    if reader is not None and saves.store.rank == 0:
+        run_directory.write_newest(run_dir, reader.index.step, saves.store.root)
+    return reader
+
+
+def _check_same_data(index: Index, plan: Plan, where: str) -> None:
+    now = data_identity(plan)
+    changed = [key for key in now if index.data.get(key) != now[key]]
+    if changed:
+        raise CheckpointError(
+            f"{where}: this run began on other data: {', '.join(changed)} of {plan.manifest.where} differ from the "
+            f"checkpoint's. Point data.root at the dataset that it began with, or start over in another --run-dir"
+        ).on_all_ranks()

@@ -1,0 +1,90 @@
+"""Where a run is: what changes from step to step beside the weights, to and from a checkpoint's index."""
+
+import platform
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import deepspeed
+import torch
+
+import vitscale
+from vitscale.checkpoint import EMA, MASTER, Index
+from vitscale.data import LIBJPEG_TURBO_VERSION, ORDER_VERSION, Batch
+from vitscale.recipe import Recipe
+from vitscale.training.anomalies import AnomalyRecord
+from vitscale.training.plan import Plan
+from vitscale.training.selection import Selection
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Attributes:
+
+    step: updates done.
+    position: of the next batch in the order.
+    selection: what the evaluations so far have shown.
+    anomalies: what has gone wrong so far, and what was left out.
+    """
+
+    step: int = 0
+    position: int = 0
+    selection: Selection = field(default_factory=Selection)
+    anomalies: AnomalyRecord = field(default_factory=AnomalyRecord)
+
+    @classmethod
+    def of(cls, index: Index) -> "RunState":
+        """That of a checkpoint."""
+        return cls(index.step, index.position, Selection.of(index.selection), AnomalyRecord.of(index.anomalies))
+
+    def after(self, batch: Batch) -> "RunState":
+        """One more batch was trained on."""
+        return replace(self, step=self.step + 1, position=batch.step + 1)
+
+
+def make_index(
+    state: RunState,
+    recipe: Recipe,
+    plan: Plan,
+    *,
+    shapes: dict[str, list[int]],
+    moments: list[str],
+    world_size: int,
+    working_directory: str | None,
+) -> Index:
+    """The index of a checkpoint of this state.
+
+    Args:
+        shapes: of the parameters.
+        moments: the tensors that the optimizer keeps for each of them.
+        working_directory: what a relative `data.root` is relative to, where it is known.
+    """
+    return Index(
+        step=state.step,
+        position=state.position,
+        world_size=world_size,
+        shapes=shapes,
+        kinds=[MASTER, *moments, *([EMA] if recipe.ema is not None else [])],
+        optimizer_steps=state.step,
+        recipe=recipe.dump(),
+        data=data_identity(plan) | {"working_directory": working_directory},
+        versions={
+            "vitscale": vitscale.__version__,
+            "torch": torch.__version__,
+            "deepspeed": deepspeed.__version__,
+            "python": platform.python_version(),
+            "libjpeg_turbo": LIBJPEG_TURBO_VERSION,
+        },
+        selection=state.selection.state(),
+        anomalies=state.anomalies.state(),
+    )
+
+
+def data_identity(plan: Plan) -> dict[str, Any]:
+    """What must not change while a run goes on."""
+    return {
+        "manifest_sha256": plan.manifest.sha256,
+        "num_samples": plan.manifest.num_samples,
+        "order_version": ORDER_VERSION,
+        "segments": plan.order.segments,
+        "class_names": list(plan.manifest.class_names),
+    }
