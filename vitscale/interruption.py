@@ -26,7 +26,7 @@ _OF_DEEPSPEEDS_LAUNCHER = "CROSS_RANK"  # a variable that it alone sets
 
 
 class Interruption:
-    """Listens from its construction, in the main thread, to the end of the process.
+    """Listens from its construction, in the main thread, until `close`. A context manager.
 
     Until `save_first` the process has nothing to lose, and a request ends it at once.
 
@@ -43,11 +43,26 @@ class Interruption:
         self._saves_first = False
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
-        for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and `command &` in a script mean it
-                signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        self._before = {
+            number: signal.signal(number, lambda *_: None)
+            for number in _SIGNALS
+            if signal.getsignal(number) is not signal.SIG_IGN  # nohup and `command &` in a script mean it
+        }
+        self._writing, self._woke_before = writing, signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(reading,), name="vitscale-signals", daemon=True).start()
+
+    def close(self) -> None:
+        """Leave signals as they were."""
+        signal.set_wakeup_fd(self._woke_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._writing)  # which ends the thread that listens
+
+    def __enter__(self) -> "Interruption":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def save_first(self) -> None:
         """From now on a request waits for whoever looks at `pending`."""
@@ -68,10 +83,11 @@ class Interruption:
         return "the time limit" if self.pending else "a signal to another rank"
 
     def _listen(self, reading: int) -> None:
-        while True:
-            for number in os.read(reading, 64):
-                if number in _SIGNALS:
-                    self._request(signal.Signals(number))
+        with open(reading, "rb", buffering=0) as signals:
+            while numbers := signals.read(64):
+                for number in numbers:
+                    if number in _SIGNALS:
+                        self._request(signal.Signals(number))
 
     def _request(self, number: signal.Signals) -> None:
         now = time.monotonic()
