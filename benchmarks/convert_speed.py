@@ -30,7 +30,8 @@ from PIL import Image
 
 from data_tools.images import ImageOptions
 from data_tools.shard_task import shard_name
-from vitscale.shards import crc32c_of, file_digests
+from vitscale.files.digests import file_digests
+from vitscale.shards import crc32c_of
 
 OTHERS = ("FFCV", "checksums")
 PASS_THROUGH_TARGET, TRANSCODING_TARGET, CHECKSUMS_LIMIT = 2.5, 1.0, 0.1

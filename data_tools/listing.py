@@ -27,8 +27,8 @@ from data_tools.engines.task import Progress
 from data_tools.paths import PathStatistics
 from data_tools.sources.source import Source
 from vitscale import storage
-from vitscale.durable import durable_file, write_text
 from vitscale.errors import DataError, StorageError
+from vitscale.files.durable import durable_file, write_text
 
 LISTING = pa.schema(
     [

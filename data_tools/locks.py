@@ -3,7 +3,6 @@
 A lock is held by a living process and by nothing else: one that was killed leaves a file that locks nothing.
 """
 
-import fcntl
 import os
 import platform
 import re
@@ -12,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TextIO
 
 from vitscale.errors import RecipeError
+from vitscale.files.locks import lock, try_lock, unlock
 
 _RANGE = re.compile(r"(\d+)/(\d+)")
 
@@ -59,41 +58,40 @@ def claimed(folder: Path, tasks: TaskRange) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     mine = folder / f"tasks-{tasks.index}-of-{tasks.count}.lock"
     with (folder / "gate").open("a") as gate:
-        _lock(gate, folder)
+        with _no_locks(folder):
+            lock(gate)
         try:
             for path in folder.glob("tasks-*-of-*.lock"):
                 _, index, _, count = path.stem.split("-")
                 other = TaskRange(int(index), int(count))
                 if other.overlaps(tasks):
                     _refuse_living(path, other)
-            lock = mine.open("w+")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            lock.write(f"process {os.getpid()} on {platform.node()}")
-            lock.flush()
+            held = mine.open("w+")
+            lock(held)
+            held.write(f"process {os.getpid()} on {platform.node()}")
+            held.flush()
         finally:
-            fcntl.flock(gate, fcntl.LOCK_UN)
+            unlock(gate)
     try:
         yield
     finally:
         mine.unlink(missing_ok=True)
-        lock.close()
+        held.close()
 
 
 def _refuse_living(path: Path, other: TaskRange) -> None:
     """Raise RecipeError if `path`, the lock of the range `other`, is held; remove it if nobody holds it."""
     try:
-        lock = path.open("r+")  # for writing: NFS locks nothing else exclusively
+        file = path.open("r+")  # for writing: NFS locks nothing else exclusively
     except FileNotFoundError:  # its holder has just finished
         return
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with file:
+        if not try_lock(file):
             what = "all tasks" if other.count == 1 else f"tasks {other}"
             raise RecipeError(
-                f"OUT: another vitscale-convert ({lock.read() or 'just starting'}) is at work on {what} there. Several "
+                f"OUT: another vitscale-convert ({file.read() or 'just starting'}) is at work on {what} there. Several "
                 "may share an output if their --task-range i/n do not overlap"
-            ) from None
+            )
         path.unlink(missing_ok=True)
 
 
@@ -101,18 +99,20 @@ def _refuse_living(path: Path, other: TaskRange) -> None:
 def alone(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
     """One converter at a time, for what must be done once; the others call `waits` and wait. Raises RecipeError."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "planning").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with (folder / "planning").open("a") as file:
+        with _no_locks(folder):
+            is_free = try_lock(file)
+        if not is_free:
             waits()
-            _lock(lock, folder)
+            lock(file)
         yield
 
 
-def _lock(file: TextIO, folder: Path) -> None:
+@contextmanager
+def _no_locks(folder: Path) -> Iterator[None]:
+    """Turn the OSError of a file system without locks into a RecipeError."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
     except OSError as error:
         raise RecipeError(
             f"{folder}: this file system has no locks ({error.strerror}), which keep two converters apart. "

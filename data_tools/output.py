@@ -26,8 +26,8 @@ from typing import Any
 
 from data_tools.dedup.decisions import DECISIONS_NAME
 from vitscale import storage
-from vitscale.durable import durable_file, write_text
 from vitscale.errors import RecipeError
+from vitscale.files.durable import durable_file, write_text
 from vitscale.shards import MANIFEST_NAME
 from vitscale.shards.provenance import REJECTS_NAME
 from vitscale.wording import counted

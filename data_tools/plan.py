@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 from data_tools.classes import class_notes
 from data_tools.order import ORDERED, Ordered
 from data_tools.splits import Chooser, SplitRule, choosers
-from vitscale.durable import durable_file, write_text
 from vitscale.errors import DataError
+from vitscale.files.durable import durable_file, write_text
 from vitscale.wording import counted
 
 PLAN = pa.schema([pa.field("uid", pa.int64(), nullable=False), *ORDERED])

@@ -31,8 +31,8 @@ from data_tools.request import Request, refuse_changed
 from data_tools.shard_task import Reader
 from data_tools.sources import Source
 from vitscale import storage
-from vitscale.durable import write_text
 from vitscale.errors import RecipeError
+from vitscale.files.durable import write_text
 
 Run = Callable[[Iterable[Task], Tick], Iterator[Any]]
 

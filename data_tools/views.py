@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from vitscale import storage
-from vitscale.durable import durable_file
 from vitscale.errors import RecipeError, StorageError
+from vitscale.files.durable import durable_file
 from vitscale.shards import MANIFEST_NAME, Adopted, ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry
 
 

@@ -6,7 +6,7 @@ import sys
 # Kills itself at the given rename: each is followed by a flush of the folder. Prints how many there were.
 _SCRIPT = """
 import os, signal, sys
-import vitscale.durable as durable
+import vitscale.files.durable as durable
 calls, sync = 0, durable.sync_folder
 def counted(folder):
     global calls

@@ -1,6 +1,5 @@
 """What lies where in a run directory. No torch, so that what only looks at a run starts at once."""
 
-import fcntl
 import json
 import os
 import socket
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vitscale.errors import RecipeError, StorageError, VitscaleError
+from vitscale.files.locks import try_lock
 from vitscale.recipe import Recipe, find_recipe
 from vitscale.storage import base_name, is_url, join, without_file_scheme
 
@@ -65,14 +65,11 @@ def is_held(run_dir: Path) -> bool | None:
     try:
         with (run_dir / LOCK_FILE).open("rb") as lock:
             # There is no asking without taking: it is given back at once, when the file is closed.
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+            return not try_lock(lock, shared=True)
     except FileNotFoundError:
         return False
     except OSError:
         return None
-    return False
 
 
 def last_holder(run_dir: Path) -> str:

@@ -15,7 +15,8 @@ from data_tools.dedup.finding import FOUND_NAME, VERSION
 from data_tools.views import View
 from vitscale import storage
 from vitscale.errors import DataError, RecipeError
-from vitscale.shards import Manifest, ShardEntry, field_names, file_digests, schema_version_of
+from vitscale.files.digests import file_digests
+from vitscale.shards import Manifest, ShardEntry, field_names, schema_version_of
 from vitscale.shards.opening import local_copy, open_shard
 from vitscale.shards.provenance import provenance_path, read_provenance, read_table
 

@@ -20,8 +20,8 @@ from data_tools.images import Reject, store_image
 from data_tools.sources import Source
 from data_tools.sources.source import without_surrogates
 from vitscale import storage
-from vitscale.durable import new_folder
 from vitscale.errors import DataError, RecipeError
+from vitscale.files.durable import new_folder
 from vitscale.wording import counted
 
 # Images of a task, and what of a stream they may weigh: a task waits in memory.

@@ -20,8 +20,8 @@ from data_tools.output import CONVERSION_NAME, Output
 from data_tools.planning import Run
 from data_tools.shard_task import ShardReport, shard_name
 from vitscale import storage
-from vitscale.durable import durable_file
 from vitscale.errors import DataError, RecipeError
+from vitscale.files.durable import durable_file
 from vitscale.shards import MANIFEST_NAME, Manifest, ShardEntry, StoredSample, write_shard
 from vitscale.shards.opening import OpenShard, known_manifest, local_copy, open_shard
 from vitscale.shards.provenance import REJECTS_NAME, provenance_path, read_provenance, write_tables

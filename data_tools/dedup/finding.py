@@ -29,9 +29,10 @@ from data_tools.dedup.stored import shard_queries
 from data_tools.dedup.tally import Tally
 from data_tools.engines.task import Progress, Tick
 from data_tools.planning import Run
-from vitscale.durable import new_folder
 from vitscale.errors import DataError, RecipeError
-from vitscale.shards import Manifest, file_digests
+from vitscale.files.digests import file_digests
+from vitscale.files.durable import new_folder
+from vitscale.shards import Manifest
 from vitscale.shards.opening import known_manifest
 from vitscale.storage import without_secrets
 

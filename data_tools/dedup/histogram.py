@@ -17,7 +17,7 @@ from data_tools.dedup.tail import (
     distance_bars,
     edge,
 )
-from vitscale.durable import durable_file
+from vitscale.files.durable import durable_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

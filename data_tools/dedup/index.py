@@ -31,7 +31,7 @@ from data_tools.dedup.luma import SIDE, Box
 from data_tools.dedup.settings import Preset, Settings
 from data_tools.dedup.variants import LEVELS
 from vitscale.errors import DataError, RecipeError
-from vitscale.shards import file_digests
+from vitscale.files.digests import file_digests
 from vitscale.shards.provenance import read_table
 
 INDEX_NAME = "index.json"

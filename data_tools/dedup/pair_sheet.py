@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from data_tools.dedup.closest import Pair
 from data_tools.dedup.pictures import SIDE
-from vitscale.durable import durable_file
+from vitscale.files.durable import durable_file
 from vitscale.shards.contact_sheet import printable
 
 _COLUMNS = 4  # pairs side by side

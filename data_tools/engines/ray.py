@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from data_tools.engines.task import Task, Tick
-from vitscale.durable import forbid_writing_by_everybody
 from vitscale.errors import DataError, RecipeError, VitscaleError
+from vitscale.files.durable import forbid_writing_by_everybody
 
 _POLL_SECONDS = 0.5
 _RETRIES = 3

@@ -9,7 +9,8 @@ from pathlib import Path
 from data_tools.sources.fields import refuse_fields
 from data_tools.sources.source import Item, SourceOptions
 from vitscale.errors import DataError, RecipeError
-from vitscale.shards import Manifest, crc32c_of, file_digests
+from vitscale.files.digests import file_digests
+from vitscale.shards import Manifest, crc32c_of
 from vitscale.shards.opening import OpenShard, known_manifest, open_shard
 from vitscale.shards.raw import raw_to_png
 from vitscale.storage import is_url

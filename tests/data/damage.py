@@ -4,7 +4,8 @@ import os
 
 import numpy as np
 
-from vitscale.shards import Manifest, ShardFile, StoredSample, file_digests, write_shard
+from vitscale.files.digests import file_digests
+from vitscale.shards import Manifest, ShardFile, StoredSample, write_shard
 
 METADATA, ROW = 24 + 4 * 1041, 40  # bytes: header and four fields; one sample's record
 WIDTH, CRC = 1, 32  # where they stand in a record

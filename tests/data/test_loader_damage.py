@@ -14,7 +14,8 @@ from pictures import make_picture
 
 from vitscale.data import EvalOrder, EvalTransform, Loader, Reading, TrainOrder, TrainTransform
 from vitscale.errors import DataError
-from vitscale.shards import Manifest, ShardEntry, ShardFile, StoredSample, field_names, file_digests, write_shard
+from vitscale.files.digests import file_digests
+from vitscale.shards import Manifest, ShardEntry, ShardFile, StoredSample, field_names, write_shard
 
 SHARDS = [40, 33, 40, 7]
 BY_SAMPLE = Reading(verify_shards=False)

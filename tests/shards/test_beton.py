@@ -9,7 +9,8 @@ from pictures import encoded, make_picture
 from PIL import Image
 
 from vitscale.errors import DataError
-from vitscale.shards import ShardFile, StoredSample, file_digests, jpeg, write_shard
+from vitscale.files.digests import file_digests
+from vitscale.shards import ShardFile, StoredSample, jpeg, write_shard
 from vitscale.shards.beton import DEFAULT_PAGE_BYTES, expected_bytes
 
 HEADER_BYTES, FIELD_BYTES, ROW_BYTES = 24, 1041, 40

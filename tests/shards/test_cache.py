@@ -22,7 +22,6 @@ import xxhash
 from vitscale import storage
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import ShardEntry
-from vitscale.shards import cache as cache_module
 from vitscale.shards.cache import ShardCache
 
 SIZE = 1_000_000
@@ -173,14 +172,14 @@ def test_a_file_that_is_removed_between_its_opening_and_its_lock_is_fetched_agai
     cache = ShardCache(tmp_path, GENEROUS)
     url, entry = memory.put("a", seed=1)
     cache.pin(url, entry).release()
-    try_lock, late = cache_module._try_lock, [tmp_path / name_of(entry)]
+    flock, late = fcntl.flock, [tmp_path / name_of(entry)]
 
-    def evicted_first(file, kind):
+    def evicted_first(file, operation):
         if late:
             late.pop().unlink()
-        return try_lock(file, kind)
+        flock(file, operation)
 
-    monkeypatch.setattr(cache_module, "_try_lock", evicted_first)
+    monkeypatch.setattr(fcntl, "flock", evicted_first)
     with cache.pin(url, entry) as pinned:
         assert not late and holds(pinned.path, entry)
 

@@ -1,11 +1,8 @@
-import hashlib
-
 import google_crc32c
 import numpy as np
 import pytest
-import xxhash
 
-from vitscale.shards import checksums, crc32c, crc32c_of, file_digests
+from vitscale.shards import checksums, crc32c, crc32c_of
 
 
 @pytest.mark.parametrize("size", [*range(25), 1000, 65537])
@@ -27,13 +24,3 @@ def test_crc32c_of_a_range():
     data = np.arange(255, dtype=np.uint8)
     for start, size in ((0, 0), (0, 255), (3, 100), (254, 1)):
         assert crc32c(data, start, size) == google_crc32c.value(data[start : start + size].tobytes())
-
-
-def test_file_digests(tmp_path):
-    data = np.random.default_rng(0).bytes((4 << 20) + 17)
-    (tmp_path / "file").write_bytes(data)
-    assert file_digests(tmp_path / "file") == (
-        len(data),
-        hashlib.sha256(data).hexdigest(),
-        xxhash.xxh3_128_hexdigest(data),
-    )

@@ -25,9 +25,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vitscale.errors import CheckpointError
+from vitscale.files.digests import file_digests
 from vitscale.models.weights.torch_files import write_safetensors
 from vitscale.run_directory import step_folder
-from vitscale.shards import file_digests
 
 SCHEMA_VERSION = 2
 INDEX = "index.json"

@@ -29,9 +29,10 @@ from vitscale.checkpoint.format import (
     verify_file,
     write_rank_file,
 )
-from vitscale.checkpoint.machine_folder import MachineFolder, locked
-from vitscale.durable import sync_folder, write_text
 from vitscale.errors import CheckpointError
+from vitscale.files.durable import sync_folder, write_text
+from vitscale.files.locks import locked
+from vitscale.files.machine_folder import MachineFolder
 from vitscale.recipe import Recipe
 from vitscale.run_directory import checkpoints_root, step_folder
 from vitscale.storage import (

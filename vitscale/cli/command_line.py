@@ -13,8 +13,8 @@ from typing import Annotated, Any, cast
 import typer
 
 from vitscale.cli.entry import EXIT_INTERRUPTED
-from vitscale.durable import forbid_writing_by_everybody
 from vitscale.errors import EXIT_DONE, DataError, RecipeError, VitscaleError
+from vitscale.files.durable import forbid_writing_by_everybody
 
 HELP = {"help_option_names": ["-h", "--help"]}
 """Settings of a command, which its subcommands inherit."""

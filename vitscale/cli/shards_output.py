@@ -17,8 +17,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitscale.cli.entry import EXIT_INTERRUPTED
-from vitscale.durable import durable_file
 from vitscale.errors import DataError, RecipeError
+from vitscale.files.durable import durable_file
 from vitscale.shards import Manifest
 from vitscale.storage import without_file_scheme
 from vitscale.wording import counted

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitscale.architectures import ResNetShape, architecture
-from vitscale.durable import durable_file
 from vitscale.errors import RecipeError
+from vitscale.files.durable import durable_file
 from vitscale.flops.published import Scaling, table_6
 from vitscale.flops.records import Run
 

@@ -13,7 +13,7 @@ from vitscale.shards.beton import (
     field_names,
     write_shard,
 )
-from vitscale.shards.checksums import FileDigests, crc32c, crc32c_of, file_digests
+from vitscale.shards.checksums import crc32c, crc32c_of
 from vitscale.shards.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSIONS,
@@ -34,7 +34,6 @@ __all__ = [
     "SCHEMA_VERSIONS",
     "Adopted",
     "ExcludedSlots",
-    "FileDigests",
     "Manifest",
     "SelectExclude",
     "SelectFirst",
@@ -46,7 +45,6 @@ __all__ = [
     "crc32c",
     "crc32c_of",
     "field_names",
-    "file_digests",
     "schema_version_of",
     "write_shard",
 ]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vitscale.durable import new_folder
 from vitscale.errors import DataError, RecipeError
+from vitscale.files.durable import new_folder
 from vitscale.shards.beton import ShardFile
 from vitscale.shards.foreign import IMAGE, INTEGER, ForeignShard, read_fields
 from vitscale.shards.manifest import Adopted, Manifest, ShardEntry, StoredChecksums, schema_version_of

@@ -25,8 +25,8 @@ from typing import BinaryIO, NamedTuple, Self
 
 import numpy as np
 
-from vitscale.durable import durable_file
 from vitscale.errors import DataError
+from vitscale.files.durable import durable_file
 from vitscale.shards.checksums import crc32c_of
 
 DEFAULT_CAPACITY = 8192

@@ -9,7 +9,6 @@ exclusively: one that nobody holds is rubbish. Whoever uses a file shares its lo
 """
 
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -24,6 +23,7 @@ from typing import NamedTuple, Self
 import xxhash
 
 from vitscale.errors import DataError, RecipeError
+from vitscale.files.locks import lock, locked, try_lock, unlock
 from vitscale.shards.manifest import MANIFEST_NAME, ShardEntry
 from vitscale.storage import RemoteFile, never, pause
 
@@ -52,7 +52,7 @@ class PinnedFile:
         """Let the cache remove the file when it needs room; what has it open may still read it. Once or more."""
         file, self._file = self._file, None
         if file is not None:
-            fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile keeps the file open, but not locked
+            unlock(file)  # a process that was forked meanwhile keeps the file open, but not locked
             file.close()
 
     def __enter__(self) -> Self:
@@ -135,7 +135,7 @@ class ShardCache:
                 file = FileIO(path)
             except FileNotFoundError:
                 return None
-            if not _try_lock(file, fcntl.LOCK_SH):  # it is being removed
+            if not try_lock(file, shared=True):  # it is being removed
                 file.close()
                 pause(_POLL_SECONDS, never)
             elif not _is_at(file, path):  # it was, between opening and locking
@@ -162,7 +162,7 @@ class ShardCache:
                     return one.path
             self._make_room(found, size)
             part = FileIO(self._folder / f"{name}.{secrets.token_hex(4)}.part", "x+")
-            fcntl.flock(part, fcntl.LOCK_EX)
+            lock(part)
             os.truncate(part.fileno(), size)  # so that it counts in full while it grows
             return part
 
@@ -212,7 +212,7 @@ class ShardCache:
             os.fsync(part.fileno())
             with self._alone():  # nobody may remove it before the lock is a shared one
                 grown.replace(path)
-                fcntl.flock(part, fcntl.LOCK_SH)
+                lock(part, shared=True)
         except BaseException:
             grown.unlink(missing_ok=True)
             part.close()
@@ -252,8 +252,7 @@ class ShardCache:
     def _alone(self) -> Iterator[None]:
         """Only one thread of one process of this machine at a time; for moments. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        with FileIO(self._folder / "lock", "a") as gate:  # for writing: NFS locks nothing else exclusively
-            fcntl.flock(gate, fcntl.LOCK_EX)
+        with locked(self._folder / "lock"):
             yield
 
     @contextmanager
@@ -292,19 +291,11 @@ def _incoming(url: str, entry: ShardEntry, cancelled: Callable[[], bool]) -> Ite
         raise DataError(f"{url}: cannot be read ({error.strerror or type(error).__name__})") from error
 
 
-def _try_lock(file: FileIO, kind: int) -> bool:
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _is_locked(path: Path) -> bool:
     """Whether somebody writes this file; False if it is gone."""
     try:
         with FileIO(path) as file:
-            return not _try_lock(file, fcntl.LOCK_SH)
+            return not try_lock(file, shared=True)
     except FileNotFoundError:
         return False
 
@@ -321,7 +312,7 @@ def _remove_unused(path: Path) -> bool:
     """Remove a file unless somebody holds its lock, or it is another user's. For whoever is alone."""
     try:
         with FileIO(path, "r+") as file:
-            if not _try_lock(file, fcntl.LOCK_EX):
+            if not try_lock(file):
                 return False
             path.unlink(missing_ok=True)
     except FileNotFoundError:

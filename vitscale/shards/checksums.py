@@ -1,32 +1,17 @@
-"""Checksums: CRC-32C for every stored image, SHA-256 and XXH3-128 for every file.
+"""CRC-32C (Castagnoli), the checksum of every stored image, which the loader checks per sample.
 
-CRC-32C (Castagnoli) is what the loader checks per sample; it is a compiled function so that the loader's kernel can
-call it without leaving compiled code, and uses the instruction that x86 has for it. The two file digests serve
-different readers: SHA-256 proves, XXH3-128 is fast enough to verify a shard each time it arrives in a cache.
+It is a compiled function so that the loader's kernel can call it without leaving compiled code, and uses the
+instruction that x86 has for it.
 """
-
-import hashlib
-from pathlib import Path
-from typing import NamedTuple
 
 import llvmlite.binding as llvm
 import numpy as np
-import xxhash
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 _POLYNOMIAL = 0x82F63B78  # Castagnoli, bits reversed
-_BLOCK_BYTES = 4 << 20
-
-
-class FileDigests(NamedTuple):
-    """Size in bytes and lower-case hexadecimal digests of one file."""
-
-    bytes: int
-    sha256: str
-    xxh3_128: str
 
 
 def _slicing_tables() -> np.ndarray:
@@ -110,15 +95,3 @@ def crc32c_of(data: bytes | bytearray | memoryview | np.ndarray) -> int:
     """CRC-32C of a whole buffer of bytes, in [0, 2**32)."""
     view = np.frombuffer(data, np.uint8)
     return int(crc32c(view, 0, view.size))
-
-
-def file_digests(path: str | Path) -> FileDigests:
-    """Size, SHA-256 and XXH3-128 of a file in one pass of bounded memory. Raises OSError."""
-    sha256, xxh3 = hashlib.sha256(), xxhash.xxh3_128()
-    size = 0
-    with Path(path).open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK_BYTES):
-            sha256.update(block)
-            xxh3.update(block)
-            size += len(block)
-    return FileDigests(size, sha256.hexdigest(), xxh3.hexdigest())

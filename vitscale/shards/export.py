@@ -14,8 +14,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from vitscale.durable import new_folder
 from vitscale.errors import DataError
+from vitscale.files.durable import new_folder
 from vitscale.shards.manifest import Manifest
 from vitscale.shards.opening import open_shard
 

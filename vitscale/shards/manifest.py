@@ -24,9 +24,9 @@ from pydantic import (
     model_validator,
 )
 
-from vitscale.durable import durable_file
 from vitscale.errors import DataError
-from vitscale.shards.checksums import file_digests
+from vitscale.files.digests import file_digests
+from vitscale.files.durable import durable_file
 from vitscale.storage import base_name, is_url, join, read_bytes
 
 MANIFEST_NAME = "manifest.json"

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vitscale import storage
-from vitscale.durable import durable_file
 from vitscale.errors import DataError
+from vitscale.files.durable import durable_file
 
 REJECTS_NAME = "rejects.parquet"
 

@@ -10,8 +10,9 @@ import numpy as np
 import xxhash
 from numba import njit
 
+from vitscale.files.digests import FileDigests
 from vitscale.shards.beton import ShardFile
-from vitscale.shards.checksums import FileDigests, crc32c
+from vitscale.shards.checksums import crc32c
 from vitscale.shards.jpeg_header import has_size
 
 _BLOCK_BYTES = 8 << 20

@@ -5,7 +5,6 @@ that changes none of them, such as that of a disk which returns other bytes than
 a checksum of its own. Nor is a change in the very moment of the reading, nor somebody who edits what is remembered.
 """
 
-import fcntl
 import logging
 import os
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from pathlib import Path
 import xxhash
 
 from vitscale.errors import DataError
+from vitscale.files.locks import try_lock
 from vitscale.shards.manifest import ShardEntry
 from vitscale.storage import never, pause
 
@@ -87,11 +87,8 @@ def _state(file: FileIO, path: Path) -> str:
 def _lock(book: FileIO, cancelled: Callable[[], bool]) -> None:
     """Be the only one who reads; where there are no locks, several processes do."""
     with suppress(OSError):
-        while True:
-            try:
-                return fcntl.flock(book, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                pause(_POLL_SECONDS, cancelled)
+        while not try_lock(book):
+            pause(_POLL_SECONDS, cancelled)
 
 
 def _digest(file: FileIO, cancelled: Callable[[], bool]) -> str:

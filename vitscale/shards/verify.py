@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 
 from vitscale.errors import DataError
+from vitscale.files.digests import FileDigests, file_digests
 from vitscale.shards.beton import ShardFile
-from vitscale.shards.checksums import FileDigests, file_digests
 from vitscale.shards.manifest import Manifest, ShardEntry
 from vitscale.shards.opening import labels_of, local_copy, shard_file
 from vitscale.shards.provenance import REJECTS_NAME, provenance_path, read_provenance, read_rejects

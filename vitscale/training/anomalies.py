@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from vitscale.durable import write_text
+from vitscale.files.durable import write_text
 from vitscale.recipe import Anomalies, Policy, Spike
 from vitscale.run_directory import ANOMALIES_DIR
 

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitscale.durable import write_text
+from vitscale.files.durable import write_text
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -12,7 +12,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
-from vitscale.durable import write_text
+from vitscale.files.durable import write_text
 
 PROFILE_DIR = "profile"
 STEPS_BEFORE = 3

@@ -13,7 +13,7 @@ import torch
 
 from vitscale.checkpoint import DONE_FILE
 from vitscale.data import Batch
-from vitscale.durable import write_text
+from vitscale.files.durable import write_text
 from vitscale.flops import accounting, hardware
 from vitscale.flops.work import recipe_work
 from vitscale.recipe import Recipe

@@ -1,6 +1,5 @@
 """The directory of a run: whose it is, and that only one launch at a time writes there."""
 
-import fcntl
 import json
 import os
 import socket
@@ -12,8 +11,9 @@ from typing import IO, NamedTuple
 import yaml
 
 from vitscale.checkpoint import checkpoint_place
-from vitscale.durable import write_text
 from vitscale.errors import CheckpointError, RecipeError, StorageError
+from vitscale.files.durable import write_text
+from vitscale.files.locks import try_lock
 from vitscale.recipe import Recipe, differences, read_recipe
 from vitscale.run_directory import (
     CHECKPOINTS,
@@ -128,14 +128,13 @@ def _locked(folder: Path) -> IO[str]:
     lock = (folder / LOCK_FILE).open("a")
     for seconds in (*_PAUSES, None):
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:  # perhaps only by somebody who looks whether we have it
-            if seconds is None:
-                raise in_use(folder) from None
-            time.sleep(seconds)
+            if try_lock(lock):
+                break
         except OSError:
             return lock  # a file system without locks: nothing can be said there
+        if seconds is None:
+            raise in_use(folder)
+        time.sleep(seconds)  # perhaps it is only held by somebody who looks whether we have it
     lock.truncate(0)
     lock.write(socket.gethostname())
     lock.flush()

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from vitscale.durable import durable_file, sync_folder, write_text
 from vitscale.errors import CheckpointError, RecipeError
+from vitscale.files.durable import durable_file, sync_folder, write_text
 from vitscale.models.build import Model
 from vitscale.models.vit import ViT
 from vitscale.models.weights import huggingface, timm_hub

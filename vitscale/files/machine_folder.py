@@ -5,16 +5,16 @@ has locked is rubbish, and is removed by its last user, or else by the next proc
 the folder above, is held for the moments in which folders come and go.
 """
 
-import fcntl
 import os
 import shutil
 import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from vitscale.files.locks import lock, locked, try_lock, unlock
 
 _IN_USE = "in-use"
 
@@ -41,7 +41,7 @@ class MachineFolder:
                     _remove_unused(other)
             self.path.mkdir(exist_ok=True)
             in_use = FileIO(self.path / _IN_USE, "a+")  # NFS locks what can be written, and shares what can be read
-            fcntl.flock(in_use, fcntl.LOCK_SH)
+            lock(in_use, shared=True)
         self._release = weakref.finalize(self, _release, self.path, in_use, os.getpid())
 
     def release(self) -> None:
@@ -57,14 +57,6 @@ class MachineFolder:
         self.release()
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Only one thread of one process of this machine at a time. Raises OSError."""
-    with FileIO(path, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _alone(above: Path) -> AbstractContextManager[None]:
     return locked(above / "lock")
 
@@ -73,7 +65,7 @@ def _release(folder: Path, in_use: FileIO, owner: int) -> None:
     if os.getpid() != owner:  # a process that was forked shares the lock with the one that it came from
         return
     with suppress(OSError), _alone(folder.parent):
-        fcntl.flock(in_use, fcntl.LOCK_UN)
+        unlock(in_use)
         _remove_unused(folder)
     in_use.close()
 
@@ -81,5 +73,5 @@ def _release(folder: Path, in_use: FileIO, owner: int) -> None:
 def _remove_unused(folder: Path) -> None:
     """Remove a folder unless somebody uses it, or it is another user's. For whoever is alone."""
     with suppress(OSError), FileIO(folder / _IN_USE, "a+") as in_use:
-        fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
+        if try_lock(in_use):
+            shutil.rmtree(folder, ignore_errors=True)
