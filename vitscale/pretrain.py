@@ -30,7 +30,7 @@ from vitscale.files.durable import forbid_writing_by_everybody  # noqa: E402
 from vitscale.interruption import Interruption  # noqa: E402
 from vitscale.launch import HEARTBEAT_VARIABLE, read_environment  # noqa: E402
 from vitscale.recipe import Recipe, load_recipe, override, smoke_form  # noqa: E402
-from vitscale.run_directory import default_run_dir  # noqa: E402
+from vitscale.runs.names import default_run_dir  # noqa: E402
 
 if TYPE_CHECKING:
     from vitscale.training.distributed import World
@@ -113,11 +113,11 @@ def pretrain(options: argparse.Namespace) -> None:
                 raise RecipeError(f"--time-limit {options.time_limit:g}: expected minutes above 0")
 
             # Imported when there is something to train: it takes seconds.
+            from vitscale.runs.directory import check_run_dir
             from vitscale.training import distributed
             from vitscale.training.plan import plan_run
             from vitscale.training.precision import settle_precision
             from vitscale.training.progress import tell
-            from vitscale.training.run_directory import check_run_dir
 
             smoke_data = run_dir / f"smoke-data-{world_size}"
             if options.smoke:

@@ -20,8 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from toy_checkpoint import KINDS, damage, fragments, holds, index, save, shapes, values
 
-from vitscale.checkpoint import CheckpointReader, CheckpointStore, bytes_needed, step_folder
+from vitscale.checkpoint import CheckpointReader, CheckpointStore, bytes_needed
 from vitscale.errors import CheckpointError
+from vitscale.runs.names import step_folder
 
 
 @pytest.fixture

@@ -9,20 +9,12 @@ import yaml
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from vitscale.checkpoint import (
-    CHECKPOINTS,
-    RECIPE_FILE,
-    CheckpointStore,
-    Fragment,
-    Index,
-    LocalPlace,
-    RemotePlace,
-    checkpoint_place,
-)
+from vitscale.checkpoint import CheckpointStore, Fragment, Index, LocalPlace, RemotePlace, checkpoint_place
 from vitscale.cli.main import app
 from vitscale.evaluation.finished import evaluate_run, load_model, open_run
 from vitscale.models import build_model
 from vitscale.recipe import Recipe, validate_recipe
+from vitscale.runs.names import CHECKPOINTS, RECIPE_FILE
 from vitscale.shards.generated import CLASS_NAMES, write_generated_dataset
 
 

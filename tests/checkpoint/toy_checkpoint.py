@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from vitscale.checkpoint import CheckpointReader, CheckpointStore, Fragment, Index, step_folder
+from vitscale.checkpoint import CheckpointReader, CheckpointStore, Fragment, Index
+from vitscale.runs.names import step_folder
 
 KINDS = ["master", "exp_avg"]
 

@@ -2,17 +2,18 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import yaml
 
 from vitscale.errors import DataError, RecipeError
-from vitscale.flops import records
 from vitscale.flops.figure5 import Point, draw, points_of
 from vitscale.flops.hardware import find_device
 from vitscale.flops.records import read_run
 from vitscale.flops.runs import runs_view
 from vitscale.recipe import load_recipe
+from vitscale.runs.index import Index, index_text
 
 # Steps 1 to 10 took 2 s each, 11 to 15 took 4 s each.
 LINES = [
@@ -20,7 +21,8 @@ LINES = [
     {"step": 10, "eval/validation/top1": 0.5},
     {"step": 15, "loss": 1.0, "images_per_s": 1024.0, "step_time_s": 4.0, "exaflops": 0.15, "mfu": 0.2},
 ]
-INDEX = {"step": 15, "world_size": 8, "data": {"num_samples": 100 * 4096, "class_names": ["a", "b"]}}
+_DATA = {"num_samples": 100 * 4096, "class_names": ["a", "b"]}
+INDEX = Index(15, 8, {"w": [1]}, ["master"], 15, {}, _DATA, {})
 
 _OF_A_RUN = ["precision=bf16", "model.num_classes=null"]
 
@@ -31,7 +33,7 @@ def run_dir(tmp_path):
     recipe = load_recipe("b16_jft", [*_OF_A_RUN, "evaluation.validation=imagenet/validation"])
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.dump()))
     write_metrics(tmp_path, LINES)
-    write_index(tmp_path, "step-00000015", json.dumps(INDEX))
+    write_index(tmp_path, "step-00000015", index_text(INDEX))
     return tmp_path
 
 
@@ -127,9 +129,10 @@ def test_lost_metrics_are_told_of(run_dir):
     assert "steps 1 to 50, 101 to 200 have no metrics; their pace is assumed" in note
 
 
-DAMAGED = ["[]", "{", '{"world_size": 2, "data": null}', '{"world_size": 2, "data": []}']
-DAMAGED += [json.dumps(INDEX | {"world_size": size}) for size in (None, True, 0, 10**400)]
-DAMAGED += [json.dumps(INDEX | {"data": INDEX["data"] | {"class_names": names}}) for names in (5, [1], "ab")]
+LATER = replace(INDEX, step=20, position=20)
+DAMAGED = ["[]", "{", "[" * 100_000, '{"world_size": 2, "data": []}', index_text(LATER).replace(": 8", ": 9")]
+DAMAGED += [index_text(replace(LATER, world_size=size)) for size in (None, True, 0, 10**400)]
+DAMAGED += [index_text(replace(LATER, data=data)) for data in (None, [])]
 
 
 @pytest.mark.parametrize("content", DAMAGED)
@@ -137,7 +140,7 @@ def test_an_older_index_stands_in_for_a_damaged_one(run_dir, content):
     row = row_of(run_dir)
     write_index(run_dir, "step-00000020", content)
     view = view_of(run_dir)
-    assert view.rows[0] == row and any("step-00000020/index.json is damaged" in note for note in view.notes)
+    assert view.rows[0] == row and any("step-00000020/index.json" in note for note in view.notes)
     (run_dir / "checkpoints/step-00000015/index.json").write_text(content)
     view = view_of(run_dir)
     assert view.rows[0] == row | {"devices": None, "device_hours": None, "total_steps": None}
@@ -145,7 +148,8 @@ def test_an_older_index_stands_in_for_a_damaged_one(run_dir, content):
 
 
 def test_the_newest_index_by_its_step(run_dir):
-    write_index(run_dir, "step-100000000", json.dumps(INDEX | {"world_size": 3}))
+    newest = replace(INDEX, step=100_000_000, position=100_000_000, world_size=3)
+    write_index(run_dir, "step-100000000", index_text(newest))
     assert row_of(run_dir)["devices"] == 3
 
 
@@ -220,15 +224,3 @@ def test_the_figure_in_both_formats(run_dir, tmp_path):
     assert b"<svg" in (tmp_path / "a.svg").read_bytes()[:1000]
     with pytest.raises(RecipeError, match="cannot be written"):
         draw(tmp_path / "nowhere" / "a.png", points)
-
-
-def test_the_records_have_the_trainer_s_names():
-    pytest.importorskip("torch")
-    from vitscale import checkpoint
-    from vitscale.checkpoint.format import INDEX as INDEX_FILE
-    from vitscale.training.metrics import METRICS_FILE
-
-    assert (records.RECIPE_FILE, records.DONE_FILE) == (checkpoint.RECIPE_FILE, checkpoint.DONE_FILE)
-    assert records.METRICS_FILE == METRICS_FILE
-    assert f"{checkpoint.CHECKPOINTS}/step-*/{INDEX_FILE}" == records.INDEX_FILES
-    assert checkpoint.step_folder(15) == "step-00000015"

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from small_ranks import is_alive, started, wait_until
 
-from vitscale import run_directory
+import vitscale
 from vitscale.errors import RecipeError
 from vitscale.launch import Pretraining
 from vitscale.launch.clusters import Job, find_cluster, launch_command
 from vitscale.launch.clusters.hostfile import Host, read_hostfile
 
-ROOT = Path(run_directory.__file__).parents[1]
+ROOT = Path(vitscale.__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 

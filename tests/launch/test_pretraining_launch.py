@@ -15,13 +15,14 @@ import psutil
 import pytest
 from small_ranks import is_alive, started, wait_until
 
-from vitscale import run_directory
+import vitscale
 from vitscale.errors import PeerLostError, PreemptedError, RecipeError
 from vitscale.launch import HEARTBEAT_VARIABLE, Pretraining, PretrainingRanks, count_devices
 from vitscale.launch.machine import hold_port
+from vitscale.runs.names import default_run_dir
 
 VITSCALE = [sys.executable, "-c", "from vitscale.cli.main import main; main()"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(run_directory.__file__).parents[1])}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(vitscale.__file__).parents[1])}
 
 
 def sizes(counts: list[int | None], **options) -> list[int]:
@@ -124,7 +125,7 @@ def test_the_default_run_directory(tmp_path):
     above = tmp_path / "...yaml"  # whose stem is ..
     above.write_text("extends: h14_jft.yaml\n")
     with pytest.raises(RecipeError, match="--run-dir"):
-        run_directory.default_run_dir(str(above), smoke=False)
+        default_run_dir(str(above), smoke=False)
 
 
 def test_mistakes_in_the_recipe_are_told_before_anything_starts(tmp_path):

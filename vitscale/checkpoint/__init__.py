@@ -1,18 +1,15 @@
 """Checkpoints as sets of parameter fragments. Knows nothing of DeepSpeed."""
 
 from vitscale.checkpoint.background import BackgroundSaver, Outcome
-from vitscale.checkpoint.format import EMA, MASTER, Fragment, Index, bytes_needed
+from vitscale.checkpoint.format import EMA, MASTER, Fragment, bytes_needed
 from vitscale.checkpoint.place import LocalPlace, Place, RemotePlace, checkpoint_place
 from vitscale.checkpoint.reader import CheckpointReader
 from vitscale.checkpoint.store import CheckpointStore, Gather
-from vitscale.run_directory import CHECKPOINTS, DONE_FILE, RECIPE_FILE, step_folder
+from vitscale.runs.index import Index
 
 __all__ = [
-    "CHECKPOINTS",
-    "DONE_FILE",
     "EMA",
     "MASTER",
-    "RECIPE_FILE",
     "BackgroundSaver",
     "CheckpointReader",
     "CheckpointStore",
@@ -25,5 +22,4 @@ __all__ = [
     "RemotePlace",
     "bytes_needed",
     "checkpoint_place",
-    "step_folder",
 ]

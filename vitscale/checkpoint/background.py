@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from vitscale.checkpoint.format import Fragment, Index
+from vitscale.checkpoint.format import Fragment
 from vitscale.checkpoint.store import CheckpointStore
 from vitscale.errors import VitscaleError
+from vitscale.runs.index import Index
 
 
 class Outcome(NamedTuple):

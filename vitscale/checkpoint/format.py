@@ -5,21 +5,17 @@
         ...
         index.json                written last: what the run was, and size and sha256 of every file
 
-A checkpoint exists if and only if its index.json is there and every file in it verifies. No pickle anywhere.
-
-Version 2 of the index added `anomalies` and `position`. Indices of version 1 are read as having skipped nothing.
+A checkpoint exists if and only if its index.json is there and every file in it verifies (`vitscale.runs.index`). No
+pickle anywhere.
 """
 
 import hashlib
-import json
 import math
 import os
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-import pydantic
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -27,14 +23,11 @@ from torch import Tensor
 from vitscale.errors import CheckpointError
 from vitscale.files.digests import file_digests
 from vitscale.models.weights.torch_files import write_safetensors
-from vitscale.run_directory import step_folder
+from vitscale.runs.index import FileEntry
 
-SCHEMA_VERSION = 2
-INDEX = "index.json"
 MASTER = "master"
 EMA = "ema"
 
-_READABLE = (1, SCHEMA_VERSION)
 _BLOCK_BYTES = 16 << 20
 _HEADER_BYTES = 160  # of one key: its name, type, shape and position
 
@@ -52,60 +45,6 @@ class Fragment:
     name: str
     start: int
     tensors: dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """One file of a checkpoint; `path` is its name in the checkpoint's folder."""
-
-    path: str
-    bytes: int
-    sha256: str
-
-    def __post_init__(self) -> None:
-        # Files at a URL are copied to this machine under this name: it must not lead elsewhere.
-        if self.path in ("", ".", "..") or "/" in self.path or "\0" in self.path:
-            raise ValueError(f"{self.path!r} is not the name of a file")
-
-
-@dataclass(frozen=True)
-class Index:
-    """What index.json holds, besides a checksum of its own.
-
-    `shapes` are the parameters' shapes; `kinds` what is stored for each of them; `optimizer_steps` the number of
-    updates behind the moments; `data` identifies the dataset and its order; `selection` is the state of the best
-    checkpoint and early stopping; `versions` name the code and libraries that wrote it; `anomalies` is the state of
-    what was skipped; `position` the number of batches of the order that were consumed: `step`, unless given, and more
-    where some were skipped.
-    """
-
-    step: int
-    world_size: int
-    shapes: dict[str, list[int]]
-    kinds: list[str]
-    optimizer_steps: int
-    recipe: dict[str, Any]
-    data: dict[str, Any]
-    versions: dict[str, str]
-    selection: dict[str, Any] = field(default_factory=dict)
-    anomalies: dict[str, Any] = field(default_factory=dict)
-    position: int = -1
-    files: list[FileEntry] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.position == -1:
-            object.__setattr__(self, "position", self.step)
-        if self.position < self.step:
-            raise ValueError(f"position {self.position} is before step {self.step}")
-
-
-_INDEX = pydantic.TypeAdapter(Index)
-
-
-def steps_among(names: Iterable[str]) -> list[int]:
-    """The steps that folders of checkpoints among `names` are of, in order."""
-    numbers = (int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdecimal())
-    return sorted(step for step in numbers if step_folder(step) in names)
 
 
 def rank_file(rank: int) -> str:
@@ -198,59 +137,3 @@ def verify_file(path: Path, entry: FileEntry) -> None:
             raise CheckpointError(f"{path}: its content is damaged (sha256 differs from the index)")
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
-
-
-def index_text(index: Index) -> str:
-    """The content of index.json."""
-    content = asdict(index) | {"schema_version": SCHEMA_VERSION}
-    content["checksum"] = _checksum(content)
-    return json.dumps(content, indent=1, sort_keys=True) + "\n"
-
-
-def parse_index(text: bytes, where: str, step: int | None = None) -> Index:
-    """The index that `text` is, its structure checked, its files not.
-
-    Args:
-        text: content of index.json.
-        where: it is, for messages.
-        step: that it should be of.
-
-    Raises `CheckpointError`.
-    """
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: cannot be read: {error}") from None
-    version = content.pop("schema_version", None) if isinstance(content, dict) else None
-    if version not in _READABLE:
-        raise CheckpointError(
-            f"{where}: schema_version is {version!r}; this vitscale reads {' and '.join(map(str, _READABLE))}"
-        )
-    if content.pop("checksum", None) != _checksum(content | {"schema_version": version}):
-        raise CheckpointError(f"{where}: its content is damaged or was edited (it does not match its own checksum)")
-    try:
-        index = _INDEX.validate_json(json.dumps(content), strict=True)
-    except pydantic.ValidationError as error:
-        problem = error.errors()[0]
-        raise CheckpointError(f"{where}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
-    if step is not None and index.step != step:
-        raise CheckpointError(f"{where}: it is the index of step {index.step}, in the folder {step_folder(step)}")
-    return index
-
-
-def read_index(folder: Path, step: int | None = None) -> Index:
-    """The index of a checkpoint in a folder. Raises as `parse_index`."""
-    path = folder / INDEX
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: no {INDEX}, so this checkpoint was never finished") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
-    return parse_index(text, str(path), step)
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    """sha256 of an index's own content: the files' digests in it are worth nothing if it can change unseen."""
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()

@@ -17,24 +17,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from vitscale.checkpoint.format import (
-    INDEX,
-    FileEntry,
-    Fragment,
-    Index,
-    index_text,
-    parse_index,
-    read_index,
-    steps_among,
-    verify_file,
-    write_rank_file,
-)
+from vitscale.checkpoint.format import Fragment, verify_file, write_rank_file
 from vitscale.errors import CheckpointError
 from vitscale.files.durable import sync_folder, write_text
 from vitscale.files.locks import locked
 from vitscale.files.machine_folder import MachineFolder
 from vitscale.recipe import Recipe
-from vitscale.run_directory import checkpoints_root, step_folder
+from vitscale.runs.checkpoints import steps_among, steps_at
+from vitscale.runs.index import FileEntry, Index, index_text, parse_index, read_index
+from vitscale.runs.names import INDEX_FILE, checkpoints_root, step_folder
 from vitscale.storage import (
     RemoteFile,
     is_url,
@@ -153,7 +144,7 @@ class LocalPlace:
         return self._folder(step, ".building-")
 
     def steps(self) -> list[int]:
-        return steps_among(names_in(self.root))
+        return steps_at(self.root)
 
     def tidy(self) -> None:
         """One rank: remove what interrupted saves left."""
@@ -169,7 +160,7 @@ class LocalPlace:
 
     def finish(self, index: Index) -> None:
         building, final = self._building(index.step), self._folder(index.step)
-        write_text(building / INDEX, index_text(index))
+        write_text(building / INDEX_FILE, index_text(index))
         self.remove(index.step)
         building.rename(final)
         sync_folder(self._root)
@@ -186,7 +177,7 @@ class LocalPlace:
         return read_index(self._folder(step), step)
 
     def write_index(self, index: Index) -> None:
-        write_text(self._folder(index.step) / INDEX, index_text(index))
+        write_text(self._folder(index.step) / INDEX_FILE, index_text(index))
 
     def set_aside(self, step: int) -> None:
         aside = self._folder(step, ".unusable-")
@@ -253,11 +244,11 @@ class RemotePlace:
         return steps_among(names_in(self.root))
 
     def steps(self) -> list[int]:
-        return [step for step in self._folders() if INDEX in names_in(self._url(step))]
+        return steps_at(self.root)
 
     def begin(self, step: int) -> None:
         for other in self._folders():
-            if not {INDEX, _SET_ASIDE} & set(names_in(self._url(other))):
+            if not {INDEX_FILE, _SET_ASIDE} & set(names_in(self._url(other))):
                 remove_folder(self._url(other))
         self.remove(step)
 
@@ -278,7 +269,7 @@ class RemotePlace:
         return RemoteFiles(self._url(step), self._machine)
 
     def read_index(self, step: int) -> Index:
-        url = self._url(step, INDEX)
+        url = self._url(step, INDEX_FILE)
         for seconds in _PAUSES:
             with suppress(CheckpointError):
                 return self._read_index_once(url, step)
@@ -293,19 +284,19 @@ class RemotePlace:
 
     def write_index(self, index: Index) -> None:
         with MachineFolder(self._machine, f"upload-{secrets.token_hex(4)}") as folder:
-            path = folder.path / INDEX
+            path = folder.path / INDEX_FILE
             path.write_text(index_text(index), encoding="utf-8")
-            put(path, self._url(index.step, INDEX))
+            put(path, self._url(index.step, INDEX_FILE))
 
     def set_aside(self, step: int) -> None:
         with MachineFolder(self._machine, f"upload-{secrets.token_hex(4)}") as folder:
-            path = folder.path / INDEX
-            path.write_bytes(read_bytes(self._url(step, INDEX)))
+            path = folder.path / INDEX_FILE
+            path.write_bytes(read_bytes(self._url(step, INDEX_FILE)))
             put(path, self._url(step, _SET_ASIDE))
-        remove(self._url(step, INDEX))
+        remove(self._url(step, INDEX_FILE))
 
     def remove(self, step: int) -> None:
-        remove(self._url(step, INDEX))
+        remove(self._url(step, INDEX_FILE))
         remove_folder(self._url(step))
 
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from vitscale.checkpoint.format import FileEntry, Fragment, Index, Layout, rank_file, read_layout
+from vitscale.checkpoint.format import Fragment, Layout, rank_file, read_layout
 from vitscale.checkpoint.place import Files, LocalPlace, Place
 from vitscale.checkpoint.reader import CheckpointReader
 from vitscale.errors import CheckpointError, VitscaleError
+from vitscale.runs.index import FileEntry, Index
 
 Gather = Callable[[object], list]
 """Collects one object of every rank, in rank order, on every rank; also a barrier."""

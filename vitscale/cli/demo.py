@@ -1,6 +1,5 @@
 """`vitscale demo`: the whole platform on data that an ordinary package brings along."""
 
-import json
 import shlex
 import shutil
 import subprocess
@@ -16,6 +15,8 @@ from vitscale.errors import RecipeError, VitscaleError
 from vitscale.evaluation.build import build_evaluators
 from vitscale.evaluation.contract import evaluate
 from vitscale.evaluation.finished import FinishedModel, predicted_classes
+from vitscale.runs.metrics import MetricsLog
+from vitscale.runs.names import METRICS_FILE
 from vitscale.shards import Manifest
 from vitscale.shards.contact_sheet import contact_sheet, first_samples
 
@@ -119,15 +120,15 @@ class DemoError(VitscaleError):
 def _closing_table(
     model: FinishedModel, run: Path, sheet: Path, values: dict[str, float], tested: int, seconds: float
 ) -> Table:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    training = [line for line in lines if "loss" in line]
-    speeds = sorted(line["images_per_s"] for line in training)
+    log = MetricsLog(run / METRICS_FILE, whole=True)
+    log.refresh()
+    speeds = sorted(line["images_per_s"] for line in log.rows)
     table = Table(title="vitscale demo", show_header=False)
     rows = {
         "test accuracy": f"{values['validation/top1']:.2%} of {tested:,} images",
         "training": f"{model.step:,} steps of {model.recipe.batch.global_size} images in {model.recipe.precision}",
         "speed": f"{speeds[len(speeds) // 2]:,.0f} images/s (median)",
-        "compute": f"{training[-1]['exaflops']:.3g} exaFLOPs",
+        "compute": f"{log.rows[-1]['exaflops']:.3g} exaFLOPs",
         "whole demo": f"{seconds:.0f} s",
         "predictions": str(sheet),
         "curves": f"tensorboard --logdir {run}",

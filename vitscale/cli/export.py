@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from vitscale.architectures import architecture, nearest
-from vitscale.checkpoint import EMA, MASTER, RECIPE_FILE
+from vitscale.checkpoint import EMA, MASTER
 from vitscale.errors import RecipeError
 from vitscale.models import initial_value
 from vitscale.models.weights import (
@@ -26,6 +26,7 @@ from vitscale.models.weights import (
     write_weights,
 )
 from vitscale.recipe import apply_setting, differences, find_recipe, load_recipe
+from vitscale.runs.names import RECIPE_FILE
 from vitscale.weight_formats import Format
 
 # Which options each kind of source understands; an option that would do nothing is refused.

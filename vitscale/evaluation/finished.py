@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from vitscale.checkpoint import MASTER, RECIPE_FILE, CheckpointReader, CheckpointStore, checkpoint_place
+from vitscale.checkpoint import MASTER, CheckpointReader, CheckpointStore, checkpoint_place
 from vitscale.data import to_model_input
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.evaluation.build import build_evaluators, evaluation_loader
@@ -13,6 +13,7 @@ from vitscale.evaluation.contract import evaluate
 from vitscale.models import Outputs, weight_dtype
 from vitscale.objectives import Objective, build_objective
 from vitscale.recipe import Recipe, override, read_recipe, validate_recipe
+from vitscale.runs.names import RECIPE_FILE
 from vitscale.shards import Manifest
 from vitscale.storage import is_url
 

@@ -1,51 +1,22 @@
 """What lies in a run directory, finished or under way: recipe, metrics, checkpoint indices and DONE, read for what the
 run has cost. No torch, and no checkpoint is opened."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any
 
 from vitscale.errors import DataError, RecipeError
 from vitscale.recipe import Recipe, read_recipe
-from vitscale.run_directory import DONE_FILE, INDEX_FILES, RECIPE_FILE
+from vitscale.runs.checkpoints import read_checkpoints
+from vitscale.runs.done import read_done
+from vitscale.runs.index import Index
+from vitscale.runs.metrics import MetricsLog, Row
+from vitscale.runs.names import DONE_FILE, METRICS_FILE, RECIPE_FILE, checkpoints_root
+from vitscale.runs.reading import count, number
+from vitscale.storage import is_url
 
-METRICS_FILE = "metrics.jsonl"  # the name is that of training.metrics, which brings torch along
 _GAPS_TOLD = 5
-
-# No run comes near the bounds, and within them every sum is a number.
-_Count = Annotated[int, Field(ge=1, lt=2**53)]
-_MOST = 1e18
-_Measure = Annotated[float, Field(gt=0, lt=_MOST)]
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True)
-
-
-class _TrainingLine(_Record):
-    """What is read here of a line of metrics."""
-
-    step: _Count
-    step_time_s: _Measure
-    exaflops: _Measure
-    mfu: _Measure | None = None
-    world_size: _Count | None = None
-
-
-class _Data(_Record):
-    num_samples: _Count
-    class_names: list[str]
-
-
-class _Index(_Record):
-    """What is read here of a checkpoint's index."""
-
-    world_size: _Count
-    data: _Data
 
 
 @dataclass(frozen=True)
@@ -119,36 +90,45 @@ def read_run(directory: Path) -> Run:
     except OSError as error:
         raise RecipeError(f"{directory} cannot be read: {error.strerror}") from None
     recipe = read_recipe(saved)
-    lines, evaluations, damaged = _read_metrics(directory / METRICS_FILE)
+    log = MetricsLog(directory / METRICS_FILE, whole=True)
+    log.refresh()
+    lines = [line for line in log.rows if number(line.get("exaflops"))]
     if not lines:
         raise DataError(f"{directory}: {METRICS_FILE} tells of no training step yet")
-    index, notes = _newest_index(directory)
+    index, notes = _newest_index(recipe, directory)
+    damaged = log.damaged + log.is_torn + len(log.rows) - len(lines)
     notes += [f"damaged lines of {METRICS_FILE} left out: {damaged}"] if damaged else []
-    notes += _gap_notes([line.step for line in lines], recipe.logging.every)
+    notes += _gap_notes([line["step"] for line in lines], recipe.logging.every)
     took = _seconds(lines)
-    worlds = [line.world_size or (None if index is None else index.world_size) for line in lines]
+    told = [count(line.get("world_size")) for line in lines]
+    worlds = [world or (None if index is None else index.world_size) for world in told]
     known = [world for world in worlds if world is not None]
     device_seconds = [seconds * (world or 1) for seconds, world in zip(took, worlds, strict=True)]
-    utilised = [(line.mfu, weight) for line, weight in zip(lines, device_seconds, strict=True) if line.mfu is not None]
+    utilised = [
+        (mfu, weight) for line, weight in zip(lines, device_seconds, strict=True) if (mfu := number(line.get("mfu")))
+    ]
     is_done = (directory / DONE_FILE).exists()
-    done = _json(directory / DONE_FILE) if is_done else {}
-    best_step = done["best_step"] if isinstance(done.get("best_step"), int) else None
+    done = read_done(directory)
+    if done is None and is_done:
+        raise DataError(f"{directory / DONE_FILE} is damaged: expected a JSON object")
+    done = done or {}
+    best_step = count(done.get("best_step"))
     evaluation = done.get("evaluation")
     if best_step is not None and best_step != done.get("step"):
-        evaluation = evaluations.get(best_step)
+        evaluation = dict(log.evaluations).get(best_step)
     return Run(
         directory=directory,
         recipe=recipe,
-        step=lines[-1].step,
+        step=lines[-1]["step"],
         seconds=sum(took),
         device_seconds=sum(device_seconds) if len(known) == len(lines) else None,
-        exaflops=lines[-1].exaflops,
+        exaflops=lines[-1]["exaflops"],
         mfu=sum(mfu * weight for mfu, weight in utilised) / sum(weight for _, weight in utilised) if utilised else None,
         world_size=worlds[-1],
         world_sizes=tuple(sorted(set(known))),
-        is_world_size_assumed=index is not None and any(line.world_size is None for line in lines),
-        num_classes=None if index is None else len(index.data.class_names) or None,
-        num_samples=None if index is None else index.data.num_samples,
+        is_world_size_assumed=index is not None and None in told,
+        num_classes=None if index is None else index.num_classes or None,
+        num_samples=None if index is None else index.num_samples,
         is_done=is_done,
         best_step=best_step,
         evaluation=_numbers(evaluation),
@@ -156,39 +136,10 @@ def read_run(directory: Path) -> Run:
     )
 
 
-def _read_metrics(path: Path) -> tuple[list[_TrainingLine], dict[int, dict[str, Any]], int]:
-    """Lines of training, their steps increasing; evaluations by step; how many lines are damaged: a crash tears one."""
-    lines: list[_TrainingLine] = []
-    evaluations: dict[int, dict[str, Any]] = {}
-    damaged = 0
-    try:
-        content = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return [], {}, 0
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    for text in content.splitlines():
-        try:
-            content_of_line = json.loads(text)
-            values = {key.removeprefix("eval/"): value for key, value in content_of_line.items() if key[:5] == "eval/"}
-            if values:
-                evaluations[content_of_line["step"]] = values
-                continue
-            line = _TrainingLine.model_validate(content_of_line)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            damaged += 1
-            continue
-        if lines and line.step <= lines[-1].step:
-            damaged += 1
-        else:
-            lines.append(line)
-    return lines, evaluations, damaged
-
-
-def _seconds(lines: Sequence[_TrainingLine]) -> list[float]:
+def _seconds(lines: Sequence[Row]) -> list[float]:
     """What the steps took that each line closes."""
-    before = [0, *(line.step for line in lines[:-1])]
-    return [(line.step - step) * line.step_time_s for step, line in zip(before, lines, strict=True)]
+    before = [0, *(line["step"] for line in lines[:-1])]
+    return [(line["step"] - step) * line["step_time_s"] for step, line in zip(before, lines, strict=True)]
 
 
 def _gap_notes(steps: Sequence[int], every: int) -> list[str]:
@@ -204,34 +155,17 @@ def _gap_notes(steps: Sequence[int], every: int) -> list[str]:
     return [f"steps {', '.join(gaps[:_GAPS_TOLD])}{more} have no metrics; their pace is assumed"]
 
 
-def _newest_index(directory: Path) -> tuple[_Index | None, list[str]]:
-    """The newest index that can be read, and notes on newer ones that cannot."""
-    notes: list[str] = []
-    # A longer name is a later step, too.
-    for path in sorted(directory.glob(INDEX_FILES), key=lambda path: (len(str(path)), path), reverse=True):
-        try:
-            return _Index.model_validate_json(path.read_bytes()), notes
-        except ValidationError as error:
-            first = error.errors()[0]
-            what = ": ".join([".".join(map(str, first["loc"])), first["msg"]]).removeprefix(": ")
-        except OSError as error:
-            what = error.strerror or "cannot be read"
-        notes.append(f"{path.relative_to(directory)} is damaged and left out: {what}")
-    return None, notes
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise DataError(f"{path}: expected a JSON object")
-    return content
+def _newest_index(recipe: Recipe, directory: Path) -> tuple[Index | None, list[str]]:
+    """The newest index that can be read, and notes on what is damaged. Checkpoints at a URL are not asked for."""
+    root = checkpoints_root(recipe, directory)
+    if is_url(root):
+        return None, []
+    found = read_checkpoints(Path(root))
+    return found.newest, found.problems
 
 
 def _numbers(values: Any) -> dict[str, float]:
-    """Those of an evaluation; JSON of Python's may hold NaN."""
+    """Those of an evaluation."""
     if not isinstance(values, dict):
         return {}
-    return {key: value for key, value in values.items() if isinstance(value, float | int) and abs(value) < _MOST}
+    return {key: value for key, value in values.items() if number(value) is not None}

@@ -16,7 +16,8 @@ from vitscale.launch.rank import RankCommand
 from vitscale.launch.restarts import Launch
 from vitscale.launch.supervisor import Supervisor, say
 from vitscale.recipe import load_recipe
-from vitscale.run_directory import RECIPE_FILE, default_run_dir, in_use, is_held
+from vitscale.runs.directory import in_use, is_held
+from vitscale.runs.names import RECIPE_FILE, default_run_dir
 from vitscale.wording import counted
 
 Resume = Literal["auto", "never"]

@@ -6,11 +6,13 @@ from pathlib import Path
 
 from vitscale.errors import EXIT_DONE, PeerLostError, VitscaleError
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL, End, cause
-from vitscale.launch.journal import Journal
 from vitscale.launch.nodes import Account, Decision, Nodes, OneNode
 from vitscale.launch.rank import RankCommand
 from vitscale.launch.supervisor import Supervisor, say
-from vitscale.run_directory import DONE_FILE, LAUNCH_FILE, newest_checkpoint_step, read_done
+from vitscale.runs.checkpoints import newest_checkpoint_step
+from vitscale.runs.done import read_done
+from vitscale.runs.launches import Journal
+from vitscale.runs.names import DONE_FILE, LAUNCH_FILE
 from vitscale.wording import counted
 
 _LONGEST_PAUSE_SECONDS = 60.0
@@ -43,7 +45,7 @@ class Launch:
         self._run_dir, self._prepare, self._supervisor = run_dir, prepare, supervisor
         self._nodes = nodes or OneNode(None)
         self._max_restarts, self._stops_early, self._first_pause = max_restarts, stops_early, first_pause_s
-        self._journal = Journal(run_dir / LAUNCH_FILE)
+        self._journal = Journal(run_dir / LAUNCH_FILE, say)
         self._was_done = self._is_done()
         self._furthest = self._progress()
         self._in_a_row = 0

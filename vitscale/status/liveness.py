@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vitscale.errors import EXIT_DONE, PreemptedError
-from vitscale.status.launches import Event
+from vitscale.runs.launches import Event
 
 State = Literal[
     "done",

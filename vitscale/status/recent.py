@@ -5,8 +5,8 @@ import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 
-from vitscale.status.metrics_log import RECENT_LINES, Row
-from vitscale.status.reading import number, text
+from vitscale.runs.metrics import RECENT_LINES, Row
+from vitscale.runs.reading import number, text
 from vitscale.status.summary import Direction, SlowestRank, Trend
 
 _STRAGGLES_ABOVE = 1.2  # times the median rank

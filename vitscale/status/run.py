@@ -11,26 +11,26 @@ from vitscale.errors import RecipeError, VitscaleError
 from vitscale.flops.accounting import mfu as model_flops_utilisation
 from vitscale.flops.cost import cost_row
 from vitscale.flops.hardware import Device
-from vitscale.flops.records import METRICS_FILE
 from vitscale.flops.work import recipe_work
 from vitscale.recipe import Recipe, read_recipe
-from vitscale.run_directory import (
+from vitscale.runs.checkpoints import read_checkpoints
+from vitscale.runs.directory import is_held, last_holder
+from vitscale.runs.done import read_done
+from vitscale.runs.index import Index
+from vitscale.runs.launches import Launches, read_launches
+from vitscale.runs.metrics import MetricsLog, Row
+from vitscale.runs.names import (
     ANOMALIES_DIR,
     CHECKPOINTS,
     DONE_FILE,
     LAUNCH_FILE,
+    METRICS_FILE,
     RECIPE_FILE,
     checkpoints_root,
-    is_held,
-    last_holder,
-    read_done,
 )
+from vitscale.runs.reading import count, number, read_object
 from vitscale.status import recent
-from vitscale.status.checkpoints import Index, read_checkpoints
-from vitscale.status.launches import Launches, read_launches
 from vitscale.status.liveness import Signs, State, judge
-from vitscale.status.metrics_log import MetricsLog, Row
-from vitscale.status.reading import count, number, read_object
 from vitscale.status.summary import Anomalies, Best, Evaluation, Restarts, RunStatus, Saved
 from vitscale.storage import is_url, without_secrets
 
@@ -75,7 +75,7 @@ class RunReader:
         saved, index = self._read_checkpoints(notes)
         done = self._read_done(notes)
         num_samples, num_classes = self._data(index)
-        rows = list(self._log.recent)
+        rows = list(self._log.rows)
         last = rows[-1] if rows else {}
         step = count(done.get("step")) if done else None
         step = self._step(saved) if step is None else step
@@ -149,7 +149,7 @@ class RunReader:
     def _data(self, index: Index | None) -> tuple[int | None, int | None]:
         """Training samples and classes: by the newest checkpoint, or by the manifest where that is on this machine."""
         if index is not None:
-            return index.data.num_samples, len(index.data.class_names)
+            return index.num_samples, index.num_classes
         if self._manifest is None and self._recipe is not None:
             self._manifest = _read_manifest(self._recipe)
         manifest = self._manifest or {}
@@ -194,7 +194,7 @@ class RunReader:
     def _step(self, saved: Saved) -> int | None:
         """The highest that metrics tell of, or a checkpoint that is newer than these."""
         log = self._log
-        steps = [row["step"] for row in [*log.recent][-1:]] + [step for step, _ in log.evaluations[-1:]]
+        steps = [row["step"] for row in [*log.rows][-1:]] + [step for step, _ in log.evaluations[-1:]]
         line_age_s = math.inf if log.line_at is None else _age(log.line_at)
         if saved.step is not None and saved.age_s is not None and saved.age_s < line_age_s:
             steps.append(saved.step)
@@ -215,7 +215,7 @@ class RunReader:
 
     def _cost(self) -> dict[str, Any]:
         log = self._log
-        if not log.recent:
+        if not log.rows:
             return dict.fromkeys(("hours", "device_hours", "energy_kwh", "cost"))
         device_hours = None if log.device_seconds is None else log.device_seconds / 3600
         return cost_row(log.seconds / 3600, device_hours, self._device, self._price)
@@ -250,7 +250,7 @@ class RunReader:
         found = read_checkpoints(Path(where))
         notes += found.problems
         step = found.steps[-1] if found.steps else None
-        at_hand = found.newest if found.newest_step == step else None
+        at_hand = found.newest if found.newest is not None and found.newest.step == step else None
         age = None if found.saved_at is None else _age(found.saved_at)
         size = None if at_hand is None else at_hand.bytes
         return Saved(where, found.steps, len(found.steps), step, age, size), found.newest

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vitscale.status.launches import Event
+from vitscale.runs.launches import Event
 from vitscale.status.liveness import State
 
 Direction = Literal["falling", "level", "rising"]

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from vitscale.files.durable import write_text
 from vitscale.recipe import Anomalies, Policy, Spike
-from vitscale.run_directory import ANOMALIES_DIR
+from vitscale.runs.names import ANOMALIES_DIR
 
 Kind = Literal["non-finite", "spike"]
 

@@ -3,10 +3,11 @@
 import contextlib
 from pathlib import Path
 
-from vitscale.checkpoint import RECIPE_FILE
 from vitscale.errors import VitscaleError
 from vitscale.recipe import Recipe
-from vitscale.training import distributed, run_directory
+from vitscale.runs import directory as run_directory
+from vitscale.runs.names import RECIPE_FILE
+from vitscale.training import distributed
 
 
 class Claim:

@@ -8,7 +8,7 @@ import torch
 
 from vitscale.planning.machine import has_bf16_instructions
 from vitscale.recipe import Recipe, override, read_recipe
-from vitscale.run_directory import RECIPE_FILE
+from vitscale.runs.names import RECIPE_FILE
 
 _MATRIX_SIDE = 192  # the width of ViT-Ti: small enough that slow arithmetic takes milliseconds
 _ROUNDS = 5

@@ -1,7 +1,6 @@
 """What a run tells: lines for people, metrics, and DONE at its end."""
 
 import contextlib
-import json
 import resource
 import socket
 import sys
@@ -11,12 +10,11 @@ from pathlib import Path
 
 import torch
 
-from vitscale.checkpoint import DONE_FILE
 from vitscale.data import Batch
-from vitscale.files.durable import write_text
 from vitscale.flops import accounting, hardware
 from vitscale.flops.work import recipe_work
 from vitscale.recipe import Recipe
+from vitscale.runs.done import write_done
 from vitscale.training import distributed
 from vitscale.training.learner import Update
 from vitscale.training.metrics import MetricsWriter
@@ -159,7 +157,7 @@ class Report:
             "exaflops": self._exaflops(state.step),
             "evaluation": values,
         }
-        write_text(self._run_dir / DONE_FILE, json.dumps(summary, indent=1) + "\n")
+        write_done(self._run_dir, summary)
         self.say(f"done: {state.step:,} steps, checkpoints and metrics in {self._run_dir}")
 
     def _exaflops(self, step: int) -> float:

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from vitscale.checkpoint import DONE_FILE, CheckpointReader, Index
+from vitscale.checkpoint import CheckpointReader, Index
 from vitscale.data import LIBJPEG_TURBO_VERSION
 from vitscale.errors import CheckpointError
 from vitscale.evaluation.distributed import on_rank_zero
 from vitscale.evaluation.finished import trained_recipe
 from vitscale.recipe import Recipe
-from vitscale.training import run_directory
-from vitscale.training.metrics import METRICS_FILE
+from vitscale.runs import directory as run_directory
+from vitscale.runs.names import DONE_FILE, METRICS_FILE
 from vitscale.training.plan import Plan
 from vitscale.training.saves import Saves
 from vitscale.training.state import data_identity

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from vitscale.checkpoint import BackgroundSaver, CheckpointStore, Fragment, Index, checkpoint_place
 from vitscale.errors import CheckpointError
 from vitscale.recipe import Recipe
+from vitscale.runs.directory import write_newest
 from vitscale.training import distributed
 from vitscale.training.distributed import World
-from vitscale.training.run_directory import write_newest
 
 # Files may be written for longer than a step takes; a rank that has gone is noticed at once all the same.
 _TIMEOUT = timedelta(hours=2)

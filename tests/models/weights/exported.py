@@ -8,10 +8,11 @@ import torch
 import yaml
 from models.small_models import with_values
 
-from vitscale.checkpoint import CHECKPOINTS, RECIPE_FILE, CheckpointStore, Fragment, Index
+from vitscale.checkpoint import CheckpointStore, Fragment, Index
 from vitscale.models import Model
 from vitscale.models.weights import Description, Format, write_weights
 from vitscale.recipe import validate_recipe
+from vitscale.runs.names import CHECKPOINTS, RECIPE_FILE
 
 SUFFIX = {"safetensors": ".safetensors", "npz": ".npz", "timm": ".safetensors", "hf": ""}
 TINY = {"patch_size": 8, "width": 48, "depth": 2, "mlp_dim": 96, "num_heads": 3}

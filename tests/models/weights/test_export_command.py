@@ -12,11 +12,12 @@ import pytest
 import yaml
 from models.weights.exported import NAMES, SUFFIX, TINY, described, differing, finished_run, valued, write
 
-from vitscale.checkpoint import CHECKPOINTS, RECIPE_FILE, CheckpointReader
+from vitscale.checkpoint import CheckpointReader
 from vitscale.cli.export import run_export
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.models import initialise
 from vitscale.models.weights import describe, load_weights, open_weights
+from vitscale.runs.names import CHECKPOINTS, RECIPE_FILE
 
 
 def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -28,12 +28,13 @@ from vitscale.launch.clusters import Job, launch_command, read_options, refuse_n
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL
 from vitscale.launch.environment import split_address
 from vitscale.launch.far_end import SILENCE_SECONDS
-from vitscale.launch.journal import Journal
 from vitscale.launch.pretraining import launch_pretraining
 from vitscale.launch.rank import die_with
 from vitscale.launch.supervisor import PASSED_ON, say
 from vitscale.recipe import load_recipe
-from vitscale.run_directory import LAUNCH_FILE, checkpoints_root, default_run_dir, newest_checkpoint_step
+from vitscale.runs.checkpoints import newest_checkpoint_step
+from vitscale.runs.launches import Journal
+from vitscale.runs.names import LAUNCH_FILE, checkpoints_root, default_run_dir
 from vitscale.storage import is_url
 from vitscale.wording import counted
 
@@ -197,7 +198,7 @@ class _Front:
     def run(self) -> int:
         """Until it has ended on all hosts: the exit code."""
         began, hosts, furthest, in_a_row = time.monotonic(), self.hosts, newest_checkpoint_step(self._run_dir), 0
-        journal = Journal(self._run_dir / LAUNCH_FILE)
+        journal = Journal(self._run_dir / LAUNCH_FILE, say)
         with self._passing_signals_on():
             self._check_all()
             while True:

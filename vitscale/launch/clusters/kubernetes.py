@@ -19,7 +19,7 @@ from vitscale.errors import EXIT_DONE, RecipeError
 from vitscale.launch.clusters import DEFAULT_PORT, Job, launch_command, read_options, refuse_node_options
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL
 from vitscale.recipe import load_recipe
-from vitscale.run_directory import default_run_dir
+from vitscale.runs.names import default_run_dir
 from vitscale.storage import is_url, without_file_scheme
 from vitscale.wording import counted
 

@@ -17,7 +17,8 @@ from vitscale.launch.nodes import Layout
 from vitscale.launch.pretraining import PretrainingRanks
 from vitscale.launch.supervisor import say
 from vitscale.recipe import load_recipe
-from vitscale.run_directory import RECIPE_FILE, default_run_dir
+from vitscale.runs.directory import check_run_dir
+from vitscale.runs.names import RECIPE_FILE, default_run_dir
 from vitscale.wording import counted
 
 _SIGNAL_SECONDS = 300
@@ -99,8 +100,6 @@ def render(job: Job) -> str:
             f"{recipe.batch.global_size:,}"
         )
     if job.what.resume == "never" and not job.what.smoke:
-        from vitscale.training.run_directory import check_run_dir  # with torch: nobody else here needs it
-
         check_run_dir(recipe, run_dir, may_resume=False)
     elif job.what.resume == "never" and (run_dir / RECIPE_FILE).exists():
         raise RecipeError(f"{run_dir} already holds a run; leave out --resume never")

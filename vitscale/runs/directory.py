@@ -1,4 +1,4 @@
-"""The directory of a run: whose it is, and that only one launch at a time writes there."""
+"""Whose a run directory is, that only one launch at a time writes there, and how far the run has come."""
 
 import json
 import os
@@ -10,23 +10,20 @@ from typing import IO, NamedTuple
 
 import yaml
 
-from vitscale.checkpoint import checkpoint_place
-from vitscale.errors import CheckpointError, RecipeError, StorageError
+from vitscale.errors import CheckpointError, RecipeError, StorageError, VitscaleError
 from vitscale.files.durable import write_text
 from vitscale.files.locks import try_lock
 from vitscale.recipe import Recipe, differences, read_recipe
-from vitscale.run_directory import (
-    CHECKPOINTS,
-    LOCK_FILE,
-    NEWEST_FILE,
-    RECIPE_FILE,
-    checkpoints_root,
-    in_use,
-    read_done,
-)
+from vitscale.runs.checkpoints import steps_at
+from vitscale.runs.done import read_done
+from vitscale.runs.names import CHECKPOINTS, LOCK_FILE, NEWEST_FILE, RECIPE_FILE, checkpoints_root
+from vitscale.runs.reading import read_object
 from vitscale.storage import is_url
 
-_PAUSES = (0.1, 0.5)
+_PAUSES = (0.1, 0.5)  # seconds before the second and third try to take a lock
+
+
+# ---- Which run -------------------------------------------------------------------------------------------------------
 
 
 def check_run_dir(recipe: Recipe, run_dir: Path, *, may_resume: bool) -> str | None:
@@ -36,7 +33,7 @@ def check_run_dir(recipe: Recipe, run_dir: Path, *, may_resume: bool) -> str | N
     `StorageError` where the folder of its checkpoints is not there.
     """
     saved, root = run_dir / RECIPE_FILE, checkpoints_root(recipe, run_dir)
-    if not may_resume and (saved.exists() or _holds_checkpoints(recipe, run_dir)):
+    if not may_resume and (saved.exists() or _holds_checkpoints(root)):
         raise RecipeError(f"{run_dir if saved.exists() else root} already holds a run; leave out --resume never")
     if not saved.exists():
         if any((run_dir / CHECKPOINTS).glob("step-*")):
@@ -55,12 +52,26 @@ def check_run_dir(recipe: Recipe, run_dir: Path, *, may_resume: bool) -> str | N
     return None if done is None else json.dumps(done, indent=1)
 
 
-def _holds_checkpoints(recipe: Recipe, run_dir: Path) -> bool:
+def _holds_checkpoints(root: str) -> bool:
     try:
-        return bool(checkpoint_place(recipe, run_dir).steps())
+        return bool(steps_at(root))
     except (OSError, StorageError) as error:
         # For good: where this is repeated, the run may have begun meanwhile.
         raise RecipeError(f"--resume never: whether there are checkpoints already cannot be told: {error}") from None
+
+
+def check_recipe(began_with: Recipe, recipe: Recipe, where: str) -> None:
+    """Raise `RecipeError` where a run that began with one recipe cannot go on with another."""
+    changed = differences(began_with.dump(), recipe.dump())
+    if changed:
+        raise RecipeError(
+            f"{where} holds a run of another recipe:\n"
+            + "\n".join(f"  {line}" for line in changed)
+            + "\nUse another --run-dir, or the recipe that this run began with"
+        )
+
+
+# ---- The newest checkpoint that the run knows of ---------------------------------------------------------------------
 
 
 class Newest(NamedTuple):
@@ -72,10 +83,10 @@ class Newest(NamedTuple):
 
 def read_newest(run_dir: Path) -> Newest | None:
     """None where no save has come to its end, or nothing tells."""
+    found = read_object(run_dir / NEWEST_FILE) or {}
     try:
-        found = json.loads((run_dir / NEWEST_FILE).read_bytes())
         return Newest(int(found["step"]), str(found["place"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
@@ -98,15 +109,7 @@ def missing_checkpoints(recipe: Recipe, run_dir: Path, newest: Newest) -> Checkp
     )
 
 
-def check_recipe(began_with: Recipe, recipe: Recipe, where: str) -> None:
-    """Raise `RecipeError` where a run that began with one recipe cannot go on with another."""
-    changed = differences(began_with.dump(), recipe.dump())
-    if changed:
-        raise RecipeError(
-            f"{where} holds a run of another recipe:\n"
-            + "\n".join(f"  {line}" for line in changed)
-            + "\nUse another --run-dir, or the recipe that this run began with"
-        )
+# ---- Who writes there ------------------------------------------------------------------------------------------------
 
 
 def claim(run_dir: Path, recipe: Recipe) -> ExitStack:
@@ -139,3 +142,37 @@ def _locked(folder: Path) -> IO[str]:
     lock.write(socket.gethostname())
     lock.flush()
     return lock
+
+
+def is_held(run_dir: Path) -> bool | None:
+    """Whether a rank holds the lock of a run directory; None where nothing tells.
+
+    A lock that is held on another machine is seen on file systems that know of locks (NFS, Lustre with `flock`), and
+    not on others.
+    """
+    try:
+        with (run_dir / LOCK_FILE).open("rb") as lock:
+            # There is no asking without taking: it is given back at once, when the file is closed.
+            return not try_lock(lock, shared=True)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+
+
+def last_holder(run_dir: Path) -> str:
+    """Host of the rank that holds the lock of a run directory, or held it last; nothing where that is not known."""
+    with suppress(OSError):
+        return (run_dir / LOCK_FILE).read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def in_use(folder: Path) -> VitscaleError:
+    """That another launch holds the lock of a folder, as the error to raise.
+
+    A machine that has failed may seem to hold its locks for minutes: that is worth a repetition.
+    """
+    holder = last_holder(folder)
+    if holder in ("", socket.gethostname()):
+        return RecipeError(f"{folder} is in use by another launch; wait for it, or use another --run-dir")
+    return StorageError(f"{folder} is in use by a launch on {holder}. If that machine has failed, its lock goes soon")

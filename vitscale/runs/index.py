@@ -1,0 +1,142 @@
+"""index.json, the last file of a checkpoint: what the run was, and size and sha256 of every other file.
+
+It is the same for the rank that resumes and for whoever only looks: what is damaged for one is damaged for all.
+
+Version 2 added `anomalies` and `position`. Indices of version 1 are read as having skipped nothing.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+
+from vitscale.errors import CheckpointError
+from vitscale.runs.names import INDEX_FILE, step_folder
+from vitscale.runs.reading import count
+
+SCHEMA_VERSION = 2
+
+_READABLE = (1, SCHEMA_VERSION)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint; `path` is its name in the checkpoint's folder."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        # Files at a URL are copied to this machine under this name: it must not lead elsewhere.
+        if self.path in ("", ".", "..") or "/" in self.path or "\0" in self.path:
+            raise ValueError(f"{self.path!r} is not the name of a file")
+
+
+@dataclass(frozen=True)
+class Index:
+    """What index.json holds, besides a checksum of its own.
+
+    `shapes` are the parameters' shapes; `kinds` what is stored for each of them; `optimizer_steps` the number of
+    updates behind the moments; `data` identifies the dataset and its order; `selection` is the state of the best
+    checkpoint and early stopping; `versions` name the code and libraries that wrote it; `anomalies` is the state of
+    what was skipped; `position` the number of batches of the order that were consumed: `step`, unless given, and more
+    where some were skipped.
+    """
+
+    step: int
+    world_size: Annotated[int, pydantic.Field(ge=1, lt=2**53)]
+    shapes: dict[str, list[int]]
+    kinds: list[str]
+    optimizer_steps: int
+    recipe: dict[str, Any]
+    data: dict[str, Any]
+    versions: dict[str, str]
+    selection: dict[str, Any] = field(default_factory=dict)
+    anomalies: dict[str, Any] = field(default_factory=dict)
+    position: int = -1
+    files: list[FileEntry] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.position == -1:
+            object.__setattr__(self, "position", self.step)
+        if self.position < self.step:
+            raise ValueError(f"position {self.position} is before step {self.step}")
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of the training set; None where the checkpoint was not of a run."""
+        return count(self.data.get("num_samples"))
+
+    @property
+    def num_classes(self) -> int | None:
+        """Classes of the training set; None where the checkpoint was not of a run."""
+        names = self.data.get("class_names")
+        return len(names) if isinstance(names, list) else None
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files together."""
+        return sum(file.bytes for file in self.files)
+
+
+_INDEX = pydantic.TypeAdapter(Index)
+
+
+def index_text(index: Index) -> str:
+    """The content of index.json."""
+    content = asdict(index) | {"schema_version": SCHEMA_VERSION}
+    content["checksum"] = _checksum(content)
+    return json.dumps(content, indent=1, sort_keys=True) + "\n"
+
+
+def parse_index(text: bytes, where: str, step: int | None = None) -> Index:
+    """The index that `text` is, its structure checked, its files not.
+
+    Args:
+        text: content of index.json.
+        where: it is, for messages.
+        step: that it should be of.
+
+    Raises `CheckpointError`.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: cannot be read: {error}") from None
+    version = content.pop("schema_version", None) if isinstance(content, dict) else None
+    if version not in _READABLE:
+        raise CheckpointError(
+            f"{where}: schema_version is {version!r}; this vitscale reads {' and '.join(map(str, _READABLE))}"
+        )
+    if content.pop("checksum", None) != _checksum(content | {"schema_version": version}):
+        raise CheckpointError(f"{where}: its content is damaged or was edited (it does not match its own checksum)")
+    try:
+        index = _INDEX.validate_json(json.dumps(content), strict=True)
+    except pydantic.ValidationError as error:
+        problem = error.errors()[0]
+        raise CheckpointError(f"{where}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+    if step is not None and index.step != step:
+        raise CheckpointError(f"{where}: it is the index of step {index.step}, in the folder {step_folder(step)}")
+    return index
+
+
+def read_index(folder: Path, step: int | None = None) -> Index:
+    """The index of a checkpoint in a folder. Raises as `parse_index`."""
+    path = folder / INDEX_FILE
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: no {INDEX_FILE}, so this checkpoint was never finished") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    return parse_index(text, str(path), step)
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    """sha256 of an index's own content: the files' digests in it are worth nothing if it can change unseen."""
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()

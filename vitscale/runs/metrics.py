@@ -1,0 +1,209 @@
+"""metrics.jsonl: what a run reports while it trains.
+
+It has one JSON object a line, all with `step` (updates done, from 1) and `time` (UTC). Training lines have `epoch`
+(epochs done, a fraction), `images_seen`, `loss`, `lr`, `grad_norm`, `images_per_s`, `data_wait_s` (a step; older files
+call it `data_wait`), `step_time_s`, `world_size`, `exaflops`, `mfu`, `peak_memory_bytes`, `checkpoint_stall_s`
+(training stood still for saves, since the last line), `anomalies` (of the run so far), `slowest_rank`,
+`slowest_rank_s` and `median_rank_s` (own seconds a step: forward passes and waiting for data), `bad_samples` (damaged,
+since the last line) and `batch_digest`, as far as each is known; evaluations are lines of their own with `step` and
+`eval/<evaluator>/<metric>`. A value that is not finite is null: JSON has no NaN.
+"""
+
+import json
+import logging
+import math
+import os
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from vitscale.errors import DataError
+from vitscale.files.durable import durable_file
+from vitscale.runs.reading import count, number, parse_object
+
+RECENT_LINES = 50
+
+# Some 30,000 lines are read in a fraction of a second. Of what is longer, the end is read, and before it samples.
+_WHOLE_BYTES = 8 << 20
+_END_BYTES = 4 << 20
+_SAMPLES = 256
+_SAMPLE_BYTES = 8 << 10
+_OF_EVALUATIONS = "eval/"
+
+_log = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+
+
+class MetricsLines:
+    """Appends to the metrics of one run; rank 0 alone has one.
+
+    Losing a metric is better than losing the run: a write that fails is reported once and training goes on.
+
+    Args:
+        path: of metrics.jsonl, in a directory that exists.
+        resume_step: the step that training continues from, 0 for a new run. What an earlier process wrote about later
+            steps is dropped, because those steps are done again.
+    """
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        self._path = path
+        self._failed = False
+        self._line_is_torn = False
+        try:
+            _drop_later_lines(path, resume_step)
+        except OSError as error:
+            self.report(error)
+
+    def training(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Write the metrics of training after `step` updates."""
+        self._append(step, values)
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Write values by evaluator/metric after `step` updates."""
+        self._append(step, {f"{_OF_EVALUATIONS}{key}": value for key, value in values.items()})
+
+    def _append(self, step: int, values: Mapping[str, float | str]) -> None:
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        row = {"step": step, "time": now, **{key: _json_value(value) for key, value in values.items()}}
+        try:
+            # Opened for each line: a directory that went away is noticed, and one that came back is used again.
+            with self._path.open("a", encoding="utf-8") as file:
+                start = "\n" if self._line_is_torn else ""
+                self._line_is_torn = True
+                file.write(f"{start}{json.dumps(row)}\n")
+            self._line_is_torn = False
+        except OSError as error:
+            self.report(error)
+
+    def report(self, error: OSError) -> None:
+        """Say once that metrics are being lost."""
+        if not self._failed:
+            self._failed = True
+            _log.error("METRICS ARE BEING LOST, training goes on: cannot write in %s: %s", self._path.parent, error)
+
+
+def _json_value(value: float | str) -> float | str | None:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _drop_later_lines(path: Path, last_step: int) -> None:
+    """Keep the lines of steps up to `last_step`. A line that a crash tore is dropped as well."""
+    if not path.exists():
+        return
+    with path.open("rb") as lines, durable_file(path) as kept:
+        for line in lines:
+            row = parse_object(line)
+            step = count(row.get("step")) if row else None
+            if step is not None and step <= last_step:
+                kept.write(line.rstrip(b"\n") + b"\n")
+
+
+class MetricsLog:
+    """The metrics of one run, read as they grow: what was appended since the last look.
+
+    Args:
+        path: of metrics.jsonl.
+        whole: keep every line of training. Otherwise only the newest, and of a large file only parts are read.
+
+    Attributes:
+        rows: lines of training, as they are, oldest first: all, or the newest RECENT_LINES.
+        seconds: that all steps took, by `step_time_s`.
+        device_seconds: the same, summed over devices; None where a line does not tell how many there were.
+        evaluations: (step, values by evaluator/metric; None for one that is not finite), in the order of the file.
+        is_sampled: whether the file is so large that sums are estimates and early evaluations are missing.
+        damaged: lines that cannot be used.
+        is_torn: whether the file ends in the middle of a line: it is being written, or a crash has cut it.
+        line_at: when the last line was written, in seconds since 1970; None without any.
+    """
+
+    def __init__(self, path: Path, *, whole: bool = False) -> None:
+        self._path, self._whole = path, whole
+        self._begin(None)
+
+    def _begin(self, inode: int | None) -> None:
+        self._inode = inode
+        self._read_to = 0
+        self._step = 0
+        self.rows: deque[Row] = deque(maxlen=None if self._whole else RECENT_LINES)
+        self.seconds = 0.0
+        self.device_seconds: float | None = 0.0
+        self.evaluations: list[tuple[int, dict[str, float | None]]] = []
+        self.is_sampled = False
+        self.damaged = 0
+        self.is_torn = False
+        self.line_at: float | None = None
+
+    def refresh(self) -> None:
+        """Read what was appended since the last call. Raises `DataError` where the file cannot be read."""
+        try:
+            with self._path.open("rb") as file:
+                self._read(file)
+        except FileNotFoundError:
+            self._begin(None)
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot be read ({error.strerror})") from None
+
+    def _read(self, file: BinaryIO) -> None:
+        status = os.fstat(file.fileno())
+        if status.st_ino != self._inode or status.st_size < self._read_to:
+            self._begin(status.st_ino)  # resuming replaces the file
+        self.line_at = status.st_mtime if status.st_size else None
+        if status.st_size - self._read_to > _WHOLE_BYTES and not self._whole:
+            end = status.st_size - _END_BYTES
+            self._sample(file, self._read_to, end)
+            file.seek(end)
+            self._read_to = end + len(file.readline(_END_BYTES))
+        file.seek(self._read_to)
+        content = file.read(status.st_size - self._read_to)
+        complete = content.rfind(b"\n") + 1  # the last line may be half written
+        for line in content[:complete].split(b"\n")[:-1]:
+            self._take(line)
+        self._read_to += complete
+        self.is_torn = complete < len(content)
+
+    def _sample(self, file: BinaryIO, start: int, stop: int) -> None:
+        """Each sample stands for the steps since the one before, by its mean pace."""
+        self.is_sampled = True
+        for sample in range(_SAMPLES):
+            file.seek(start + (stop - start) * sample // _SAMPLES)
+            lines = file.read(_SAMPLE_BYTES).split(b"\n")[1:-1]
+            rows = [row for row in map(parse_object, lines) if row and _is_training(row) and row["step"] > self._step]
+            if rows:
+                self._add(rows[-1], statistics.fmean(row["step_time_s"] for row in rows))
+
+    def _take(self, line: bytes) -> None:
+        row = parse_object(line)
+        step = count(row.get("step")) if row else None
+        if row is None or step is None:
+            self.damaged += 1
+            return
+        values = {
+            key.removeprefix(_OF_EVALUATIONS): number(value)
+            for key, value in row.items()
+            if key.startswith(_OF_EVALUATIONS)
+        }
+        if values:
+            self.evaluations.append((step, values))
+        elif _is_training(row) and step > self._step:
+            self._add(row, row["step_time_s"])
+            self.rows.append(row)
+        else:
+            self.damaged += 1
+
+    def _add(self, row: Row, step_time: float) -> None:
+        seconds = (row["step"] - self._step) * step_time
+        world_size = count(row.get("world_size"))
+        self._step = row["step"]
+        self.seconds += seconds
+        if world_size is None or self.device_seconds is None:
+            self.device_seconds = None
+        else:
+            self.device_seconds += seconds * world_size
+
+
+def _is_training(row: Row) -> bool:
+    return count(row.get("step")) is not None and (number(row.get("step_time_s")) or 0) > 0
