@@ -209,9 +209,13 @@ class _Call:
                     raise TimeoutError(f"no answer within {seconds:.0f} s")
         finally:
             self._future.cancel()
-        if self._future.cancelled():  # by a library, not by us
+        future, self._future = self._future, None
+        if future.cancelled():  # by a library, not by us
             raise ConnectionError("the call was broken off")
-        return self._future.result()
+        try:
+            return future.result()
+        finally:
+            del future  # its exception would hold on to this frame, and so to all that the callers have
 
     def cancel(self) -> None:
         """Let go of the connection; nobody waits for the answer any more."""

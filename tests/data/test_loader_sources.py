@@ -197,12 +197,12 @@ def test_a_transfer_ends_when_the_loader_does(remote, tmp_path, monkeypatch):
 @pytest.mark.parametrize("policy", ["error", "substitute", "mask"])
 def test_another_shard_at_the_url(local, tmp_path, policy, monkeypatch):
     """Damage on the way or there: nothing comes under the name of what the manifest lists, whatever the policy."""
-    monkeypatch.setattr("vitscale.shards.cache._PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("vitscale.files.fetching.PAUSES", (0.0, 0.0))
     fsspec.register_implementation("faraway", FarAway, clobber=True)
     damaged = write_pictures(tmp_path / "data", SHARDS)
     flip_byte(damaged, 1, [3])
     manifest = Manifest.load(f"faraway://{damaged.directory}")
-    with pytest.raises(DataError, match=rf"faraway://{damaged.shard_path(1)}: damaged, or another shard"):
+    with pytest.raises(DataError, match=rf"faraway://{damaged.shard_path(1)}: damaged, or another file"):
         seen(loader_of(manifest, tmp_path / "cache", bad_samples=policy))
 
 

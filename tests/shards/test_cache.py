@@ -224,7 +224,7 @@ def test_a_cache_that_is_removed_meanwhile_begins_anew(memory, tmp_path):
     ],
 )
 def test_what_the_manifest_does_not_list_is_an_error_and_leaves_nothing(memory, tmp_path, monkeypatch, change, message):
-    monkeypatch.setattr("vitscale.shards.cache._PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("vitscale.files.fetching.PAUSES", (0.0, 0.0))
     url, entry = memory.put("a", seed=1)
     content = random.Random(1).randbytes(SIZE)
     found = xxhash.xxh3_128_hexdigest(content[:-1] + bytes([content[-1] ^ 1]))

@@ -143,7 +143,7 @@ def test_a_transfer_from_a_silent_server_can_be_cancelled(s3, proxy, tmp_path):
 
 
 def test_what_the_source_no_longer_has_or_does_not_give_is_a_data_error(s3, proxy, tmp_path, monkeypatch):
-    monkeypatch.setattr("vitscale.shards.cache._PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("vitscale.files.fetching.PAUSES", (0.0, 0.0))
     s3fs = pytest.importorskip("s3fs")
     cache = ShardCache(tmp_path, GENEROUS)
     url, entry = put(s3, "changed", 1)
@@ -153,7 +153,7 @@ def test_what_the_source_no_longer_has_or_does_not_give_is_a_data_error(s3, prox
     with pytest.raises(DataError, match=f"not {entry.xxh3_128}.* but {xxhash.xxh3_128_hexdigest(content)}"):
         cache.pin(url, entry)
     put(s3, "changed", 2, SIZE - 1)
-    with pytest.raises(DataError, match=f"another shard: {SIZE - 1:,} bytes; the manifest says {SIZE:,}"):
+    with pytest.raises(DataError, match=f"another file: {SIZE - 1:,} bytes; the manifest says {SIZE:,}"):
         cache.pin(url, entry)
     s3.filesystem().rm_file("bucket/changed")
     with pytest.raises(DataError, match="s3://bucket/changed: missing, but the manifest lists it"):
@@ -168,10 +168,10 @@ def test_what_the_source_no_longer_has_or_does_not_give_is_a_data_error(s3, prox
 
 
 def test_an_object_that_is_replaced_or_deleted_while_it_is_read(s3, proxy, tmp_path, monkeypatch):
-    monkeypatch.setattr("vitscale.shards.cache._PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("vitscale.files.fetching.PAUSES", (0.0, 0.0))
     cache = ShardCache(tmp_path, GENEROUS)
     for change, message in (
-        (lambda: put(s3, "while", 2), "another shard: in 3 transfers"),
+        (lambda: put(s3, "while", 2), "another file: in 3 transfers"),
         (lambda: s3.filesystem().rm_file("bucket/while"), "missing"),
     ):
         url, entry = put(s3, "while", 1)

@@ -11,8 +11,6 @@ import itertools
 import os
 import secrets
 import shutil
-import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +18,7 @@ from typing import Protocol
 from vitscale.checkpoint.format import Fragment, verify_file, write_rank_file
 from vitscale.errors import CheckpointError
 from vitscale.files.durable import sync_folder, write_text
+from vitscale.files.fetching import Promise, WrongContentError, fetch, with_pauses
 from vitscale.files.locks import locked
 from vitscale.files.machine_folder import MachineFolder
 from vitscale.recipe import Recipe
@@ -27,7 +26,6 @@ from vitscale.runs.checkpoints import steps_among, steps_at
 from vitscale.runs.index import FileEntry, Index, index_text, parse_index, read_index
 from vitscale.runs.names import INDEX_FILE, checkpoints_root, step_folder
 from vitscale.storage import (
-    RemoteFile,
     is_url,
     join,
     names_in,
@@ -37,7 +35,6 @@ from vitscale.storage import (
     remove_folder,
 )
 
-_PAUSES = (0.5, 2.0)  # seconds before the second and third transfer of a file whose digest was wrong
 _SET_ASIDE = "unusable-index.json"
 
 
@@ -270,17 +267,14 @@ class RemotePlace:
 
     def read_index(self, step: int) -> Index:
         url = self._url(step, INDEX_FILE)
-        for seconds in _PAUSES:
-            with suppress(CheckpointError):
-                return self._read_index_once(url, step)
-            time.sleep(seconds)
-        return self._read_index_once(url, step)
 
-    def _read_index_once(self, url: str, step: int) -> Index:
-        try:
-            return parse_index(read_bytes(url), url, step)
-        except FileNotFoundError:
-            raise CheckpointError(f"{url}: missing, so this checkpoint was never finished") from None
+        def read() -> Index:
+            try:
+                return parse_index(read_bytes(url), url, step)
+            except FileNotFoundError:
+                raise CheckpointError(f"{url}: missing, so this checkpoint was never finished") from None
+
+        return with_pauses(read, CheckpointError)
 
     def write_index(self, index: Index) -> None:
         with MachineFolder(self._machine, f"upload-{secrets.token_hex(4)}") as folder:
@@ -303,26 +297,18 @@ class RemotePlace:
 def _fetch(url: str, entry: FileEntry, path: Path) -> None:
     """Bring a file to this machine; it has its name only when its digest is right."""
     part = path.with_suffix(".part")
-    for seconds in (0.0, *_PAUSES):
-        time.sleep(seconds)
-        sha256 = hashlib.sha256()
-        with part.open("wb") as file:
-            for piece in _incoming(url, entry):
-                sha256.update(piece)
-                file.write(piece)
-        if sha256.hexdigest() == entry.sha256:
-            part.rename(path)
-            return
-    part.unlink()
-    raise CheckpointError(f"{url}: damaged: in {len(_PAUSES) + 1} transfers its sha256 was not that of the index")
+    promise = Promise(entry.bytes, "sha256", entry.sha256, "the index")
+    with part.open("wb") as file:
 
+        def write(piece: bytes, position: int) -> None:
+            file.seek(position)
+            file.write(piece)
 
-def _incoming(url: str, entry: FileEntry) -> Iterator[bytes]:
-    try:
-        source = RemoteFile(url)
-        size = source.size()
-        if size is not None and size != entry.bytes:
-            raise CheckpointError(f"{url}: {size} bytes, expected {entry.bytes}")
-        yield from source.pieces(entry.bytes)
-    except FileNotFoundError:
-        raise CheckpointError(f"{url}: {os.strerror(errno.ENOENT)}") from None
+        try:
+            fetch(url, promise, hashlib.sha256, write)
+        except WrongContentError as error:
+            part.unlink()
+            raise CheckpointError(str(error)) from None
+        except FileNotFoundError:
+            raise CheckpointError(f"{url}: {os.strerror(errno.ENOENT)}") from None
+    part.rename(path)

@@ -23,13 +23,13 @@ from typing import NamedTuple, Self
 import xxhash
 
 from vitscale.errors import DataError, RecipeError
+from vitscale.files.fetching import Promise, WrongContentError, fetch
 from vitscale.files.locks import lock, locked, try_lock, unlock
 from vitscale.shards.manifest import MANIFEST_NAME, ShardEntry
-from vitscale.storage import RemoteFile, never, pause
+from vitscale.storage import never, pause
 
 _OURS = re.compile(r"(?P<shard>[0-9a-f]{32}-[0-9]+\.beton)(?P<part>\.[0-9a-f]{8}\.part)?")
 _POLL_SECONDS = 0.05
-_PAUSES = (0.5, 2.0)  # seconds before the second and third transfer of a shard whose digest was wrong
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _GB = 10**9
@@ -220,21 +220,19 @@ class ShardCache:
         return PinnedFile(path, part)
 
     def _transfer(self, url: str, entry: ShardEntry, part: FileIO, cancelled: Callable[[], bool]) -> None:
-        found = ""
-        for seconds in (0.0, *_PAUSES):
-            pause(seconds, cancelled)
-            digest, position = xxhash.xxh3_128(), 0
-            for piece in _incoming(url, entry, cancelled):
-                digest.update(piece)
+        def write(piece: bytes, position: int) -> None:
+            with self._problems_of_disk():  # so that any other OSError is one of the URL
                 self._write(part, piece, position)
-                position += len(piece)
-            found = digest.hexdigest()
-            if found == entry.xxh3_128:
-                return
-        raise DataError(
-            f"{url}: damaged, or another shard: in {len(_PAUSES) + 1} transfers its xxh3_128 was not "
-            f"{entry.xxh3_128}, as the manifest says, but {found}. Put the shard back that the manifest lists"
-        )
+
+        promise = Promise(entry.bytes, "xxh3_128", entry.xxh3_128, "the manifest")
+        try:
+            fetch(url, promise, xxhash.xxh3_128, write, cancelled)
+        except WrongContentError as error:
+            raise DataError(f"{error}. Put the shard back that the manifest lists") from None
+        except FileNotFoundError as error:
+            raise DataError(f"{url}: missing, but the manifest lists it") from error
+        except OSError as error:
+            raise DataError(f"{url}: cannot be read ({error.strerror or type(error).__name__})") from error
 
     def _write(self, part: FileIO, content: bytes, position: int) -> None:
         rest = memoryview(content)
@@ -272,23 +270,6 @@ class ShardCache:
                     f"folder; data.cache.limit_gb ({self._limit / _GB:g}) is what the cache may take"
                 ) from error
             raise RecipeError(f"{where}: cannot be written ({why}); choose another folder") from error
-
-
-def _incoming(url: str, entry: ShardEntry, cancelled: Callable[[], bool]) -> Iterator[bytes]:
-    """The bytes of a shard. Raises DataError or StorageError."""
-    try:
-        source = RemoteFile(url, cancelled)
-        size = source.size()
-        if size is not None and size != entry.bytes:
-            raise DataError(
-                f"{url}: damaged, or another shard: {size:,} bytes; the manifest says {entry.bytes:,}. Put the shard "
-                f"back that the manifest lists"
-            )
-        yield from source.pieces(entry.bytes)
-    except FileNotFoundError as error:
-        raise DataError(f"{url}: missing, but the manifest lists it") from error
-    except OSError as error:
-        raise DataError(f"{url}: cannot be read ({error.strerror or type(error).__name__})") from error
 
 
 def _is_locked(path: Path) -> bool:
