@@ -154,7 +154,7 @@ def test_the_newest_index_by_its_step(run_dir):
 
 
 def test_a_small_utilisation_is_not_none():
-    from vitscale.flops.view import percent
+    from vitscale.table import percent
 
     assert [percent(1)(value) for value in (0.4567, 0.0005, 0.000123, 0)] == ["45.7 %", "0.05 %", "0.0123 %", "0 %"]
 

@@ -5,9 +5,9 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from vitscale.flops.view import Column, Row, View, number, percent, render, short
 from vitscale.planning.cluster import GB, Cluster
 from vitscale.planning.plan import Choice, Plan, Totals, find_best
+from vitscale.table import Column, Row, View, number, percent, render, short
 from vitscale.wording import counted
 
 _PARTS = ("weights", "optimizer", "ema", "gradients", "update", "activations", "workspace", "images")

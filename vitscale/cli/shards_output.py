@@ -21,6 +21,7 @@ from vitscale.errors import DataError, RecipeError
 from vitscale.files.durable import durable_file
 from vitscale.shards import Manifest
 from vitscale.storage import without_file_scheme
+from vitscale.table import printable
 from vitscale.wording import counted
 
 _LINE_SECONDS = 10.0
@@ -274,7 +275,7 @@ def _print_counts(console: Console, counts: dict[str, int], unlabelled: int) -> 
 
 def plain(text: str) -> str:
     """Text as it is: no markup of rich's, nothing that steers a terminal."""
-    return escape("".join(char if char.isprintable() else repr(char)[1:-1] for char in text))
+    return escape(printable(text))
 
 
 def _shown(value: Any) -> str:

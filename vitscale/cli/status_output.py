@@ -10,25 +10,21 @@ from datetime import UTC, datetime
 from typing import Any
 
 import typer
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from vitscale.cli.command_line import reader_is_gone
 from vitscale.cli.entry import EXIT_INTERRUPTED
 from vitscale.errors import VitscaleError
-from vitscale.flops.view import hours, number, percent, short
 from vitscale.status import NoRunYetError, RunReader, RunStatus
 from vitscale.status.liveness import duration
+from vitscale.table import Column, Row, View, fitted, hours, number, percent, printable, short
 
 _EVERY_S = 2.0
 _SHOWN_METRICS = 6
 _UNLIMITED = 2**16  # characters in a line
-# What a narrow terminal is not shown, in this order.
-_SPARE = ("exaFLOPs", "MFU", "trend", "images/s", "of", "precision", "cost")
 _QUIET = {"done": "green", "stopped early": "green", "running": "green"}  # states that nobody has to look at
 _LOUD = {"failed": "red", "not running": "red"}
 
@@ -146,63 +142,69 @@ def _json(status: RunStatus) -> str:
 def _picture(console: Console, known: Sequence[RunStatus], errors: Sequence[VitscaleError] = ()) -> RenderableType:
     """One run in lines, several in a table."""
     shown = [_table(console, known), *_remarks(known)] if len(known) > 1 else map(_block, known)
-    return Group(*shown, *(Text(f"error: {_plain(str(error))}") for error in errors))
+    return Group(*shown, *(Text(f"error: {printable(str(error))}") for error in errors))
 
 
 def _block(status: RunStatus) -> RenderableType:
     facts = _facts(status)
     width = max(map(len, facts))
-    lines = [Text(_plain(status.run), style="bold")]
+    lines = [Text(printable(status.run), style="bold")]
     for name, value in facts.items():
         style = _style(status) if name == "state" else ""
-        lines.append(Text(f"  {name:<{width}}  ").append(_plain(value), style=style))
-    return Group(*lines, *(Text(f"  note: {_plain(note)}") for note in status.notes))
+        lines.append(Text(f"  {name:<{width}}  ").append(printable(value), style=style))
+    return Group(*lines, *(Text(f"  note: {printable(note)}") for note in status.notes))
 
 
 def _style(status: RunStatus) -> str:
     return _QUIET.get(status.state) or _LOUD.get(status.state, "yellow")
 
 
+_COLUMNS = (
+    Column("run", "run", printable, is_text=True, folds=True),
+    Column("state", "state", lambda status: status.state, is_text=True, style=_style),
+    Column("step", "step", number(0)),
+    Column("total_steps", "of", number(0), spare=3),
+    Column("loss", "loss", "{:.4f}".format),
+    Column("trend", "trend", spare=5),
+    Column("top1", "top-1", percent(1)),
+    Column("precision", "precision", spare=2),
+    Column("images_per_s", "images/s", number(1), spare=4),
+    Column("mfu", "MFU", percent(1), spare=6),
+    Column("left", "left", duration),
+    Column("exaflops", "exaFLOPs", number(3), spare=7),
+    Column("cost", "cost", number(2), spare=1),
+)
+
+
 def _table(console: Console, known: Sequence[RunStatus]) -> Table:
-    """Without columns that no run has a value for, and those that a narrow terminal has no room for."""
-    rows = [_cells(status) for status in known]
-    headings = [heading for heading in rows[0] if any(row[heading] for row in rows)]
-    for spare in ("", *_SPARE):
-        headings = [heading for heading in headings if heading != spare]
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-        table.add_column("run", overflow="fold")
-        table.add_column("state", no_wrap=True)
-        for heading in headings:
-            table.add_column(heading, justify="right", no_wrap=True)
-        for status, row in zip(known, rows, strict=True):
-            state = Text(status.state, style=_style(status))
-            table.add_row(Text(_plain(status.run)), state, *(row[heading] for heading in headings))
-        if Measurement.get(console, console.options.update(width=_UNLIMITED), table).maximum <= console.width:
-            break
+    table, _ = fitted(console, View(_COLUMNS, [_row(status) for status in known]), console.width)
     return table
 
 
-def _cells(status: RunStatus) -> dict[str, str]:
+def _row(status: RunStatus) -> Row:
     values = status.evaluation.values if status.evaluation is not None else {}
     return {
-        "step": _shown(status.step, number(0)),
-        "of": _shown(status.total_steps, number(0)),
-        "loss": _shown(status.loss, "{:.4f}".format),
-        "trend": status.trend.direction if status.trend is not None else "",
-        "top-1": _shown(values.get("validation/top1"), percent(1)),
-        "precision": status.precision or "",
-        "images/s": _shown(status.images_per_s, number(1)),
-        "MFU": _shown(status.mfu, percent(1)),
-        "left": _shown(status.left_s, duration),
-        "exaFLOPs": _shown(status.exaflops, number(3)),
-        "cost": _shown(status.cost, number(2)),
+        "run": status.run,
+        "state": status,
+        "step": status.step,
+        "total_steps": status.total_steps,
+        "loss": status.loss,
+        "trend": status.trend.direction if status.trend is not None else None,
+        "top1": values.get("validation/top1"),
+        "precision": status.precision,
+        "images_per_s": status.images_per_s,
+        "mfu": status.mfu,
+        "left": status.left_s,
+        "exaflops": status.exaflops,
+        "cost": status.cost,
     }
 
 
 def _line(status: RunStatus) -> str:
     """One run in one line, with the time."""
-    cells = "  ".join(f"{name} {cell}" for name, cell in _cells(status).items() if cell)
-    return f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S}  {_plain(status.run)}  {status.state}  {cells}".rstrip()
+    row = _row(status)
+    cells = "  ".join(f"{column.title} {cell}" for column in _COLUMNS[2:] if (cell := column.cell(row)))
+    return f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S}  {printable(status.run)}  {status.state}  {cells}".rstrip()
 
 
 def _remarks(known: Sequence[RunStatus]) -> list[Text]:
@@ -212,7 +214,7 @@ def _remarks(known: Sequence[RunStatus]) -> list[Text]:
         said = [] if status.state in _QUIET else [f"{status.state}: {status.why}"]
         if status.slowest_rank is not None and status.slowest_rank.is_straggler:
             said.append(_facts(status)["slowest rank"])
-        remarks += [Text(_plain(f"{status.run}: {remark}")) for remark in (*said, *status.notes)]
+        remarks += [Text(printable(f"{status.run}: {remark}")) for remark in (*said, *status.notes)]
     return remarks
 
 
@@ -347,8 +349,3 @@ def _size(size: float) -> str:
 
 def _joined(parts: Sequence[str]) -> str:
     return ", ".join(part for part in parts if part)
-
-
-def _plain(text: str) -> str:
-    """Nothing in it steers a terminal."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

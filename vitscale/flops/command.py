@@ -17,8 +17,8 @@ from vitscale.flops.cost import Hardware
 from vitscale.flops.estimate import Estimate, estimate
 from vitscale.flops.hardware import find_device
 from vitscale.flops.published import table_6
-from vitscale.flops.view import Form, render
 from vitscale.recipe import find_recipe, load_recipe, recipes_dir
+from vitscale.table import Form, render
 
 # What goes with the option that chooses the report; the first of them that is given chooses.
 _OF_HARDWARE = {"--devices", "--mfu", "--price"}

@@ -10,7 +10,7 @@ from vitscale.flops.hardware import find_device
 from vitscale.flops.matching import state_of_the_art_row
 from vitscale.flops.published import StateOfTheArt, table_2
 from vitscale.flops.reports import COST, EXAFLOPS, RECIPE, TRAINING_HOURS_SAY, energy_legend
-from vitscale.flops.view import Column, Row, View, number, percent, short
+from vitscale.table import Column, Row, View, number, percent, short
 
 _COLUMNS = (
     RECIPE,

@@ -9,7 +9,7 @@ from vitscale.flops.estimate import Estimate
 from vitscale.flops.hardware import Device
 from vitscale.flops.matching import position_row, possible_epochs, transfer_row
 from vitscale.flops.published import DataSize
-from vitscale.flops.view import Column, Row, View, number, percent, short
+from vitscale.table import Column, Row, View, number, percent, short
 
 RECIPE = Column("recipe", "recipe", is_text=True)
 EXAFLOPS = Column("exaflops", "exaFLOPs", number(1))

@@ -7,8 +7,8 @@ from vitscale.flops.cost import cost_row
 from vitscale.flops.hardware import Device
 from vitscale.flops.records import Run
 from vitscale.flops.reports import energy_legend
-from vitscale.flops.view import Column, Row, View, hours, number, percent
 from vitscale.flops.work import recipe_work
+from vitscale.table import Column, Row, View, hours, number, percent
 
 _COLUMNS = (
     Column("run", "run", is_text=True),

@@ -23,7 +23,8 @@ _UNLIMITED = 2**20  # characters in a line
 class Column:
     """One column: its key in JSON and CSV, which have the bare value, and how people see it.
 
-    `spare` is the order in which a narrow terminal leaves columns out, the highest first; 0 stays.
+    `spare` is the order in which a narrow terminal leaves columns out, the highest first; 0 stays. Long cells of
+    a column that `folds` continue in the next line. `style` is rich's style of a value.
     """
 
     key: str
@@ -31,6 +32,8 @@ class Column:
     show: Callable[[Any], str] = str
     is_text: bool = False
     spare: int = 0
+    folds: bool = False
+    style: Callable[[Any], str] | None = None
 
     @property
     def title(self) -> str:
@@ -125,13 +128,7 @@ def _print_table(view: View) -> None:
     console = Console(highlight=False)
     # What is piped has no terminal whose width would matter.
     room = console.width if console.is_terminal else _UNLIMITED
-    columns = view.shown_columns()
-    hidden: list[Column] = []
-    table = _table(view, columns)
-    while _width(console, table) > room and any(column.spare for column in columns):
-        hidden.append(max(columns, key=lambda column: column.spare))
-        columns.remove(hidden[-1])
-        table = _table(view, columns)
+    table, hidden = fitted(console, view, room)
     # A number cut short would be another number: where there is no room even so, lines are longer than the terminal.
     if view.rows:
         Console(highlight=False, width=_width(console, table)).print(table)
@@ -144,6 +141,23 @@ def _print_table(view: View) -> None:
         Console(highlight=False, width=room).print(Text(note))
 
 
+def fitted(console: Console, view: View, room: int) -> tuple[Table, list[Column]]:
+    """The table that people see, and the columns that were left out to make it at most `room` characters wide."""
+    columns = view.shown_columns()
+    hidden: list[Column] = []
+    table = _table(view, columns)
+    while _width(console, table) > room and any(column.spare for column in columns):
+        hidden.append(max(columns, key=lambda column: column.spare))
+        columns.remove(hidden[-1])
+        table = _table(view, columns)
+    return table, hidden
+
+
+def printable(text: str) -> str:
+    """Text in which nothing steers a terminal."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
 def _width(console: Console, table: Table) -> int:
     """Columns of the terminal that the table would like to have."""
     return Measurement.get(console, console.options.update(width=_UNLIMITED), table).maximum
@@ -152,11 +166,17 @@ def _width(console: Console, table: Table) -> int:
 def _table(view: View, columns: Sequence[Column]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     for column in columns:
-        table.add_column(column.heading, justify="left" if column.is_text else "right", no_wrap=True)
+        justify: Literal["left", "right"] = "left" if column.is_text else "right"
+        overflow: Literal["fold", "ellipsis"] = "fold" if column.folds else "ellipsis"
+        table.add_column(column.heading, justify=justify, overflow=overflow, no_wrap=not column.folds)
     ends = {sum(view.groups[: index + 1]) for index in range(len(view.groups))}
     for index, row in enumerate(view.rows, start=1):
-        table.add_row(*(Text(column.cell(row)) for column in columns), end_section=index in ends)
+        table.add_row(*(_styled(column, row) for column in columns), end_section=index in ends)
     return table
+
+
+def _styled(column: Column, row: Row) -> Text:
+    return Text(column.cell(row), style="" if column.style is None else column.style(row[column.key]))
 
 
 _PRINTERS: dict[Form, Callable[[View], None]] = {
