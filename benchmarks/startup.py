@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import vitscale
+from vitscale.machine import free_port
 from vitscale.shards.generated import write_generated_dataset
-from vitscale.training.distributed import HEARTBEAT_VARIABLE, free_port
+from vitscale.training.distributed import HEARTBEAT_VARIABLE
 
 LIMIT = 60.0
 

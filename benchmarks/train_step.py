@@ -84,8 +84,8 @@ def recipe_of(who: str, model: str, folder: str, options: argparse.Namespace) ->
 def trainer_step(options: argparse.Namespace, folder: Path) -> Callable[[], float]:
     """The trainer of a recipe, and one of its batches again and again."""
     from vitscale.data import on_device
+    from vitscale.machine import free_port
     from vitscale.shards.generated import write_generated_dataset
-    from vitscale.training.distributed import free_port
     from vitscale.training.plan import open_loader, plan_run
     from vitscale.training.trainer import Trainer
 

@@ -30,9 +30,9 @@ LIMIT = 0.02
 def work(_: int, model: str, batch: int, rounds: int, folder: Path) -> None:
     """A process for one model; its result goes to a file."""
     from vitscale.data import to_model_input
+    from vitscale.machine import free_port
     from vitscale.models import weight_dtype
     from vitscale.shards.generated import write_generated_dataset
-    from vitscale.training.distributed import free_port
     from vitscale.training.pace import Pace
     from vitscale.training.plan import open_loader, plan_run
     from vitscale.training.trainer import Trainer

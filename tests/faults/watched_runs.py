@@ -17,8 +17,8 @@ import yaml
 
 import vitscale
 from vitscale.checkpoint import CheckpointStore
+from vitscale.machine import free_port
 from vitscale.shards.generated import write_generated_dataset
-from vitscale.training.distributed import free_port
 
 PRETRAIN = Path(vitscale.__file__).with_name("pretrain.py")
 EXACT = ("step", "loss", "lr", "grad_norm", "batch_digest", "anomalies")

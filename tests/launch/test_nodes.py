@@ -15,7 +15,7 @@ from small_ranks import is_alive, started, wait_until
 
 from vitscale.errors import PeerLostError
 from vitscale.launch import FirstNode, Place, Supervisor, fitting
-from vitscale.launch.machine import hold_port
+from vitscale.machine import hold_port
 
 PROGRAM = Path(__file__).with_name("small_launch.py")
 ROOT = PROGRAM.parents[2]

@@ -18,7 +18,7 @@ from small_ranks import is_alive, started, wait_until
 import vitscale
 from vitscale.errors import PeerLostError, PreemptedError, RecipeError
 from vitscale.launch import HEARTBEAT_VARIABLE, Pretraining, PretrainingRanks, count_devices
-from vitscale.launch.machine import hold_port
+from vitscale.machine import hold_port
 from vitscale.runs.names import default_run_dir
 
 VITSCALE = [sys.executable, "-c", "from vitscale.cli.main import main; main()"]

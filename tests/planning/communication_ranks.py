@@ -20,7 +20,7 @@ def run_steps(rank: int, world_size: int, port: int, folder: Path, cases: dict[s
     from toy_recipes import make_recipe
 
     from vitscale.models import weight_dtype
-    from vitscale.training.agreement import Agreement
+    from vitscale.ranks import Agreement
     from vitscale.training.engine import Fp32Accumulation
 
     join(rank, world_size, port)

@@ -10,8 +10,8 @@ import torch.multiprocessing as mp
 from rank_engines import join
 from toy_recipes import make_recipe
 
+from vitscale.machine import free_port
 from vitscale.planning import expected_memory
-from vitscale.training.distributed import free_port
 
 STEPS = 3
 

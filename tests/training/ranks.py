@@ -19,9 +19,9 @@ from torch.multiprocessing import start_processes
 
 from vitscale.checkpoint import CheckpointStore
 from vitscale.errors import VitscaleError
+from vitscale.machine import free_port
 from vitscale.recipe import Recipe, load_recipe, smoke_form, validate_recipe
 from vitscale.shards.generated import write_generated_dataset
-from vitscale.training.distributed import free_port
 
 # The last two are what the first engine of a process imports: a compiler that it has no use for.
 _IMPORTED_ONCE = ["vitscale.training.trainer", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"]

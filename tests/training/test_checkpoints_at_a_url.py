@@ -13,7 +13,7 @@ from ranks import make_data, run_jobs
 from s3_server import BUCKET, S3Server, serving
 
 from vitscale.checkpoint import CheckpointStore, RemotePlace
-from vitscale.training.distributed import free_port
+from vitscale.machine import free_port
 
 COLUMNS = ("loss", "lr", "grad_norm", "batch_digest")
 

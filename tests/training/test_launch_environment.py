@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vitscale.launch.machine import hold_port
+from vitscale.machine import hold_port
 from vitscale.training import distributed
 
 

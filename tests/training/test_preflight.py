@@ -13,8 +13,8 @@ from preflight_ranks import run_jobs
 from ranks import make_data
 
 import vitscale
+from vitscale.machine import free_port
 from vitscale.shards.generated import write_generated_dataset
-from vitscale.training.distributed import free_port
 from vitscale.training.preflight import code_fingerprint
 
 HOST = socket.gethostname()

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from vitscale.errors import DataError
 from vitscale.evaluation.contract import MakeLoader, Predict
-from vitscale.evaluation.distributed import reduce_sum
 from vitscale.objectives.classification import CrossEntropy
+from vitscale.ranks import reduce_sum
 
 
 @dataclass(frozen=True)

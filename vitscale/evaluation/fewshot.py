@@ -10,8 +10,8 @@ from torch import Tensor
 from vitscale.data.hashing import mix
 from vitscale.errors import DataError
 from vitscale.evaluation.contract import MakeLoader, Predict
-from vitscale.evaluation.distributed import gather_rows, on_rank_zero
 from vitscale.evaluation.ridge import best_shared_l2, fewshot_accuracy
+from vitscale.ranks import gather_rows, on_rank_zero
 
 PAPER_L2S = tuple(2.0**exponent for exponent in range(-10, 20))
 """The regularisation strengths that the authors' original few-shot code chose among."""

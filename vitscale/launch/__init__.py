@@ -1,12 +1,12 @@
 """Starting the ranks of a run, watching them, and starting them again. No torch."""
 
 from vitscale.launch.environment import RankEnvironment, find_place, read_environment
-from vitscale.launch.machine import count_devices
 from vitscale.launch.nodes import FirstNode, Layout, Nodes, OtherNode, Place, fitting
 from vitscale.launch.pretraining import Pretraining, PretrainingRanks, launch_pretraining
 from vitscale.launch.rank import HEARTBEAT_VARIABLE, RankCommand
 from vitscale.launch.restarts import Launch
 from vitscale.launch.supervisor import Supervisor
+from vitscale.machine import count_devices
 
 __all__ = [
     "HEARTBEAT_VARIABLE",

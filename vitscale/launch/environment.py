@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vitscale.errors import RecipeError
-from vitscale.launch.machine import hold_port
 from vitscale.launch.nodes import DEFAULT_PORT, Place
+from vitscale.machine import free_port
 from vitscale.wording import counted
 
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -65,8 +65,7 @@ def read_environment() -> RankEnvironment:
         values, address = _of_slurm()
     else:
         _refuse_to_be_one_of_several("SLURM_NTASKS", "tasks")
-        with hold_port() as holder:
-            values = _torch_values("0", "1", "0", "1", str(holder.getsockname()[1]))
+        values = _torch_values("0", "1", "0", "1", free_port())
         address = "127.0.0.1"
     try:
         rank, size, local_rank, port, local_size = (

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 from vitscale.errors import PeerLostError, RecipeError, VitscaleError
 from vitscale.launch.ends import End
-from vitscale.launch.machine import hold_port
 from vitscale.launch.supervisor import Supervisor, say
+from vitscale.machine import hold_port
 
 DEFAULT_PORT = 29600
 """At which the launches of several nodes meet, on the first one."""

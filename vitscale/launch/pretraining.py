@@ -10,11 +10,11 @@ from typing import Literal
 
 import vitscale
 from vitscale.errors import PeerLostError, PreemptedError, RecipeError
-from vitscale.launch.machine import count_devices
 from vitscale.launch.nodes import FirstNode, Layout, Nodes, OneNode, OtherNode, Place, fitting
 from vitscale.launch.rank import RankCommand
 from vitscale.launch.restarts import Launch
 from vitscale.launch.supervisor import Supervisor, say
+from vitscale.machine import count_devices
 from vitscale.recipe import load_recipe
 from vitscale.runs.directory import in_use, is_held
 from vitscale.runs.names import RECIPE_FILE, default_run_dir

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from vitscale.launch.machine import process_state
+from vitscale.machine import process_state
 
 HEARTBEAT_VARIABLE = "VITSCALE_HEARTBEAT_FD"
 """The number of an open file, to which a rank writes one JSON object with step, phase and phase_s a line."""

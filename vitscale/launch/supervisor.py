@@ -15,8 +15,8 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from vitscale.launch.ends import FINAL, End
-from vitscale.launch.machine import STOPPED, out_of_memory_kills
 from vitscale.launch.rank import RankCommand, RankProcess
+from vitscale.machine import STOPPED, out_of_memory_kills
 from vitscale.wording import counted
 
 # What is passed on as what. SIGINT is a person's Ctrl-C, SIGHUP a terminal that was closed.

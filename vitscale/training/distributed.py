@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from vitscale.errors import PeerLostError, RecipeError
-from vitscale.evaluation.distributed import on_rank_zero
+from vitscale.ranks import on_rank_zero
 from vitscale.training.progress import tell
 
 HEARTBEAT_VARIABLE = "VITSCALE_HEARTBEAT_FD"
@@ -42,13 +42,6 @@ class World:
     def is_main(self) -> bool:
         """Whether this rank writes and prints for all."""
         return self.rank == 0
-
-
-def free_port() -> str:
-    """A TCP port of this machine that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def start(rank: int, size: int, local_rank: int, timeout: timedelta = timedelta(minutes=10)) -> World:

@@ -6,8 +6,8 @@ import resource
 import torch
 
 from vitscale.errors import OutOfMemoryError
+from vitscale.machine import available_memory
 from vitscale.planning import largest_micro_batch
-from vitscale.planning.machine import available_memory
 from vitscale.planning.tensors import DeviceType
 from vitscale.recipe import Recipe
 from vitscale.training.distributed import World

@@ -6,7 +6,7 @@ from statistics import median
 
 import torch
 
-from vitscale.planning.machine import has_bf16_instructions
+from vitscale.machine import has_bf16_instructions
 from vitscale.recipe import Recipe, override, read_recipe
 from vitscale.runs.names import RECIPE_FILE
 

@@ -26,10 +26,10 @@ import torch
 import vitscale
 from vitscale.checkpoint import LocalPlace, checkpoint_place
 from vitscale.errors import RecipeError, StorageError
-from vitscale.evaluation.distributed import on_rank_zero
+from vitscale.machine import available_memory, has_bf16_instructions
 from vitscale.planning import Memory, expected_memory, largest_micro_batch
-from vitscale.planning.machine import available_memory, has_bf16_instructions
 from vitscale.planning.tensors import DeviceType
+from vitscale.ranks import on_rank_zero
 from vitscale.recipe import Recipe
 from vitscale.training import distributed
 from vitscale.training.plan import Plan

@@ -6,8 +6,8 @@ from pathlib import Path
 from vitscale.checkpoint import CheckpointReader, Index
 from vitscale.data import LIBJPEG_TURBO_VERSION
 from vitscale.errors import CheckpointError
-from vitscale.evaluation.distributed import on_rank_zero
 from vitscale.evaluation.finished import trained_recipe
+from vitscale.ranks import on_rank_zero
 from vitscale.recipe import Recipe
 from vitscale.runs import directory as run_directory
 from vitscale.runs.names import DONE_FILE, METRICS_FILE

@@ -29,9 +29,9 @@ from vitscale.errors import (
 from vitscale.evaluation import evaluate
 from vitscale.interruption import Interruption
 from vitscale.models import Outputs
+from vitscale.ranks import Agreement
 from vitscale.recipe import Recipe
 from vitscale.training import distributed, fragments
-from vitscale.training.agreement import Agreement
 from vitscale.training.anomalies import Anomaly
 from vitscale.training.attention import preferred_attention
 from vitscale.training.claim import Claim

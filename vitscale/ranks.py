@@ -1,4 +1,4 @@
-"""What evaluators need of other ranks. Without a process group there is one rank and nothing to do.
+"""What ranks tell each other. Without a process group there is one rank and nothing to do, but for `Agreement`.
 
 Tensors stay on the device they come on, which has to be one that the process group's backend serves.
 """
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 def world_size() -> int:
-    """Ranks that evaluate together."""
+    """Ranks that work together."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -69,3 +69,20 @@ def on_rank_zero(compute: Callable[[], Result]) -> Result:
     if outcome[1] is not None:
         raise outcome[1].on_all_ranks() if isinstance(outcome[1], VitscaleError) else outcome[1]
     return outcome[0]
+
+
+class Agreement:
+    """What ranks agree on between two steps, over a process group of its own in host memory: no device waits for it.
+
+    A signal reaches ranks at different moments, and files are written at different speeds. Whatever follows from such a
+    thing must happen at the same step on every rank, or one of them waits for ever in a collective that others left.
+    """
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo")
+
+    def largest(self, *numbers: int) -> list[int]:
+        """The largest over the ranks of each number; all ranks call it together with equally many."""
+        values = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
+        return [int(value) for value in values]

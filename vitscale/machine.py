@@ -1,0 +1,146 @@
+"""What this machine has: devices, memory, processes, ports, instructions. Linux only; elsewhere unknown. No torch."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+STOPPED = "stopped, T"
+
+_MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # the last is what ARM calls it
+_ISAS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI"}
+_STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk or device", "T": STOPPED, "Z": "ended"}
+_COUNTING_SECONDS = 120.0
+
+# CUDA's own count, which follows CUDA_VISIBLE_DEVICES. 34 and 100 are its words for "no driver" and "no device".
+_COUNT_DEVICES = """
+import ctypes
+count = ctypes.c_int()
+try:
+    cuda = ctypes.CDLL("libcuda.so.1")
+    error = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
+except OSError:
+    error = 34
+print(count.value if error in (0, 34, 100) else f"error {error}")
+"""
+
+
+def count_devices() -> int | None:
+    """Number of CUDA devices that a rank would see; None where CUDA cannot tell.
+
+    Counted by a process of its own: a driver in trouble may hang, and whoever has opened it keeps what it saw.
+    """
+    command = [sys.executable, "-I", "-S", "-c", _COUNT_DEVICES]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_COUNTING_SECONDS).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return int(answer) if answer.isdecimal() else None
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that all processes here can still take together, by the kernel and by the control groups we are in.
+
+    File caches count as free. None where nothing says so. `root` holds `proc` and `sys`.
+    """
+    found = [*_of_the_machine(root), *_of_groups(root)]
+    return max(0, min(found)) if found else None
+
+
+def _of_the_machine(root: Path) -> list[int]:
+    with suppress(OSError):
+        line = re.search(r"^MemAvailable:\s+(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
+        return [int(line[1]) << 10] if line else []
+    return []
+
+
+def _of_groups(root: Path) -> list[int]:
+    """What is left below the limit of each control group, version 1 or 2, from ours up to the top."""
+    found = []
+    for version, folder in _memory_groups(root):
+        limit, current, cache = _MEMORY_FILES[version]
+        with suppress(OSError, ValueError):  # "max" is no limit
+            at_most, used = int((folder / limit).read_text()), int((folder / current).read_text())
+            reclaimable = re.search(rf"^{cache} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+            found.append(at_most - used + (int(reclaimable[1]) if reclaimable else 0))
+    return found
+
+
+def out_of_memory_kills(root: Path = Path("/")) -> int | None:
+    """Processes of this control group that the kernel has killed for want of memory; None where it does not say."""
+    for version, folder in _memory_groups(root):
+        with suppress(OSError):
+            events = (folder / ("memory.events" if version == 2 else "memory.oom_control")).read_text()
+            if kills := re.search(r"^oom_kill (\d+)$", events, re.MULTILINE):
+                return int(kills[1])
+    return None
+
+
+def _memory_groups(root: Path) -> Iterator[tuple[int, Path]]:
+    """Version, 1 or 2, and folder of each control group that counts memory, from ours up to the top."""
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            version, top = 2, root / "sys/fs/cgroup"
+        elif "memory" in controllers.split(","):
+            version, top = 1, root / "sys/fs/cgroup/memory"
+        else:
+            continue
+        own = top / path.lstrip("/")
+        # In a container the path may be that of the machine, while the group itself is at the top.
+        for folder in (own, *own.parents):
+            yield version, folder
+            if folder == top:
+                break
+
+
+def has_bf16_instructions(root: Path = Path("/")) -> bool | None:
+    """Whether torch multiplies bf16 numbers with instructions of the processor; None where nothing says so.
+
+    oneDNN, which multiplies for torch, can be kept from using them by its own environment variable.
+    """
+    if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _ISAS_WITHOUT_BF16:
+        return False
+    with suppress(OSError):
+        lines = re.findall(r"^(?:flags|Features)\s*:(.*)$", (root / "proc/cpuinfo").read_text(), re.MULTILINE)
+        if lines:
+            return bool(_BF16_FLAGS & set(lines[0].split()))
+    return None
+
+
+def hold_port() -> socket.socket:
+    """A TCP port at which the ranks can meet, kept from everybody else for as long as the socket is open.
+
+    It does not listen, and allows the one who does to share the port; the system gives it to nobody else meanwhile.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    return holder
+
+
+def free_port() -> str:
+    """A TCP port of this machine that nobody listens on at the moment."""
+    with hold_port() as holder:
+        return str(holder.getsockname()[1])
+
+
+def process_state(pid: int) -> str:
+    """State of a process in words, as Linux has it in /proc."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "gone"
+    return _STATES.get(letter, letter)
