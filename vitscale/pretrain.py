@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING  # noqa: E402
 
 from vitscale.errors import EXIT_DONE, PeerLostError, PreemptedError, RecipeError, VitscaleError  # noqa: E402
 from vitscale.files.durable import forbid_writing_by_everybody  # noqa: E402
+from vitscale.heartbeat import HEARTBEAT_VARIABLE  # noqa: E402
 from vitscale.interruption import Interruption  # noqa: E402
-from vitscale.launch import HEARTBEAT_VARIABLE, read_environment  # noqa: E402
+from vitscale.launch import read_environment  # noqa: E402
 from vitscale.recipe import Recipe, load_recipe, override, smoke_form  # noqa: E402
 from vitscale.runs.names import default_run_dir  # noqa: E402
 

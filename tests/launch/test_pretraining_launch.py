@@ -17,7 +17,7 @@ from small_ranks import is_alive, started, wait_until
 
 import vitscale
 from vitscale.errors import PeerLostError, PreemptedError, RecipeError
-from vitscale.launch import HEARTBEAT_VARIABLE, Pretraining, PretrainingRanks, count_devices
+from vitscale.launch import Pretraining, PretrainingRanks, count_devices
 from vitscale.machine import hold_port
 from vitscale.runs.names import default_run_dir
 
@@ -145,12 +145,6 @@ def test_a_held_port_is_for_the_ranks_alone():
         rank.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         rank.bind(("127.0.0.1", port))
         rank.listen()
-
-
-def test_ranks_and_launch_mean_the_same_heartbeat():
-    from vitscale.training import watchdog
-
-    assert watchdog.HEARTBEAT_VARIABLE == HEARTBEAT_VARIABLE
 
 
 def _ranks_of(launch: psutil.Process) -> dict[str, int]:

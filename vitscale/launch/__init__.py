@@ -3,13 +3,12 @@
 from vitscale.launch.environment import RankEnvironment, find_place, read_environment
 from vitscale.launch.nodes import FirstNode, Layout, Nodes, OtherNode, Place, fitting
 from vitscale.launch.pretraining import Pretraining, PretrainingRanks, launch_pretraining
-from vitscale.launch.rank import HEARTBEAT_VARIABLE, RankCommand
+from vitscale.launch.rank import RankCommand
 from vitscale.launch.restarts import Launch
 from vitscale.launch.supervisor import Supervisor
 from vitscale.machine import count_devices
 
 __all__ = [
-    "HEARTBEAT_VARIABLE",
     "FirstNode",
     "Launch",
     "Layout",

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import json
 import os
 import signal
 import subprocess
@@ -10,9 +9,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from vitscale.heartbeat import HEARTBEAT_VARIABLE, Beat
 from vitscale.machine import process_state
 
-HEARTBEAT_VARIABLE = "VITSCALE_HEARTBEAT_FD"
 """The number of an open file, to which a rank writes one JSON object with step, phase and phase_s a line."""
 
 _PR_SET_PDEATHSIG = 1
@@ -111,11 +110,10 @@ class RankProcess:
             return
         *lines, self._partial = (self._partial + received).split(b"\n")
         for line in lines:
-            try:
-                beat = json.loads(line)
-                self.step, self._phase = int(beat["step"]), str(beat["phase"])
-            except (ValueError, KeyError, TypeError):
+            beat = Beat.parse(line)
+            if beat is None:
                 continue
+            self.step, self._phase, _ = beat
             self.highest_step = max(self.highest_step, self.step)
             self._heard_at = time.monotonic()
 

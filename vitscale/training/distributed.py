@@ -18,11 +18,9 @@ import torch
 import torch.distributed as dist
 
 from vitscale.errors import PeerLostError, RecipeError
+from vitscale.heartbeat import HEARTBEAT_VARIABLE
 from vitscale.ranks import on_rank_zero
 from vitscale.training.progress import tell
-
-HEARTBEAT_VARIABLE = "VITSCALE_HEARTBEAT_FD"
-"""The number of an open file that a supervising launch reads: one JSON object with step, phase and phase_s a line."""
 
 _STALE_LOCK_SECONDS = 1800
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h

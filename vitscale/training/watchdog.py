@@ -5,7 +5,6 @@ A rank in a collective waits for the slowest one without a word, for as long as 
 
 import contextlib
 import faulthandler
-import json
 import os
 import sys
 import tempfile
@@ -13,7 +12,8 @@ import threading
 import time
 
 from vitscale.errors import PeerLostError
-from vitscale.training.distributed import HEARTBEAT_VARIABLE, World
+from vitscale.heartbeat import HEARTBEAT_VARIABLE, Beat
+from vitscale.training.distributed import World
 from vitscale.training.roll_call import INTERVAL_SECONDS, RollCall
 
 _AFTER_THE_STACKS_SECONDS = 3.0
@@ -63,9 +63,8 @@ class Watchdog(threading.Thread):
 
     def _tell_the_launch(self, step: int, phase: str, seconds: float) -> None:
         if self._beat is not None:
-            line = json.dumps({"step": step, "phase": phase, "phase_s": round(seconds, 1)}) + "\n"
             with contextlib.suppress(OSError):  # nobody reads any more
-                os.write(self._beat, line.encode())
+                os.write(self._beat, Beat(step, phase, seconds).line())
 
     def _end(self, step: int, phase: str, seconds: float) -> None:
         stacks = _stacks()
