@@ -4,7 +4,7 @@
 anything starts. Nothing is silently ignored.
 """
 
-from vitscale.recipe.comparing import FREE_ON_RESUME, differences
+from vitscale.recipe.comparing import FREE_ON_RESUME, changes, differences
 from vitscale.recipe.datasets import DATA_ROOT_VARIABLE, find_dataset
 from vitscale.recipe.fields import explain_fields, json_schema
 from vitscale.recipe.objectives import Classification, Objective
@@ -53,6 +53,7 @@ __all__ = [
     "Recipe",
     "Spike",
     "apply_setting",
+    "changes",
     "differences",
     "explain_fields",
     "find_dataset",

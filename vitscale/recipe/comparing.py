@@ -1,5 +1,6 @@
 """Whether two recipes are one run."""
 
+from collections.abc import Iterator
 from typing import Any
 
 # What may differ when a run is resumed: it changes where and how fast the run computes, not what it computes.
@@ -24,16 +25,23 @@ FREE_ON_RESUME = (
 )
 
 
+def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(key, old value, new value) of all that differs between two dumped recipes, sorted; None for what is not there.
+
+    `prefix` is put before each key.
+    """
+    for name in sorted({*old, *new}):
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from changes(before, after, f"{prefix}{name}.")
+        elif before != after:
+            yield f"{prefix}{name}", before, after
+
+
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
     """Lines `key: old -> new` for all that differs between two dumped recipes and matters to what is computed."""
-    lines = []
-    for key in sorted({*old, *new}):
-        path = f"{prefix}{key}"
-        if path in FREE_ON_RESUME:
-            continue
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            lines += differences(before, after, f"{path}.")
-        elif before != after:
-            lines.append(f"{path}: {before!r} -> {after!r}")
-    return lines
+    return [f"{key}: {before!r} -> {after!r}" for key, before, after in changes(old, new, prefix) if not _is_free(key)]
+
+
+def _is_free(key: str) -> bool:
+    return any(f"{key}.".startswith(f"{free}.") for free in FREE_ON_RESUME)

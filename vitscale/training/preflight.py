@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import torch
@@ -30,7 +29,7 @@ from vitscale.machine import available_memory, has_bf16_instructions
 from vitscale.planning import Memory, expected_memory, largest_micro_batch
 from vitscale.planning.tensors import DeviceType
 from vitscale.ranks import on_rank_zero
-from vitscale.recipe import Recipe
+from vitscale.recipe import Recipe, changes
 from vitscale.training import distributed
 from vitscale.training.plan import Plan
 from vitscale.training.precision import slowness_of_bf16
@@ -185,22 +184,13 @@ def _check_agreement(ranks: Sequence[_Rank], recipe: Recipe) -> None:
     recipes = [json.loads(text) for text in distributed.gather(_canonical(recipe))]
     usual_recipe = Counter(map(str, recipes)).most_common(1)[0][0]
     usual = next(content for content in recipes if str(content) == usual_recipe)
-    problems += dict.fromkeys(line for other in recipes for line in _differing_keys(usual, other))
+    problems += dict.fromkeys(
+        f"    {key}: {here!r}, elsewhere {there!r}" for other in recipes for key, there, here in changes(usual, other)
+    )
     raise RecipeError(
         "the ranks of this launch are not the same:\n" + "\n".join(problems) + "\nStart all ranks with one command, "
         "on machines that have one version of everything and the same data"
     ).on_all_ranks()
-
-
-def _differing_keys(usual: dict[str, Any], other: dict[str, Any], prefix: str = "") -> list[str]:
-    lines = []
-    for key in sorted({*usual, *other}):
-        here, there = other.get(key), usual.get(key)
-        if isinstance(here, dict) and isinstance(there, dict):
-            lines += _differing_keys(there, here, f"{prefix}{key}.")
-        elif here != there:
-            lines.append(f"    {prefix}{key}: {here!r}, elsewhere {there!r}")
-    return lines
 
 
 def _describe(indices: Sequence[int], ranks: Sequence[_Rank]) -> str:
