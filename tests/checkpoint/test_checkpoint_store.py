@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from toy_checkpoint import KINDS, damage, fragments, holds, index, save, shapes, values
 
-from vitscale.checkpoint import CheckpointReader, CheckpointStore, bytes_needed
+from vitscale.checkpoint import CheckpointReader, CheckpointStore, Fragment, bytes_needed
 from vitscale.errors import CheckpointError
 from vitscale.runs.names import step_folder
 
@@ -202,6 +202,47 @@ def test_the_average_is_what_is_evaluated(store):
     store.save(with_average, fragments(1))
     with pytest.raises(CheckpointError, match=r"ema/a.weight should be covered exactly once from 0 to 91.*off at 0"):
         store.open(1)
+
+
+def test_state_may_have_another_shape_than_its_parameter_or_not_be_there(store):
+    """Factored second moments have a row and a column for a matrix, and a frozen parameter has none at all."""
+    row, column, whole = torch.arange(7.0), torch.arange(13.0), values(4)
+    pieces = [Fragment(name, 0, {"master": whole["master", name]}) for name in shapes()]
+    pieces += [Fragment("a.weight", start, {"row": row[start : start + 4]}) for start in (0, 4)]
+    pieces += [Fragment("a.weight", 0, {"column": column}), Fragment("b", 0, {"row": whole["exp_avg", "b"]})]
+    factored = replace(
+        index(4),
+        kinds=["master", "row", "column"],
+        state_shapes={"row": {"a.weight": [7], "c": None}, "column": {"a.weight": [13], "b": None, "c": None}},
+    )
+    store.save(factored, pieces)
+    reader = store.open(4)
+    assert replace(reader.index, files=[]) == factored
+    assert torch.equal(reader.parameter("a.weight", "row"), row)
+    assert torch.equal(reader.parameter("a.weight", "column"), column)
+    assert torch.equal(reader.parameter("b", "row"), whole["exp_avg", "b"])
+    assert torch.equal(reader.parameter("a.weight").flatten(), whole["master", "a.weight"])
+    with pytest.raises(CheckpointError, match="no row/c"):
+        reader.parameter("c", "row")
+
+    store.save(replace(factored, state_shapes=factored.state_shapes | {"row": {"a.weight": [8], "c": None}}), pieces)
+    with pytest.raises(CheckpointError, match=r"row/a.weight should be covered exactly once from 0 to 8"):
+        store.open(4)
+    store.save(factored, [*pieces, Fragment("c", 0, {"row": whole["exp_avg", "c"]})])
+    with pytest.raises(CheckpointError, match=r"row/c"):
+        store.open(4)
+    with pytest.raises(ValueError, match="shapes of their parameters"):
+        replace(factored, state_shapes={"master": {"c": None}})
+
+
+def test_only_an_index_with_other_shapes_needs_the_version_that_has_them(store):
+    """Other checkpoints can still be read by the vitscale before."""
+    plain = json.loads((save(store, 1) / "index.json").read_text())
+    assert plain["schema_version"] == 2 and "state_shapes" not in plain
+    pieces = [Fragment(name, 0, {"master": value}) for (kind, name), value in values(2).items() if kind == "master"]
+    store.save(replace(index(2), state_shapes={"exp_avg": dict.fromkeys(shapes())}), pieces)
+    written = json.loads((Path(store.root) / step_folder(2) / "index.json").read_text())
+    assert written["schema_version"] == 3 and written["state_shapes"] == {"exp_avg": dict.fromkeys(shapes())}
 
 
 @pytest.mark.parametrize("scale", [1, 1000])

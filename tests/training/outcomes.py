@@ -38,7 +38,12 @@ def checkpoint(root: Path, name: str, step: int = STEPS) -> CheckpointReader:
 def everything(reader: CheckpointReader) -> dict[str, torch.Tensor]:
     """All masters, moments and averages, whole."""
     index = reader.index
-    return {f"{kind}/{name}": reader.parameter(name, kind) for kind in index.kinds for name in index.shapes}
+    return {
+        f"{kind}/{name}": reader.parameter(name, kind)
+        for kind in index.kinds
+        for name in index.shapes
+        if index.shape_of(kind, name) is not None
+    }
 
 
 def equal(one: CheckpointReader, other: CheckpointReader) -> bool:

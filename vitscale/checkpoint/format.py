@@ -25,9 +25,6 @@ from vitscale.files.digests import file_digests
 from vitscale.models.weights.torch_files import write_safetensors
 from vitscale.runs.index import FileEntry
 
-MASTER = "master"
-EMA = "ema"
-
 _BLOCK_BYTES = 16 << 20
 _HEADER_BYTES = 160  # of one key: its name, type, shape and position
 
@@ -39,7 +36,8 @@ Layout = dict[str, int]
 class Fragment:
     """A contiguous piece of one flattened parameter, with the state that is kept for it.
 
-    `tensors` maps a kind (`master`, `ema`, `exp_avg`, `exp_avg_sq`, `momentum_buffer`) to a 1-D fp32 tensor.
+    `tensors` maps a kind (`master`, `ema`, `exp_avg`, `exp_avg_sq`, `momentum_buffer`) to a 1-D fp32 tensor. State of
+    another shape than the parameter's is a fragment of its own, cut out of that shape.
     """
 
     name: str

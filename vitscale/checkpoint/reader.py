@@ -39,7 +39,7 @@ class CheckpointReader:
         index: what the run was.
         folder: path or URL of the checkpoint.
 
-    Raises `CheckpointError` where the fragments do not cover every parameter exactly once.
+    Raises `CheckpointError` where the fragments do not cover every parameter and its state exactly once.
     """
 
     def __init__(self, files: Files, index: Index, layouts: Mapping[str, Layout]) -> None:
@@ -53,9 +53,10 @@ class CheckpointReader:
                 self._pieces.setdefault((kind, name), []).append(_Piece(start, start + length, entry, key))
         for pieces in self._pieces.values():
             pieces.sort(key=lambda piece: piece.start)
-        for name, shape in index.shapes.items():
+        for name in index.shapes:
             for kind in index.kinds:
-                self._check_cover(kind, name, math.prod(shape))
+                shape = index.shape_of(kind, name)
+                self._check_cover(kind, name, 0 if shape is None else math.prod(shape))
 
     @classmethod
     def of_folder(cls, folder: Path) -> Self:
@@ -105,10 +106,12 @@ class CheckpointReader:
         return result
 
     def parameter(self, name: str, kind: str = MASTER) -> Tensor:
-        """One whole parameter in its shape: fp32, on the CPU."""
-        shape = self.index.shapes.get(name)
-        if shape is None:
+        """One whole parameter, or what is stored of another kind for it, in its shape: fp32, on the CPU."""
+        if name not in self.index.shapes:
             raise CheckpointError(f"{self.folder}: no parameter {name!r} in it")
+        shape = self.index.shape_of(kind, name)
+        if shape is None:
+            raise CheckpointError(f"{self.folder}: no {kind}/{name} in it")
         return self.read(kind, name, 0, math.prod(shape)).view(shape)
 
     def check_shapes(self, shapes: dict[str, list[int]]) -> None:

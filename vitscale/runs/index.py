@@ -3,6 +3,7 @@
 It is the same for the rank that resumes and for whoever only looks: what is damaged for one is damaged for all.
 
 Version 2 added `anomalies` and `position`. Indices of version 1 are read as having skipped nothing.
+Version 3 is version 2 with `state_shapes`; an index that has no need of them is still written as version 2.
 """
 
 import hashlib
@@ -17,9 +18,12 @@ from vitscale.errors import CheckpointError
 from vitscale.runs.names import INDEX_FILE, step_folder
 from vitscale.runs.reading import count
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+MASTER = "master"
+EMA = "ema"
 
-_READABLE = (1, SCHEMA_VERSION)
+_WITHOUT_STATE_SHAPES = 2
+_READABLE = (1, _WITHOUT_STATE_SHAPES, SCHEMA_VERSION)
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ class FileEntry:
 class Index:
     """What index.json holds, besides a checksum of its own.
 
-    `shapes` are the parameters' shapes; `kinds` what is stored for each of them; `optimizer_steps` the number of
+    `shapes` are the parameters' shapes; `kinds` what is stored for each of them, in its shape unless `state_shapes`
+    (kind -> parameter -> shape) has another one, or None where nothing is stored; `optimizer_steps` the number of
     updates behind the moments; `data` identifies the dataset and its order; `selection` is the state of the best
     checkpoint and early stopping; `versions` name the code and libraries that wrote it; `anomalies` is the state of
     what was skipped; `position` the number of batches of the order that were consumed: `step`, unless given, and more
@@ -59,12 +64,19 @@ class Index:
     anomalies: dict[str, Any] = field(default_factory=dict)
     position: int = -1
     files: list[FileEntry] = field(default_factory=list)
+    state_shapes: dict[str, dict[str, list[int] | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if {MASTER, EMA} & self.state_shapes.keys():
+            raise ValueError("weights and their averages have the shapes of their parameters")
         if self.position == -1:
             object.__setattr__(self, "position", self.step)
         if self.position < self.step:
             raise ValueError(f"position {self.position} is before step {self.step}")
+
+    def shape_of(self, kind: str, name: str) -> list[int] | None:
+        """The shape of what is stored of a kind for a parameter; None where nothing is."""
+        return self.state_shapes.get(kind, {}).get(name, self.shapes[name])
 
     @property
     def num_samples(self) -> int | None:
@@ -89,6 +101,9 @@ _INDEX = pydantic.TypeAdapter(Index)
 def index_text(index: Index) -> str:
     """The content of index.json."""
     content = asdict(index) | {"schema_version": SCHEMA_VERSION}
+    if not index.state_shapes:  # so that an older vitscale can read it
+        del content["state_shapes"]
+        content["schema_version"] = _WITHOUT_STATE_SHAPES
     content["checksum"] = _checksum(content)
     return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
@@ -110,7 +125,7 @@ def parse_index(text: bytes, where: str, step: int | None = None) -> Index:
     version = content.pop("schema_version", None) if isinstance(content, dict) else None
     if version not in _READABLE:
         raise CheckpointError(
-            f"{where}: schema_version is {version!r}; this vitscale reads {' and '.join(map(str, _READABLE))}"
+            f"{where}: schema_version is {version!r}; this vitscale reads {', '.join(map(str, _READABLE))}"
         )
     if content.pop("checksum", None) != _checksum(content | {"schema_version": version}):
         raise CheckpointError(f"{where}: its content is damaged or was edited (it does not match its own checksum)")
