@@ -1,5 +1,6 @@
 """What a run's state is, on real DeepSpeed ranks: resumed exactly, averaged, moved to other worlds and ZeRO stages."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ STAGES = range(4)
 EVERY_STEP = {"every": {"steps": 1}, "keep": 20}
 DECAY = 0.38
 WITHOUT_WARMUP = "without-warmup"
+FROZEN = r"^cls|blocks\.1\.(norm1|mlp)"
+GROUPS = [{"match": FROZEN, "frozen": True}, {"match": "^head", "lr_factor": 2.0, "weight_decay": 0.01}]
 
 # ---- Moved: world size and ZeRO stage of the first three steps, and of the others.
 MOVES = {
@@ -35,12 +38,12 @@ NOISE = {"bf16": 3e-3, "fp32": 1e-5}
 
 
 def exact(stage: int, **others: Any) -> dict[str, Any]:
-    """All that could be forgotten is on: dropout, accumulation, recomputed activations, average, two groups."""
+    """All that could be forgotten is on: dropout, accumulation, recomputed activations, average, groups."""
     return {
         "precision": "bf16",
         "model": {"dropout": 0.2},
         "batch": {"micro_max": 4},
-        "optimizer": {"lr": 3e-3, "decay_exclude": "bias|norm"},
+        "optimizer": {"lr": 3e-3, "decay_exclude": "bias|norm", "layer_decay": 0.8, "groups": GROUPS},
         "parallelism": {"zero_stage": stage, "activation_checkpointing": 2},
         "ema": {"decay": DECAY},
         "evaluation": {"validation": None},
@@ -61,7 +64,7 @@ def moved(precision: str, stage: int) -> dict[str, Any]:
     return {
         "precision": precision,
         "batch": {"global": 12, "micro_max": 4},
-        "optimizer": {"lr": 3e-3, "decay_exclude": "bias|norm"},
+        "optimizer": {"lr": 3e-3, "decay_exclude": "bias|norm", "groups": GROUPS},
         "parallelism": {"zero_stage": stage},
         "ema": {"decay": DECAY, "warmup": False},
         "evaluation": {"validation": None},
@@ -124,6 +127,22 @@ def test_interrupted_after_every_step_evaluated_and_checked_it_equals_the_undist
 @pytest.mark.parametrize("stage", STAGES)
 def test_interrupted_at_any_step_it_equals_the_uninterrupted_run(root, stage, step):
     assert_same_run(root, f"zero{stage}-at-{step}", f"zero{stage}")
+
+
+# ---- Frozen ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_frozen_stays_as_it_began_and_has_no_moments(root, stage):
+    """Interrupted after every step, with the fp32 values that bf16 weights do not have."""
+    recipe = make_recipe(root, **exact(stage))
+    objective, reader = build_objective(recipe, 7), checkpoint(root, f"zero{stage}-disturbed")
+    for name, parameter in objective.named_weights():
+        is_unchanged = torch.equal(reader.parameter(name), initial_value(objective, name, parameter.shape, recipe.seed))
+        has_moments = reader.index.shape_of("exp_avg", name) is not None
+        is_frozen = re.search(FROZEN, name) is not None
+        assert (is_unchanged, has_moments) == (is_frozen, not is_frozen), name
+        assert not is_frozen or torch.equal(reader.parameter(name, "ema"), reader.parameter(name))
 
 
 # ---- Averaged --------------------------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vitscale.checkpoint.format import EMA, MASTER, Layout, parse_key, read_layout
+from vitscale.checkpoint.format import Layout, parse_key, read_layout
 from vitscale.checkpoint.place import Files, LocalFiles
 from vitscale.errors import CheckpointError
-from vitscale.runs.index import FileEntry, Index, read_index
+from vitscale.runs.index import EMA, MASTER, FileEntry, Index, read_index
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def communication(recipe: Recipe, parameters: Parameters, world_size: int, accum
     stage, is_bf16 = recipe.parallelism.zero_stage, recipe.precision != "fp32"
     weight_bytes = 2 if is_bf16 else 4
     gradient_bytes = 2 if recipe.parallelism.reduce_dtype == "bf16" else 4
-    total = optimizer_share(parameters.sizes, stage, world_size) * (world_size if stage else 1)  # with padding
+    total = optimizer_share(parameters.trained, stage, world_size) * (world_size if stage else 1)  # with padding
     agreements = Collective("agreements", "all-reduce", "update", _AGREEMENT_BYTES, 1)
     if stage < 3:
         times = accumulation if stage == 2 else 1

@@ -39,7 +39,7 @@ class Memory:
     Attributes:
         device: the kind of device that all but the `host_` parts are on.
         weights: those the model computes with; under ZeRO 3 the rank's share, and the small ones whole.
-        optimizer: fp32 masters and moments.
+        optimizer: fp32 masters and moments of what is trained.
         ema: the moving average of the masters.
         images: batches on a CUDA device.
         runtime: what libraries take for themselves, on the CPU; on CUDA it is gone before anybody can ask.
@@ -48,7 +48,7 @@ class Memory:
         accumulated: gradients that are there during the backward pass, summed over micro-batches.
         gradients: when the update begins, with what is accumulated.
         update: besides, during the update: fp32 copies of gradients.
-        host_optimizer: what is offloaded.
+        host_optimizer: what is offloaded, and the fp32 values of what is frozen.
         host_loader: batches that are read ahead.
         host_checkpoint: the copy that is written in the background.
     """
@@ -71,8 +71,8 @@ class Memory:
     @property
     def states(self) -> int:
         """Weights, gradients and optimizer: what the device has to hold whatever the micro-batch."""
-        offloaded = self.host_optimizer if self.device == "cpu" else 0
-        return self.weights + self.optimizer + self.ema + self.gradients + self.update + offloaded
+        on_host = self.host_optimizer if self.device == "cpu" else 0
+        return self.weights + self.optimizer + self.ema + self.gradients + self.update + on_host
 
     @property
     def device_bytes(self) -> int:
@@ -153,23 +153,25 @@ def _model_states(
     recipe: Recipe, parameters: Parameters, world_size: int, accumulates: bool, device: DeviceType
 ) -> Memory:
     """Everything that follows from the numbers of parameters: a `Memory` without a micro-batch's parts."""
-    sizes = parameters.sizes
-    total, largest = sum(sizes), max(sizes)
+    sizes, trained = parameters.sizes, parameters.trained
+    total, largest = sum(trained), max(sizes)
+    frozen = math.ceil((sum(sizes) - total) / world_size)
     stage, is_bf16 = recipe.parallelism.zero_stage, recipe.precision != "fp32"
     elements = elements_in_flight(recipe)
     word = 2 if is_bf16 else 4
-    share = optimizer_share(sizes, stage, world_size)
+    share = optimizer_share(trained, stage, world_size)
     moments = num_moments(recipe)
     has_masters = stage > 0 or is_bf16
     state_word = 4 * (moments + has_masters)
     ema_word = 4 if recipe.ema is not None else 0
     copied_word = 4 + 4 * moments + ema_word if recipe.checkpoint.background else 0
+    copied_frozen_word = 4 + ema_word if recipe.checkpoint.background else 0
 
     bucket = elements["reduce_bucket_size"] if device == "cuda" else min(elements["reduce_bucket_size"], total)
     is_summed_in_fp32 = (world_size > 1 or accumulates) and recipe.parallelism.reduce_dtype == "fp32"
     in_other_dtype = 4 if is_bf16 and is_summed_in_fp32 else 0
     workspace = bucket * (word + in_other_dtype) if stage > 0 else 0
-    weights, accumulated_word = word * total, 4 if accumulates else word
+    weights, accumulated_word = word * sum(sizes), 4 if accumulates else word
     match stage:
         case 0:
             accumulated = 4 * total if accumulates else 0
@@ -187,11 +189,11 @@ def _model_states(
         case _:
             kept_whole = [size for size in sizes if size <= elements["stage3_param_persistence_threshold"]]
             persistent = sum(kept_whole) if world_size > 1 else 0
-            weights = word * (share + persistent)
+            weights = word * (optimizer_share(sizes, stage, world_size) + persistent)
             accumulated = gradients = accumulated_word * share
             at_once = min(share, -(-elements["sub_group_size"] // world_size))
             update = (4 if accumulated_word == 4 else 6) * at_once
-            gathered = min(total - persistent, elements["stage3_max_live_parameters"]) if world_size > 1 else 0
+            gathered = min(sum(sizes) - persistent, elements["stage3_max_live_parameters"]) if world_size > 1 else 0
             workspace += word * gathered
     memory = Memory(
         device=device,
@@ -205,9 +207,9 @@ def _model_states(
         accumulated=accumulated,
         gradients=gradients,
         update=update,
-        host_optimizer=0,
+        host_optimizer=4 * frozen,
         host_loader=0,
-        host_checkpoint=copied_word * math.ceil(total / world_size),
+        host_checkpoint=copied_word * math.ceil(total / world_size) + copied_frozen_word * frozen,
     )
     if recipe.parallelism.offload == "none":
         return memory
@@ -222,7 +224,7 @@ def _model_states(
         accumulated=accumulated if stage == 1 else 0,
         gradients=0,
         update=0,
-        host_optimizer=(state_word + ema_word + 4 + arriving) * share,
+        host_optimizer=memory.host_optimizer + (state_word + ema_word + 4 + arriving) * share,
     )
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 
 from vitscale.objectives import build_objective
-from vitscale.recipe import Recipe
+from vitscale.recipe import Recipe, is_frozen
 
 _IN_A_BLOCK = re.compile(r"^backbone\.blocks\.(\d+)\.")
 
@@ -19,10 +19,12 @@ class Layer:
     Attributes:
         block: the index of the encoder block that it belongs to; None for the others.
         sizes: elements of each parameter.
+        trained: the same of those that are not frozen.
     """
 
     block: int | None
     sizes: tuple[int, ...]
+    trained: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -37,19 +39,26 @@ class Parameters:
         return [size for layer in self.layers for size in layer.sizes]
 
     @cached_property
+    def trained(self) -> list[int]:
+        """Elements of every parameter that is not frozen."""
+        return [size for layer in self.layers for size in layer.trained]
+
+    @cached_property
     def total(self) -> int:
         """Elements of all parameters together."""
         return sum(self.sizes)
 
 
 def model_parameters(recipe: Recipe, num_classes: int) -> Parameters:
-    """The parameters of the model that a recipe trains."""
+    """The parameters of a recipe's model."""
     with torch.device("meta"):
-        model = build_objective(recipe, num_classes)
+        objective = build_objective(recipe, num_classes)
+    called = {parameter: name for name, parameter in objective.named_weights()}
     layers = []
-    for name, module in model.named_modules():
-        sizes = tuple(parameter.numel() for parameter in module.parameters(recurse=False))
+    for name, module in objective.named_modules():
+        own = list(module.parameters(recurse=False))
         found = _IN_A_BLOCK.match(name)
-        if sizes:
-            layers.append(Layer(int(found[1]) if found else None, sizes))
+        if own:
+            trained = tuple(p.numel() for p in own if not is_frozen(recipe.optimizer, called[p]))
+            layers.append(Layer(int(found[1]) if found else None, tuple(p.numel() for p in own), trained))
     return Parameters(tuple(layers))

@@ -261,8 +261,8 @@ def _totals(
     cost = cost_row(hours or 0.0, device_hours, cluster.device, price)
     image_bytes, said = _image_bytes(recipe)
     per_node = best.images_per_s / cluster.nodes
-    kinds = 1 + num_moments(recipe) + (recipe.ema is not None)
-    size = 4 * kinds * parameters.total
+    weights = (1 + (recipe.ema is not None)) * parameters.total
+    size = 4 * (weights + num_moments(recipe) * sum(parameters.trained))
     writes = size / (storage or STORAGE)
     assumed = [said] if said else []
     if storage is None:

@@ -93,5 +93,5 @@ def _update(recipe: Recipe, parameters: Parameters, cluster: Cluster) -> float:
         return 0.0
     word = 4 if recipe.precision == "fp32" else 2
     bytes_each = 2 * 4 * (num_moments(recipe) + 1) + 4 + word
-    share = optimizer_share(parameters.sizes, recipe.parallelism.zero_stage, cluster.devices)
+    share = optimizer_share(parameters.trained, recipe.parallelism.zero_stage, cluster.devices)
     return bytes_each * share / cluster.device.board.bandwidth

@@ -29,9 +29,12 @@ from vitscale.recipe.schema import (
     Ema,
     EvalCrop,
     Model,
+    Optimizer,
     Policy,
     Recipe,
     Spike,
+    group_of,
+    is_frozen,
 )
 from vitscale.recipe.smoke import smoke_form
 
@@ -49,6 +52,7 @@ __all__ = [
     "EvalCrop",
     "Model",
     "Objective",
+    "Optimizer",
     "Policy",
     "Recipe",
     "Spike",
@@ -58,6 +62,8 @@ __all__ = [
     "explain_fields",
     "find_dataset",
     "find_recipe",
+    "group_of",
+    "is_frozen",
     "json_schema",
     "list_recipes",
     "load_recipe",

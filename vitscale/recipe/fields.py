@@ -94,7 +94,7 @@ def json_schema() -> dict[str, Any]:
 def blocks() -> tuple[Block, ...]:
     """All blocks of a recipe in the order of the schema, each before those in it."""
     schema = Recipe.model_json_schema()
-    return tuple(_blocks(schema, schema, "", {}))
+    return tuple(dict.fromkeys(_blocks(schema, schema, "", {})))  # both optimizers have the same block of groups
 
 
 def keys() -> list[str]:

@@ -313,6 +313,45 @@ class Batch(Block):
         return micro, per_rank // micro
 
 
+class ParameterGroup(Block):
+    """Parameters that are trained in a way of their own; where several groups match one, the first of them counts."""
+
+    match: Pattern = Field(
+        description="a regular expression; the group is of the parameters whose name, as in checkpoints, it finds"
+    )
+    lr_factor: float = Field(1.0, gt=0, description="multiplies their learning rate")
+    weight_decay: float | None = Field(
+        None, ge=0, description="theirs; default: what the optimizer's weight_decay and decay_exclude say"
+    )
+    frozen: bool = Field(
+        False, description="they keep the values that the run begins with: no gradient, no moments, no weight decay"
+    )
+
+    @model_validator(mode="after")
+    def _frozen_alone(self) -> "ParameterGroup":
+        for key in ("lr_factor", "weight_decay"):
+            # A dumped recipe sets every field, so that a default is no sign of intent.
+            if self.frozen and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} says how parameters are trained, and those of this group are frozen")
+        return self
+
+
+Groups = Annotated[
+    list[ParameterGroup],
+    Field(description="parameters with another learning rate or weight decay, or that are not trained at all"),
+]
+LayerDecay = Annotated[
+    float | None,
+    Field(
+        gt=0,
+        le=1,
+        description="of Transformers, as in BEiT and MAE: the learning rate of block i of d, from 0, is multiplied by "
+        "this to the power of d - i, that of the embeddings (and a hybrid's stem) to the power of d + 1, besides a "
+        "group's lr_factor",
+    ),
+]
+
+
 class AdamW(Block):
     """Adam with decoupled weight decay times the current learning rate, as in the authors' code."""
 
@@ -327,6 +366,8 @@ class AdamW(Block):
         None, description="a regular expression; parameters whose name it finds are not decayed"
     )
     clip_norm: float | None = Field(None, gt=0, description="global gradient norm above which gradients are scaled")
+    groups: Groups = Field([])
+    layer_decay: LayerDecay = None
 
 
 class SGD(Block):
@@ -340,6 +381,22 @@ class SGD(Block):
         None, description="a regular expression; parameters whose name it finds are not decayed"
     )
     clip_norm: float | None = Field(None, gt=0, description="global gradient norm above which gradients are scaled")
+    groups: Groups = Field([])
+    layer_decay: LayerDecay = None
+
+
+Optimizer = AdamW | SGD
+
+
+def group_of(optimizer: Optimizer, name: str) -> ParameterGroup | None:
+    """The group that a parameter is in; None where it is trained by the optimizer's own fields."""
+    return next((group for group in optimizer.groups if re.search(group.match, name)), None)
+
+
+def is_frozen(optimizer: Optimizer, name: str) -> bool:
+    """Whether a parameter is never updated."""
+    group = group_of(optimizer, name)
+    return group is not None and group.frozen
 
 
 class Schedule(Block):
@@ -535,7 +592,7 @@ class Recipe(Block):
     data: Data
     batch: Batch
     objective: Annotated[Classification, BeforeValidator(with_kind)] = Classification()
-    optimizer: Annotated[AdamW | SGD, Field(discriminator="name")]
+    optimizer: Annotated[Optimizer, Field(discriminator="name")]
     schedule: Schedule
     precision: Literal["auto", "bf16", "fp32", "fp8"] = Field(
         "auto",
@@ -562,6 +619,11 @@ class Recipe(Block):
             self.model.check_image_size(self.data.image_size)
         except ValueError as error:
             raise ValueError(f"data.{error}") from None
+        if self.optimizer.layer_decay is not None and isinstance(self.model.shape(), ResNetShape):
+            raise ValueError(
+                "optimizer.layer_decay counts Transformer blocks, and a ResNet has none; "
+                "give its stages a lr_factor in optimizer.groups"
+            )
         if self.precision == "fp8" and isinstance(self.model.shape(), ResNetShape):
             raise ValueError("precision: fp8 is for the dense layers of Transformer blocks, and a ResNet has none")
         if self.precision == "fp8" and self.parallelism.zero_stage == 3:

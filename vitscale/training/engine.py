@@ -6,7 +6,6 @@ DeepSpeed's defaults that change results are set here, each with its reason.
 
 import difflib
 import logging
-import re
 import warnings
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import nn
 from vitscale.errors import RecipeError
 from vitscale.objectives import Objective
 from vitscale.recipe import AdamW, Recipe
+from vitscale.training.parameter_groups import LR_FACTOR, freeze, parameter_groups
 
 # What a `deepspeed:` block may hold: DeepSpeed itself accepts any unknown top-level key without a word.
 _TOP_LEVEL_KEYS = (
@@ -168,25 +168,12 @@ def _check_blocks(config: dict[str, Any]) -> None:
 
 
 def build_optimizer(recipe: Recipe, objective: Objective) -> torch.optim.Optimizer:
-    """torch's optimizer over two groups: parameters that are decayed, and those that `decay_exclude` finds.
+    """torch's optimizer over the groups of `parameter_groups`, whose errors it raises.
 
-    The learning rate is 0 until the trainer sets it before each step: DeepSpeed makes some of its state by a step with
+    The learning rate is 0 until `set_learning_rate`, before each step: DeepSpeed makes some of its state by a step with
     zero gradients, which must not decay the weights.
-
-    Raises `RecipeError` for an exclusion that finds no parameter.
     """
-    settings = recipe.optimizer
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for name, parameter in objective.named_weights():
-        (plain if _is_excluded(name, settings.decay_exclude) else decayed).append(parameter)
-    if settings.decay_exclude is not None and not plain:
-        raise RecipeError(f"optimizer.decay_exclude: {settings.decay_exclude!r} finds none of the model's parameters")
-    groups = [
-        {"params": parameters, "weight_decay": decay}
-        for parameters, decay in ((decayed, settings.weight_decay), (plain, 0.0))
-        if parameters
-    ]
+    settings, groups = recipe.optimizer, parameter_groups(recipe, objective)
     if isinstance(settings, AdamW):
         # Offloaded state lives on the CPU, whatever the device: `fused` works on both.
         betas = (settings.betas[0], settings.betas[1])
@@ -194,13 +181,16 @@ def build_optimizer(recipe: Recipe, objective: Objective) -> torch.optim.Optimiz
     return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=True)
 
 
-def _is_excluded(name: str, pattern: str | None) -> bool:
-    return pattern is not None and re.search(pattern, name) is not None
+def set_learning_rate(engine: Any, rate: float) -> None:
+    """Give every group of the optimizer its part of a learning rate."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = rate * group[LR_FACTOR]
 
 
 def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -> Any:
     """A DeepSpeed engine around an objective. Its values are still unset: `fragments.load` gives them."""
     _quieten()
+    freeze(recipe, objective)
     engine, *_ = deepspeed.initialize(
         model=objective, optimizer=build_optimizer(recipe, objective), config=config, dist_init_required=False
     )
@@ -240,7 +230,8 @@ class Fp32Accumulation:
         self._engine = engine
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
         for parameter in engine.module.parameters():
-            parameter.register_post_accumulate_grad_hook(self._take)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._take)
 
     def _take(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None

@@ -3,6 +3,9 @@
 A rank of ZeRO 1 and 2 owns a slice of one long vector of all parameters, of ZeRO 3 an equal share of each parameter; in
 stage 0 every rank holds everything, and the parameters are dealt out for saving. Nothing is gathered. The attributes
 read here are DeepSpeed 0.19's; `pyproject.toml` pins it for that reason.
+
+Frozen parameters are unknown to the optimizer. Of their fp32 values, which low-precision weights would lose, each rank
+keeps an equal share in host memory, in every stage.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,11 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitscale.checkpoint import EMA, MASTER, Fragment, bytes_needed
 from vitscale.objectives import build_objective
-from vitscale.recipe import AdamW, Recipe
+from vitscale.recipe import AdamW, Recipe, is_frozen
 
 Source = Callable[[str, str, int, int], Tensor]
 """(kind, parameter, start, length) -> the 1-D fp32 values of that piece."""
@@ -38,9 +41,24 @@ class _Piece:
         return tensor.detach().view(-1).narrow(0, self.offset, self.length)
 
 
+@dataclass(frozen=True)
+class _Share:
+    """What this rank keeps of a frozen parameter: its fp32 values from `start` on, perhaps none."""
+
+    name: str
+    start: int
+    values: Tensor
+
+
 def shapes(engine: Any) -> dict[str, list[int]]:
     """Whole shapes of the parameters by name, in the model's order, under ZeRO 3 too."""
     return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_weights()}
+
+
+def state_shapes(engine: Any) -> dict[str, dict[str, list[int] | None]]:
+    """Kind -> parameter -> shape of its state, as far as that is not the parameter's; None where it has no state."""
+    frozen = [name for name, _ in _frozen(engine)]
+    return {kind: dict.fromkeys(frozen) for kind in moment_kinds(engine)} if frozen else {}
 
 
 def owned(engine: Any, rank: int, world_size: int, average: Average | None = None) -> list[Fragment]:
@@ -50,6 +68,7 @@ def owned(engine: Any, rank: int, world_size: int, average: Average | None = Non
     pieces = list(_pieces(engine))
     if _is_replicated(engine):
         pieces = pieces[rank::world_size]
+    frozen_kinds = [MASTER, *([EMA] if average is not None else [])]  # the average of what never changes
     return [
         Fragment(
             piece.name,
@@ -59,6 +78,10 @@ def owned(engine: Any, rank: int, world_size: int, average: Average | None = Non
             | ({EMA: piece.view(average[piece.flat])} if average is not None else {}),
         )
         for piece in pieces
+    ] + [
+        Fragment(share.name, share.start, dict.fromkeys(frozen_kinds, share.values))
+        for share in engine.frozen_shares
+        if share.values.numel()
     ]
 
 
@@ -76,6 +99,7 @@ def load(engine: Any, source: Source, *, optimizer_steps: int) -> None:
         if optimizer_steps:
             for kind in moment_kinds(engine):
                 piece.view(state[piece.flat][kind]).copy_(source(kind, piece.name, piece.start, piece.length))
+    engine.frozen_shares = [_load_frozen(name, parameter, source) for name, parameter in _frozen(engine)]
     refresh_weights(engine)
 
 
@@ -91,13 +115,14 @@ def checkpoint_bytes(recipe: Recipe, num_classes: int) -> int:
     with torch.device("meta"):
         objective = build_objective(recipe, num_classes)
     optimizer = recipe.optimizer
-    kinds = [MASTER, *_kinds(isinstance(optimizer, AdamW), getattr(optimizer, "momentum", 0.0))]
     whole = {name: list(parameter.shape) for name, parameter in objective.named_weights()}
-    return bytes_needed(whole, kinds + ([EMA] if recipe.ema is not None else []))
+    trained = {name: shape for name, shape in whole.items() if not is_frozen(optimizer, name)}
+    moments = _kinds(isinstance(optimizer, AdamW), getattr(optimizer, "momentum", 0.0))
+    return bytes_needed(whole, [MASTER, *([EMA] if recipe.ema is not None else [])]) + bytes_needed(trained, moments)
 
 
 def moment_kinds(engine: Any) -> list[str]:
-    """The tensors that the optimizer keeps for each parameter."""
+    """The tensors that the optimizer keeps for each parameter that it updates."""
     base = _base_optimizer(engine)
     return _kinds(isinstance(base, torch.optim.AdamW), base.param_groups[0].get("momentum", 0.0))
 
@@ -184,8 +209,28 @@ def _pieces(engine: Any) -> Iterator[_Piece]:
             raise TypeError(f"no way to the fragments of DeepSpeed's {other}")
 
 
+def _frozen(engine: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, p) for name, p in engine.module.named_weights() if not p.requires_grad)
+
+
+def _load_frozen(name: str, parameter: Any, source: Source) -> _Share:
+    """Give a frozen parameter its value."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if hasattr(parameter, "ds_tensor"):  # ZeRO 3: this rank has its share only, the last ranks with padding
+        size, length = parameter.ds_tensor.ds_numel, parameter.ds_numel
+        start = min(rank * size, length)
+        values = source(MASTER, name, start, min(size, length - start))
+        parameter.ds_tensor[: values.numel()].copy_(values)
+        return _Share(name, start, values.clone())
+    length = parameter.numel()
+    values = source(MASTER, name, 0, length)
+    parameter.view(-1).copy_(values)
+    start, stop = (length * each // world_size for each in (rank, rank + 1))
+    return _Share(name, start, values[start:stop].clone())
+
+
 def refresh_weights(engine: Any) -> None:
-    """Low-precision weights from the masters; all ranks call it together."""
+    """Low-precision weights of what is trained from the masters; all ranks call it together."""
     optimizer = engine.optimizer
     if _wrapper(engine) == "DeepSpeedZeroOptimizer_Stage3":
         optimizer._partition_all_parameters()

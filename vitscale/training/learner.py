@@ -22,7 +22,7 @@ from vitscale.recipe import Recipe
 from vitscale.training import distributed, fragments, replicas
 from vitscale.training.anomalies import Kind, Suspects
 from vitscale.training.averaging import WeightAverage
-from vitscale.training.engine import Fp32Accumulation, build_engine, forget_gradients, is_plain
+from vitscale.training.engine import Fp32Accumulation, build_engine, forget_gradients, is_plain, set_learning_rate
 from vitscale.training.initial_values import InitialValues
 from vitscale.training.pace import OwnWork
 from vitscale.training.plan import Plan
@@ -133,8 +133,12 @@ class Learner:
                 fragments.load_average(self.engine, self._average.values, reader.read)
 
     def moments(self) -> list[str]:
-        """The tensors that the optimizer keeps for each parameter."""
+        """The tensors that the optimizer keeps for each parameter that it updates."""
         return fragments.moment_kinds(self.engine)
+
+    def state_shapes(self) -> dict[str, dict[str, list[int] | None]]:
+        """Kind -> parameter -> shape of its state, as far as that is not the parameter's; None where it has none."""
+        return fragments.state_shapes(self.engine)
 
     def fragments(self) -> list[Fragment]:
         """What this rank saves; the tensors are views."""
@@ -155,8 +159,7 @@ class Learner:
         self.objective.check(batch)
         plan = self.objective.plan(batch.keys.numpy())
         rate = self._plan.learning_rate(step)
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self.engine, rate)
         update = Update(self._valid_samples(batch, step), rate, torch.zeros((), device=self._world.device))
         is_whole, leaps = bool(batch.mask.all()), False
         # DeepSpeed averages over ranks and micro-batches: with this factor the gradient is that of the global mean.

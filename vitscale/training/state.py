@@ -48,6 +48,7 @@ def make_index(
     *,
     shapes: dict[str, list[int]],
     moments: list[str],
+    state_shapes: dict[str, dict[str, list[int] | None]],
     world_size: int,
     working_directory: str | None,
 ) -> Index:
@@ -56,6 +57,7 @@ def make_index(
     Args:
         shapes: of the parameters.
         moments: the tensors that the optimizer keeps for each of them.
+        state_shapes: of those moments that have another shape, or are not there.
         working_directory: what a relative `data.root` is relative to, where it is known.
     """
     return Index(
@@ -63,6 +65,7 @@ def make_index(
         position=state.position,
         world_size=world_size,
         shapes=shapes,
+        state_shapes=state_shapes,
         kinds=[MASTER, *moments, *([EMA] if recipe.ema is not None else [])],
         optimizer_steps=state.step,
         recipe=recipe.dump(),

@@ -123,6 +123,7 @@ class Trainer:
             self.plan,
             shapes=self.learner.shapes,
             moments=self.learner.moments(),
+            state_shapes=self.learner.state_shapes(),
             world_size=self.world.size,
             working_directory=self._working_directory,
         )

@@ -1,0 +1,197 @@
+"""Groups of parameters against optimizers written by hand, on two ranks in every ZeRO stage; mistakes in them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from parameter_group_ranks import PARAMETERS, RANKS, SIZES, UPDATES, LinearLoss, initial, numbers, rate, update_all
+from ranks import make_recipe, start
+
+from vitscale.checkpoint.format import parse_key
+from vitscale.errors import RecipeError
+from vitscale.training.engine import build_optimizer
+from vitscale.training.run_directory import check_recipe
+
+ADAMW = {"name": "adamw", "lr": 1.0, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1}
+SGD = {"name": "sgd", "lr": 1.0, "momentum": 0.9, "weight_decay": 0.1}
+GROUPED = {
+    "decay_exclude": "bias$",
+    "layer_decay": 0.5,
+    "groups": [
+        {"match": r"blocks\.0\.bias", "frozen": True},
+        {"match": "norm", "frozen": True},
+        {"match": "^head", "lr_factor": 10.0, "weight_decay": 0.3},
+        {"match": "head|1.weight", "lr_factor": 3.0},
+    ],
+}
+FROZEN = ["blocks.0.bias", "norm.weight", "norm.bias"]
+# By the text above, by hand: (factor of the learning rate, weight decay).
+HOW = {
+    "embedding.weight": (0.125, 0.1),
+    "embedding.bias": (0.125, 0.0),
+    "blocks.0.weight": (0.25, 0.1),
+    "blocks.1.weight": (1.5, 0.1),
+    "blocks.1.bias": (0.5, 0.0),
+    "head.weight": (10.0, 0.3),
+    "head.bias": (10.0, 0.3),
+}
+CASES = [
+    (f"{settings['name']}-{precision}-zero{stage}", settings, precision, stage)
+    for settings in (ADAMW, SGD)
+    for precision in ("fp32", "bf16")
+    for stage in range(4)
+]
+
+
+def content(settings: dict[str, Any], precision: str, stage: int) -> dict[str, Any]:
+    return {
+        "precision": precision,
+        "model": {"depth": 2},
+        "batch": {"global": RANKS, "micro_max": 1},
+        "optimizer": {**settings, **GROUPED},
+        "parallelism": {"zero_stage": stage},
+    }
+
+
+def gradient(step: int, name: str) -> np.ndarray:
+    return sum(numbers(step, rank, name).astype(np.float64) for rank in range(RANKS)) / RANKS
+
+
+def adamw_by_hand(name: str) -> dict[str, np.ndarray]:
+    """Algorithm 2 of Loshchilov and Hutter (2019), in double precision."""
+    factor, decay = HOW[name]
+    (beta1, beta2), weights = ADAMW["betas"], initial(name).astype(np.float64)
+    mean = square = np.zeros_like(weights)
+    for step in range(UPDATES):
+        g = gradient(step, name)
+        mean = beta1 * mean + (1 - beta1) * g
+        square = beta2 * square + (1 - beta2) * g**2
+        unbiased, unbiased_square = mean / (1 - beta1 ** (step + 1)), square / (1 - beta2 ** (step + 1))
+        direction = unbiased / (np.sqrt(unbiased_square) + ADAMW["eps"])
+        weights = weights - rate(step) * factor * (direction + decay * weights)
+    return {"master": weights, "exp_avg": mean, "exp_avg_sq": square}
+
+
+def sgd_by_hand(name: str) -> dict[str, np.ndarray]:
+    factor, decay = HOW[name]
+    weights = initial(name).astype(np.float64)
+    velocity = np.zeros_like(weights)
+    for step in range(UPDATES):
+        velocity = SGD["momentum"] * velocity + gradient(step, name) + decay * weights
+        weights = weights - rate(step) * factor * velocity
+    return {"master": weights, "momentum_buffer": velocity}
+
+
+@pytest.fixture(scope="module")
+def updated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("groups")
+    cases = {name: content(settings, precision, stage) for name, settings, precision, stage in CASES}
+    start(update_all, root, cases, RANKS)
+    return root
+
+
+def whole(root: Path, case: str) -> dict[tuple[str, str], np.ndarray]:
+    """What the ranks own, put together; every element of every tensor must be there exactly once."""
+    pieces: dict[tuple[str, str], dict[int, np.ndarray]] = {}
+    for rank in range(RANKS):
+        for key, values in np.load(root / f"{case}-{rank}.npz").items():
+            kind, name, begin = parse_key(key)
+            assert begin not in pieces.setdefault((kind, name), {})
+            pieces[kind, name][begin] = values
+    for of_one in pieces.values():
+        end = 0
+        for begin in sorted(of_one):
+            assert begin == end
+            end += of_one[begin].size
+    return {key: np.concatenate([of_one[begin] for begin in sorted(of_one)]) for key, of_one in pieces.items()}
+
+
+@pytest.mark.parametrize(("case", "settings", "precision", "stage"), CASES, ids=[case[0] for case in CASES])
+def test_every_stage_updates_groups_as_the_optimizer_written_by_hand(updated, case, settings, precision, stage):
+    found = whole(updated, case)
+    by_hand = adamw_by_hand if settings is ADAMW else sgd_by_hand
+    expected = {(kind, name): value for name in HOW for kind, value in by_hand(name).items()}
+    assert found.keys() == expected.keys() | {("master", name) for name in FROZEN}
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value, rtol=2e-6, atol=2e-6, err_msg=str(key))
+    weights = np.load(updated / f"{case}.frozen.npz")
+    assert sorted(weights.files) == sorted(FROZEN)
+    for name in FROZEN:
+        assert np.array_equal(found["master", name], initial(name)), "also the digits that bf16 does not have"
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        assert np.array_equal(weights[name], torch.from_numpy(initial(name)).to(dtype).float().numpy())
+
+
+def groups(tmp_path: Path, **settings: Any) -> dict[str, tuple[float, float]]:
+    """Parameter -> (factor of the learning rate, weight decay), in the order in which the optimizer has them."""
+    model = LinearLoss()
+    optimizer = build_optimizer(make_recipe(tmp_path, model={"depth": 2}, optimizer={**ADAMW, **settings}), model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        names[parameter]: (group["lr_factor"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def test_parameters_are_divided_as_the_recipe_says(tmp_path):
+    assert groups(tmp_path, **GROUPED) == HOW
+
+
+def test_without_groups_the_order_is_that_of_checkpoints_before_there_were_groups(tmp_path):
+    weights, biases = ([f"{layer}.{kind}" for layer in SIZES] for kind in ("weight", "bias"))
+    assert list(groups(tmp_path, decay_exclude="bias")) == weights + biases
+    assert list(groups(tmp_path, decay_exclude="bias", weight_decay=0.0)) == weights + biases
+    assert list(groups(tmp_path)) == PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([{"match": "nothing"}], ["optimizer.groups.0.match", "'nothing'", "none of the model's"]),
+        (
+            [{"match": "head"}, {"match": "head.bias", "frozen": True}],
+            ["optimizer.groups.1.match", "'head.bias'", "groups before it"],
+        ),
+        ([{"match": "", "frozen": True}], ["every parameter is frozen"]),
+    ],
+)
+def test_a_group_without_effect_and_nothing_to_train_are_refused(tmp_path, given, words):
+    with pytest.raises(RecipeError) as caught:
+        groups(tmp_path, groups=given)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("blocks", "key"),
+    [
+        ({"optimizer": {**ADAMW, "groups": [{"match": "a(b"}]}}, "optimizer.groups.0.match"),
+        ({"optimizer": {**ADAMW, "groups": [{"lr_factor": 2.0}]}}, "optimizer.groups.0.match"),
+        ({"optimizer": {**ADAMW, "groups": [{"match": "a", "lr_factor": 0.0}]}}, "optimizer.groups.0.lr_factor"),
+        ({"optimizer": {**SGD, "groups": [{"match": "a", "frozen": True, "lr_factor": 2.0}]}}, "optimizer.groups.0"),
+        (
+            {"optimizer": {**SGD, "groups": [{"match": "a", "frozn": True}]}},
+            "did you mean 'optimizer.groups.0.frozen'",
+        ),
+        ({"optimizer": {**SGD, "layer_decay": 1.5}}, "optimizer.layer_decay"),
+        ({"optimizer": {**SGD, "layer_decay": 0.7}, "model": {"name": "ResNet50x1"}}, "optimizer.layer_decay"),
+    ],
+)
+def test_mistakes_name_their_key(tmp_path, blocks, key):
+    replaced = {"model": {"name": "ViT-B/16"}, **blocks}
+    with pytest.raises(RecipeError) as caught:
+        make_recipe(tmp_path, **replaced)
+    assert key in str(caught.value)
+
+
+def test_a_run_from_before_there_were_groups_goes_on_and_with_others_does_not(tmp_path):
+    recipe = make_recipe(tmp_path, optimizer=ADAMW)
+    before = recipe.dump()
+    for key in ("groups", "layer_decay"):
+        del before["optimizer"][key]
+    check_recipe(before, recipe, "the run")
+    frozen = make_recipe(tmp_path, optimizer={**ADAMW, "groups": [{"match": "head", "frozen": True}]})
+    with pytest.raises(RecipeError, match=r"optimizer\.groups"):
+        check_recipe(before, frozen, "the run")

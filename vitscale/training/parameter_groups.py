@@ -1,0 +1,86 @@
+"""Which parameters are trained, and how: groups by weight decay and by a factor of the learning rate."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from vitscale.architectures import ViTShape
+from vitscale.errors import RecipeError
+from vitscale.objectives import Objective
+from vitscale.recipe import Optimizer, Recipe, group_of, is_frozen
+
+LR_FACTOR = "lr_factor"
+"""The key of a group of torch's optimizer that holds its factor of the learning rate."""
+
+_BLOCK = re.compile(r"blocks\.(\d+)\.")
+_EMBEDDINGS = re.compile(r"(stem|embedding|cls|pos_embedding)(\.|$)")
+
+
+def freeze(recipe: Recipe, objective: Objective) -> None:
+    """Have no gradient computed for what the recipe freezes."""
+    for name, parameter in objective.named_weights():
+        if is_frozen(recipe.optimizer, name):
+            parameter.requires_grad_(False)
+
+
+def parameter_groups(recipe: Recipe, objective: Objective) -> list[dict[str, Any]]:
+    """Groups for torch's optimizer with `params`, `weight_decay` and `lr_factor`; frozen parameters are in none.
+
+    First those of parameters that `decay_exclude` does not find, then those of the others: each in the order in which
+    the model meets them, as the parameters in them.
+
+    Raises `RecipeError` for an exclusion or a group that finds no parameter, and where nothing is left to train.
+    """
+    settings = recipe.optimizer
+    names = [name for name, _ in objective.named_weights()]
+    if settings.decay_exclude is not None and not any(_is_excluded(settings, name) for name in names):
+        raise RecipeError(f"optimizer.decay_exclude: {settings.decay_exclude!r} finds none of the model's parameters")
+    for problem in _idle_groups(settings, names):
+        raise RecipeError(problem)
+    groups: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
+    for name, parameter in objective.named_weights():
+        group, is_excluded = group_of(settings, name), _is_excluded(settings, name)
+        if group is not None and group.frozen:
+            continue
+        decay = 0.0 if is_excluded else settings.weight_decay
+        factor = _layer_factor(recipe, name)
+        if group is not None:
+            decay = decay if group.weight_decay is None else group.weight_decay
+            factor *= group.lr_factor
+        groups.setdefault((is_excluded, decay, factor), []).append(parameter)
+    if not groups:
+        raise RecipeError("optimizer.groups: every parameter is frozen, and nothing is left to train")
+    return [
+        {"params": parameters, "weight_decay": decay, LR_FACTOR: factor}
+        for (_, decay, factor), parameters in sorted(groups.items(), key=lambda item: item[0][0])
+    ]
+
+
+def _is_excluded(settings: Optimizer, name: str) -> bool:
+    return settings.decay_exclude is not None and re.search(settings.decay_exclude, name) is not None
+
+
+def _idle_groups(settings: Optimizer, names: list[str]) -> Iterator[str]:
+    """What is wrong with groups that have no parameter."""
+    chosen = [group_of(settings, name) for name in names]
+    for index, group in enumerate(settings.groups):
+        if not any(group is each for each in chosen):
+            is_found = any(re.search(group.match, name) for name in names)
+            why = "only parameters of groups before it" if is_found else "none of the model's parameters"
+            yield f"optimizer.groups.{index}.match: {group.match!r} finds {why}"
+
+
+def _layer_factor(recipe: Recipe, name: str) -> float:
+    """The factor of a parameter's learning rate by its layer: 0 the embeddings, i + 1 block i, at last all others."""
+    decay, shape = recipe.optimizer.layer_decay, recipe.model.shape()
+    if decay is None:
+        return 1.0
+    assert isinstance(shape, ViTShape), "the recipe's own check"
+    last = layer = shape.depth + 1
+    if block := _BLOCK.match(name):
+        layer = int(block[1]) + 1
+    elif _EMBEDDINGS.match(name):
+        layer = 0
+    return decay ** (last - layer)
