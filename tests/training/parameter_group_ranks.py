@@ -6,6 +6,7 @@ numbers are multiples of 1/8, so that bf16 loses nothing of them.
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,10 @@ class LinearLoss(nn.Module):
         self.embedding = _Linear(SIZES["embedding"])
         self.blocks = nn.ModuleList(_Linear(SIZES[f"blocks.{index}"]) for index in range(2))
         self.norm, self.head = _Linear(SIZES["norm"]), _Linear(SIZES["head"])
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of an objective, whose part the engine's optimizer and fragments need."""
+        return self.named_parameters()
 
     def forward(self, coefficients: dict[str, Tensor]) -> Tensor:
         layers = [self.get_submodule(layer) for layer in SIZES]

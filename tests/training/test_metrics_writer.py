@@ -19,7 +19,7 @@ def rows(run_dir):
 
 
 def test_training_and_evaluation_are_lines_of_their_own(tmp_path):
-    writer = MetricsWriter(tmp_path, resume_step=0, tensorboard=False)
+    writer = MetricsWriter(tmp_path, resume_step=0, trackers=[])
     writer.training(1, {"loss": 0.5, "lr": 0.0, "batch_digest": "00000000000000ff"})
     writer.evaluation(1, {"val/top1": 0.25})
     assert rows(tmp_path) == [
@@ -29,33 +29,33 @@ def test_training_and_evaluation_are_lines_of_their_own(tmp_path):
 
 
 def test_resuming_drops_later_lines_and_a_torn_one(tmp_path):
-    first = MetricsWriter(tmp_path, resume_step=0, tensorboard=False)
+    first = MetricsWriter(tmp_path, resume_step=0, trackers=[])
     for step in range(1, 6):
         first.training(step, {"loss": float(step)})
         first.evaluation(step, {"val/top1": 0.1})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": null}\n[1]\n{"step": 6, "lo')
-    MetricsWriter(tmp_path, resume_step=3, tensorboard=False).training(4, {"loss": -4.0})
+    MetricsWriter(tmp_path, resume_step=3, trackers=[]).training(4, {"loss": -4.0})
     assert [row["step"] for row in rows(tmp_path)] == [1, 1, 2, 2, 3, 3, 4]
     assert rows(tmp_path)[-1]["loss"] == -4.0
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_new_run_starts_an_empty_file(tmp_path):
-    MetricsWriter(tmp_path, resume_step=0, tensorboard=False).training(1, {"loss": 1.0})
-    MetricsWriter(tmp_path, resume_step=0, tensorboard=False)
+    MetricsWriter(tmp_path, resume_step=0, trackers=[]).training(1, {"loss": 1.0})
+    MetricsWriter(tmp_path, resume_step=0, trackers=[])
     assert rows(tmp_path) == []
 
 
 def test_values_that_json_has_not_are_null(tmp_path):
-    MetricsWriter(tmp_path, resume_step=0, tensorboard=False).training(1, {"loss": math.nan, "grad_norm": math.inf})
+    MetricsWriter(tmp_path, resume_step=0, trackers=[]).training(1, {"loss": math.nan, "grad_norm": math.inf})
     assert rows(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None}]
 
 
 def test_a_directory_that_vanishes_is_reported_once_and_used_again_when_back(tmp_path, caplog):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    writer = MetricsWriter(run_dir, resume_step=0, tensorboard=False)
+    writer = MetricsWriter(run_dir, resume_step=0, trackers=[])
     run_dir.rename(tmp_path / "elsewhere")
     writer.training(1, {"loss": 1.0})
     writer.evaluation(2, {"val/top1": 1.0})
@@ -68,17 +68,18 @@ def test_a_directory_that_vanishes_is_reported_once_and_used_again_when_back(tmp
 def test_tensorboard_leaves_no_trace_where_the_directory_vanishes(tmp_path, caplog, capsys):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    writer = MetricsWriter(run_dir, resume_step=0, tensorboard=True)
+    writer = MetricsWriter(run_dir, resume_step=0, trackers=["tensorboard"])
     run_dir.rename(tmp_path / "elsewhere")
     for step in range(1, 100):
         writer.training(step, {"loss": 1.0})
     writer.close()
-    assert len(caplog.records) == 1 and capsys.readouterr().err == "" and not run_dir.exists()
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]  # metrics.jsonl, TensorBoard
+    assert capsys.readouterr().err == "" and not run_dir.exists()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_does_not_end_training(tmp_path, caplog):
-    writer = MetricsWriter(tmp_path, resume_step=0, tensorboard=False)
+    writer = MetricsWriter(tmp_path, resume_step=0, trackers=[])
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     writer.training(1, {"loss": 1.0})
     writer.training(2, {"loss": 1.0})
@@ -88,12 +89,13 @@ def test_a_full_disk_does_not_end_training(tmp_path, caplog):
 def test_tensorboard_holds_the_same_and_hides_what_is_done_again(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    first = MetricsWriter(tmp_path, resume_step=0, tensorboard=True)
+    first = MetricsWriter(tmp_path, resume_step=0, trackers=["tensorboard"])
     for step in (1, 2, 3):
         first.training(step, {"loss": float(step), "batch_digest": "00"})
     first.evaluation(3, {"val/top1": 0.5})
     first.close()
-    resumed = MetricsWriter(tmp_path, resume_step=2, tensorboard=True)
+    assert not (tmp_path / "trackers").exists()
+    resumed = MetricsWriter(tmp_path, resume_step=2, trackers=["tensorboard"])
     resumed.training(3, {"loss": 30.0})
     resumed.close()
 

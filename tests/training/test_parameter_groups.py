@@ -11,8 +11,9 @@ from ranks import make_recipe, start
 
 from vitscale.checkpoint.format import parse_key
 from vitscale.errors import RecipeError
+from vitscale.recipe import validate_recipe
+from vitscale.runs.directory import check_recipe
 from vitscale.training.engine import build_optimizer
-from vitscale.training.run_directory import check_recipe
 
 ADAMW = {"name": "adamw", "lr": 1.0, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1}
 SGD = {"name": "sgd", "lr": 1.0, "momentum": 0.9, "weight_decay": 0.1}
@@ -191,7 +192,8 @@ def test_a_run_from_before_there_were_groups_goes_on_and_with_others_does_not(tm
     before = recipe.dump()
     for key in ("groups", "layer_decay"):
         del before["optimizer"][key]
-    check_recipe(before, recipe, "the run")
+    began_with = validate_recipe(before, "the run's recipe")
+    check_recipe(began_with, recipe, "the run")
     frozen = make_recipe(tmp_path, optimizer={**ADAMW, "groups": [{"match": "head", "frozen": True}]})
     with pytest.raises(RecipeError, match=r"optimizer\.groups"):
-        check_recipe(before, frozen, "the run")
+        check_recipe(began_with, frozen, "the run")

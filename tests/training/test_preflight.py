@@ -31,6 +31,7 @@ JOBS: list[dict[str, Any]] = [
     {"name": "micro-batch", "recipe": LARGE},
     {"name": "model", "recipe": HUGE},
     {"name": "remote", "recipe": {"checkpoint": {"dir": "memory://bucket/runs"}}, "run_dir": "elsewhere/run"},
+    {"name": "trackers", "recipe": {"logging": {"trackers": ["tensorboard", "comet_ml", "clearml"]}}},
     {"name": "float8", "recipe": {"precision": "fp8"}, "without": ["torchao"]},
 ]
 
@@ -123,6 +124,10 @@ def test_too_large_a_micro_batch_is_a_warning_that_names_one_that_fits(outcomes)
 
 def test_a_model_that_cannot_fit_is_refused(outcomes):
     assert "the model does not fit: weights, gradients and optimizer of one rank need" in error_of(outcomes, "model")
+
+
+def test_a_tracker_without_its_package_is_refused(outcomes):
+    assert "pip install comet-ml clearml" in error_of(outcomes, "trackers")
 
 
 def test_float8_without_its_package_on_one_rank_is_refused(outcomes):

@@ -202,6 +202,8 @@ def _kind(field: dict[str, Any]) -> str:
         return f"{', '.join(first)} or {last}"
     if "const" in field:
         return str(field["const"])
+    if field["type"] == "array" and "enum" in field["items"]:
+        return f"list of {_kind(field['items'])}"
     if field["type"] == "array":
         kind, _, bounds = _kind(field["items"]).partition(" ")
         return f"list of {kind}s {bounds}".rstrip()

@@ -564,8 +564,11 @@ class Check(Block):
     )
 
 
+Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "trackio", "swanlab", "aim", "clearml"]
+
+
 class Logging(Block):
-    """What is written while training."""
+    """What is written while training, and who else gets it."""
 
     most_s: ClassVar[float] = 30.0
 
@@ -575,8 +578,28 @@ class Logging(Block):
         description="steps between lines of metrics.jsonl; also a line after 30 s without one, at the first step of a "
         "process, and at every step that is evaluated or saved",
     )
-    tensorboard: bool = Field(True, description="the same figures for TensorBoard")
+    trackers: list[Tracker] = Field(
+        ["tensorboard"], description="what else gets the figures; each needs its package, and its own set-up"
+    )
     batch_digest: bool = Field(False, description="a checksum over every pixel of each global batch")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older_form(cls, content: Any) -> Any:
+        """`tensorboard: true` or `false`, as recipes said before there were other trackers."""
+        if not isinstance(content, dict) or not isinstance(content.get("tensorboard"), bool):
+            return content
+        trackers = content.get("trackers", cls.model_fields["trackers"].default)
+        if isinstance(trackers, list):
+            others = [name for name in trackers if name != "tensorboard"]
+            trackers = ["tensorboard", *others] if content["tensorboard"] else others
+        return {key: value for key, value in content.items() if key != "tensorboard"} | {"trackers": trackers}
+
+    @model_validator(mode="after")
+    def _each_once(self) -> "Logging":
+        if len(set(self.trackers)) != len(self.trackers):
+            raise ValueError(f"trackers: {self.trackers} has one twice")
+        return self
 
 
 class Profile(Block):

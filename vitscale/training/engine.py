@@ -55,13 +55,13 @@ _TOP_LEVEL_KEYS = (
 _OURS = {
     "amp": "the recipe has precision",
     "checkpoint": "the recipe has checkpoint",
-    "comet": "metrics.jsonl has the metrics",
+    "comet": "the recipe has logging.trackers",
     "csv_monitor": "metrics.jsonl has the metrics",
     "fp16": "the recipe has precision",
     "optimizer": "the recipe has optimizer",
     "scheduler": "the recipe has schedule",
-    "tensorboard": "the recipe has logging.tensorboard",
-    "wandb": "metrics.jsonl has the metrics, and TensorBoard (logging.tensorboard)",
+    "tensorboard": "the recipe has logging.trackers",
+    "wandb": "the recipe has logging.trackers",
 }
 
 _BLOCKS = ("activation_checkpointing", "aio", "bf16", "comms_logger", "compile", "data_types", "flops_profiler")

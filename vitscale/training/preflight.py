@@ -33,6 +33,7 @@ from vitscale.recipe import Recipe, changes
 from vitscale.training import distributed
 from vitscale.training.plan import Plan
 from vitscale.training.precision import slowness_of_bf16
+from vitscale.training.trackers import absent_packages
 
 _WORTH_A_WARNING = 1.5  # times as slow
 _SHARED_WITHIN_SECONDS = 5.0  # a network file system may be late with what another machine has written
@@ -62,6 +63,7 @@ def preflight(recipe: Recipe, plan: Plan, run_dir: Path, world: distributed.Worl
     memory = on_rank_zero(lambda: expected_memory(recipe, plan.num_classes, world.size, plan.micro_batch, device))
     _check_compiler(world, ranks)
     _check_float8(ranks)
+    _check_trackers(recipe)
     warnings = _check_bf16(recipe, world, ranks) + _check_memory(recipe, plan, world, ranks, memory)
     left = [bytes_left for bytes_left in _device_memory(ranks) if bytes_left is not None]
     needs = f"{_binary(memory.device_bytes)}{f' of {_binary(min(left))}' if left else ''} a rank expected"
@@ -243,6 +245,13 @@ def _check_float8(ranks: Sequence[_Rank]) -> None:
     for reason in sorted({rank.without_float8 for rank in ranks} - {""}):
         where = _describe([index for index, rank in enumerate(ranks) if rank.without_float8 == reason], ranks)
         raise RecipeError(f"precision fp8: {where} {reason}").on_all_ranks()
+
+
+def _check_trackers(recipe: Recipe) -> None:
+    if absent := on_rank_zero(lambda: absent_packages(recipe.logging.trackers)):
+        raise RecipeError(
+            f"logging.trackers: rank 0 lacks what they need: pip install {' '.join(absent)}, or leave them out"
+        ).on_all_ranks()
 
 
 def _host_memory(ranks: Sequence[_Rank]) -> list[int | None]:

@@ -60,7 +60,7 @@ class Report:
         """Write metrics where the run directory is now."""
         if self._world.is_main:
             self.close()
-            self._metrics = MetricsWriter(self._run_dir, step, self._recipe.logging.tensorboard)
+            self._metrics = MetricsWriter(self._run_dir, step, self._recipe.logging.trackers)
 
     def close(self) -> None:
         """Write out what is still in memory."""
