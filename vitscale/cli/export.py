@@ -14,6 +14,7 @@ from vitscale.checkpoint import EMA, MASTER
 from vitscale.errors import RecipeError
 from vitscale.models import initial_value
 from vitscale.models.weights import (
+    HEAD,
     WHOLE_PICTURE,
     Description,
     Entry,
@@ -165,7 +166,7 @@ def _of_run(run_dir: Path, step: int | None, image_size: int | None, drop_head: 
         {name: Entry(name, tuple(shape), partial(reader.parameter, name, kind)) for name, shape in shapes.items()},
     )
     description = replace(description, image_size=image_size or description.image_size)
-    readers = parameters(description.build(), source, drop_head)
+    readers = parameters(description.build(), source, HEAD if drop_head else ())
     return _Weights(description, lambda name: readers[name](), is_average=kind == EMA)
 
 
@@ -173,7 +174,7 @@ def _of_file(path: Path, block: dict[str, Any] | None, image_size: int | None, d
     source = open_weights(path)
     description = describe(source, block, image_size)
     headless = description.num_classes is None and not has_head(source)
-    readers = parameters(description.build(), source, drop_head or headless)
+    readers = parameters(description.build(), source, HEAD if drop_head or headless else ())
     return _Weights(description, lambda name: readers[name](), not headless)
 
 

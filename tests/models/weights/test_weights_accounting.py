@@ -8,11 +8,11 @@ from models.weights.exported import TINY, described, differing, valued, write
 from safetensors.torch import load_file, save_file
 
 from vitscale.errors import CheckpointError, RecipeError, VitscaleError
-from vitscale.models.weights import describe, load_weights, open_weights, parameters, write_weights
+from vitscale.models.weights import HEAD, describe, load_weights, open_weights, parameters, write_weights
 
 # Each format's name of one parameter that every Transformer has.
 NORM = {"safetensors": "norm.weight", "timm": "norm.weight", "hf": "vit.layernorm.weight"}
-HEAD = {"safetensors": "head.weight", "timm": "head.weight", "hf": "classifier.weight"}
+OUTPUT = {"safetensors": "head.weight", "timm": "head.weight", "hf": "classifier.weight"}
 FORMATS = pytest.mark.parametrize("form", list(NORM))
 
 
@@ -39,7 +39,7 @@ def test_all_that_differs_is_listed(form, tmp_path):
     def change(tensors: dict[str, torch.Tensor]) -> None:
         del tensors[NORM[form]]
         tensors["surplus"] = torch.ones(3)
-        tensors[HEAD[form]] = torch.ones(9, 48)
+        tensors[OUTPUT[form]] = torch.ones(9, 48)
         tensors["another"] = torch.ones(2, 2)
 
     model, path = changed(form, tmp_path, change)
@@ -47,7 +47,7 @@ def test_all_that_differs_is_listed(form, tmp_path):
     message = refused(model, path)
     assert f"missing {NORM[form]} (48,)" in message
     assert "unexpected surplus (3,)" in message and "unexpected another (2, 2)" in message
-    assert f"{HEAD[form]} has shape (9, 48), the model's is (7, 48)" in message
+    assert f"{OUTPUT[form]} has shape (9, 48), the model's is (7, 48)" in message
     assert "--drop-head" not in message, "it would not help"
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
@@ -60,7 +60,7 @@ def test_another_number_of_classes_is_refused_unless_the_head_is_dropped(form, t
     before = other.head.weight.detach().clone()
     message = refused(other, path)
     assert message.count("has shape") == 2 and "--drop-head" in message
-    load_weights(other, open_weights(path), drop_head=True)
+    load_weights(other, open_weights(path), drop=HEAD)
     assert torch.equal(other.head.weight, before)
     expected = valued(description)
     assert torch.equal(other.blocks[1].attention.qkv.weight, expected.blocks[1].attention.qkv.weight)
@@ -73,9 +73,9 @@ def test_pre_logits_are_part_of_the_head(form, tmp_path):
     linear = valued(described(TINY), seed=1)
     message = refused(linear, path)
     assert message.count("unexpected pre_logits") == 2 and message.count("\n") == 3 and "--drop-head" in message
-    load_weights(linear, open_weights(path), drop_head=True)
+    load_weights(linear, open_weights(path), drop=HEAD)
     pretrain = described(TINY | {"head": "pretrain"}, num_classes=5).build()
-    readers = parameters(pretrain, open_weights(path), drop_head=True)
+    readers = parameters(pretrain, open_weights(path), drop=HEAD)
     assert pretrain.state_dict().keys() - readers.keys() == {
         "head.weight",
         "head.bias",
@@ -84,7 +84,38 @@ def test_pre_logits_are_part_of_the_head(form, tmp_path):
     }
     no_head = write_without_head(description, form, tmp_path)
     assert "missing" in refused(linear, no_head)
-    load_weights(linear, open_weights(no_head), drop_head=True)
+    load_weights(linear, open_weights(no_head), drop=HEAD)
+
+
+@FORMATS
+def test_a_piece_of_a_parameter_is_what_the_whole_has_there(form, tmp_path):
+    description = described(TINY | {"position": {"kind": "2d"}} if form == "safetensors" else TINY)
+    readers = parameters(description.build(), open_weights(write(valued(description), description, form, tmp_path)))
+    in_pieces = {name for name, reader in readers.items() if reader.piece is not None}
+    assert "norm.weight" in in_pieces
+    assert (in_pieces == readers.keys()) == (form == "safetensors")
+    for name in in_pieces:
+        whole = readers[name]().flatten()
+        for start, length in ((0, len(whole)), (0, 1), (len(whole) - 1, 1), (len(whole) // 3, len(whole) // 2)):
+            assert torch.equal(readers[name].piece(start, length), whole[start : start + length]), (name, start, length)
+
+
+def test_output_layer_and_pre_logits_can_be_dropped_apart(tmp_path):
+    description = described(TINY | {"head": "pretrain"})
+    model = valued(description)
+    source = open_weights(write(model, description, "npz", tmp_path))
+    fewer = described(TINY | {"head": "pretrain"}, num_classes=5).build()
+    readers = parameters(fewer, source, drop=("head.weight", "head.bias"))
+    assert torch.equal(readers["pre_logits.weight"](), model.pre_logits.weight)
+    assert set(dict(fewer.named_parameters())) - set(readers) == {"head.weight", "head.bias"}
+
+
+def test_positions_of_another_resolution_can_be_refused(tmp_path):
+    small, large = (described(TINY, size) for size in (40, 72))
+    source = open_weights(write(valued(small), small, "safetensors", tmp_path))
+    assert parameters(large.build(), source)["pos_embedding"].is_resampled
+    with pytest.raises(CheckpointError, match=r"pos_embedding has shape \(1, 26, 48\), the model's is \(1, 82, 48\)"):
+        parameters(large.build(), source, resample=False)
 
 
 def write_without_head(description, form: str, folder):

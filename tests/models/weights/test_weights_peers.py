@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from vitscale.errors import CheckpointError, RecipeError
-from vitscale.models.weights import describe, load_weights, open_weights
+from vitscale.models.weights import HEAD, describe, load_weights, open_weights
 from vitscale.models.weights.table import table, their_shapes
 
 timm = pytest.importorskip("timm")
@@ -251,7 +251,7 @@ def test_the_headless_model_of_transformers(tmp_path):
     _, model = prepared(TINY)
     with pytest.raises(CheckpointError, match=r"unexpected pooler.dense.weight(.|\n)*--drop-head"):
         load_weights(model, source)
-    load_weights(model, source, drop_head=True)
+    load_weights(model, source, drop=HEAD)
     with torch.no_grad():
         tokens = model(images(SIZE)).tokens
         expected = peer(images(SIZE).permute(0, 3, 1, 2)).last_hidden_state

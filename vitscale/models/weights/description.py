@@ -88,7 +88,7 @@ def describe(source: Source, model: dict[str, Any] | None = None, image_size: in
 
     Raises `RecipeError` where a model is missing, or is not the one that the file says it is of.
     """
-    own = _own(source)
+    own = own_description(source)
     if own is not None:
         if model is not None and _shape(model) != _shape(own.model):
             asked = replace(own, model=model).title
@@ -124,7 +124,8 @@ def _shape(model: dict[str, Any]) -> Shape:
     return validate_model(model, _MAX_IMAGE_SIZE, str(model.get("name") or "the model")).shape()
 
 
-def _own(source: Source) -> Description | None:
+def own_description(source: Source) -> Description | None:
+    """What a file of ours says of its model; None for other files. Raises `CheckpointError` where it is damaged."""
     text = source.metadata.get(METADATA_KEY)
     if text is None:
         return None

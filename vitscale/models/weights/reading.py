@@ -1,7 +1,7 @@
 """From a source to our parameters: every key accounted for, one parameter computed at a time."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from vitscale.models.weights.table import HEAD, table, their_shapes
 
 Report = Callable[[str], None]
 
-# Keys that only a head has: what `drop_head` may leave unread. transformers' pooler is the authors' pre_logits.
+# Keys that only a head has: what may be left unread. transformers' pooler is the authors' pre_logits.
 _HEAD_KEYS = {
     "safetensors": ("head.", "pre_logits."),
     "npz": ("head/", "pre_logits/", "resnet/head/"),
@@ -28,49 +28,91 @@ _HEAD_KEYS = {
 
 
 def has_head(source: Source) -> bool:
-    """Whether a source holds anything that `drop_head` leaves out."""
+    """Whether a source holds anything that only a head has."""
     return any(key.startswith(_HEAD_KEYS[source.form]) for key in source.entries)
 
 
+@dataclass(frozen=True)
+class Reader:
+    """How to read one of our parameters; calling it gives the whole: fp32, on the CPU, in the model's shape.
+
+    Args:
+        keys: of the source that it is made of.
+        is_resampled: whether these are position embeddings of another resolution.
+        read: the whole tensor.
+        piece: (start, length) -> those elements of the flattened parameter without the others; None where it has to be
+            read whole.
+    """
+
+    keys: tuple[str, ...]
+    is_resampled: bool
+    read: Callable[[], Tensor]
+    piece: Callable[[int, int], Tensor] | None
+
+    def __call__(self) -> Tensor:
+        return self.read()
+
+
 def parameters(
-    model: Model, source: Source, drop_head: bool = False, report: Report = print
-) -> dict[str, Callable[[], Tensor]]:
-    """Our parameter's name -> how to read it: fp32, on the CPU, in the model's shape.
+    model: Model,
+    source: Source,
+    drop: Collection[str] = (),
+    report: Report = print,
+    *,
+    resample: bool = True,
+    advice: str = "leave the head out: --drop-head",
+) -> dict[str, Reader]:
+    """How to read each of our parameters, by name.
 
     Args:
         model: holds the shapes; its values, if it has any, are not looked at.
         source: of any format.
-        drop_head: leave out the output layer and `pre_logits`, whatever the source has of them.
+        drop: those of `HEAD` that are not to be read; then whatever else the source has of a head is left unread, too.
         report: is told what is worth knowing: positions resampled, a head of zeros, what the source has besides.
+        resample: whether position embeddings of another resolution are resampled (section 3.2).
+        advice: ends the message of an error that only the head has caused.
 
-    Position embeddings of another resolution are resampled (section 3.2). Raises `CheckpointError` listing every other
-    key that is missing, unexpected or of another shape, and `RecipeError` where the format cannot hold the model.
+    Raises `CheckpointError` listing every key that is missing, unexpected or of another shape, and `RecipeError` where
+    the format cannot hold the model.
     """
-    names = [name for name, _ in model.named_parameters() if not (drop_head and name in HEAD)]
+    names = [name for name, _ in model.named_parameters() if name not in drop]
     rules = {rule.ours: rule for rule in table(model, source.form) if rule.ours in names}
-    _account(model, source, rules, names, drop_head)
+    grids = {name: _old_grid(model, source, rule) for name, rule in rules.items()} if resample else {}
+    resampled = {name: grid for name, grid in grids.items() if grid is not None}
+    if problems := _problems(model, source, rules, names, resampled, bool(drop)):
+        listed = "\n".join(f"  {text}" for _, text in problems)
+        of_head = all(key in HEAD or key.startswith(_HEAD_KEYS[source.form]) for key, _ in problems)
+        raise CheckpointError(
+            f"{source.path} ({source.form}) is of another model:\n{listed}" + (f"\n{advice}" if of_head else "")
+        )
     for note in source.notes:
         report(f"{source.path}: {note}")
-    return {name: _reader(model, source, rules[name], report) for name in names}
+    return {name: _reader(source, rules[name], resampled.get(name), report) for name in names}
 
 
-def load_weights(model: Model, source: Source, drop_head: bool = False, report: Report = print) -> None:
+def load_weights(model: Model, source: Source, drop: Collection[str] = (), report: Report = print) -> None:
     """Give a model that holds whole parameters, in any dtype, the values of a source; see `parameters`.
 
-    With `drop_head` the output layer and `pre_logits` keep the values that they have.
+    What is in `drop` keeps the values that it has.
     """
-    readers = parameters(model, source, drop_head, report)
+    readers = parameters(model, source, drop, report)
     ours = dict(model.named_parameters())
     with torch.no_grad():
         for name, read in readers.items():
             ours[name].copy_(read())
 
 
-def _account(model: Model, source: Source, rules: dict[str, Rule], names: list[str], drop_head: bool) -> None:
+def _problems(
+    model: Model,
+    source: Source,
+    rules: dict[str, Rule],
+    names: list[str],
+    resampled: Collection[str],
+    drops_head: bool,
+) -> list[tuple[str, str]]:
+    """(name in the table, what is wrong) of every key that does not fit."""
     expected = their_shapes(model, list(rules.values()))
-    resizable = {rule.theirs[0] for rule in rules.values() if _old_grid(model, source, rule) is not None}
-    dropped = _HEAD_KEYS[source.form] if drop_head else None
-    # (name in the table, what is wrong)
+    resizable = {rules[name].theirs[0] for name in resampled}
     problems = [(name, f"missing {name}: this format has no place for it") for name in names if name not in rules]
     if source.config and isinstance(model, ViT):
         theirs = huggingface if source.form == "hf" else timm_hub
@@ -82,13 +124,9 @@ def _account(model: Model, source: Source, rules: dict[str, Rule], names: list[s
         elif entry.shape != shape and key not in resizable:
             problems.append((key, f"{entry.key} has shape {entry.shape}, the model's is {shape}"))
     for key, entry in source.entries.items():
-        if key not in expected and not (dropped and key.startswith(dropped)):
+        if key not in expected and not (drops_head and key.startswith(_HEAD_KEYS[source.form])):
             problems.append((key, f"unexpected {entry.key} {entry.shape}"))
-    if problems:
-        listed = "\n".join(f"  {text}" for _, text in problems)
-        of_head = all(key in HEAD or key.startswith(_HEAD_KEYS[source.form]) for key, _ in problems)
-        advice = "\nleave the head out: --drop-head" if of_head else ""
-        raise CheckpointError(f"{source.path} ({source.form}) is of another model:\n{listed}{advice}")
+    return problems
 
 
 @dataclass(frozen=True)
@@ -119,12 +157,11 @@ def _old_grid(model: Model, source: Source, rule: Rule) -> _Grid | None:
     return _Grid((side, side), (grid, grid), class_token)
 
 
-def _reader(model: Model, source: Source, rule: Rule, report: Report) -> Callable[[], Tensor]:
+def _reader(source: Source, rule: Rule, grid: _Grid | None, report: Report) -> Reader:
     def read() -> Tensor:
         value = rule.join(tuple(source.entries[key].read() for key in rule.theirs))
         if rule.ours == "head.weight" and not value.any():
             report(f"{source.path}: every weight of the head is zero, as in the released ImageNet-21k originals")
-        grid = _old_grid(model, source, rule)
         if grid is None:
             return value.contiguous()
         report(f"{source.path}: {rule.ours} resampled from {grid.old} to {grid.new} positions")
@@ -132,4 +169,5 @@ def _reader(model: Model, source: Source, rule: Rule, report: Report) -> Callabl
         resampled = resample_positions(table, grid.old, grid.new, grid.class_token)
         return resampled if value.ndim == 3 else resampled.squeeze(0)
 
-    return read
+    piece = source.entries[rule.theirs[0]].piece if rule.renames and grid is None else None
+    return Reader(rule.theirs, grid is not None, read, piece)

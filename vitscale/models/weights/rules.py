@@ -17,18 +17,20 @@ Tensors = tuple[Tensor, ...]
 class Rule:
     """Our parameter `ours` is `theirs`: one array or several.
 
-    `split` takes our tensor to theirs, in the order of `theirs`; `join` is its inverse.
+    `split` takes our tensor to theirs, in the order of `theirs`; `join` is its inverse. Where `renames` is set they are
+    the same tensor under another name.
     """
 
     ours: str
     theirs: tuple[str, ...]
     split: Callable[[Tensor], Tensors]
     join: Callable[[Tensors], Tensor]
+    renames: bool = False
 
 
 def same(ours: str, theirs: str) -> Rule:
     """Another name alone."""
-    return _one(ours, theirs, lambda value: value, lambda value: value)
+    return Rule(ours, (theirs,), lambda value: (value,), lambda values: values[0], renames=True)
 
 
 def renamed(ours: str, theirs: str) -> list[Rule]:

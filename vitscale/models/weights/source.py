@@ -15,15 +15,19 @@ from vitscale.weight_formats import Format
 
 @dataclass(frozen=True)
 class Entry:
-    """One array of a file: its key there, its shape, and how to read it (fp32, on the CPU)."""
+    """One array of a file: its key there, its shape, and how to read it (fp32, on the CPU).
+
+    `piece` reads elements [start, start + length) of the flattened array without the others; None where a file cannot.
+    """
 
     key: str
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    piece: Callable[[int, int], Tensor] | None = None
 
     def changed(self, shape: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> "Entry":
         """The same array with another layout."""
-        return replace(self, shape=shape, read=lambda: change(self.read()))
+        return replace(self, shape=shape, read=lambda: change(self.read()), piece=None)
 
 
 @dataclass(frozen=True)

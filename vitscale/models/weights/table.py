@@ -10,7 +10,7 @@ from vitscale.models.weights.rules import Rule, same
 from vitscale.weight_formats import Format
 
 HEAD = ("head.weight", "head.bias", "pre_logits.weight", "pre_logits.bias")
-"""Our parameters that `--drop-head` leaves out."""
+"""Our parameters that only a head has: those that `--drop-head` leaves out."""
 
 
 def table(model: Model, form: Format) -> list[Rule]:

@@ -36,18 +36,26 @@ def read_safetensors(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: not a safetensors file, or damaged: {error}") from None
 
-    def read(key: str) -> Tensor:
+    def read(key: str, rows: slice | None = None) -> Tensor:
         # Opened for each tensor, so that those read before do not stay mapped into memory.
         try:
             with safe_open(path, framework="pt") as file:
-                value = file.get_tensor(key)
+                part = file.get_slice(key)
+                shape = tuple(part.get_shape())
+                value = file.get_tensor(key) if rows is None else part[rows]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: {key} cannot be read any more: {error}") from None
-        if tuple(value.shape) != shapes[key]:
+        if shape != shapes[key]:
             raise CheckpointError(f"{path}: {key} has another shape than before: the file was replaced")
         return _floating(value, path, key)
 
-    return {key: Entry(key, shape, partial(read, key)) for key, shape in shapes.items()}, metadata
+    def piece(key: str, start: int, length: int) -> Tensor:
+        row = math.prod(shapes[key][1:])  # elements
+        first, end = start // row, -(-(start + length) // row)
+        return read(key, slice(first, end)).flatten()[start - first * row :][:length]
+
+    entries = {key: Entry(key, shape, partial(read, key), partial(piece, key)) for key, shape in shapes.items()}
+    return entries, metadata
 
 
 def read_beside_config(folder: Path) -> dict[str, Entry]:
