@@ -175,7 +175,7 @@ def test_a_checkpoint_of_version_1_is_read(store):
     }
     (folder / "index.json").write_text(json.dumps(with_checksum(content)))
     reader = store.newest(print)
-    assert holds(reader, 7) and reader.evaluated_kind == "master"
+    assert holds(reader, 7) and reader.index.evaluated_kind == "master"
     assert (reader.index.position, reader.index.anomalies, reader.index.recipe) == (7, {}, {"seed": 3})
     store.amend(7, {"best": 0.75})
     assert holds(store.open(7), 7) and store.open(7).index.selection == {"best": 0.75}
@@ -195,9 +195,9 @@ def test_the_average_is_what_is_evaluated(store):
     with_average = replace(index(1), kinds=[*KINDS, "ema"])
     store.save(with_average, pieces)
     reader = store.open(1)
-    assert reader.evaluated_kind == "ema"
+    assert reader.index.evaluated_kind == "ema"
     for name, shape in shapes().items():
-        assert torch.equal(reader.parameter(name, reader.evaluated_kind), torch.full(shape, 0.5))
+        assert torch.equal(reader.parameter(name, reader.index.evaluated_kind), torch.full(shape, 0.5))
     assert holds(reader, 1)
     store.save(with_average, fragments(1))
     with pytest.raises(CheckpointError, match=r"ema/a.weight should be covered exactly once from 0 to 91.*off at 0"):

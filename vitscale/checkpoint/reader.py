@@ -13,7 +13,7 @@ from torch import Tensor
 from vitscale.checkpoint.format import Layout, parse_key, read_layout
 from vitscale.checkpoint.place import Files, LocalFiles
 from vitscale.errors import CheckpointError
-from vitscale.runs.index import EMA, MASTER, FileEntry, Index, read_index
+from vitscale.runs.index import MASTER, FileEntry, Index, read_index
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,6 @@ class CheckpointReader:
                 f"{self.folder}: {kind}/{name} should be covered exactly once from 0 to {length}; "
                 f"the fragments break off at {position}"
             )
-
-    @property
-    def evaluated_kind(self) -> str:
-        """The kind that evaluation and export use: the average of the weights where the run keeps one."""
-        return EMA if EMA in self.index.kinds else MASTER
 
     def read(self, kind: str, name: str, start: int, length: int) -> Tensor:
         """Elements [start, start + length) of one flattened parameter's `kind`: fp32, on the CPU.

@@ -159,7 +159,7 @@ def _of_run(run_dir: Path, step: int | None, image_size: int | None, drop_head: 
     )
     shapes = {name: list(parameter.shape) for name, parameter in description.build().named_parameters()}
     reader.check_shapes(shapes)
-    kind = reader.evaluated_kind if use_average else MASTER
+    kind = reader.index.evaluated_kind if use_average else MASTER
     source = Source(
         run_dir,
         "safetensors",

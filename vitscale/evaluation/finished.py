@@ -51,7 +51,7 @@ def load_model(
 
     Its weights are their average where the run keeps one, unless `use_average` is False.
     """
-    kind = reader.evaluated_kind if use_average else MASTER
+    kind = reader.index.evaluated_kind if use_average else MASTER
     dtype = weight_dtype(recipe)
     with torch.device("meta"):
         model = build_objective(recipe, len(reader.index.data["class_names"]))

@@ -74,6 +74,11 @@ class Index:
         if self.position < self.step:
             raise ValueError(f"position {self.position} is before step {self.step}")
 
+    @property
+    def evaluated_kind(self) -> str:
+        """The kind that evaluation and export use: the average of the weights where the run keeps one."""
+        return EMA if EMA in self.kinds else MASTER
+
     def shape_of(self, kind: str, name: str) -> list[int] | None:
         """The shape of what is stored of a kind for a parameter; None where nothing is."""
         return self.state_shapes.get(kind, {}).get(name, self.shapes[name])
