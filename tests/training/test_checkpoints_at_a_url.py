@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from ranks import make_data, run_jobs
+from ranks import make_data, make_recipe, run_jobs
 from s3_server import BUCKET, S3Server, serving
 
 from vitscale.checkpoint import CheckpointStore, RemotePlace
 from vitscale.machine import free_port
+from vitscale.shards.generated import CLASS_NAMES
+from vitscale.training.initial_weights import check_initial_weights
 
 COLUMNS = ("loss", "lr", "grad_norm", "batch_digest")
 
@@ -57,3 +59,17 @@ def test_a_run_goes_on_without_its_directory(tmp_path: Path, s3: S3Server):
             assert torch.equal(here.parameter(name, kind), there.parameter(name, kind))
     error = json.loads((tmp_path / "runs" / "there.error").read_text())
     assert error["kind"] == "RecipeError" and "optimizer.name" in error["message"]
+
+
+def test_a_run_begins_with_the_weights_of_one_whose_checkpoints_are_there(tmp_path: Path, s3: S3Server):
+    make_data(tmp_path)
+    (tmp_path / "runs").mkdir()
+    remote = {"every": {"steps": 1}, "dir": f"s3://{BUCKET}/checkpoints"}
+    init = {"from": str(tmp_path / "runs" / "there"), "head": "keep"}
+    launch(tmp_path, job("there", 3, ema={"decay": 0.9}, checkpoint=remote), job("here", 1, init=init))
+    check_initial_weights(make_recipe(tmp_path, init=init), list(CLASS_NAMES), tmp_path / "runs" / "none")
+    # The first update has learning rate 0.
+    here = CheckpointStore(tmp_path / "runs" / "here" / "checkpoints").open(1)
+    there = CheckpointStore(RemotePlace(f"{remote['dir']}/there", tmp_path / "cache")).open(3)
+    for name in there.index.shapes:
+        assert torch.equal(here.parameter(name), there.parameter(name, "ema")), name

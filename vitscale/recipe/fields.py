@@ -31,6 +31,7 @@ _SYNONYMS = {
     "num_epochs": "epochs",
     "num_steps": "steps",
     "num_workers": "threads",
+    "pretrained": "from",
     "resolution": "image_size",
     "stage": "zero_stage",
     "wd": "weight_decay",

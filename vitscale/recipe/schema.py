@@ -352,6 +352,39 @@ LayerDecay = Annotated[
 ]
 
 
+class Init(Block):
+    """The weights that a run begins with, in place of random ones.
+
+    They are read once, at step 0: a run that is resumed reads its own checkpoints, and no longer needs them.
+    """
+
+    # `from` is a word of Python's, hence the alias.
+    source: Annotated[
+        str,
+        Field(
+            min_length=1,
+            alias="from",
+            description="a run's directory (its newest checkpoint), the folder of one checkpoint, or weights in any "
+            "format that `vitscale export` reads; the average of the weights where the run keeps one",
+        ),
+    ]
+    head: Literal["zero", "keep", "initial"] = Field(
+        "zero",
+        description="the output layer: weights and bias zero, as the paper fine-tunes; kept, for the same classes; or "
+        "as without init. The first and the last leave pre_logits out where model.head: linear has no place for it",
+    )
+    positions: Literal["resample", "keep"] = Field(
+        "resample",
+        description="position embeddings of another resolution are interpolated (section 3.2), or an error",
+    )
+
+    @model_validator(mode="after")
+    def _on_this_machine(self) -> "Init":
+        if is_url(self.source):
+            raise ValueError(f"from {self.source!r}: expected a path; fetch the weights first")
+        return self
+
+
 class AdamW(Block):
     """Adam with decoupled weight decay times the current learning rate, as in the authors' code."""
 
@@ -615,6 +648,7 @@ class Recipe(Block):
     data: Data
     batch: Batch
     objective: Annotated[Classification, BeforeValidator(with_kind)] = Classification()
+    init: Init | None = None
     optimizer: Annotated[Optimizer, Field(discriminator="name")]
     schedule: Schedule
     precision: Literal["auto", "bf16", "fp32", "fp8"] = Field(
@@ -658,6 +692,8 @@ class Recipe(Block):
             raise ValueError("evaluation.every is set, but there is neither evaluation.validation nor .fewshot")
         if self.selection is not None:
             self._check_selection(self.selection)
+        if self.init is not None and self.init.head != "initial" and self.model.head_bias is not None:
+            raise ValueError(f"model.head_bias belongs to init.head: initial, and that is {self.init.head}")
         self.objective.check(self)
         return self
 

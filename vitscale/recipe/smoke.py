@@ -16,9 +16,10 @@ def smoke_form(recipe: Recipe, data_root: Path, world_size: int = 1) -> Recipe:
     """The recipe with a small model of its family, small images, a few images a rank and four steps.
 
     What chooses between code paths stays: head, pooling, positions, loss, optimizer, schedule, precision, parallelism,
-    evaluators, selection. All data are `train` and `test` under `data_root`.
+    evaluators, selection. All data are `train` and `test` under `data_root`. `init` goes: weights of the recipe's own
+    model do not fit the small one.
     """
-    content = recipe.dump()
+    content = recipe.dump() | {"init": None}
     content["model"] |= _small_model(recipe)
     content["data"] |= {"train": TRAIN, "root": str(data_root), "image_size": _small_image(recipe), "threads": 1}
     content["batch"] = {"global": max(8, 4 * world_size), "micro_max": 2}

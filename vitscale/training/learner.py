@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import deepspeed
 import torch
@@ -24,6 +25,7 @@ from vitscale.training.anomalies import Kind, Suspects
 from vitscale.training.averaging import WeightAverage
 from vitscale.training.engine import Fp32Accumulation, build_engine, forget_gradients, is_plain, set_learning_rate
 from vitscale.training.initial_values import InitialValues
+from vitscale.training.initial_weights import initial_source
 from vitscale.training.pace import OwnWork
 from vitscale.training.plan import Plan
 from vitscale.training.profile import part
@@ -81,9 +83,9 @@ class Learner:
     """
 
     def __init__(self, recipe: Recipe, plan: Plan, world: distributed.World, say: Callable[[str], None]) -> None:
-        self._recipe, self._plan, self._world = recipe, plan, world
+        self._recipe, self._plan, self._world, self._say = recipe, plan, world, say
         self._dtype = weight_dtype(recipe)
-        self.engine = build_engine(recipe, self._make_objective(say), plan.config)
+        self.engine = build_engine(recipe, self._make_objective(), plan.config)
         if recipe.parallelism.zero_stage == 0 and recipe.precision != "fp32" and plan.accumulation > 1:
             Fp32Accumulation(self.engine)
         self._to_input = to_model_input
@@ -93,7 +95,7 @@ class Learner:
         self.own_work = OwnWork(world.device)
         self._average: WeightAverage | None = None
 
-    def _make_objective(self, say: Callable[[str], None]) -> Objective:
+    def _make_objective(self) -> Objective:
         if self._recipe.parallelism.zero_stage == 3:
             # Each parameter is divided among the ranks as it is made: no rank ever holds the whole model.
             with deepspeed.zero.Init(config_dict_or_path=self._plan.config):
@@ -105,7 +107,7 @@ class Learner:
             from vitscale.models.float8 import train_in_float8  # only those who ask for it need torchao
 
             assert isinstance(objective.backbone, ViT)
-            say(f"{train_in_float8(objective.backbone.blocks, self._world.device)} dense layers train in float8")
+            self._say(f"{train_in_float8(objective.backbone.blocks, self._world.device)} dense layers train in float8")
         if self._recipe.parallelism.compile:
             compile_blocks(objective.backbone)
         return objective
@@ -118,12 +120,19 @@ class Learner:
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------------
 
-    def load(self, reader: CheckpointReader | None) -> None:
-        """Take everything from a checkpoint, or begin with the initial weights. Raises `CheckpointError`."""
+    def load(self, reader: CheckpointReader | None) -> dict[str, Any] | None:
+        """Take everything from a checkpoint, or begin with the initial weights.
+
+        Returns what identifies the weights that the run began with, where its recipe has an `init`. Raises
+        `CheckpointError`, and `RecipeError` for the `init`.
+        """
         if reader is None:
             initial = InitialValues(self.objective, self.shapes, self._recipe.seed)
-            fragments.load(self.engine, initial, optimizer_steps=0)
+            class_names = list(self._plan.manifest.class_names)
+            source, began_with = initial_source(self._recipe, class_names, initial, self._world, self._say)
+            fragments.load(self.engine, source, optimizer_steps=0)
         else:
+            began_with = reader.index.data.get("init")
             reader.check_shapes(self.shapes)
             fragments.load(self.engine, reader.read, optimizer_steps=reader.index.optimizer_steps)
         self._average = None  # the memory of one is given back before more is taken
@@ -131,6 +140,7 @@ class Learner:
             self._average = WeightAverage(self.engine, self._recipe.ema)
             if reader is not None:
                 fragments.load_average(self.engine, self._average.values, reader.read)
+        return began_with
 
     def moments(self) -> list[str]:
         """The tensors that the optimizer keeps for each parameter that it updates."""

@@ -50,7 +50,7 @@ def make_index(
     moments: list[str],
     state_shapes: dict[str, dict[str, list[int] | None]],
     world_size: int,
-    working_directory: str | None,
+    facts: dict[str, Any],
 ) -> Index:
     """The index of a checkpoint of this state.
 
@@ -58,7 +58,7 @@ def make_index(
         shapes: of the parameters.
         moments: the tensors that the optimizer keeps for each of them.
         state_shapes: of those moments that have another shape, or are not there.
-        working_directory: what a relative `data.root` is relative to, where it is known.
+        facts: what else is to be known of the run's data and beginning.
     """
     return Index(
         step=state.step,
@@ -69,7 +69,7 @@ def make_index(
         kinds=[MASTER, *moments, *([EMA] if recipe.ema is not None else [])],
         optimizer_steps=state.step,
         recipe=recipe.dump(),
-        data=data_identity(plan) | {"working_directory": working_directory},
+        data=data_identity(plan) | facts,
         versions={
             "vitscale": vitscale.__version__,
             "torch": torch.__version__,

@@ -107,7 +107,7 @@ class Trainer:
 
     def _load(self, reader: CheckpointReader | None) -> None:
         self._begin("loading weights")
-        self.learner.load(reader)
+        self._began_with = self.learner.load(reader)
         self.state = RunState() if reader is None else RunState.of(reader.index)
         self._saved_step = self.saves.newest = self.report.logged_step = self.state.step
 
@@ -125,7 +125,8 @@ class Trainer:
             moments=self.learner.moments(),
             state_shapes=self.learner.state_shapes(),
             world_size=self.world.size,
-            working_directory=self._working_directory,
+            facts={"working_directory": self._working_directory}
+            | ({"init": self._began_with} if self._began_with is not None else {}),
         )
         self._renew_run_dir()
         self.saves.begin(index, self.learner.fragments(), best=self.state.selection.best_step)
