@@ -35,7 +35,7 @@ lint: $(READY_FOR_TESTS)
 	@$(BIN)/mypy
 
 test: lint
-	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(JOBS) --dist loadfile $(TESTS)
+	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(JOBS) --max-worker-restart 0 --dist loadfile $(TESTS)
 
 test-all: lint
 	@$(BIN)/python -m pytest $(TESTS)
