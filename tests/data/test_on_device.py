@@ -38,7 +38,7 @@ def check(folder: str, device: torch.device) -> int:
         kept, derived = [], []
         with loader_of(manifest, pinned=device.type == "cuda") as loader:
             for batch, keeps in zip(on_device(loader, device), cycle(pattern), strict=False):
-                assert batch.images.device.type == batch.keys.device.type == device.type
+                assert batch.images.device.type == device.type
                 if device.type == "cuda":
                     torch.cuda._sleep(5_000_000)  # cycles of the device, a few milliseconds
                 kept.append(batch if keeps else None)

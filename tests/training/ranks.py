@@ -47,7 +47,7 @@ def make_recipe(root: Path, **blocks: Any) -> Recipe:
     """The toy recipe with some fields replaced, block by block."""
     content = dict(BASE)
     for key, value in blocks.items():
-        both = isinstance(value, dict) and isinstance(content.get(key), dict) and "name" not in value
+        both = isinstance(value, dict) and isinstance(content.get(key), dict) and not {"name", "kind"} & value.keys()
         content[key] = {**content[key], **value} if both else value
     content["data"] = {"root": str(root), **content["data"]}
     return validate_recipe(content, "test")

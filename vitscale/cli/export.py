@@ -153,12 +153,17 @@ def _of_run(run_dir: Path, step: int | None, image_size: int | None, drop_head: 
     block = trained.dump()["model"]
     if edits := differences(block, recipe.dump()["model"], "model."):
         print(f"{run_dir / RECIPE_FILE} was edited ({'; '.join(edits)}); what was trained is exported")
-    class_names = list(reader.index.data["class_names"])
+    has_classes = trained.objective.has_classes
+    class_names = list(reader.index.data["class_names"]) if has_classes else None
     description = Description(
-        block, trained.data.image_size, len(class_names), class_names, reader.index.step, recipe.data.eval_crop
+        block,
+        trained.data.image_size,
+        len(class_names) if class_names is not None else None,
+        class_names,
+        reader.index.step,
+        recipe.data.eval_crop,
     )
-    shapes = {name: list(parameter.shape) for name, parameter in description.build().named_parameters()}
-    reader.check_shapes(shapes)
+    shapes = {name: shape for name, shape in reader.index.shapes.items() if name not in trained.objective.own}
     kind = reader.index.evaluated_kind if use_average else MASTER
     source = Source(
         run_dir,
@@ -166,8 +171,8 @@ def _of_run(run_dir: Path, step: int | None, image_size: int | None, drop_head: 
         {name: Entry(name, tuple(shape), partial(reader.parameter, name, kind)) for name, shape in shapes.items()},
     )
     description = replace(description, image_size=image_size or description.image_size)
-    readers = parameters(description.build(), source, HEAD if drop_head else ())
-    return _Weights(description, lambda name: readers[name](), is_average=kind == EMA)
+    readers = parameters(description.build(), source, HEAD if drop_head or not has_classes else ())
+    return _Weights(description, lambda name: readers[name](), has_classes, is_average=kind == EMA)
 
 
 def _of_file(path: Path, block: dict[str, Any] | None, image_size: int | None, drop_head: bool) -> _Weights:

@@ -16,7 +16,7 @@ def to_model_input(images: Tensor, device: torch.device, dtype: torch.dtype) -> 
 
 
 def on_device(loader: Loader, device: torch.device) -> Iterator[Batch]:
-    """The loader's batches with their images and keys on the device; the rest stays in host memory.
+    """The loader's batches with their images on the device; the rest stays in host memory.
 
     On CUDA the next batch, if it is ready, is copied by a stream of its own while the device works on this one: with
     the one that the consumer still holds, up to three are on the device. Batches have to be in pinned memory
@@ -39,16 +39,12 @@ def on_device(loader: Loader, device: torch.device) -> Iterator[Batch]:
         current = torch.cuda.current_stream(device)
         current.wait_event(arrived)
         moved.images.record_stream(current)  # they were allocated for another stream
-        moved.keys.record_stream(current)
         yield moved
 
 
 def _copied(batch: Batch, device: torch.device, stream: torch.cuda.Stream) -> tuple[Batch, torch.cuda.Event]:
     with torch.cuda.stream(stream):
-        # The keys first: a copy from memory that is not pinned waits for all that its stream has to do before.
-        keys = batch.keys.to(device)
-        images = batch.images.to(device, non_blocking=True)
-        moved = replace(batch, images=images, keys=keys)
+        moved = replace(batch, images=batch.images.to(device, non_blocking=True))
         arrived = torch.cuda.Event()
         arrived.record(stream)
     return moved, arrived

@@ -29,7 +29,7 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
         path = recipe.dataset_path(settings.validation)
         manifest = Manifest.load(path)
         check_class_names(path, manifest.class_names, class_names)
-        loss = CrossEntropy.of(recipe.objective)
+        loss = CrossEntropy.of(recipe)
         evaluators.append(Validation("validation", loader(manifest, recipe.data.eval_crop), loss))
     if settings.fewshot is not None:
         fewshot, tasks = settings.fewshot, []

@@ -84,6 +84,7 @@ def _is_run(
     if (
         data is None
         or recipe.model.num_classes != data.num_classes
+        or not recipe.objective.has_classes
         or images not in [count * data.samples for count in epochs]
     ):
         return False

@@ -31,7 +31,7 @@ PAPER_SETS = {
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """Training samples and classes, None where they are not known, and then why not."""
+    """Training samples and classes (0 where they play no part), None where they are not known, and then why not."""
 
     samples: int | None
     num_classes: int | None
@@ -40,9 +40,11 @@ class TrainingSet:
 
 def training_set(recipe: Recipe, samples: int | None = None) -> TrainingSet:
     """The training data of a recipe; `samples` overrules how many there are."""
-    num_classes = recipe.model.num_classes
+    has_classes = recipe.objective.has_classes
+    num_classes = recipe.model.num_classes if has_classes else 0
     paper = PAPER_SETS.get(recipe.data.train)
-    if samples is None and paper is not None and not recipe.data.root and num_classes == paper.num_classes:
+    is_the_papers = paper is not None and not recipe.data.root and num_classes in (paper.num_classes, 0)
+    if samples is None and paper is not None and is_the_papers:
         samples = paper.samples
     counts_epochs = recipe.schedule.duration.epochs is not None
     if num_classes is not None and (samples is not None or not counts_epochs):
@@ -55,6 +57,8 @@ def training_set(recipe: Recipe, samples: int | None = None) -> TrainingSet:
     except VitscaleError as error:
         return TrainingSet(samples, num_classes, error)
     samples = manifest.num_samples if samples is None else samples
+    if not has_classes:
+        return TrainingSet(samples, 0)
     num_classes = num_classes or len(manifest.class_names) or None
     return TrainingSet(samples, num_classes, None if num_classes else DataError(f"{manifest.where} names no classes"))
 

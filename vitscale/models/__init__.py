@@ -1,7 +1,7 @@
 """Models: images in [-1, 1] -> tokens, representation, logits. Nothing here knows of training."""
 
 from vitscale.models.build import Model, build_model, compile_blocks, weight_dtype
-from vitscale.models.initialise import Initialiser, constant, initial_value, initialise
+from vitscale.models.initialise import Initialiser, constant, initial_value, initialise, normal
 from vitscale.models.outputs import Outputs
 from vitscale.models.resnet import ResNet
 from vitscale.models.vit import ViT
@@ -17,5 +17,6 @@ __all__ = [
     "constant",
     "initial_value",
     "initialise",
+    "normal",
     "weight_dtype",
 ]

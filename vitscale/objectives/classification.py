@@ -77,8 +77,10 @@ class CrossEntropy:
     off: float = 0.0
 
     @classmethod
-    def of(cls, settings: recipes.Classification) -> Self:
-        """That of a recipe's `objective` block."""
+    def of(cls, recipe: Recipe) -> Self:
+        """That of a recipe whose objective is classification."""
+        settings = recipe.objective
+        assert isinstance(settings, recipes.Classification), settings.kind
         return cls(settings.loss, settings.on, settings.off)
 
     def per_sample_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -128,7 +130,7 @@ class Classification(Objective):
                 f"{manifest.where} names {named} classes, the recipe's model.num_classes is "
                 f"{recipe.model.num_classes}; leave it out (--set model.num_classes=null) to take the dataset's"
             )
-        if recipe.objective.loss == "softmax" and named < 2:
+        if CrossEntropy.of(recipe).loss == "softmax" and named < 2:
             raise DataError(f"{manifest.where}: softmax needs at least two classes, the dataset names {named}")
         if recipe.selection is not None and recipe.selection.metric == "validation/top5" and named <= 5:
             raise RecipeError(f"selection.metric: with {named} classes there is no top-5 accuracy; use validation/top1")
@@ -138,7 +140,7 @@ class Classification(Objective):
     def of(cls, recipe: Recipe, num_classes: int) -> Self:
         """As `Objective.of`."""
         backbone = build_model(recipe, num_classes)
-        return cls(backbone, CrossEntropy.of(recipe.objective), num_classes, initial_head_bias(recipe))
+        return cls(backbone, CrossEntropy.of(recipe), num_classes, initial_head_bias(recipe))
 
     def check(self, batch: "Batch") -> None:
         """As `Objective.check`: labels outside the classes."""
@@ -161,4 +163,4 @@ def initial_head_bias(recipe: Recipe) -> float:
     """
     if recipe.model.head_bias is not None:
         return recipe.model.head_bias
-    return -10.0 if recipe.model.head == "pretrain" and recipe.objective.loss == "sigmoid" else 0.0
+    return -10.0 if recipe.model.head == "pretrain" and CrossEntropy.of(recipe).loss == "sigmoid" else 0.0

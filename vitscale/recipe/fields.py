@@ -79,9 +79,10 @@ def json_schema() -> dict[str, Any]:
     schema = Recipe.model_json_schema()
     for block in schema["$defs"].values():
         block.pop("required", None)
-    optimizer = schema["properties"]["optimizer"]
-    optimizer["anyOf"] = optimizer.pop("oneOf")  # a name that is in the file extended leaves open which
-    optimizer.pop("discriminator")
+    for field in schema["properties"].values():
+        if "discriminator" in field:
+            field["anyOf"] = field.pop("oneOf")  # the kind may be in the file extended, or the default
+            field.pop("discriminator")
     schema["properties"]["extends"] = {"type": "string", "description": "the recipe that this one replaces a part of"}
     required = schema.pop("required")
     return {

@@ -23,10 +23,12 @@ class Objective(Block):
     Attributes:
         implementation: `module:class` of the `vitscale.objectives.Objective` that computes it.
         has_classes: whether the model has an output for each class of the training data.
+        own: which parameters are the objective's, and no part of the model that is exported or begun with.
     """
 
     implementation: ClassVar[str]
     has_classes: ClassVar[bool]
+    own: ClassVar[tuple[str, ...]] = ()
 
     def check(self, recipe: "Recipe") -> None:
         """Raise `ValueError` where the rest of the recipe does not go with this objective."""

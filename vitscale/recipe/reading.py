@@ -14,7 +14,7 @@ import pydantic
 from pydantic import BaseModel
 
 from vitscale.errors import RecipeError
-from vitscale.recipe.fields import keys, keys_in, nearest, without_indices
+from vitscale.recipe.fields import blocks, keys, keys_in, nearest, without_indices
 from vitscale.recipe.objectives import DEFAULT_KIND
 from vitscale.recipe.schema import Duration, Model, Recipe
 from vitscale.recipe.strict_yaml import parse_yaml
@@ -23,6 +23,8 @@ _Block = TypeVar("_Block", Recipe, Model)
 
 # Blocks of several kinds -> the key that says which one, and what it is where it is missing.
 _TAGS = {"optimizer": ("name", None), "objective": ("kind", DEFAULT_KIND)}
+_KINDS_OF = {key: [block.variant for block in blocks() if block.key == key] for key in _TAGS}
+_KINDS = {kind for kinds in _KINDS_OF.values() for kind in kinds}
 
 
 def recipes_dir() -> Path:
@@ -191,7 +193,7 @@ def _validate(block: type[_Block], content: dict[str, Any], complaint: str) -> _
 def _describe(details: Any, block: type[BaseModel]) -> str:
     """One line on a mistake that pydantic found."""
     inside = "model." if block is Model else ""
-    parts = [part for part in details["loc"] if part not in ("adamw", "sgd")]
+    parts = [part for part in details["loc"] if part not in _KINDS]
     kind, value, facts = details["type"], details["input"], details.get("ctx", {})
     if kind != "extra_forbidden":
         while parts and not _is_key(inside + ".".join(map(str, parts))):
@@ -204,9 +206,10 @@ def _describe(details: Any, block: type[BaseModel]) -> str:
     if kind == "missing":
         return f"{key}: missing; set it in the recipe or with --set {key}=..."
     if kind == "union_tag_not_found":
-        return f"{key}.name: missing; expected adamw or sgd"
+        return f"{key}.{_TAGS[key][0]}: missing; expected {_any_of(sorted(_KINDS_OF[key]))}"
     if kind == "union_tag_invalid":
-        kind, key, value, facts = "literal_error", f"{key}.name", facts["tag"], {"expected": facts["expected_tags"]}
+        key, value = f"{key}.{_TAGS[key][0]}", facts["tag"]
+        kind, facts = "literal_error", {"expected": facts["expected_tags"]}
     if kind == "value_error":
         return f"{key or block.__name__.lower()}: {facts['error']}"
     if kind == "literal_error":

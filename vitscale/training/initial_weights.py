@@ -187,6 +187,8 @@ def _no_checkpoint(store: CheckpointStore) -> CheckpointError:
 
 def _of_checkpoint(init: Init, where: str, index: Index, read: fragments.Source) -> _Found:
     kind = index.evaluated_kind
+    recipe = validate_recipe(index.recipe, f"the recipe in {where}")
+    shapes = {name: shape for name, shape in index.shapes.items() if name not in recipe.objective.own}
 
     def entry(name: str, shape: list[int]) -> Entry:
         piece = partial(read, kind, name)
@@ -194,11 +196,9 @@ def _of_checkpoint(init: Init, where: str, index: Index, read: fragments.Source)
 
     return _Found(
         title=f"{init.source} step {index.step:,}{' (average)' if kind == EMA else ''}",
-        source=Source(
-            Path(init.source), "safetensors", {name: entry(name, shape) for name, shape in index.shapes.items()}
-        ),
-        model=validate_recipe(index.recipe, f"the recipe in {where}").model,
-        class_names=index.data.get("class_names"),
+        source=Source(Path(init.source), "safetensors", {name: entry(name, shape) for name, shape in shapes.items()}),
+        model=recipe.model,
+        class_names=index.data.get("class_names") if recipe.objective.has_classes else None,
         facts={"step": index.step, "kind": kind},
         files={file.path: file.sha256 for file in index.files},
     )
