@@ -169,9 +169,30 @@ def test_axial_models(stem, model, lr):
     assert recipe.model.name == model and 5 in recipe.evaluation.fewshot.shots
 
 
+@pytest.mark.parametrize(
+    ("stem", "target", "share"),
+    [
+        ("b16_jft_masked", "mean_colour", 0.5),
+        ("b16_jft_masked_cells", "cell_colours", 0.5),
+        ("b16_jft_masked_pixels", "pixels", 0.5),
+        ("b16_jft_masked_15pct", "mean_colour", 0.15),
+        ("b16_i21k_masked", "mean_colour", 0.5),
+    ],
+)
+def test_masked_patch_prediction(stem, target, share):
+    """Appendix B.1.2: Adam at 2e-4, 10,000 steps of warmup, cosine, a million steps of 4,096 images."""
+    recipe = load_recipe(stem)
+    check_adam(recipe, 2e-4, 0.1)
+    assert (recipe.objective.kind, recipe.objective.target, recipe.objective.share) == ("masked_patches", target, share)
+    assert recipe.schedule.warmup.steps == 10_000 and recipe.schedule.decay == "cosine"
+    assert recipe.schedule.duration.steps == (100_000 if "i21k" in stem else 1_000_000)
+    assert recipe.batch.global_size == 4096 and recipe.model.name == "ViT-B/16" and recipe.model.dropout == 0
+
+
 def test_no_recipe_of_the_paper_is_left_out():
     known = {*JFT, *I21K, *I1K, "r50x1_sgd_jft", "r152x2_sgd_jft", "axial_b32_jft", "axial_b16_jft", "axial_r50_jft"}
     known |= {f"{short}_jft{size}" for short in FIGURE_4 for size in ("9m", "30m", "90m", "300m")}
     known |= {f"b16_{short}_jft" for short in TABLE_8}
+    known |= {"b16_i21k_masked", *(f"b16_jft_masked{ablation}" for ablation in ("", "_cells", "_pixels", "_15pct"))}
     others = {path.stem for path in recipes_dir().glob("*.yaml")} - known
     assert {stem for stem in others if not stem.startswith("shape_")} == {"demo", "vit4_cifar10"}

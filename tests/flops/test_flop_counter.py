@@ -1,6 +1,7 @@
 """Padding-counted MACs of both passes, what activation checkpointing repeats of them, and the parameters: exactly as
 torch finds them in our models."""
 
+import numpy as np
 import pytest
 
 from vitscale.architectures import REGISTRY
@@ -13,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from vitscale.models import build_model  # noqa: E402
+from vitscale.objectives import build_objective  # noqa: E402
 
 SMALL = {"name": "ViT-Ti/16", "depth": 2}
 AXIAL = SMALL | {"attention": "axial"}
@@ -129,3 +131,22 @@ def test_recomputed_activations(model, every):
     extra = counted(recomputing)[1] - counted(plain)[1]
     assert extra == 2 * recipe_work(plain, 1000).recomputed(every).macs > 0
     assert recipe_work(plain, 1000).recomputed(0).macs == 0
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+@pytest.mark.parametrize("target", ["mean_colour", "cell_colours", "pixels"])
+@pytest.mark.parametrize("share", [0.5, 0.15])
+def test_masked_patches(target, share, pool):
+    """The prediction is computed for corrupted patches alone; gathering them costs no product."""
+    content = recipe_of(SMALL | {"pool": pool, "patch_size": 8}, 64).dump()
+    content["objective"] = {"kind": "masked_patches", "target": target, "share": share}
+    recipe = validate_recipe(content, "this test")
+    objective = build_objective(recipe, 0)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        images, labels = torch.zeros(1, 64, 64, 3), torch.zeros(1, dtype=torch.int64)
+        losses = objective(images, labels, objective.plan(np.zeros(1, np.int64))).per_sample
+        forward = counter.get_total_flops()
+        losses.sum().backward()
+    backward = counter.get_total_flops() - forward
+    work, count = recipe_work(recipe, 1000), sum(p.numel() for p in objective.parameters())
+    assert (2 * work.macs, 2 * work.backward_macs, work.params) == (forward, backward, count)

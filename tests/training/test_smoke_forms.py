@@ -15,7 +15,7 @@ RECIPES = sorted(path.stem for path in recipes_dir().glob("*.yaml"))
 # One of each code path in every run of the tests; all of them in `make test-all`.
 IN_EVERY_RUN = {
     *("h14_jft", "l16_i1k", "b16_i21k", "r50x1_sgd_jft", "r50_b16_jft", "b32_jft9m"),
-    *("axial_b32_jft", "axial_r50_jft", "b16_relpos_jft", "b16_pos2d_every_jft"),
+    *("axial_b32_jft", "axial_r50_jft", "b16_relpos_jft", "b16_pos2d_every_jft", "b16_jft_masked"),
 }
 
 

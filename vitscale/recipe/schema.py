@@ -12,6 +12,7 @@ from vitscale.architectures import ResNetShape, Shape, ViTShape, architecture
 from vitscale.errors import RecipeError
 from vitscale.recipe.block import Block
 from vitscale.recipe.datasets import find_dataset
+from vitscale.recipe.masked_patches import MaskedPatches
 from vitscale.recipe.objectives import Classification, with_kind
 from vitscale.storage import is_url
 
@@ -647,7 +648,9 @@ class Recipe(Block):
     model: Model
     data: Data
     batch: Batch
-    objective: Annotated[Classification, BeforeValidator(with_kind)] = Classification()
+    objective: Annotated[
+        Annotated[Classification | MaskedPatches, Field(discriminator="kind")], BeforeValidator(with_kind)
+    ] = Classification()
     init: Init | None = None
     optimizer: Annotated[Optimizer, Field(discriminator="name")]
     schedule: Schedule

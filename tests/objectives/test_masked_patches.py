@@ -1,0 +1,219 @@
+"""Masked patch prediction against NumPy, counts written out, and the statistics of what is drawn."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitscale.data import to_model_input
+from vitscale.errors import RecipeError
+from vitscale.models import initial_value
+from vitscale.objectives import build_objective
+from vitscale.objectives.masked_patches import quantised_colours, whole_pixels
+from vitscale.recipe import load_recipe, validate_recipe
+from vitscale.recipe.masked_patches import by_largest_remainder
+
+P, SIDE, B = 8, 32, 3
+N = (SIDE // P) ** 2
+TARGETS = ("mean_colour", "cell_colours", "pixels")
+
+
+def make_recipe(objective, **model):
+    content = {
+        "model": {"patch_size": P, "width": 24, "depth": 2, "mlp_dim": 32, "num_heads": 2, **model},
+        "data": {"train": "none", "image_size": SIDE},
+        "batch": {"global": B},
+        "objective": {"kind": "masked_patches", **objective},
+        "optimizer": {"name": "adamw", "lr": 1.0},
+        "schedule": {"duration": {"steps": 1}},
+        "precision": "fp32",
+    }
+    return validate_recipe(content, "test")
+
+
+def made(objective, **model):
+    """An objective with random values, none of them zero."""
+    built = build_objective(make_recipe(objective, **model), 0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, parameter in built.named_weights():
+            parameter.normal_(0, 0.3, generator=generator)
+    return built.eval()
+
+
+def pictures(seed=0):
+    return torch.randint(256, (B, SIDE, SIDE, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def keys(count=B, seed=0):
+    return np.random.default_rng(seed).integers(0, 2**63, count, dtype=np.int64)
+
+
+# ---- How many, and which ---------------------------------------------------------------------------------------------
+
+
+def test_of_196_patches_half_is_78_and_10_and_10():
+    recipe = load_recipe("b16_jft_masked")
+    assert recipe.objective.counts(recipe) == (78, 10, 10)
+    fewer = load_recipe("b16_jft_masked_15pct")
+    assert fewer.objective.counts(fewer).corrupted == 29
+
+
+@given(st.integers(0, 2000), st.lists(st.integers(1, 50), min_size=1, max_size=5))
+def test_largest_remainders_are_whole_sum_up_and_are_near(total, weights):
+    shares = [weight / sum(weights) for weight in weights]
+    found = by_largest_remainder(total, shares)
+    assert sum(found) == total
+    assert all(abs(count - total * share) < 1 + 1e-6 for count, share in zip(found, shares, strict=True))
+
+
+def test_every_patch_of_every_sample_is_as_likely_and_samples_draw_alone():
+    objective = made({})
+    (order,) = objective.plan(keys(4000))
+    assert torch.equal(order.sort(dim=1).values, torch.arange(N).expand(4000, N))
+    often = torch.stack([(order[:, at] == patch).float().mean() for at in (0, 5, N - 1) for patch in range(N)])
+    assert (often - 1 / N).abs().max() < 5 * (1 / N / 4000) ** 0.5  # five standard deviations
+    alone = torch.cat([objective.plan(keys(4000)[at : at + 1])[0] for at in range(50)])
+    assert torch.equal(alone, order[:50])
+    assert len({tuple(row) for row in order.tolist()}) == 4000
+
+
+# ---- What is predicted -----------------------------------------------------------------------------------------------
+
+
+def colour(pixels) -> int:
+    """floor(mean / 32) of each channel, red * 64 + green * 8 + blue, by integers of Python."""
+    levels = [
+        sum(int(value) for value in pixels[..., channel].flat) // (32 * pixels[..., channel].size)
+        for channel in range(3)
+    ]
+    return levels[0] * 64 + levels[1] * 8 + levels[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pixels_come_back_from_what_the_model_sees(dtype):
+    every = torch.arange(256, dtype=torch.uint8).view(1, 16, 16, 1).expand(1, 16, 16, 3)
+    seen = to_model_input(every, torch.device("cpu"), dtype)
+    assert torch.equal(whole_pixels(seen), every.float())
+
+
+@pytest.mark.parametrize("cells", [1, 4])
+def test_colours_are_those_of_a_definition_in_other_words(cells):
+    images = pictures().numpy()
+    side = P // cells
+    expected = [
+        [
+            colour(patch[r * side : (r + 1) * side, c * side : (c + 1) * side])
+            for r in range(cells)
+            for c in range(cells)
+        ]
+        for image in images
+        for patch in (image[y : y + P, x : x + P] for y in range(0, SIDE, P) for x in range(0, SIDE, P))
+    ]
+    patches = made({}).backbone.patchify(torch.from_numpy(images))
+    assert quantised_colours(patches, P, cells).view(-1, cells**2).tolist() == expected
+    assert quantised_colours(torch.full((1, P * P * 3), 255), P, cells).unique().tolist() == [511]
+
+
+def reference(objective, images, order):
+    """The loss of each sample in NumPy and a plain encoder; patches are corrupted one by one."""
+    masked, replaced, kept = objective.counts
+    vit = objective.backbone
+    with torch.no_grad():
+        embedded = vit.embed(to_model_input(images, torch.device("cpu"), torch.float32)).numpy()
+    changed = embedded.copy()
+    for row in range(B):
+        places = order[row].tolist()
+        for at in range(masked):
+            changed[row, places[at]] = objective.mask.detach().numpy()[0, 0]
+        for at in range(masked, masked + replaced):
+            changed[row, places[at]] = embedded[row, places[(at + replaced + kept) % N]]
+    with torch.no_grad():
+        tokens = vit.encode(torch.from_numpy(changed)).numpy()[:, -N:]
+    weight, bias = objective.prediction.weight.detach().numpy(), objective.prediction.bias.detach().numpy()
+    losses = []
+    for row in range(B):
+        of_patches = []
+        for place in order[row, : masked + replaced + kept].tolist():
+            y, x = divmod(place, SIDE // P)
+            patch = images[row, y * P : (y + 1) * P, x * P : (x + 1) * P].numpy()
+            predicted = (tokens[row, place] @ weight.T + bias).astype(np.float64)
+            if objective.target == "pixels":
+                of_patches.append(np.mean((predicted - (patch.reshape(-1) / 127.5 - 1)) ** 2))
+                continue
+            cells = 4 if objective.target == "cell_colours" else 1
+            side = P // cells
+            for index, logits in enumerate(predicted.reshape(cells**2, 512)):
+                r, c = divmod(index, cells)
+                right = colour(patch[r * side : (r + 1) * side, c * side : (c + 1) * side])
+                of_patches.append(np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[right])
+        losses.append(np.mean(of_patches))
+    return losses
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+@pytest.mark.parametrize("share", [0.5, 0.15, 1.0])
+@pytest.mark.parametrize("target", TARGETS)
+def test_losses_equal_numpy(target, share, pool):
+    objective = made({"target": target, "share": share}, pool=pool)
+    images, plan = pictures(), objective.plan(keys())
+    found = objective(to_model_input(images, torch.device("cpu"), torch.float32), torch.full((B,), -1), plan)
+    assert found.per_sample.tolist() == pytest.approx(reference(objective, images, plan[0]), rel=2e-5)
+
+
+def test_a_replaced_patch_is_never_itself_and_no_two_are_the_same():
+    objective = made({"share": 1.0})
+    masked, replaced, _ = objective.counts
+    assert replaced > 1
+    (order,) = objective.plan(keys(200))
+    identity = torch.arange(N, dtype=torch.float32).view(1, N, 1).expand(200, N, 24)
+    with torch.no_grad():
+        objective.mask.fill_(-1)
+        corrupted = objective._corrupt(identity, order)[..., 0]
+    for row in range(200):
+        at = order[row, masked : masked + replaced]
+        assert (corrupted[row, at] != at).all() and len(corrupted[row, at].unique()) == replaced
+        assert (corrupted[row] == -1).sum() == masked
+
+
+def test_every_parameter_learns_and_labels_play_no_part():
+    objective = made({}, pool="cls").train()
+    images = to_model_input(pictures(), torch.device("cpu"), torch.float32)
+    plan = objective.plan(keys())
+    one = objective(images, torch.full((B,), -1), plan).per_sample
+    other = objective(images, torch.arange(B), plan).per_sample
+    assert torch.equal(one, other)
+    one.sum().backward()
+    assert [name for name, p in objective.named_weights() if p.grad is None or p.grad.abs().max() == 0] == []
+
+
+def test_a_new_model_knows_nothing():
+    """The output layer is zero: a loss of ln 512, which the first colour wins by being the first."""
+    objective = build_objective(make_recipe({}), 0)
+    with torch.no_grad():
+        for name, parameter in objective.named_weights():
+            parameter.copy_(initial_value(objective, name, parameter.shape, 0))
+    images = to_model_input(pictures(), torch.device("cpu"), torch.float32)
+    found = objective(images, torch.full((B,), -1), objective.plan(keys()))
+    assert found.per_sample.tolist() == pytest.approx([np.log(512)] * B)
+    assert objective.mask.std().item() == pytest.approx(0.02, rel=0.4)
+
+
+@pytest.mark.parametrize(
+    ("objective", "model", "key"),
+    [
+        ({}, {"num_classes": 5}, "model.num_classes"),
+        ({}, {"head_bias": 1.0}, "model.head_bias"),
+        ({"target": "cell_colours"}, {"patch_size": 10}, "objective.target"),
+        ({"share": 0.01}, {}, "objective.share"),
+        ({"share": 0.5}, {"patch_size": 32}, "objective.share"),
+        ({"target": "colour"}, {}, "objective.target"),
+        ({"loss": "softmax"}, {}, "objective.loss"),
+        ({}, {"patch_size": 1, "blocks": [1]}, "objective.kind"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(objective, model, key):
+    with pytest.raises(RecipeError) as caught:
+        make_recipe(objective, **model)
+    assert key in str(caught.value)

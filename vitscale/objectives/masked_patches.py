@@ -1,0 +1,120 @@
+"""Masked patch prediction (section 4.6, appendix B.1.2): self-supervision as BERT's, on patches.
+
+Corrupted are patch embeddings, before class token and positions are added: where a patch lies stays known. Which ones,
+and how, is a function of each sample's key, so that it is the same on every world and after resuming.
+
+Shape legend: B batch, S side in pixels, N patches, C corrupted patches, P patch size, D width.
+"""
+
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitscale.data.hashing import combine, mix
+from vitscale.models import Initialiser, ViT, build_model, constant, normal
+from vitscale.models.layers import OutputLayer
+from vitscale.objectives.objective import Losses, Objective, Plan
+from vitscale.recipe import Recipe
+from vitscale.recipe.masked_patches import CELLS, COLOURS, Counts, MaskedPatches
+
+_PATCH_ORDER = 8  # what a hash is for; see data/augmentation.py
+_LEVELS = 8  # of each channel, 3 bits
+
+
+class MaskedPatchPrediction(Objective):
+    """Predicts what was seen in corrupted patches from their tokens.
+
+    Args:
+        backbone: a Transformer without a head, which cuts the image itself into patches.
+        target: as in the recipe's block.
+        counts: patches of each image that are corrupted.
+        outputs: numbers that are predicted of one patch.
+    """
+
+    backbone: ViT
+
+    def __init__(self, backbone: ViT, target: str, counts: Counts, outputs: int) -> None:
+        super().__init__(backbone)
+        self.target, self.counts = target, counts
+        self.mask = torch.nn.Parameter(torch.empty(1, 1, backbone.shape.width))
+        self.prediction = OutputLayer(backbone.shape.width, outputs)
+
+    @classmethod
+    def of(cls, recipe: Recipe, num_classes: int) -> Self:
+        """As `Objective.of`; the classes play no part."""
+        settings, backbone = recipe.objective, build_model(recipe, None)
+        assert isinstance(settings, MaskedPatches) and isinstance(backbone, ViT)
+        return cls(backbone, settings.target, settings.counts(recipe), settings.outputs(backbone.shape.patch_size))
+
+    def plan(self, keys: np.ndarray) -> Plan:
+        """A random order of each image's patches, (B, N) int64: masked, replaced, kept, and those that are intact."""
+        patches = self.backbone.shape.grid(self.backbone.image_size) ** 2
+        of_sample = mix(keys.view(np.uint64) ^ combine(_PATCH_ORDER))
+        # `mix` is a bijection: no two patches of an image have one hash.
+        order = np.argsort(mix(of_sample[:, None] ^ np.arange(patches, dtype=np.uint64)), axis=1)
+        return (torch.from_numpy(order),)
+
+    def losses(self, images: Tensor, labels: Tensor, plan: Plan) -> Losses:
+        """As `Objective.losses`: the mean over corrupted patches, in nats, or of squares in units of half the range."""
+        (order_BN,) = plan
+        corrupted_BC = order_BN[:, : self.counts.corrupted]
+        tokens_BTD = self.backbone(images, edit=lambda x_BND: self._corrupt(x_BND, order_BN)).tokens
+        patches_BND = tokens_BTD if self.backbone.cls is None else tokens_BTD[:, 1:]
+        predicted = self.prediction(_rows(patches_BND, corrupted_BC))
+        pixels = whole_pixels(_rows(self.backbone.patchify(images), corrupted_BC))
+        if self.target == "pixels":
+            return Losses((predicted - (pixels / 127.5 - 1)).square().mean(dim=(1, 2)))
+        cells = CELLS if self.target == "cell_colours" else 1
+        colours = quantised_colours(pixels, self.backbone.shape.patch_size, cells)  # (B, C, cells**2)
+        predicted = predicted.unflatten(2, (cells**2, COLOURS))
+        losses = F.cross_entropy(predicted.flatten(0, 2), colours.flatten(), reduction="none").view(colours.shape)
+        is_right = (predicted.detach().argmax(dim=3) == colours).float()
+        return Losses(losses.mean(dim=(1, 2)), {"colour_accuracy": is_right.mean(dim=(1, 2))})
+
+    def _corrupt(self, x_BND: Tensor, order_BN: Tensor) -> Tensor:
+        """Patch embeddings of which some are another's, or [mask]."""
+        masked, replaced, kept = self.counts
+        changed = order_BN[:, : masked + replaced]
+        # Each replaced patch becomes another one in the order, and no two the same: gradients of sources that coincide
+        # would be added in any order.
+        at = torch.arange(masked, masked + replaced, device=order_BN.device) + replaced + kept
+        others = order_BN[:, at % order_BN.shape[1]]
+        values = torch.cat([self.mask.expand(len(x_BND), masked, -1), _rows(x_BND, others)], dim=1)
+        return x_BND.scatter(1, changed[..., None].expand_as(values), values)
+
+    def initialiser(self, name: str) -> Initialiser:
+        """As `Objective.initialiser`: [mask] as a position embedding; the prediction at zero, as output layers."""
+        if name == "mask":
+            return normal(0.02)
+        return constant(0.0) if name.startswith("prediction.") else super().initialiser(name)
+
+
+def _rows(values_BND: Tensor, at_BC: Tensor) -> Tensor:
+    """The values of some patches: (B, N, D), (B, C) -> (B, C, D)."""
+    return values_BND.gather(1, at_BC[..., None].expand(-1, -1, values_BND.shape[2]))
+
+
+def whole_pixels(images: Tensor) -> Tensor:
+    """Pixels from 0 to 255, fp32, of those in [-1, 1]; exact in bf16 too, whose 8 bits tell x / 127.5 - 1 apart."""
+    return ((images.float() + 1) * 127.5).round()
+
+
+def quantised_colours(patches: Tensor, patch_size: int, cells: int) -> Tensor:
+    """The mean colours of the cells of patches, as classes of 3 bits a channel (red the highest).
+
+    Args:
+        patches: pixels from 0 to 255, (..., P * P * 3) in the order height, width, channel.
+        patch_size: P.
+        cells: along each side; P is a multiple of it.
+
+    Returns:
+        int64 (..., cells * cells), row by row.
+    """
+    side = patch_size // cells
+    by_cell = patches.to(torch.int64).unflatten(-1, (cells, side, cells, side, 3))
+    levels = by_cell.sum(dim=(-4, -2)) // (side**2 * (256 // _LEVELS))  # (..., cells, cells, 3)
+    red, green, blue = levels.flatten(-3, -2).unbind(-1)
+    return (red * _LEVELS + green) * _LEVELS + blue

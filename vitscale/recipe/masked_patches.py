@@ -1,0 +1,108 @@
+"""The `objective` block of masked patch prediction, and what is known of it without torch."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+from pydantic import Field
+
+from vitscale.architectures import ViTShape
+from vitscale.operations import Operation, dense, parameters
+from vitscale.recipe.objectives import Objective
+
+if TYPE_CHECKING:
+    from vitscale.recipe.schema import Recipe
+
+_MASKED, _REPLACED, _KEPT = 0.8, 0.1, 0.1  # of the corrupted patches (appendix B.1.2)
+COLOURS = 512
+"""Mean colours of 3 bits a channel."""
+CELLS = 4
+"""Cells along one side of a patch whose colours `cell_colours` predicts."""
+
+
+class Counts(NamedTuple):
+    """How many patches of an image are corrupted in each of three ways."""
+
+    masked: int
+    replaced: int
+    kept: int
+
+    @property
+    def corrupted(self) -> int:
+        """All three together."""
+        return sum(self)
+
+
+class MaskedPatches(Objective):
+    """Masked patch prediction (section 4.6, appendix B.1.2): the colours of corrupted patches are to be told.
+
+    Of the patches that are corrupted 80 % become a learned [mask] embedding, 10 % another patch's of the same image,
+    and 10 % are kept as they are. Labels play no part, and the model has no head.
+    """
+
+    implementation: ClassVar[str] = "vitscale.objectives.masked_patches:MaskedPatchPrediction"
+    has_classes: ClassVar[bool] = False
+    own: ClassVar[tuple[str, ...]] = ("mask", "prediction.weight", "prediction.bias")
+
+    kind: Literal["masked_patches"] = Field(description="chooses this objective")
+    target: Literal["mean_colour", "cell_colours", "pixels"] = Field(
+        "mean_colour",
+        description="what is predicted of a corrupted patch: its mean colour, one of 512; those of its 4 x 4 cells; "
+        "or all its pixels, by their squared error",
+    )
+    share: float = Field(0.5, gt=0, le=1, description="part of an image's patches that is corrupted")
+
+    def check(self, recipe: "Recipe") -> None:
+        """As `Objective.check`."""
+        shape, size = recipe.model.shape(), recipe.data.image_size
+        if not isinstance(shape, ViTShape) or shape.stem is not None:
+            raise ValueError("objective.kind: masked_patches needs a model that cuts the picture itself into patches")
+        for key in ("num_classes", "head_bias"):
+            if getattr(recipe.model, key) is not None:
+                raise ValueError(f"model.{key}: with objective.kind: masked_patches the model has no head; set it null")
+        if recipe.evaluation.validation is not None:
+            raise ValueError(
+                "evaluation.validation measures classes, and objective.kind: masked_patches has none; use "
+                "evaluation.fewshot"
+            )
+        if self.target == "cell_colours" and shape.patch_size % CELLS:
+            raise ValueError(
+                f"objective.target cell_colours: patches of {shape.patch_size} pixels do not divide into "
+                f"{CELLS} x {CELLS} cells"
+            )
+        if shape.grid(size) ** 2 < 2 or self.counts(recipe).masked == 0:
+            raise ValueError(
+                f"objective.share {self.share:g} of {shape.grid(size) ** 2} patches: expected at least one corrupted "
+                f"patch of several"
+            )
+
+    def counts(self, recipe: "Recipe") -> Counts:
+        """Patches of each image that are corrupted, rounded by largest remainder: of 196 half is 78, 10 and 10."""
+        shape = recipe.model.shape()
+        assert isinstance(shape, ViTShape)
+        corrupted, _ = by_largest_remainder(shape.grid(recipe.data.image_size) ** 2, (self.share, 1 - self.share))
+        return Counts(*by_largest_remainder(corrupted, (_MASKED, _REPLACED, _KEPT)))
+
+    def outputs(self, patch_size: int) -> int:
+        """Numbers that are predicted of one patch."""
+        return {"mean_colour": COLOURS, "cell_colours": CELLS**2 * COLOURS, "pixels": 3 * patch_size**2}[self.target]
+
+    def operations(self, recipe: "Recipe") -> Sequence[Operation]:
+        """As `Objective.operations`: the prediction is computed for corrupted patches alone."""
+        shape = recipe.model.shape()
+        assert isinstance(shape, ViTShape)
+        rows = self.counts(recipe).corrupted
+        return (
+            parameters("mask", shape.width),
+            dense("prediction", rows, shape.width, self.outputs(shape.patch_size)),
+        )
+
+
+def by_largest_remainder(total: int, shares: Sequence[float]) -> list[int]:
+    """Whole numbers near to the shares of `total`, to which they sum; of equal remainders the first is rounded up."""
+    exact = [total * share for share in shares]
+    whole = [math.floor(value + 1e-9) for value in exact]  # 0.1 is not a tenth
+    remainders = sorted(range(len(shares)), key=lambda index: whole[index] - exact[index])
+    for index in remainders[: total - sum(whole)]:
+        whole[index] += 1
+    return whole
