@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from vitscale.errors import NonFiniteError
 from vitscale.files.durable import write_text
 from vitscale.recipe import Anomalies, Policy, Spike
 from vitscale.runs.names import ANOMALIES_DIR
@@ -161,6 +162,14 @@ class Anomaly:
         ]
         losses = f"the loss is not finite on {'; '.join(where)}" if where else "every loss is"
         return f"step {self.step:,}: the gradient is not finite (learning rate {self.rate:.3g}); {losses}{then[policy]}"
+
+    def error(self, message: str, newest: int, count: int, limit: int) -> NonFiniteError:
+        """What ends the run: the message, the step of the newest checkpoint, and what can be done."""
+        return NonFiniteError(
+            f"{message}. The newest checkpoint is that of step {newest:,}. Lower optimizer.lr, set "
+            f"optimizer.clip_norm, in another --run-dir, or have such batches left out (anomalies.{self.key}; "
+            f"{count} of anomalies.limit {limit} were)"
+        )
 
     def write(self, run_dir: Path, policy: Policy) -> str:
         """Write uids and losses of the batch beside the checkpoints; where they are, in words.

@@ -80,6 +80,7 @@ class Learner:
         engine: DeepSpeed's, around the objective.
         shapes: of the parameters, by the names that checkpoints have.
         own_work: seconds of this rank's forward passes.
+        began_with: what identifies the weights that the run began with, where its recipe has an `init`.
     """
 
     def __init__(self, recipe: Recipe, plan: Plan, world: distributed.World, say: Callable[[str], None]) -> None:
@@ -93,6 +94,7 @@ class Learner:
             self._to_input = torch.compile(to_model_input, fullgraph=True, dynamic=False)
         self.shapes = fragments.shapes(self.engine)
         self.own_work = OwnWork(world.device)
+        self.began_with: dict[str, Any] | None = None
         self._average: WeightAverage | None = None
 
     def _make_objective(self) -> Objective:
@@ -120,19 +122,18 @@ class Learner:
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------------
 
-    def load(self, reader: CheckpointReader | None) -> dict[str, Any] | None:
+    def load(self, reader: CheckpointReader | None) -> None:
         """Take everything from a checkpoint, or begin with the initial weights.
 
-        Returns what identifies the weights that the run began with, where its recipe has an `init`. Raises
-        `CheckpointError`, and `RecipeError` for the `init`.
+        Raises `CheckpointError`, and `RecipeError` for the recipe's `init`.
         """
         if reader is None:
             initial = InitialValues(self.objective, self.shapes, self._recipe.seed)
             class_names = list(self._plan.manifest.class_names)
-            source, began_with = initial_source(self._recipe, class_names, initial, self._world, self._say)
+            source, self.began_with = initial_source(self._recipe, class_names, initial, self._world, self._say)
             fragments.load(self.engine, source, optimizer_steps=0)
         else:
-            began_with = reader.index.data.get("init")
+            self.began_with = reader.index.data.get("init")
             reader.check_shapes(self.shapes)
             fragments.load(self.engine, reader.read, optimizer_steps=reader.index.optimizer_steps)
         self._average = None  # the memory of one is given back before more is taken
@@ -140,7 +141,6 @@ class Learner:
             self._average = WeightAverage(self.engine, self._recipe.ema)
             if reader is not None:
                 fragments.load_average(self.engine, self._average.values, reader.read)
-        return began_with
 
     def moments(self) -> list[str]:
         """The tensors that the optimizer keeps for each parameter that it updates."""

@@ -6,6 +6,7 @@ without a process group, a model or a first step.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from vitscale.data import Loader, Reading, TrainOrder, train_transform
@@ -45,6 +46,7 @@ class Plan:
         log_every, compare_replicas_every, compare_computation_every: steps; None for never.
         learning_rate: of the update that follows so many steps.
         warnings: what is possible, but hardly meant.
+        working_directory: what a relative `data.root` is relative to; None where somebody has deleted it.
     """
 
     manifest: Manifest
@@ -63,6 +65,7 @@ class Plan:
     compare_computation_every: int | None
     learning_rate: Callable[[int], float]
     warnings: list[str]
+    working_directory: str | None
 
     def due(self, step: int, last: int) -> Due:
         """What is due when `step` updates are done, in a process that ends after `last`."""
@@ -159,4 +162,12 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
         compare_computation_every=recipe.check.recompute_every,
         learning_rate=rate,
         warnings=warnings,
+        working_directory=_working_directory(),
     )
+
+
+def _working_directory() -> str | None:
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return None

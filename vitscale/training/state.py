@@ -12,6 +12,7 @@ from vitscale.checkpoint import EMA, MASTER, Index
 from vitscale.data import LIBJPEG_TURBO_VERSION, ORDER_VERSION, Batch
 from vitscale.recipe import Recipe
 from vitscale.training.anomalies import AnomalyRecord
+from vitscale.training.learner import Learner
 from vitscale.training.plan import Plan
 from vitscale.training.selection import Selection
 
@@ -41,35 +42,19 @@ class RunState:
         return replace(self, step=self.step + 1, position=batch.step + 1)
 
 
-def make_index(
-    state: RunState,
-    recipe: Recipe,
-    plan: Plan,
-    *,
-    shapes: dict[str, list[int]],
-    moments: list[str],
-    state_shapes: dict[str, dict[str, list[int] | None]],
-    world_size: int,
-    facts: dict[str, Any],
-) -> Index:
-    """The index of a checkpoint of this state.
-
-    Args:
-        shapes: of the parameters.
-        moments: the tensors that the optimizer keeps for each of them.
-        state_shapes: of those moments that have another shape, or are not there.
-        facts: what else is to be known of the run's data and beginning.
-    """
+def make_index(state: RunState, recipe: Recipe, plan: Plan, learner: Learner, world_size: int) -> Index:
+    """The index of a checkpoint of this state and what the learner holds."""
+    data = data_identity(plan) | {"working_directory": plan.working_directory}
     return Index(
         step=state.step,
         position=state.position,
         world_size=world_size,
-        shapes=shapes,
-        state_shapes=state_shapes,
-        kinds=[MASTER, *moments, *([EMA] if recipe.ema is not None else [])],
+        shapes=learner.shapes,
+        state_shapes=learner.state_shapes(),
+        kinds=[MASTER, *learner.moments(), *([EMA] if recipe.ema is not None else [])],
         optimizer_steps=state.step,
         recipe=recipe.dump(),
-        data=data_identity(plan) | facts,
+        data=data | ({"init": learner.began_with} if learner.began_with is not None else {}),
         versions={
             "vitscale": vitscale.__version__,
             "torch": torch.__version__,

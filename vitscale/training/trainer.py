@@ -19,7 +19,6 @@ from vitscale.checkpoint import CheckpointReader
 from vitscale.data import Batch, on_device
 from vitscale.errors import (
     CheckpointError,
-    NonFiniteError,
     PeerLostError,
     PreemptedError,
     RecipeError,
@@ -80,9 +79,6 @@ class Trainer:
         for warning in plan.warnings:
             say(f"WARNING: {warning}")
         self.profiler = StepProfiler(recipe.profile.steps if world.is_main else 0, run_dir, world.device)
-        self._working_directory: str | None = None  # what a relative data.root is relative to
-        with contextlib.suppress(FileNotFoundError):  # somebody has deleted it
-            self._working_directory = str(Path.cwd())
         self.claim = Claim(run_dir, recipe)
         for line in preflight(recipe, plan, run_dir, world, fragments.checkpoint_bytes(recipe, plan.num_classes)):
             say(line)
@@ -107,7 +103,7 @@ class Trainer:
 
     def _load(self, reader: CheckpointReader | None) -> None:
         self._begin("loading weights")
-        self._began_with = self.learner.load(reader)
+        self.learner.load(reader)
         self.state = RunState() if reader is None else RunState.of(reader.index)
         self._saved_step = self.saves.newest = self.report.logged_step = self.state.step
 
@@ -117,17 +113,7 @@ class Trainer:
         self.saves.wait()  # whether the best checkpoint was lost decides which are kept
         if self.recipe.check.replicas_every is not None:
             self.learner.compare_replicas(self.state.step)  # what is saved is to be right
-        index = make_index(
-            self.state,
-            self.recipe,
-            self.plan,
-            shapes=self.learner.shapes,
-            moments=self.learner.moments(),
-            state_shapes=self.learner.state_shapes(),
-            world_size=self.world.size,
-            facts={"working_directory": self._working_directory}
-            | ({"init": self._began_with} if self._began_with is not None else {}),
-        )
+        index = make_index(self.state, self.recipe, self.plan, self.learner, self.world.size)
         self._renew_run_dir()
         self.saves.begin(index, self.learner.fragments(), best=self.state.selection.best_step)
         self._saved_step, self._saved_at, self._save_is_overdue = self.state.step, time.monotonic(), False
@@ -271,11 +257,7 @@ class Trainer:
             self._begin("writing the checkpoint")
             with contextlib.suppress(CheckpointError):  # said already, and not why the run ends
                 self.saves.wait()  # what is being written was right
-            raise NonFiniteError(
-                f"{message}. The newest checkpoint is that of step {self.saves.newest:,}. Lower optimizer.lr, set "
-                f"optimizer.clip_norm, in another --run-dir, or have such batches left out (anomalies.{anomaly.key}; "
-                f"{known.count} of anomalies.limit {settings.limit} were)"
-            ).on_all_ranks()
+            raise anomaly.error(message, self.saves.newest, known.count, settings.limit).on_all_ranks()
         known = known.survived()
         self.report.say(f"WARNING: {message} ({known.count} of anomalies.limit {settings.limit})")
         self.state = replace(self.state, position=batch.step)
