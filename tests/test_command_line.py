@@ -205,7 +205,7 @@ def test_mistakes_end_with_one_message_and_their_code(place, tmp_path, arguments
         (["--set", "data.train=nowhere"], 3, ["nowhere", "there is no"]),
         (["--set", "model.num_classes=5"], 2, ["7 classes", "5"]),
         (["--set", "deepspeed={zero_optimisation: {}}"], 2, ["zero_optimization"]),
-        (["--set", "deepspeed={wandb: {enabled: true}}"], 2, ["deepspeed.wandb", "metrics.jsonl"]),
+        (["--set", "deepspeed={wandb: {enabled: true}}"], 2, ["deepspeed.wandb", "logging.trackers"]),
         (["--stop-at", "0"], 2, ["--stop-at"]),
         (["--set", "checkpoint.every.examples=15"], 2, ["checkpoint.every: 15 examples", "one step of 16"]),
     ],

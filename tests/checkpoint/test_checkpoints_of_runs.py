@@ -89,7 +89,7 @@ def test_the_average_is_evaluated_and_exported_unless_the_last_weights_are_asked
         read, reader = open_run(both)
         for use_average, expected in ((True, average), (False, last)):
             model = load_model(read, reader, torch.device("cpu"), use_average=use_average)
-            assert all(torch.equal(value, expected[name]) for name, value in model.named_parameters())
+            assert all(torch.equal(value, expected[name]) for name, value in model.named_weights())
 
         for flags, expected, words in (([], average, ", average of the weights"), (["--no-ema"], last, "step 3 as")):
             out = tmp_path / f"out{len(flags)}.safetensors"
