@@ -1,0 +1,1 @@
+"""Image collections -> datasets of shards; and datasets without copies of test images, as splits and as subsets."""

@@ -1,4 +1,4 @@
-"""A conversion from beginning to end.
+"""One conversion from beginning to end: the order of its steps, and where a killed one goes on.
 
     list the parts of the source -> order and deal into shards: the plan -> one task a shard -> manifest, written last
 

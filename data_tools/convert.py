@@ -1,4 +1,4 @@
-"""vitscale-convert: images in any form that people have them become a data set of shards. The command line."""
+"""The command line of `vitscale-convert`: an image collection in, a dataset of shards out."""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""From tasks that are done to data sets: their reports, what could not be stored or was removed, and the manifests."""
+"""Finishes a conversion: gathers the tasks' reports, lists what was rejected or removed, writes the manifests."""
 
 import itertools
 import json

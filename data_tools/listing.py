@@ -1,4 +1,4 @@
-"""The list of a source's images on disk: one file a part, written once, by a worker process.
+"""Lists a source's images on disk: one file a part, written once, by a worker process.
 
     part-00000.arrow   key, labels (numbers into the part's own vocabulary; null: by folder), content
     part-00000.bin     only of a source that streams: the images' bytes, the spool

@@ -1,4 +1,4 @@
-"""Several converters on one output: each has a range of the tasks to itself, and says so by a lock.
+"""Lets several converters share one output: each locks a range of the tasks for itself.
 
 A lock is held by a living process and by nothing else: one that was killed leaves a file that locks nothing.
 """

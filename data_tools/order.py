@@ -1,4 +1,4 @@
-"""The order of all images: a sort on disk, by the hash of their keys.
+"""Orders all images: a sort on disk, by the hash of their keys.
 
 Images are sorted by (XXH3-64 of the key, key), with the shuffle's seed: a permutation that depends on keys and seed
 alone, and that stays as it is for the others when images are added. Images are dealt into buckets by the first bits of

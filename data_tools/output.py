@@ -1,4 +1,4 @@
-"""Where a conversion writes: the data set's folder or URL, and what is known there of an unfinished conversion.
+"""The output of a conversion: the dataset's folder or URL, and the state of an unfinished conversion there.
 
     OUT/                         shards and tables; with splits one folder each
     OUT/dedup.parquet, dedup/    which images were left out as copies of test images, and a report of it

@@ -1,4 +1,4 @@
-"""Where folders say the class: which part of a path it is.
+"""Tells which part of a path names the class, where folders do.
 
 The rule: directories that all paths have in common are stripped from the front, as long as every path keeps one; the
 next directory is the class. What is left of the path is the image's key, so that a tar with `train/cat/1.jpg` and a

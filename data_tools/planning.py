@@ -1,4 +1,4 @@
-"""From a source to its plan: listing, ordering, dealing into shards; and back to a plan that was made before.
+"""Makes the plan: lists the source, orders its images, deals them into shards; or reads a plan that was made before.
 
 In the output's state, `conversion.json` says what was asked for and, once it is made, the plan: several machines work
 on one output by it. In the work folder, `request.json` says which conversion the plan beside it belongs to, and in the

@@ -1,4 +1,4 @@
-"""The first images of the shuffled order, converted for what they tell of the others: size, time, losses."""
+"""Converts the first images of the shuffled order in memory, to estimate size, time and losses of the whole."""
 
 import time
 from collections.abc import Iterator

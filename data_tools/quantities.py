@@ -1,4 +1,4 @@
-"""Counts and sizes as people write them."""
+"""Reads counts and sizes as people write them: `9M`, `512MiB`."""
 
 import re
 from decimal import Decimal

@@ -1,4 +1,4 @@
-"""What a person sees of a conversion: progress while it runs, a table when it is done."""
+"""What a conversion shows: progress while it runs, a table when it is done."""
 
 import time
 from collections import Counter

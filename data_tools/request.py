@@ -1,4 +1,4 @@
-"""What a conversion is asked for: everything that decides what is written, and nothing else."""
+"""The request of a conversion: every option that decides what is written, and no other."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What a file that is no image that we read may be instead: collections hold more than their names say."""
+"""Explains, from its first bytes, what a file that cannot be decoded probably is."""
 
 _BRANDS_HEIF = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _BEGINNINGS = (

@@ -1,4 +1,4 @@
-"""Being told to end: Ctrl-C, SIGTERM and SIGUSR1 from a scheduler, or a time limit.
+"""Requests to end: Ctrl-C, SIGTERM and SIGUSR1 from a scheduler, or a time limit.
 
 The first request asks for a checkpoint at the next border of two steps, a later one ends the process at once. Handlers
 written in Python run only between two instructions of the main thread, which may be inside a collective for minutes.

@@ -1,4 +1,4 @@
-"""Pre-train one recipe.
+"""The program of every rank: pre-trains one recipe.
 
     deepspeed vitscale/pretrain.py --recipe recipes/h14_jft.yaml [--set KEY=VALUE ...] [--run-dir DIR]
 

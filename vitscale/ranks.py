@@ -1,6 +1,7 @@
-"""What ranks tell each other. Without a process group there is one rank and nothing to do, but for `Agreement`.
+"""What ranks tell each other: sums, gathered rows, results of rank 0, and what they agree on between two steps.
 
-Tensors stay on the device they come on, which has to be one that the process group's backend serves.
+Without a process group there is one rank and nothing to exchange; only `Agreement` needs a group. Tensors stay on the
+device they come on, which has to be one that the process group's backend serves.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Numbers in sentences."""
+"""Numbers in sentences: `1 shard`, `2 shards`, `0-3, 7`."""
 
 _SHOWN_SPANS = 10
 

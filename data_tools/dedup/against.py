@@ -1,4 +1,4 @@
-"""Images are compared with indexes of test sets while they are converted, some dozens at a time.
+"""Compares images with indexes of test sets while they are converted, some dozens at a time.
 
 An index is named once, by its path and digest, and opened once in every process that compares with it.
 """

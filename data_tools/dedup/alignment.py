@@ -1,4 +1,4 @@
-"""Are two pictures the same? Their correlation, once the part of one that the other shows has been found.
+"""Correlation of two pictures, after the part of one that the other shows has been found.
 
 A hash that is near says that one picture may be a crop of the other, and roughly which. From there, the window in the
 test image is moved, scaled and turned a little until the query fits best (Gauss-Newton on the squared difference, with

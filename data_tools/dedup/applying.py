@@ -1,4 +1,4 @@
-"""What `find` found, taken out of a dataset: a view of its shards without those samples. The dataset itself stays."""
+"""Takes the copies that `find` found out of a dataset: a view of its shards without them. The dataset stays whole."""
 
 import json
 import tempfile

@@ -1,4 +1,4 @@
-"""Test sets -> an index: every image is decoded once, in worker processes, and its variants are fingerprinted."""
+"""Builds an index of test sets: each image is decoded once, in worker processes, and its variants are fingerprinted."""
 
 import itertools
 import shutil

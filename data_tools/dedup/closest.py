@@ -1,4 +1,4 @@
-"""The pairs that people should look at before they trust a threshold: the closest ones on both sides of it."""
+"""The pairs closest to the threshold, on both sides of it: people look at them before they trust it."""
 
 import base64
 from collections.abc import Callable, Sequence

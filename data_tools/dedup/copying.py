@@ -1,4 +1,4 @@
-"""What `find` found, taken out of a dataset: new shards without those samples. The dataset itself stays.
+"""Takes the copies that `find` found out of a dataset: new shards without them. The dataset stays whole.
 
 A copy goes on where a killed one stopped: it is begun by a note of what it is of, every shard that is done has its
 marker, and the manifest is written last.

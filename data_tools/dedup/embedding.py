@@ -1,4 +1,4 @@
-"""A user's model as the last judge: a TorchScript module that turns pictures into vectors, alike for alike ones.
+"""An optional last judge of pairs: a user's TorchScript model that turns pictures into vectors.
 
 Such as SSCD (Pizzi et al., "A Self-Supervised Descriptor for Image Copy Detection", 2022). It sees only pairs whose
 hashes are near, so its cost does not grow with the number of images.

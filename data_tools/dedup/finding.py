@@ -1,4 +1,4 @@
-"""A dataset already written against indexes: which of its samples are copies of test images. Removes nothing.
+"""Compares an existing dataset with indexes and lists its copies of test images. Removes nothing.
 
 FOUND/found.json         which dataset, which indexes, with what settings; digests of the files; written last
 FOUND/dedup.parquet      every decision, see `decisions.py`, in order of shards

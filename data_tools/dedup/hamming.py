@@ -1,4 +1,4 @@
-"""Exact search among hashes: every pair is compared, and nothing that is near enough is missed.
+"""Exact search for hashes within a Hamming distance: compares every pair, so that none is missed.
 
 An index of test sets is small (millions of hashes) and a query is one instruction a word, so that going through all of
 it beats every clever structure: 5 * 10^9 pairs a second and core with AVX-512, four times faiss's flat index.

@@ -1,4 +1,4 @@
-"""The two histograms of a test set: distances of hashes with what is removed, correlations of candidates likewise."""
+"""Draws two histograms for each test set: hash distances with what is removed, and correlations of candidates."""
 
 import warnings
 from pathlib import Path

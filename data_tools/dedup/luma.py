@@ -1,4 +1,4 @@
-"""What fingerprints are taken of: a picture's brightness as a square of 64 x 64 pixels, whatever its shape."""
+"""The brightness of a picture as a square of 64 x 64 pixels, whatever its shape; fingerprints are computed from it."""
 
 from typing import NamedTuple
 

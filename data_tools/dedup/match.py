@@ -1,4 +1,6 @@
-"""What a comparison says of an image and a test image. The tiers, from the certain and cheap to the careful:
+"""The result of comparing an image with a test image, and the tiers that decide it.
+
+From the certain and cheap to the careful:
 
 bytes         the file's bytes are a test image's
 pixels        the decoded pixels are

@@ -1,4 +1,4 @@
-"""Is an image a copy of a test image? Decided by tiers, in order (`match.py`)."""
+"""Decides whether an image is a copy of a test image, by the tiers of `match.py` in order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

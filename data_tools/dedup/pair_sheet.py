@@ -1,4 +1,4 @@
-"""A contact sheet of the pairs nearest to the threshold: was it right to remove these, and to keep those?"""
+"""A contact sheet of the pairs nearest to the threshold: were the right ones removed, and the right ones kept?"""
 
 import io
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Small pictures for people to look at."""
+"""Thumbnails of at most 128 x 128 pixels, for people to look at."""
 
 import numpy as np
 from PIL import Image

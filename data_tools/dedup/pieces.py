@@ -1,4 +1,4 @@
-"""Some images of a test set -> what an index has of them: the work of one process, and how pieces become one."""
+"""Pieces of an index: what one process makes of some images of a test set, and how pieces become one index."""
 
 import hashlib
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What people need to see before they trust a de-duplication: what was removed, by what, and how much of it wrongly."""
+"""The de-duplication report: what was removed, by which tier, and how much of it probably wrongly."""
 
 import json
 import re

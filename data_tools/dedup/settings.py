@@ -1,4 +1,4 @@
-"""What counts as a copy of a test image, a test set at a time: small, drawn and medical pictures differ from photos."""
+"""Thresholds of what counts as a copy, set for each test set: small, drawn and medical pictures differ from photos."""
 
 from dataclasses import dataclass
 from typing import Literal

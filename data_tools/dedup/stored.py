@@ -1,4 +1,4 @@
-"""Samples of a shard as queries: fingerprints from the table beside it, pictures from the shard where they are needed.
+"""Samples of a stored shard as queries: fingerprints from the table beside it, pictures from the shard when needed.
 
 A table of an older version of vitscale, or of another algorithm, has no fingerprints that could be compared: then all
 images are decoded and fingerprinted.

@@ -1,4 +1,4 @@
-"""How many pairs that are no copies were taken for copies? Read off the tail of those that are near by chance.
+"""Estimates the false-positive rate from the distribution of near misses.
 
 Unrelated pictures are the rarer the nearer: their number falls about a hundredfold in ten bits. Copies are at any
 distance, and between the two there is a valley. Above it the logarithm of the counts is fitted by a straight line,

@@ -1,4 +1,4 @@
-"""Counts of a comparison, by test set; those of several workers add up."""
+"""Counts of a comparison for each test set; the counts of several workers add up."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The crops of a test image that are fingerprinted, so that an image cropped or mirrored elsewhere is recognised.
+"""The crops of a test image that are fingerprinted, so that cropped and mirrored copies are recognised.
 
 A crop shifts everything that a perceptual hash looks at: one that takes away 5 % of each side looks like another image
 to it. The side that is small, the test sets, is therefore hashed many times, and the one that is large only once.

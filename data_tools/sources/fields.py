@@ -1,4 +1,4 @@
-"""Which column or feature of a record is the image, and which the label, where people have not said it."""
+"""Finds the image and the label among the columns or features of a record, where people have not named them."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,4 +1,6 @@
-"""Lists of labels: a file beside a collection that says what its folders do not. Three kinds:
+"""Lists of labels: a file beside a collection that says what its folders do not.
+
+There are three kinds:
 
 - One label a line: the n-th line is for the image whose name ends in the number n, counted from 1.
 - A table (.csv, .tsv, or a text of image names with a blank or tab behind them): path or name of an image, then its

@@ -1,4 +1,4 @@
-"""Reading the parts of a source, at home or far away, and the names that parts give to the keys of their images."""
+"""Opens the parts of a source, local or remote, and names them in the keys of their images."""
 
 import gzip
 import io

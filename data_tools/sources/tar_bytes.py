@@ -1,4 +1,4 @@
-"""The bytes below a tar: a file that can be read anywhere, or a stream; and what tarfile is shown of either."""
+"""Bytes of a tar, from a plain file by offset or from a stream, as the file object that tarfile wants."""
 
 import tarfile
 from dataclasses import dataclass

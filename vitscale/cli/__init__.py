@@ -1,0 +1,1 @@
+"""The commands: arguments in, text and exit codes out; the work is done by the rooms below."""

@@ -1,4 +1,4 @@
-"""What all commands have in common: `-h`, `--version`, exit codes, output that nobody takes, Ctrl-C."""
+"""Shared by all commands: `-h`, `--version`, exit codes, closed pipes, Ctrl-C."""
 
 import contextlib
 import io

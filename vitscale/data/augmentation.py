@@ -1,4 +1,4 @@
-"""What of each picture is seen: source boxes and flips, as functions of (seed, epoch, uid) and the picture's size.
+"""Augmentation: the box of each picture that is seen, and its flip, from (seed, epoch, uid) and the picture's size.
 
 A box is (top, left, height, width) in pixels of the stored picture; the kernel resizes it to the model's input.
 """

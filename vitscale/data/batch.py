@@ -1,4 +1,4 @@
-"""What a loader yields."""
+"""One rank's part of a global batch, as a loader yields it."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Memory for batches that is used again, but never while anybody can still see it."""
+"""Memory for batches, used again as soon as nobody can see it any more."""
 
 import weakref
 from collections import deque

@@ -1,4 +1,4 @@
-"""Threads that work for a loader, and what each of them is at."""
+"""The loader's worker threads and what each is currently doing."""
 
 import threading
 import time

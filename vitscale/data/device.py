@@ -1,4 +1,4 @@
-"""From pictures in host memory to what a model takes."""
+"""Copies batches to the device ahead of their use, and turns uint8 pixels into the model's input."""
 
 from collections.abc import Iterator
 from dataclasses import replace

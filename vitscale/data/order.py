@@ -1,4 +1,4 @@
-"""Which sample stands where in training: a function of (shards, global batch, seed, step), never a stored permutation.
+"""The order of training: which sample has which slot, a function of (shards, global batch, seed, step), never stored.
 
 Per epoch the shards are permuted and concatenated; the sequence is cut into S equal contiguous segments, each shuffled
 inside windows; each segment fills G / S slots of every global batch of G samples. Any step is reached at the cost of

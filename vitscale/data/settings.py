@@ -1,4 +1,4 @@
-"""How a loader reads, apart from what it reads."""
+"""How a loader reads: threads, checks, cache, and what becomes of damaged samples."""
 
 import os
 from dataclasses import dataclass, field, replace

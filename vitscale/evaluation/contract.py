@@ -1,4 +1,4 @@
-"""The one contract between evaluators and whoever runs them.
+"""The contract between evaluators and their runner: the trainer, or a stand-alone command.
 
 The runner (the trainer, or a stand-alone command) supplies `predict`; the evaluator brings its data and yields numbers.
 

@@ -1,5 +1,7 @@
-"""What lies in a run directory, finished or under way: recipe, metrics, checkpoint indices and DONE, read for what the
-run has cost. No torch, and no checkpoint is opened."""
+"""What a run's records say of its cost: recipe, metrics, checkpoint indices and DONE, finished or under way.
+
+No torch, and no tensor of a checkpoint is read.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

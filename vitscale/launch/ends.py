@@ -1,4 +1,4 @@
-"""How ranks end, what that means, and which end is the cause of the others."""
+"""How ranks ended, what each exit means, and which exit caused the others."""
 
 import signal
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Who we are, from what started us: a rank among the ranks, or a launch among the nodes. No torch.
+"""This process's place, read from its launcher's variables: a rank among ranks, or a launch among nodes. No torch.
 
 A launcher says so in variables of its own. Whatever it was, afterwards the variables of torch are set, for all that
 reads those.

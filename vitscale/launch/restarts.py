@@ -1,4 +1,4 @@
-"""Attempt after attempt until a run is done, is told to end, or does not get any further."""
+"""Starts attempt after attempt until a run is done, is told to end, or makes no more progress."""
 
 import time
 from collections.abc import Callable, Sequence

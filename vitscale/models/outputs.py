@@ -1,4 +1,4 @@
-"""What a forward pass of any family gives.
+"""The outputs of a forward pass, the same for every family: tokens, representation, logits.
 
 Shape legend: B batch, T tokens, D width of the representation, K classes.
 """

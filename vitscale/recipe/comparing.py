@@ -1,4 +1,4 @@
-"""Whether two recipes are one run."""
+"""Whether two recipes describe the same run: their differences, and the fields that are free to differ on resuming."""
 
 from collections.abc import Iterator
 from typing import Any

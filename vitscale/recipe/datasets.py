@@ -1,4 +1,4 @@
-"""Where the datasets are that recipes name.
+"""Finds the datasets that recipes name.
 
 A recipe names its data (`jft300m/train`), not their place, so that it is the same recipe on every cluster. The place is
 given by `data.root`, by a file `datasets.yaml` of the user's, or by an environment variable, in this order: a folder,

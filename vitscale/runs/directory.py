@@ -1,4 +1,4 @@
-"""Whose a run directory is, that only one launch at a time writes there, and how far the run has come."""
+"""A run directory as one launch's own: its lock, whether the run may continue there, and its newest checkpoint."""
 
 import json
 import os

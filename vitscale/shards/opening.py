@@ -1,4 +1,4 @@
-"""A dataset read shard by shard, wherever it is: of a URL, one shard at a time comes into a temporary folder."""
+"""Reads a dataset shard by shard, wherever it is: from a URL one shard at a time comes into a temporary folder."""
 
 import tempfile
 from collections.abc import Iterator

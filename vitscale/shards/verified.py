@@ -1,4 +1,4 @@
-"""Whether a shard on this machine is the one that its manifest lists: looked at once, and remembered.
+"""Checks once that a local shard is the one its manifest lists, and remembers the answer.
 
 What is remembered holds as long as the file keeps its place, inode, size and times of change. Not noticed is damage
 that changes none of them, such as that of a disk which returns other bytes than it was given: for that each sample has

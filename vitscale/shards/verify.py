@@ -1,4 +1,4 @@
-"""Is a dataset whole? Every byte of every shard, every stored image, every table beside them.
+"""Verifies a whole dataset: every byte of every shard, every stored image, every table beside them.
 
 A shard's digests tell of any flipped byte. Where that byte lies, the images' own checksums tell, and the shard's table
 of provenance, which holds uids, sizes and labels a second time.

@@ -1,4 +1,4 @@
-"""What the last lines of metrics show together."""
+"""Loss trend, pace, data wait and slowest rank, from the last lines of metrics."""
 
 import math
 import statistics

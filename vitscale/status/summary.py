@@ -1,4 +1,4 @@
-"""What is said of a run. What is not known is None, everywhere."""
+"""How a run is doing, as data; what is not known is None everywhere."""
 
 from dataclasses import dataclass
 from typing import Any, Literal

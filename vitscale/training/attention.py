@@ -1,4 +1,4 @@
-"""Which of torch's implementations of attention computes."""
+"""Chooses which of torch's implementations of attention computes."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""A run directory that this launch holds: two would overwrite each other's files."""
+"""This launch's claim on its run directory, so that no second launch writes there."""
 
 import contextlib
 from pathlib import Path

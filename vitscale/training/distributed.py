@@ -1,4 +1,4 @@
-"""The ranks of a run: who we are, how we talk, and how we end."""
+"""The process group of a run: joining it, what its ranks exchange, and how they end."""
 
 import contextlib
 import ctypes

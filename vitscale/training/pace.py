@@ -1,4 +1,4 @@
-"""How long steps take."""
+"""Times the steps: seconds a step, seconds waiting for data, seconds of this rank's own work."""
 
 import contextlib
 import time

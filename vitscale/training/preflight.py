@@ -1,4 +1,4 @@
-"""What has to be right before a run begins, and is seen only when its ranks have met: same code, same folder, room.
+"""Checks that need all ranks: same code, same run directory, enough memory and disk.
 
 A few exchanges between the ranks, whatever their number, before there is a model.
 """

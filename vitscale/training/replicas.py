@@ -1,4 +1,4 @@
-"""Catching devices that compute wrongly: ranks that should hold, or compute, the same bits are compared.
+"""Finds devices that compute wrongly: compares ranks that should hold, or compute, the same bits.
 
 A device that returns wrong numbers without an error ruins a run of weeks in silence. Nothing is repaired here: the run
 ends with the code for "repeat", and the message names the ranks that differ from the others.

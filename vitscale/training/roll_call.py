@@ -1,4 +1,4 @@
-"""Which rank is missing: a collective that fails or hangs says only that somebody is.
+"""Names the rank that is missing when a collective fails or hangs.
 
 Every rank leaves a word at the rendezvous every few seconds. Who wants to know looks twice: a rank whose word has not
 changed meanwhile has ended, was stopped or is cut off.

@@ -1,4 +1,4 @@
-"""Noticing that a rank stands still: it says where, with the stacks of its threads, and ends, to be started again.
+"""Notices that a rank stands still, shows the stacks of its threads, and ends it to be started again.
 
 A rank in a collective waits for the slowest one without a word, for as long as the process group's time-out lasts.
 """

@@ -1,4 +1,4 @@
-"""Where a run is started by one command. Each module here is a cluster: it has `render` and `submit`, and no more."""
+"""Clusters: the places that one command starts a run on. Each module here is one, with `render` and `submit`."""
 
 import importlib
 import shlex

@@ -1,4 +1,4 @@
-"""This machine, or this machine as one of several that are started each by itself."""
+"""This machine, or one of several machines that are each started by hand."""
 
 from vitscale.errors import RecipeError
 from vitscale.launch.clusters import Job, shell_line

@@ -1,4 +1,4 @@
-"""What a file of weights is of: the model, the image size and the classes; read from the file as far as it says so."""
+"""Which model, image size and classes a file of weights is for, as far as the file tells."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The converter of the ResNets (BiT), and of the stems of hybrids."""
+"""The conversion rules of the ResNets (BiT), and of the stems of hybrids."""
 
 from collections.abc import Iterator
 

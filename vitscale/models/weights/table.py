@@ -1,4 +1,4 @@
-"""The converter's table of any model in any format."""
+"""The conversion table of any model in any format: one rule for each parameter."""
 
 import torch
 

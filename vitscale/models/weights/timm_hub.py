@@ -1,5 +1,6 @@
-"""A folder as timm keeps models on the Hugging Face hub: config.json, from which timm builds the model and the
-preprocessing of its images, and model.safetensors.
+"""A folder as timm keeps models on the Hugging Face hub: config.json and model.safetensors.
+
+From config.json timm builds the model and the preprocessing of its images.
 """
 
 import math

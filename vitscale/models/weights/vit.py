@@ -1,4 +1,4 @@
-"""The converter of the Vision Transformers and their hybrids."""
+"""The conversion rules of the Vision Transformers and their hybrids."""
 
 from collections.abc import Iterator
 
