@@ -3,6 +3,7 @@
 # make test    the checks of every change, JOBS files of tests at a time; make test-all adds the full matrices.
 #              TESTS=tests/flops runs these alone
 # make test-cluster   runs over two hosts and under a real Slurm, on this machine; root, installs what they need (apt)
+# make architecture   the map in docs/architecture.md anew, from the first lines of the modules
 # make chaos   half an hour of random faults, compared to the last bit with the same run left in peace
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -12,7 +13,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 READY_FOR_TESTS := .venv/.ready-for-tests
 
-.PHONY: setup setup-tests demo test test-all test-cluster chaos lint clean
+.PHONY: setup setup-tests demo test test-all test-cluster architecture chaos lint clean
 
 setup: $(READY)
 
@@ -43,6 +44,9 @@ test-all: lint
 test-cluster: $(READY_FOR_TESTS)
 	@bash tests/cluster/setup.sh
 	@$(BIN)/python -m pytest -m cluster tests/cluster
+
+architecture: $(READY_FOR_TESTS)
+	@$(BIN)/python tests/test_architecture.py
 
 chaos: $(READY_FOR_TESTS)
 	@out=$$(mktemp -d) && echo "logs in $$out" && \
