@@ -39,7 +39,7 @@ test: lint
 	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(JOBS) --max-worker-restart 0 --dist loadfile $(TESTS)
 
 test-all: lint
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(BIN)/python -m pytest --numprocesses $(JOBS) --max-worker-restart 0 --dist loadfile $(TESTS)
 
 test-cluster: $(READY_FOR_TESTS)
 	@bash tests/cluster/setup.sh
