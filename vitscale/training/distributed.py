@@ -23,6 +23,7 @@ from vitscale.ranks import on_rank_zero
 from vitscale.training.progress import tell
 
 _STALE_LOCK_SECONDS = 1800
+_AFTER_THE_WATCHDOG_S = 60
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _HAS_A_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _store: dist.TCPStore | None = None  # the rendezvous lives as long as this does
@@ -127,12 +128,24 @@ def _interfaces() -> list[str]:
     return [name for _, name in socket.if_nameindex() if name != "lo"] or ["none"]
 
 
-def set_timeout_everywhere(timeout: timedelta = timedelta(minutes=10)) -> None:
-    """Give every process group the time-out: DeepSpeed makes groups of its own, with a default of 30 minutes."""
+def set_timeout_everywhere(step_timeout_s: float) -> None:
+    """Let every process group wait longer than the watchdog: its message is more useful than NCCL's or gloo's.
+
+    DeepSpeed makes groups of its own, with a default of 30 minutes.
+    """
     from torch.distributed import distributed_c10d
 
+    timeout = timedelta(seconds=step_timeout_s + _AFTER_THE_WATCHDOG_S)
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def agreed(value: int | None, what: str) -> int | None:
+    """The value that all ranks were given; all call it together. Raises `RecipeError` where they differ."""
+    given = gather(value)
+    if len(set(given)) > 1:
+        raise RecipeError(f"{what} differs between the ranks: {', '.join(map(str, given))}").on_all_ranks()
+    return value
 
 
 def stale_build_locks() -> list[Path]:

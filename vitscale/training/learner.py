@@ -21,7 +21,7 @@ from vitscale.models import Outputs, ViT, compile_blocks, weight_dtype
 from vitscale.objectives import Losses, Objective, build_objective
 from vitscale.recipe import Recipe
 from vitscale.training import distributed, fragments, replicas
-from vitscale.training.anomalies import Kind, Suspects
+from vitscale.training.anomalies import Anomaly, Kind, Suspects
 from vitscale.training.averaging import WeightAverage
 from vitscale.training.engine import Fp32Accumulation, build_engine, forget_gradients, is_plain, set_learning_rate
 from vitscale.training.initial_values import InitialValues
@@ -206,6 +206,13 @@ class Learner:
         elif self._average is not None:
             self._average.update(step + 1)
         return update
+
+    def anomaly(self, update: Update, batch: Batch, step: int) -> Anomaly:
+        """What was wrong with the update after `step` updates, which was not made; of all ranks."""
+        assert update.anomaly is not None
+        ranks = distributed.gather(update.suspects(batch))
+        mean, norm = self.mean_loss(update), update.gradient_norm
+        return Anomaly(update.anomaly, step + 1, batch.step, mean, update.rate, norm, ranks)
 
     def mean_loss(self, update: Update) -> float:
         """Over the global batch."""

@@ -5,6 +5,7 @@ The trainer names the parts of a step by `part`; what torch computes in each of 
 
 import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,29 +33,30 @@ class StepProfiler:
 
     Args:
         steps: how many; 0 for none.
+        say: tells people.
     """
 
-    def __init__(self, steps: int, run_dir: Path, device: torch.device) -> None:
-        self._steps, self._folder, self._device = steps, run_dir / PROFILE_DIR, device
+    def __init__(self, steps: int, run_dir: Path, device: torch.device, say: Callable[[str], None]) -> None:
+        self._steps, self._folder, self._device, self._say = steps, run_dir / PROFILE_DIR, device, say
         self._seen = 0
         self._began = 0.0
         self._profiler: Any = None
 
-    def step_ends(self, step: int) -> list[str]:
-        """`step` updates are done. Returns what there is to tell."""
+    def step_ends(self, step: int) -> None:
+        """`step` updates are done."""
         self._seen += 1
         if self._steps and self._seen == STEPS_BEFORE:
             self._begin()
         elif self._profiler is not None and self._seen == STEPS_BEFORE + self._steps:
-            return self._write(step)
-        return []
+            self._say(self._write(step))
 
-    def end(self) -> list[str]:
-        """There are no more steps. Returns what there is to tell."""
-        if self._seen >= STEPS_BEFORE + self._steps or self._steps == 0:
-            return []
+    def end(self) -> None:
+        """There are no more steps."""
         needed = STEPS_BEFORE + self._steps
-        return [f"no profile: {self._steps} steps behind the first {STEPS_BEFORE} need {needed}, not {self._seen}"]
+        if self._steps and self._seen < needed:
+            self._say(
+                f"no profile: {self._steps} steps behind the first {STEPS_BEFORE} need {needed}, not {self._seen}"
+            )
 
     def _begin(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -65,7 +67,7 @@ class StepProfiler:
         self._profiler.start()
         self._began = time.perf_counter()
 
-    def _write(self, step: int) -> list[str]:
+    def _write(self, step: int) -> str:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         seconds = (time.perf_counter() - self._began) / self._steps
@@ -79,8 +81,8 @@ class StepProfiler:
             aside.rename(self._folder / f"{name}.pt.trace.json.gz")
             write_text(self._folder / f"{name}.txt", self._table(profiler.key_averages(), step, seconds))
         except OSError as error:
-            return [f"WARNING: the profile cannot be written: {error}"]
-        return [f"profiled {self._steps} steps: {self._folder / name}.txt, and a trace beside it"]
+            return f"WARNING: the profile cannot be written: {error}"
+        return f"profiled {self._steps} steps: {self._folder / name}.txt, and a trace beside it"
 
     def _table(self, averages: Any, step: int, seconds: float) -> str:
         """Seconds of a step by its parts, and by the operations that took most, with their share."""

@@ -62,6 +62,11 @@ class Report:
             self.close()
             self._metrics = MetricsWriter(self._run_dir, step, self._recipe.logging.trackers)
 
+    def go_on_in_new_directory(self, step: int) -> None:
+        """The run directory was moved or deleted, and there is a new one; of rank 0 alone."""
+        self.reopen(step)
+        self.say(f"WARNING: {self._run_dir} was moved or deleted: from here on the run is in a new one of that name")
+
     def close(self) -> None:
         """Write out what is still in memory."""
         if self._metrics is not None:

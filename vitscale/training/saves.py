@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from vitscale.checkpoint import BackgroundSaver, CheckpointStore, Fragment, Index, checkpoint_place
-from vitscale.errors import CheckpointError
+from vitscale.errors import CheckpointError, PreemptedError, StorageError
 from vitscale.recipe import Recipe
 from vitscale.runs.directory import write_newest
 from vitscale.training import distributed
@@ -116,6 +116,22 @@ class Saves:
                 f"checkpoint before"
             )
         self._saver.close()
+
+    def end_early(self, save: Callable[[], None], reason: str, step: int, total_steps: int) -> NoReturn:
+        """Wait for the save of `step`, which `save` begins if need be, and end the run for a reason.
+
+        Raises `PreemptedError` on all ranks, or `StorageError` where the step cannot be saved.
+        """
+        try:
+            save()
+            self.finish(step)
+        except CheckpointError as error:
+            # The place may be in order where the run goes on.
+            unsaved = StorageError(f"{reason}: ending without a checkpoint of step {step:,}: {error}")
+            raise unsaved.on_all_ranks() from None
+        raise PreemptedError(
+            f"{reason}: saved at step {step:,} of {total_steps:,} in {self.store.root}; repeat the command to continue"
+        ).on_all_ranks()
 
     def _give_up(self, message: str) -> NoReturn:
         self.store.gather(None)  # fails where a rank has gone: then that is why, and nothing is to be mended

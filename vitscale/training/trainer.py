@@ -9,7 +9,6 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,22 +16,14 @@ import torch
 
 from vitscale.checkpoint import CheckpointReader
 from vitscale.data import Batch, on_device
-from vitscale.errors import (
-    CheckpointError,
-    PeerLostError,
-    PreemptedError,
-    RecipeError,
-    StorageError,
-    VitscaleError,
-)
+from vitscale.errors import CheckpointError, PeerLostError, VitscaleError
 from vitscale.evaluation import evaluate
 from vitscale.interruption import Interruption
 from vitscale.models import Outputs
-from vitscale.ranks import Agreement
 from vitscale.recipe import Recipe
 from vitscale.training import distributed, fragments
-from vitscale.training.anomalies import Anomaly
 from vitscale.training.attention import preferred_attention
+from vitscale.training.border import StepBorder
 from vitscale.training.claim import Claim
 from vitscale.training.learner import Learner, Update
 from vitscale.training.pace import Pace
@@ -43,9 +34,6 @@ from vitscale.training.reporting import Report
 from vitscale.training.resuming import checkpoint_to_resume, newest_checkpoint
 from vitscale.training.saves import Saves
 from vitscale.training.state import RunState, make_index
-
-# Longer than the watchdog's timeout, because its message is more useful than NCCL's.
-_AFTER_THE_WATCHDOG_S = 60
 
 
 class Trainer:
@@ -58,8 +46,6 @@ class Trainer:
     Raises `RecipeError`, `DataError`, `CheckpointError`, `NonFiniteError`, `ReplicaError` or `PreemptedError` for
     what a person can mend.
     """
-
-    # ---- Set-up ------------------------------------------------------------------------------------------------------
 
     def __init__(
         self,
@@ -78,18 +64,17 @@ class Trainer:
         say = self.report.say
         for warning in plan.warnings:
             say(f"WARNING: {warning}")
-        self.profiler = StepProfiler(recipe.profile.steps if world.is_main else 0, run_dir, world.device)
+        self._profiler = StepProfiler(recipe.profile.steps if world.is_main else 0, run_dir, world.device, say)
         self.claim = Claim(run_dir, recipe)
         for line in preflight(recipe, plan, run_dir, world, fragments.checkpoint_bytes(recipe, plan.num_classes)):
             say(line)
         self._begin("making the model")
         self.learner = Learner(recipe, plan, world, say)
-        self._agreement = Agreement()
-        distributed.set_timeout_everywhere(timedelta(seconds=recipe.check.step_timeout_s + _AFTER_THE_WATCHDOG_S))
+        self._border = StepBorder(recipe, plan, self.report)
+        distributed.set_timeout_everywhere(recipe.check.step_timeout_s)
         self.saves = Saves(recipe, plan.keep_every, run_dir, world, say, self._forget_best)
         self._values: dict[str, float] = {}  # of the last evaluation
         self._last = plan.total_steps  # of this process
-        self._saved_at, self._line_is_overdue, self._save_is_overdue = time.monotonic(), False, False
         self._begin("verifying checkpoints")
         reader = checkpoint_to_resume(recipe, plan, run_dir, self.saves, say)
         self._load(reader)
@@ -116,14 +101,12 @@ class Trainer:
         index = make_index(self.state, self.recipe, self.plan, self.learner, self.world.size)
         self._renew_run_dir()
         self.saves.begin(index, self.learner.fragments(), best=self.state.selection.best_step)
-        self._saved_step, self._saved_at, self._save_is_overdue = self.state.step, time.monotonic(), False
+        self._saved_step = self.state.step
+        self._border.saved()
 
     def _renew_run_dir(self) -> None:
         if self.world.is_main and self.claim.renew():
-            self.report.reopen(self.state.step)
-            self.report.say(
-                f"WARNING: {self.run_dir} was moved or deleted: from here on the run is in a new one of that name"
-            )
+            self.report.go_on_in_new_directory(self.state.step)
 
     # ---- Loop --------------------------------------------------------------------------------------------------------
 
@@ -133,15 +116,12 @@ class Trainer:
         Raises `PreemptedError` on all ranks where the run was interrupted, with a checkpoint of that step, and
         `RecipeError` where the ranks were told to stop at different steps.
         """
-        asked = distributed.gather(stop_at)
-        if len(set(asked)) > 1:
-            raise RecipeError(f"--stop-at differs between the ranks: {', '.join(map(str, asked))}").on_all_ranks()
-        self._last = self.plan.total_steps if stop_at is None else min(stop_at, self.plan.total_steps)
+        self._last = min(distributed.agreed(stop_at, "--stop-at") or self.plan.total_steps, self.plan.total_steps)
         past = f" (step {self._last:,} was past before)" if self.state.step > self._last else ""
         self.report.begin_at(self.state.step)
         if self.interruption is not None:
             self.interruption.save_first()
-        self._line_is_overdue, self._saved_at = True, time.monotonic()  # a process's first step is shown at once
+        self._border.begin()
         has_bias = self.recipe.model.position.kind == "relative"
         with self.report.progress(self.state.step), preferred_attention(self.world.device, has_bias=has_bias):
             try:
@@ -168,8 +148,7 @@ class Trainer:
         while self.state.step < self._last and not self._is_out_of_patience():
             start, border = self.state.anomalies.skipped.next_stretch(self.state.position)
             stop = start + self._last - self.state.step
-            stop = stop if border is None else min(stop, border)
-            with open_loader(self.recipe, self.plan, self.world, start, stop) as loader:
+            with open_loader(self.recipe, self.plan, self.world, start, min(stop, border or stop)) as loader:
                 pace = Pace(self.state.step)
                 self._begin("waiting for data")
                 for batch in pace.timed(on_device(loader, self.world.device)):
@@ -188,12 +167,11 @@ class Trainer:
         anomalies = self.state.anomalies.after(update.mean_loss, self.recipe.anomalies)
         self.state = replace(self.state.after(batch), anomalies=anomalies)
         step, due = self.state.step, self.plan.due(self.state.step, self._last)
-        saves = due.save or self._save_is_overdue
+        saves = due.save or self._border.save_is_overdue
         with part("metrics"):
             self.report.advance(step, batch)
-            if (
-                due.log or self._line_is_overdue or saves or due.evaluate
-            ):  # the records tell of every step that is saved
+            # The records tell of every step that is saved or evaluated.
+            if due.log or self._border.line_is_overdue or saves or due.evaluate:
                 self._log(batch, update, pace)
         with pace.paused(), part("checks, saving and evaluation"):
             if due.compare_replicas:
@@ -208,8 +186,7 @@ class Trainer:
                     return False
         with pace.paused():
             self._begin("profiling")
-            for line in self.profiler.step_ends(step):
-                self.report.say(line)
+            self._profiler.step_ends(step)
         if step < self._last and self._is_interrupted(time.monotonic() - began):
             if self.report.logged_step != step:
                 self._log(batch, update, pace)
@@ -218,38 +195,19 @@ class Trainer:
         return True
 
     def _log(self, batch: Batch, update: Update, pace: Pace) -> None:
-        self._line_is_overdue = False
-        computed_s = self.learner.own_work.take()
-        self.report.log(self.state, batch, update, pace, computed_s, self.saves.stalled_s())
+        self._border.logged()
+        self.report.log(self.state, batch, update, pace, self.learner.own_work.take(), self.saves.stalled_s())
 
     def _is_interrupted(self, step_s: float = 0.0) -> bool:
-        """Whether any rank was asked to end early.
-
-        Looks at the saves, too, that have ended on all ranks, and at what will be overdue after a step of `step_s`.
-        """
-        wanted = self.interruption is not None and self.interruption.pending
-        then = time.monotonic() + step_s
-        late_save = (
-            self.plan.checkpoint_every is None and then - self._saved_at > self.recipe.checkpoint.default_every_s
-        )
-        interrupted, line, save, finished = self._agreement.largest(
-            int(wanted), int(self.report.line_is_late(then)), int(late_save), -self.saves.finished()
-        )
-        self._line_is_overdue |= bool(line)
-        self._save_is_overdue |= bool(save)
-        self.saves.note(-finished)
-        return bool(interrupted)
+        return self._border.is_end(self.interruption is not None and self.interruption.pending, self.saves, step_s)
 
     # ---- Anomalies ---------------------------------------------------------------------------------------------------
 
     def _meet(self, update: Update, batch: Batch) -> None:
         """Do what the recipe wants done about a batch that must not be trained on; all ranks come here together."""
-        assert update.anomaly is not None
         settings, known = self.recipe.anomalies, self.state.anomalies
-        policy = known.policy(update.anomaly, settings)
-        ranks = distributed.gather(update.suspects(batch))
-        mean, norm = self.learner.mean_loss(update), update.gradient_norm
-        anomaly = Anomaly(update.anomaly, self.state.step + 1, batch.step, mean, update.rate, norm, ranks)
+        anomaly = self.learner.anomaly(update, batch, self.state.step)
+        policy = known.policy(anomaly.kind, settings)
         message = anomaly.describe(policy)
         if self.world.is_main:
             message += anomaly.write(self.run_dir, policy)
@@ -309,28 +267,15 @@ class Trainer:
     def _is_out_of_patience(self) -> bool:
         return self.state.selection.is_out_of_patience(self.recipe.selection)
 
-    # ---- End ---------------------------------------------------------------------------------------------------------
-
     def _end_early(self) -> NoReturn:
+        """Leave a checkpoint of this step, and say why the run ends."""
         assert self.interruption is not None
-        reason, step = self.interruption.reason, self.state.step
-        try:
-            if self._saved_step != step:
-                self.save()
-            self.saves.finish(step)
-        except CheckpointError as error:
-            # The place may be in order where the run goes on.
-            unsaved = StorageError(f"{reason}: ending without a checkpoint of step {step:,}: {error}")
-            raise unsaved.on_all_ranks() from None
-        raise PreemptedError(
-            f"{reason}: saved at step {step:,} of {self.plan.total_steps:,} in {self.saves.store.root}; repeat the "
-            f"command to continue"
-        ).on_all_ranks()
+        saved = self.save if self._saved_step != self.state.step else lambda: None
+        self.saves.end_early(saved, self.interruption.reason, self.state.step, self.plan.total_steps)
 
     def _finish(self, past: str) -> None:
         """Leave a checkpoint of this step, and where the run is done the file that says so."""
-        for line in self.profiler.end():
-            self.report.say(line)
+        self._profiler.end()
         step, stopped_early = self.state.step, self._is_out_of_patience()
         is_done = stopped_early or step == self.plan.total_steps
         if self._saved_step != step:

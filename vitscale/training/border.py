@@ -1,0 +1,53 @@
+"""The border of two steps, where all ranks agree on what reaches them at different moments: signals, clocks, saves."""
+
+import math
+import time
+
+from vitscale.ranks import Agreement
+from vitscale.recipe import Recipe
+from vitscale.training.plan import Plan
+from vitscale.training.reporting import Report
+from vitscale.training.saves import Saves
+
+
+class StepBorder:
+    """All ranks make one and call its methods together.
+
+    Attributes:
+        line_is_overdue: a line of metrics is due, since there was none for too long; the same on all ranks.
+        save_is_overdue: a save is, in a run that saves by the clock.
+    """
+
+    def __init__(self, recipe: Recipe, plan: Plan, report: Report) -> None:
+        self._report, self._agreement = report, Agreement()
+        self._save_after_s = recipe.checkpoint.default_every_s if plan.checkpoint_every is None else math.inf
+        self._saved_at = time.monotonic()
+        self.line_is_overdue = self.save_is_overdue = False
+
+    def begin(self) -> None:
+        """The loop begins: a process's first step is shown at once."""
+        self.line_is_overdue, self._saved_at = True, time.monotonic()
+
+    def logged(self) -> None:
+        """A line of metrics was written."""
+        self.line_is_overdue = False
+
+    def saved(self) -> None:
+        """A save has begun."""
+        self.save_is_overdue, self._saved_at = False, time.monotonic()
+
+    def is_end(self, wanted: bool, saves: Saves, step_s: float = 0.0) -> bool:
+        """Whether any rank wants to end here.
+
+        Looks at the saves, too, that have ended on all ranks, and at what will be overdue after a step of `step_s`.
+        Raises `CheckpointError` on all ranks for too many saves in a row that have failed.
+        """
+        then = time.monotonic() + step_s
+        late_line, late_save = self._report.line_is_late(then), then - self._saved_at > self._save_after_s
+        ends, line, save, finished = self._agreement.largest(
+            int(wanted), int(late_line), int(late_save), -saves.finished()
+        )
+        self.line_is_overdue |= bool(line)
+        self.save_is_overdue |= bool(save)
+        saves.note(-finished)
+        return bool(ends)
