@@ -30,6 +30,29 @@ def test_epochs_and_examples_become_steps_of_the_global_batch(root):
     assert (plan.micro_batch, plan.accumulation, plan.num_classes, plan.warnings) == (8, 1, 7, [])
 
 
+def test_what_is_due_is_a_function_of_the_step(root):
+    plan = plan_run(
+        make_recipe(
+            root,
+            schedule={"duration": {"steps": 12}},
+            evaluation={"every": {"steps": 4}, "validation": "test"},
+            checkpoint={"every": {"steps": 3}},
+            logging={"every": 5},
+            check={"replicas_every": 6, "recompute_every": None},
+        ),
+        rank=0,
+        world_size=1,
+    )
+    due = {step: plan.due(step, last=10) for step in range(1, 13)}
+    assert {name: [step for step in due if getattr(due[step], name)] for name in due[1]._fields} == {
+        "log": [5, 10],
+        "compare_replicas": [6, 12],
+        "compare_computation": [],
+        "save": [3, 6, 9, 10, 12],
+        "evaluate": [4, 8, 12],
+    }
+
+
 def test_a_border_that_no_patch_covers_is_told(root):
     (warning,) = plan_run(make_recipe(root, model={"patch_size": 5}), rank=0, world_size=1).warnings
     assert warning == "32 x 32 pixels are 6 x 6 patches; 2 pixels right and below are not seen"
