@@ -19,12 +19,13 @@ from vitscale.training.selection import Selection
 
 @dataclass(frozen=True)
 class RunState:
-    """Attributes:
+    """Where a run is.
 
-    step: updates done.
-    position: of the next batch in the order.
-    selection: what the evaluations so far have shown.
-    anomalies: what has gone wrong so far, and what was left out.
+    Attributes:
+        step: updates done.
+        position: of the next batch in the order.
+        selection: what the evaluations so far have shown.
+        anomalies: what has gone wrong so far, and what was left out.
     """
 
     step: int = 0
