@@ -18,12 +18,8 @@ from vitscale.shards.generated import write_generated_dataset
 from vitscale.training.preflight import code_fingerprint
 
 HOST = socket.gethostname()
-# One image fits into little memory; a micro-batch of so many is too much for any machine.
-LARGE = {
-    "model": {"patch_size": 16, "width": 192, "depth": 12, "mlp_dim": 768, "num_heads": 3},
-    "data": {"image_size": 224},
-    "batch": {"global": 3 * 16384, "micro_max": 16384},
-}
+B16 = {"model": {"name": "ViT-B/16", "patch_size": 16, "width": 768, "depth": 12, "mlp_dim": 3072, "num_heads": 12}}
+LARGE = {**B16, "data": {"image_size": 224}, "batch": {"global": 3 * 4096, "micro_max": 4096}}
 HUGE = {"model": {"width": 2**14, "depth": 64, "mlp_dim": 2**16, "num_heads": 64}}
 JOBS: list[dict[str, Any]] = [
     {"name": "good"},
@@ -122,7 +118,7 @@ def test_a_disk_for_fewer_checkpoints_than_are_kept_is_a_warning(outcomes):
 
 def test_too_large_a_micro_batch_is_a_warning_that_names_one_that_fits(outcomes):
     (warning,) = warnings_of(outcomes, "micro-batch")
-    assert "with 16384 images at once" in warning
+    assert "with 4096 images at once" in warning
     assert re.search(r"batch.micro_max \d+ should fit", warning)
 
 
