@@ -146,7 +146,7 @@ def _only(kind: str, source: str, given: set[str]) -> None:
 
 def _of_run(run_dir: Path, step: int | None, image_size: int | None, drop_head: bool, *, use_average: bool) -> _Weights:
     # Seconds of imports that the other sources do without.
-    from vitscale.evaluation.finished import open_run, trained_recipe
+    from vitscale.evaluation.finished import empty_objective, open_run, trained_recipe
 
     recipe, reader = open_run(run_dir, step)
     trained = trained_recipe(reader)
@@ -163,12 +163,13 @@ def _of_run(run_dir: Path, step: int | None, image_size: int | None, drop_head: 
         reader.index.step,
         recipe.data.eval_crop,
     )
-    shapes = {name: shape for name, shape in reader.index.shapes.items() if name not in trained.objective.own}
+    backbone = empty_objective(trained, reader).backbone
+    shapes = {name: tuple(parameter.shape) for name, parameter in backbone.named_parameters()}
     kind = reader.index.evaluated_kind if use_average else MASTER
     source = Source(
         run_dir,
         "safetensors",
-        {name: Entry(name, tuple(shape), partial(reader.parameter, name, kind)) for name, shape in shapes.items()},
+        {name: Entry(name, shape, partial(reader.parameter, name, kind)) for name, shape in shapes.items()},
     )
     description = replace(description, image_size=image_size or description.image_size)
     readers = parameters(description.build(), source, HEAD if drop_head or not has_classes else ())

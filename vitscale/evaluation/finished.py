@@ -44,6 +44,14 @@ def trained_recipe(reader: CheckpointReader) -> Recipe:
     return validate_recipe(reader.index.recipe, f"the recipe in {reader.folder}")
 
 
+def empty_objective(recipe: Recipe, reader: CheckpointReader) -> Objective:
+    """The objective of a checkpoint on the meta device. Raises `CheckpointError` where the checkpoint is of another."""
+    with torch.device("meta"):
+        objective = build_objective(recipe, len(reader.index.data["class_names"]))
+    reader.check_shapes({name: list(parameter.shape) for name, parameter in objective.named_weights()})
+    return objective
+
+
 def load_model(
     recipe: Recipe, reader: CheckpointReader, device: torch.device, *, use_average: bool = True
 ) -> Objective:
@@ -53,10 +61,7 @@ def load_model(
     """
     kind = reader.index.evaluated_kind if use_average else MASTER
     dtype = weight_dtype(recipe)
-    with torch.device("meta"):
-        model = build_objective(recipe, len(reader.index.data["class_names"]))
-    reader.check_shapes({name: list(parameter.shape) for name, parameter in model.named_weights()})
-    model = model.to(dtype).to_empty(device=device)
+    model = empty_objective(recipe, reader).to(dtype).to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_weights():
             parameter.copy_(reader.parameter(name, kind))

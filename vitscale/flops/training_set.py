@@ -43,8 +43,7 @@ def training_set(recipe: Recipe, samples: int | None = None) -> TrainingSet:
     has_classes = recipe.objective.has_classes
     num_classes = recipe.model.num_classes if has_classes else 0
     paper = PAPER_SETS.get(recipe.data.train)
-    is_the_papers = paper is not None and not recipe.data.root and num_classes in (paper.num_classes, 0)
-    if samples is None and paper is not None and is_the_papers:
+    if samples is None and paper is not None and not recipe.data.root and num_classes in (paper.num_classes, 0):
         samples = paper.samples
     counts_epochs = recipe.schedule.duration.epochs is not None
     if num_classes is not None and (samples is not None or not counts_epochs):

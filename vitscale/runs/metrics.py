@@ -15,7 +15,8 @@ import math
 import os
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,7 +32,7 @@ _WHOLE_BYTES = 8 << 20
 _END_BYTES = 4 << 20
 _SAMPLES = 256
 _SAMPLE_BYTES = 8 << 10
-_OF_EVALUATIONS = "eval/"
+OF_EVALUATIONS = "eval/"
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class MetricsLines:
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Write values by evaluator/metric after `step` updates."""
-        self._append(step, {f"{_OF_EVALUATIONS}{key}": value for key, value in values.items()})
+        self._append(step, {f"{OF_EVALUATIONS}{key}": value for key, value in values.items()})
 
     def _append(self, step: int, values: Mapping[str, float | str]) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -90,16 +91,28 @@ def _json_value(value: float | str) -> float | str | None:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def rows_up_to(path: Path, last_step: int) -> Iterator[Row]:
+    """The whole lines of steps up to `last_step`; none where the file cannot be read."""
+    with suppress(OSError), path.open("rb") as lines:
+        for _, row in _up_to(lines, last_step):
+            yield row
+
+
 def _drop_later_lines(path: Path, last_step: int) -> None:
     """Keep the lines of steps up to `last_step`. A line that a crash tore is dropped as well."""
     if not path.exists():
         return
     with path.open("rb") as lines, durable_file(path) as kept:
-        for line in lines:
-            row = parse_object(line)
-            step = count(row.get("step")) if row else None
-            if step is not None and step <= last_step:
-                kept.write(line.rstrip(b"\n") + b"\n")
+        for line, _ in _up_to(lines, last_step):
+            kept.write(line.rstrip(b"\n") + b"\n")
+
+
+def _up_to(lines: Iterable[bytes], last_step: int) -> Iterator[tuple[bytes, Row]]:
+    for line in lines:
+        row = parse_object(line)
+        step = count(row.get("step")) if row else None
+        if row is not None and step is not None and step <= last_step:
+            yield line, row
 
 
 class MetricsLog:
@@ -182,9 +195,9 @@ class MetricsLog:
             self.damaged += 1
             return
         values = {
-            key.removeprefix(_OF_EVALUATIONS): number(value)
+            key.removeprefix(OF_EVALUATIONS): number(value)
             for key, value in row.items()
-            if key.startswith(_OF_EVALUATIONS)
+            if key.startswith(OF_EVALUATIONS)
         }
         if values:
             self.evaluations.append((step, values))

@@ -23,6 +23,25 @@ from vitscale.recipe import AdamW, Recipe, is_frozen
 Source = Callable[[str, str, int, int], Tensor]
 """(kind, parameter, start, length) -> the 1-D fp32 values of that piece."""
 
+
+class InPieces:
+    """A source of pieces for what can only be had whole; the last parameter is kept, as its pieces come together.
+
+    Args:
+        whole: a parameter's name -> its fp32 tensor, on the CPU.
+    """
+
+    def __init__(self, whole: Callable[[str], Tensor]) -> None:
+        self._whole = whole
+        self._name: str | None = None
+        self._value = torch.empty(0)
+
+    def __call__(self, kind: str, name: str, start: int, length: int) -> Tensor:
+        if name != self._name:
+            self._name, self._value = name, self._whole(name).view(-1)
+        return self._value[start : start + length]
+
+
 Average = Mapping[Tensor, Tensor]
 """Each of `masters(engine)` -> a tensor of its shape."""
 

@@ -321,12 +321,11 @@ def _check_classes(found: _Found, class_names: list[str]) -> None:
 
 
 class _InitialWeights:
-    """An assignment as a source of fragments. What cannot be read in pieces is kept until another one is asked for."""
+    """An assignment as a source of fragments."""
 
     def __init__(self, assignment: _Assignment, initial: fragments.Source) -> None:
         self._assignment, self._initial = assignment, initial
-        self._name: str | None = None
-        self._value = torch.empty(0)
+        self._whole = fragments.InPieces(lambda name: assignment.readers[name]())
 
     def __call__(self, kind: str, name: str, start: int, length: int) -> Tensor:
         if name in self._assignment.zeros:
@@ -336,6 +335,4 @@ class _InitialWeights:
             return self._initial(kind, name, start, length)
         if reader.piece is not None:
             return reader.piece(start, length)
-        if name != self._name:
-            self._name, self._value = name, reader().view(-1)
-        return self._value[start : start + length]
+        return self._whole(kind, name, start, length)

@@ -17,14 +17,13 @@ from torch import Tensor
 from vitscale.checkpoint import CheckpointReader, Fragment
 from vitscale.data import Batch, to_model_input
 from vitscale.errors import DataError
-from vitscale.models import Outputs, ViT, compile_blocks, weight_dtype
+from vitscale.models import Outputs, ViT, compile_blocks, initial_value, weight_dtype
 from vitscale.objectives import Losses, Objective, build_objective
 from vitscale.recipe import Recipe
 from vitscale.training import distributed, fragments, replicas
 from vitscale.training.anomalies import Anomaly, Kind, Suspects
 from vitscale.training.averaging import WeightAverage
 from vitscale.training.engine import Fp32Accumulation, build_engine, forget_gradients, is_plain, set_learning_rate
-from vitscale.training.initial_values import InitialValues
 from vitscale.training.initial_weights import initial_source
 from vitscale.training.pace import OwnWork
 from vitscale.training.plan import Plan
@@ -128,7 +127,7 @@ class Learner:
         Raises `CheckpointError`, and `RecipeError` for the recipe's `init`.
         """
         if reader is None:
-            initial = InitialValues(self.objective, self.shapes, self._recipe.seed)
+            initial = fragments.InPieces(self._initial_value)
             class_names = list(self._plan.manifest.class_names)
             source, self.began_with = initial_source(self._recipe, class_names, initial, self._world, self._say)
             fragments.load(self.engine, source, optimizer_steps=0)
@@ -141,6 +140,9 @@ class Learner:
             self._average = WeightAverage(self.engine, self._recipe.ema)
             if reader is not None:
                 fragments.load_average(self.engine, self._average.values, reader.read)
+
+    def _initial_value(self, name: str) -> Tensor:
+        return initial_value(self.objective, name, torch.Size(self.shapes[name]), self._recipe.seed)
 
     def moments(self) -> list[str]:
         """The tensors that the optimizer keeps for each parameter that it updates."""

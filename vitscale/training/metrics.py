@@ -1,10 +1,9 @@
 """What a run reports: `metrics.jsonl` in the run directory, and the same by trackers."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
-from vitscale.runs.metrics import MetricsLines
+from vitscale.runs.metrics import OF_EVALUATIONS, MetricsLines
 from vitscale.runs.names import METRICS_FILE
 from vitscale.training.trackers import Trackers
 
@@ -19,12 +18,8 @@ class MetricsWriter:
     """
 
     def __init__(self, run_dir: Path, resume_step: int, trackers: Sequence[str]) -> None:
-        path = run_dir / METRICS_FILE
-        self._lines = MetricsLines(path, resume_step)
-        still_true: list[str] = []
-        with suppress(OSError):  # there is none yet, or it was told that it cannot be written
-            still_true = path.read_text(encoding="utf-8", errors="replace").splitlines() if trackers else []
-        self._trackers = Trackers(trackers, run_dir, resume_step, still_true)
+        self._lines = MetricsLines(run_dir / METRICS_FILE, resume_step)
+        self._trackers = Trackers(trackers, run_dir, resume_step)
 
     def training(self, step: int, values: Mapping[str, float | str]) -> None:
         """Write the metrics of training after `step` updates."""
@@ -34,7 +29,7 @@ class MetricsWriter:
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Write what `evaluation.evaluate` returned after `step` updates."""
         self._lines.evaluation(step, values)
-        self._trackers.log(step, {f"eval/{key}": value for key, value in values.items()})
+        self._trackers.log(step, {f"{OF_EVALUATIONS}{key}": value for key, value in values.items()})
 
     def close(self) -> None:
         """Write out what trackers still hold in memory."""

@@ -22,6 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vitscale.files.durable import write_text
+from vitscale.runs.metrics import OF_EVALUATIONS, rows_up_to
+from vitscale.runs.names import METRICS_FILE
+from vitscale.runs.reading import read_object
 
 _FOLDER = "trackers"
 _PROJECT = "vitscale"
@@ -39,7 +42,7 @@ def absent_packages(names: Sequence[str]) -> list[str]:
 def named(line: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a line of metrics by the names that trackers show: `train/loss`, `eval/validation/top1`."""
     return {
-        key if key.startswith("eval/") else f"train/{key}": value
+        key if key.startswith(OF_EVALUATIONS) else f"train/{key}": value
         for key, value in line.items()
         if isinstance(value, int | float) and key != "step"
     }
@@ -52,11 +55,10 @@ class Trackers:
         names: as in `logging.trackers`; installed.
         run_dir: the run's directory; must exist.
         resume_step: the step that training continues from, 0 for a new run.
-        lines: the lines of metrics.jsonl up to that step.
     """
 
-    def __init__(self, names: Sequence[str], run_dir: Path, resume_step: int, lines: Sequence[str]) -> None:
-        self._followers = [_Follower(name, run_dir, resume_step, lines) for name in names]
+    def __init__(self, names: Sequence[str], run_dir: Path, resume_step: int) -> None:
+        self._followers = [_Follower(name, run_dir, resume_step) for name in names]
         for follower, seconds in _within(_STARTED_WITHIN_S, self._followers):
             follower.has_begun.wait(seconds)
 
@@ -88,10 +90,10 @@ class _Follower:
         has_begun: set when the tracker has been started, or has failed.
     """
 
-    def __init__(self, name: str, run_dir: Path, resume_step: int, lines: Sequence[str]) -> None:
+    def __init__(self, name: str, run_dir: Path, resume_step: int) -> None:
         self.items: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
         self.has_begun = threading.Event()
-        self._name, self._run_dir, self._resume_step, self._lines = name, run_dir, resume_step, lines
+        self._name, self._run_dir, self._resume_step = name, run_dir, resume_step
         self._known_file = run_dir / _FOLDER / f"{name}.json"
         self._known = _Known(None, 0)
         self._is_left = False
@@ -134,10 +136,9 @@ class _Follower:
             run, tracker = None, self._start(None)  # perhaps it was deleted, or the server is another one
         self._known = before if run is not None else _Known(_run_of(tracker), 0)
         known_before = self._known.step
-        for step, values in _rows(self._lines):
-            if step > known_before:
-                self._log(tracker, step, values)
-        self._lines = ()
+        for row in rows_up_to(self._run_dir / METRICS_FILE, self._resume_step):
+            if row["step"] > known_before:
+                self._log(tracker, row["step"], named(row))
         if has_later_points and before.run is not None and self._name == "mlflow":
             import mlflow
 
@@ -177,8 +178,8 @@ class _Follower:
         tracker.log(values, step=step)
 
     def _read_known(self) -> _Known:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            found = json.loads(self._known_file.read_bytes())
+        found = read_object(self._known_file) or {}
+        with suppress(ValueError, KeyError, TypeError, OverflowError):
             return _Known(None if found["run"] is None else str(found["run"]), int(found["step"]))
         return _Known(None, 0)
 
@@ -191,12 +192,6 @@ def _run_of(tracker: Any) -> str | None:
         case "wandb":
             return str(tracker.tracker.id)
     return None
-
-
-def _rows(lines: Sequence[str]) -> Iterator[tuple[int, dict[str, float]]]:
-    for line in lines:
-        row = json.loads(line)
-        yield row["step"], named(row)
 
 
 def _within(seconds: float, followers: Sequence[_Follower]) -> Iterator[tuple[_Follower, float]]:
