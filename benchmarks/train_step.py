@@ -1,27 +1,29 @@
 """Time and memory of our trainer's step, against a plain PyTorch loop with timm's model of the same shape.
 
     python benchmarks/train_step.py [--models ViT-Ti/16 ViT-B/16] [--batch 32] [--zero 0] [--rounds 7] [--compile]
-                                    [--pool cls|mean] [--device cpu|cuda] [--json]
+                                    [--pool cls|mean] [--device cpu|cuda] [--against CHECKOUT] [--json]
 
 Contenders, each a process of its own: `trainer`, ours as a recipe runs it, with fp32 masters under DeepSpeed;
 `recomputed`, the same with the activations of every block recomputed; `fp8`, the same with products in float8, which
 only `--contenders` brings in (CPUs emulate it) and which has no MFU; `bare`, our model with bf16 weights and fp32
-masters in a loop without DeepSpeed; `plain`, our model in the loop that people write:
-fp32 weights under bf16 autocast, torch's fused AdamW, clipping; `timm`, that loop with timm's model. One rank, every
-core, 224 x 224 pixels that are in memory, uint8 for the trainer and normalised for the loops; a step ends with the
-loss read. On a CPU they take turns of a few steps, in changing order, and a ratio is the median over rounds; on a
-CUDA device they run one after the other, to be compiled (`--compile`), with the MFU against the datasheet.
+masters in a loop without DeepSpeed; `plain`, our model in the loop that people write: fp32 weights under bf16 autocast,
+torch's fused AdamW, clipping; `timm`, that loop with timm's model; `before`, the trainer of the other checkout of this
+project that `--against` names, its extension built. One rank, every core, 224 x 224 pixels that are in memory, uint8
+for the trainer and normalised for the loops; a step ends with the loss read. On a CPU they take turns of a few steps,
+in changing order, and a ratio is the median over rounds; on a CUDA device they run one after the other, to be compiled
+(`--compile`), with the MFU against the datasheet.
 
 `time` and `memory`: of the trainer by timm; `deepspeed` and `plain_time`: time of the trainer by those two loops, of
-which the first computes the same; `recompute_time` and `fp8_time`:
-of those two by the trainer; `recompute_saved`: the memory that recomputing saves, by what is planned
-(vitscale.planning). Memory is the peak above what the process held before it made its model; on a CUDA device, what
-torch allocated.
+which the first computes the same; `recompute_time` and `fp8_time`: of those two by the trainer; `against_time` and
+`against_memory`: of the trainer by the one before; `recompute_saved`: the memory that recomputing saves, by what is
+planned (vitscale.planning). Memory is the peak above what the process held before it made its model; on a CUDA device,
+what torch allocated.
 
 Fails where the trainer takes more than 1.03 times timm's time on a CPU, where it is not 1.05 times as fast on a CUDA
 device, where it takes more memory, where DeepSpeed and the trainer add more than 3 % to the bare loop, where
-recomputing takes more than 1.38 times the time or saves less than 0.8 of the plan, and on a CUDA device where the MFU
-is below its goal or cannot be right. A time is above its limit where its whole interval is.
+recomputing takes more than 1.38 times the time or saves less than 0.8 of the plan, where the trainer is slower than the
+one before or takes 1 % more memory, and on a CUDA device where the MFU is below its goal or cannot be right. A time is
+above its limit where its whole interval is.
 """
 
 import argparse
@@ -54,7 +56,7 @@ from vitscale.training.attention import preferred_attention
 CLASSES = 7
 CONTENDERS = ("trainer", "recomputed", "bare", "plain", "timm")
 OURS = ("trainer", "recomputed", "fp8")
-LIMITS = {"memory": 1.0, "recompute_time": 1.38, "deepspeed": 1.03}
+LIMITS = {"memory": 1.0, "recompute_time": 1.38, "deepspeed": 1.03, "against_time": 1.0, "against_memory": 1.01}
 LEAST_SAVED = 0.8  # of the memory that recomputing is to save
 LEAST_MFU = {("ViT-H/14", "cls"): 0.52, ("ViT-H/14", "mean"): 0.54, ("ViT-L/16", "cls"): 0.50}
 MOST_MFU = 0.62  # above what the device's memory allows: a figure beyond it is a mistake
@@ -64,8 +66,10 @@ TIMES = (
     ("plain_time", "trainer", "plain"),
     ("recompute_time", "recomputed", "trainer"),
     ("fp8_time", "fp8", "trainer"),
+    ("against_time", "trainer", "before"),
 )
-RATIOS = ("time", "memory", "deepspeed", "plain_time", "recompute_time", "recompute_saved", "fp8_time")
+MEMORIES = (("memory", "trainer", "timm"), ("against_memory", "trainer", "before"))
+RATIOS = (*(name for name, _, _ in (*TIMES, *MEMORIES)), "recompute_saved")
 TIME_LIMIT = {"cpu": 1.03, "cuda": 1 / 1.05}
 
 
@@ -216,12 +220,15 @@ class Contender:
     """A process that takes steps when it is told to."""
 
     def __init__(self, who: str, options: argparse.Namespace, model: str, folder: str) -> None:
-        command = [sys.executable, __file__, "--work", who, f"{folder}/{who}", "--models", model]
+        # Another checkout's code is found before the installed one.
+        checkout = options.against.resolve() if who == "before" else Path(__file__).resolve().parent.parent
+        program, what = checkout / "benchmarks" / "train_step.py", "trainer" if who == "before" else who
+        command = [sys.executable, str(program), "--work", what, f"{folder}/{who}", "--models", model]
         command += ["--batch", str(options.batch), "--zero", str(options.zero), "--pool", options.pool]
         command += ["--device", options.device, *(["--compile"] if options.compile else [])]
         Path(folder, who).mkdir()
         devices = {"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {}
-        environment = {**os.environ, **devices}
+        environment = {**os.environ, "PYTHONPATH": str(checkout), **devices}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -253,7 +260,8 @@ class Contender:
 
 def compare(model: str, options: argparse.Namespace) -> dict[str, Any]:
     """The ratios for one model."""
-    found: dict[str, list[float]] = {who: [] for who in options.contenders}
+    contenders = [*options.contenders, *(["before"] if options.against else [])]
+    found: dict[str, list[float]] = {who: [] for who in contenders}
     peaks = {}
     with tempfile.TemporaryDirectory() as folder:
 
@@ -263,12 +271,12 @@ def compare(model: str, options: argparse.Namespace) -> dict[str, Any]:
             return contender, max(1, round(3 / contender.steps(2)))  # some seconds
 
         if options.device == "cuda":
-            for who in options.contenders:
+            for who in contenders:
                 contender, number = begin(who)
                 found[who] = [contender.steps(number) for _ in range(options.rounds)]
                 peaks[who] = contender.end()
         else:
-            begun = {who: begin(who) for who in options.contenders}
+            begun = {who: begin(who) for who in contenders}
             number = min(number for _, number in begun.values())
             for turn in range(options.rounds):
                 for who in sorted(begun, reverse=bool(turn % 2)):
@@ -282,8 +290,9 @@ def compare(model: str, options: argparse.Namespace) -> dict[str, Any]:
             ratio = median_ratio(found[own], found[peer])
             result[name] = ratio.median
             result["intervals"][name] = ratio.low, ratio.high
-    if {"trainer", "timm"} <= found.keys():
-        result["memory"] = peaks["trainer"] / peaks["timm"]
+    for name, own, peer in MEMORIES:
+        if {own, peer} <= found.keys():
+            result[name] = peaks[own] / peaks[peer]
     kept = recipe_of("trainer", model, "", options)
     if {"trainer", "recomputed"} <= found.keys():
         less = recipe_of("recomputed", model, "", options)
@@ -308,6 +317,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--against", type=Path, help="a checkout of this project, whose trainer takes its turns too")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--work", nargs=2, metavar=("WHO", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
