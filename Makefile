@@ -10,6 +10,7 @@ PYTHON ?= python3
 JOBS ?= 2
 TESTS ?= tests
 BIN := .venv/bin
+PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --max-worker-restart 0 --dist loadfile
 READY := .venv/.ready
 READY_FOR_TESTS := .venv/.ready-for-tests
 
@@ -36,10 +37,10 @@ lint: $(READY_FOR_TESTS)
 	@$(BIN)/mypy
 
 test: lint
-	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(JOBS) --max-worker-restart 0 --dist loadfile $(TESTS)
+	@$(PYTEST) -m "not slow" $(TESTS)
 
 test-all: lint
-	@$(BIN)/python -m pytest --numprocesses $(JOBS) --max-worker-restart 0 --dist loadfile $(TESTS)
+	@$(PYTEST) $(TESTS)
 
 test-cluster: $(READY_FOR_TESTS)
 	@bash tests/cluster/setup.sh
@@ -50,7 +51,8 @@ architecture: $(READY_FOR_TESTS)
 
 chaos: $(READY_FOR_TESTS)
 	@out=$$(mktemp -d) && echo "logs in $$out" && \
-		$(BIN)/python tests/faults/chaos.py --minutes $(or $(MINUTES),30) --seed $(or $(SEED),0) --out $$out
+		$(BIN)/python tests/faults/chaos.py --minutes $(or $(MINUTES),30) --seed $(or $(SEED),0) --out $$out \
+			--objective $(or $(OBJECTIVE),classification)
 
 clean:
 	rm -rf .venv build dist *.egg-info

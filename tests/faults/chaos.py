@@ -1,6 +1,6 @@
 """A run under random faults, compared to the last bit with the same run left in peace.
 
-    python tests/faults/chaos.py --minutes 30 --ranks 2 --seed 1 --out DIR [--json]
+    python tests/faults/chaos.py --minutes 30 --ranks 2 --seed 1 --out DIR [--objective masked_patches] [--json]
 
 What is trained follows from the seed: a small model with dropout, accumulation, averaged weights and some ZeRO stage.
 Ranks and the launch are killed, stopped and told to end, checkpoints and data are damaged, the disk is filled; the
@@ -292,7 +292,17 @@ class Chaos:
 # ---- The whole program -----------------------------------------------------------------------------------------------
 
 
-def choose(rng: random.Random, ranks: int, every: int) -> dict[str, Any]:
+_EVALUATED: dict[str, dict[str, Any]] = {
+    "classification": {"validation": "test"},
+    "masked_patches": {"fewshot": {"tasks": [{"name": "small", "train": "train", "test": "test"}], "shots": [5]}},
+}
+_SELECTED: dict[str, dict[str, Any]] = {
+    "classification": {"metric": "validation/loss", "mode": "min"},
+    "masked_patches": {"metric": "fewshot/small/5shot", "mode": "max"},
+}
+
+
+def choose(rng: random.Random, objective: str, ranks: int, every: int) -> dict[str, Any]:
     """Blocks of the recipe of a seed, which saves after `every` steps."""
     return {
         "batch": {"global": 8 * ranks, "micro_max": rng.choice([2, 4])},
@@ -304,8 +314,9 @@ def choose(rng: random.Random, ranks: int, every: int) -> dict[str, Any]:
             "background": rng.random() < 0.7,
             "max_failures": 1000,  # the disk may stay full for long
         },
-        "evaluation": {"validation": "test", "every": {"steps": 3 * every}, "batch": 16},
-        "selection": {"metric": "validation/loss", "mode": "min"},
+        "objective": {"kind": objective},
+        "evaluation": {**_EVALUATED[objective], "every": {"steps": 3 * every}, "batch": 16},
+        "selection": _SELECTED[objective],
         "check": {"step_timeout_s": 60.0, "replicas_every": 5 * every},
         "seed": rng.randrange(1000),
     }
@@ -318,22 +329,24 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="a folder that is new or empty")
+    parser.add_argument("--objective", choices=_EVALUATED, default="classification", help="what is learned")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     options = parser.parse_args()
     if options.out.exists() and any(options.out.iterdir()):
         parser.error(f"--out {options.out} is not empty")
     options.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, _leave)
-    report = examine(options.minutes, options.ranks, options.seed, options.out.resolve(), quiet=options.json)
+    report = examine(options, options.out.resolve())
     print(json.dumps(report) if options.json else in_words(report))
     sys.exit(1 if report["problems"] else 0)
 
 
-def examine(minutes: float, ranks: int, seed: int, out: Path, *, quiet: bool) -> dict[str, Any]:
+def examine(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     """Pilot, undisturbed run, disturbed run, comparison: what `main` prints."""
+    minutes, ranks, seed = options.minutes, options.ranks, options.seed
 
     def say(message: str) -> None:
-        if not quiet:
+        if not options.json:
             print(message, flush=True)
 
     os.environ["VITSCALE_CACHE"] = str(out / "cache")  # what is remembered of shards is not for other runs
@@ -345,7 +358,9 @@ def examine(minutes: float, ranks: int, seed: int, out: Path, *, quiet: bool) ->
 
     def prepare(name: str, steps: int, every: int) -> Run:
         rng.setstate(state)
-        blocks = choose(rng, ranks, every) | {"schedule": {"duration": {"steps": steps}, "warmup": {"steps": 10}}}
+        blocks = choose(rng, options.objective, ranks, every) | {
+            "schedule": {"duration": {"steps": steps}, "warmup": {"steps": 10}}
+        }
         return Run(write_recipe(out / "recipe.yaml", data, **blocks), out / name)
 
     pilot = prepare("pilot", 10 * _PILOT_STEPS, _PILOT_STEPS // 3)
@@ -407,6 +422,7 @@ def examine(minutes: float, ranks: int, seed: int, out: Path, *, quiet: bool) ->
 
     return {
         "seed": seed,
+        "objective": options.objective,
         "ranks": ranks,
         "steps": steps,
         "faults": {kind: row(kind) for kind in (*ENDINGS, *DAMAGES)},
