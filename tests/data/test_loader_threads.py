@@ -19,6 +19,7 @@ from vitscale.data.buffers import Buffers
 from vitscale.errors import StorageError
 
 SHARDS = [40, 33, 40, 7]
+CRCS = 3  # among the arguments of `decode_slice`
 
 
 @pytest.fixture(scope="module")
@@ -207,15 +208,22 @@ def test_what_goes_wrong_in_planning_comes_in_its_turn(manifest, error, threads)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_what_goes_wrong_in_reading_comes_in_its_turn(manifest, error, threads, monkeypatch):
     """Batches that are done earlier wait for those before them, and so do errors."""
-    inner = batch_reader_module.BatchReader._read_rows
+    inner, firsts = batch_reader_module.decode_slice, []
 
-    def failing(self, work, rows):
-        if work.step == 4 and rows.start == 0:
+    def noting(*arguments):
+        firsts.append(arguments[CRCS][0])
+        inner(*arguments)
+
+    def failing(*arguments):
+        if arguments[CRCS][0] == firsts[4 * len(firsts) // 5]:
             time.sleep(0.05)
             raise error("of a slice")
-        inner(self, work, rows)
+        inner(*arguments)
 
-    monkeypatch.setattr(batch_reader_module.BatchReader, "_read_rows", failing)
+    monkeypatch.setattr(batch_reader_module, "decode_slice", noting)
+    with endless(manifest, threads=1, stop_step=5) as loader:
+        assert len(list(loader)) == 5
+    monkeypatch.setattr(batch_reader_module, "decode_slice", failing)
     steps = []
     with endless(manifest, threads=threads, prefetch=3) as loader:
         with pytest.raises(error, match="of a slice"):
@@ -339,10 +347,10 @@ def test_close_does_not_wait_for_a_large_batch(manifest, monkeypatch):
     order = TrainOrder([200_000], 200_000, 0)
     order.batch = lambda *_: EvalOrder([SHARDS[0]], 1).batch(0, 0, 200_000)
     order.upcoming = lambda *_: []
-    calls, inner = [], batch_reader_module.BatchReader._read_rows
+    calls, inner = [], batch_reader_module.decode_slice
     monkeypatch.setattr(
-        batch_reader_module.BatchReader,
-        "_read_rows",
+        batch_reader_module,
+        "decode_slice",
         lambda *arguments: (time.sleep(0.01), calls.append(1), inner(*arguments))[2],
     )
     loader = endless(manifest, order=order, threads=1)
