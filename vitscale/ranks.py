@@ -1,17 +1,18 @@
 """What ranks tell each other: sums, gathered rows, results of rank 0, and what they agree on between two steps.
 
-Without a process group there is one rank and nothing to exchange; only `Agreement` needs a group. Tensors stay on the
-device they come on, which has to be one that the process group's backend serves.
+Sums, gathered rows and what rank 0 does need no process group: without one there is one rank and nothing to exchange.
+Tensors stay on the device they come on, which has to be one that the process group's backend serves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vitscale.errors import VitscaleError
+from vitscale.errors import RecipeError, VitscaleError
 
 Result = TypeVar("Result")
 
@@ -70,6 +71,49 @@ def on_rank_zero(compute: Callable[[], Result]) -> Result:
     if outcome[1] is not None:
         raise outcome[1].on_all_ranks() if isinstance(outcome[1], VitscaleError) else outcome[1]
     return outcome[0]
+
+
+def write_on_rank_zero(work: Callable[[], None], folder: Path) -> None:
+    """Run on rank 0 what writes into `folder` for all; its failure is a `RecipeError` on every rank: nobody waits."""
+
+    def guarded() -> None:
+        try:
+            work()
+        except OSError as error:
+            raise RecipeError(f"{error.filename or folder} cannot be written: {error.strerror or error}") from None
+
+    on_rank_zero(guarded)
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list:
+    """One object of every rank, in rank order, on every rank."""
+    values: list = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group)
+    return values
+
+
+def agreed(value: int | None, what: str) -> int | None:
+    """The value that all ranks were given; all call it together. Raises `RecipeError` where they differ."""
+    given = gather(value)
+    if len(set(given)) > 1:
+        raise RecipeError(f"{what} differs between the ranks: {', '.join(map(str, given))}").on_all_ranks()
+    return value
+
+
+def gather_numbers(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """float64 (ranks, len(numbers)) on the CPU, of every rank's numbers; exchanged on `device`."""
+    own = torch.tensor(numbers, dtype=torch.float64, device=device)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    return torch.stack(rows).cpu()
+
+
+def sum_integers(value: int, device: torch.device) -> int:
+    """Sum over the ranks modulo 2^64 of unsigned integers; exchanged on `device`."""
+    signed = value - 2**64 if value >= 2**63 else value
+    total = torch.tensor(signed, dtype=torch.int64, device=device)
+    dist.all_reduce(total)
+    return int(total.item()) % 2**64
 
 
 class Agreement:

@@ -8,6 +8,7 @@ from vitscale.recipe.comparing import FREE_ON_RESUME, changes, differences
 from vitscale.recipe.datasets import DATA_ROOT_VARIABLE, find_dataset
 from vitscale.recipe.fields import explain_fields, json_schema
 from vitscale.recipe.objectives import Classification, Objective
+from vitscale.recipe.optimizers import AdamW, Optimizer, group_of, is_frozen
 from vitscale.recipe.reading import (
     apply_setting,
     find_recipe,
@@ -20,7 +21,6 @@ from vitscale.recipe.reading import (
     validate_recipe,
 )
 from vitscale.recipe.schema import (
-    AdamW,
     Anomalies,
     Cache,
     Crop,
@@ -30,12 +30,9 @@ from vitscale.recipe.schema import (
     EvalCrop,
     Init,
     Model,
-    Optimizer,
     Policy,
     Recipe,
     Spike,
-    group_of,
-    is_frozen,
 )
 from vitscale.recipe.smoke import smoke_form
 

@@ -4,10 +4,10 @@ import contextlib
 from pathlib import Path
 
 from vitscale.errors import VitscaleError
+from vitscale.ranks import write_on_rank_zero
 from vitscale.recipe import Recipe
 from vitscale.runs import directory as run_directory
 from vitscale.runs.names import RECIPE_FILE
-from vitscale.training import distributed
 
 
 class Claim:
@@ -19,7 +19,7 @@ class Claim:
     def __init__(self, run_dir: Path, recipe: Recipe) -> None:
         self._run_dir, self._recipe = run_dir, recipe
         self._held: contextlib.ExitStack | None = None
-        distributed.on_main(self._take, run_dir)
+        write_on_rank_zero(self._take, run_dir)
 
     def _take(self) -> None:
         self._held = run_directory.claim(self._run_dir, self._recipe)

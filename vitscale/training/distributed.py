@@ -1,4 +1,4 @@
-"""The process group of a run: joining it, what its ranks exchange, and how they end."""
+"""The process group of a run: joining it, and how its ranks end."""
 
 import contextlib
 import ctypes
@@ -7,11 +7,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import torch
@@ -19,7 +17,6 @@ import torch.distributed as dist
 
 from vitscale.errors import PeerLostError, RecipeError
 from vitscale.heartbeat import HEARTBEAT_VARIABLE
-from vitscale.ranks import on_rank_zero
 from vitscale.training.progress import tell
 
 _STALE_LOCK_SECONDS = 1800
@@ -140,14 +137,6 @@ def set_timeout_everywhere(step_timeout_s: float) -> None:
         distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def agreed(value: int | None, what: str) -> int | None:
-    """The value that all ranks were given; all call it together. Raises `RecipeError` where they differ."""
-    given = gather(value)
-    if len(set(given)) > 1:
-        raise RecipeError(f"{what} differs between the ranks: {', '.join(map(str, given))}").on_all_ranks()
-    return value
-
-
 def stale_build_locks() -> list[Path]:
     """Locks of builds of torch extensions that began long ago. Nothing of ours is built, but an addition may be."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
@@ -160,41 +149,6 @@ def _modified(path: Path) -> float:
         return path.stat().st_mtime
     except FileNotFoundError:  # its build has just ended
         return time.time()
-
-
-def gather(value: Any, group: dist.ProcessGroup | None = None) -> list:
-    """One object of every rank, in rank order, on every rank."""
-    values: list = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group)
-    return values
-
-
-def on_main(work: Callable[[], None], folder: Path) -> None:
-    """Run on rank 0 what writes into `folder` for all; its failure is a `RecipeError` on every rank: nobody waits."""
-
-    def guarded() -> None:
-        try:
-            work()
-        except OSError as error:
-            raise RecipeError(f"{error.filename or folder} cannot be written: {error.strerror or error}") from None
-
-    on_rank_zero(guarded)
-
-
-def gather_numbers(world: World, numbers: Sequence[float]) -> torch.Tensor:
-    """float64 (ranks, len(numbers)) on the CPU, of every rank's numbers."""
-    own = torch.tensor(numbers, dtype=torch.float64, device=world.device)
-    rows = [torch.empty_like(own) for _ in range(world.size)]
-    dist.all_gather(rows, own)
-    return torch.stack(rows).cpu()
-
-
-def sum_integers(world: World, value: int) -> int:
-    """Sum over the ranks modulo 2^64 of unsigned integers."""
-    signed = value - 2**64 if value >= 2**63 else value
-    total = torch.tensor(signed, dtype=torch.int64, device=world.device)
-    dist.all_reduce(total)
-    return int(total.item()) % 2**64
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -22,7 +22,7 @@ from vitscale.files.digests import file_digests
 from vitscale.models.weights import HEAD, Entry, Reader, Source, open_weights, own_description, parameters
 from vitscale.models.weights.huggingface import distinct
 from vitscale.objectives import build_objective
-from vitscale.ranks import on_rank_zero
+from vitscale.ranks import gather, on_rank_zero
 from vitscale.recipe import Init, Model, Recipe, read_recipe, validate_model, validate_recipe
 from vitscale.runs.checkpoints import steps_among
 from vitscale.runs.directory import read_newest
@@ -140,7 +140,7 @@ def _find(init: Init, world: distributed.World | None = None) -> tuple[Checkpoin
     def store(place: Place) -> CheckpointStore:
         if world is None:
             return CheckpointStore(place)
-        return CheckpointStore(place, rank=world.rank, gather=distributed.gather)
+        return CheckpointStore(place, rank=world.rank, gather=gather)
 
     try:
         path.stat()

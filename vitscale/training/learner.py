@@ -19,6 +19,7 @@ from vitscale.data import Batch, to_model_input
 from vitscale.errors import DataError
 from vitscale.models import Outputs, ViT, compile_blocks, initial_value, weight_dtype
 from vitscale.objectives import Losses, Objective, build_objective
+from vitscale.ranks import gather, gather_numbers, sum_integers
 from vitscale.recipe import Recipe
 from vitscale.training import distributed, fragments, replicas
 from vitscale.training.anomalies import Anomaly, Kind, Suspects
@@ -212,13 +213,13 @@ class Learner:
     def anomaly(self, update: Update, batch: Batch, step: int) -> Anomaly:
         """What was wrong with the update after `step` updates, which was not made; of all ranks."""
         assert update.anomaly is not None
-        ranks = distributed.gather(update.suspects(batch))
+        ranks = gather(update.suspects(batch))
         mean, norm = self.mean_loss(update), update.gradient_norm
         return Anomaly(update.anomaly, step + 1, batch.step, mean, update.rate, norm, ranks)
 
     def mean_loss(self, update: Update) -> float:
         """Over the global batch."""
-        return distributed.gather_numbers(self._world, [update.loss_sum.item()]).sum().item() / update.samples
+        return gather_numbers([update.loss_sum.item()], self._world.device).sum().item() / update.samples
 
     def _to_device(self, rows: Tensor) -> Tensor:
         return rows.to(self._world.device, non_blocking=True)
@@ -227,7 +228,7 @@ class Learner:
         """Samples of the global batch that count: all, unless damaged ones are left out."""
         if self._recipe.data.bad_samples != "mask":
             return self._recipe.batch.global_size
-        samples = distributed.sum_integers(self._world, int(batch.mask.sum()))
+        samples = sum_integers(int(batch.mask.sum()), self._world.device)
         if samples == 0:
             raise DataError(f"step {step + 1}: every sample of the batch is damaged").on_all_ranks()
         return samples

@@ -28,7 +28,7 @@ from vitscale.errors import RecipeError, StorageError
 from vitscale.machine import available_memory, has_bf16_instructions
 from vitscale.planning import Memory, expected_memory, largest_micro_batch
 from vitscale.planning.tensors import DeviceType
-from vitscale.ranks import on_rank_zero
+from vitscale.ranks import gather, on_rank_zero, write_on_rank_zero
 from vitscale.recipe import Recipe, changes
 from vitscale.training import distributed
 from vitscale.training.plan import Plan
@@ -58,7 +58,7 @@ def preflight(recipe: Recipe, plan: Plan, run_dir: Path, world: distributed.Worl
     """
     began = time.monotonic()
     device: DeviceType = "cuda" if world.device.type == "cuda" else "cpu"
-    ranks: list[_Rank] = distributed.gather(_look_around(recipe, plan, world))
+    ranks: list[_Rank] = gather(_look_around(recipe, plan, world))
     _check_agreement(ranks, recipe)
     memory = on_rank_zero(lambda: expected_memory(recipe, plan.num_classes, world.size, plan.micro_batch, device))
     _check_compiler(world, ranks)
@@ -183,7 +183,7 @@ def _check_agreement(ranks: Sequence[_Rank], recipe: Recipe) -> None:
     if not problems:
         return
     # All ranks see the same problems, so all come here.
-    recipes = [json.loads(text) for text in distributed.gather(_canonical(recipe))]
+    recipes = [json.loads(text) for text in gather(_canonical(recipe))]
     usual_recipe = Counter(map(str, recipes)).most_common(1)[0][0]
     usual = next(content for content in recipes if str(content) == usual_recipe)
     problems += dict.fromkeys(
@@ -315,8 +315,8 @@ def _check_shared(folder: Path, world: distributed.World, ranks: Sequence[_Rank]
         folder.mkdir(parents=True, exist_ok=True)
         token.touch()
 
-    distributed.on_main(write, folder)
-    is_seen = distributed.gather(_appears(token))
+    write_on_rank_zero(write, folder)
+    is_seen = gather(_appears(token))
     if world.is_main:
         with suppress(OSError):
             token.unlink()

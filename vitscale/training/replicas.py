@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vitscale.data import to_model_input
 from vitscale.errors import ReplicaError
-from vitscale.training import distributed
+from vitscale.ranks import gather
 from vitscale.training.distributed import World
 
 _AT_ONCE = 1 << 22  # elements, of which there are copies of 8 bytes
@@ -85,7 +85,7 @@ def _reproducibly() -> Iterator[None]:
 
 
 def _compare(own: int, what: str) -> None:
-    sums = distributed.gather(own)
+    sums = gather(own)
     (common, votes), *others = Counter(sums).most_common()
     if not others:
         return

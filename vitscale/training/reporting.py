@@ -13,6 +13,7 @@ import torch
 from vitscale.data import Batch
 from vitscale.flops import accounting, hardware
 from vitscale.flops.work import recipe_work
+from vitscale.ranks import gather, gather_numbers, sum_integers
 from vitscale.recipe import Recipe
 from vitscale.runs.done import write_done
 from vitscale.training import distributed
@@ -33,7 +34,7 @@ class Report:
 
     def __init__(self, recipe: Recipe, plan: Plan, run_dir: Path, world: distributed.World) -> None:
         self._recipe, self._plan, self._run_dir, self._world = recipe, plan, run_dir, world
-        self._hosts = distributed.gather(socket.gethostname())
+        self._hosts = gather(socket.gethostname())
         self._work = recipe_work(recipe, plan.num_classes)
         self._peak_flops = None
         if world.device.type == "cuda" and recipe.precision == "bf16":
@@ -103,9 +104,9 @@ class Report:
         self.logged_step, self._logged_at = state.step, time.monotonic()
         shown = {name: value.item() for name, value in update.shown.items()}
         numbers = [update.loss_sum.item(), waited, _peak_memory(self._world), self._bad_samples, own, *shown.values()]
-        rows = distributed.gather_numbers(self._world, numbers)
+        rows = gather_numbers(numbers, self._world.device)
         self._bad_samples = 0
-        digest = distributed.sum_integers(self._world, batch.digest) if batch.digest is not None else None
+        digest = sum_integers(batch.digest, self._world.device) if batch.digest is not None else None
         if not self._world.is_main:
             return
         global_batch = self._recipe.batch.global_size

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from vitscale.checkpoint import BackgroundSaver, CheckpointStore, Fragment, Index, checkpoint_place
 from vitscale.errors import CheckpointError, PreemptedError, StorageError
+from vitscale.ranks import gather
 from vitscale.recipe import Recipe
 from vitscale.runs.directory import write_newest
-from vitscale.training import distributed
 from vitscale.training.distributed import World
 
 # Files may be written for longer than a step takes; a rank that has gone is noticed at once all the same.
@@ -47,10 +47,10 @@ class Saves:
         settings = recipe.checkpoint
         self._run_dir, self._is_main = run_dir, world.is_main
         place = checkpoint_place(recipe, run_dir)
-        self.store = CheckpointStore(place, rank=world.rank, gather=distributed.gather)
+        self.store = CheckpointStore(place, rank=world.rank, gather=gather)
         # What the saving threads of the ranks do together must not meet what the main threads do.
         group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-        written = CheckpointStore(place, rank=world.rank, gather=lambda value: distributed.gather(value, group))
+        written = CheckpointStore(place, rank=world.rank, gather=lambda value: gather(value, group))
         self._saver = BackgroundSaver(
             written, keep=settings.keep, keep_every=keep_every, background=settings.background
         )

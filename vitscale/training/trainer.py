@@ -20,6 +20,7 @@ from vitscale.errors import CheckpointError, PeerLostError, VitscaleError
 from vitscale.evaluation import evaluate
 from vitscale.interruption import Interruption
 from vitscale.models import Outputs
+from vitscale.ranks import agreed, write_on_rank_zero
 from vitscale.recipe import Recipe
 from vitscale.training import distributed, fragments
 from vitscale.training.attention import preferred_attention
@@ -116,7 +117,7 @@ class Trainer:
         Raises `PreemptedError` on all ranks where the run was interrupted, with a checkpoint of that step, and
         `RecipeError` where the ranks were told to stop at different steps.
         """
-        self._last = min(distributed.agreed(stop_at, "--stop-at") or self.plan.total_steps, self.plan.total_steps)
+        self._last = min(agreed(stop_at, "--stop-at") or self.plan.total_steps, self.plan.total_steps)
         past = f" (step {self._last:,} was past before)" if self.state.step > self._last else ""
         self.report.begin_at(self.state.step)
         if self.interruption is not None:
@@ -285,7 +286,7 @@ class Trainer:
         self._begin("writing the checkpoint")
         self.saves.finish(step)
         if is_done:
-            distributed.on_main(lambda: self._write_done(stopped_early), self.run_dir)
+            write_on_rank_zero(lambda: self._write_done(stopped_early), self.run_dir)
         else:
             self.report.say(f"stopped at step {step:,}, as --stop-at asks{past}; repeat the command to go on")
 
