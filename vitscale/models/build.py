@@ -56,6 +56,11 @@ def compile_blocks(model: Model) -> None:
     """
     from torch._dynamo import config  # imported by those who compile: it takes a second
 
+    # Torch's cache of what it compiled does not ask for which processor. Loops for vectors of another width write
+    # beyond their tensors; the machine of a folder may change overnight, and on a cluster from node to node.
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in torch.compiler.config.cache_key_tag:
+        torch.compiler.config.cache_key_tag += capability
     stem = model.features if isinstance(model, ResNet) else model.stem
     blocks = [*(stem.units() if stem is not None else []), *(model.blocks if isinstance(model, ViT) else [])]
     # Blocks share their code, by which torch counts. Units differ in shape, and each is one shape in training.
