@@ -62,7 +62,7 @@ def saved_in_a_real_pass(model: dict[str, Any], image_size: int, blocks: dict[st
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
+        return tensor.detach()  # itself would be a circle through the graph, which nobody can free
 
     images = torch.randn(micro_batch, image_size, image_size, 3).to(dtype)
     objective = CrossEntropy(recipe.objective.loss, recipe.objective.on, recipe.objective.off)
