@@ -45,7 +45,7 @@ from paired import median_ratio
 from rank_engines import join
 from step_recipe import SIDE, make_recipe
 
-from vitscale.architectures import architecture
+from vitscale.families import architecture
 from vitscale.flops.accounting import mfu
 from vitscale.flops.hardware import peak_flops
 from vitscale.flops.work import recipe_work

@@ -15,8 +15,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 # From the ground up. Rooms of one layer do not know each other.
 LAYERS = (
-    {"vitscale", "errors", "architectures", "heartbeat", "machine", "operations", "table", "weight_formats", "wording"},
-    {"interruption", "native", "ranks", "storage"},
+    {"vitscale", "block", "errors", "heartbeat", "machine", "operations", "table", "weight_formats", "wording"},
+    {"families", "interruption", "native", "ranks", "storage"},
     {"files", "recipe", "versions"},
     {"runs", "shards"},
     {"data", "flops", "models"},

@@ -66,7 +66,7 @@ def check_shared(recipe, decay="linear"):
 def check_jft(recipe, lr, dropout=0.0):
     check_shared(recipe)
     check_adam(recipe, lr, 0.1)
-    assert recipe.model.dropout == dropout and recipe.model.num_classes == 18_291
+    assert recipe.dump()["model"]["dropout"] == dropout and recipe.model.num_classes == 18_291
     assert (recipe.objective.on, recipe.objective.off) == (1.0, 0.0)
 
 

@@ -7,8 +7,8 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from vitscale.architectures import ResNetShape, ViTShape
 from vitscale.errors import DataError, RecipeError
+from vitscale.families import ResNetShape, ViTShape
 from vitscale.recipe import (
     Duration,
     Recipe,
@@ -208,6 +208,13 @@ def test_another_model_keeps_the_rest_of_its_block(tmp_path):
     settings = ["model.dropout=0.1", "model.num_classes=9", "model.name=ViT-S/16"]
     model = load_recipe(write(tmp_path, MINIMAL), settings).model
     assert (model.name, model.dropout, model.num_classes) == ("ViT-S/16", 0.1, 9)
+
+
+def test_a_resolved_model_has_the_keys_that_recipes_always_had_whatever_its_family():
+    resnet, vit = (load_recipe(stem).dump()["model"] for stem in ("r50x1_jft", "b16_jft"))
+    assert list(vit)[: len(resnet)] == list(resnet)
+    assert (resnet["patch_size"], resnet["dropout"], vit["mixing"]) == (None, 0.0, None)
+    assert resnet["position"] == {"kind": "1d", "at": "stem"}
 
 
 def test_durations_in_all_units():
@@ -411,6 +418,8 @@ def test_the_schema_for_editors_takes_what_is_shipped_and_no_typo():
         # What is only ever extended need not be whole.
         assert validator.is_valid(content if file.parent == recipes_dir() else content | {"extends": "x"}), file
     good = parse_yaml(MINIMAL, "")
+    for stem in ("b16_jft", "r50x1_jft"):
+        assert validator.is_valid(load_recipe(stem).dump()), stem
     for bad in ({"modle": {}}, {"seed": -1}, {"data": {"train": 3}}, {"optimizer": {"name": "adamW", "lr": 1.0}}):
         assert validator.is_valid(good) and not validator.is_valid(good | bad)
     assert not validator.is_valid({key: value for key, value in good.items() if key != "model"})

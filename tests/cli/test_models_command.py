@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from vitscale.architectures import REGISTRY
+from vitscale.families import REGISTRY
 
 # What the entry point does, and a word on stderr where torch came along.
 COMMAND = """

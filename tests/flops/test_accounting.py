@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from models.small_models import AUTHORS_COUNTS
 
+from vitscale.families import model_of
 from vitscale.flops import exaflops, mfu, model_work, training_flops_per_image
 from vitscale.operations import taps_inside
-from vitscale.recipe.schema import Model, Position
 
 # With 1000 classes and the output layer alone: the authors' own test table, and for g, G and the ResNets timm's models.
 PUBLISHED_PARAMETERS = AUTHORS_COUNTS | {
@@ -23,11 +23,11 @@ PUBLISHED_PARAMETERS = AUTHORS_COUNTS | {
 
 @pytest.mark.parametrize(("name", "expected"), PUBLISHED_PARAMETERS.items())
 def test_published_parameter_counts(name, expected):
-    assert model_work(Model(name=name, head="linear"), 224, 1000).params == expected
+    assert model_work(model_of(name=name, head="linear"), 224, 1000).params == expected
 
 
 def test_breakdown_of_a_transformer_by_hand():
-    model = Model(patch_size=4, width=6, depth=2, mlp_dim=10, num_heads=1, position=Position(kind="relative"))
+    model = model_of(patch_size=4, width=6, depth=2, mlp_dim=10, num_heads=1, position={"kind": "relative"})
     work = model_work(model, 9, 7)
     n, t, offsets = 4, 5, 9  # 9 / 4 leaves a 2 x 2 grid and a pixel over; one class token
     assert {part: (of.macs, of.params) for part, of in work.parts().items()} == {
@@ -48,7 +48,7 @@ def test_breakdown_of_a_transformer_by_hand():
 
 def test_breakdown_of_a_resnet_by_hand():
     """The root and one unit of 64 -> 64 -> 64 -> 256 channels on an image of 8 pixels: 4 behind the root, 2 pooled."""
-    work = model_work(Model(blocks=[1], variant="v1"), 8, 5)
+    work = model_work(model_of(blocks=[1], variant="v1"), 8, 5)
     root, stage, head = work.parts().values()
     # 8 pixels, stride 2: the windows of 7 begin at -3, -1, 1 and 3 and see 4, 6, 7 and 5 pixels.
     assert (root.macs, root.accounting_macs) == (3 * 64 * (4 * 7) ** 2, 3 * 64 * (4 + 6 + 7 + 5) ** 2)

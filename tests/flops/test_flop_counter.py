@@ -4,7 +4,7 @@ torch finds them in our models."""
 import numpy as np
 import pytest
 
-from vitscale.architectures import REGISTRY
+from vitscale.families import REGISTRY
 from vitscale.flops import recipe_work
 from vitscale.recipe import Recipe, validate_recipe
 

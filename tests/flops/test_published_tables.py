@@ -2,7 +2,7 @@
 
 import pytest
 
-from vitscale.architectures import architecture
+from vitscale.families import architecture
 from vitscale.flops.published import table_2, table_5, table_6, table_7, table_8, table_9
 
 ACCURACIES = ("imagenet", "imagenet_real", "cifar10", "cifar100", "pets", "flowers")

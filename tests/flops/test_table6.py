@@ -2,9 +2,9 @@
 
 import pytest
 
+from vitscale.families import model_of
 from vitscale.flops import exaflops, model_work
 from vitscale.flops.published import table_6
-from vitscale.recipe.schema import Model
 
 # As corrected ("Fixed an error in exaFLOPs computation in Figure 5 and Table 6").
 TABLE_6 = {
@@ -36,7 +36,7 @@ JFT_IMAGES, JFT_CLASSES = 303e6, 18_291
 @pytest.mark.parametrize(("run", "published"), TABLE_6.items())
 def test_exaflops_of_table_6(run, published):
     name, epochs = run
-    work = model_work(Model(name=name), 224, JFT_CLASSES)
+    work = model_work(model_of(name=name), 224, JFT_CLASSES)
     lowest, highest = OUTSIDE.get(run, (-0.015, 0.015))
     assert lowest < exaflops(work.accounting_macs, JFT_IMAGES * epochs) / published - 1 < highest
 
@@ -44,7 +44,7 @@ def test_exaflops_of_table_6(run, published):
 @pytest.mark.parametrize("run", [run for run in TABLE_6 if run[0].startswith("ResNet")])
 def test_with_taps_on_padding_no_resnet_would_fit(run):
     name, epochs = run
-    work = model_work(Model(name=name), 224, JFT_CLASSES)
+    work = model_work(model_of(name=name), 224, JFT_CLASSES)
     assert exaflops(work.macs, JFT_IMAGES * epochs) / TABLE_6[run] - 1 > 0.03
 
 
@@ -56,12 +56,12 @@ def test_the_figures_first_posted_are_mostly_those_of_384_pixels():
     """13 of 18; the others are up to 6 % higher still."""
     deviations = []
     for row in table_6():
-        work = model_work(Model(name=row.model), 384, JFT_CLASSES)
+        work = model_work(model_of(name=row.model), 384, JFT_CLASSES)
         deviations.append(exaflops(work.accounting_macs, JFT_IMAGES * row.epochs) / row.exaflops_first_posted - 1)
     assert sum(abs(deviation) < 0.016 for deviation in deviations) == 13
     assert min(deviations) > -0.061 and max(deviations) < 0.014
 
 
 def test_without_convolutions_the_two_figures_are_one():
-    work = model_work(Model(name="ViT-H/14"), 384, 1000)
+    work = model_work(model_of(name="ViT-H/14"), 384, 1000)
     assert work.macs == work.accounting_macs

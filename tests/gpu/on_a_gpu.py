@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from vitscale.architectures import architecture
+from vitscale.families import architecture
 from vitscale.models import ViT, compile_blocks, initialise
 from vitscale.planning import expected_memory
 from vitscale.training.attention import preferred_attention

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from vitscale.architectures import ResNetShape, Shape, architecture
+from vitscale.families import ResNetShape, Shape, architecture
 from vitscale.models import Model, ResNet, ViT
 
 # The authors' own test table, 1000 classes, output layer alone.

@@ -4,7 +4,7 @@ import torch
 from models.small_models import build, with_values
 from torch.nn import functional as F
 
-from vitscale.architectures import ViTShape
+from vitscale.families import ViTShape
 from vitscale.models.axial import AxialAttention2d, LineAttention
 
 

@@ -9,8 +9,9 @@ import torch
 
 PROGRAM = """
 import torch
-from vitscale.architectures import ViTShape
-from vitscale.models import ViT, compile_blocks, initialise
+from vitscale.families import ViTShape
+from vitscale.models import compile_blocks, initialise
+from vitscale.models.vit import ViT
 
 vit = ViT(ViTShape(8, 64, 1, 128, 2), image_size=16, num_classes=3, head="linear")
 initialise(vit, seed=0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from models.small_models import AUTHORS_COUNTS, build, computable, count, images, on_meta, with_values
 
-from vitscale.architectures import REGISTRY, ResNetShape, Shape, ViTShape, architecture
+from vitscale.families import REGISTRY, ResNetShape, Shape, ViTShape, architecture
 
 # Convolution weights without the head in millions, as the authors' table has them.
 CONVOLUTIONS = {

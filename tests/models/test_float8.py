@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 pytest.importorskip("torchao")
 
-from vitscale.architectures import architecture
 from vitscale.errors import RecipeError
+from vitscale.families import architecture
 from vitscale.models import ViT, initialise
 from vitscale.models.float8 import train_in_float8
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from models.small_models import build, images, with_values
 
-from vitscale.architectures import ViTShape
+from vitscale.families import ViTShape
 from vitscale.models.positions import TwoDPositions, relative_logits, resample_positions
 
 

@@ -7,7 +7,7 @@ import torch
 from models.small_models import build, images, with_values
 from torch.nn import functional as F
 
-from vitscale.architectures import ResNetShape, ViTShape
+from vitscale.families import ResNetShape, ViTShape
 from vitscale.models import initial_value
 from vitscale.models.resnet import GroupNorm, StdConv
 from vitscale.models.weights.table import table

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peers import timm_vit, transformers_vit
 
-from vitscale.architectures import ViTShape, architecture
+from vitscale.families import ViTShape, architecture
 from vitscale.models import ViT, initial_value, initialise
 
 # Computed from the authors' definitions, with the pre-training head.

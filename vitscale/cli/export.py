@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from vitscale.architectures import architecture, nearest
 from vitscale.checkpoint import EMA, MASTER
 from vitscale.errors import RecipeError
+from vitscale.families import architecture, nearest
 from vitscale.models import initial_value
 from vitscale.models.weights import (
     HEAD,

@@ -6,11 +6,9 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.table import Table
 
-from vitscale.architectures import REGISTRY, ResNetShape, Shape, ViTShape, architecture
 from vitscale.errors import RecipeError
+from vitscale.families import REGISTRY, model_of
 from vitscale.flops import model_work
-from vitscale.flops.vit import num_tokens
-from vitscale.recipe.schema import Model
 from vitscale.wording import counted
 
 
@@ -35,14 +33,18 @@ def list_models(names: list[str], *, as_json: bool, image_size: int, num_classes
     rows, notes = [], []
     for name in names or REGISTRY:
         try:
-            shape = architecture(name)
+            model = model_of(name=name, head="linear")
         except ValueError as error:
             raise RecipeError(str(error)) from None
-        if isinstance(shape, ViTShape):
-            _check_patch(name, shape, image_size)
-            border = shape.describe_border(image_size)
-            notes += [f"{name}: {border}"] if border else []
-        rows.append(_row(name, shape, image_size, num_classes))
+        try:
+            model.check_image_size(image_size)
+        except ValueError as error:
+            raise RecipeError(f"{name} at {image_size}: {error}; give a larger --image-size") from None
+        border = model.describe_border(image_size)
+        notes += [f"{name}: {border}"] if border else []
+        work = model_work(model, image_size, num_classes)
+        tokens, macs = model.num_tokens(image_size), (work.macs / 1e9, work.accounting_macs / 1e9)
+        rows.append(_Row(name, model.kind, image_size, tokens, work.params, *macs))
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return
@@ -50,38 +52,6 @@ def list_models(names: list[str], *, as_json: bool, image_size: int, num_classes
     console.print(_table(rows, image_size, num_classes))
     for note in ("GMACs/image: 1e9 multiply-adds of a forward pass, taps on zero padding counted", *notes):
         console.print(note, highlight=False, markup=False, soft_wrap=True)
-
-
-def _row(name: str, shape: Shape, image_size: int, num_classes: int) -> _Row:
-    model = Model(name=name, head="linear")
-    work = model_work(model, image_size, num_classes)
-    return _Row(
-        name=name,
-        family=_family(shape),
-        image_size=image_size,
-        tokens=num_tokens(shape, image_size, model.pool_or_default()) if isinstance(shape, ViTShape) else None,
-        params=work.params,
-        gmacs=work.macs / 1e9,
-        accounting_gmacs=work.accounting_macs / 1e9,
-    )
-
-
-def _family(shape: Shape) -> str:
-    if isinstance(shape, ResNetShape):
-        return "resnet" if shape.mixing == "conv" else "axial"
-    if shape.attention == "axial":
-        return "axial"
-    return "vit" if shape.stem is None else "hybrid"
-
-
-def _check_patch(name: str, shape: ViTShape, image_size: int) -> None:
-    size, patch = shape.cut_size(image_size), shape.patch_size
-    if size < patch:
-        cut = "the image" if shape.stem is None else "the feature map"
-        raise RecipeError(
-            f"{name} at {image_size}: {cut} of {size} x {size} is smaller than one patch of {patch} x {patch}; "
-            f"give a larger --image-size"
-        )
 
 
 def _table(rows: list[_Row], image_size: int, num_classes: int) -> Table:

@@ -3,16 +3,13 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from vitscale.architectures import ResNetShape, ViTShape
 from vitscale.errors import VitscaleError
 from vitscale.flops.accounting import FORWARD_PASSES_PER_TRAINING_STEP, exaflops
 from vitscale.flops.matching import scaling_row
 from vitscale.flops.published import Scaling
 from vitscale.flops.training_set import images_of, training_set
-from vitscale.flops.vit import num_tokens
 from vitscale.flops.work import Work, recipe_work
 from vitscale.recipe import Recipe
-from vitscale.recipe.schema import DIMENSIONS, Model
 
 
 @dataclass(frozen=True)
@@ -45,10 +42,7 @@ class Estimate:
     @property
     def tokens(self) -> int | None:
         """Of a Transformer, class token included."""
-        shape = self.recipe.model.shape()
-        if isinstance(shape, ResNetShape):
-            return None
-        return num_tokens(shape, self.recipe.data.image_size, self.recipe.model.pool_or_default())
+        return self.recipe.model.num_tokens(self.recipe.data.image_size)
 
     @cached_property
     def exaflops(self) -> float | None:
@@ -90,7 +84,7 @@ class Estimate:
     @property
     def model_name(self) -> str:
         """The model's name with what is replaced in it, or its dimensions."""
-        return _describe(self.recipe.model)
+        return self.recipe.model.describe()
 
 
 def estimate(name: str, recipe: Recipe, samples: int | None = None) -> Estimate:
@@ -98,15 +92,3 @@ def estimate(name: str, recipe: Recipe, samples: int | None = None) -> Estimate:
     data = training_set(recipe, samples)
     work = None if data.num_classes is None else recipe_work(recipe, data.num_classes)
     return Estimate(name, recipe, work, data.samples, images_of(recipe, data.samples), data.problem)
-
-
-def _describe(model: Model) -> str:
-    """`ViT-B/16`, `ViT-B/16 depth=6`, or for a model without a name `L8 D1024 MLP2048 /32`."""
-    if model.name is not None:
-        given = [f"{key}={value}" for key in DIMENSIONS if (value := getattr(model, key)) is not None]
-        return " ".join([model.name, *given])
-    shape = model.shape()
-    if isinstance(shape, ViTShape):
-        stem = "" if shape.stem is None else f"R{list(shape.stem.blocks)}x{shape.stem.width_factor}+"
-        return f"{stem}L{shape.depth} D{shape.width} MLP{shape.mlp_dim} /{shape.patch_size}"
-    return f"ResNet{list(shape.blocks)}x{shape.width_factor}"

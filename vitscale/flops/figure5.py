@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitscale.architectures import ResNetShape, architecture
 from vitscale.errors import RecipeError
+from vitscale.families import model_of
 from vitscale.files.durable import durable_file
 from vitscale.flops.published import Scaling, table_6
 from vitscale.flops.records import Run
@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SUFFIXES = (".png", ".svg")
-# Marker, colour and the side of its label: up or down, and slanted, because neighbours stand close.
-_FAMILIES = {"ViT": ("o", "tab:blue", -1), "ResNet (BiT)": ("s", "tab:gray", -1), "Hybrid": ("^", "tab:orange", 1)}
+# Name, marker, colour and the side of its label: up or down, and slanted, because neighbours stand close.
+_KINDS = {
+    "vit": ("ViT", "o", "tab:blue", -1),
+    "resnet": ("ResNet (BiT)", "s", "tab:gray", -1),
+    "hybrid": ("Hybrid", "^", "tab:orange", 1),
+}
 _TOP1 = "validation/top1"
 _MOST_IN_LEGEND = 12
 
@@ -106,9 +110,9 @@ def draw(path: Path, points: Sequence[Point]) -> None:
 def _draw_paper(axes: "Axes", title: str, values: dict[Scaling, float]) -> None:
     axes.set_title(title)
     axes.margins(0.1)
-    for family, (marker, colour, side) in _FAMILIES.items():
-        rows = [row for row in values if _family(row) == family]
-        axes.plot([row.exaflops for row in rows], [values[row] for row in rows], marker, color=colour, label=family)
+    for kind, (label, marker, colour, side) in _KINDS.items():
+        rows = [row for row in values if model_of(name=row.model).kind == kind]
+        axes.plot([row.exaflops for row in rows], [values[row] for row in rows], marker, color=colour, label=label)
         style: dict[str, Any] = {"ha": "left", "va": "bottom"} if side > 0 else {"ha": "right", "va": "top"}
         for row in rows:
             name = row.model.removeprefix("ViT-").removeprefix("ResNet").replace("R50x1+ViT-", "R50+")
@@ -116,13 +120,6 @@ def _draw_paper(axes: "Axes", title: str, values: dict[Scaling, float]) -> None:
             axes.annotate(
                 name, place, offset, textcoords="offset points", fontsize=6, color=colour, rotation=30, **style
             )
-
-
-def _family(row: Scaling) -> str:
-    shape = architecture(row.model)
-    if isinstance(shape, ResNetShape):
-        return "ResNet (BiT)"
-    return "ViT" if shape.stem is None else "Hybrid"
 
 
 def _draw_runs(axes: "Axes", points: Sequence[Point]) -> None:

@@ -4,7 +4,9 @@ The model, the images and how often they are seen, and the optimizer decide. Its
 regularisation and what is evaluated on the way do not.
 """
 
-from vitscale.architectures import architecture
+from typing import Any
+
+from vitscale.families import model_of
 from vitscale.flops.published import (
     DataSize,
     PositionEmbedding,
@@ -19,7 +21,6 @@ from vitscale.flops.published import (
 )
 from vitscale.flops.training_set import PAPER_SETS
 from vitscale.recipe import Recipe
-from vitscale.recipe.schema import Model, Position
 
 # Tables 7 and 8 are of runs of 7 epochs.
 _ABLATION_EPOCHS = 7
@@ -58,10 +59,9 @@ def transfer_row(recipe: Recipe, images: int | None) -> tuple[int, Transfer] | N
 def position_row(recipe: Recipe, images: int | None) -> PositionEmbedding | None:
     """The row of Table 8 that this recipe repeats."""
     for row in table_8():
-        position = recipe.model.position
-        if (position.kind, position.at) == (row.position, row.at):
-            plain = recipe.model_copy(update={"model": recipe.model.model_copy(update={"position": Position()})})
-            return row if _is_run(plain, images, "ViT-B/16", "jft300m", (_ABLATION_EPOCHS,)) else None
+        position = {"kind": row.position, "at": row.at}
+        if _is_run(recipe, images, "ViT-B/16", "jft300m", (_ABLATION_EPOCHS,), position=position):
+            return row
     return None
 
 
@@ -74,9 +74,16 @@ def state_of_the_art_row(recipe: Recipe, images: int | None) -> StateOfTheArt | 
 
 
 def _is_run(
-    recipe: Recipe, images: int | None, model: str, pretraining: str, epochs: tuple[int, ...], optimizer: str = "adamw"
+    recipe: Recipe,
+    images: int | None,
+    model: str,
+    pretraining: str,
+    epochs: tuple[int, ...],
+    optimizer: str = "adamw",
+    **changed: Any,
 ) -> bool:
-    """Whether the recipe pre-trains the paper's model of that name, unchanged, on one of its data sets so long."""
+    """Whether the recipe pre-trains the paper's model of that name, unchanged but for some keys, on one of its data
+    sets so long."""
     name = f"{pretraining}/train"
     if recipe.data.train != name or recipe.data.image_size != 224 or recipe.optimizer.name != optimizer:
         return False
@@ -88,9 +95,5 @@ def _is_run(
         or images not in [count * data.samples for count in epochs]
     ):
         return False
-    plain, mine = Model(name=model), recipe.model
-    return (
-        mine.shape() == architecture(model)
-        and (mine.head, mine.position) == (plain.head, plain.position)
-        and mine.pool_or_default() == plain.pool_or_default()
-    )
+    papers, mine = model_of(name=model, **changed), recipe.model
+    return (mine.facts(), mine.head) == (papers.facts(), papers.head)

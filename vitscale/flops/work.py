@@ -2,12 +2,9 @@
 
 from dataclasses import dataclass
 
-from vitscale.architectures import ResNetShape
-from vitscale.flops.resnet import resnet_operations
-from vitscale.flops.vit import vit_operations
+from vitscale.families import Model
 from vitscale.operations import Operation
 from vitscale.recipe import Recipe
-from vitscale.recipe.schema import Model
 
 
 @dataclass(frozen=True)
@@ -58,20 +55,7 @@ class Work:
 
 def model_work(model: Model, image_size: int, num_classes: int | None) -> Work:
     """Work of the model that a recipe's `model` block describes, on one square image of `image_size` pixels a side."""
-    shape = model.shape()
-    if isinstance(shape, ResNetShape):
-        return Work(tuple(resnet_operations(shape, image_size=image_size, num_classes=num_classes)))
-    operations = vit_operations(
-        shape,
-        image_size=image_size,
-        num_classes=num_classes,
-        pool=model.pool_or_default(),
-        head=model.head,
-        position=model.position.kind,
-        position_at=model.position.at,
-        dropout=model.dropout > 0,
-    )
-    return Work(tuple(operations))
+    return Work(tuple(model.operations(image_size, num_classes)))
 
 
 def recipe_work(recipe: Recipe, num_classes: int) -> Work:

@@ -7,7 +7,7 @@ offsets within a row or column of n positions.
 import torch
 from torch import Tensor, nn
 
-from vitscale.architectures import AXIAL_RESNET_HEADS
+from vitscale.families.resnet import AXIAL_HEADS
 from vitscale.models.encoder import Block, add_positions
 from vitscale.models.layers import Linear
 from vitscale.models.positions import TwoDPositions, relative_table
@@ -82,8 +82,8 @@ class AxialAttention2d(nn.Module):
 
     def __init__(self, channels: int, size: int, stride: int) -> None:
         super().__init__()
-        self.rows = LineAttention(channels, size, AXIAL_RESNET_HEADS)
-        self.columns = LineAttention(channels, size, AXIAL_RESNET_HEADS)
+        self.rows = LineAttention(channels, size, AXIAL_HEADS)
+        self.columns = LineAttention(channels, size, AXIAL_HEADS)
         self.pool = nn.AvgPool2d(stride, stride, ceil_mode=True) if stride > 1 else None
 
     def forward(self, x_BChw: Tensor) -> Tensor:

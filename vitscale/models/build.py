@@ -1,9 +1,11 @@
 """From a recipe to its model."""
 
+import importlib
+
 import torch
 
+from vitscale import families
 from vitscale import recipe as recipes
-from vitscale.architectures import ResNetShape
 from vitscale.models.resnet import ResNet
 from vitscale.models.vit import ViT
 
@@ -30,23 +32,13 @@ def build_model(recipe: recipes.Recipe, num_classes: int | None) -> Model:
 
 
 def build_of_block(
-    block: recipes.Model, *, image_size: int, num_classes: int | None, checkpoint_every: int = 0
+    block: families.Model, *, image_size: int, num_classes: int | None, checkpoint_every: int = 0
 ) -> Model:
     """The model of a recipe's `model` block."""
-    shape = block.shape()
-    if isinstance(shape, ResNetShape):
-        return ResNet(shape, image_size=image_size, num_classes=num_classes, checkpoint_every=checkpoint_every)
-    return ViT(
-        shape,
-        image_size=image_size,
-        num_classes=num_classes,
-        pool=block.pool_or_default(),
-        head=block.head,
-        dropout=block.dropout,
-        position=block.position.kind,
-        position_at=block.position.at,
-        checkpoint_every=checkpoint_every,
-    )
+    module, _, name = block.implementation.partition(":")
+    kind = getattr(importlib.import_module(module), name)
+    assert kind in (ViT, ResNet), kind
+    return kind.of(block, image_size=image_size, num_classes=num_classes, checkpoint_every=checkpoint_every)
 
 
 def compile_blocks(model: Model) -> None:

@@ -7,13 +7,14 @@ are kept as published.
 Shape legend: B batch, H W image height and width, C channels, h w rows and columns of a feature map, K classes.
 """
 
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitscale.architectures import RESNET_GROUPS, ResNetShape
+from vitscale import families
+from vitscale.families.resnet import GROUPS, ResNetShape
 from vitscale.models.axial import AxialAttention2d
 from vitscale.models.initialise import Initialiser, constant, lecun_normal, normal
 from vitscale.models.layers import CHANNELS, OutputLayer, check_size, run_block
@@ -27,7 +28,7 @@ class GroupNorm(nn.GroupNorm):
     """Group norm of 32 groups, values unset."""
 
     def __init__(self, channels: int, variant: Variant) -> None:
-        super().__init__(RESNET_GROUPS, channels, eps=GROUP_NORM_EPS[variant])
+        super().__init__(GROUPS, channels, eps=GROUP_NORM_EPS[variant])
 
     def reset_parameters(self) -> None:
         pass
@@ -197,6 +198,11 @@ class ResNet(nn.Module):
         self.features = Features(shape, image_size=image_size, checkpoint_every=checkpoint_every)
         self.norm = GroupNorm(shape.channels, "v2") if shape.variant == "v2" else None
         self.head = OutputLayer(shape.channels, num_classes) if num_classes is not None else None
+
+    @classmethod
+    def of(cls, block: families.ResNet, *, image_size: int, num_classes: int | None, checkpoint_every: int) -> Self:
+        """The model of a recipe's `model` block."""
+        return cls(block.shape(), image_size=image_size, num_classes=num_classes, checkpoint_every=checkpoint_every)
 
     def forward(self, images_BHWC: Tensor) -> Outputs:
         """Tokens (B, h w, C): the last feature map, row by row; its mean (B, C); logits (B, K)."""

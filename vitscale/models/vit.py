@@ -8,12 +8,13 @@ token), D width, K classes.
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from vitscale.architectures import ViTShape
+from vitscale import families
+from vitscale.families import ViTShape
 from vitscale.models.axial import AxialBlock
 from vitscale.models.encoder import Block
 from vitscale.models.initialise import (
@@ -91,6 +92,21 @@ class ViT(nn.Module):
         self.norm = LayerNorm(D)
         self.pre_logits = Linear(D, D) if head == "pretrain" and num_classes is not None else None
         self.head = OutputLayer(D, num_classes) if num_classes is not None else None
+
+    @classmethod
+    def of(cls, block: families.ViT, *, image_size: int, num_classes: int | None, checkpoint_every: int) -> Self:
+        """The model of a recipe's `model` block."""
+        return cls(
+            block.shape(),
+            image_size=image_size,
+            num_classes=num_classes,
+            pool=block.pool_or_default(),
+            head=block.head,
+            dropout=block.dropout,
+            position=block.position.kind,
+            position_at=block.position.at,
+            checkpoint_every=checkpoint_every,
+        )
 
     def patchify(self, x_BHWC: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, N, P*P*C), patches in row-major order, each flattened as height, width, channel."""

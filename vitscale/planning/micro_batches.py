@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from vitscale.architectures import ViTShape
 from vitscale.planning.tensors import StepTensors, step_tensors
 from vitscale.recipe import Recipe
 
@@ -29,16 +28,16 @@ def tensors_by_micro_batch(recipe: Recipe, num_classes: int, largest: int) -> Ca
 
 def _of_all_blocks(recipe: Recipe, num_classes: int, micro_batch: int) -> StepTensors:
     """Counted on two models of few blocks, where there are many: each pair of blocks saves as much as another."""
-    shape = recipe.model.shape()
-    few = _FEW_BLOCKS + (shape.depth % 2 if isinstance(shape, ViTShape) else 0)
-    if not isinstance(shape, ViTShape) or shape.depth <= few + 2 or recipe.parallelism.activation_checkpointing > 2:
+    blocks = recipe.model.num_blocks
+    few = _FEW_BLOCKS + blocks % 2
+    if blocks <= few + 2 or recipe.parallelism.activation_checkpointing > 2:
         return step_tensors(recipe, num_classes, micro_batch, "cuda")
     less, more = (
-        step_tensors(_with_depth(recipe, depth), num_classes, micro_batch, "cuda") for depth in (few, few + 2)
+        step_tensors(_with_blocks(recipe, count), num_classes, micro_batch, "cuda") for count in (few, few + 2)
     )
-    saved = less.saved + (more.saved - less.saved) * (shape.depth - few) // 2
+    saved = less.saved + (more.saved - less.saved) * (blocks - few) // 2
     return StepTensors(saved, more.transient)
 
 
-def _with_depth(recipe: Recipe, depth: int) -> Recipe:
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"depth": depth})})
+def _with_blocks(recipe: Recipe, count: int) -> Recipe:
+    return recipe.model_copy(update={"model": recipe.model.with_blocks(count)})

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from vitscale.errors import RecipeError
+from vitscale.families import FAMILIES, UNSET
 from vitscale.recipe.schema import Duration, Recipe
 
 _COLUMNS = 80
@@ -79,6 +80,9 @@ def json_schema() -> dict[str, Any]:
     schema = Recipe.model_json_schema()
     for block in schema["$defs"].values():
         block.pop("required", None)
+    for family in FAMILIES:
+        keys_of_family = schema["$defs"][family.__name__]["properties"]
+        keys_of_family |= {key: {"const": value} for key, value in UNSET.items() if key not in keys_of_family}
     for field in schema["properties"].values():
         if "discriminator" in field:
             field["anyOf"] = field.pop("oneOf")  # the kind may be in the file extended, or the default
@@ -156,8 +160,18 @@ def explain_fields(key: str | None = None) -> str:
 # ---- From the schema -------------------------------------------------------------------------------------------------
 
 
-def _blocks(schema: dict[str, Any], block: dict[str, Any], key: str, given: dict[str, Any] | None) -> Iterator[Block]:
-    """A block and those in it; `schema` resolves references, `given` are defaults that the block has at this place."""
+def _blocks(
+    schema: dict[str, Any], block: dict[str, Any], key: str, given: dict[str, Any] | None, variant: str = ""
+) -> Iterator[Block]:
+    """A block and those in it.
+
+    Args:
+        schema: resolves references.
+        block: the block's part of it.
+        key: the block's dotted key.
+        given: defaults that the block has at this place.
+        variant: which of several blocks it is that may be there.
+    """
     fields: list[Field] = []
     below: list[Block] = []
     for name, field in block["properties"].items():
@@ -172,10 +186,16 @@ def _blocks(schema: dict[str, Any], block: dict[str, Any], key: str, given: dict
             kind = "list of blocks" if inner else _kind(field)
             fields.append(Field(path, kind, default, field["description"]))
         for one in inner:
-            below += _blocks(schema, one, f"{path}.N" if "items" in field else path, field.get("default", {}))
-    variant = next((field["const"] for field in block["properties"].values() if "const" in field), "")
+            variant_below = _variant(one) if len(inner) > 1 else ""
+            path_below = f"{path}.N" if "items" in field else path
+            below += _blocks(schema, one, path_below, field.get("default", {}), variant_below)
     yield Block(key, variant, given is not None, block["description"], tuple(fields))
     yield from below
+
+
+def _variant(block: dict[str, Any]) -> str:
+    """What chooses a block of several: the value of its key that says so, or else the block's own name."""
+    return next((field["const"] for field in block["properties"].values() if "const" in field), block["title"])
 
 
 def _inner_blocks(schema: dict[str, Any], field: dict[str, Any]) -> list[dict[str, Any]]:

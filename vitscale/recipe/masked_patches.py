@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from vitscale.architectures import ViTShape
+from vitscale.families import Patches
 from vitscale.operations import Operation, dense, parameters
 from vitscale.recipe.objectives import Objective
 
@@ -54,8 +54,8 @@ class MaskedPatches(Objective):
 
     def check(self, recipe: "Recipe") -> None:
         """As `Objective.check`."""
-        shape, size = recipe.model.shape(), recipe.data.image_size
-        if not isinstance(shape, ViTShape) or shape.stem is not None:
+        patches = recipe.model.patches(recipe.data.image_size)
+        if patches is None:
             raise ValueError("objective.kind: masked_patches needs a model that cuts the picture itself into patches")
         for key in ("num_classes", "head_bias"):
             if getattr(recipe.model, key) is not None:
@@ -65,22 +65,20 @@ class MaskedPatches(Objective):
                 "evaluation.validation measures classes, and objective.kind: masked_patches has none; use "
                 "evaluation.fewshot"
             )
-        if self.target == "cell_colours" and shape.patch_size % CELLS:
+        if self.target == "cell_colours" and patches.size % CELLS:
             raise ValueError(
-                f"objective.target cell_colours: patches of {shape.patch_size} pixels do not divide into "
+                f"objective.target cell_colours: patches of {patches.size} pixels do not divide into "
                 f"{CELLS} x {CELLS} cells"
             )
-        if shape.grid(size) ** 2 < 2 or self.counts(recipe).masked == 0:
+        if patches.grid**2 < 2 or self.counts(recipe).masked == 0:
             raise ValueError(
-                f"objective.share {self.share:g} of {shape.grid(size) ** 2} patches: expected at least one corrupted "
+                f"objective.share {self.share:g} of {patches.grid**2} patches: expected at least one corrupted "
                 f"patch of several"
             )
 
     def counts(self, recipe: "Recipe") -> Counts:
         """Patches of each image that are corrupted, rounded by largest remainder: of 196 half is 78, 10 and 10."""
-        shape = recipe.model.shape()
-        assert isinstance(shape, ViTShape)
-        corrupted, _ = by_largest_remainder(shape.grid(recipe.data.image_size) ** 2, (self.share, 1 - self.share))
+        corrupted, _ = by_largest_remainder(_patches(recipe).grid ** 2, (self.share, 1 - self.share))
         return Counts(*by_largest_remainder(corrupted, (_MASKED, _REPLACED, _KEPT)))
 
     def outputs(self, patch_size: int) -> int:
@@ -89,13 +87,17 @@ class MaskedPatches(Objective):
 
     def operations(self, recipe: "Recipe") -> Sequence[Operation]:
         """As `Objective.operations`: the prediction is computed for corrupted patches alone."""
-        shape = recipe.model.shape()
-        assert isinstance(shape, ViTShape)
-        rows = self.counts(recipe).corrupted
+        patches, rows = _patches(recipe), self.counts(recipe).corrupted
         return (
-            parameters("mask", shape.width),
-            dense("prediction", rows, shape.width, self.outputs(shape.patch_size)),
+            parameters("mask", patches.width),
+            dense("prediction", rows, patches.width, self.outputs(patches.size)),
         )
+
+
+def _patches(recipe: "Recipe") -> Patches:
+    patches = recipe.model.patches(recipe.data.image_size)
+    assert patches is not None, "the objective's own check"
+    return patches
 
 
 def by_largest_remainder(total: int, shares: Sequence[float]) -> list[int]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from vitscale.block import Block
 from vitscale.operations import Operation
-from vitscale.recipe.block import Block
 
 if TYPE_CHECKING:
     from vitscale.recipe.schema import Recipe

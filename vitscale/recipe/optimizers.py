@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from vitscale.recipe.block import Block
+from vitscale.block import Block
 
 
 def _is_pattern(text: str) -> str:

@@ -6,20 +6,22 @@ valid one.
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pydantic
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 
 from vitscale.errors import RecipeError
+from vitscale.families import Model, ModelBlock
 from vitscale.recipe.fields import blocks, keys, keys_in, nearest, without_indices
 from vitscale.recipe.objectives import DEFAULT_KIND
-from vitscale.recipe.schema import Duration, Model, Recipe
+from vitscale.recipe.schema import Duration, Recipe
 from vitscale.recipe.strict_yaml import parse_yaml
 
-_Block = TypeVar("_Block", Recipe, Model)
+_Block = TypeVar("_Block")
+_MODEL: TypeAdapter[Model] = TypeAdapter(ModelBlock)
 
 # Blocks of several kinds -> the key that says which one, and what it is where it is missing.
 _TAGS = {"optimizer": ("name", None), "objective": ("kind", DEFAULT_KIND)}
@@ -169,30 +171,31 @@ def read_recipe(path: Path) -> Recipe:
 
 def validate_recipe(content: dict[str, Any], where: str) -> Recipe:
     """A recipe from plain data; `where` opens the error message."""
-    return _validate(Recipe, content, f"{where} is not a valid recipe")
+    return _validate(Recipe.model_validate, content, f"{where} is not a valid recipe")
 
 
 def validate_model(content: dict[str, Any], image_size: int, where: str) -> Model:
     """The `model` block of a recipe for images of this size, from plain data; `where` opens the error message."""
-    model = _validate(Model, content, f"{where} is not a valid model")
+    model = _validate(_MODEL.validate_python, content, f"{where} is not a valid model", inside="model.")
     try:
         model.check_image_size(image_size)
     except ValueError as error:
-        raise RecipeError(f"{where}: {error}") from None
+        raise RecipeError(f"{where}: image_size {image_size}: {error}") from None
     return model
 
 
-def _validate(block: type[_Block], content: dict[str, Any], complaint: str) -> _Block:
+def _validate(
+    validate: Callable[[dict[str, Any]], _Block], content: dict[str, Any], complaint: str, inside: str = ""
+) -> _Block:
     try:
-        return block.model_validate(content)
+        return validate(content)
     except pydantic.ValidationError as error:
-        lines = [_describe(details, block) for details in error.errors()]
+        lines = [_describe(details, inside) for details in error.errors()]
         raise RecipeError(f"{complaint}:\n" + "\n".join(f"  {line}" for line in lines)) from None
 
 
-def _describe(details: Any, block: type[BaseModel]) -> str:
-    """One line on a mistake that pydantic found."""
-    inside = "model." if block is Model else ""
+def _describe(details: Any, inside: str) -> str:
+    """One line on a mistake that pydantic found in a block, `inside` the dotted key before those in it."""
     parts = [part for part in details["loc"] if part not in _KINDS]
     kind, value, facts = details["type"], details["input"], details.get("ctx", {})
     if kind != "extra_forbidden":
@@ -211,7 +214,7 @@ def _describe(details: Any, block: type[BaseModel]) -> str:
         key, value = f"{key}.{_TAGS[key][0]}", facts["tag"]
         kind, facts = "literal_error", {"expected": facts["expected_tags"]}
     if kind == "value_error":
-        return f"{key or block.__name__.lower()}: {facts['error']}"
+        return f"{key or inside[:-1] or 'recipe'}: {facts['error']}"
     if kind == "literal_error":
         offered = re.findall(r"'([^']*)'", facts["expected"])
         hint = _did_you_mean(difflib.get_close_matches(str(value), offered, n=1))

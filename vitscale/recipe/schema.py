@@ -1,15 +1,14 @@
 """The schema of a recipe: typed, strict, frozen. Every field says what it means."""
 
-import dataclasses
 import os
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from vitscale.architectures import ResNetShape, Shape, ViTShape, architecture
+from vitscale.block import Block
 from vitscale.errors import RecipeError
-from vitscale.recipe.block import Block
+from vitscale.families import ModelBlock
 from vitscale.recipe.datasets import find_dataset
 from vitscale.recipe.masked_patches import MaskedPatches
 from vitscale.recipe.objectives import Classification, with_kind
@@ -54,140 +53,6 @@ def _is_above_zero(duration: Duration) -> Duration:
 
 Interval = Annotated[Duration, AfterValidator(_is_above_zero)]
 """A duration above zero."""
-
-
-class Position(Block):
-    """How positions are told to a Transformer, and where (appendix D.3); `relative` is told in every attention."""
-
-    kind: Literal["none", "1d", "2d", "relative"] = Field(
-        "1d",
-        description="learned embeddings by patch (1d) or by row and column (2d), a learned bias by distance, or none",
-    )
-    at: Literal["stem", "every_layer", "shared"] = Field(
-        "stem", description="of 1d and 2d: before the first block, before every block, or the same before every block"
-    )
-
-    @model_validator(mode="after")
-    def _somewhere(self) -> "Position":
-        if self.kind in ("none", "relative") and self.at != "stem":
-            raise ValueError(f"at: {self.at} belongs to kind: 1d and 2d, and kind is {self.kind}")
-        return self
-
-
-_TRANSFORMER_KEYS = ("patch_size", "width", "depth", "mlp_dim", "num_heads", "attention")
-_RESNET_KEYS = ("blocks", "width_factor", "variant", "mixing")
-DIMENSIONS = _TRANSFORMER_KEYS + _RESNET_KEYS
-"""Keys of a model that replace a part of what its name says."""
-
-
-class Model(Block):
-    """The architecture: a `name` such as ViT-B/16, explicit dimensions, or a name with some of them replaced.
-
-    Transformers are told by patch_size to num_heads, ResNets by `blocks`, hybrids by both: then `blocks` and
-    `width_factor` are those of the stem, and patch_size counts steps of its feature map.
-    """
-
-    name: str | None = Field(None, description="ViT-B/16, ResNet50x1, R50+ViT-B/16, ...: `vitscale models` lists them")
-    patch_size: int | None = Field(None, ge=1, le=8192, description="side of a patch in pixels")
-    width: int | None = Field(None, ge=1, le=2**17, description="size of a token")
-    depth: int | None = Field(None, ge=1, le=1024, description="number of Transformer blocks")
-    mlp_dim: int | None = Field(None, ge=1, le=2**19, description="size of the hidden layer of a block's MLP")
-    num_heads: int | None = Field(None, ge=1, le=1024, description="attention heads of a block; they divide the width")
-    attention: Literal["full", "axial"] | None = Field(None, description="axial: row blocks and column blocks")
-    blocks: list[Annotated[int, Field(ge=1, le=1024)]] | None = Field(
-        None, max_length=8, description="residual units of each stage of a ResNet"
-    )
-    width_factor: int | None = Field(
-        None, ge=1, le=64, description="multiplies every width of a ResNet: the x2 of R50x2"
-    )
-    variant: Literal["v1", "v2"] | None = Field(None, description="of a ResNet: post- or pre-activation, default v2")
-    mixing: Literal["conv", "axial"] | None = Field(
-        None, description="how the units of a ResNet mix pixels: by 3 x 3 convolution or axial attention; default conv"
-    )
-    num_classes: int | None = Field(
-        None, ge=1, le=2**31, description="default: the number of class names of data.train"
-    )
-    pool: Literal["cls", "mean"] | None = Field(
-        None,
-        description="how tokens become one vector: the class token or their mean; default: cls, and mean where there "
-        "is no class token (axial attention, ResNets)",
-    )
-    head: Literal["pretrain", "linear"] = Field(
-        "pretrain",
-        description="linear: an output layer; pretrain: before it a dense layer with tanh, which ResNets do not have",
-    )
-    head_bias: float | None = Field(
-        None,
-        description="initial bias of the output layer; default: -10 with head: pretrain and the sigmoid loss, else 0",
-    )
-    dropout: float = Field(0.0, ge=0, lt=1, description="share of activations that are zeroed while training")
-    position: Position = Position()
-
-    @model_validator(mode="after")
-    def _has_dimensions(self) -> "Model":
-        shape = self.shape()
-        if isinstance(shape, ResNetShape):
-            if not shape.blocks:
-                raise ValueError("blocks []: a ResNet needs a stage; only the stem of a hybrid may be a root alone")
-            foreign = {"pool": self.pool == "cls", "dropout": self.dropout > 0, "position": self.position != Position()}
-            for key in (key for key, is_set in foreign.items() if is_set):
-                raise ValueError(f"{key} {getattr(self, key)!r}: this is a ResNet, which has no {_MISSING[key]}")
-            return self
-        if shape.width % shape.num_heads:
-            raise ValueError(f"width {shape.width} does not divide into num_heads {shape.num_heads}")
-        if shape.width % 2 and self.position.kind == "2d":
-            raise ValueError(f"position.kind 2d: width {shape.width} does not divide into an x and a y half")
-        if shape.attention == "axial" and self.pool == "cls":
-            raise ValueError("pool: cls: axial attention works on a grid, which has no class token; use pool: mean")
-        return self
-
-    def check_image_size(self, image_size: int) -> None:
-        """Raise `ValueError` where the image has not a single patch."""
-        shape = self.shape()
-        if isinstance(shape, ViTShape) and shape.grid(image_size) == 0:
-            size = shape.cut_size(image_size)
-            of_stem = "" if shape.stem is None else f", whose feature map has a side of {size},"
-            raise ValueError(f"image_size {image_size}{of_stem} is smaller than one patch of {shape.patch_size}")
-
-    def pool_or_default(self) -> Literal["cls", "mean"]:
-        """How the tokens of a Transformer become one representation."""
-        shape = self.shape()
-        has_no_token = isinstance(shape, ResNetShape) or shape.attention == "axial"
-        return self.pool or ("mean" if has_no_token else "cls")
-
-    def shape(self) -> Shape:
-        """The dimensions, from the name and what replaces parts of it."""
-        named = architecture(self.name) if self.name is not None else None
-        of_transformer = self._given(_TRANSFORMER_KEYS)
-        of_resnet = self._given(_RESNET_KEYS)
-        if isinstance(named, ResNetShape) or (named is None and of_resnet and not of_transformer):
-            for key in of_transformer:
-                raise ValueError(f"{key} is a dimension of Transformers, and {self.name} is a ResNet")
-            return _complete(ResNetShape, named, of_resnet)
-        for key in ("variant", "mixing"):
-            if key in of_resnet:
-                raise ValueError(f"{key} belongs to ResNets; the stem of a hybrid is v1 with convolutions")
-        stem = named.stem if named is not None else None
-        if of_resnet:
-            of_transformer["stem"] = _complete(ResNetShape, stem, {"variant": "v1"} | of_resnet)
-        return _complete(ViTShape, named, of_transformer)
-
-    def _given(self, keys: tuple[str, ...]) -> dict[str, Any]:
-        given = {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
-        return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-
-
-_MISSING = {"pool": "class token", "dropout": "dropout", "position": "position embeddings"}
-_Dimensions = TypeVar("_Dimensions", ViTShape, ResNetShape)
-
-
-def _complete(kind: type[_Dimensions], named: _Dimensions | None, given: dict[str, Any]) -> _Dimensions:
-    if named is not None:
-        return dataclasses.replace(named, **given)
-    for field in dataclasses.fields(kind):
-        if field.default is dataclasses.MISSING and field.name not in given:
-            raise ValueError(f"give a name such as ViT-B/16 or ResNet50x1, or all dimensions ({field.name} is missing)")
-    return kind(**given)
 
 
 class Crop(Block):
@@ -547,7 +412,7 @@ class Profile(Block):
 class Recipe(Block):
     """One run."""
 
-    model: Model
+    model: ModelBlock
     data: Data
     batch: Batch
     objective: Annotated[
@@ -580,14 +445,16 @@ class Recipe(Block):
         try:
             self.model.check_image_size(self.data.image_size)
         except ValueError as error:
-            raise ValueError(f"data.{error}") from None
-        if self.optimizer.layer_decay is not None and isinstance(self.model.shape(), ResNetShape):
+            raise ValueError(f"data.image_size {self.data.image_size}: {error}") from None
+        if self.optimizer.layer_decay is not None and self.model.num_blocks == 0:
             raise ValueError(
-                "optimizer.layer_decay counts Transformer blocks, and a ResNet has none; "
-                "give its stages a lr_factor in optimizer.groups"
+                f"optimizer.layer_decay counts Transformer blocks, and a {self.model.title} has none; "
+                f"give its stages a lr_factor in optimizer.groups"
             )
-        if self.precision == "fp8" and isinstance(self.model.shape(), ResNetShape):
-            raise ValueError("precision: fp8 is for the dense layers of Transformer blocks, and a ResNet has none")
+        if self.precision == "fp8" and self.model.num_blocks == 0:
+            raise ValueError(
+                f"precision: fp8 is for the dense layers of Transformer blocks, and a {self.model.title} has none"
+            )
         if self.precision == "fp8" and self.parallelism.zero_stage == 3:
             raise ValueError("precision: fp8 needs parallelism.zero_stage 0, 1 or 2")
         if self.precision == "fp32" and self.parallelism.reduce_dtype == "bf16":
@@ -617,9 +484,8 @@ class Recipe(Block):
         return self.model_dump(mode="json", by_alias=True)
 
     def describe_border(self) -> str | None:
-        """What no patch covers, in words; None where the image divides into patches."""
-        shape = self.model.shape()
-        return shape.describe_border(self.data.image_size) if isinstance(shape, ViTShape) else None
+        """What of its images the model does not see, in words; None where it sees all."""
+        return self.model.describe_border(self.data.image_size)
 
     def dataset_path(self, dataset: str) -> str:
         """Path or URL of the dataset `NAME[/SPLIT] | PATH | URL`: see `datasets.find_dataset`."""

@@ -1,9 +1,7 @@
 """The smoke form of a recipe: the same model family and code path on any machine in seconds, everything shrunk."""
 
 from pathlib import Path
-from typing import Any
 
-from vitscale.architectures import ViTShape
 from vitscale.recipe.reading import validate_recipe
 from vitscale.recipe.schema import Recipe
 
@@ -20,8 +18,9 @@ def smoke_form(recipe: Recipe, data_root: Path, world_size: int = 1) -> Recipe:
     model do not fit the small one.
     """
     content = recipe.dump() | {"init": None}
-    content["model"] |= _small_model(recipe)
-    content["data"] |= {"train": TRAIN, "root": str(data_root), "image_size": _small_image(recipe), "threads": 1}
+    small, image_size = recipe.model.small()
+    content["model"] |= small | {"num_classes": None}
+    content["data"] |= {"train": TRAIN, "root": str(data_root), "image_size": image_size, "threads": 1}
     content["batch"] = {"global": max(8, 4 * world_size), "micro_max": 2}
     content["schedule"] |= {
         "duration": {"steps": SMOKE_STEPS},
@@ -39,22 +38,3 @@ def smoke_form(recipe: Recipe, data_root: Path, world_size: int = 1) -> Recipe:
         for task in evaluation["fewshot"]["tasks"]:
             task |= {"train": TRAIN, "test": TEST}
     return validate_recipe(content, "the smoke form")
-
-
-def _small_image(recipe: Recipe) -> int:
-    """64 pixels, or the first power of two that holds a patch."""
-    shape, size = recipe.model.shape(), 64
-    while isinstance(shape, ViTShape) and shape.grid(size) == 0:
-        size *= 2
-    return size
-
-
-def _small_model(recipe: Recipe) -> dict[str, Any]:
-    shape = recipe.model.shape()
-    small: dict[str, Any] = {"num_classes": None}
-    stem = shape.stem if isinstance(shape, ViTShape) else shape
-    if isinstance(shape, ViTShape):
-        small |= {"width": 64, "depth": 2, "mlp_dim": 128, "num_heads": 4}
-    if stem is not None:
-        small |= {"blocks": [1] * len(stem.blocks), "width_factor": 1}
-    return small

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from vitscale.checkpoint import EMA, CheckpointStore, Index, LocalPlace, Place, checkpoint_place
 from vitscale.errors import CheckpointError, RecipeError, VitscaleError
+from vitscale.families import Model
 from vitscale.files.digests import file_digests
 from vitscale.models.weights import HEAD, Entry, Reader, Source, open_weights, own_description, parameters
 from vitscale.models.weights.huggingface import distinct
 from vitscale.objectives import build_objective
 from vitscale.ranks import gather, on_rank_zero
-from vitscale.recipe import Init, Model, Recipe, read_recipe, validate_model, validate_recipe
+from vitscale.recipe import Init, Recipe, read_recipe, validate_model, validate_recipe
 from vitscale.runs.checkpoints import steps_among
 from vitscale.runs.directory import read_newest
 from vitscale.runs.names import INDEX_FILE, RECIPE_FILE
@@ -294,15 +295,7 @@ def _layers(keys: list[str]) -> list[str]:
 def _check_model(found: _Found, ours: Model) -> None:
     """Compare what no shape of a parameter shows, such as the number of heads."""
     assert found.model is not None
-
-    def facts(model: Model) -> dict[str, Any]:
-        return {
-            **dataclasses.asdict(model.shape()),
-            "pool": model.pool_or_default(),
-            **{f"position.{key}": value for key, value in model.position},
-        }
-
-    theirs, own = facts(found.model), facts(ours)
+    theirs, own = found.model.facts(), ours.facts()
     if differing := [key for key in own if theirs.get(key) != own[key]]:
         listed = "; ".join(f"model.{key} {theirs.get(key)!r}, the recipe's is {own[key]!r}" for key in differing)
         raise RecipeError(f"init.from: {found.title} is of another model: it has {listed}")

@@ -243,7 +243,7 @@ class Learner:
 
     def _seed_dropout(self, step: int, micro_step: int) -> None:
         """Dropout is a function of (seed, step, rank, micro-step), so that it needs no state in a checkpoint."""
-        if self._recipe.model.dropout:
+        if self._recipe.model.draws:
             key = f"{self._recipe.seed}:{step}:{self._world.rank}:{micro_step}"
             torch.manual_seed(xxhash.xxh64_intdigest(key.encode()) >> 1)
 

@@ -6,16 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from vitscale.architectures import ViTShape
 from vitscale.errors import RecipeError
 from vitscale.objectives import Objective
 from vitscale.recipe import Optimizer, Recipe, group_of, is_frozen
 
 LR_FACTOR = "lr_factor"
 """The key of a group of torch's optimizer that holds its factor of the learning rate."""
-
-_BLOCK = re.compile(r"blocks\.(\d+)\.")
-_EMBEDDINGS = re.compile(r"(stem|embedding|cls|pos_embedding)(\.|$)")
 
 
 def freeze(recipe: Recipe, objective: Objective) -> None:
@@ -45,7 +41,9 @@ def parameter_groups(recipe: Recipe, objective: Objective) -> list[dict[str, Any
         if group is not None and group.frozen:
             continue
         decay = 0.0 if is_excluded else settings.weight_decay
-        factor = _layer_factor(recipe, name)
+        factor = 1.0
+        if settings.layer_decay is not None:
+            factor = settings.layer_decay ** recipe.model.layers_above(name)
         if group is not None:
             decay = decay if group.weight_decay is None else group.weight_decay
             factor *= group.lr_factor
@@ -70,17 +68,3 @@ def _idle_groups(settings: Optimizer, names: list[str]) -> Iterator[str]:
             is_found = any(re.search(group.match, name) for name in names)
             why = "only parameters of groups before it" if is_found else "none of the model's parameters"
             yield f"optimizer.groups.{index}.match: {group.match!r} finds {why}"
-
-
-def _layer_factor(recipe: Recipe, name: str) -> float:
-    """The factor of a parameter's learning rate by its layer: 0 the embeddings, i + 1 block i, at last all others."""
-    decay, shape = recipe.optimizer.layer_decay, recipe.model.shape()
-    if decay is None:
-        return 1.0
-    assert isinstance(shape, ViTShape), "the recipe's own check"
-    last = layer = shape.depth + 1
-    if block := _BLOCK.match(name):
-        layer = int(block[1]) + 1
-    elif _EMBEDDINGS.match(name):
-        layer = 0
-    return decay ** (last - layer)

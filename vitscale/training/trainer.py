@@ -123,7 +123,7 @@ class Trainer:
         if self.interruption is not None:
             self.interruption.save_first()
         self._border.begin()
-        has_bias = self.recipe.model.position.kind == "relative"
+        has_bias = self.recipe.model.has_attention_bias
         with self.report.progress(self.state.step), preferred_attention(self.world.device, has_bias=has_bias):
             try:
                 self._train()

@@ -6,8 +6,8 @@ import pytest
 from models.small_models import count, on_meta, shallow
 from models.weights.exported import TINY, described, differing, valued, write
 
-from vitscale.architectures import REGISTRY, ResNetShape, ViTShape, architecture
 from vitscale.errors import RecipeError
+from vitscale.families import REGISTRY, ResNetShape, ViTShape, architecture
 from vitscale.models.weights import describe, load_weights, open_weights
 
 FORMATS = ("safetensors", "npz", "timm", "hf")

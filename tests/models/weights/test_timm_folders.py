@@ -9,9 +9,9 @@ from models.small_models import images
 from models.weights.exported import NAMES, TINY, described, differing, finished_run, valued, write
 from models.weights.test_weights_peers import assert_equal_logits, prepared
 
-from vitscale.architectures import REGISTRY, architecture
 from vitscale.cli.export import run_export
 from vitscale.errors import CheckpointError, RecipeError
+from vitscale.families import REGISTRY, architecture
 from vitscale.models.build import Model
 from vitscale.models.weights import Description, describe, load_weights, open_weights, write_weights
 from vitscale.models.weights.timm_hub import timm_name

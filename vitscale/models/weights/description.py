@@ -9,13 +9,12 @@ import pydantic
 import torch
 from pydantic import Field
 
-from vitscale.architectures import Shape
 from vitscale.errors import CheckpointError, RecipeError
+from vitscale.families import DIMENSIONS, Shape
 from vitscale.models.build import Model, build_of_block
 from vitscale.models.weights.source import Source
 from vitscale.models.weights.table import table
 from vitscale.recipe import EvalCrop, validate_model
-from vitscale.recipe.schema import DIMENSIONS
 
 METADATA_KEY = "vitscale"
 _VERSION = 1

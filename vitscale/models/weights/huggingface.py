@@ -5,8 +5,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from vitscale.architectures import ViTShape
 from vitscale.errors import CheckpointError
+from vitscale.families import ViTShape
 from vitscale.models.layers import CHANNELS, LAYER_NORM_EPS
 from vitscale.models.vit import ViT
 from vitscale.models.weights.preprocessing import crop_of, resized_edge

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from vitscale.architectures import ResNetShape
+from vitscale.families import ResNetShape
 from vitscale.models.resnet import ResNet
 from vitscale.models.weights.rules import Rule, as_conv, as_flax_conv, flax_conv, flax_norm, renamed, same
 from vitscale.weight_formats import Format

@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from vitscale.architectures import ResNetShape, ViTShape
 from vitscale.errors import RecipeError
+from vitscale.families import ResNetShape, ViTShape
 from vitscale.models.build import Model
 from vitscale.models.layers import CHANNELS
 from vitscale.models.vit import ViT

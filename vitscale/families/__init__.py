@@ -1,0 +1,105 @@
+"""Model families: each told once, without torch; and the registry, which chooses one by what a `model` block says."""
+
+import difflib
+from typing import Annotated, Any
+
+from pydantic import PlainSerializer, WrapValidator
+
+from vitscale.families.family import Model, Patches, Shape
+from vitscale.families.resnet import ResNet, ResNetShape
+from vitscale.families.vit import Position, ViT, ViTShape
+
+FAMILIES: tuple[type[Model], ...] = (ViT, ResNet)
+REGISTRY = tuple(name for family in FAMILIES for name in family.names)
+"""The models that `vitscale models` lists and the tests cover; other names of the same patterns are known as well."""
+DIMENSIONS = tuple(dict.fromkeys(key for family in FAMILIES for key in family.dimensions))
+"""Keys of a model that replace a part of what its name says."""
+
+UNSET: dict[str, Any] = dict.fromkeys(
+    ("name", *DIMENSIONS, "num_classes", "pool", "head", "head_bias", "dropout", "position")
+) | {"dropout": 0.0, "position": Position().model_dump()}
+"""The keys that every resolved recipe has, in this order, as when all families shared one block; those that a family
+does not have are at these values, which it takes as well."""
+
+
+def architecture(name: str) -> Shape:
+    """Dimensions of a named model such as `ViT-L/16`, `R50+ViT-B/16`, `ResNet152x2` or `Axial-ViT-B/32`.
+
+    Raises `ValueError` naming the nearest known model.
+    """
+    shape = next((shape for family in FAMILIES if (shape := family.named(name)) is not None), None)
+    if shape is None:
+        patterns = ", ".join(family.patterns for family in FAMILIES)
+        raise ValueError(f"unknown model {name!r} (did you mean {nearest(name)!r}?); expected {patterns}")
+    return shape
+
+
+def nearest(name: str) -> str:
+    """The registered name that looks most like this one."""
+    return max(REGISTRY, key=lambda known: _likeness(name, known))
+
+
+def _likeness(name: str, known: str) -> tuple[float, float]:
+    """Case may be wrong, but where it decides (b or B) it counts."""
+    loose = difflib.SequenceMatcher(None, name.lower(), known.lower()).ratio()
+    return loose, difflib.SequenceMatcher(None, name, known).ratio()
+
+
+def model_of(**content: Any) -> Model:
+    """The `model` block with these keys, of the family that they tell. Raises `ValueError`."""
+    return _validated(content)
+
+
+def _validated(content: Any) -> Model:
+    """The block of the family that plain data tell; keys of other families may be there, unset."""
+    if isinstance(content, Model):
+        return content
+    if not isinstance(content, dict):
+        return ViT.model_validate(content)
+    family = _family(content)
+    own = dict(content)
+    for key, unset in UNSET.items():
+        if key in own and key not in family.model_fields:
+            value = own.pop(key)
+            whole = unset | value if isinstance(unset, dict) and isinstance(value, dict) else value
+            if whole != unset:
+                raise ValueError(family.refusal(key, value, content.get("name")))
+    return family.model_validate(own)
+
+
+def _family(content: dict[str, Any]) -> type[Model]:
+    """By its name, and without one by its dimensions: those of a ResNet alone, or of a Transformer."""
+    name = content.get("name")
+    if isinstance(name, str):
+        architecture(name)
+        return next(family for family in FAMILIES if family.named(name) is not None)
+    given = {key for key in DIMENSIONS if content.get(key) is not None}
+    return ResNet if given and given <= set(ResNet.dimensions) else ViT
+
+
+def _resolved(model: Model) -> dict[str, Any]:
+    own = model.model_dump(mode="json", by_alias=True)
+    return {key: own.get(key, value) for key, value in UNSET.items()} | own
+
+
+ModelBlock = Annotated[ViT | ResNet, WrapValidator(lambda content, _: _validated(content)), PlainSerializer(_resolved)]
+"""The `model` of a recipe: the block of one family, chosen by its name or dimensions."""
+
+__all__ = [
+    "DIMENSIONS",
+    "FAMILIES",
+    "REGISTRY",
+    "UNSET",
+    "Model",
+    "ModelBlock",
+    "Patches",
+    "Position",
+    "ResNet",
+    "ResNetShape",
+    "Shape",
+    "ViT",
+    "ViTShape",
+    "architecture",
+    "model_of",
+    "nearest",
+]
