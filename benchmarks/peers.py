@@ -2,7 +2,7 @@
 
 import torch
 
-from vitscale.models import ViT
+from vitscale.models.vit import ViT
 from vitscale.models.weights import huggingface
 from vitscale.models.weights.table import table
 from vitscale.weight_formats import Format

@@ -116,7 +116,8 @@ def loop_step(options: argparse.Namespace) -> Callable[[], float]:
     import peers
     import timm  # noqa: F401 (its memory is not the model's)
 
-    from vitscale.models import ViT, compile_blocks, initialise
+    from vitscale.models import compile_blocks, initialise
+    from vitscale.models.vit import ViT
 
     begin_measuring(options.device)
     vit: torch.nn.Module = ViT(
@@ -150,7 +151,8 @@ def loop_step(options: argparse.Namespace) -> Callable[[], float]:
 def bare_step(options: argparse.Namespace) -> Callable[[], float]:
     """The trainer's arithmetic without DeepSpeed or a trainer: weights in bf16, fp32 masters, the same malloc."""
     from vitscale.data import to_model_input
-    from vitscale.models import ViT, compile_blocks, initialise
+    from vitscale.models import compile_blocks, initialise
+    from vitscale.models.vit import ViT
     from vitscale.training import distributed
 
     if options.device == "cpu":

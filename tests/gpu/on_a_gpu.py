@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from vitscale.families import architecture
-from vitscale.models import ViT, compile_blocks, initialise
+from vitscale.models import compile_blocks, initialise
+from vitscale.models.vit import ViT
 from vitscale.planning import expected_memory
 from vitscale.training.attention import preferred_attention
 

@@ -5,7 +5,9 @@ from dataclasses import replace
 import torch
 
 from vitscale.families import ResNetShape, Shape, architecture
-from vitscale.models import Model, ResNet, ViT
+from vitscale.models import Model
+from vitscale.models.resnet import ResNet
+from vitscale.models.vit import ViT
 
 # The authors' own test table, 1000 classes, output layer alone.
 AUTHORS_COUNTS = {

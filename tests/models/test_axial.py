@@ -5,7 +5,7 @@ from models.small_models import build, with_values
 from torch.nn import functional as F
 
 from vitscale.families import ViTShape
-from vitscale.models.axial import AxialAttention2d, LineAttention
+from vitscale.models.resnet.axial import AxialAttention2d, LineAttention
 
 
 def by_mask(block, x, allowed):

@@ -11,8 +11,9 @@ pytest.importorskip("torchao")
 
 from vitscale.errors import RecipeError
 from vitscale.families import architecture
-from vitscale.models import ViT, initialise
+from vitscale.models import initialise
 from vitscale.models.float8 import train_in_float8
+from vitscale.models.vit import ViT
 
 CPU = torch.device("cpu")
 

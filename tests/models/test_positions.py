@@ -6,7 +6,7 @@ import torch
 from models.small_models import build, images, with_values
 
 from vitscale.families import ViTShape
-from vitscale.models.positions import TwoDPositions, relative_logits, resample_positions
+from vitscale.models.vit.positions import TwoDPositions, relative_logits, resample_positions
 
 
 def model(depth: int = 2, **options):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from vitscale.families import ResNetShape, ViTShape
 from vitscale.models import initial_value
-from vitscale.models.resnet import GroupNorm, StdConv
+from vitscale.models.resnet.model import GroupNorm, StdConv
 from vitscale.models.weights.table import table
 from vitscale.objectives import build_objective
 from vitscale.recipe import validate_recipe

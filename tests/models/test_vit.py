@@ -7,7 +7,8 @@ import torch
 from peers import timm_vit, transformers_vit
 
 from vitscale.families import ViTShape, architecture
-from vitscale.models import ViT, initial_value, initialise
+from vitscale.models import initial_value, initialise
+from vitscale.models.vit import ViT
 
 # Computed from the authors' definitions, with the pre-training head.
 PRETRAIN_PARAMETERS = {

@@ -22,7 +22,7 @@ from torch import Tensor
 import vitscale
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.models import Model, build_model, initial_value
-from vitscale.models.positions import resample_positions
+from vitscale.models.vit.positions import resample_positions
 from vitscale.models.weights import load_weights, open_weights
 from vitscale.recipe import load_recipe, smoke_form
 from vitscale.runs.names import step_folder

@@ -6,10 +6,7 @@ import torch
 
 from vitscale import families
 from vitscale import recipe as recipes
-from vitscale.models.resnet import ResNet
-from vitscale.models.vit import ViT
-
-Model = ViT | ResNet
+from vitscale.models.model import Model
 
 
 def weight_dtype(recipe: recipes.Recipe) -> torch.dtype:
@@ -36,9 +33,9 @@ def build_of_block(
 ) -> Model:
     """The model of a recipe's `model` block."""
     module, _, name = block.implementation.partition(":")
-    kind = getattr(importlib.import_module(module), name)
-    assert kind in (ViT, ResNet), kind
-    return kind.of(block, image_size=image_size, num_classes=num_classes, checkpoint_every=checkpoint_every)
+    family = getattr(importlib.import_module(module), name)
+    assert issubclass(family, Model), family
+    return family.of(block, image_size=image_size, num_classes=num_classes, checkpoint_every=checkpoint_every)
 
 
 def compile_blocks(model: Model) -> None:
@@ -53,8 +50,7 @@ def compile_blocks(model: Model) -> None:
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in torch.compiler.config.cache_key_tag:
         torch.compiler.config.cache_key_tag += capability
-    stem = model.features if isinstance(model, ResNet) else model.stem
-    blocks = [*(stem.units() if stem is not None else []), *(model.blocks if isinstance(model, ViT) else [])]
+    blocks = model.units()
     # Blocks share their code, by which torch counts. Units differ in shape, and each is one shape in training.
     config.recompile_limit = max(config.recompile_limit, len(blocks) + 8)
     for block in blocks:

@@ -42,6 +42,11 @@ class LayerNorm(nn.LayerNorm):
         pass
 
 
+def relative_table(tokens: int, width: int) -> nn.Parameter:
+    """An embedding of every offset within a sequence: row o belongs to the offset o - (tokens - 1)."""
+    return nn.Parameter(torch.empty(2 * tokens - 1, width))
+
+
 def check_size(images_BHWC: Tensor, image_size: int) -> None:
     """Raise `ValueError` where images are not those the model was built for: a part of them would silently be lost."""
     expected = (image_size, image_size, CHANNELS)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitscale.data.hashing import combine, mix
-from vitscale.models import Initialiser, ViT, build_model, constant, normal
+from vitscale.models import Initialiser, Model, build_model, constant, normal
 from vitscale.models.layers import OutputLayer
 from vitscale.objectives.objective import Losses, Objective, Plan
 from vitscale.recipe import Recipe
@@ -34,9 +34,7 @@ class MaskedPatchPrediction(Objective):
         outputs: numbers that are predicted of one patch.
     """
 
-    backbone: ViT
-
-    def __init__(self, backbone: ViT, target: str, counts: Counts, outputs: int) -> None:
+    def __init__(self, backbone: Model, target: str, counts: Counts, outputs: int) -> None:
         super().__init__(backbone)
         self.target, self.counts = target, counts
         self.mask = torch.nn.Parameter(torch.empty(1, 1, backbone.shape.width))
@@ -46,7 +44,7 @@ class MaskedPatchPrediction(Objective):
     def of(cls, recipe: Recipe, num_classes: int) -> Self:
         """As `Objective.of`; the classes play no part."""
         settings, backbone = recipe.objective, build_model(recipe, None)
-        assert isinstance(settings, MaskedPatches) and isinstance(backbone, ViT)
+        assert isinstance(settings, MaskedPatches)
         return cls(backbone, settings.target, settings.counts(recipe), settings.outputs(backbone.shape.patch_size))
 
     def plan(self, keys: np.ndarray) -> Plan:
@@ -62,8 +60,7 @@ class MaskedPatchPrediction(Objective):
         (order_BN,) = plan
         corrupted_BC = order_BN[:, : self.counts.corrupted]
         tokens_BTD = self.backbone(images, edit=lambda x_BND: self._corrupt(x_BND, order_BN)).tokens
-        patches_BND = tokens_BTD if self.backbone.cls is None else tokens_BTD[:, 1:]
-        predicted = self.prediction(_rows(patches_BND, corrupted_BC))
+        predicted = self.prediction(_rows(self.backbone.patch_tokens(tokens_BTD), corrupted_BC))
         pixels = whole_pixels(_rows(self.backbone.patchify(images), corrupted_BC))
         if self.target == "pixels":
             return Losses((predicted - (pixels / 127.5 - 1)).square().mean(dim=(1, 2)))

@@ -17,7 +17,7 @@ from torch import Tensor
 from vitscale.checkpoint import CheckpointReader, Fragment
 from vitscale.data import Batch, to_model_input
 from vitscale.errors import DataError
-from vitscale.models import Outputs, ViT, compile_blocks, initial_value, weight_dtype
+from vitscale.models import Outputs, compile_blocks, initial_value, weight_dtype
 from vitscale.objectives import Losses, Objective, build_objective
 from vitscale.ranks import gather, gather_numbers, sum_integers
 from vitscale.recipe import Recipe
@@ -108,7 +108,6 @@ class Learner:
         if self._recipe.precision == "fp8":
             from vitscale.models.float8 import train_in_float8  # only those who ask for it need torchao
 
-            assert isinstance(objective.backbone, ViT)
             self._say(f"{train_in_float8(objective.backbone.blocks, self._world.device)} dense layers train in float8")
         if self._recipe.parallelism.compile:
             compile_blocks(objective.backbone)

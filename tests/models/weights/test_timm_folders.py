@@ -12,9 +12,8 @@ from models.weights.test_weights_peers import assert_equal_logits, prepared
 from vitscale.cli.export import run_export
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.families import REGISTRY, architecture
-from vitscale.models.build import Model
+from vitscale.models import Model
 from vitscale.models.weights import Description, describe, load_weights, open_weights, write_weights
-from vitscale.models.weights.timm_hub import timm_name
 from vitscale.recipe import EvalCrop
 
 timm = pytest.importorskip("timm")
@@ -63,7 +62,7 @@ def test_without_a_head(tmp_path):
 @pytest.mark.parametrize("name", REGISTRY)
 def test_every_model_has_a_name_or_is_refused(name, tmp_path):
     model = Description({"name": name, "head": "linear"}, 224, 7).build()
-    found = timm_name(model)
+    found = model.foreign().timm()
     if found is None:
         assert name in {"ResNet50x2", "ResNet152x1", "ResNet200x3"} or name.startswith("Axial")
         with pytest.raises(RecipeError, match=r"timm has no name|not axial"):
@@ -71,7 +70,7 @@ def test_every_model_has_a_name_or_is_refused(name, tmp_path):
         assert list(tmp_path.iterdir()) == []
         return
     with torch.device("meta"):
-        peer = timm.create_model(found[0], num_classes=7, **found[1])
+        peer = timm.create_model(found.name, num_classes=7, **found.arguments)
     assert sum(p.numel() for p in peer.parameters()) == sum(p.numel() for p in model.parameters())
     assert architecture(name) == model.shape
 

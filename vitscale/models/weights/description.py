@@ -11,7 +11,8 @@ from pydantic import Field
 
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.families import DIMENSIONS, Shape
-from vitscale.models.build import Model, build_of_block
+from vitscale.models.build import build_of_block
+from vitscale.models.model import Model
 from vitscale.models.weights.source import Source
 from vitscale.models.weights.table import table
 from vitscale.recipe import EvalCrop, validate_model

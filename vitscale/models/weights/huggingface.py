@@ -6,23 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from vitscale.errors import CheckpointError
-from vitscale.families import ViTShape
 from vitscale.models.layers import CHANNELS, LAYER_NORM_EPS
-from vitscale.models.vit import ViT
+from vitscale.models.model import Model
 from vitscale.models.weights.preprocessing import crop_of, resized_edge
 from vitscale.models.weights.source import Source, differing, read_json, rename
 from vitscale.models.weights.torch_files import CONFIG, read_beside_config
 from vitscale.recipe import EvalCrop
 
 PREPROCESSOR = "preprocessor_config.json"
-_DIMENSIONS = {
-    "hidden_size": "width",
-    "num_hidden_layers": "depth",
-    "num_attention_heads": "num_heads",
-    "intermediate_size": "mlp_dim",
-    "patch_size": "patch_size",
-}
-_FUNCTIONS = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": LAYER_NORM_EPS}
+FUNCTIONS = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": LAYER_NORM_EPS}
 _PIXELS = {"image_mean": [0.5] * CHANNELS, "image_std": [0.5] * CHANNELS}
 _DEFAULTS = {  # what transformers takes for what a config.json leaves out
     "hidden_size": 768,
@@ -71,7 +63,7 @@ def read_folder(folder: Path, config: dict[str, Any]) -> Source:
         )
     preprocessor = read_json(folder / PREPROCESSOR) if (folder / PREPROCESSOR).is_file() else {}
     notes = [
-        *differing(folder / CONFIG, config, _FUNCTIONS, "logits will differ a little"),
+        *differing(folder / CONFIG, config, FUNCTIONS, "logits will differ a little"),
         *differing(folder / PREPROCESSOR, preprocessor, _PIXELS, "the same image is another input here"),
     ]
     return Source(
@@ -83,16 +75,6 @@ def read_folder(folder: Path, config: dict[str, Any]) -> Source:
         eval_crop=_crop(preprocessor),
         notes=tuple(notes),
     )
-
-
-def contradictions(config: dict[str, Any], shape: ViTShape) -> list[tuple[str, str]]:
-    """(key, what is wrong) of all by which a config.json is of another model; the heads show nowhere else."""
-    ours = {key: getattr(shape, name) for key, name in _DIMENSIONS.items()} | {"qkv_bias": True}
-    return [
-        (key, f"{CONFIG}: {key} is {config[key]!r}, the model's is {value!r}")
-        for key, value in ours.items()
-        if config[key] != value
-    ]
 
 
 def _class_names(config: dict[str, Any]) -> list[str] | None:
@@ -132,27 +114,14 @@ def distinct(labels: list[str]) -> list[str]:
     return labels
 
 
-def configuration(model: ViT, labels: list[str], crop: EvalCrop) -> dict[str, dict[str, Any]]:
-    """File name -> content of the JSON files; labels are distinct.
-
-    The image size is the part of the image that whole patches cover.
-    """
-    shape = model.shape
-    size = shape.grid(model.image_size) * shape.patch_size
-    edge = resized_edge(model.image_size, crop)
+def configuration(model: Model, labels: list[str], crop: EvalCrop) -> dict[str, dict[str, Any]]:
+    """File name -> content of the JSON files; labels are distinct."""
     config = {
-        "architectures": ["ViTForImageClassification"],
-        "model_type": "vit",
-        **{key: getattr(shape, ours) for key, ours in _DIMENSIONS.items()},
-        **_FUNCTIONS,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-        "image_size": size,
-        "num_channels": CHANNELS,
-        "qkv_bias": True,
+        **model.foreign().transformers_config(),
         "id2label": {str(i): label for i, label in enumerate(labels)},
         "label2id": {label: i for i, label in enumerate(labels)},
     }
+    size, edge = config["image_size"], resized_edge(model.image_size, crop)
     preprocessor = {
         "image_processor_type": "BitImageProcessor",  # a ViTImageProcessor cannot crop
         "do_convert_rgb": True,

@@ -1,6 +1,5 @@
 """From a source to our parameters: every key accounted for, one parameter computed at a time."""
 
-import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -8,10 +7,8 @@ import torch
 from torch import Tensor
 
 from vitscale.errors import CheckpointError
-from vitscale.models.build import Model
-from vitscale.models.positions import resample_positions
-from vitscale.models.vit import ViT
-from vitscale.models.weights import huggingface, timm_hub
+from vitscale.models.model import Model
+from vitscale.models.weights.foreign import Resampling
 from vitscale.models.weights.rules import Rule
 from vitscale.models.weights.source import Source
 from vitscale.models.weights.table import HEAD, table, their_shapes
@@ -77,8 +74,7 @@ def parameters(
     """
     names = [name for name, _ in model.named_parameters() if name not in drop]
     rules = {rule.ours: rule for rule in table(model, source.form) if rule.ours in names}
-    grids = {name: _old_grid(model, source, rule) for name, rule in rules.items()} if resample else {}
-    resampled = {name: grid for name, grid in grids.items() if grid is not None}
+    resampled = {name: how for name, rule in rules.items() if resample and (how := _resampling(model, source, rule))}
     if problems := _problems(model, source, rules, names, resampled, bool(drop)):
         listed = "\n".join(f"  {text}" for _, text in problems)
         of_head = all(key in HEAD or key.startswith(_HEAD_KEYS[source.form]) for key, _ in problems)
@@ -114,9 +110,8 @@ def _problems(
     expected = their_shapes(model, list(rules.values()))
     resizable = {rules[name].theirs[0] for name in resampled}
     problems = [(name, f"missing {name}: this format has no place for it") for name in names if name not in rules]
-    if source.config and isinstance(model, ViT):
-        theirs = huggingface if source.form == "hf" else timm_hub
-        problems += theirs.contradictions(source.config, model.shape)
+    if source.config:
+        problems += model.foreign().contradictions(source.form, source.config)
     for key, shape in expected.items():
         entry = source.entries.get(key)
         if entry is None:
@@ -129,45 +124,20 @@ def _problems(
     return problems
 
 
-@dataclass(frozen=True)
-class _Grid:
-    """Old and new (rows, columns) of position embeddings, and whether the class token's comes before them."""
-
-    old: tuple[int, int]
-    new: tuple[int, int]
-    class_token: bool
-
-
-def _old_grid(model: Model, source: Source, rule: Rule) -> _Grid | None:
-    """How the source's position embeddings differ from the model's; None where they do not, or by more than size."""
+def _resampling(model: Model, source: Source, rule: Rule) -> Resampling | None:
     entry = source.entries.get(rule.theirs[0])
-    last = rule.ours.rpartition(".")[2]
-    if entry is None or not isinstance(model, ViT) or "pos_embedding" not in rule.ours or last == "cls":
-        return None
-    shape, grid = entry.shape, model.shape.grid(model.image_size)
-    if last in ("x", "y"):  # one axis of a 2d table: (rows, D / 2)
-        of_this_kind = len(shape) == 2 and shape[1] == model.shape.width // 2 and shape[0] > 0
-        return _Grid((shape[0], 1), (grid, 1), False) if of_this_kind and shape[0] != grid else None
-    class_token = model.cls is not None
-    if len(shape) != 3 or (shape[0], shape[2]) != (1, model.shape.width) or shape[1] <= class_token:
-        return None
-    side = math.isqrt(shape[1] - class_token)
-    if side**2 != shape[1] - class_token or side == grid:
-        return None
-    return _Grid((side, side), (grid, grid), class_token)
+    return None if entry is None else model.foreign().resampling(rule.ours, entry.shape)
 
 
-def _reader(source: Source, rule: Rule, grid: _Grid | None, report: Report) -> Reader:
+def _reader(source: Source, rule: Rule, resampling: Resampling | None, report: Report) -> Reader:
     def read() -> Tensor:
         value = rule.join(tuple(source.entries[key].read() for key in rule.theirs))
         if rule.ours == "head.weight" and not value.any():
             report(f"{source.path}: every weight of the head is zero, as in the released ImageNet-21k originals")
-        if grid is None:
+        if resampling is None:
             return value.contiguous()
-        report(f"{source.path}: {rule.ours} resampled from {grid.old} to {grid.new} positions")
-        table = value if value.ndim == 3 else value.unsqueeze(0)
-        resampled = resample_positions(table, grid.old, grid.new, grid.class_token)
-        return resampled if value.ndim == 3 else resampled.squeeze(0)
+        report(f"{source.path}: {rule.ours} resampled from {resampling.old} to {resampling.new} positions")
+        return resampling.resample(value)
 
-    piece = source.entries[rule.theirs[0]].piece if rule.renames and grid is None else None
-    return Reader(rule.theirs, grid is not None, read, piece)
+    piece = source.entries[rule.theirs[0]].piece if rule.renames and resampling is None else None
+    return Reader(rule.theirs, resampling is not None, read, piece)

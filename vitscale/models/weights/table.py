@@ -3,9 +3,7 @@
 import torch
 
 from vitscale.errors import RecipeError
-from vitscale.models.build import Model
-from vitscale.models.vit import ViT
-from vitscale.models.weights import resnet, vit
+from vitscale.models.model import Model
 from vitscale.models.weights.rules import Rule, same
 from vitscale.weight_formats import Format
 
@@ -20,10 +18,9 @@ def table(model: Model, form: Format) -> list[Rule]:
     """
     if form == "safetensors":
         return [same(name, name) for name, _ in model.named_parameters()]
-    reason = vit.refusal(model, form) if isinstance(model, ViT) else resnet.refusal(model.shape, form)
-    if reason is not None:
+    if (reason := model.foreign().refusal(form)) is not None:
         raise RecipeError(reason)
-    return vit.vit_rules(model, form) if isinstance(model, ViT) else resnet.resnet_rules(model, form)
+    return list(model.foreign().rules(form))
 
 
 def their_shapes(model: Model, rules: list[Rule]) -> dict[str, tuple[int, ...]]:

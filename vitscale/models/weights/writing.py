@@ -15,8 +15,7 @@ from torch import Tensor
 
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.files.durable import durable_file, sync_folder, write_text
-from vitscale.models.build import Model
-from vitscale.models.vit import ViT
+from vitscale.models.model import Model
 from vitscale.models.weights import huggingface, timm_hub
 from vitscale.models.weights.description import METADATA_KEY, Description
 from vitscale.models.weights.npz import write_npz
@@ -115,7 +114,6 @@ def _configurations(form: Format, model: Model, description: Description, report
     """File name -> content of the JSON files in a folder."""
     crop = description.eval_crop or WHOLE_PICTURE
     if form == "hf":
-        assert isinstance(model, ViT)
         return huggingface.configuration(model, _labels(description, report), crop)
     labels = _labels(description, report) if description.class_names else None
     return {CONFIG: timm_hub.configuration(model, description.num_classes, labels, crop)}

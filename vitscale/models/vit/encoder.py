@@ -1,4 +1,4 @@
-"""The Transformer encoder's block: attention, MLP, and the layer norms before them (section 3.1, appendix A).
+"""The Transformer encoder's blocks: attention, MLP, and the layer norms before them (section 3.1, appendix A).
 
 Shape legend: B batch, T tokens, D width, A heads.
 """
@@ -6,8 +6,8 @@ Shape legend: B batch, T tokens, D width, A heads.
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitscale.models.layers import LayerNorm, Linear
-from vitscale.models.positions import TwoDPositions, position_values, relative_logits, relative_table
+from vitscale.models.layers import LayerNorm, Linear, relative_table
+from vitscale.models.vit.positions import TwoDPositions, position_values, relative_logits
 
 
 class Attention(nn.Module):
@@ -76,6 +76,39 @@ class Block(nn.Module):
         x_BTD = add_positions(x_BTD, self.pos_embedding, shared_1TD)
         x_BTD = x_BTD + self.dropout(self.attention(self.norm1(x_BTD)))
         return x_BTD + self.mlp(self.norm2(x_BTD))
+
+
+class AxialBlock(nn.Module):
+    """A row block and a column block, each of attention and MLP, in the place of one block with global attention
+    (axial attention, appendix D.5).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        mlp_dim: int,
+        num_heads: int,
+        dropout: float,
+        *,
+        grid: int,
+        relative: bool = False,
+        pos_embedding: nn.Parameter | TwoDPositions | None = None,
+    ) -> None:
+        super().__init__()
+        self.grid = grid
+        self.pos_embedding = pos_embedding
+        relative_tokens = grid if relative else None
+        self.rows = Block(width, mlp_dim, num_heads, dropout, relative_tokens=relative_tokens)
+        self.columns = Block(width, mlp_dim, num_heads, dropout, relative_tokens=relative_tokens)
+
+    def forward(self, x_BTD: Tensor, shared_1TD: Tensor | None = None) -> Tensor:
+        """(B, T, D) -> (B, T, D); `shared_1TD` are position embeddings that all blocks add."""
+        x_BTD = add_positions(x_BTD, self.pos_embedding, shared_1TD)
+        B, T, D = x_BTD.shape
+        n = self.grid
+        x_rows = self.rows(x_BTD.reshape(B * n, n, D))
+        x_columns = self.columns(x_rows.view(B, n, n, D).transpose(1, 2).reshape(B * n, n, D))
+        return x_columns.view(B, n, n, D).transpose(1, 2).reshape(B, T, D)
 
 
 def add_positions(x_BTD: Tensor, own: nn.Parameter | TwoDPositions | None, shared_1TD: Tensor | None = None) -> Tensor:

@@ -1,47 +1,14 @@
-"""Axial attention (appendix D.5): attention along the rows of a grid, then along its columns.
+"""Axial attention in a ResNet (appendix D.5): along the rows of a feature map, then along its columns.
 
-Shape legend: B batch, h w rows and columns of the grid, T = h * w tokens, D width, C channels, A heads, L = 2 n - 1
-offsets within a row or column of n positions.
+Shape legend: B batch, h w rows and columns, C channels, A heads, L = 2 n - 1 offsets within a row or column of n
+positions.
 """
 
 import torch
 from torch import Tensor, nn
 
 from vitscale.families.resnet import AXIAL_HEADS
-from vitscale.models.encoder import Block, add_positions
-from vitscale.models.layers import Linear
-from vitscale.models.positions import TwoDPositions, relative_table
-
-
-class AxialBlock(nn.Module):
-    """A row block and a column block, each of attention and MLP, in the place of one block with global attention."""
-
-    def __init__(
-        self,
-        width: int,
-        mlp_dim: int,
-        num_heads: int,
-        dropout: float,
-        *,
-        grid: int,
-        relative: bool = False,
-        pos_embedding: nn.Parameter | TwoDPositions | None = None,
-    ) -> None:
-        super().__init__()
-        self.grid = grid
-        self.pos_embedding = pos_embedding
-        relative_tokens = grid if relative else None
-        self.rows = Block(width, mlp_dim, num_heads, dropout, relative_tokens=relative_tokens)
-        self.columns = Block(width, mlp_dim, num_heads, dropout, relative_tokens=relative_tokens)
-
-    def forward(self, x_BTD: Tensor, shared_1TD: Tensor | None = None) -> Tensor:
-        """(B, T, D) -> (B, T, D); `shared_1TD` are position embeddings that all blocks add."""
-        x_BTD = add_positions(x_BTD, self.pos_embedding, shared_1TD)
-        B, T, D = x_BTD.shape
-        n = self.grid
-        x_rows = self.rows(x_BTD.reshape(B * n, n, D))
-        x_columns = self.columns(x_rows.view(B, n, n, D).transpose(1, 2).reshape(B * n, n, D))
-        return x_columns.view(B, n, n, D).transpose(1, 2).reshape(B, T, D)
+from vitscale.models.layers import Linear, relative_table
 
 
 class LineAttention(nn.Module):

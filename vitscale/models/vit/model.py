@@ -7,7 +7,7 @@ Shape legend: B batch, H W C image height, width, channels, P patch size, N patc
 token), D width, K classes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, Self
 
 import torch
@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from vitscale import families
 from vitscale.families import ViTShape
-from vitscale.models.axial import AxialBlock
-from vitscale.models.encoder import Block
 from vitscale.models.initialise import (
     Initialiser,
     constant,
@@ -26,12 +24,15 @@ from vitscale.models.initialise import (
     xavier_uniform_thirds,
 )
 from vitscale.models.layers import LayerNorm, Linear, OutputLayer, check_size, no_record, run_block
+from vitscale.models.model import Model
 from vitscale.models.outputs import Outputs
-from vitscale.models.positions import PositionAt, PositionKind, absolute_positions, position_values
-from vitscale.models.resnet import Features, resnet_initialiser
+from vitscale.models.resnet.model import Features, resnet_initialiser
+from vitscale.models.vit.encoder import AxialBlock, Block
+from vitscale.models.vit.positions import PositionAt, PositionKind, absolute_positions, position_values
+from vitscale.models.vit.weights import ViTWeights
 
 
-class ViT(nn.Module):
+class ViT(Model):
     """A Vision Transformer: images (B, H, W, 3) in [-1, 1] -> tokens, representation and logits.
 
     Args:
@@ -95,7 +96,7 @@ class ViT(nn.Module):
 
     @classmethod
     def of(cls, block: families.ViT, *, image_size: int, num_classes: int | None, checkpoint_every: int) -> Self:
-        """The model of a recipe's `model` block."""
+        """As `Model.of`."""
         return cls(
             block.shape(),
             image_size=image_size,
@@ -156,6 +157,10 @@ class ViT(nn.Module):
             keep(f"block_{index}", x_BTD)
         return self.norm(x_BTD)
 
+    def patch_tokens(self, tokens_BTD: Tensor) -> Tensor:
+        """As `Model.patch_tokens`."""
+        return tokens_BTD if self.cls is None else tokens_BTD[:, 1:]
+
     def represent(self, tokens_BTD: Tensor) -> Tensor:
         """The representation (B, D): before the tanh of the pre-training head."""
         x_BD = tokens_BTD[:, 0] if self.pool == "cls" else tokens_BTD.mean(dim=1)
@@ -166,6 +171,14 @@ class ViT(nn.Module):
         if self.head is None:
             return None
         return self.head(pooled_BD if self.pre_logits is None else torch.tanh(pooled_BD))
+
+    def units(self) -> Sequence[nn.Module]:
+        """As `Model.units`."""
+        return [*(self.stem.units() if self.stem is not None else []), *self.blocks]
+
+    def foreign(self) -> ViTWeights:
+        """As `Model.foreign`."""
+        return ViTWeights(self)
 
     def initialiser(self, name: str) -> Initialiser:
         """How the parameter `name` is filled at the start of training: as in the authors' code."""

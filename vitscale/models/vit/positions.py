@@ -46,11 +46,6 @@ def position_values(positions: nn.Parameter | TwoDPositions | None) -> Tensor | 
     return positions() if isinstance(positions, TwoDPositions) else positions
 
 
-def relative_table(tokens: int, width: int) -> nn.Parameter:
-    """An embedding of every offset within a sequence: row o belongs to the offset o - (tokens - 1)."""
-    return nn.Parameter(torch.empty(2 * tokens - 1, width))
-
-
 def relative_logits(query_BATd: Tensor, table_LAd: Tensor) -> Tensor:
     """Products of every query i with the embedding of every offset j - i.
 

@@ -7,6 +7,7 @@ are kept as published.
 Shape legend: B batch, H W image height and width, C channels, h w rows and columns of a feature map, K classes.
 """
 
+from collections.abc import Sequence
 from typing import Literal, Self
 
 import torch
@@ -15,10 +16,12 @@ from torch.nn import functional as F
 
 from vitscale import families
 from vitscale.families.resnet import GROUPS, ResNetShape
-from vitscale.models.axial import AxialAttention2d
 from vitscale.models.initialise import Initialiser, constant, lecun_normal, normal
 from vitscale.models.layers import CHANNELS, OutputLayer, check_size, run_block
+from vitscale.models.model import Model
 from vitscale.models.outputs import Outputs
+from vitscale.models.resnet.axial import AxialAttention2d
+from vitscale.models.resnet.weights import ResNetWeights
 
 GROUP_NORM_EPS = {"v1": 1e-6, "v2": 1e-5}
 Variant = Literal["v1", "v2"]
@@ -174,7 +177,7 @@ class Features(nn.Module):
         return x_BChw
 
 
-class ResNet(nn.Module):
+class ResNet(Model):
     """A ResNet: images (B, H, W, 3) in [-1, 1] -> tokens, representation and logits.
 
     Args:
@@ -201,7 +204,7 @@ class ResNet(nn.Module):
 
     @classmethod
     def of(cls, block: families.ResNet, *, image_size: int, num_classes: int | None, checkpoint_every: int) -> Self:
-        """The model of a recipe's `model` block."""
+        """As `Model.of`."""
         return cls(block.shape(), image_size=image_size, num_classes=num_classes, checkpoint_every=checkpoint_every)
 
     def forward(self, images_BHWC: Tensor) -> Outputs:
@@ -214,6 +217,14 @@ class ResNet(nn.Module):
         pooled_BC = x_BChw.mean(dim=(2, 3))
         logits = None if self.head is None else self.head(pooled_BC)
         return Outputs(x_BChw.flatten(2).transpose(1, 2), pooled_BC, logits)
+
+    def units(self) -> Sequence[nn.Module]:
+        """As `Model.units`."""
+        return self.features.units()
+
+    def foreign(self) -> ResNetWeights:
+        """As `Model.foreign`."""
+        return ResNetWeights(self)
 
     def initialiser(self, name: str) -> Initialiser:
         """How the parameter `name` begins: see `resnet_initialiser`; the output layer at zero."""

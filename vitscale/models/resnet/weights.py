@@ -1,37 +1,64 @@
 """The conversion rules of the ResNets (BiT), and of the stems of hybrids."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from vitscale.families import ResNetShape
-from vitscale.models.resnet import ResNet
+from vitscale.models.weights.foreign import ForeignWeights, TimmModel
 from vitscale.models.weights.rules import Rule, as_conv, as_flax_conv, flax_conv, flax_norm, renamed, same
 from vitscale.weight_formats import Format
 
-
-def refusal(shape: ResNetShape, form: Format) -> str | None:
-    """Why a format cannot hold this ResNet; None where it can."""
-    if form == "hf":
-        alternative = "safetensors" if shape.mixing == "axial" else "timm"
-        return f"hf holds Vision Transformers with a class token, and this is a ResNet; use {alternative}"
-    if shape.mixing == "axial":
-        return f"{form} holds ResNets with 3x3 convolutions, not axial attention; use safetensors"
-    if form == "npz" and shape.variant == "v1":
-        return "npz holds pre-activation ResNets (BiT, variant v2); this one is v1; use timm or safetensors"
-    return None
+if TYPE_CHECKING:
+    from vitscale.models.resnet.model import ResNet
 
 
-def resnet_rules(model: ResNet, form: Format) -> list[Rule]:
-    """Every parameter of a ResNet in a format that can hold it."""
-    if form == "timm":
-        final = renamed("norm", "norm") if model.norm is not None else []
-        return [*timm_features(model.features, "features.", ""), *final, *as_conv("head", "head.fc")]
-    return [
-        *_bit_features(model.features),
-        *flax_norm("norm", "resnet/group_norm", "gamma", "beta"),
-        *as_flax_conv("head", "resnet/head/conv2d"),
-    ]
+_TIMM_NAMES = {
+    ResNetShape((3, 4, 6, 3), 1): "resnetv2_50x1_bit",
+    ResNetShape((3, 4, 6, 3), 3): "resnetv2_50x3_bit",
+    ResNetShape((3, 4, 23, 3), 1): "resnetv2_101x1_bit",
+    ResNetShape((3, 4, 23, 3), 3): "resnetv2_101x3_bit",
+    ResNetShape((3, 8, 36, 3), 2): "resnetv2_152x2_bit",
+    ResNetShape((3, 8, 36, 3), 4): "resnetv2_152x4_bit",
+}
+
+
+class ResNetWeights(ForeignWeights):
+    """As `ForeignWeights`, of a ResNet."""
+
+    def __init__(self, model: "ResNet") -> None:
+        self._model, self._shape = model, model.shape
+
+    def refusal(self, form: Format) -> str | None:
+        """As `ForeignWeights.refusal`."""
+        if form == "hf":
+            alternative = "safetensors" if self._shape.mixing == "axial" else "timm"
+            return f"hf holds Vision Transformers with a class token, and this is a ResNet; use {alternative}"
+        if self._shape.mixing == "axial":
+            return f"{form} holds ResNets with 3x3 convolutions, not axial attention; use safetensors"
+        if form == "npz" and self._shape.variant == "v1":
+            return "npz holds pre-activation ResNets (BiT, variant v2); this one is v1; use timm or safetensors"
+        return None
+
+    def rules(self, form: Format) -> list[Rule]:
+        """As `ForeignWeights.rules`."""
+        features = self._model.features
+        if form == "timm":
+            final = renamed("norm", "norm") if self._model.norm is not None else []
+            return [*timm_features(features, "features.", ""), *final, *as_conv("head", "head.fc")]
+        return [
+            *_bit_features(features),
+            *flax_norm("norm", "resnet/group_norm", "gamma", "beta"),
+            *as_flax_conv("head", "resnet/head/conv2d"),
+        ]
+
+    def timm(self) -> TimmModel | None:
+        """As `ForeignWeights.timm`."""
+        if (name := _TIMM_NAMES.get(self._shape)) is None:
+            return None
+        about = {"num_features": self._shape.channels, "global_pool": "avg"}
+        return TimmModel(name, {}, about, {"first_conv": "stem.conv", "classifier": "head.fc"}, fixed_size=False)
 
 
 def timm_features(features: nn.Module, ours: str, theirs: str) -> Iterator[Rule]:

@@ -1,0 +1,63 @@
+"""The contract of a family's module: what it computes, and what is asked of it."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import Tensor, nn
+
+from vitscale.models.initialise import Initialiser
+from vitscale.models.layers import OutputLayer
+
+if TYPE_CHECKING:
+    from vitscale.models.weights.foreign import ForeignWeights
+
+
+class Model(nn.Module):
+    """A model: images (B, H, W, 3) in [-1, 1] -> `Outputs` by `forward`, its values unset.
+
+    Attributes:
+        shape: the dimensions, of its family.
+        image_size: side of the square input in pixels.
+        head: the output layer; None for a backbone without one.
+        blocks: the Transformer blocks, of families that have some.
+    """
+
+    shape: Any
+    image_size: int
+    head: OutputLayer | None
+    blocks: nn.ModuleList
+
+    @classmethod
+    def of(cls, block: Any, *, image_size: int, num_classes: int | None, checkpoint_every: int) -> Self:
+        """The model of a recipe's `model` block, which is of this family.
+
+        Args:
+            block: the block.
+            image_size: side of the square input in pixels.
+            num_classes: K; None for a backbone without a head, whatever the block says.
+            checkpoint_every: recompute every k-th block's activations in the backward pass; 0 keeps all of them.
+        """
+        raise NotImplementedError
+
+    def initialiser(self, name: str) -> Initialiser:
+        """How the parameter `name` is filled at the start of training. Raises `KeyError` for one that it has not."""
+        raise NotImplementedError
+
+    def units(self) -> Sequence[nn.Module]:
+        """The blocks and residual units: what is compiled, each by itself."""
+        raise NotImplementedError
+
+    def foreign(self) -> "ForeignWeights":
+        """What it is called in the formats of other libraries, and how its values are laid out there."""
+        raise NotImplementedError
+
+    # ---- Of a model that cuts the picture itself into patches: `patches` of its block --------------------------------
+    # Its `forward` takes `edit`: patch embeddings (B, N, D) -> those that are used instead.
+
+    def patchify(self, images_BHWC: Tensor) -> Tensor:
+        """The pixels of patches: (B, H, W, 3) -> (B, N, P * P * 3), rows of patches first, in each height first."""
+        raise NotImplementedError
+
+    def patch_tokens(self, tokens_BTD: Tensor) -> Tensor:
+        """The tokens of patches (B, N, D) among all (B, T, D)."""
+        raise NotImplementedError

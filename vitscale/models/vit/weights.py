@@ -1,0 +1,236 @@
+"""The conversion rules of the Vision Transformers and their hybrids."""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vitscale.families import ResNetShape
+from vitscale.models.layers import CHANNELS
+from vitscale.models.resnet.weights import flax_stem, timm_features
+from vitscale.models.vit.positions import resample_positions
+from vitscale.models.weights.foreign import ForeignWeights, Resampling, TimmModel
+from vitscale.models.weights.huggingface import FUNCTIONS
+from vitscale.models.weights.rules import (
+    Rule,
+    flax_attention,
+    flax_dense,
+    flax_norm,
+    flax_patches,
+    in_thirds,
+    renamed,
+    same,
+    torch_patches,
+)
+from vitscale.models.weights.timm_hub import GELU
+from vitscale.models.weights.torch_files import CONFIG
+from vitscale.weight_formats import Format
+
+if TYPE_CHECKING:
+    from vitscale.models.vit.model import ViT
+
+
+_MEAN_POOL = {"global_pool": "avg", "class_token": False, "fc_norm": False}
+# timm's name -> blocks of the stem, and the arguments that the name stands for. Any other value can be given besides.
+_TIMM_ARGUMENTS = ("patch_size", "embed_dim", "depth", "num_heads")
+_TIMM_MODELS: dict[str, tuple[tuple[int, ...] | None, tuple[int, int, int, int]]] = {
+    "vit_tiny_patch16_224": (None, (16, 192, 12, 3)),
+    "vit_small_patch32_224": (None, (32, 384, 12, 6)),
+    "vit_small_patch16_224": (None, (16, 384, 12, 6)),
+    "vit_base_patch32_224": (None, (32, 768, 12, 12)),
+    "vit_base_patch16_224": (None, (16, 768, 12, 12)),
+    "vit_base_patch8_224": (None, (8, 768, 12, 12)),
+    "vit_large_patch32_224": (None, (32, 1024, 24, 16)),
+    "vit_large_patch16_224": (None, (16, 1024, 24, 16)),
+    "vit_huge_patch14_224": (None, (14, 1280, 32, 16)),
+    "vit_tiny_r_s16_p8_224": ((), (8, 192, 12, 3)),
+    "vit_small_r26_s32_224": ((2, 2, 2, 2), (1, 384, 12, 6)),
+    "vit_base_r26_s32_224": ((2, 2, 2, 2), (1, 768, 12, 12)),
+    "vit_base_r50_s16_224": ((3, 4, 9), (1, 768, 12, 12)),
+    "vit_large_r50_s32_224": ((3, 4, 6, 3), (1, 1024, 24, 16)),
+}
+_HF_DIMENSIONS = {
+    "hidden_size": "width",
+    "num_hidden_layers": "depth",
+    "num_attention_heads": "num_heads",
+    "intermediate_size": "mlp_dim",
+    "patch_size": "patch_size",
+}
+
+
+class ViTWeights(ForeignWeights):
+    """As `ForeignWeights`, of a Vision Transformer or a hybrid."""
+
+    def __init__(self, model: "ViT") -> None:
+        self._model = model
+
+    def refusal(self, form: Format) -> str | None:
+        """As `ForeignWeights.refusal`."""
+        model = self._model
+        if model.shape.attention == "axial":
+            return f"{form} holds Transformers with global attention, not axial attention; use safetensors"
+        if (model.position, model.position_at) != ("1d", "stem"):
+            return f"{form} holds 1d position embeddings at the stem, not {_positions(model)}; use safetensors"
+        if form == "hf" and model.shape.stem is not None:
+            return "hf holds Vision Transformers without a ResNet before them; use timm or npz"
+        if form == "hf" and model.cls is None:
+            return "hf holds Vision Transformers with a class token, and this one pools the mean; use timm or npz"
+        return None
+
+    def rules(self, form: Format) -> list[Rule]:
+        """As `ForeignWeights.rules`."""
+        return list({"npz": _flax, "timm": _timm, "hf": _transformers}[form](self._model))
+
+    def contradictions(self, form: Format, config: dict[str, Any]) -> list[tuple[str, str]]:
+        """As `ForeignWeights.contradictions`: of timm's the number of heads, of transformers' whatever it says."""
+        shape = self._model.shape
+        if form == "hf":
+            ours = {key: getattr(shape, name) for key, name in _HF_DIMENSIONS.items()} | {"qkv_bias": True}
+            found = {key: config[key] for key in ours}
+        elif (name := config["architecture"].partition(".")[0]) in _TIMM_MODELS:
+            arguments = config.get("model_args")
+            given = arguments if isinstance(arguments, dict) else {}
+            ours, found = {"num_heads": shape.num_heads}, {"num_heads": _TIMM_MODELS[name][1][-1]} | given
+        else:
+            return []
+        return [
+            (key if form == "hf" else "", f"{CONFIG}: {key} is {found[key]!r}, the model's is {value!r}")
+            for key, value in ours.items()
+            if found[key] != value
+        ]
+
+    def resampling(self, name: str, shape: tuple[int, ...]) -> Resampling | None:
+        """As `ForeignWeights.resampling`: of position embeddings (section 3.2)."""
+        model, last = self._model, name.rpartition(".")[2]
+        if "pos_embedding" not in name or last == "cls":
+            return None
+        grid, width = model.shape.grid(model.image_size), model.shape.width
+        if last in ("x", "y"):  # one axis of a 2d table: (rows, D / 2)
+            if len(shape) != 2 or shape[1] != width // 2 or shape[0] in (0, grid):
+                return None
+            old, new = (shape[0], 1), (grid, 1)
+            return Resampling(old, new, lambda value: resample_positions(value[None], old, new, False)[0])
+        class_token = model.cls is not None
+        if len(shape) != 3 or (shape[0], shape[2]) != (1, width) or shape[1] <= class_token:
+            return None
+        side = math.isqrt(shape[1] - class_token)
+        if side**2 != shape[1] - class_token or side == grid:
+            return None
+        old, new = (side, side), (grid, grid)
+        return Resampling(old, new, lambda value: resample_positions(value, old, new, class_token))
+
+    def timm(self) -> TimmModel | None:
+        """As `ForeignWeights.timm`."""
+        shape, stem = self._model.shape, self._model.shape.stem
+        blocks = None if stem is None else stem.blocks
+        if shape.attention == "axial" or (stem is not None and stem != ResNetShape(stem.blocks, variant="v1")):
+            return None
+        dimensions = (shape.patch_size, shape.width, shape.depth, shape.num_heads)
+        alike = {
+            name: sum(a == b for a, b in zip(dimensions, named, strict=True))
+            for name, (named_blocks, named) in _TIMM_MODELS.items()
+            if named_blocks == blocks
+        }
+        if not alike:
+            return None
+        nearest = max(alike, key=alike.__getitem__)
+        own = zip(_TIMM_ARGUMENTS, dimensions, _TIMM_MODELS[nearest][1], strict=True)
+        arguments: dict[str, Any] = {"img_size": self._model.image_size} | {
+            key: ours for key, ours, named in own if ours != named
+        }
+        if shape.mlp_dim != 4 * shape.width:
+            ratio = shape.mlp_dim / shape.width
+            # timm takes the whole part of width * ratio.
+            arguments["mlp_ratio"] = (
+                ratio if int(shape.width * ratio) == shape.mlp_dim else math.nextafter(ratio, math.inf)
+            )
+        pools_mean = self._model.cls is None
+        return TimmModel(
+            nearest,
+            arguments | GELU | (_MEAN_POOL if pools_mean else {}),
+            {"num_features": shape.width, "global_pool": "avg" if pools_mean else "token"},
+            {
+                "first_conv": "patch_embed.proj" if stem is None else "patch_embed.backbone.stem.conv",
+                "classifier": "head",
+            },
+            fixed_size=True,
+        )
+
+    def transformers_config(self) -> dict[str, Any]:
+        """As `ForeignWeights.transformers_config`; the image size is the part that whole patches cover."""
+        shape = self._model.shape
+        return {
+            "architectures": ["ViTForImageClassification"],
+            "model_type": "vit",
+            **{key: getattr(shape, ours) for key, ours in _HF_DIMENSIONS.items()},
+            **FUNCTIONS,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            "image_size": shape.grid(self._model.image_size) * shape.patch_size,
+            "num_channels": CHANNELS,
+            "qkv_bias": True,
+        }
+
+
+def _positions(model: "ViT") -> str:
+    if model.position in ("none", "relative"):
+        return {"none": "a model without any", "relative": "relative ones"}[model.position]
+    place = {"stem": "", "every_layer": " in every layer", "shared": " shared by all layers"}[model.position_at]
+    return f"{model.position} ones{place}"
+
+
+def _flax(model: "ViT") -> Iterator[Rule]:
+    if model.stem is not None:
+        yield from flax_stem(model.stem, "stem.")
+    yield from flax_patches("embedding", "embedding", model.shape.patch_size)
+    if model.cls is not None:
+        yield same("cls", "cls")
+    yield same("pos_embedding", "Transformer/posembed_input/pos_embedding")
+    for i in range(model.shape.depth):
+        ours, theirs = f"blocks.{i}", f"Transformer/encoderblock_{i}"
+        attention = f"{theirs}/MultiHeadDotProductAttention_1"
+        yield from flax_norm(f"{ours}.norm1", f"{theirs}/LayerNorm_0")
+        yield from flax_attention(f"{ours}.attention", attention, model.shape.num_heads)
+        yield from flax_norm(f"{ours}.norm2", f"{theirs}/LayerNorm_2")
+        yield from flax_dense(f"{ours}.mlp.fc1", f"{theirs}/MlpBlock_3/Dense_0")
+        yield from flax_dense(f"{ours}.mlp.fc2", f"{theirs}/MlpBlock_3/Dense_1")
+    yield from flax_norm("norm", "Transformer/encoder_norm")
+    if model.pre_logits is not None:
+        yield from flax_dense("pre_logits", "pre_logits")
+    yield from flax_dense("head", "head")
+
+
+def _timm(model: "ViT") -> Iterator[Rule]:
+    if model.stem is not None:
+        yield from timm_features(model.stem, "stem.", "patch_embed.backbone.")
+    yield from torch_patches("embedding", "patch_embed.proj", model.shape.patch_size)
+    if model.cls is not None:
+        yield same("cls", "cls_token")
+    yield same("pos_embedding", "pos_embed")
+    for i in range(model.shape.depth):
+        block = f"blocks.{i}"
+        yield from renamed(f"{block}.norm1", f"{block}.norm1")
+        yield from renamed(f"{block}.attention.qkv", f"{block}.attn.qkv")
+        yield from renamed(f"{block}.attention.out", f"{block}.attn.proj")
+        yield from renamed(f"{block}.norm2", f"{block}.norm2")
+        yield from renamed(f"{block}.mlp.fc1", f"{block}.mlp.fc1")
+        yield from renamed(f"{block}.mlp.fc2", f"{block}.mlp.fc2")
+    yield from renamed("norm", "norm")
+    yield from renamed("head", "head")
+
+
+def _transformers(model: "ViT") -> Iterator[Rule]:
+    """The names that transformers 4 and 5 both read, and both write."""
+    yield same("cls", "vit.embeddings.cls_token")
+    yield same("pos_embedding", "vit.embeddings.position_embeddings")
+    yield from torch_patches("embedding", "vit.embeddings.patch_embeddings.projection", model.shape.patch_size)
+    for i in range(model.shape.depth):
+        ours, theirs = f"blocks.{i}", f"vit.encoder.layer.{i}"
+        attention = f"{theirs}.attention.attention"
+        yield from renamed(f"{ours}.norm1", f"{theirs}.layernorm_before")
+        yield from in_thirds(f"{ours}.attention.qkv", (f"{attention}.query", f"{attention}.key", f"{attention}.value"))
+        yield from renamed(f"{ours}.attention.out", f"{theirs}.attention.output.dense")
+        yield from renamed(f"{ours}.norm2", f"{theirs}.layernorm_after")
+        yield from renamed(f"{ours}.mlp.fc1", f"{theirs}.intermediate.dense")
+        yield from renamed(f"{ours}.mlp.fc2", f"{theirs}.output.dense")
+    yield from renamed("norm", "vit.layernorm")
+    yield from renamed("head", "classifier")

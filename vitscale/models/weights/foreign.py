@@ -1,0 +1,71 @@
+"""The contract of a family with other libraries' formats: names and layouts of its parameters, and configurations."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from vitscale.models.weights.rules import Rule
+from vitscale.weight_formats import Format
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """How a parameter of another resolution becomes ours.
+
+    Args:
+        old, new: (rows, columns) of the positions.
+        resample: their tensor -> ours.
+    """
+
+    old: tuple[int, int]
+    new: tuple[int, int]
+    resample: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class TimmModel:
+    """A model as `timm.create_model` builds it.
+
+    Args:
+        name: timm's.
+        arguments: besides the name, classes aside.
+        about: what config.json says besides.
+        layers: in the part on pretraining, names of the first convolution and the classifier.
+        fixed_size: whether it takes images of one size.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    about: dict[str, Any]
+    layers: dict[str, str]
+    fixed_size: bool
+
+
+class ForeignWeights:
+    """One model in the formats of other libraries: what subclasses of each family know."""
+
+    def refusal(self, form: Format) -> str | None:
+        """Why a format cannot hold this model; None where it can."""
+        raise NotImplementedError
+
+    def rules(self, form: Format) -> Sequence[Rule]:
+        """Every parameter in a format that can hold it, `pre_logits` excepted where the format has none."""
+        raise NotImplementedError
+
+    def contradictions(self, form: Format, config: dict[str, Any]) -> list[tuple[str, str]]:
+        """(key, what is wrong) of all by which a folder's config.json is of another model, where no tensor shows it."""
+        return []
+
+    def resampling(self, name: str, shape: tuple[int, ...]) -> Resampling | None:
+        """How our parameter is made of one of this shape, where the two differ by nothing but the resolution."""
+        return None
+
+    def timm(self) -> TimmModel | None:
+        """timm's model; None where timm has no name for it."""
+        return None
+
+    def transformers_config(self) -> dict[str, Any]:
+        """What transformers' config.json says of the model, classes aside, where `refusal` of hf is None."""
+        raise NotImplementedError
