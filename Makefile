@@ -20,7 +20,7 @@ setup: $(READY)
 
 setup-tests: $(READY_FOR_TESTS)
 
-$(READY): pyproject.toml constraints.txt cluster/setup.sh vitscale/data/view.c
+$(READY): pyproject.toml constraints.txt cluster/setup.sh $(wildcard vitscale/native/*.[ch])
 	@PYTHON="$(PYTHON)" bash cluster/setup.sh .venv
 	@touch $@
 

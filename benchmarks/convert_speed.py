@@ -31,7 +31,7 @@ from PIL import Image
 from data_tools.images import ImageOptions
 from data_tools.shard_task import shard_name
 from vitscale.files.digests import file_digests
-from vitscale.shards import crc32c_of
+from vitscale.images import crc32c
 
 OTHERS = ("FFCV", "checksums")
 PASS_THROUGH_TARGET, TRANSCODING_TARGET, CHECKSUMS_LIMIT = 2.5, 1.0, 0.1
@@ -75,7 +75,7 @@ def checksums(paths: list[Path], shard: Path) -> float:
         data = path.read_bytes()
         began = time.process_time()
         hashlib.sha256(data).digest()
-        crc32c_of(data)
+        crc32c(data)
         seconds += time.process_time() - began
     return seconds
 

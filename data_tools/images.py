@@ -1,6 +1,6 @@
 """One image file's bytes -> what is stored: the same bytes, a fresh JPEG, or a reason why not.
 
-A JPEG that stands upright, is small enough and that FFCV's decoder takes without complaint passes byte for byte, so
+A JPEG that stands upright, is small enough and that the decoder takes without complaint passes byte for byte, so
 that a complaint at training time always means damage. Everything else that Pillow reads becomes an RGB JPEG.
 """
 
@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from data_tools.jpeg_files import MAX_SIDE, SUBSAMPLING, Frame, decode_exactly, encode, read_frame
 from data_tools.sources.source import TooLarge, refuse_too_large
 from data_tools.unreadable import explain_unreadable
 from vitscale.errors import RecipeError
-from vitscale.shards import jpeg
+from vitscale.images import MAX_SIDE, OK, SUBSAMPLING, Header, decode, encode, read_header
 
 JPEG_QUALITY = 95
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb: 256 MiB of RGB
@@ -126,17 +125,17 @@ def store_image(data: bytes, options: ImageOptions = _DEFAULTS) -> StoredImage |
         return Reject("empty file (0 bytes)")
     try:
         refuse_too_large(len(data))
-        frame = read_frame(data) if data.startswith(b"\xff\xd8\xff") else None
-        if frame is not None and frame.refusal is not None:
-            return Reject(frame.refusal)
+        header = read_header(data) if data.startswith(b"\xff\xd8\xff") else None
+        if header is not None and header.refusal is not None:
+            return Reject(header.refusal)
         # Most collections are of such JPEGs: nothing about them needs Pillow.
-        if frame is not None and not frame.has_exif:
-            passed = _passed(data, frame.height, frame.width, options)
+        if header is not None and not header.has_exif:
+            passed = _passed(data, header.height, header.width, options)
             if passed is not None:
                 return passed
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of bombs (limited below), of odd metadata
-            return _store(data, frame, options)
+            return _store(data, header, options)
     except TooLarge as error:
         return Reject(str(error))
     except UnidentifiedImageError:
@@ -158,8 +157,8 @@ def _passed(data: bytes, height: int, width: int, options: ImageOptions) -> Stor
         or options.fitted(width, height) != (width, height)
     ):
         return None
-    status, pixels = jpeg.decode(data, height, width)
-    return StoredImage(data, height, width, passed_through=True, pixels=pixels) if status == 0 else None
+    status, pixels = decode(data, height, width)
+    return StoredImage(data, height, width, passed_through=True, pixels=pixels) if status == OK else None
 
 
 def _limits(height: int, width: int, options: ImageOptions) -> str | None:
@@ -172,7 +171,7 @@ def _limits(height: int, width: int, options: ImageOptions) -> str | None:
     return None
 
 
-def _store(data: bytes, frame: Frame | None, options: ImageOptions) -> StoredImage | Reject:
+def _store(data: bytes, header: Header | None, options: ImageOptions) -> StoredImage | Reject:
     with Image.open(io.BytesIO(data)) as image:
         width, height = image.size
         if image.format in _DRAWINGS:
@@ -181,8 +180,7 @@ def _store(data: bytes, frame: Frame | None, options: ImageOptions) -> StoredIma
             return Reject(reason)
         if image.format not in _JPEG_FORMATS:
             return _store_other(image, options)
-        # The decoder would scale a picture of another size than Pillow reads here, and report success.
-        if frame is None or (frame.width, frame.height) != (width, height):
+        if header is not None and (header.width, header.height) != (width, height):
             return Reject(f"its header contradicts itself: {width} x {height} pixels in one place, not in another")
         return _store_jpeg(data, image, options)
 
@@ -195,8 +193,8 @@ def _store_jpeg(data: bytes, image: Image.Image, options: ImageOptions) -> Store
     if turn is None and (passed := _passed(data, height, width, options)) is not None:
         return passed
     if fitted == (width, height):
-        pixels = decode_exactly(data, height, width)
-        if pixels is not None:
+        status, pixels = decode(data, height, width, exact=True)
+        if status == OK:
             return _encoded(pixels, turn, options)
     else:
         # The decoder reduces by 2, 4 or 8 nearly for free; twice the size wanted leaves the rest to a better filter.

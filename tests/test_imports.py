@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LAYERS = (
     {"vitscale", "block", "errors", "heartbeat", "machine", "operations", "table", "weight_formats", "wording"},
     {"families", "interruption", "native", "ranks", "storage"},
-    {"files", "recipe", "versions"},
+    {"files", "images", "recipe", "versions"},
     {"runs", "shards"},
     {"data", "flops", "models"},
     {"checkpoint", "objectives", "status"},
@@ -30,7 +30,9 @@ LAYERS = (
 )
 # Rooms that know less than what lies below them.
 KNOWS_ONLY = {
-    "data_tools": {"vitscale", "errors", "files", "machine", "recipe", "shards", "storage", "table", "wording"}
+    "data_tools": {
+        *("vitscale", "errors", "files", "images", "machine", "recipe", "shards", "storage", "table", "wording"),
+    }
 }
 # Packages that only these rooms know. Whatever else has to start at once does not load them.
 KNOWN_TO = {

@@ -67,7 +67,7 @@ def test_an_sdist_holds_what_the_wheel_is_made_of(sdist):
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     recipes = {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("recipes/**/*.yaml")}
-    assert inside >= recipes | {"vitscale/data/view.c", "pyproject.toml", "LICENSE"}
+    assert inside >= recipes | {"vitscale/native/images.h", "vitscale/native/jpeg.c", "pyproject.toml", "LICENSE"}
 
 
 def test_a_wheel_holds_every_module_and_recipe_and_nothing_else(wheel):
@@ -76,7 +76,7 @@ def test_a_wheel_holds_every_module_and_recipe_and_nothing_else(wheel):
     modules |= {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("data_tools/**/*.py")}
     modules |= {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("vitscale/**/*.csv")}
     recipes = {f"vitscale/{path.relative_to(REPOSITORY).as_posix()}" for path in REPOSITORY.glob("recipes/**/*.yaml")}
-    compiled = {f"vitscale/data/_view{sysconfig.get_config_var('EXT_SUFFIX')}"}
+    compiled = {f"vitscale/native/_images{sysconfig.get_config_var('EXT_SUFFIX')}"}
     assert inside == modules | recipes | compiled
 
 

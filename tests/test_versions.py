@@ -10,7 +10,7 @@ import deepspeed
 import torch
 
 import vitscale
-from vitscale.data import LIBJPEG_TURBO_VERSION
+from vitscale.native import libjpeg_turbo_version
 from vitscale.versions import versions
 
 
@@ -20,7 +20,7 @@ def test_versions_are_those_of_the_modules():
         "torch": torch.__version__,
         "deepspeed": deepspeed.__version__,
         "ffcv": version("ffcv"),
-        "libjpeg_turbo": LIBJPEG_TURBO_VERSION,
+        "libjpeg_turbo": libjpeg_turbo_version(),
         "python": sys.version.split()[0],
     }
 
@@ -37,8 +37,8 @@ def test_nothing_heavy_is_imported():
 def test_what_is_absent_is_said(tmp_path):
     """A checkout with nothing compiled in it, under an interpreter that sees none of the installed packages."""
     shadow = tmp_path / "vitscale"
-    shadow.mkdir()
-    for name in ("__init__.py", "errors.py", "native.py", "versions.py"):
+    (shadow / "native").mkdir(parents=True)
+    for name in ("__init__.py", "errors.py", "native/__init__.py", "versions.py"):
         (shadow / name).symlink_to(Path(vitscale.__file__).parent / name)
     command = [sys.executable, "-S", "-c", "from vitscale.versions import versions; print(versions())"]
     done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, check=True)

@@ -25,7 +25,7 @@ from data_tools.dedup.tally import Tally
 from data_tools.images import StoredImage
 from vitscale import storage
 from vitscale.errors import DataError, RecipeError
-from vitscale.shards import jpeg
+from vitscale.images import decode
 
 # What is held until it is compared.
 _IMAGES_AT_ONCE = 64
@@ -164,7 +164,7 @@ class Candidate:
 
     def rgb(self) -> np.ndarray:
         """The picture as stored, uint8 (height, width, 3); decoded anew, for few need it."""
-        return jpeg.decode(self.jpeg, self.height, self.width)[1]
+        return decode(self.jpeg, self.height, self.width)[1]
 
     def picture(self) -> bytes:
         """A small JPEG of it."""

@@ -17,8 +17,8 @@ from data_tools.dedup.fingerprint import ALGORITHM, Fingerprint, fingerprint
 from data_tools.dedup.luma import Window
 from data_tools.dedup.pictures import small_picture
 from vitscale.errors import DataError
+from vitscale.images import decode
 from vitscale.shards import Manifest
-from vitscale.shards.jpeg import decode
 from vitscale.shards.opening import OpenShard, local_copy, open_shard
 from vitscale.shards.provenance import (
     FINGERPRINT_COLUMNS,

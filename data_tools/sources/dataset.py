@@ -10,7 +10,8 @@ from data_tools.sources.fields import refuse_fields
 from data_tools.sources.source import Item, SourceOptions
 from vitscale.errors import DataError, RecipeError
 from vitscale.files.digests import file_digests
-from vitscale.shards import Manifest, crc32c_of
+from vitscale.images import crc32c
+from vitscale.shards import Manifest
 from vitscale.shards.opening import OpenShard, known_manifest, open_shard
 from vitscale.shards.raw import raw_to_png
 from vitscale.storage import is_url
@@ -66,7 +67,7 @@ class DatasetSource:
         with Path(self.parts[part]).open("rb") as file:
             file.seek(position)
             data = file.read(size)
-        if len(data) != size or crc32c_of(data) != crc:
+        if len(data) != size or crc32c(data) != crc:
             raise OSError(f"damaged in {self.parts[part]}: its checksum is wrong")
         return raw_to_png(data, *shape) if is_raw else data
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
 from vitscale.errors import DataError
-from vitscale.shards import crc32c_of
+from vitscale.images import crc32c
 
 # What protobuf itself allows for one message; a length beyond it would fill the memory before it shows to be wrong.
 _MAX_RECORD_BYTES = 2 << 30
@@ -107,7 +107,7 @@ def int_values(data: bytes, feature: Feature, where: str) -> list[int]:
 
 def _masked(data: bytes) -> int:
     """crc32c as TFRecord stores it: rotated and shifted, for the crc of data that end in their crc is a constant."""
-    crc = crc32c_of(data)
+    crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 

@@ -8,8 +8,8 @@ from pictures import encoded, make_picture
 from views import kernel_views, whole_picture
 
 from vitscale.data import EvalOrder, EvalTransform, Loader, Reading
-from vitscale.data.kernel import OK, SIZE_MISMATCH
 from vitscale.errors import DataError
+from vitscale.images import OK, WRONG_SIZE
 
 METADATA, ROW = 24 + 4 * 1041, 40  # bytes: header and four fields; one sample's record
 WIDTH, HEIGHT = 1, 3  # where they stand in a record
@@ -35,7 +35,7 @@ PICTURES = {
 def test_no_pixels_of_another_picture(kind, stated):
     height, width = stated
     status, seen = kernel_views(PICTURES[kind](), height, width, [(0, 0, height, width)], 8)
-    assert status.tolist() == [SIZE_MISMATCH] and not seen.any()
+    assert status.tolist() == [WRONG_SIZE] and not seen.any()
 
 
 @pytest.mark.parametrize("kind", PICTURES)

@@ -2,10 +2,10 @@
 
 import numpy as np
 from picture_shards import picture
+from stock_ffcv import ffcv_decode
 
 from vitscale.data.augmentation import sample_keys
-from vitscale.data.kernel import decode_slice
-from vitscale.shards import crc32c_of, jpeg
+from vitscale.images import crc32c, decode_slice
 
 
 def kernel_views(content, height, width, boxes, side, flips=None, may_scale=False, raw=False, crc=None):
@@ -20,7 +20,7 @@ def kernel_views(content, height, width, boxes, side, flips=None, may_scale=Fals
         stored,
         np.zeros(count, np.int64),
         np.full(count, len(stored)),
-        np.full(count, crc32c_of(stored) if crc is None else crc, np.uint32),
+        np.full(count, crc32c(stored) if crc is None else crc, np.uint32),
         np.ones(count, bool),
         np.full(count, raw),
         np.full(count, height),
@@ -37,8 +37,8 @@ def kernel_views(content, height, width, boxes, side, flips=None, may_scale=Fals
 
 def whole_picture(content, height, width):
     """As stock FFCV decodes it."""
-    status, pixels = jpeg.decode(content, height, width)
-    assert status == 0
+    pixels = ffcv_decode(content, height, width)
+    assert pixels is not None
     return pixels
 
 

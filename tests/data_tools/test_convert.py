@@ -14,8 +14,8 @@ from data_tools.images import store_image
 from data_tools.request import Request
 from vitscale.errors import DataError, RecipeError
 from vitscale.files.digests import file_digests
+from vitscale.images import decode
 from vitscale.shards import Manifest, ShardFile
-from vitscale.shards.jpeg import decode
 
 ONE = Machine(workers=1)
 

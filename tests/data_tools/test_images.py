@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 from data_tools import images
 from data_tools.images import ImageOptions, Reject, StoredImage, store_image
 from vitscale.errors import RecipeError
-from vitscale.shards import jpeg
+from vitscale.images import decode
 
 # What becomes of every file of oddities/manifest.csv: width x height as stored, or why not.
 PASSED_THROUGH = {
@@ -115,7 +115,7 @@ def test_every_oddity_has_its_outcome(oddities, data_root, capfd):
         assert known[name]["size"] == "{}x{}".format(*(size[::-1] if turned else size))
         assert (outcome.width, outcome.height, outcome.passed_through) == (*size, passed_through), name
         assert passed_through == (outcome.jpeg == data)
-        status, seen = jpeg.decode(outcome.jpeg, outcome.height, outcome.width)  # as training will
+        status, seen = decode(outcome.jpeg, outcome.height, outcome.width)  # as training will
         assert status == 0 and distance(seen, pixels(outcome)) < 3
         with Image.open(io.BytesIO(data)) as image:
             if image.mode in ("RGB", "L", "CMYK") and "transparency" not in image.info:
@@ -135,7 +135,7 @@ def test_every_oddity_with_options(oddities, options):
         size = (PASSED_THROUGH | TRANSCODED)[name]
         assert (outcome.width, outcome.height) == options.fitted(*size)
         assert outcome.passed_through == (options.pass_through and name in ("icc-after-SOF.jpg", "jfif_unit_cm.jpg"))
-        assert jpeg.decode(outcome.jpeg, outcome.height, outcome.width)[0] == 0
+        assert decode(outcome.jpeg, outcome.height, outcome.width)[0] == 0
         with Image.open(io.BytesIO(data)) as image:
             if image.mode in ("RGB", "L", "CMYK") and "transparency" not in image.info:
                 upright = ImageOps.exif_transpose(image).convert("RGB")
@@ -266,7 +266,7 @@ def test_kinds_of_files(name):
     stored = store_image(encoded(picture, kind, **options))
     assert stored.passed_through == (name in ("progressive gray JPEG", "JPEG of RGB"))
     assert distance(pixels(stored), as_array(picture)) < 6
-    assert distance(jpeg.decode(stored.jpeg, stored.height, stored.width)[1], pixels(stored)) < 3
+    assert distance(decode(stored.jpeg, stored.height, stored.width)[1], pixels(stored)) < 3
 
 
 def test_cmyk_without_its_marker_is_taken_for_adobes(photos):

@@ -28,7 +28,8 @@ from data_tools.sources.source import SourceOptions
 from data_tools.subset import write_subset
 from vitscale.cli.main import app
 from vitscale.errors import DataError, RecipeError
-from vitscale.shards import Manifest, StoredSample, jpeg, write_shard
+from vitscale.images import decode
+from vitscale.shards import Manifest, StoredSample, write_shard
 from vitscale.shards.adopt import adopt
 from vitscale.shards.generated import write_generated_dataset
 from vitscale.shards.opening import open_shard, open_shard_file
@@ -129,7 +130,7 @@ def test_samples_are_those_of_the_stock_loader(mixed, tmp_path, monkeypatch):
                 if file.raw[seen]:
                     ours = np.frombuffer(stored, np.uint8).reshape(240, 300, 3)
                 else:
-                    status, ours = jpeg.decode(stored, 240, 300)
+                    status, ours = decode(stored, 240, 300)
                     assert status == 0 and stored.endswith(b"\xff\xd9")
                 assert np.array_equal(ours, picture)
                 assert file.crc[seen] == google_crc32c.value(stored)

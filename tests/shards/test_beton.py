@@ -10,7 +10,8 @@ from PIL import Image
 
 from vitscale.errors import DataError
 from vitscale.files.digests import file_digests
-from vitscale.shards import ShardFile, StoredSample, jpeg, write_shard
+from vitscale.images import decode
+from vitscale.shards import ShardFile, StoredSample, write_shard
 from vitscale.shards.beton import DEFAULT_PAGE_BYTES, expected_bytes
 
 HEADER_BYTES, FIELD_BYTES, ROW_BYTES = 24, 1041, 40
@@ -88,7 +89,7 @@ def test_stock_ffcv_reads_it(tmp_path, labels, monkeypatch):
     for batch in loader:
         for image, label, uid, crc, *more in zip(*(part.numpy() for part in batch), strict=True):
             sample = samples[seen]
-            assert np.array_equal(image, jpeg.decode(sample.image, 24, 32)[1])
+            assert np.array_equal(image, decode(sample.image, 24, 32)[1])
             assert (label, uid, crc) == (sample.label, sample.uid, google_crc32c.value(sample.image))
             assert not labels or more[0].tobytes() == sample.labels.tobytes()
             seen += 1

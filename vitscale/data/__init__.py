@@ -6,10 +6,8 @@ from vitscale.data.device import on_device, to_model_input
 from vitscale.data.loader import Loader
 from vitscale.data.order import ORDER_VERSION, EvalOrder, TrainOrder
 from vitscale.data.settings import Reading
-from vitscale.data.view import LIBJPEG_TURBO_VERSION
 
 __all__ = [
-    "LIBJPEG_TURBO_VERSION",
     "ORDER_VERSION",
     "Batch",
     "EvalOrder",

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numba import njit
 
+from vitscale import native
 from vitscale.data.hashing import combine, mix
 from vitscale.recipe import Crop
 
-_ATTEMPTS = 100
 _CROP, _FLIP, _TOP, _LEFT = 3, 4, 6, 7  # what a hash is for
 
 
@@ -123,48 +122,9 @@ def inception_crop(
     axis; we do). After 100 draws that do not fit, the whole picture.
     """
     boxes = np.empty((len(keys), 4), np.int32)
-    _inception_crop(
-        keys, heights.astype(np.int64), widths.astype(np.int64), area[0], area[1], aspect[0], aspect[1], boxes
-    )
+    keys = np.ascontiguousarray(keys, np.uint64)
+    heights, widths = np.ascontiguousarray(heights, np.int64), np.ascontiguousarray(widths, np.int64)
+    assert keys.shape == heights.shape == widths.shape == (len(boxes),)
+    addresses = (column.ctypes.data for column in (keys, heights, widths))
+    native.load().vitscale_inception_crop(len(boxes), *addresses, *area, *aspect, boxes.ctypes.data)
     return boxes
-
-
-@njit(nogil=True, cache=True)
-def _draw(key, counter):
-    """Uniform in [0, 1): draw number `counter` of the sample with this key."""
-    z = key + (counter + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z = z ^ (z >> np.uint64(31))
-    return np.float64(z >> np.uint64(11)) * 2.0**-53
-
-
-@njit(nogil=True, cache=True)
-def _inception_crop(keys, heights, widths, min_area, max_area, min_aspect, max_aspect, boxes):
-    for b in range(len(keys)):
-        height, width = heights[b], widths[b]
-        boxes[b, 0], boxes[b, 1], boxes[b, 2], boxes[b, 3] = 0, 0, height, width
-        low, high = min_area * height * width, max_area * height * width
-        for attempt in range(_ATTEMPTS):
-            counter = np.uint64(4 * attempt)
-            aspect = min_aspect + (max_aspect - min_aspect) * _draw(keys[b], counter)
-            shortest = int(np.rint(np.sqrt(low / aspect)))
-            tallest = min(int(np.rint(np.sqrt(high / aspect))), height)
-            while tallest > 0 and int(np.rint(tallest * aspect)) > width:
-                tallest -= 1
-            shortest = min(shortest, tallest)
-            h = shortest + int(_draw(keys[b], counter + np.uint64(1)) * (tallest - shortest + 1))
-            w = int(np.rint(h * aspect))
-            # Rounding to whole pixels can leave the range by a row.
-            if h * w < low:
-                h += 1
-                w = int(np.rint(h * aspect))
-            elif h * w > high:
-                h -= 1
-                w = int(np.rint(h * aspect))
-            if h < 1 or w < 1 or h > height or w > width or h * w < low or h * w > high:
-                continue
-            boxes[b, 0] = int(_draw(keys[b], counter + np.uint64(2)) * (height - h + 1))
-            boxes[b, 1] = int(_draw(keys[b], counter + np.uint64(3)) * (width - w + 1))
-            boxes[b, 2], boxes[b, 3] = h, w
-            break

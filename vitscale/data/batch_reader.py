@@ -16,11 +16,11 @@ from vitscale.data.batch import Batch
 from vitscale.data.buffers import Buffers
 from vitscale.data.crew import Activity
 from vitscale.data.hashing import combine, mix
-from vitscale.data.kernel import CRC_MISMATCH, NO_MEMORY, OK, SIZE_MISMATCH, decode_slice
 from vitscale.data.open_shards import OpenedShard, OpenShards
 from vitscale.data.order import EvalOrder, TrainOrder
 from vitscale.data.settings import Reading
 from vitscale.errors import DataError, StorageError
+from vitscale.images import CRC_MISMATCH, NO_MEMORY, OK, WRONG_SIZE, decode_slice
 
 _SLICE_SAMPLES = 16  # of 224 px: what is decoded is still in the cache of the core when its digest is taken
 _CHECK = 5  # what a hash is for
@@ -307,7 +307,7 @@ class BatchReader:
     def _problem(self, samples: Samples, row: int, status: int) -> DataError:
         what = {
             CRC_MISMATCH: "its bytes do not match their checksum",
-            SIZE_MISMATCH: "its picture is not of the height and width that the shard states",
+            WRONG_SIZE: "its picture is not of the height and width that the shard states",
         }.get(status, "the decoder refused it")
         return self._damaged(samples, row, what)
 

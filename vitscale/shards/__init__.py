@@ -1,7 +1,6 @@
 """Datasets on disk: shards, their manifest and their checksums. Written by `data_tools`, read by `vitscale.data`.
 
-The decoder is in `vitscale.shards.jpeg`, imported where images are decoded: reading a manifest needs no FFCV. Tables of
-provenance are in `vitscale.shards.provenance`, which loads pyarrow; training needs none.
+Tables of provenance are in `vitscale.shards.provenance`, which loads pyarrow; training needs none.
 """
 
 from vitscale.shards.beton import (
@@ -13,7 +12,6 @@ from vitscale.shards.beton import (
     field_names,
     write_shard,
 )
-from vitscale.shards.checksums import crc32c, crc32c_of
 from vitscale.shards.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSIONS,
@@ -42,8 +40,6 @@ __all__ = [
     "ShardStats",
     "StoredChecksums",
     "StoredSample",
-    "crc32c",
-    "crc32c_of",
     "field_names",
     "schema_version_of",
     "write_shard",

@@ -27,7 +27,7 @@ import numpy as np
 
 from vitscale.errors import DataError
 from vitscale.files.durable import durable_file
-from vitscale.shards.checksums import crc32c_of
+from vitscale.images import crc32c
 
 DEFAULT_CAPACITY = 8192
 DEFAULT_PAGE_BYTES = 8 << 20
@@ -185,7 +185,7 @@ def _write(file: BinaryIO, samples: Iterable[StoredSample], capacity: int, path:
         file.seek(position)
         file.write(sample.image)
         file.write(labels)
-        rows.append((sample.height, sample.width, sample.label, sample.uid, crc32c_of(sample.image)))
+        rows.append((sample.height, sample.width, sample.label, sample.uid, crc32c(sample.image)))
         image_sizes.append(len(sample.image))
         label_sizes.append(len(labels))
         positions.append(position)

@@ -1,6 +1,5 @@
 """The first samples of a dataset, to be looked at: their facts, and a contact sheet of their pictures."""
 
-import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, sqrt
@@ -8,6 +7,7 @@ from math import ceil, sqrt
 from PIL import Image, ImageDraw, ImageFont
 
 from vitscale.errors import DataError
+from vitscale.images import OK, decode
 from vitscale.shards.manifest import Manifest
 from vitscale.shards.opening import OpenShard, open_shard
 from vitscale.shards.raw import raw_to_rgb
@@ -104,16 +104,10 @@ def _picture(shard: OpenShard, slot: int, stored: bytes) -> Image.Image:
     if shard.file.raw[slot]:
         picture = Image.fromarray(raw_to_rgb(stored, int(shard.file.height[slot]), int(shard.file.width[slot])))
     else:
-        picture = _decoded(stored, shard.name(slot))
+        status, pixels = decode(stored, int(shard.file.height[slot]), int(shard.file.width[slot]))
+        if status != OK:
+            raise DataError(f"{shard.file.path}: {shard.name(slot)} does not decode cleanly")
+        picture = Image.fromarray(pixels)
     scale = _SIDE / max(picture.size)
     size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
     return picture.resize(size, Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST)
-
-
-def _decoded(jpeg: bytes, name: str) -> Image.Image:
-    try:
-        with Image.open(io.BytesIO(jpeg)) as image:
-            image.draft("RGB", (2 * _SIDE, 2 * _SIDE))  # decodes large ones at a fraction of their size
-            return image.convert("RGB")
-    except Exception as error:  # Pillow raises nearly anything on damaged files
-        raise DataError(f"{name}: cannot be decoded ({error})") from error

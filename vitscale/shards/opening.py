@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from vitscale.errors import DataError
+from vitscale.images import crc32c
 from vitscale.shards.beton import NO_LABEL, ShardFile
-from vitscale.shards.checksums import crc32c_of
 from vitscale.shards.foreign import ForeignShard
 from vitscale.shards.manifest import Manifest
 from vitscale.shards.provenance import provenance_path, read_provenance
@@ -43,7 +43,7 @@ class OpenShard:
     def image(self, slot: int) -> bytes:
         """The stored image of a slot, checked. Raises DataError if it is damaged."""
         content = self.file.read(slot)
-        if crc32c_of(content) != int(self.file.crc[slot]):
+        if crc32c(content) != int(self.file.crc[slot]):
             raise DataError(
                 f"{self.file.path}: {self.name(slot)} is damaged; `vitscale shards verify` finds all that is"
             )

@@ -8,12 +8,10 @@ from io import FileIO
 
 import numpy as np
 import xxhash
-from numba import njit
 
 from vitscale.files.digests import FileDigests
+from vitscale.images import OK, check, crc32c, states_size
 from vitscale.shards.beton import ShardFile
-from vitscale.shards.checksums import crc32c
-from vitscale.shards.jpeg_header import has_size
 
 _BLOCK_BYTES = 8 << 20
 
@@ -46,7 +44,7 @@ def scan(shard: ShardFile, decode: bool = False, progress: Callable[[int], None]
         decode: decode every image as well.
         progress: told the number of bytes read, now and then.
 
-    Raises OSError, or RecipeError if FFCV is needed but not there.
+    Raises OSError, and RecipeError as `vitscale.images` does.
     """
     order = np.argsort(shard.offset, kind="stable")
     ends = (shard.offset + shard.size)[order]
@@ -65,11 +63,13 @@ def scan(shard: ShardFile, decode: bool = False, progress: Callable[[int], None]
             whole = int(np.searchsorted(ends, total, side="right"))
             slots = order[done:whole]
             starts = shard.offset[slots] - start
-            data = np.frombuffer(buffer, np.uint8)
-            _look_at(data, starts, slots, shard.size, shard.height, shard.width, shard.raw, crc, is_sized)
-            if status is not None:
-                for slot, at in zip(slots.tolist(), starts.tolist(), strict=True):
-                    status[slot] = _decode(shard, slot, data[at : at + int(shard.size[slot])])
+            for slot, at in zip(slots.tolist(), starts.tolist(), strict=True):
+                image = buffer[at : at + int(shard.size[slot])]
+                size = int(shard.height[slot]), int(shard.width[slot])
+                crc[slot] = crc32c(image)
+                is_sized[slot] = shard.raw[slot] or states_size(image, *size)
+                if status is not None:
+                    status[slot] = OK if shard.raw[slot] else check(image, *size)
             done = whole
             # What has begun goes to the front, and the rest of it behind.
             kept, needed = total, 0
@@ -83,17 +83,3 @@ def scan(shard: ShardFile, decode: bool = False, progress: Callable[[int], None]
             if progress is not None:
                 progress(total)
     return Scan(FileDigests(total, sha256.hexdigest(), xxh3.hexdigest()), crc, is_sized, status)
-
-
-@njit(nogil=True, cache=True)
-def _look_at(data, starts, slots, sizes, heights, widths, raw, crc, is_sized):
-    for i in range(len(slots)):
-        start, slot = starts[i], slots[i]
-        crc[slot] = crc32c(data, start, sizes[slot])
-        is_sized[slot] = raw[slot] or has_size(data, start, sizes[slot], heights[slot], widths[slot])
-
-
-def _decode(shard: ShardFile, slot: int, image: np.ndarray) -> int:
-    from vitscale.shards.jpeg import decode  # loads FFCV's library
-
-    return 0 if shard.raw[slot] else decode(image, int(shard.height[slot]), int(shard.width[slot]))[0]

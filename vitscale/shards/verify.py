@@ -104,7 +104,7 @@ def verify(
 
     Raises:
         StorageError: a URL that does not answer, which says nothing about what it holds.
-        RecipeError: FFCV is not installed, but images are to be decoded.
+        RecipeError: as `vitscale.images` does.
     """
     verdict = Verdict(decode)
     last_uid = -1

@@ -34,7 +34,7 @@ from vitscale.status.liveness import Signs, State, judge
 from vitscale.status.summary import Anomalies, Best, Evaluation, Restarts, RunStatus, Saved
 from vitscale.storage import is_url, without_secrets
 
-_MANIFEST = "manifest.json"  # that of shards.manifest, which brings numba along
+_MANIFEST = "manifest.json"  # that of shards.manifest, which brings NumPy along
 _SIGNS_OF_A_RUN = (RECIPE_FILE, METRICS_FILE, LAUNCH_FILE, DONE_FILE, CHECKPOINTS)
 _STEP_TIMEOUT_S = 600.0  # where no recipe says `check.step_timeout_s`
 _SHOWN_RESTARTS = 5

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vitscale.checkpoint import CheckpointReader, Index
-from vitscale.data import LIBJPEG_TURBO_VERSION
 from vitscale.errors import CheckpointError
 from vitscale.evaluation.finished import trained_recipe
+from vitscale.native import libjpeg_turbo_version
 from vitscale.ranks import on_rank_zero
 from vitscale.recipe import Recipe
 from vitscale.runs import directory as run_directory
@@ -30,10 +30,11 @@ def checkpoint_to_resume(
     if reader is not None:
         _check_same_data(reader.index, plan, saves.store.root)
         run_directory.check_recipe(trained_recipe(reader), recipe, f"{reader.folder}")
-        decoder = reader.index.versions.get("libjpeg_turbo", LIBJPEG_TURBO_VERSION)
-        if decoder != LIBJPEG_TURBO_VERSION:
+        ours = libjpeg_turbo_version()
+        decoder = reader.index.versions.get("libjpeg_turbo", ours)
+        if decoder != ours:
             say(
-                f"WARNING: images were decoded by libjpeg-turbo {decoder} so far, and are by {LIBJPEG_TURBO_VERSION} "
+                f"WARNING: images were decoded by libjpeg-turbo {decoder} so far, and are by {ours} "
                 f"from here on: pixels may differ in their last bits"
             )
     elif (run_dir / METRICS_FILE).exists():

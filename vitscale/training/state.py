@@ -9,7 +9,8 @@ import torch
 
 import vitscale
 from vitscale.checkpoint import EMA, MASTER, Index
-from vitscale.data import LIBJPEG_TURBO_VERSION, ORDER_VERSION, Batch
+from vitscale.data import ORDER_VERSION, Batch
+from vitscale.native import libjpeg_turbo_version
 from vitscale.recipe import Recipe
 from vitscale.training.anomalies import AnomalyRecord
 from vitscale.training.learner import Learner
@@ -61,7 +62,7 @@ def make_index(state: RunState, recipe: Recipe, plan: Plan, learner: Learner, wo
             "torch": torch.__version__,
             "deepspeed": deepspeed.__version__,
             "python": platform.python_version(),
-            "libjpeg_turbo": LIBJPEG_TURBO_VERSION,
+            "libjpeg_turbo": libjpeg_turbo_version(),
         },
         selection=state.selection.state(),
         anomalies=state.anomalies.state(),

@@ -1,0 +1,109 @@
+"""One verdict on an image: conversion passes through what verification finds clean and training decodes."""
+
+import io
+
+import google_crc32c
+import numpy as np
+import pytest
+from damaged_jpegs import HEIGHT, WIDTH, damaged_jpegs, small_jpegs
+from PIL import Image
+from views import kernel_views
+
+from data_tools.images import Reject, StoredImage, store_image
+from vitscale.images import OK, WRONG_SIZE, check, decode, read_header, states_size
+from vitscale.shards import ShardFile, StoredSample, write_shard
+from vitscale.shards.scan import scan
+
+
+def stated_size(jpeg, height, width):
+    """Of its header, as far as a shard can state it; these where it has none."""
+    try:
+        header = read_header(jpeg)
+    except ValueError:
+        header = None
+    return (header.height, header.width) if header and header.height * header.width else (height, width)
+
+
+def verdicts(jpegs, path):
+    """Statuses of the files as they are, in a shard that states the size of their headers: of `check`, of verification,
+    and of training, whole and halved."""
+    sizes = [stated_size(jpeg, HEIGHT, WIDTH) for jpeg in jpegs]
+    samples = [StoredSample(jpeg, *size, 0, uid) for uid, (jpeg, size) in enumerate(zip(jpegs, sizes, strict=True))]
+    write_shard(path, samples, len(samples))
+    with ShardFile(path) as shard:
+        verified = scan(shard, decode=True)
+        assert verified.crc.tolist() == [google_crc32c.value(jpeg) for jpeg in jpegs]
+    checked = [check(jpeg, *size) for jpeg, size in zip(jpegs, sizes, strict=True)]
+    trained = {
+        (side, may_scale): [
+            int(kernel_views(jpeg, *size, [(0, 0, *size)], side, may_scale=may_scale)[0][0])
+            for jpeg, size in zip(jpegs, sizes, strict=True)
+        ]
+        for side, may_scale in ((16, False), (8, True))
+    }
+    return sizes, checked, verified, trained
+
+
+def compare(jpegs, path):
+    """How many of the files are good; fails where anybody disagrees."""
+    sizes, checked, verified, trained = verdicts(jpegs, path)
+    assert verified.status.tolist() == checked
+    assert all(found == checked for found in trained.values())
+    # Without decoding: never wrong about a good one, and a size that is not stated is none for the decoder either.
+    is_sized = verified.is_sized.tolist()
+    assert all(sized for sized, status in zip(is_sized, checked, strict=True) if status == OK)
+    assert all(status != OK for sized, status in zip(is_sized, checked, strict=True) if not sized)
+    rng = np.random.default_rng(0)
+    for jpeg, (height, width), status in zip(jpegs, sizes, checked, strict=True):
+        stored = store_image(jpeg)
+        if isinstance(stored, StoredImage):  # passed through or written anew: what is stored is good
+            if stored.passed_through:
+                assert stored.jpeg == jpeg and np.array_equal(decode(jpeg, height, width)[1], stored.pixels)
+            assert check(stored.jpeg, stored.height, stored.width) == OK
+        assert (isinstance(stored, StoredImage) and stored.passed_through) == (status == OK and is_upright(jpeg))
+        if status == OK:  # no view of a good image is refused
+            h, w = rng.integers(1, height + 1), rng.integers(1, width + 1)
+            box = (rng.integers(0, height - h + 1), rng.integers(0, width - w + 1), h, w)
+            assert kernel_views(jpeg, height, width, [box], 4)[0].tolist() == [OK]
+            assert decode(jpeg, height, width)[0] == decode(jpeg, height, width, exact=True)[0] == OK
+    return checked.count(OK)
+
+
+def is_upright(jpeg):
+    """By Pillow, which alone reads what a camera says of how it was held; where it reads nothing, so it is taken."""
+    header = read_header(jpeg)
+    if header is None or not header.has_exif:
+        return True
+    try:
+        with Image.open(io.BytesIO(jpeg)) as image:
+            return image.getexif().get(0x0112, 1) in (0, 1) and image.size == (header.width, header.height)
+    except Exception:
+        return False
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_of_damaged_files(tmp_path):
+    files = [jpeg for jpeg in damaged_jpegs(10_010) if jpeg]  # a shard holds no empty ones
+    assert len(files) >= 10_000
+    good = compare(files, tmp_path / "shard.beton")
+    assert 500 < good < 5000  # enough of both
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_of_real_files(data_root, tmp_path):
+    files = [path.read_bytes() for path in sorted((data_root / "oddities" / "files").iterdir())]
+    files = [file for file in files if file.startswith(b"\xff\xd8")]
+    assert compare(files, tmp_path / "shard.beton") >= 12
+
+
+def test_of_sound_files(tmp_path):
+    kinds = small_jpegs()
+    assert compare(list(kinds.values()), tmp_path / "shard.beton") == len(kinds) - 1  # all but CMYK
+
+
+def test_of_files_that_are_no_jpegs(tmp_path):
+    """Such a file never gets into a shard as it is; if it were there, nobody would take it for an image."""
+    sound = small_jpegs()["4:2:0"]
+    for content in (b"\0", b"\xff\xd8", sound[2:], sound[:-2], b"\x89PNG\r\n\x1a\n" + sound):
+        assert check(content, HEIGHT, WIDTH) not in (OK, WRONG_SIZE) and not states_size(content[:20], HEIGHT, WIDTH)
+        assert isinstance(store_image(content), Reject)

@@ -1,0 +1,64 @@
+"""What of vitscale is compiled, from the C files in this folder: found, loaded and checked, without torch or NumPy."""
+
+import ctypes
+from ctypes import POINTER, c_double, c_int, c_int64, c_uint32, c_uint64, c_void_p
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+from vitscale.errors import RecipeError
+
+_VERSION = 3  # of the C files: a checkout may be newer than what was compiled in it
+_BUILD = "sudo apt-get install -y gcc libjpeg-dev && pip install --editable ."
+_FOLDER = Path(__file__).parent
+
+
+class Header(ctypes.Structure):
+    """The C struct of this name."""
+
+    _fields_ = [(name, ctypes.c_int32) for name in ("marker", "precision", "height", "width")] + [
+        (name, ctypes.c_int32) for name in ("has_exif", "two_frames", "is_endless")
+    ]
+
+
+_ARRAY = c_void_p
+# Arguments and result of each function, in C's order. Calls release the interpreter's lock for as long as they take.
+_FUNCTIONS = {
+    "vitscale_libjpeg_turbo_version": ([], c_int),
+    "vitscale_crc32c": ([_ARRAY, c_uint64], c_uint32),
+    "vitscale_crc32c_by_tables": ([_ARRAY, c_uint64], c_uint32),
+    "vitscale_header": ([_ARRAY, c_uint64, POINTER(Header)], c_int),
+    "vitscale_decode": ([_ARRAY, c_uint64, c_int64, c_int64, c_int, _ARRAY], c_int),
+    "vitscale_encode": ([_ARRAY, c_int64, c_int64, c_int, _ARRAY, POINTER(c_uint64)], c_int),
+    "vitscale_decode_slice": ([_ARRAY, c_int64, c_int64, *[_ARRAY] * 9, c_int, _ARRAY, c_int64, _ARRAY], None),
+    "vitscale_inception_crop": ([c_int64, *[_ARRAY] * 3, *[c_double] * 4, _ARRAY], None),
+}
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The library, its functions declared. Raises RecipeError where it was not compiled, or from other C files."""
+    found = [library for suffix in EXTENSION_SUFFIXES if (library := _FOLDER / f"_images{suffix}").is_file()]
+    if not found:
+        raise RecipeError(f"the part of vitscale that decodes images is not compiled. Build it with: {_BUILD}")
+    try:
+        loaded = ctypes.CDLL(str(found[0]))
+        version = loaded.vitscale_version()
+        for name, (arguments, result) in _FUNCTIONS.items() if version == _VERSION else ():
+            function = getattr(loaded, name)
+            function.argtypes, function.restype = arguments, result
+    except (OSError, AttributeError) as error:
+        raise RecipeError(f"{found[0]} cannot be loaded ({error}). Build it anew with: {_BUILD}") from error
+    if version != _VERSION:
+        raise RecipeError(f"{found[0]} was compiled from another version of its C files. Build it anew with: {_BUILD}")
+    return loaded
+
+
+@cache
+def libjpeg_turbo_version() -> str:
+    """The version of libjpeg-turbo that images are decoded with, as "2.1.5". Raises RecipeError as `load` does.
+
+    Pixels are promised to be the same for one version.
+    """
+    number = load().vitscale_libjpeg_turbo_version()
+    return f"{number // 1_000_000}.{number // 1_000 % 1_000}.{number % 1_000}"
