@@ -4,6 +4,7 @@
 #              TESTS=tests/flops runs these alone
 # make test-cluster   runs over two hosts and under a real Slurm, on this machine; root, installs what they need (apt)
 # make architecture   the map in docs/architecture.md anew, from the first lines of the modules
+# make sanitize   the C files under gcc's address and undefined-behaviour sanitizers, on COUNT damaged JPEGs
 # make chaos   half an hour of random faults, compared to the last bit with the same run left in peace
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -14,7 +15,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --max-worker-restart 0 -
 READY := .venv/.ready
 READY_FOR_TESTS := .venv/.ready-for-tests
 
-.PHONY: setup setup-tests demo test test-all test-cluster architecture chaos lint clean
+.PHONY: setup setup-tests demo test test-all test-cluster architecture sanitize chaos lint clean
 
 setup: $(READY)
 
@@ -48,6 +49,13 @@ test-cluster: $(READY_FOR_TESTS)
 
 architecture: $(READY_FOR_TESTS)
 	@$(BIN)/python tests/test_architecture.py
+
+sanitize: $(READY_FOR_TESTS)
+	@out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && \
+		gcc -g -O1 -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all -Ivitscale/native \
+			vitscale/native/*.c tests/images/fuzz_images.c -ljpeg -lm -o $$out/fuzz_images && \
+		$(BIN)/python tests/damaged_jpegs.py $$out/jpegs $(or $(COUNT),10000) && \
+		find $$out/jpegs -type f -print0 | xargs -0 -n 2000 $$out/fuzz_images
 
 chaos: $(READY_FOR_TESTS)
 	@out=$$(mktemp -d) && echo "logs in $$out" && \

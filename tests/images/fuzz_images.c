@@ -1,0 +1,110 @@
+/* Whatever the bytes of a file are: no read or write outside of its memory, and one verdict however it is asked for.
+ *
+ * With libFuzzer:   clang -g -O1 -DLIBFUZZER -fsanitize=fuzzer,address,undefined -Ivitscale/native
+ *                       vitscale/native/[*].c tests/images/fuzz_images.c -ljpeg -lm -o fuzz && ./fuzz CORPUS
+ * Without, and for AFL, it looks at the files that it is given: `make sanitize`. A first corpus: tests/damaged_jpegs.py.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "images.h"
+
+uint32_t vitscale_crc32c_by_tables(const uint8_t *data, uint64_t size);
+void vitscale_decode_slice(const uint8_t *stored, int64_t stored_bytes, int64_t count, const int64_t *starts,
+                           const int64_t *sizes, const uint32_t *crcs, const uint8_t *checked, const uint8_t *raw,
+                           const int64_t *heights, const int64_t *widths, const int32_t *boxes, const uint8_t *flips,
+                           int may_scale, uint8_t *out, int64_t side, int32_t *status);
+
+enum { SLICE = 6, MAX_PIXELS = 1 << 20 };
+
+static void require(int holds, const char *what) {
+    if (holds) return;
+    fprintf(stderr, "%s\n", what);
+    abort();
+}
+
+/* Memory of exactly so many bytes, so that one more is found. */
+static uint8_t *exactly(size_t size) {
+    uint8_t *memory = malloc(size ? size : 1);
+    require(memory != NULL, "no memory");
+    return memory;
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    uint8_t *file = exactly(size);
+    if (size) memcpy(file, data, size);
+    const uint32_t crc = vitscale_crc32c(file, size);
+    require(crc == vitscale_crc32c_by_tables(file, size), "two checksums");
+
+    Header header;
+    vitscale_header(file, size, &header);
+    int64_t height = header.height, width = header.width;
+    if (height * width == 0 || height * width > MAX_PIXELS) height = 40, width = 56;
+    const size_t bytes = (size_t)(height * width * 3);
+    uint8_t *fast = exactly(bytes), *slow = exactly(bytes);
+    const int status = vitscale_decode(file, size, height, width, 0, fast);
+    require(status == vitscale_decode(file, size, height, width, 1, slow), "the exact DCT has another verdict");
+    require(status == vitscale_decode(file, size, height, width, 0, NULL), "without pixels there is another verdict");
+
+    /* What is shown depends on the bytes: a fuzzer finds its way. The last one is stored as pixels. */
+    uint32_t drawn = crc;
+    const int64_t side = 1 + drawn % 40;
+    int64_t starts[SLICE], sizes[SLICE], heights[SLICE], widths[SLICE];
+    uint32_t crcs[SLICE];
+    uint8_t checked[SLICE], raw[SLICE] = {0}, flips[SLICE];
+    int32_t boxes[SLICE][4], statuses[SLICE] = {0};
+    for (int i = 0; i < SLICE; i++) {
+        starts[i] = 0, sizes[i] = (int64_t)size, heights[i] = height, widths[i] = width, crcs[i] = crc;
+        checked[i] = flips[i] = i % 2;
+        drawn = drawn * 1664525u + 1013904223u;
+        const int64_t h = i ? 1 + drawn % height : height, w = i ? 1 + (drawn >> 8) % width : width;
+        boxes[i][0] = (int32_t)((drawn >> 4) % (height - h + 1)), boxes[i][2] = (int32_t)h;
+        boxes[i][1] = (int32_t)((drawn >> 12) % (width - w + 1)), boxes[i][3] = (int32_t)w;
+    }
+    boxes[3][drawn % 4] = (int32_t)drawn;       /* any box, */
+    starts[4] = (int64_t)(drawn % (size + 2)); /* and any place */
+    raw[5] = 1;
+    for (int may_scale = 0; may_scale < 2; may_scale++) {
+        uint8_t *out = exactly((size_t)(SLICE * side * side * 3));
+        memset(statuses, 0, sizeof statuses);
+        vitscale_decode_slice(file, (int64_t)size, SLICE, starts, sizes, crcs, checked, raw, heights, widths, boxes[0],
+                              flips, may_scale, out, side, statuses);
+        require(statuses[0] == status, "a view of the whole has another verdict");
+        for (int i = 1; i < 3; i++) require(status != OK || statuses[i] == OK, "a view of a good image is refused");
+        free(out);
+    }
+    if (status == OK) {
+        uint64_t room = 6 * (uint64_t)((height + 7) / 8 * 8) * (uint64_t)((width + 7) / 8 * 8) + 2048;
+        uint8_t *written = exactly(room);
+        require(vitscale_encode(slow, height, width, 95, written, &room) == OK, "an image is not written");
+        require(vitscale_decode(written, room, height, width, 0, fast) == OK, "what was written is refused");
+        room /= 2;
+        uint8_t *smaller = exactly(room);
+        require(vitscale_encode(slow, height, width, 95, smaller, &room) == REFUSED, "a file is larger than its room");
+        free(smaller);
+        free(written);
+    }
+    free(slow);
+    free(fast);
+    free(file);
+    return 0;
+}
+
+#ifndef LIBFUZZER
+int main(int count, char **paths) {
+    for (int i = 1; i < count; i++) {
+        FILE *input = fopen(paths[i], "rb");
+        require(input != NULL && fseek(input, 0, SEEK_END) == 0, paths[i]);
+        const size_t size = (size_t)ftell(input);
+        rewind(input);
+        uint8_t *content = exactly(size);
+        require(fread(content, 1, size, input) == size, paths[i]);
+        fclose(input);
+        LLVMFuzzerTestOneInput(content, size);
+        free(content);
+    }
+    printf("%d files: nothing found\n", count - 1);
+    return 0;
+}
+#endif

@@ -1,0 +1,31 @@
+"""The C files under gcc's sanitizers, on damaged files: no access outside of memory, nothing undefined, one verdict.
+
+`make sanitize` does the same on more files.
+"""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from damaged_jpegs import damaged_jpegs, small_jpegs
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+
+def test_nothing_is_found(tmp_path, data_root):
+    sources = [*sorted((REPOSITORY / "vitscale" / "native").glob("*.c")), Path(__file__).parent / "fuzz_images.c"]
+    sanitizers = ["-g", "-O1", "-ffp-contract=off", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    include = f"-I{REPOSITORY / 'vitscale' / 'native'}"
+    program = tmp_path / "fuzz_images"
+    command = ["gcc", *sanitizers, "-Wall", "-Wextra", "-Werror", include, *map(str, sources), "-ljpeg", "-lm"]
+    built = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True, check=False)
+    if "asan" in built.stderr and "cannot find" in built.stderr:
+        pytest.skip("gcc has no sanitizers here")
+    assert built.returncode == 0, built.stderr
+    paths = [path for path in sorted((data_root / "oddities" / "files").iterdir()) if path.suffix == ".jpg"]
+    for number, content in enumerate([*small_jpegs().values(), *damaged_jpegs(1000), b"", b"\xff", b"\xff\xd8"]):
+        paths.append(tmp_path / f"{number}.jpg")
+        paths[-1].write_bytes(content)
+    done = subprocess.run([str(program), *map(str, paths)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{len(paths)} files: nothing found\n"
