@@ -1,5 +1,6 @@
 """What must hold for every registered model, by construction."""
 
+import copy
 from functools import cache
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from models.small_models import AUTHORS_COUNTS, build, computable, count, images, on_meta, with_values
 
 from vitscale.families import REGISTRY, ResNetShape, Shape, ViTShape, architecture
+from vitscale.models import compile_blocks
 
 # Convolution weights without the head in millions, as the authors' table has them.
 CONVOLUTIONS = {
@@ -167,10 +169,11 @@ FAMILIES = [
 def compiled_blocks_agree(name: str, options: dict, backend: str) -> None:
     model = with_values(build(architecture(name), image_size=SIZE, num_classes=7, **options))
     blocks = blocks_of(model)
-    for block, shape in (blocks[0], blocks[-1]):
-        torch._dynamo.reset()
+    ends = [(copy.deepcopy(block), block, shape) for block, shape in (blocks[0], blocks[-1])]
+    torch._dynamo.reset()
+    compile_blocks(model, backend)
+    for block, compiled, shape in ends:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        compiled = torch.compile(block, fullgraph=True, dynamic=False, backend=backend)
         results = []
         for run in (block, compiled):
             leaf = x.clone().requires_grad_()

@@ -38,10 +38,10 @@ def build_of_block(
     return family.of(block, image_size=image_size, num_classes=num_classes, checkpoint_every=checkpoint_every)
 
 
-def compile_blocks(model: Model) -> None:
+def compile_blocks(model: Model, backend: str = "inductor") -> None:
     """Have torch compile every block and residual unit by itself, once for all that are alike; names stay as they are.
 
-    Shapes are static: another batch size compiles anew.
+    Shapes are static: another batch size compiles anew. `backend` is torch's word.
     """
     from torch._dynamo import config  # imported by those who compile: it takes a second
 
@@ -54,4 +54,4 @@ def compile_blocks(model: Model) -> None:
     # Blocks share their code, by which torch counts. Units differ in shape, and each is one shape in training.
     config.recompile_limit = max(config.recompile_limit, len(blocks) + 8)
     for block in blocks:
-        block.compile(fullgraph=True, dynamic=False)
+        block.compile(fullgraph=True, dynamic=False, backend=backend)
