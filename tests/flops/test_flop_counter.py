@@ -20,6 +20,18 @@ SMALL = {"name": "ViT-Ti/16", "depth": 2}
 AXIAL = SMALL | {"attention": "axial"}
 STEM = {"name": "R50+ViT-B/16", "width": 64, "depth": 1, "mlp_dim": 96, "num_heads": 2, "blocks": [2, 1]}
 RESNET = {"name": "ResNet50", "blocks": [1, 2, 2]}
+ROPE = {"position": {"kind": "rope"}}
+MODERN = [
+    {"norm": "rms"},
+    {"mlp": "swiglu"},
+    {"qkv_bias": "no_key", "norm": "rms", "qk_norm": True},
+    {"qkv_bias": "none", "qk_norm": True},
+    {"layer_scale": 0.1, "attention": "axial"},
+    {"registers": 3, "class_position": False},
+    {"registers": 3, "pool": "mean", "position": {"kind": "2d"}},
+    {"registers": 3, "pool": "map", "norm": "rms", "mlp": "swiglu", **ROPE},
+    {"pool": "map", "attention": "axial", "head": "linear"},
+]
 # One of each kind, the shallow ones; all of them in `make test-all`.
 IN_EVERY_RUN = {
     *("ViT-Ti/16", "ViT-b/32", "ViT-B/8", "R+ViT-Ti/16", "R26+ViT-S/32", "R50+ViT-B/32"),
@@ -86,6 +98,11 @@ def test_positions(model, kind, at):
     check(recipe_of(model | {"position": {"kind": kind, "at": at}}, 64))
 
 
+@pytest.mark.parametrize("model", MODERN, ids=lambda model: "-".join(map(str, model.values())))
+def test_modern_parts(model):
+    check(recipe_of(SMALL | model, 64))
+
+
 @pytest.mark.parametrize("size", [64, 75, 81])
 @pytest.mark.parametrize("variant", ["v1", "v2"])
 @pytest.mark.parametrize("mixing", ["conv", "axial"])
@@ -117,6 +134,8 @@ def test_sizes_that_do_not_divide(model, size):
         SMALL | {"depth": 5},
         SMALL | {"dropout": 0.1},
         SMALL | {"pool": "mean", "position": {"kind": "relative"}},
+        SMALL | {"depth": 3, "drop_path": 0.5},
+        SMALL | {"layer_scale": 0.1, "mlp": "swiglu", "registers": 2, **ROPE},
         AXIAL,
         STEM | {"depth": 3},
         RESNET | {"variant": "v1"},

@@ -139,14 +139,13 @@ def test_recomputation_changes_no_gradient(name, largest):
     assert recomputation_is_exact(computable(name, largest))
 
 
-def blocks_of(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.Size]]:
-    """The first and last block of a model's encoder and stages, each with the shape of its input."""
-    seen: list[tuple[torch.nn.Module, torch.Size]] = []
+def blocks_of(model: torch.nn.Module) -> list[tuple[torch.nn.Module, tuple]]:
+    """The blocks of a model's encoder and stages, each with what it is given."""
+    seen: list[tuple[torch.nn.Module, tuple]] = []
     features = getattr(model, "features", None) or getattr(model, "stem", None)
     modules = [*(features.units() if features is not None else []), *getattr(model, "blocks", [])]
     hooks = [
-        module.register_forward_pre_hook(lambda module, inputs: seen.append((module, inputs[0].shape)))
-        for module in modules
+        module.register_forward_pre_hook(lambda module, inputs: seen.append((module, inputs))) for module in modules
     ]
     with torch.no_grad():
         model(images(SIZE))
@@ -163,21 +162,23 @@ FAMILIES = [
     ("R26+ViT-S/32", {}),
     ("ResNet50x1", {}),
     ("AxialResNet50", {}),
+    ("DINOv3-S/16", {"position": "rope", "drop_path": 0.3}),
 ]
 
 
 def compiled_blocks_agree(name: str, options: dict, backend: str) -> None:
     model = with_values(build(architecture(name), image_size=SIZE, num_classes=7, **options))
     blocks = blocks_of(model)
-    ends = [(copy.deepcopy(block), block, shape) for block, shape in (blocks[0], blocks[-1])]
+    ends = [(copy.deepcopy(block), block, inputs) for block, inputs in (blocks[0], blocks[-1])]
     torch._dynamo.reset()
     compile_blocks(model, backend)
-    for block, compiled, shape in ends:
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for block, compiled, (given, *others) in ends:
+        x = torch.randn(given.shape, generator=torch.Generator().manual_seed(0))
         results = []
         for run in (block, compiled):
             leaf = x.clone().requires_grad_()
-            run(leaf).square().sum().backward()
+            torch.manual_seed(0)
+            run(leaf, *others).square().sum().backward()
             results.append(leaf.grad)
         assert torch.allclose(*results, rtol=1e-3, atol=1e-3 * results[0].abs().max().item())
 

@@ -152,11 +152,13 @@ def reference(objective, images, order):
     return losses
 
 
-@pytest.mark.parametrize("pool", ["cls", "mean"])
+@pytest.mark.parametrize(
+    "model", [{"pool": "cls"}, {"pool": "mean"}, {"registers": 3}, {"registers": 3, "pool": "mean"}]
+)
 @pytest.mark.parametrize("share", [0.5, 0.15, 1.0])
 @pytest.mark.parametrize("target", TARGETS)
-def test_losses_equal_numpy(target, share, pool):
-    objective = made({"target": target, "share": share}, pool=pool)
+def test_losses_equal_numpy(target, share, model):
+    objective = made({"target": target, "share": share}, **model)
     images, plan = pictures(), objective.plan(keys())
     found = objective(to_model_input(images, torch.device("cpu"), torch.float32), torch.full((B,), -1), plan)
     assert found.per_sample.tolist() == pytest.approx(reference(objective, images, plan[0]), rel=2e-5)

@@ -24,11 +24,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "relative": {"position": {"kind": "relative"}},
     "2d-shared": {"position": {"kind": "2d", "at": "shared"}},
     "2d-every-layer": {"position": {"kind": "2d", "at": "every_layer"}},
+    "modern": {
+        **{"norm": "rms", "mlp": "swiglu", "qkv_bias": "no_key", "qk_norm": True, "layer_scale": 0.1, "registers": 2},
+        **{"pool": "map", "drop_path": 0.3, "position": {"kind": "rope"}},
+    },
 }
 # The stage that divides the parameters, beside an uninterrupted run of one that does not; `make test-all` runs all.
 STAGES = [pytest.param(stage, marks=[] if stage == 3 else pytest.mark.slow) for stage in range(4)]
 # The others differ from one of these in a detail: `make test-all` runs them too.
-IN_EVERY_RUN = {"resnet-v2", "hybrid"}
+IN_EVERY_RUN = {"resnet-v2", "hybrid", "modern"}
 OF_FAMILIES = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in FAMILIES]
 RECOMPUTED = {"activation_checkpointing": 1}
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import PlainSerializer, WrapValidator
 
-from vitscale.families.family import Model, Patches, Shape
+from vitscale.families.family import Model, Patches, Pool, Shape
 from vitscale.families.resnet import ResNet, ResNetShape
 from vitscale.families.vit import Position, ViT, ViTShape
 
@@ -15,8 +15,12 @@ REGISTRY = tuple(name for family in FAMILIES for name in family.names)
 DIMENSIONS = tuple(dict.fromkeys(key for family in FAMILIES for key in family.dimensions))
 """Keys of a model that replace a part of what its name says."""
 
+_OPTIONAL = tuple(key for family in FAMILIES for key in family.optional)
 UNSET: dict[str, Any] = dict.fromkeys(
-    ("name", *DIMENSIONS, "num_classes", "pool", "head", "head_bias", "dropout", "position")
+    (
+        *("name", *(key for key in DIMENSIONS if key not in _OPTIONAL)),
+        *("num_classes", "pool", "head", "head_bias", "dropout", "position"),
+    )
 ) | {"dropout": 0.0, "position": Position().model_dump()}
 """The keys that every resolved recipe has, in this order, as when all families shared one block; those that a family
 does not have are at these values, which it takes as well."""
@@ -58,7 +62,7 @@ def _validated(content: Any) -> Model:
         return ViT.model_validate(content)
     family = _family(content)
     own = dict(content)
-    for key, unset in UNSET.items():
+    for key, unset in (UNSET | dict.fromkeys(_OPTIONAL)).items():
         if key in own and key not in family.model_fields:
             value = own.pop(key)
             whole = unset | value if isinstance(unset, dict) and isinstance(value, dict) else value
@@ -79,6 +83,11 @@ def _family(content: dict[str, Any]) -> type[Model]:
 
 def _resolved(model: Model) -> dict[str, Any]:
     own = model.model_dump(mode="json", by_alias=True)
+    own = {
+        key: value
+        for key, value in own.items()
+        if key not in model.optional or value != type(model).model_fields[key].default
+    }
     return {key: own.get(key, value) for key, value in UNSET.items()} | own
 
 
@@ -93,6 +102,7 @@ __all__ = [
     "Model",
     "ModelBlock",
     "Patches",
+    "Pool",
     "Position",
     "ResNet",
     "ResNetShape",

@@ -13,7 +13,7 @@ from pydantic import Field
 from vitscale.block import Block
 from vitscale.operations import Operation
 
-Pool = Literal["cls", "mean"]
+Pool = Literal["cls", "mean", "map"]
 
 
 class Patches(NamedTuple):
@@ -49,6 +49,7 @@ class Model(Block):
         names: the models that `vitscale models` lists and the tests cover; more names of the same patterns are known.
         patterns: the names that are known, in words.
         dimensions: keys that replace a part of what the name says.
+        optional: keys that a resolved recipe has only where they are set.
     """
 
     implementation: ClassVar[str]
@@ -56,6 +57,7 @@ class Model(Block):
     names: ClassVar[tuple[str, ...]]
     patterns: ClassVar[str]
     dimensions: ClassVar[tuple[str, ...]]
+    optional: ClassVar[tuple[str, ...]] = ()
 
     name: str | None = Field(None, description="ViT-B/16, ResNet50x1, R50+ViT-B/16, ...: `vitscale models` lists them")
     num_classes: int | None = Field(
@@ -119,7 +121,7 @@ class Model(Block):
         return None
 
     def num_tokens(self, image_size: int) -> int | None:
-        """Tokens of one image, a class token included; None where there is a feature map instead."""
+        """Tokens of one image, a class token and registers included; None where there is a feature map instead."""
         return None
 
     def patches(self, image_size: int) -> Patches | None:

@@ -1,7 +1,8 @@
 """Vision Transformers: those of the paper (section 3.1), hybrids, axial models (appendix D.5), all positions (D.3).
 
 Transformer sizes Ti, S, B, L, H are the paper's (Table 1) and its follow-up's (Steiner et al., 2021); b is B with every
-width halved (the paper's Figure 4); g and G are those of "Scaling Vision Transformers" (Zhai et al., 2021).
+width halved (the paper's Figure 4); g and G are those of "Scaling Vision Transformers" (Zhai et al., 2021). DINOv2 is
+the form with four registers (Oquab et al., 2023; Darcet et al., 2024), DINOv3 that of Simeoni et al. (2025).
 
 Shape legend: n patches along one side, N patches, T tokens (N, or N + 1 with a class token), D width, K classes.
 """
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from vitscale.block import Block
 from vitscale.families.family import Model, Patches, Pool, complete
@@ -29,6 +30,23 @@ _SIZES = {
     "g": (1408, 40, 6144, 16),
     "G": (1664, 48, 8192, 16),
 }
+# The parts that all sizes of a name share.
+_PARTS: dict[str, dict[str, Any]] = {
+    "DINOv2": {"mlp": "exact_gelu", "layer_scale": 1e-5, "registers": 4},
+    "DINOv3": {
+        **{"mlp": "exact_gelu", "layer_scale": 1e-5, "registers": 4},
+        **{"norm_eps": 1e-5, "qkv_bias": "no_key"},
+    },
+}
+# (name, size) -> patch size, width, depth, mlp, heads, and the parts in which a size differs. With SwiGLU DINOv2 has
+# two thirds of 4 * width, rounded up to a multiple of 8, and DINOv3's 7B 2 * width.
+_DINO: dict[tuple[str, str], tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
+    **{
+        (name, size): ((patch, *_SIZES[size]), {}) for name, patch in (("DINOv2", 14), ("DINOv3", 16)) for size in "SBL"
+    },
+    ("DINOv2", "g"): ((14, 1536, 40, 4096, 24), {"mlp": "swiglu"}),
+    ("DINOv3", "7B"): ((16, 4096, 40, 8192, 32), {"mlp": "swiglu", "qkv_bias": "none"}),
+}
 # (name of the stem, pixels a token stands for) -> blocks of the stem, patch size on its feature map. At /16 the fourth
 # stage is gone and its blocks are in the third (section 4.1). The tiny R is a root without stages; in its published
 # name /16 is not what a token stands for, which is 32 pixels.
@@ -38,7 +56,8 @@ _STEMS = {
     ("R26", "32"): ((2, 2, 2, 2), 1),
     ("R", "16"): ((), 8),
 }
-_OF_EMBEDDINGS = re.compile(r"(stem|embedding|cls|pos_embedding)(\.|$)")
+_OF_PARTS = ("norm", "norm_eps", "mlp", "qkv_bias", "qk_norm", "layer_scale", "registers", "class_position")
+_OF_EMBEDDINGS = re.compile(r"(stem|embedding|cls|registers|pos_embedding)(\.|$)")
 _OF_BLOCK = re.compile(r"blocks\.(\d+)\.")
 
 
@@ -49,6 +68,13 @@ class ViTShape:
     `width` is the hidden size D, `mlp_dim` the hidden size of the MLP. `patch_size` P counts pixels, or in a hybrid,
     which has a `stem`, steps of its feature map. With `attention` axial each of the `depth` blocks is a row and a
     column block.
+
+    `norm` and `norm_eps` are those of every norm. `mlp` is the function of the hidden layer: GELU in its tanh form or
+    exact, or SwiGLU, whose first layer computes `mlp_dim` gates and as many values. `qkv_bias` says which of queries,
+    keys and values have a bias. `qk_norm` normalises the queries and keys of each head. `layer_scale` is the initial
+    value of a learned factor of every channel behind attention and MLP; None: there is none. `registers` are learned
+    tokens between the class token and the patches; no positions are added to them, and without `class_position` none
+    to the class token.
     """
 
     patch_size: int
@@ -58,6 +84,14 @@ class ViTShape:
     num_heads: int
     attention: Literal["full", "axial"] = "full"
     stem: ResNetShape | None = None
+    norm: Literal["layer", "rms"] = "layer"
+    norm_eps: float = 1e-6
+    mlp: Literal["gelu", "exact_gelu", "swiglu"] = "gelu"
+    qkv_bias: Literal["all", "no_key", "none"] = "all"
+    qk_norm: bool = False
+    layer_scale: float | None = None
+    registers: int = 0
+    class_position: bool = True
 
     def cut_size(self, image_size: int) -> int:
         """Side of what is cut into patches: the image, or the stem's feature map."""
@@ -77,23 +111,59 @@ class ViTShape:
         """Values in one patch: P * P * channels."""
         return self.patch_size**2 * (3 if self.stem is None else self.stem.channels)
 
+    def drop_path_of(self, index: int, of_last: float) -> float:
+        """Share of samples for which a branch of block `index` is left out: from 0, in equal steps, to the last's."""
+        return of_last * index / max(self.depth - 1, 1)
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a head's queries, keys and values."""
+        return self.width // self.num_heads
+
+    @property
+    def fc1_dim(self) -> int:
+        """Outputs of an MLP's first layer."""
+        return self.mlp_dim * (2 if self.mlp == "swiglu" else 1)
+
 
 class Position(Block):
-    """How positions are told to a Transformer, and where (appendix D.3); `relative` is told in every attention."""
+    """How positions are told to a Transformer, and where (appendix D.3); `relative` and `rope` are told in every
+    attention.
+    """
 
-    kind: Literal["none", "1d", "2d", "relative"] = Field(
+    kind: Literal["none", "1d", "2d", "relative", "rope"] = Field(
         "1d",
-        description="learned embeddings by patch (1d) or by row and column (2d), a learned bias by distance, or none",
+        description="learned embeddings by patch (1d) or by row and column (2d), a learned bias by distance, queries "
+        "and keys of patches rotated by row and column (rope), or none",
     )
     at: Literal["stem", "every_layer", "shared"] = Field(
         "stem", description="of 1d and 2d: before the first block, before every block, or the same before every block"
     )
 
+    base: float | None = Field(
+        None,
+        gt=1,
+        description="of rope, default 100: the slowest rotation is nearly so many times slower than the fastest",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_base(cls, content: Any) -> Any:
+        is_rope = isinstance(content, dict) and content.get("kind") == "rope"
+        return content | {"base": 100.0} if is_rope and content.get("base") is None else content
+
     @model_validator(mode="after")
-    def _somewhere(self) -> "Position":
-        if self.kind in ("none", "relative") and self.at != "stem":
+    def _possible(self) -> "Position":
+        if self.kind not in ("1d", "2d") and self.at != "stem":
             raise ValueError(f"at: {self.at} belongs to kind: 1d and 2d, and kind is {self.kind}")
+        if self.kind != "rope" and self.base is not None:
+            raise ValueError(f"base: {self.base:g} belongs to kind: rope, and kind is {self.kind}")
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_base(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Only rope has a base: what is resolved without is as before there was one."""
+        return {key: value for key, value in dump(self).items() if key != "base" or value is not None}
 
 
 class ViT(Model):
@@ -112,15 +182,20 @@ class ViT(Model):
         *("R+ViT-Ti/16", "R26+ViT-S/32", "R26+ViT-B/32"),
         *("R50+ViT-B/32", "R50+ViT-B/16", "R50+ViT-L/32", "R50+ViT-L/16"),
         *("Axial-ViT-B/32", "Axial-ViT-B/16"),
+        *("DINOv2-S/14", "DINOv2-B/14", "DINOv2-L/14", "DINOv2-g/14"),
+        *("DINOv3-S/16", "DINOv3-B/16", "DINOv3-L/16"),
     )
     patterns: ClassVar[str] = (
         f"ViT-SIZE/PATCH or Axial-ViT-SIZE/PATCH with SIZE one of {', '.join(_SIZES)}, "
-        f"{', '.join(f'{stem}+ViT-SIZE/{patch}' for stem, patch in _STEMS)}"
+        f"{', '.join(f'{stem}+ViT-SIZE/{patch}' for stem, patch in _STEMS)}, "
+        f"{', '.join(f'{name}-{size}/{sizes[0]}' for (name, size), (sizes, _) in _DINO.items())}"
     )
     dimensions: ClassVar[tuple[str, ...]] = (
         *("patch_size", "width", "depth", "mlp_dim", "num_heads", "attention"),
         *("blocks", "width_factor"),
+        *_OF_PARTS,
     )
+    optional: ClassVar[tuple[str, ...]] = (*_OF_PARTS, "drop_path")
 
     patch_size: int | None = Field(None, ge=1, le=8192, description="side of a patch in pixels")
     width: int | None = Field(None, ge=1, le=2**17, description="size of a token")
@@ -130,13 +205,52 @@ class ViT(Model):
     attention: Literal["full", "axial"] | None = Field(None, description="axial: row blocks and column blocks")
     blocks: Blocks = None
     width_factor: WidthFactor = None
+    norm: Literal["layer", "rms"] | None = Field(None, description="layer norm or RMS norm, default layer")
+    norm_eps: float | None = Field(
+        None, gt=0, lt=1, description="what keeps norms from dividing by zero, default 1e-6 (DINOv3: 1e-5)"
+    )
+    mlp: Literal["gelu", "exact_gelu", "swiglu"] | None = Field(
+        None,
+        description="function of an MLP's hidden layer, default gelu: in its tanh form; swiglu: mlp_dim gates and as "
+        "many values. For as many parameters as gelu mlp_dim is two thirds of gelu's: DINOv2 g rounds it up to a "
+        "multiple of 8, EVA-02 down",
+    )
+    qkv_bias: Literal["all", "no_key", "none"] | None = Field(
+        None,
+        description="which of queries, keys and values have a bias: all, no_key (not the keys) or none; default all",
+    )
+    qk_norm: bool | None = Field(None, description="normalise the queries and keys of each head; default false")
+    layer_scale: float | None = Field(
+        None, gt=0, le=1, description="initial value of a learned factor of each channel behind attention and MLP"
+    )
+    registers: int | None = Field(
+        None, ge=0, le=1024, description="learned tokens beside the class token, without positions; default 0"
+    )
+    class_position: bool | None = Field(
+        None, description="whether the class token has a position embedding as patches have; default true"
+    )
     pool: Pool | None = Field(
         None,
-        description="how tokens become one vector: the class token or their mean; default: cls, and mean with axial "
-        "attention, which has no class token",
+        description="how tokens become one vector: the class token, the mean of the patches, or attention with a "
+        "learned query (map); default: cls, and mean with axial attention, which has no class token",
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="share of activations that are zeroed while training")
+    drop_path: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of samples for which the last block's attention, and its MLP, is left out while training; "
+        "it grows from 0 in the first block",
+    )
     position: Position = Position()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _positions_of_the_name(cls, content: Any) -> Any:
+        name = content.get("name") if isinstance(content, dict) else None
+        if isinstance(name, str) and name.startswith("DINOv3") and "position" not in content:
+            return content | {"position": {"kind": "rope"}}
+        return content
 
     @model_validator(mode="after")
     def _possible(self) -> "ViT":
@@ -145,15 +259,42 @@ class ViT(Model):
             raise ValueError(f"width {shape.width} does not divide into num_heads {shape.num_heads}")
         if shape.width % 2 and self.position.kind == "2d":
             raise ValueError(f"position.kind 2d: width {shape.width} does not divide into an x and a y half")
-        if shape.attention == "axial" and self.pool == "cls":
-            raise ValueError("pool: cls: axial attention works on a grid, which has no class token; use pool: mean")
+        if shape.attention == "axial":
+            self._possible_on_a_grid(shape)
+        if self.position.kind == "rope" and shape.head_dim % 4:
+            raise ValueError(
+                f"position.kind rope: width / num_heads is {shape.head_dim}; it has to be a multiple of 4, for pairs "
+                "by row and by column"
+            )
+        if (shape.registers or not shape.class_position) and (
+            self.position.at != "stem" or self.position.kind == "relative"
+        ):
+            key = "registers" if shape.registers else "class_position"
+            raise ValueError(f"{key}: tokens without a position go with position.at: stem, and not with kind: relative")
         return self
+
+    def _possible_on_a_grid(self, shape: ViTShape) -> None:
+        if self.pool == "cls":
+            raise ValueError("pool: cls: axial attention works on a grid, which has no class token; use pool: mean")
+        refused = {
+            "registers": shape.registers > 0,
+            "drop_path": self.drop_path > 0,
+            "position.kind rope": self.position.kind == "rope",
+        }
+        for key, is_set in refused.items():
+            if is_set:
+                raise ValueError(
+                    f"{key}: axial attention, which works on a grid, does not have it; use attention: full"
+                )
 
     # ---- What it is --------------------------------------------------------------------------------------------------
 
     @classmethod
     def named(cls, name: str) -> ViTShape | None:
-        """As `Model.named`: `ViT-L/16`, `R50+ViT-B/16`, `Axial-ViT-B/32`."""
+        """As `Model.named`: `ViT-L/16`, `R50+ViT-B/16`, `Axial-ViT-B/32`, `DINOv3-S/16`."""
+        for (family, size), (dimensions, parts) in _DINO.items():
+            if name == f"{family}-{size}/{dimensions[0]}":
+                return ViTShape(*dimensions, **(_PARTS[family] | parts))
         match = re.fullmatch(r"(?:(R[0-9]*)(?:x1)?\+|(Axial-))?ViT-([A-Za-z]+)/([1-9][0-9]{0,3})", name)
         if match is None:
             return None
@@ -225,8 +366,9 @@ class ViT(Model):
         return f"{image_size} x {image_size} pixels are {grid} x {grid} patches; {amount} not seen"
 
     def num_tokens(self, image_size: int) -> int:
-        """T: the patches of a square image, and the class token where there is one."""
-        return self.shape().grid(image_size) ** 2 + (self.pool_or_default() == "cls")
+        """T: the patches of a square image, the registers, and the class token where there is one."""
+        shape = self.shape()
+        return shape.grid(image_size) ** 2 + shape.registers + (self.pool_or_default() == "cls")
 
     def patches(self, image_size: int) -> Patches | None:
         """As `Model.patches`."""
@@ -246,8 +388,11 @@ class ViT(Model):
         class_token = D if self.pool_or_default() == "cls" else 0
         if class_token:
             operations.append(parameters("class_token", class_token))
+        if shape.registers:
+            operations.append(parameters("registers", shape.registers * D))
         if self.position.kind in ("1d", "2d"):
-            once = T * D if self.position.kind == "1d" else 2 * n * (D // 2) + class_token
+            of_class = class_token if shape.class_position else 0
+            once = (n**2 * D if self.position.kind == "1d" else 2 * n * (D // 2)) + of_class
             operations.append(parameters("positions", once * (shape.depth if self.position.at == "every_layer" else 1)))
         relative = self.position.kind == "relative"
         if shape.attention == "axial":
@@ -255,9 +400,12 @@ class ViT(Model):
         else:
             block = _block(shape, sequences=1, T=T, relative=relative)
         for index in range(shape.depth):
-            # A block ends with the output of its MLP, which only dropout's mask is drawn behind.
-            operations += block_of(block, index, needs_output=self.dropout > 0)
-        operations.append(parameters("norms", 2 * D))
+            # A block ends with the output of its MLP. Only masks are drawn behind it, and a factor's gradient needs it.
+            draws = self.dropout > 0 or shape.drop_path_of(index, self.drop_path) > 0
+            operations += block_of(block, index, needs_output=draws or shape.layer_scale is not None)
+        operations.append(parameters("norms", _norm(shape, D)))
+        if self.pool_or_default() == "map":
+            operations += _map(shape, T)
         if num_classes is not None:
             if self.head == "pretrain":
                 operations.append(dense("pre_logits", 1, D, D))
@@ -289,7 +437,7 @@ class ViT(Model):
     @property
     def draws(self) -> bool:
         """As `Model.draws`."""
-        return self.dropout > 0
+        return self.dropout > 0 or self.drop_path > 0
 
     def small(self) -> tuple[dict[str, Any], int]:
         """As `Model.small`; the image is 64 pixels wide, or the first power of two that holds a patch."""
@@ -306,12 +454,35 @@ def _block(shape: ViTShape, *, sequences: int, T: int, relative: bool) -> list[O
     """One encoder block over independent sequences of T tokens: the whole image, or its rows or columns."""
     D, offsets = shape.width, 2 * T - 1
     told = [product("relative", sequences * T * offsets * D, params=offsets * D)] if relative else []
+    of_heads = 2 * _norm(shape, shape.head_dim) if shape.qk_norm else 0
+    biases = {"all": 3, "no_key": 2, "none": 0}[shape.qkv_bias]
     return [
-        parameters("norms", 4 * D),
-        dense("qkv", sequences * T, D, 3 * D),
+        parameters("norms", 2 * _norm(shape, D) + of_heads),
+        dense("qkv", sequences * T, D, 3 * D, bias=False),
+        parameters("qkv", biases * D),
         product("scores", 2 * sequences * T**2 * D),
         *told,
         dense("out", sequences * T, D, D),
-        dense("mlp", sequences * T, D, shape.mlp_dim),
+        parameters("layer_scale", 0 if shape.layer_scale is None else 2 * D),
+        dense("mlp", sequences * T, D, shape.fc1_dim),
         dense("mlp", sequences * T, shape.mlp_dim, D),
+    ]
+
+
+def _norm(shape: ViTShape, width: int) -> int:
+    """Parameters of a norm: a factor, and in a layer norm a bias, of each channel."""
+    return width if shape.norm == "rms" else 2 * width
+
+
+def _map(shape: ViTShape, T: int) -> list[Operation]:
+    """Attention of one learned query to T tokens, and the MLP behind it."""
+    D = shape.width
+    return [
+        parameters("pool", D + _norm(shape, D)),
+        dense("pool", 1, D, D),
+        dense("pool", T, D, 2 * D),
+        product("pool", 2 * T * D),
+        dense("pool", 1, D, D),
+        dense("pool", 1, D, shape.fc1_dim),
+        dense("pool", 1, shape.mlp_dim, D),
     ]

@@ -64,7 +64,13 @@ def xavier_uniform(tensor: Tensor, generator: torch.Generator) -> None:
     nn.init.xavier_uniform_(tensor, generator=generator)
 
 
-def xavier_uniform_thirds(tensor: Tensor, generator: torch.Generator) -> None:
-    """Query, key and value each with their own fan: over the stacked matrix the bound would be sqrt(2) too small."""
-    for matrix in tensor.chunk(3):
-        nn.init.xavier_uniform_(matrix, generator=generator)
+def xavier_uniform_stacked(count: int) -> Initialiser:
+    """Matrices such as query, key and value each with their own fan: over the stacked matrix of three the bound would
+    be sqrt(2) too small.
+    """
+
+    def fill(tensor: Tensor, generator: torch.Generator) -> None:
+        for matrix in tensor.chunk(count):
+            nn.init.xavier_uniform_(matrix, generator=generator)
+
+    return fill

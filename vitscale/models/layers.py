@@ -33,10 +33,20 @@ class OutputLayer(Linear):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm over the last dimension, eps 1e-6, values unset."""
+    """Layer norm over the last dimension, values unset."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__(width, eps=LAYER_NORM_EPS)
+    def __init__(self, width: int, eps: float = LAYER_NORM_EPS) -> None:
+        super().__init__(width, eps=eps)
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class RMSNorm(nn.RMSNorm):
+    """Division by the root of the mean square over the last dimension, and a factor of each channel; values unset."""
+
+    def __init__(self, width: int, eps: float = LAYER_NORM_EPS) -> None:
+        super().__init__(width, eps=eps)
 
     def reset_parameters(self) -> None:
         pass

@@ -19,10 +19,14 @@ SUPPORTED = {
     "ResNet": {"safetensors", "npz", "timm"},
     "Axial": {"safetensors"},
     "AxialResNet": {"safetensors"},
+    "DINOv2": {"safetensors"},
+    "DINOv3": {"safetensors"},
 }
 
 
 def family(name: str) -> str:
+    if name.startswith("DINO"):
+        return name.partition("-")[0]
     return "AxialResNet" if name.startswith("Axial") and "ViT" not in name else name.rstrip("0123456789x").split("-")[0]
 
 

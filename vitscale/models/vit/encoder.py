@@ -1,13 +1,20 @@
-"""The Transformer encoder's blocks: attention, MLP, and the layer norms before them (section 3.1, appendix A).
+"""The Transformer encoder's blocks: attention, MLP, and the norms before them (section 3.1, appendix A).
 
-Shape legend: B batch, T tokens, D width, A heads.
+Shape legend: B batch, T tokens, D width, A heads, d = D / A, N patches.
 """
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitscale.models.layers import LayerNorm, Linear, relative_table
-from vitscale.models.vit.positions import TwoDPositions, position_values, relative_logits
+from vitscale.families import ViTShape
+from vitscale.models.layers import LayerNorm, Linear, RMSNorm, relative_table
+from vitscale.models.vit.positions import TwoDPositions, position_values, relative_logits, rotate
+
+
+def norm_of(shape: ViTShape, width: int) -> nn.Module:
+    """The norm of a shape's kind over `width` channels."""
+    return (RMSNorm if shape.norm == "rms" else LayerNorm)(width, shape.norm_eps)
 
 
 class Attention(nn.Module):
@@ -17,18 +24,31 @@ class Attention(nn.Module):
     part of keys, are added to the logits (appendix D.3).
     """
 
-    def __init__(self, width: int, num_heads: int, relative_tokens: int | None = None) -> None:
+    def __init__(self, shape: ViTShape, relative_tokens: int | None = None) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.qkv = Linear(width, 3 * width)
-        self.out = Linear(width, width)
-        self.relative = relative_table(relative_tokens, width) if relative_tokens is not None else None
+        D = shape.width
+        self.num_heads = shape.num_heads
+        self.qkv = Linear(D, 3 * D, bias=shape.qkv_bias == "all")
+        has_own = shape.qkv_bias == "no_key"
+        self.query_bias = nn.Parameter(torch.empty(D)) if has_own else None
+        self.value_bias = nn.Parameter(torch.empty(D)) if has_own else None
+        self.query_norm = norm_of(shape, shape.head_dim) if shape.qk_norm else None
+        self.key_norm = norm_of(shape, shape.head_dim) if shape.qk_norm else None
+        self.out = Linear(D, D)
+        self.relative = relative_table(relative_tokens, D) if relative_tokens is not None else None
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotation_2Nd: Tensor | None = None) -> Tensor:
+        """(B, T, D) -> (B, T, D); `rotation_2Nd` turns the queries and keys of patches."""
         B, T, D = x_BTD.shape
         head_dim = D // self.num_heads
-        qkv = self.qkv(x_BTD).view(B, T, 3, self.num_heads, head_dim)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (B, A, T, D / A)
+        qkv = self.qkv(x_BTD)
+        if self.query_bias is not None and self.value_bias is not None:
+            qkv = qkv + torch.cat([self.query_bias, torch.zeros_like(self.query_bias), self.value_bias])
+        query, key, value = qkv.view(B, T, 3, self.num_heads, head_dim).permute(2, 0, 3, 1, 4)  # each (B, A, T, d)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if rotation_2Nd is not None:
+            query, key = rotate(query, rotation_2Nd), rotate(key, rotation_2Nd)
         bias = None
         if self.relative is not None:
             bias = relative_logits(query, (self.relative * head_dim**-0.5).view(-1, self.num_heads, head_dim))
@@ -37,45 +57,73 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two dense layers with the tanh form of GELU between them, dropout after each (as the authors' code has it)."""
+    """Two dense layers with GELU between them, dropout after each (as the authors' code has it).
 
-    def __init__(self, width: int, mlp_dim: int, dropout: float) -> None:
+    With SwiGLU the outputs of the first are the gates of its hidden layer, and then what passes them.
+    """
+
+    def __init__(self, shape: ViTShape, dropout: float) -> None:
         super().__init__()
-        self.fc1 = Linear(width, mlp_dim)
-        self.fc2 = Linear(mlp_dim, width)
+        self.kind = shape.mlp
+        self.fc1 = Linear(shape.width, shape.fc1_dim)
+        self.fc2 = Linear(shape.mlp_dim, shape.width)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        hidden = self.dropout(F.gelu(self.fc1(x_BTD), approximate="tanh"))
-        return self.dropout(self.fc2(hidden))
+        return self.dropout(self.fc2(self.dropout(self._activated(self.fc1(x_BTD)))))
+
+    def _activated(self, x: Tensor) -> Tensor:
+        if self.kind == "swiglu":
+            gate, value = x.chunk(2, dim=-1)
+            return F.silu(gate) * value
+        return F.gelu(x, approximate="tanh" if self.kind == "gelu" else "none")
 
 
 class Block(nn.Module):
-    """One pre-norm encoder block (eq. 2 and 3), with position embeddings of its own where it is given some."""
+    """One pre-norm encoder block (eq. 2 and 3), with position embeddings of its own where it is given some.
+
+    `drop_path` is the share of samples for which attention, and the MLP, is left out while training.
+    """
 
     def __init__(
         self,
-        width: int,
-        mlp_dim: int,
-        num_heads: int,
+        shape: ViTShape,
         dropout: float,
         *,
+        drop_path: float = 0.0,
         relative_tokens: int | None = None,
         pos_embedding: nn.Parameter | TwoDPositions | None = None,
     ) -> None:
         super().__init__()
+        D, has_scale = shape.width, shape.layer_scale is not None
+        self.drop_path = drop_path
         self.pos_embedding = pos_embedding
-        self.norm1 = LayerNorm(width)
-        self.attention = Attention(width, num_heads, relative_tokens)
-        self.norm2 = LayerNorm(width)
-        self.mlp = MLP(width, mlp_dim, dropout)
+        self.layer_scale1 = nn.Parameter(torch.empty(D)) if has_scale else None
+        self.layer_scale2 = nn.Parameter(torch.empty(D)) if has_scale else None
+        self.norm1 = norm_of(shape, D)
+        self.attention = Attention(shape, relative_tokens)
+        self.norm2 = norm_of(shape, D)
+        self.mlp = MLP(shape, dropout)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x_BTD: Tensor, shared_1TD: Tensor | None = None) -> Tensor:
-        """(B, T, D) -> (B, T, D); `shared_1TD` are position embeddings that all blocks add."""
+    def forward(self, x_BTD: Tensor, shared_1TD: Tensor | None = None, rotation_2Nd: Tensor | None = None) -> Tensor:
+        """(B, T, D) -> (B, T, D); `shared_1TD` are position embeddings that all blocks add, `rotation_2Nd` turns the
+        queries and keys of patches.
+        """
         x_BTD = add_positions(x_BTD, self.pos_embedding, shared_1TD)
-        x_BTD = x_BTD + self.dropout(self.attention(self.norm1(x_BTD)))
-        return x_BTD + self.mlp(self.norm2(x_BTD))
+        attended = self.dropout(self.attention(self.norm1(x_BTD), rotation_2Nd))
+        x_BTD = x_BTD + self._branch(attended, self.layer_scale1)
+        return x_BTD + self._branch(self.mlp(self.norm2(x_BTD)), self.layer_scale2)
+
+    def _branch(self, x_BTD: Tensor, scale_D: Tensor | None) -> Tensor:
+        """What is added of attention or MLP."""
+        if scale_D is not None:
+            x_BTD = x_BTD * scale_D
+        if self.training and self.drop_path > 0:
+            # Those that stay weigh more, so that the mean is that of evaluation.
+            keep = 1 - self.drop_path
+            x_BTD = x_BTD / keep * x_BTD.new_empty(len(x_BTD), 1, 1).bernoulli_(keep)
+        return x_BTD
 
 
 class AxialBlock(nn.Module):
@@ -85,9 +133,7 @@ class AxialBlock(nn.Module):
 
     def __init__(
         self,
-        width: int,
-        mlp_dim: int,
-        num_heads: int,
+        shape: ViTShape,
         dropout: float,
         *,
         grid: int,
@@ -98,8 +144,8 @@ class AxialBlock(nn.Module):
         self.grid = grid
         self.pos_embedding = pos_embedding
         relative_tokens = grid if relative else None
-        self.rows = Block(width, mlp_dim, num_heads, dropout, relative_tokens=relative_tokens)
-        self.columns = Block(width, mlp_dim, num_heads, dropout, relative_tokens=relative_tokens)
+        self.rows = Block(shape, dropout, relative_tokens=relative_tokens)
+        self.columns = Block(shape, dropout, relative_tokens=relative_tokens)
 
     def forward(self, x_BTD: Tensor, shared_1TD: Tensor | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D); `shared_1TD` are position embeddings that all blocks add."""
@@ -109,6 +155,30 @@ class AxialBlock(nn.Module):
         x_rows = self.rows(x_BTD.reshape(B * n, n, D))
         x_columns = self.columns(x_rows.view(B, n, n, D).transpose(1, 2).reshape(B * n, n, D))
         return x_columns.view(B, n, n, D).transpose(1, 2).reshape(B, T, D)
+
+
+class AttentionPool(nn.Module):
+    """Tokens become one vector by the attention of a learned query, and an MLP behind it (big_vision's `map`)."""
+
+    def __init__(self, shape: ViTShape) -> None:
+        super().__init__()
+        D = shape.width
+        self.num_heads = shape.num_heads
+        self.probe = nn.Parameter(torch.empty(1, 1, D))
+        self.query = Linear(D, D)
+        self.key_value = Linear(D, 2 * D)
+        self.out = Linear(D, D)
+        self.norm = norm_of(shape, D)
+        self.mlp = MLP(shape, 0.0)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """(B, T, D) -> (B, D)"""
+        B, T, D = x_BTD.shape
+        query = self.query(self.probe.expand(B, 1, D)).view(B, 1, self.num_heads, -1).transpose(1, 2)
+        key, value = self.key_value(x_BTD).view(B, T, 2, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        x_BD = self.out(mixed.reshape(B, D))
+        return x_BD + self.mlp(self.norm(x_BD))
 
 
 def add_positions(x_BTD: Tensor, own: nn.Parameter | TwoDPositions | None, shared_1TD: Tensor | None = None) -> Tensor:

@@ -3,8 +3,8 @@
 A hybrid cuts the feature map of a ResNet into patches in the place of the image (section 3.1); an axial model has row
 and column blocks (appendix D.5); positions can be told in several ways (appendix D.3).
 
-Shape legend: B batch, H W C image height, width, channels, P patch size, N patches, T tokens (N, or N + 1 with a class
-token), D width, K classes.
+Shape legend: B batch, H W C image height, width, channels, P patch size, N patches, T tokens (a class token and
+registers, where there are some, and the patches), D width, d that of a head, K classes.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,21 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from vitscale import families
-from vitscale.families import ViTShape
+from vitscale.families import Pool, ViTShape
 from vitscale.models.initialise import (
     Initialiser,
     constant,
     lecun_normal,
     normal,
     xavier_uniform,
-    xavier_uniform_thirds,
+    xavier_uniform_stacked,
 )
-from vitscale.models.layers import LayerNorm, Linear, OutputLayer, check_size, no_record, run_block
+from vitscale.models.layers import Linear, OutputLayer, check_size, no_record, run_block
 from vitscale.models.model import Model
 from vitscale.models.outputs import Outputs
 from vitscale.models.resnet.model import Features, resnet_initialiser
-from vitscale.models.vit.encoder import AxialBlock, Block
-from vitscale.models.vit.positions import PositionAt, PositionKind, absolute_positions, position_values
+from vitscale.models.vit.encoder import AttentionPool, AxialBlock, Block, norm_of
+from vitscale.models.vit.positions import (
+    PositionAt,
+    PositionKind,
+    absolute_positions,
+    patch_rotation,
+    position_values,
+)
 from vitscale.models.vit.weights import ViTWeights
 
 
@@ -40,12 +46,16 @@ class ViT(Model):
         image_size: side of the square input in pixels. Where the patch size does not divide it, what lies right and
             below of the last whole patch is not seen (the original's VALID convolution).
         num_classes: K; None for a backbone without a head, whatever `head` says.
-        pool: `cls` reads the class token; `mean` averages the patches and has no class token. Axial models have a grid
-            of tokens, hence `mean`.
+        pool: `cls` reads the class token; `mean` averages the patches and `map` attends to all tokens, and neither has
+            a class token. Axial models have a grid of tokens, hence no `cls`.
         head: `pretrain` has a dense layer of width D with tanh before the output layer (section 3.1), `linear` has the
             output layer alone (fine-tuning).
         dropout: rate after position embedding, attention output and both MLP layers (appendix B.1).
-        position, position_at: how and where positions are told (appendix D.3). `relative` is told in every attention.
+        drop_path: share of samples for which the last block's attention, and its MLP, is left out while training; that
+            of the blocks before it grows from 0 in equal steps.
+        position, position_at: how and where positions are told (appendix D.3). `relative` and `rope` are told in every
+            attention.
+        position_base: of `rope`.
         checkpoint_every: recompute every k-th block's activations in the backward pass; 0 keeps all of them. The units
             of a hybrid's stem are counted by themselves.
     """
@@ -56,11 +66,13 @@ class ViT(Model):
         *,
         image_size: int,
         num_classes: int | None,
-        pool: Literal["cls", "mean"] = "cls",
+        pool: Pool = "cls",
         head: Literal["pretrain", "linear"] = "pretrain",
         dropout: float = 0.0,
+        drop_path: float = 0.0,
         position: PositionKind = "1d",
         position_at: PositionAt = "stem",
+        position_base: float = 100.0,
         checkpoint_every: int = 0,
     ) -> None:
         super().__init__()
@@ -70,6 +82,7 @@ class ViT(Model):
         self.pool = pool
         self.position = position
         self.position_at = position_at
+        self.position_base = position_base
         self.checkpoint_every = checkpoint_every
 
         self.stem = None
@@ -77,20 +90,24 @@ class ViT(Model):
             self.stem = Features(shape.stem, image_size=image_size, checkpoint_every=checkpoint_every)
         self.embedding = Linear(shape.patch_dim, D)
         self.cls = nn.Parameter(torch.empty(1, 1, D)) if class_token else None
-        in_blocks = position_at == "every_layer"
-        self.pos_embedding = None if in_blocks else absolute_positions(position, grid, D, class_token)
+        self.registers = nn.Parameter(torch.empty(1, shape.registers, D)) if shape.registers else None
+        in_blocks, has_position = position_at == "every_layer", class_token and shape.class_position
+        self.pos_embedding = None if in_blocks else absolute_positions(position, grid, D, has_position)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList()
-        for _ in range(shape.depth):
+        for index in range(shape.depth):
             own = absolute_positions(position, grid, D, class_token) if in_blocks else None
-            sizes = (D, shape.mlp_dim, shape.num_heads, dropout)
             relative = position == "relative"
             if shape.attention == "axial":
-                self.blocks.append(AxialBlock(*sizes, grid=grid, relative=relative, pos_embedding=own))
+                self.blocks.append(AxialBlock(shape, dropout, grid=grid, relative=relative, pos_embedding=own))
             else:
                 relative_tokens = grid**2 + class_token if relative else None
-                self.blocks.append(Block(*sizes, relative_tokens=relative_tokens, pos_embedding=own))
-        self.norm = LayerNorm(D)
+                share = shape.drop_path_of(index, drop_path)
+                self.blocks.append(
+                    Block(shape, dropout, drop_path=share, relative_tokens=relative_tokens, pos_embedding=own)
+                )
+        self.norm = norm_of(shape, D)
+        self.map = AttentionPool(shape) if pool == "map" else None
         self.pre_logits = Linear(D, D) if head == "pretrain" and num_classes is not None else None
         self.head = OutputLayer(D, num_classes) if num_classes is not None else None
 
@@ -104,8 +121,10 @@ class ViT(Model):
             pool=block.pool_or_default(),
             head=block.head,
             dropout=block.dropout,
+            drop_path=block.drop_path,
             position=block.position.kind,
             position_at=block.position.at,
+            position_base=block.position.base or 0.0,
             checkpoint_every=checkpoint_every,
         )
 
@@ -143,27 +162,41 @@ class ViT(Model):
         return self.embedding(self.patchify(x_BHWC))
 
     def encode(self, x_BTD: Tensor, keep: Callable[[str, Tensor], None] = no_record) -> Tensor:
-        """Patch embeddings (B, N, D) -> tokens (B, T, D) after the final norm, the class token first."""
-        if self.cls is not None:
-            x_BTD = torch.cat([self.cls.expand(x_BTD.shape[0], -1, -1), x_BTD], dim=1)
+        """Patch embeddings (B, N, D) -> tokens (B, T, D) after the final norm: class token, registers, patches."""
+        first = [] if self.cls is None else [self.cls.expand(len(x_BTD), -1, -1)]
+        if first and self.shape.class_position:
+            x_BTD, first = torch.cat([*first, x_BTD], dim=1), []
         positions_1TD = position_values(self.pos_embedding)
         if positions_1TD is not None and self.position_at == "stem":
             x_BTD, positions_1TD = x_BTD + positions_1TD, None
+        if self.registers is not None:
+            at = int(self.cls is not None and self.shape.class_position)
+            first, x_BTD = [*first, x_BTD[:, :at], self.registers.expand(len(x_BTD), -1, -1)], x_BTD[:, at:]
+        if first:
+            x_BTD = torch.cat([*first, x_BTD], dim=1)
+        rotations = []
+        if self.position == "rope":
+            grid = self.shape.grid(self.image_size)
+            rotations.append(patch_rotation(grid, self.shape.head_dim, self.position_base, like=x_BTD))
         x_BTD = self.dropout(x_BTD)
         keep("embedded", x_BTD)
         for index, block in enumerate(self.blocks):
             recompute = self.training and self.checkpoint_every > 0 and index % self.checkpoint_every == 0
-            x_BTD = run_block(block, x_BTD, positions_1TD, recompute=recompute)
+            x_BTD = run_block(block, x_BTD, positions_1TD, *rotations, recompute=recompute)
             keep(f"block_{index}", x_BTD)
         return self.norm(x_BTD)
 
     def patch_tokens(self, tokens_BTD: Tensor) -> Tensor:
         """As `Model.patch_tokens`."""
-        return tokens_BTD if self.cls is None else tokens_BTD[:, 1:]
+        before = (self.cls is not None) + self.shape.registers
+        return tokens_BTD[:, before:] if before else tokens_BTD
 
     def represent(self, tokens_BTD: Tensor) -> Tensor:
         """The representation (B, D): before the tanh of the pre-training head."""
-        x_BD = tokens_BTD[:, 0] if self.pool == "cls" else tokens_BTD.mean(dim=1)
+        if self.map is not None:
+            x_BD = self.map(tokens_BTD)
+        else:
+            x_BD = tokens_BTD[:, 0] if self.pool == "cls" else self.patch_tokens(tokens_BTD).mean(dim=1)
         return x_BD if self.pre_logits is None else self.pre_logits(x_BD)
 
     def classify(self, pooled_BD: Tensor) -> Tensor | None:
@@ -187,18 +220,24 @@ class ViT(Model):
             return resnet_initialiser(name, self.shape.stem.variant)
         if layer == "head" or name == "cls":
             return constant(0.0)
-        if "pos_embedding" in name or kind == "relative":
+        if "pos_embedding" in name or kind in ("relative", "registers"):
             return normal(0.02)
-        if layer == "norm" or layer.endswith(("norm1", "norm2")):
+        if self.shape.layer_scale is not None and kind.startswith("layer_scale"):
+            return constant(self.shape.layer_scale)
+        if kind == "probe":
+            return lambda tensor, generator: xavier_uniform(tensor.view(1, -1), generator)
+        if layer.endswith(("norm", "norm1", "norm2")):
             return constant(1.0 if kind == "weight" else 0.0)
         if layer.endswith(("mlp.fc1", "mlp.fc2")) and kind == "bias":
             return normal(1e-6)
-        if kind == "bias":
+        if kind in ("bias", "query_bias", "value_bias"):
             return constant(0.0)
         if layer in ("embedding", "pre_logits"):
             return lecun_normal
         if layer.endswith("qkv"):
-            return xavier_uniform_thirds
-        if layer.endswith(("attention.out", "mlp.fc1", "mlp.fc2")):
+            return xavier_uniform_stacked(3)
+        if layer == "map.key_value" or (layer.endswith("mlp.fc1") and self.shape.mlp == "swiglu"):
+            return xavier_uniform_stacked(2)
+        if layer.endswith(("attention.out", "mlp.fc1", "mlp.fc2", "map.query", "map.out")):
             return xavier_uniform
         raise KeyError(f"no initial value is defined for the parameter {name!r}")

@@ -1,16 +1,17 @@
 """Ways to tell a Transformer where its tokens are (appendix D.3), and their resampling for another resolution.
 
-Shape legend: T tokens (N patches, and before them the class token where there is one), D width, A heads, h w rows and
-columns of the grid of patches.
+Shape legend: T tokens (N patches, and before them the class token where there is one), D width, A heads, d = D / A, h w
+rows and columns of the grid of patches.
 """
 
+import math
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-PositionKind = Literal["none", "1d", "2d", "relative"]
+PositionKind = Literal["none", "1d", "2d", "relative", "rope"]
 PositionAt = Literal["stem", "every_layer", "shared"]
 
 
@@ -63,6 +64,31 @@ def relative_logits(query_BATd: Tensor, table_LAd: Tensor) -> Tensor:
     # Entry (i, j - i + T - 1) of rows of 2 T - 1 is entry (i, j) of rows one shorter that begin T - 1 later: no gather,
     # whose backward pass would add in any order.
     return by_offset.flatten(-2)[..., T - 1 : T - 1 + T * (2 * T - 2)].view(B, A, T, 2 * T - 2)[..., :T]
+
+
+def patch_rotation(grid: int, head_dim: int, base: float, like: Tensor) -> Tensor:
+    """Cosines and sines of the angles by which `rotate` turns a grid x grid of patches: (2, N, d).
+
+    As in DINOv3: rows and columns of the patches' centres are numbers in [-1, 1], whatever the resolution. Of d / 4
+    frequencies, from one turn a unit down to 1 / base of one, there is an angle by row and one by column, and each
+    turns two of the d elements. Computed in fp32, in the dtype and on the device of `like`.
+    """
+    frequencies = base ** (-torch.arange(head_dim // 4, dtype=torch.float32, device=like.device) / (head_dim // 4))
+    centres = (torch.arange(grid, dtype=torch.float32, device=like.device) + 0.5) * (2 / grid) - 1
+    along_axis = 2 * math.pi * centres[:, None] * frequencies  # (n, d / 4)
+    by_row = along_axis[:, None].expand(grid, grid, -1)
+    by_column = along_axis[None].expand(grid, grid, -1)
+    angles_Nd = torch.cat([by_row, by_column], dim=-1).flatten(0, 1).tile(2)
+    return torch.stack([angles_Nd.cos(), angles_Nd.sin()]).to(like.dtype)
+
+
+def rotate(x_BATd: Tensor, rotation_2Nd: Tensor) -> Tensor:
+    """Queries or keys (B, A, T, d), the last N of T turned: elements i and i + d / 2 are a point of a plane."""
+    cos_Nd, sin_Nd = rotation_2Nd
+    before = x_BATd.shape[2] - cos_Nd.shape[0]
+    others, patches = x_BATd[:, :, :before], x_BATd[:, :, before:]
+    first, second = patches.chunk(2, dim=-1)
+    return torch.cat([others, patches * cos_Nd + torch.cat([-second, first], dim=-1) * sin_Nd], dim=2)
 
 
 def resample_positions(

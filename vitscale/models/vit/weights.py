@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from vitscale.families import ResNetShape
+from vitscale import families
+from vitscale.families import ResNetShape, ViTShape
 from vitscale.models.layers import CHANNELS
 from vitscale.models.resnet.weights import flax_stem, timm_features
 from vitscale.models.vit.positions import resample_positions
@@ -57,6 +59,9 @@ _HF_DIMENSIONS = {
 }
 
 
+_PLAIN = {field.name: field.default for field in fields(ViTShape) if field.name in families.ViT.optional}
+
+
 class ViTWeights(ForeignWeights):
     """As `ForeignWeights`, of a Vision Transformer or a hybrid."""
 
@@ -70,6 +75,8 @@ class ViTWeights(ForeignWeights):
             return f"{form} holds Transformers with global attention, not axial attention; use safetensors"
         if (model.position, model.position_at) != ("1d", "stem"):
             return f"{form} holds 1d position embeddings at the stem, not {_positions(model)}; use safetensors"
+        if parts := _later_parts(model):
+            return f"{form} holds Transformers of the paper's parts, not with {', '.join(parts)}; use safetensors"
         if form == "hf" and model.shape.stem is not None:
             return "hf holds Vision Transformers without a ResNet before them; use timm or npz"
         if form == "hf" and model.cls is None:
@@ -109,7 +116,7 @@ class ViTWeights(ForeignWeights):
                 return None
             old, new = (shape[0], 1), (grid, 1)
             return Resampling(old, new, lambda value: resample_positions(value[None], old, new, False)[0])
-        class_token = model.cls is not None
+        class_token = model.cls is not None and model.shape.class_position
         if len(shape) != 3 or (shape[0], shape[2]) != (1, width) or shape[1] <= class_token:
             return None
         side = math.isqrt(shape[1] - class_token)
@@ -122,7 +129,11 @@ class ViTWeights(ForeignWeights):
         """As `ForeignWeights.timm`."""
         shape, stem = self._model.shape, self._model.shape.stem
         blocks = None if stem is None else stem.blocks
-        if shape.attention == "axial" or (stem is not None and stem != ResNetShape(stem.blocks, variant="v1")):
+        if (
+            _later_parts(self._model)
+            or shape.attention == "axial"
+            or (stem is not None and stem != ResNetShape(stem.blocks, variant="v1"))
+        ):
             return None
         dimensions = (shape.patch_size, shape.width, shape.depth, shape.num_heads)
         alike = {
@@ -172,10 +183,16 @@ class ViTWeights(ForeignWeights):
 
 
 def _positions(model: "ViT") -> str:
-    if model.position in ("none", "relative"):
-        return {"none": "a model without any", "relative": "relative ones"}[model.position]
+    if model.position not in ("1d", "2d"):
+        return {"none": "a model without any", "relative": "relative ones", "rope": "rotations"}[model.position]
     place = {"stem": "", "every_layer": " in every layer", "shared": " shared by all layers"}[model.position_at]
     return f"{model.position} ones{place}"
+
+
+def _later_parts(model: "ViT") -> list[str]:
+    """The parts that the paper's models do not have, as a recipe says them."""
+    found = [key for key, plain in _PLAIN.items() if getattr(model.shape, key) != plain]
+    return [*found, "pool: map"] if model.pool == "map" else found
 
 
 def _flax(model: "ViT") -> Iterator[Rule]:

@@ -1,0 +1,347 @@
+"""The parts of the Vision Transformers that came after the paper, against plain formulas and published counts."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from models.small_models import count, images, with_values
+from torch.nn import functional as F
+
+from vitscale.families import UNSET, model_of
+from vitscale.models import initial_value
+from vitscale.models.build import build_of_block
+from vitscale.models.vit import ViT
+from vitscale.models.vit.positions import patch_rotation, rotate
+
+TINY = {"patch_size": 8, "width": 48, "depth": 3, "mlp_dim": 40, "num_heads": 3, "head": "linear"}
+ROPE = {"position": {"kind": "rope"}}
+ALL = {
+    **{"norm": "rms", "norm_eps": 1e-4, "mlp": "swiglu", "qkv_bias": "no_key", "qk_norm": True, "layer_scale": 0.1},
+    **{"registers": 3, "drop_path": 0.5, **ROPE},
+}
+# Of transformers' own models, without the mask token, which is no part of ours: it belongs to an objective.
+PUBLISHED = {
+    "DINOv2-S/14": 22_057_728,
+    "DINOv2-B/14": 86_582_784,
+    "DINOv2-L/14": 304_371_712,
+    "DINOv2-g/14": 1_136_485_376,
+    "DINOv3-S/16": 21_596_160,
+    "DINOv3-B/16": 85_659_648,
+    "DINOv3-L/16": 303_128_576,
+    "DINOv3-7B/16": 6_716_030_976,
+}
+
+
+def made(size: int = 32, num_classes: int | None = 7, every: int = 0, **keys) -> ViT:
+    """A small model whose every parameter is random."""
+    block = model_of(**TINY | keys)
+    return with_values(build_of_block(block, image_size=size, num_classes=num_classes, checkpoint_every=every))
+
+
+# ---- Plain formulas --------------------------------------------------------------------------------------------------
+
+
+def normed(x: torch.Tensor, values: dict, name: str, kind: str, eps: float) -> torch.Tensor:
+    weight = values[f"{name}.weight"]
+    if kind == "rms":
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * weight + values[f"{name}.bias"]
+
+
+def turned(x: torch.Tensor, n: int, base: float, before: int) -> torch.Tensor:
+    """Queries or keys (B, T, A, d) of patches as complex numbers, times e^(i * angle)."""
+    quarter = x.shape[-1] // 4
+    factors = torch.ones(x.shape[1], 2 * quarter, dtype=torch.complex128)
+    for row in range(n):
+        for column in range(n):
+            for i in range(quarter):
+                for axis, at in enumerate((row, column)):
+                    angle = 2 * math.pi * (2 * (at + 0.5) / n - 1) * base ** (-i / quarter)
+                    factors[before + row * n + column, axis * quarter + i] = complex(math.cos(angle), math.sin(angle))
+    points = torch.complex(*x.double().chunk(2, -1)) * factors[:, None]
+    return torch.cat([points.real, points.imag], -1)
+
+
+def mlp(x: torch.Tensor, values: dict, name: str, kind: str) -> torch.Tensor:
+    hidden = x @ values[f"{name}.fc1.weight"].T + values[f"{name}.fc1.bias"]
+    if kind == "swiglu":
+        gate, value = hidden.chunk(2, -1)
+        hidden = gate * torch.sigmoid(gate) * value
+    elif kind == "exact_gelu":
+        hidden = hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))
+    else:
+        hidden = hidden * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
+    return hidden @ values[f"{name}.fc2.weight"].T + values[f"{name}.fc2.bias"]
+
+
+def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """(B, S, A, d), (B, T, A, d) twice -> (B, S, A * d)"""
+    scores = torch.einsum("bsad,btad->bast", query, key) / math.sqrt(query.shape[-1])
+    return torch.einsum("bast,btad->bsad", scores.softmax(-1), value).flatten(2)
+
+
+def by_hand(model: ViT, pixels: torch.Tensor, keys: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and representation of a model with global attention, in fp64."""
+    values = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
+    keys = {"norm": "layer", "norm_eps": 1e-6, "mlp": "gelu", "registers": 0, "class_position": True} | keys
+    heads, n, depth = TINY["num_heads"], pixels.shape[1] // TINY["patch_size"], TINY["depth"]
+    x = model.patchify(pixels.double()) @ values["embedding.weight"].T + values["embedding.bias"]
+    pool, count = keys.get("pool", "cls"), len(pixels)
+    has_class = pool == "cls"
+    before = [values["cls"].expand(count, -1, -1)] if has_class else []
+    if "pos_embedding" in values:
+        positions = values["pos_embedding"][0]
+        if has_class and keys["class_position"]:
+            before[0], positions = before[0] + positions[:1], positions[1:]
+        x = x + positions
+    if keys["registers"]:
+        before.append(values["registers"].expand(count, -1, -1))
+    x = torch.cat([*before, x], 1)
+    first = x.shape[1] - n * n
+    for block in (f"blocks.{i}" for i in range(depth)):
+        own = normed(x, values, f"{block}.norm1", keys["norm"], keys["norm_eps"])
+        parts = [own @ part.T for part in values[f"{block}.attention.qkv.weight"].chunk(3)]
+        if f"{block}.attention.qkv.bias" in values:
+            parts = [x + y for x, y in zip(parts, values[f"{block}.attention.qkv.bias"].chunk(3), strict=True)]
+        if f"{block}.attention.query_bias" in values:
+            parts[0] = parts[0] + values[f"{block}.attention.query_bias"]
+            parts[2] = parts[2] + values[f"{block}.attention.value_bias"]
+        query, key, value = (part.unflatten(-1, (heads, -1)) for part in parts)
+        if keys.get("qk_norm"):
+            query = normed(query, values, f"{block}.attention.query_norm", keys["norm"], keys["norm_eps"])
+            key = normed(key, values, f"{block}.attention.key_norm", keys["norm"], keys["norm_eps"])
+        if (position := keys.get("position", {})).get("kind") == "rope":
+            query, key = (turned(part, n, position.get("base", 100), first) for part in (query, key))
+        mixed = attended(query, key, value) @ values[f"{block}.attention.out.weight"].T
+        mixed = mixed + values[f"{block}.attention.out.bias"]
+        x = x + mixed * values.get(f"{block}.layer_scale1", 1.0)
+        own = normed(x, values, f"{block}.norm2", keys["norm"], keys["norm_eps"])
+        x = x + mlp(own, values, f"{block}.mlp", keys["mlp"]) * values.get(f"{block}.layer_scale2", 1.0)
+    x = normed(x, values, "norm", keys["norm"], keys["norm_eps"])
+    if pool != "map":
+        return x, x[:, 0] if has_class else x[:, first:].mean(1)
+    query = (values["map.probe"] @ values["map.query.weight"].T + values["map.query.bias"]).expand(count, -1, -1)
+    key, value = (x @ values["map.key_value.weight"].T + values["map.key_value.bias"]).chunk(2, -1)
+    y = attended(*(part.unflatten(-1, (heads, -1)) for part in (query, key, value)))
+    y = y @ values["map.out.weight"].T + values["map.out.bias"]
+    own = normed(y, values, "map.norm", keys["norm"], keys["norm_eps"])
+    return x, (y + mlp(own, values, "map.mlp", keys["mlp"]))[:, 0]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"norm": "rms"},
+        {"norm": "layer", "norm_eps": 0.1},
+        {"mlp": "exact_gelu"},
+        {"mlp": "swiglu"},
+        {"qkv_bias": "no_key"},
+        {"qkv_bias": "none", "qk_norm": True},
+        {"layer_scale": 0.1},
+        {"registers": 3},
+        {"registers": 3, "class_position": False},
+        {"registers": 3, "pool": "mean"},
+        {"pool": "map"},
+        ROPE,
+        {"position": {"kind": "rope", "base": 10}, "registers": 2, "pool": "map"},
+        ALL,
+        ALL | {"pool": "map"},
+    ],
+    ids=lambda keys: "-".join(keys),
+)
+def test_a_model_with_a_part_is_the_plain_formula(keys):
+    model, pixels = made(**keys).eval(), images(32)
+    with torch.no_grad():
+        found = model(pixels)
+    tokens, pooled = by_hand(model, pixels, keys)
+    assert (found.tokens - tokens).abs().max() < 1e-4
+    assert (found.pooled - pooled).abs().max() < 1e-4
+
+
+def test_a_product_of_rotated_vectors_depends_on_their_distance_alone():
+    rotation = patch_rotation(6, 16, 100.0, like=torch.empty(0, dtype=torch.float64))
+    query, key = torch.randn(2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    queries, keys = (rotate(x.expand(1, 1, 36, 16), rotation)[0, 0] for x in (query, key))
+    products = (queries @ keys.T).view(6, 6, 6, 6)
+    assert torch.allclose(products[:5, :5, 1:, :5].diagonal(dim1=0, dim2=2), products[0, :5, 1, :5][..., None])
+    assert torch.allclose(products[:5, 2, :5, 3], products[1:, 2, 1:, 3])
+    assert not torch.allclose(products[0, 0, 0], products[0, 0, 1])
+
+
+# ---- What training does with them ------------------------------------------------------------------------------------
+
+
+def test_drop_path_leaves_out_whole_branches_of_samples_and_keeps_the_mean():
+    model = made(drop_path=0.5)
+    assert [block.drop_path for block in model.blocks] == [0.0, 0.25, 0.5]
+    block = model.blocks[2]
+    x = torch.randn(4000, 5, 48, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        block.train()
+        torch.manual_seed(1)
+        found = block(x)
+        torch.manual_seed(1)
+        assert torch.equal(found, block(x))
+        attention = 2 * block.attention(block.norm1(x))
+        choices = []
+        for first in (x, x + attention):
+            choices += [first, first + 2 * block.mlp(block.norm2(first))]
+        is_near = torch.stack([(found - choice).abs().amax((1, 2)) < 1e-4 for choice in choices])
+    assert torch.equal(is_near.sum(0), torch.ones(4000, dtype=torch.int64))
+    assert (is_near.float().mean(1) - 0.25).abs().max() < 0.04  # six standard deviations
+    block.eval()
+    assert not torch.allclose(block(x)[:1], found[:1])
+    assert torch.equal(block(x), block(x))
+
+
+@pytest.mark.parametrize("keys", [ALL, ALL | {"pool": "map"}, {"registers": 2, "class_position": False}])
+def test_recomputed_activations_change_no_gradient_and_all_parameters_have_one(keys):
+    gradients = []
+    for every in (0, 1):
+        model = made(every=every, **keys).train()
+        torch.manual_seed(5)
+        model(images(32, batch=8)).logits.square().sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
+    assert [name for name, gradient in gradients[0].items() if gradient.abs().max() == 0] == []
+
+
+@pytest.mark.parametrize("keys", [{}, {"pool": "mean"}, {"class_position": False}, ROPE])
+def test_patches_are_found_behind_registers(keys):
+    """A change of one patch's embedding changes its own token most, in a model whose blocks add nearly nothing."""
+    model = made(registers=3, num_classes=None, **keys).eval()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.out.weight.mul_(1e-4)
+            block.mlp.fc2.weight.mul_(1e-4)
+        for patch in range(16):
+            plain, changed = (
+                model.patch_tokens(model(images(32), edit=lambda x, by=by: x + by).tokens)
+                for by in (0.0, F.one_hot(torch.tensor(patch), 16)[:, None] * torch.linspace(-1, 1, 48))
+            )
+            assert plain.shape == (2, 16, 48)
+            assert (changed - plain).abs().sum((0, 2)).argmax() == patch
+
+
+def test_layers_are_counted_from_the_head_for_every_part():
+    block = model_of(**TINY | ALL | {"pool": "map", "position": {"kind": "1d"}})
+    model = build_of_block(block, image_size=32, num_classes=7, checkpoint_every=0)
+    found = {name: block.layers_above(name) for name, _ in model.named_parameters()}
+    assert {found[name] for name in ("registers", "pos_embedding", "embedding.weight")} == {4}
+    for i in range(3):
+        assert {count for name, count in found.items() if name.startswith(f"blocks.{i}.")} == {3 - i}
+    assert {count for name, count in found.items() if name.startswith(("map.", "norm.", "head."))} == {0}
+
+
+# ---- How they begin --------------------------------------------------------------------------------------------------
+
+
+def test_initial_values():
+    block = model_of(**TINY | ALL | {"width": 192, "mlp_dim": 256, "pool": "map", "layer_scale": 1e-5})
+    model = build_of_block(block, image_size=32, num_classes=7, checkpoint_every=0)
+    value = {name: initial_value(model, name, parameter.shape, 0) for name, parameter in model.named_parameters()}
+    assert [value[f"blocks.1.layer_scale{i}"].unique().item() for i in (1, 2)] == pytest.approx([1e-5, 1e-5])
+    for name in ("norm.weight", "blocks.0.norm1.weight", "blocks.0.attention.query_norm.weight", "map.norm.weight"):
+        assert torch.all(value[name] == 1)
+    for name in ("blocks.0.attention.query_bias", "blocks.0.attention.value_bias", "map.query.bias", "map.out.bias"):
+        assert torch.all(value[name] == 0)
+    # Equal ones would have equal gradients for ever.
+    assert value["registers"].std().item() == pytest.approx(0.02, rel=0.1)
+    for stacked, inputs, outputs in (
+        ("blocks.0.mlp.fc1", 192, 256),
+        ("map.mlp.fc1", 192, 256),
+        ("map.key_value", 192, 192),
+    ):
+        for half in value[f"{stacked}.weight"].chunk(2):
+            assert half.abs().max().item() == pytest.approx(math.sqrt(6 / (inputs + outputs)), rel=1e-3)
+    assert value["map.probe"].abs().max().item() == pytest.approx(math.sqrt(6 / 193), rel=0.05)
+
+
+@pytest.mark.parametrize(("name", "published"), PUBLISHED.items())
+def test_parameter_counts_of_dino(name, published):
+    block = model_of(name=name)
+    size = 518 if name.startswith("DINOv2") else 224
+    with torch.device("meta"):
+        model = build_of_block(block, image_size=size, num_classes=None, checkpoint_every=0)
+    assert count(model) == published == sum(operation.params for operation in block.operations(size, None))
+    transformers = pytest.importorskip("transformers")
+    shape = block.shape()
+    same = {
+        **{"hidden_size": shape.width, "num_hidden_layers": shape.depth, "num_attention_heads": shape.num_heads},
+        **{"patch_size": shape.patch_size, "image_size": size, "num_register_tokens": 4},
+    }
+    is_gated, has_biases = shape.mlp == "swiglu", name != "DINOv3-7B/16"
+    with torch.device("meta"):
+        if name.startswith("DINOv2"):
+            config = transformers.Dinov2WithRegistersConfig(mlp_ratio=4, use_swiglu_ffn=is_gated, **same)
+            peer = transformers.Dinov2WithRegistersModel(config)
+        else:
+            biases = {"query_bias": has_biases, "value_bias": has_biases}
+            config = transformers.DINOv3ViTConfig(
+                intermediate_size=shape.mlp_dim, use_gated_mlp=is_gated, **biases, **same
+            )
+            peer = transformers.DINOv3ViTModel(config)
+    assert count(peer) - shape.width == published
+
+
+# ---- As a recipe has them --------------------------------------------------------------------------------------------
+
+
+def dumped(**keys) -> dict:
+    from vitscale.recipe import validate_recipe
+
+    recipe = validate_recipe(
+        {
+            "model": keys,
+            "data": {"train": "photos", "image_size": 64},
+            "batch": {"global": 1},
+            "optimizer": {"name": "adamw", "lr": 1e-3},
+            "schedule": {"duration": {"steps": 1}},
+        },
+        "this test",
+    )
+    return recipe.dump()["model"]
+
+
+def test_a_resolved_recipe_has_a_part_only_where_it_is_set():
+    assert dumped(name="ViT-B/16") == UNSET | {"name": "ViT-B/16", "head": "pretrain"}
+    assert dumped(name="ResNet50x1").keys() == UNSET.keys()
+    with_parts = dumped(**TINY | ALL)
+    assert {key: with_parts[key] for key in ALL if key != "position"} == {
+        k: v for k, v in ALL.items() if k != "position"
+    }
+    assert with_parts["position"] == {"kind": "rope", "at": "stem", "base": 100.0}
+    assert dumped(**with_parts) == with_parts
+    assert dumped(name="DINOv3-S/16")["position"]["kind"] == "rope"
+    assert dumped(name="DINOv2-S/14")["position"] == UNSET["position"]
+    assert dumped(name="DINOv3-S/16", position={"kind": "1d"})["position"] == UNSET["position"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"num_heads": 8, **ROPE}, "width / num_heads is 6; it has to be a multiple of 4"),
+        ({"position": {"kind": "1d", "base": 10.0}}, "belongs to kind: rope"),
+        ({"position": {"kind": "rope", "at": "shared"}}, "belongs to kind: 1d and 2d"),
+        ({"attention": "axial", "registers": 1}, "registers: axial"),
+        ({"attention": "axial", "drop_path": 0.1}, "drop_path: axial"),
+        ({"attention": "axial", **ROPE}, "rope: axial"),
+        ({"registers": 1, "position": {"kind": "relative"}}, "registers: tokens without a position"),
+        ({"class_position": False, "position": {"at": "shared"}}, "class_position: tokens without a position"),
+        ({"name": "ResNet50x1", "norm": "rms"}, "norm"),
+    ],
+)
+def test_what_does_not_go_together(keys, words):
+    block = keys if "name" in keys else TINY | keys
+    with pytest.raises(ValueError, match=words):
+        model_of(**block)
+
+
+def test_the_share_of_drop_path_grows_in_equal_steps():
+    shape = model_of(name="ViT-B/16").shape()
+    steps = np.diff([shape.drop_path_of(i, 0.3) for i in range(12)])
+    assert shape.drop_path_of(0, 0.3) == 0 and shape.drop_path_of(11, 0.3) == pytest.approx(0.3)
+    assert all(a == pytest.approx(b) for a, b in pairwise(steps))
