@@ -9,6 +9,7 @@ from vitscale import families
 from vitscale.families import ResNetShape, ViTShape
 from vitscale.models.layers import CHANNELS
 from vitscale.models.resnet.weights import flax_stem, timm_features
+from vitscale.models.vit import dino
 from vitscale.models.vit.positions import resample_positions
 from vitscale.models.weights.foreign import ForeignWeights, Resampling, TimmModel
 from vitscale.models.weights.huggingface import FUNCTIONS
@@ -18,9 +19,9 @@ from vitscale.models.weights.rules import (
     flax_dense,
     flax_norm,
     flax_patches,
-    in_thirds,
     renamed,
     same,
+    stacked,
     torch_patches,
 )
 from vitscale.models.weights.timm_hub import GELU
@@ -71,6 +72,8 @@ class ViTWeights(ForeignWeights):
     def refusal(self, form: Format) -> str | None:
         """As `ForeignWeights.refusal`."""
         model = self._model
+        if form == "hf" and dino.model_type(model) is not None:
+            return None
         if model.shape.attention == "axial":
             return f"{form} holds Transformers with global attention, not axial attention; use safetensors"
         if (model.position, model.position_at) != ("1d", "stem"):
@@ -85,14 +88,15 @@ class ViTWeights(ForeignWeights):
 
     def rules(self, form: Format) -> list[Rule]:
         """As `ForeignWeights.rules`."""
-        return list({"npz": _flax, "timm": _timm, "hf": _transformers}[form](self._model))
+        of_transformers = _transformers if dino.model_type(self._model) is None else dino.rules
+        return list({"npz": _flax, "timm": _timm, "hf": of_transformers}[form](self._model))
 
     def contradictions(self, form: Format, config: dict[str, Any]) -> list[tuple[str, str]]:
         """As `ForeignWeights.contradictions`: of timm's the number of heads, of transformers' whatever it says."""
         shape = self._model.shape
         if form == "hf":
-            ours = {key: getattr(shape, name) for key, name in _HF_DIMENSIONS.items()} | {"qkv_bias": True}
-            found = {key: config[key] for key in ours}
+            ours = self._facts_for_transformers()
+            found: dict[str, Any] = {key: config.get(key) for key in ours}
         elif (name := config["architecture"].partition(".")[0]) in _TIMM_MODELS:
             arguments = config.get("model_args")
             given = arguments if isinstance(arguments, dict) else {}
@@ -104,6 +108,13 @@ class ViTWeights(ForeignWeights):
             for key, value in ours.items()
             if found[key] != value
         ]
+
+    def _facts_for_transformers(self) -> dict[str, Any]:
+        """What config.json has to say for the tensors to be this model's."""
+        if dino.model_type(self._model) is not None:
+            return dino.configuration(self._model)
+        dimensions = {key: getattr(self._model.shape, name) for key, name in _HF_DIMENSIONS.items()}
+        return {"model_type": "vit", **dimensions, "qkv_bias": True}
 
     def resampling(self, name: str, shape: tuple[int, ...]) -> Resampling | None:
         """As `ForeignWeights.resampling`: of position embeddings (section 3.2)."""
@@ -169,6 +180,10 @@ class ViTWeights(ForeignWeights):
     def transformers_config(self) -> dict[str, Any]:
         """As `ForeignWeights.transformers_config`; the image size is the part that whole patches cover."""
         shape = self._model.shape
+        image_size = shape.grid(self._model.image_size) * shape.patch_size
+        if (kind := dino.model_type(self._model)) is not None:
+            of_kind = {"architectures": [dino.ARCHITECTURES[kind]], "layerscale_value": shape.layer_scale}
+            return of_kind | dino.configuration(self._model) | {"image_size": image_size}
         return {
             "architectures": ["ViTForImageClassification"],
             "model_type": "vit",
@@ -176,7 +191,7 @@ class ViTWeights(ForeignWeights):
             **FUNCTIONS,
             "hidden_dropout_prob": 0.0,
             "attention_probs_dropout_prob": 0.0,
-            "image_size": shape.grid(self._model.image_size) * shape.patch_size,
+            "image_size": image_size,
             "num_channels": CHANNELS,
             "qkv_bias": True,
         }
@@ -244,7 +259,7 @@ def _transformers(model: "ViT") -> Iterator[Rule]:
         ours, theirs = f"blocks.{i}", f"vit.encoder.layer.{i}"
         attention = f"{theirs}.attention.attention"
         yield from renamed(f"{ours}.norm1", f"{theirs}.layernorm_before")
-        yield from in_thirds(f"{ours}.attention.qkv", (f"{attention}.query", f"{attention}.key", f"{attention}.value"))
+        yield from stacked(f"{ours}.attention.qkv", [f"{attention}.{part}" for part in ("query", "key", "value")])
         yield from renamed(f"{ours}.attention.out", f"{theirs}.attention.output.dense")
         yield from renamed(f"{ours}.norm2", f"{theirs}.layernorm_after")
         yield from renamed(f"{ours}.mlp.fc1", f"{theirs}.intermediate.dense")

@@ -1,4 +1,4 @@
-"""A folder of transformers' `ViTForImageClassification`: config.json, preprocessor_config.json, model.safetensors."""
+"""A folder of transformers' ViT, DINOv2 or DINOv3: config.json, preprocessor_config.json, model.safetensors."""
 
 import re
 from collections import Counter
@@ -9,23 +9,32 @@ from vitscale.errors import CheckpointError
 from vitscale.models.layers import CHANNELS, LAYER_NORM_EPS
 from vitscale.models.model import Model
 from vitscale.models.weights.preprocessing import crop_of, resized_edge
-from vitscale.models.weights.source import Source, differing, read_json, rename
+from vitscale.models.weights.source import Entry, Source, differing, read_json, rename
 from vitscale.models.weights.torch_files import CONFIG, read_beside_config
 from vitscale.recipe import EvalCrop
 
 PREPROCESSOR = "preprocessor_config.json"
 FUNCTIONS = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": LAYER_NORM_EPS}
 _PIXELS = {"image_mean": [0.5] * CHANNELS, "image_std": [0.5] * CHANNELS}
-_DEFAULTS = {  # what transformers takes for what a config.json leaves out
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-    "patch_size": 16,
-    "qkv_bias": True,
-    "hidden_act": "gelu",
-    "layer_norm_eps": 1e-12,
+_DEFAULTS: dict[str, dict[str, Any]] = {  # model_type -> what transformers takes for what a config.json leaves out
+    "vit": {
+        **{"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
+        **{"patch_size": 16, "qkv_bias": True, "hidden_act": "gelu", "layer_norm_eps": 1e-12},
+    },
+    "dinov2_with_registers": {
+        **{"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "mlp_ratio": 4},
+        **{"patch_size": 16, "qkv_bias": True, "hidden_act": "gelu", "layer_norm_eps": 1e-6},
+        **{"num_channels": CHANNELS, "num_register_tokens": 4, "use_swiglu_ffn": False},
+    },
+    "dinov3_vit": {
+        **{"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536},
+        **{"patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-5, "rope_theta": 100.0},
+        **{"query_bias": True, "key_bias": False, "value_bias": True, "proj_bias": True, "mlp_bias": True},
+        **{"num_channels": CHANNELS, "num_register_tokens": 0, "use_gated_mlp": False},
+    },
 }
+_LANDMARKS = ("embeddings.patch_embeddings.projection.weight", "embeddings.patch_embeddings.weight")
+_MASK = "embeddings.mask_token"
 _RENAMES = (  # the modules of transformers 5 -> the names in its files and version 4's
     (r"^vit\.layers\.(\d+)\.", r"vit.encoder.layer.\1."),
     (r"\.attention\.q_proj\.", ".attention.attention.query."),
@@ -39,7 +48,19 @@ _RENAMES = (  # the modules of transformers 5 -> the names in its files and vers
 
 def is_key(key: str) -> bool:
     """Whether a state dict with this key is transformers'."""
-    return key.endswith("embeddings.patch_embeddings.projection.weight")
+    return key.endswith(_LANDMARKS)
+
+
+def renamed(path: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
+    """The entries by the names in files of transformers. Raises `CheckpointError`."""
+    if any(key.endswith("embeddings.register_tokens") for key in entries):
+        return rename(path, entries, _dino_name)
+    return rename(path, entries, file_name)
+
+
+def _dino_name(name: str) -> str:
+    """The name in files of DINO, which has no prefix without a head, for what is a module's name in some version."""
+    return re.sub(r"^(dinov2_with_registers\.|model\.(?=layer\.))", "", name)
 
 
 def file_name(name: str) -> str:
@@ -56,20 +77,24 @@ def read_folder(folder: Path, config: dict[str, Any]) -> Source:
 
     Raises `CheckpointError` for one without a Vision Transformer.
     """
-    config = _DEFAULTS | config
-    if config.get("model_type") != "vit":
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in _DEFAULTS:
+        known = ", ".join(map(repr, _DEFAULTS))
         raise CheckpointError(
-            f"{folder / CONFIG}: expected model_type 'vit', a Vision Transformer's; found {config.get('model_type')!r}"
+            f"{folder / CONFIG}: expected a Vision Transformer's model_type, one of {known}; found {kind!r}"
         )
+    config = _DEFAULTS[kind] | config
     preprocessor = read_json(folder / PREPROCESSOR) if (folder / PREPROCESSOR).is_file() else {}
+    entries = renamed(folder, read_beside_config(folder))
     notes = [
-        *differing(folder / CONFIG, config, FUNCTIONS, "logits will differ a little"),
+        *(differing(folder / CONFIG, config, FUNCTIONS, "logits will differ a little") if kind == "vit" else ()),
+        *([f"{_MASK} is not read: a mask is part of an objective here"] if _MASK in entries else ()),
         *differing(folder / PREPROCESSOR, preprocessor, _PIXELS, "the same image is another input here"),
     ]
     return Source(
         folder,
         "hf",
-        rename(folder, read_beside_config(folder), file_name),
+        entries,
         config=config,
         class_names=_class_names(config),
         eval_crop=_crop(preprocessor),
@@ -139,9 +164,10 @@ def configuration(model: Model, labels: list[str], crop: EvalCrop) -> dict[str, 
     return {CONFIG: config, PREPROCESSOR: preprocessor}
 
 
-def loading_lines(folder: Path) -> list[str]:
+def loading_lines(folder: Path, model: Model) -> list[str]:
     """Python that opens a written folder."""
+    (architecture,) = model.foreign().transformers_config()["architectures"]
     return [
-        f"model = transformers.ViTForImageClassification.from_pretrained({str(folder)!r})",
+        f"model = transformers.{architecture}.from_pretrained({str(folder)!r})",
         f"processor = transformers.AutoImageProcessor.from_pretrained({str(folder)!r})",
     ]

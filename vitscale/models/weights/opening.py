@@ -5,7 +5,7 @@ from pathlib import Path
 from vitscale.errors import CheckpointError
 from vitscale.models.weights import huggingface, timm_hub
 from vitscale.models.weights.npz import read_npz
-from vitscale.models.weights.source import Source, read_json, rename, some
+from vitscale.models.weights.source import Source, read_json, some
 from vitscale.models.weights.torch_files import CONFIG, SAFETENSORS, TORCH_SUFFIXES, read_safetensors, read_torch
 
 # A key that every file of a format has, for Transformers and for ResNets.
@@ -54,7 +54,7 @@ def _open(path: Path) -> Source:
     if _TIMM & entries.keys():
         return Source(path, "timm", entries)
     if any(map(huggingface.is_key, entries)):
-        return Source(path, "hf", rename(path, entries, huggingface.file_name))
+        return Source(path, "hf", huggingface.renamed(path, entries))
     raise CheckpointError(
         f"{path}: the names are neither ours nor timm's nor those of transformers' Vision Transformer; "
         f"there is none of {', '.join(sorted(_OURS | _TIMM))}; it has {some(sorted(entries)) or 'no tensors'}"

@@ -5,7 +5,7 @@ A rule works in both directions, so that one table serves import and export. On 
 Shape legend: D width, H heads, d = D / H, P patch size, C channels, K classes, O I outputs and inputs of a layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, cat
@@ -106,11 +106,11 @@ def torch_patches(ours: str, theirs: str, patch_size: int) -> list[Rule]:
     return [weight, same(f"{ours}.bias", f"{theirs}.bias")]
 
 
-def in_thirds(ours: str, theirs: tuple[str, str, str]) -> list[Rule]:
-    """A layer of three stacked parts <-> three layers."""
+def stacked(ours: str, theirs: Sequence[str], kinds: Sequence[str] = ("weight", "bias")) -> list[Rule]:
+    """A layer of stacked parts <-> a layer each."""
     return [
-        Rule(f"{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs), lambda value: value.chunk(3), cat)
-        for kind in ("weight", "bias")
+        Rule(f"{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs), lambda value: value.chunk(len(theirs)), cat)
+        for kind in kinds
     ]
 
 

@@ -60,9 +60,10 @@ def write_weights(
     rules = [rule for rule in table(model, form) if not (drop_head and rule.ours in HEAD)]
     held = {rule.ours for rule in rules} | (set(HEAD) if drop_head else set())
     if homeless := [name for name, _ in model.named_parameters() if name not in held]:
+        held_head = "one linear layer as the head" if "head.weight" in held else "no head of such a model"
         raise RecipeError(
-            f"format {form} holds one linear layer as the head, and this model has {', '.join(homeless)}: a "
-            f"pre-training head; leave the head out with --drop-head, or use safetensors or npz"
+            f"format {form} holds {held_head}, and this one has {', '.join(homeless)}; leave the head out with "
+            "--drop-head, or use safetensors"
         )
     shapes = their_shapes(model, rules)
     count = sum(map(math.prod, shapes.values()))
@@ -102,7 +103,7 @@ def loading_lines(out: Path, form: Format, description: Description) -> list[str
     `description` is that of what was written: without classes where the head was left out.
     """
     if form == "hf":
-        return huggingface.loading_lines(out)
+        return huggingface.loading_lines(out, description.build())
     return timm_hub.loading_lines(out, description.build(), description.num_classes) if form == "timm" else []
 
 

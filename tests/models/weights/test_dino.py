@@ -1,0 +1,168 @@
+"""DINOv2 with registers and DINOv3 of transformers: the same tokens from the same weights, in and out, key by key."""
+
+import json
+import re
+
+import pytest
+import torch
+from models.small_models import images
+from models.weights.exported import described, differing, finished_run, valued, write
+from safetensors.torch import load_file
+
+from vitscale.cli.export import run_export
+from vitscale.errors import CheckpointError, RecipeError
+from vitscale.models import Model
+from vitscale.models.weights import HEAD, Description, describe, load_weights, open_weights
+
+transformers = pytest.importorskip("transformers")
+SIZE = 64
+OURS = {"patch_size": 8, "width": 48, "depth": 2, "num_heads": 3, "layer_scale": 0.1, "registers": 3}
+THEIRS = {
+    **{"patch_size": 8, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "num_register_tokens": 3},
+    **{"image_size": SIZE, "layerscale_value": 0.1},
+}
+V2, V3 = "Dinov2WithRegisters", "DINOv3ViT"
+ROPE = {"position": {"kind": "rope"}, "norm_eps": 1e-5}
+GATED = {"use_gated_mlp": True, "hidden_act": "silu", "intermediate_size": 72}
+# name -> our block, transformers' class and configuration.
+CASES = {
+    "v2": ({"mlp": "exact_gelu", "mlp_dim": 144}, V2, {"mlp_ratio": 3}),
+    "v2-tanh": ({"mlp_dim": 192}, V2, {"mlp_ratio": 4, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}),
+    "v2-gated": ({"mlp": "swiglu", "mlp_dim": 128}, V2, {"mlp_ratio": 4, "use_swiglu_ffn": True}),
+    "v2-no-bias": ({"mlp": "exact_gelu", "mlp_dim": 48, "qkv_bias": "none"}, V2, {"mlp_ratio": 1, "qkv_bias": False}),
+    "v3": ({"mlp": "exact_gelu", "mlp_dim": 72, "qkv_bias": "no_key", **ROPE}, V3, {"intermediate_size": 72}),
+    "v3-7B": (
+        {"mlp": "swiglu", "mlp_dim": 72, "qkv_bias": "none", **ROPE},
+        V3,
+        {**GATED, "query_bias": False, "value_bias": False},
+    ),
+    "v3-base": (
+        {"mlp": "swiglu", "mlp_dim": 72, **ROPE, "position": {"kind": "rope", "base": 10}, "norm_eps": 1e-3},
+        V3,
+        {**GATED, "key_bias": True, "rope_theta": 10.0, "layer_norm_eps": 1e-3},
+    ),
+}
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+def ours_of(case: str) -> tuple[Description, Model]:
+    description = described(OURS | CASES[case][0], SIZE)
+    return description, valued(description)
+
+
+def theirs_of(case: str) -> torch.nn.Module:
+    """Transformers' model, every parameter random."""
+    _, name, settings = CASES[case]
+    config = getattr(transformers, f"{name}Config")(**THEIRS, **settings)
+    peer = getattr(transformers, f"{name}Model")(config).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.normal_(0.0, 0.3, generator=generator)
+    return peer
+
+
+def assert_same_tokens(ours: Model, peer: torch.nn.Module) -> None:
+    pixels = images(SIZE)
+    with torch.no_grad():
+        found = ours(pixels)
+        expected = peer(pixels.permute(0, 3, 1, 2))
+    assert found.tokens.std() > 0.1
+    assert (found.tokens - expected.last_hidden_state).abs().max() < 1e-4
+    assert (found.pooled - expected.pooler_output).abs().max() < 1e-4
+
+
+@every_case
+def test_our_export_is_their_model(case, tmp_path):
+    description, model = ours_of(case)
+    folder = write(model, description, "hf", tmp_path, drop_head=True)
+    peer_class = getattr(transformers, f"{CASES[case][1]}Model")
+    peer, loading = peer_class.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_same_tokens(model, peer.eval())
+    assert peer.embeddings.mask_token.abs().max() == 0
+
+
+@every_case
+def test_their_folder_is_our_model(case, tmp_path):
+    peer = theirs_of(case)
+    peer.save_pretrained(tmp_path / "folder")
+    description, model = ours_of(case)
+    source, notes = open_weights(tmp_path / "folder"), []
+    load_weights(model, source, drop=HEAD, report=notes.append)
+    assert_same_tokens(model, peer)
+    assert len(notes) == 1 and "mask_token is not read" in notes[0]
+    assert describe(source, OURS | CASES[case][0]).build().shape == model.shape
+    # And back: every tensor but the mask.
+    again = write(model, description, "hf", tmp_path, drop_head=True)
+    before, after = (load_file(path / "model.safetensors") for path in (tmp_path / "folder", again))
+    assert before.keys() == after.keys()
+    assert [key for key in before if not torch.equal(before[key], after[key])] == ["embeddings.mask_token"]
+    returned = valued(description, seed=1)
+    load_weights(returned, open_weights(again), drop=HEAD)
+    assert [name for name in differing(model, returned) if name not in HEAD] == []
+
+
+def test_a_bare_state_dict_of_theirs(tmp_path):
+    peer = theirs_of("v3")
+    torch.save(peer.state_dict(), tmp_path / "v3.pth")
+    _, model = ours_of("v3")
+    load_weights(model, open_weights(tmp_path / "v3.pth"), drop=HEAD)
+    assert_same_tokens(model, peer)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "words"),
+    [
+        ("v3", {"rope_theta": 50.0}, "rope_theta is 50.0, the model's is 100.0"),
+        ("v3", {"layer_norm_eps": 1e-6}, "layer_norm_eps is 1e-06, the model's is 1e-05"),
+        ("v3", {"hidden_act": "relu"}, "hidden_act is 'relu', the model's is 'gelu'"),
+        ("v3", {"num_register_tokens": None}, "num_register_tokens is 0, the model's is 3"),
+        ("v2", {"num_attention_heads": 6}, "num_attention_heads is 6, the model's is 3"),
+        ("v2", {"model_type": "dinov3_vit"}, "model_type is 'dinov3_vit', the model's is 'dinov2_with_registers'"),
+        ("v2", {"model_type": "dinov2"}, "expected a Vision Transformer's model_type"),
+    ],
+)
+def test_a_config_of_another_model(case, changes, words, tmp_path):
+    description, model = ours_of(case)
+    folder = write(model, description, "hf", tmp_path, drop_head=True)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        load_weights(model, open_weights(folder), drop=HEAD)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"norm": "rms"},
+        {"qk_norm": True},
+        {"pool": "mean"},
+        {"registers": 0},
+        {"mlp_dim": 100},
+        {"class_position": False},
+    ],
+)
+def test_what_neither_of_them_is_has_no_folder(change, tmp_path):
+    description = described(OURS | CASES["v2"][0] | change, SIZE)
+    with pytest.raises(RecipeError, match="hf holds"):
+        write(valued(description), description, "hf", tmp_path, drop_head=True)
+
+
+def test_they_have_no_place_for_a_head(tmp_path):
+    description, model = ours_of("v3")
+    with pytest.raises(
+        RecipeError, match=r"hf holds no head of such a model.*head\.weight, head\.bias; leave the head out"
+    ):
+        write(model, description, "hf", tmp_path)
+
+
+def test_the_printed_lines_open_a_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    _, model = ours_of("v3")
+    finished_run(tmp_path / "run", model, OURS | CASES["v3"][0] | {"head": "linear"})
+    run_export("run", "hf", tmp_path / "folder", drop_head=True)
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+    scope = {"transformers": transformers}
+    exec("\n".join(lines), scope)
+    assert_same_tokens(model, scope["model"].eval())

@@ -1,0 +1,130 @@
+"""DINOv2 with registers and DINOv3 in transformers' format: which models they are, their configurations and names.
+
+Both end with the tokens: there is no place for a head. Their mask token belongs to an objective, which is no part of a
+model here: it is not read, and written as zeros.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vitscale.models.layers import CHANNELS
+from vitscale.models.weights.rules import Rule, renamed, same, stacked, torch_patches
+
+if TYPE_CHECKING:
+    from vitscale.families import ViTShape
+    from vitscale.models.vit.model import ViT
+
+DINOV2, DINOV3 = "dinov2_with_registers", "dinov3_vit"
+ARCHITECTURES = {DINOV2: "Dinov2WithRegistersModel", DINOV3: "DINOv3ViTModel"}
+_ACTIVATIONS = {"gelu": "gelu_pytorch_tanh", "exact_gelu": "gelu", "swiglu": "silu"}
+_LARGEST_RATIO = 64
+
+
+def model_type(model: "ViT") -> str | None:
+    """What transformers calls a model of these parts; None where it is neither of the two."""
+    shape = model.shape
+    is_either = (
+        (shape.attention, shape.stem, shape.norm, shape.qk_norm, model.pool) == ("full", None, "layer", False, "cls")
+        and shape.layer_scale is not None
+        and shape.registers > 0
+    )
+    if not is_either:
+        return None
+    if model.position == "rope":
+        return DINOV3
+    has_positions = (model.position, model.position_at, shape.class_position) == ("1d", "stem", True)
+    return DINOV2 if has_positions and shape.qkv_bias != "no_key" and _mlp_ratio(shape) is not None else None
+
+
+def _mlp_ratio(shape: "ViTShape") -> int | None:
+    """The whole number by which DINOv2's configuration says how large the hidden layer is; None where none does."""
+    for ratio in range(1, _LARGEST_RATIO + 1):
+        hidden = shape.width * ratio
+        if shape.mlp == "swiglu":
+            hidden = (int(hidden * 2 / 3) + 7) // 8 * 8
+        if hidden == shape.mlp_dim:
+            return ratio
+    return None
+
+
+def configuration(model: "ViT") -> dict[str, Any]:
+    """What config.json says of a model that has a `model_type`, and that decides what it computes."""
+    shape, kind = model.shape, model_type(model)
+    is_gated = shape.mlp == "swiglu"
+    config: dict[str, Any] = {
+        "model_type": kind,
+        "hidden_size": shape.width,
+        "num_hidden_layers": shape.depth,
+        "num_attention_heads": shape.num_heads,
+        "patch_size": shape.patch_size,
+        "num_register_tokens": shape.registers,
+        "layer_norm_eps": shape.norm_eps,
+        "num_channels": CHANNELS,
+    }
+    if kind == DINOV2:
+        config |= {"mlp_ratio": _mlp_ratio(shape), "use_swiglu_ffn": is_gated, "qkv_bias": shape.qkv_bias == "all"}
+        return config if is_gated else config | {"hidden_act": _ACTIVATIONS[shape.mlp]}
+    return config | {
+        "intermediate_size": shape.mlp_dim,
+        "use_gated_mlp": is_gated,
+        "hidden_act": _ACTIVATIONS[shape.mlp],
+        "rope_theta": model.position_base,
+        "query_bias": shape.qkv_bias != "none",
+        "key_bias": shape.qkv_bias == "all",
+        "value_bias": shape.qkv_bias != "none",
+        "proj_bias": True,
+        "mlp_bias": True,
+    }
+
+
+def rules(model: "ViT") -> Iterator[Rule]:
+    """Every parameter but the head's, by the names in transformers' files."""
+    shape, is_v2 = model.shape, model_type(model) == DINOV2
+    patches = "embeddings.patch_embeddings.projection" if is_v2 else "embeddings.patch_embeddings"
+    yield Rule(
+        "cls",
+        ("embeddings.cls_token", "embeddings.mask_token"),
+        lambda value: (value, torch.zeros_like(value[0] if is_v2 else value)),
+        lambda values: values[0],
+    )
+    yield same("registers", "embeddings.register_tokens")
+    if is_v2:
+        yield same("pos_embedding", "embeddings.position_embeddings")
+    yield from torch_patches("embedding", patches, shape.patch_size)
+    for i in range(shape.depth):
+        ours, theirs = f"blocks.{i}", f"encoder.layer.{i}" if is_v2 else f"layer.{i}"
+        yield from renamed(f"{ours}.norm1", f"{theirs}.norm1")
+        yield from _attention(model, f"{ours}.attention", f"{theirs}.attention", is_v2)
+        yield same(f"{ours}.layer_scale1", f"{theirs}.layer_scale1.lambda1")
+        yield from renamed(f"{ours}.norm2", f"{theirs}.norm2")
+        yield from _mlp(model, f"{ours}.mlp", f"{theirs}.mlp", is_v2)
+        yield same(f"{ours}.layer_scale2", f"{theirs}.layer_scale2.lambda1")
+    yield from renamed("norm", "layernorm" if is_v2 else "norm")
+
+
+def _attention(model: "ViT", ours: str, theirs: str, is_v2: bool) -> Iterator[Rule]:
+    names = [f"{theirs}.attention.{part}" for part in ("query", "key", "value")]
+    if not is_v2:
+        names = [f"{theirs}.{part}_proj" for part in ("q", "k", "v")]
+    biases = model.shape.qkv_bias
+    yield from stacked(f"{ours}.qkv", names, ("weight", "bias") if biases == "all" else ("weight",))
+    if biases == "no_key":
+        yield same(f"{ours}.query_bias", f"{names[0]}.bias")
+        yield same(f"{ours}.value_bias", f"{names[2]}.bias")
+    yield from renamed(f"{ours}.out", f"{theirs}.output.dense" if is_v2 else f"{theirs}.o_proj")
+
+
+def _mlp(model: "ViT", ours: str, theirs: str, is_v2: bool) -> Iterator[Rule]:
+    is_gated = model.shape.mlp == "swiglu"
+    if is_v2:
+        first, second = ("weights_in", "weights_out") if is_gated else ("fc1", "fc2")
+        yield from renamed(f"{ours}.fc1", f"{theirs}.{first}")
+        yield from renamed(f"{ours}.fc2", f"{theirs}.{second}")
+        return
+    if is_gated:
+        yield from stacked(f"{ours}.fc1", [f"{theirs}.gate_proj", f"{theirs}.up_proj"])
+    else:
+        yield from renamed(f"{ours}.fc1", f"{theirs}.up_proj")
+    yield from renamed(f"{ours}.fc2", f"{theirs}.down_proj")
