@@ -20,7 +20,7 @@ from vitscale.checkpoint import EMA, CheckpointStore, Index, LocalPlace, Place, 
 from vitscale.errors import CheckpointError, RecipeError, VitscaleError
 from vitscale.families import Model
 from vitscale.files.digests import file_digests
-from vitscale.models.weights import HEAD, Entry, Reader, Source, open_weights, own_description, parameters
+from vitscale.models.weights import HEAD, Entry, Reader, Source, notes, open_weights, own_description, parameters
 from vitscale.models.weights.huggingface import distinct
 from vitscale.objectives import build_objective
 from vitscale.ranks import gather, on_rank_zero
@@ -92,7 +92,7 @@ def initial_source(
         assignment = _Assignment(recipe, class_names, found)
     except VitscaleError as error:
         raise error.on_all_ranks() from None
-    for note in found.source.notes:
+    for note in assignment.notes:
         say(f"{found.source.path}: {note}")
     say(assignment.describe())
     return _InitialWeights(assignment, initial), found.identity
@@ -241,6 +241,7 @@ class _Assignment:
         readers: of the parameters that are taken.
         zeros: names of those that begin with zeros.
         fresh: names of the others, which begin as without `init`.
+        notes: what a reader of the source should know.
 
     Raises as `check_initial_weights`.
     """
@@ -254,6 +255,7 @@ class _Assignment:
         drop = [] if recipe.init.head == "keep" else [name for name in names if name in _OUTPUT_LAYER]
         if recipe.init.head == "initial" and not _has_pre_logits(found.source):
             drop = [name for name in names if name in HEAD]
+        self.notes = notes(model, found.source)
         self.readers: dict[str, Reader] = parameters(
             model,
             found.source,

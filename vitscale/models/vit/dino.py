@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vitscale.models.layers import CHANNELS
+from vitscale.models.weights.huggingface import ACTIVATIONS
 from vitscale.models.weights.rules import Rule, renamed, same, stacked, torch_patches
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 DINOV2, DINOV3 = "dinov2_with_registers", "dinov3_vit"
 ARCHITECTURES = {DINOV2: "Dinov2WithRegistersModel", DINOV3: "DINOv3ViTModel"}
-_ACTIVATIONS = {"gelu": "gelu_pytorch_tanh", "exact_gelu": "gelu", "swiglu": "silu"}
 _LARGEST_RATIO = 64
 
 
@@ -65,11 +65,11 @@ def configuration(model: "ViT") -> dict[str, Any]:
     }
     if kind == DINOV2:
         config |= {"mlp_ratio": _mlp_ratio(shape), "use_swiglu_ffn": is_gated, "qkv_bias": shape.qkv_bias == "all"}
-        return config if is_gated else config | {"hidden_act": _ACTIVATIONS[shape.mlp]}
+        return config if is_gated else config | {"hidden_act": ACTIVATIONS[shape.mlp]}
     return config | {
         "intermediate_size": shape.mlp_dim,
         "use_gated_mlp": is_gated,
-        "hidden_act": _ACTIVATIONS[shape.mlp],
+        "hidden_act": ACTIVATIONS[shape.mlp],
         "rope_theta": model.position_base,
         "query_bias": shape.qkv_bias != "none",
         "key_bias": shape.qkv_bias == "all",

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitscale import families
@@ -12,7 +13,7 @@ from vitscale.models.resnet.weights import flax_stem, timm_features
 from vitscale.models.vit import dino
 from vitscale.models.vit.positions import resample_positions
 from vitscale.models.weights.foreign import ForeignWeights, Resampling, TimmModel
-from vitscale.models.weights.huggingface import FUNCTIONS
+from vitscale.models.weights.huggingface import ACTIVATIONS
 from vitscale.models.weights.rules import (
     Rule,
     flax_attention,
@@ -24,7 +25,7 @@ from vitscale.models.weights.rules import (
     stacked,
     torch_patches,
 )
-from vitscale.models.weights.timm_hub import GELU
+from vitscale.models.weights.source import differing
 from vitscale.models.weights.torch_files import CONFIG
 from vitscale.weight_formats import Format
 
@@ -32,7 +33,13 @@ if TYPE_CHECKING:
     from vitscale.models.vit.model import ViT
 
 
-_MEAN_POOL = {"global_pool": "avg", "class_token": False, "fc_norm": False}
+_POOLS: dict[str, dict[str, Any]] = {
+    "cls": {},
+    "mean": {"global_pool": "avg", "class_token": False, "fc_norm": False},
+    "map": {"global_pool": "map", "class_token": False},
+}
+_TIMM_GELU = {"gelu": "gelu_tanh", "exact_gelu": "gelu"}
+_TIMM_GATED = ("vit_giant_patch14_reg4_dinov2", (14, 1536, 40, 24))
 # timm's name -> blocks of the stem, and the arguments that the name stands for. Any other value can be given besides.
 _TIMM_ARGUMENTS = ("patch_size", "embed_dim", "depth", "num_heads")
 _TIMM_MODELS: dict[str, tuple[tuple[int, ...] | None, tuple[int, int, int, int]]] = {
@@ -63,6 +70,18 @@ _HF_DIMENSIONS = {
 _PLAIN = {field.name: field.default for field in fields(ViTShape) if field.name in families.ViT.optional}
 
 
+# Our names and timm's, of layers and of parameters.
+_IN_BLOCK = (
+    *(("norm1", "norm1"), ("norm2", "norm2"), ("attention.qkv", "attn.qkv"), ("attention.out", "attn.proj")),
+    *(("attention.query_norm", "attn.q_norm"), ("attention.key_norm", "attn.k_norm")),
+    *(("layer_scale1", "ls1.gamma"), ("layer_scale2", "ls2.gamma"), ("mlp.fc1", "mlp.fc1"), ("mlp.fc2", "mlp.fc2")),
+)
+_IN_MAP = (
+    *(("probe", "latent"), ("query", "q"), ("key_value", "kv"), ("out", "proj"), ("norm", "norm")),
+    *(("mlp.fc1", "mlp.fc1"), ("mlp.fc2", "mlp.fc2")),
+)
+
+
 class ViTWeights(ForeignWeights):
     """As `ForeignWeights`, of a Vision Transformer or a hybrid."""
 
@@ -78,8 +97,8 @@ class ViTWeights(ForeignWeights):
             return f"{form} holds Transformers with global attention, not axial attention; use safetensors"
         if (model.position, model.position_at) != ("1d", "stem"):
             return f"{form} holds 1d position embeddings at the stem, not {_positions(model)}; use safetensors"
-        if parts := _later_parts(model):
-            return f"{form} holds Transformers of the paper's parts, not with {', '.join(parts)}; use safetensors"
+        if parts := _parts_without_place(model, form):
+            return f"{form} holds no Transformers with {', '.join(parts)}; use safetensors"
         if form == "hf" and model.shape.stem is not None:
             return "hf holds Vision Transformers without a ResNet before them; use timm or npz"
         if form == "hf" and model.cls is None:
@@ -108,6 +127,21 @@ class ViTWeights(ForeignWeights):
             for key, value in ours.items()
             if found[key] != value
         ]
+
+    def differences(self, form: Format, config: dict[str, Any]) -> list[str]:
+        """As `ForeignWeights.differences`: another form of GELU, another epsilon."""
+        so = "logits will differ a little"
+        if form == "hf" and dino.model_type(self._model) is None:
+            return differing(Path(CONFIG), config, self._functions_for_transformers(), so)
+        if form == "timm" and self._model.shape.mlp != "swiglu":
+            arguments = config.get("model_args")
+            given = {"act_layer": "gelu"} | (arguments if isinstance(arguments, dict) else {})
+            return differing(Path(CONFIG), given, {"act_layer": _TIMM_GELU[self._model.shape.mlp]}, so)
+        return []
+
+    def _functions_for_transformers(self) -> dict[str, Any]:
+        shape = self._model.shape
+        return {"hidden_act": ACTIVATIONS[shape.mlp], "layer_norm_eps": shape.norm_eps}
 
     def _facts_for_transformers(self) -> dict[str, Any]:
         """What config.json has to say for the tensors to be this model's."""
@@ -140,11 +174,7 @@ class ViTWeights(ForeignWeights):
         """As `ForeignWeights.timm`."""
         shape, stem = self._model.shape, self._model.shape.stem
         blocks = None if stem is None else stem.blocks
-        if (
-            _later_parts(self._model)
-            or shape.attention == "axial"
-            or (stem is not None and stem != ResNetShape(stem.blocks, variant="v1"))
-        ):
+        if self.refusal("timm") is not None or (stem is not None and stem != ResNetShape(stem.blocks, variant="v1")):
             return None
         dimensions = (shape.patch_size, shape.width, shape.depth, shape.num_heads)
         alike = {
@@ -155,27 +185,51 @@ class ViTWeights(ForeignWeights):
         if not alike:
             return None
         nearest = max(alike, key=alike.__getitem__)
-        own = zip(_TIMM_ARGUMENTS, dimensions, _TIMM_MODELS[nearest][1], strict=True)
+        named = _TIMM_MODELS[nearest][1]
+        if shape.mlp == "swiglu":  # no argument in a file chooses it: only this name does
+            if stem is not None:
+                return None
+            nearest, named = _TIMM_GATED
+        own = zip(_TIMM_ARGUMENTS, dimensions, named, strict=True)
         arguments: dict[str, Any] = {"img_size": self._model.image_size} | {
             key: ours for key, ours, named in own if ours != named
         }
-        if shape.mlp_dim != 4 * shape.width:
-            ratio = shape.mlp_dim / shape.width
+        if shape.fc1_dim != 4 * shape.width or shape.mlp == "swiglu":
+            ratio = shape.fc1_dim / shape.width
             # timm takes the whole part of width * ratio.
             arguments["mlp_ratio"] = (
-                ratio if int(shape.width * ratio) == shape.mlp_dim else math.nextafter(ratio, math.inf)
+                ratio if int(shape.width * ratio) == shape.fc1_dim else math.nextafter(ratio, math.inf)
             )
-        pools_mean = self._model.cls is None
+        pool = _POOLS[self._model.pool]
         return TimmModel(
             nearest,
-            arguments | GELU | (_MEAN_POOL if pools_mean else {}),
-            {"num_features": shape.width, "global_pool": "avg" if pools_mean else "token"},
+            arguments | self._timm_parts() | pool,
+            {"num_features": shape.width, "global_pool": pool.get("global_pool", "token")},
             {
                 "first_conv": "patch_embed.proj" if stem is None else "patch_embed.backbone.stem.conv",
                 "classifier": "head",
             },
             fixed_size=True,
         )
+
+    def _timm_parts(self) -> dict[str, Any]:
+        """Arguments of timm for what differs from the paper's models, and for what differs from a name's."""
+        shape = self._model.shape
+        arguments: dict[str, Any] = {}
+        if shape.mlp == "swiglu" or shape.registers or not shape.class_position:
+            arguments |= {"reg_tokens": shape.registers}
+            arguments |= {"no_embed_class": bool(shape.registers or not shape.class_position)}
+        if shape.mlp == "swiglu" or shape.layer_scale is not None:
+            arguments["init_values"] = shape.layer_scale
+        if shape.mlp != "swiglu":
+            arguments["act_layer"] = _TIMM_GELU[shape.mlp]
+        if shape.norm == "rms":
+            arguments["norm_layer"] = "rmsnorm"
+        if shape.qk_norm:
+            arguments["qk_norm"] = True
+        if shape.qkv_bias == "none":
+            arguments["qkv_bias"] = False
+        return arguments
 
     def transformers_config(self) -> dict[str, Any]:
         """As `ForeignWeights.transformers_config`; the image size is the part that whole patches cover."""
@@ -188,7 +242,7 @@ class ViTWeights(ForeignWeights):
             "architectures": ["ViTForImageClassification"],
             "model_type": "vit",
             **{key: getattr(shape, ours) for key, ours in _HF_DIMENSIONS.items()},
-            **FUNCTIONS,
+            **self._functions_for_transformers(),
             "hidden_dropout_prob": 0.0,
             "attention_probs_dropout_prob": 0.0,
             "image_size": image_size,
@@ -204,10 +258,22 @@ def _positions(model: "ViT") -> str:
     return f"{model.position} ones{place}"
 
 
-def _later_parts(model: "ViT") -> list[str]:
-    """The parts that the paper's models do not have, as a recipe says them."""
-    found = [key for key, plain in _PLAIN.items() if getattr(model.shape, key) != plain]
-    return [*found, "pool: map"] if model.pool == "map" else found
+def _parts_without_place(model: "ViT", form: Format) -> list[str]:
+    """Those that the paper's models do not have, as a recipe says them, and that a format cannot hold."""
+    shape, has_map = model.shape, model.pool == "map"
+    found = [key for key, plain in _PLAIN.items() if getattr(shape, key) != plain] + ["pool: map"] * has_map
+    if form == "hf":
+        return [key for key in found if not (key == "norm_eps" or (key == "mlp" and shape.mlp == "exact_gelu"))]
+    if form == "npz":
+        return found
+    refused = {
+        "norm_eps": True,
+        "qkv_bias": shape.qkv_bias == "no_key",
+        # Its positions are those of patches alone, or of all tokens.
+        "registers": model.cls is not None and shape.class_position,
+        "mlp": has_map and shape.mlp == "swiglu",
+    }
+    return [key for key in found if refused.get(key, False)]
 
 
 def _flax(model: "ViT") -> Iterator[Rule]:
@@ -238,16 +304,15 @@ def _timm(model: "ViT") -> Iterator[Rule]:
     if model.cls is not None:
         yield same("cls", "cls_token")
     yield same("pos_embedding", "pos_embed")
-    for i in range(model.shape.depth):
-        block = f"blocks.{i}"
-        yield from renamed(f"{block}.norm1", f"{block}.norm1")
-        yield from renamed(f"{block}.attention.qkv", f"{block}.attn.qkv")
-        yield from renamed(f"{block}.attention.out", f"{block}.attn.proj")
-        yield from renamed(f"{block}.norm2", f"{block}.norm2")
-        yield from renamed(f"{block}.mlp.fc1", f"{block}.mlp.fc1")
-        yield from renamed(f"{block}.mlp.fc2", f"{block}.mlp.fc2")
-    yield from renamed("norm", "norm")
-    yield from renamed("head", "head")
+    renames = {f"blocks.{i}.{ours}": f"blocks.{i}.{timm}" for i in range(model.shape.depth) for ours, timm in _IN_BLOCK}
+    renames |= {"registers": "reg_token", "norm": "norm", "head": "head"}
+    renames |= {f"map.{ours}": f"attn_pool.{timm}" for ours, timm in _IN_MAP}
+    for name, _ in model.named_parameters():
+        layer, _, kind = name.rpartition(".")
+        if name in renames:
+            yield same(name, renames[name])
+        elif layer in renames:
+            yield same(name, f"{renames[layer]}.{kind}")
 
 
 def _transformers(model: "ViT") -> Iterator[Rule]:

@@ -108,7 +108,8 @@ def describe(source: Source, model: dict[str, Any] | None = None, image_size: in
     if "pre_logits.weight" not in found:
         block["head"] = "linear"
     tokens = found.get("pos_embedding", ())
-    side = math.isqrt(max(tokens[1] - ("cls" in found), 0)) if len(tokens) == 3 else 0
+    of_class = "cls" in found and block.get("class_position") is not False
+    side = math.isqrt(max(tokens[1] - of_class, 0)) if len(tokens) == 3 else 0
     num_classes = found["head.bias"][0] if found.get("head.bias") else None
     names = source.class_names
     return Description(

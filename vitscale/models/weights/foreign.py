@@ -58,6 +58,10 @@ class ForeignWeights:
         """(key, what is wrong) of all by which a folder's config.json is of another model, where no tensor shows it."""
         return []
 
+    def differences(self, form: Format, config: dict[str, Any]) -> list[str]:
+        """One note on what a folder's config.json asks for that the model computes a little otherwise, or none."""
+        return []
+
     def resampling(self, name: str, shape: tuple[int, ...]) -> Resampling | None:
         """How our parameter is made of one of this shape, where the two differ by nothing but the resolution."""
         return None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vitscale.errors import CheckpointError
-from vitscale.models.layers import CHANNELS, LAYER_NORM_EPS
+from vitscale.models.layers import CHANNELS
 from vitscale.models.model import Model
 from vitscale.models.weights.preprocessing import crop_of, resized_edge
 from vitscale.models.weights.source import Entry, Source, differing, read_json, rename
@@ -14,7 +14,8 @@ from vitscale.models.weights.torch_files import CONFIG, read_beside_config
 from vitscale.recipe import EvalCrop
 
 PREPROCESSOR = "preprocessor_config.json"
-FUNCTIONS = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": LAYER_NORM_EPS}
+ACTIVATIONS = {"gelu": "gelu_pytorch_tanh", "exact_gelu": "gelu", "swiglu": "silu"}
+"""What transformers calls the functions of our `mlp`."""
 _PIXELS = {"image_mean": [0.5] * CHANNELS, "image_std": [0.5] * CHANNELS}
 _DEFAULTS: dict[str, dict[str, Any]] = {  # model_type -> what transformers takes for what a config.json leaves out
     "vit": {
@@ -87,7 +88,6 @@ def read_folder(folder: Path, config: dict[str, Any]) -> Source:
     preprocessor = read_json(folder / PREPROCESSOR) if (folder / PREPROCESSOR).is_file() else {}
     entries = renamed(folder, read_beside_config(folder))
     notes = [
-        *(differing(folder / CONFIG, config, FUNCTIONS, "logits will differ a little") if kind == "vit" else ()),
         *([f"{_MASK} is not read: a mask is part of an objective here"] if _MASK in entries else ()),
         *differing(folder / PREPROCESSOR, preprocessor, _PIXELS, "the same image is another input here"),
     ]

@@ -81,9 +81,15 @@ def parameters(
         raise CheckpointError(
             f"{source.path} ({source.form}) is of another model:\n{listed}" + (f"\n{advice}" if of_head else "")
         )
-    for note in source.notes:
+    for note in notes(model, source):
         report(f"{source.path}: {note}")
     return {name: _reader(source, rules[name], resampled.get(name), report) for name in names}
+
+
+def notes(model: Model, source: Source) -> list[str]:
+    """What a reader should know of a source whose values a model takes."""
+    differences = model.foreign().differences(source.form, source.config) if source.config else []
+    return [*differences, *source.notes]
 
 
 def load_weights(model: Model, source: Source, drop: Collection[str] = (), report: Report = print) -> None:

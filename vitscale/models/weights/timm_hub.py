@@ -16,7 +16,6 @@ from vitscale.models.weights.torch_files import CONFIG, SAFETENSORS, read_beside
 from vitscale.recipe import EvalCrop
 
 _PIXELS = {"mean": [0.5] * CHANNELS, "std": [0.5] * CHANNELS}
-GELU = {"act_layer": "gelu_tanh"}
 
 
 def configuration(model: Model, num_classes: int | None, labels: list[str] | None, crop: EvalCrop) -> dict[str, Any]:
@@ -62,11 +61,7 @@ def loading_lines(path: Path, model: Model, num_classes: int | None) -> list[str
 def read_folder(folder: Path, config: dict[str, Any]) -> Source:
     """A folder of timm's with this config.json. Raises `CheckpointError`."""
     data = _object(config, "pretrained_cfg") or config  # the older form has all in one
-    activation = {"act_layer": "gelu"} | _object(config, "model_args") if "vit" in config["architecture"] else {}
-    notes = [
-        *differing(folder / CONFIG, activation, GELU, "logits will differ a little"),
-        *differing(folder / CONFIG, data, _PIXELS, "the same image is another input here"),
-    ]
+    notes = differing(folder / CONFIG, data, _PIXELS, "the same image is another input here")
     return Source(
         folder,
         "timm",
