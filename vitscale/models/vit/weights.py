@@ -18,7 +18,9 @@ from vitscale.models.weights.rules import (
     Rule,
     flax_attention,
     flax_dense,
+    flax_heads,
     flax_norm,
+    flax_out,
     flax_patches,
     renamed,
     same,
@@ -265,7 +267,7 @@ def _parts_without_place(model: "ViT", form: Format) -> list[str]:
     if form == "hf":
         return [key for key in found if not (key == "norm_eps" or (key == "mlp" and shape.mlp == "exact_gelu"))]
     if form == "npz":
-        return found
+        return [key for key in found if key != "pool: map"]
     refused = {
         "norm_eps": True,
         "qkv_bias": shape.qkv_bias == "no_key",
@@ -292,9 +294,24 @@ def _flax(model: "ViT") -> Iterator[Rule]:
         yield from flax_dense(f"{ours}.mlp.fc1", f"{theirs}/MlpBlock_3/Dense_0")
         yield from flax_dense(f"{ours}.mlp.fc2", f"{theirs}/MlpBlock_3/Dense_1")
     yield from flax_norm("norm", "Transformer/encoder_norm")
+    if model.map is not None:
+        yield from _flax_map(model.shape.num_heads)
     if model.pre_logits is not None:
         yield from flax_dense("pre_logits", "pre_logits")
     yield from flax_dense("head", "head")
+
+
+def _flax_map(num_heads: int) -> Iterator[Rule]:
+    """By big_vision's names: the paper's authors have no such pooling."""
+    ours, theirs = "map", "MAPHead_0"
+    attention = f"{theirs}/MultiHeadDotProductAttention_0"
+    yield same(f"{ours}.probe", f"{theirs}/probe")
+    yield from flax_heads(f"{ours}.query", [f"{attention}/query"], num_heads)
+    yield from flax_heads(f"{ours}.key_value", [f"{attention}/key", f"{attention}/value"], num_heads)
+    yield from flax_out(f"{ours}.out", f"{attention}/out", num_heads)
+    yield from flax_norm(f"{ours}.norm", f"{theirs}/LayerNorm_0")
+    yield from flax_dense(f"{ours}.mlp.fc1", f"{theirs}/MlpBlock_0/Dense_0")
+    yield from flax_dense(f"{ours}.mlp.fc2", f"{theirs}/MlpBlock_0/Dense_1")
 
 
 def _timm(model: "ViT") -> Iterator[Rule]:

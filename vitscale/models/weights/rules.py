@@ -72,26 +72,36 @@ def flax_patches(ours: str, theirs: str, patch_size: int) -> list[Rule]:
 
 def flax_attention(ours: str, theirs: str, num_heads: int) -> list[Rule]:
     """qkv (3D, D) and out (D, D) <-> query, key and value (D, H, d), out (H, d, D), and their biases."""
-    words = ("query", "key", "value")
+    parts = [f"{theirs}/{word}" for word in ("query", "key", "value")]
+    return [*flax_heads(f"{ours}.qkv", parts, num_heads), *flax_out(f"{ours}.out", f"{theirs}/out", num_heads)]
+
+
+def flax_heads(ours: str, theirs: Sequence[str], num_heads: int) -> list[Rule]:
+    """A layer of stacked parts, weight (k D, D) and bias <-> of each part kernel (D, H, d) and bias (H, d)."""
     weight = Rule(
-        f"{ours}.qkv.weight",
-        tuple(f"{theirs}/{word}/kernel" for word in words),
-        lambda value: tuple(part.T.reshape(part.shape[1], num_heads, -1) for part in value.chunk(3)),
+        f"{ours}.weight",
+        tuple(f"{part}/kernel" for part in theirs),
+        lambda value: tuple(part.T.reshape(part.shape[1], num_heads, -1) for part in value.chunk(len(theirs))),
         lambda values: cat([value.flatten(1).T for value in values]),
     )
     bias = Rule(
-        f"{ours}.qkv.bias",
-        tuple(f"{theirs}/{word}/bias" for word in words),
-        lambda value: tuple(part.view(num_heads, -1) for part in value.chunk(3)),
+        f"{ours}.bias",
+        tuple(f"{part}/bias" for part in theirs),
+        lambda value: tuple(part.view(num_heads, -1) for part in value.chunk(len(theirs))),
         lambda values: cat([value.flatten() for value in values]),
     )
-    out = _one(
-        f"{ours}.out.weight",
-        f"{theirs}/out/kernel",
+    return [weight, bias]
+
+
+def flax_out(ours: str, theirs: str, num_heads: int) -> list[Rule]:
+    """weight (D, D) and bias <-> kernel (H, d, D) and bias, of the layer behind the heads of attention."""
+    kernel = _one(
+        f"{ours}.weight",
+        f"{theirs}/kernel",
         lambda value: value.T.reshape(num_heads, -1, len(value)),
         lambda value: value.flatten(0, 1).T,
     )
-    return [weight, bias, out, same(f"{ours}.out.bias", f"{theirs}/out/bias")]
+    return [kernel, same(f"{ours}.bias", f"{theirs}/bias")]
 
 
 def torch_patches(ours: str, theirs: str, patch_size: int) -> list[Rule]:
