@@ -143,7 +143,7 @@ class Position(Block):
     base: float | None = Field(
         None,
         gt=1,
-        description="of rope, default 100: the slowest rotation is nearly so many times slower than the fastest",
+        description="of rope, default 100: frequencies fall from 1 turn a unit nearly to 1 / base of a turn",
     )
 
     @model_validator(mode="before")
