@@ -454,6 +454,7 @@ def _block(shape: ViTShape, *, sequences: int, T: int, relative: bool) -> list[O
     """One encoder block over independent sequences of T tokens: the whole image, or its rows or columns."""
     D, offsets = shape.width, 2 * T - 1
     told = [product("relative", sequences * T * offsets * D, params=offsets * D)] if relative else []
+    scales = [] if shape.layer_scale is None else [parameters("layer_scale", 2 * D)]
     of_heads = 2 * _norm(shape, shape.head_dim) if shape.qk_norm else 0
     biases = {"all": 3, "no_key": 2, "none": 0}[shape.qkv_bias]
     return [
@@ -463,7 +464,7 @@ def _block(shape: ViTShape, *, sequences: int, T: int, relative: bool) -> list[O
         product("scores", 2 * sequences * T**2 * D),
         *told,
         dense("out", sequences * T, D, D),
-        parameters("layer_scale", 0 if shape.layer_scale is None else 2 * D),
+        *scales,
         dense("mlp", sequences * T, D, shape.fc1_dim),
         dense("mlp", sequences * T, shape.mlp_dim, D),
     ]
