@@ -111,9 +111,7 @@ def gather_numbers(numbers: Sequence[float], device: torch.device) -> Tensor:
 def sum_integers(value: int, device: torch.device) -> int:
     """Sum over the ranks modulo 2^64 of unsigned integers; exchanged on `device`."""
     signed = value - 2**64 if value >= 2**63 else value
-    total = torch.tensor(signed, dtype=torch.int64, device=device)
-    dist.all_reduce(total)
-    return int(total.item()) % 2**64
+    return int(reduce_sum(torch.tensor(signed, dtype=torch.int64, device=device)).item()) % 2**64
 
 
 class Agreement:

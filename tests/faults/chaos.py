@@ -292,18 +292,19 @@ class Chaos:
 # ---- The whole program -----------------------------------------------------------------------------------------------
 
 
-_EVALUATED: dict[str, dict[str, Any]] = {
-    "classification": {"validation": "test"},
-    "masked_patches": {"fewshot": {"tasks": [{"name": "small", "train": "train", "test": "test"}], "shots": [5]}},
-}
-_SELECTED: dict[str, dict[str, Any]] = {
-    "classification": {"metric": "validation/loss", "mode": "min"},
-    "masked_patches": {"metric": "fewshot/small/5shot", "mode": "max"},
+# objective -> what evaluates it, and what selects a checkpoint
+_JUDGED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "classification": ({"validation": "test"}, {"metric": "validation/loss", "mode": "min"}),
+    "masked_patches": (
+        {"fewshot": {"tasks": [{"name": "small", "train": "train", "test": "test"}], "shots": [5]}},
+        {"metric": "fewshot/small/5shot", "mode": "max"},
+    ),
 }
 
 
 def choose(rng: random.Random, objective: str, ranks: int, every: int) -> dict[str, Any]:
     """Blocks of the recipe of a seed, which saves after `every` steps."""
+    evaluation, selection = _JUDGED[objective]
     return {
         "batch": {"global": 8 * ranks, "micro_max": rng.choice([2, 4])},
         "precision": rng.choice(["bf16", "fp32"]),
@@ -315,8 +316,8 @@ def choose(rng: random.Random, objective: str, ranks: int, every: int) -> dict[s
             "max_failures": 1000,  # the disk may stay full for long
         },
         "objective": {"kind": objective},
-        "evaluation": {**_EVALUATED[objective], "every": {"steps": 3 * every}, "batch": 16},
-        "selection": _SELECTED[objective],
+        "evaluation": {**evaluation, "every": {"steps": 3 * every}, "batch": 16},
+        "selection": selection,
         "check": {"step_timeout_s": 60.0, "replicas_every": 5 * every},
         "seed": rng.randrange(1000),
     }
@@ -329,7 +330,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="a folder that is new or empty")
-    parser.add_argument("--objective", choices=_EVALUATED, default="classification", help="what is learned")
+    parser.add_argument("--objective", choices=_JUDGED, default="classification", help="what is learned")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     options = parser.parse_args()
     if options.out.exists() and any(options.out.iterdir()):

@@ -31,11 +31,15 @@ def architecture(name: str) -> Shape:
 
     Raises `ValueError` naming the nearest known model.
     """
-    shape = next((shape for family in FAMILIES if (shape := family.named(name)) is not None), None)
-    if shape is None:
-        patterns = ", ".join(family.patterns for family in FAMILIES)
-        raise ValueError(f"unknown model {name!r} (did you mean {nearest(name)!r}?); expected {patterns}")
-    return shape
+    return _named(name)[1]
+
+
+def _named(name: str) -> tuple[type[Model], Shape]:
+    for family in FAMILIES:
+        if (shape := family.named(name)) is not None:
+            return family, shape
+    patterns = ", ".join(family.patterns for family in FAMILIES)
+    raise ValueError(f"unknown model {name!r} (did you mean {nearest(name)!r}?); expected {patterns}")
 
 
 def nearest(name: str) -> str:
@@ -75,8 +79,7 @@ def _family(content: dict[str, Any]) -> type[Model]:
     """By its name, and without one by its dimensions: those of a ResNet alone, or of a Transformer."""
     name = content.get("name")
     if isinstance(name, str):
-        architecture(name)
-        return next(family for family in FAMILIES if family.named(name) is not None)
+        return _named(name)[0]
     given = {key for key in DIMENSIONS if content.get(key) is not None}
     return ResNet if given and given <= set(ResNet.dimensions) else ViT
 

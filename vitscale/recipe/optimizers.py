@@ -43,6 +43,11 @@ class ParameterGroup(Block):
         return self
 
 
+LearningRate = Annotated[float, Field(gt=0, description="learning rate at the end of the warmup")]
+DecayExclude = Annotated[
+    Pattern | None, Field(description="a regular expression; parameters whose name it finds are not decayed")
+]
+ClipNorm = Annotated[float | None, Field(gt=0, description="global gradient norm above which gradients are scaled")]
 Groups = Annotated[
     list[ParameterGroup],
     Field(description="parameters with another learning rate or weight decay, or that are not trained at all"),
@@ -63,16 +68,14 @@ class AdamW(Block):
     """Adam with decoupled weight decay times the current learning rate, as in the authors' code."""
 
     name: Literal["adamw"] = Field("adamw", description="chooses this optimizer")
-    lr: float = Field(gt=0, description="learning rate at the end of the warmup")
+    lr: LearningRate
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         [0.9, 0.999], min_length=2, max_length=2, description="decay of the mean of gradients, and of their squares"
     )
     eps: float = Field(1e-8, gt=0, description="added to the root of the mean square")
     weight_decay: float = Field(0.0, ge=0, description="times the learning rate, taken off each weight at each update")
-    decay_exclude: Pattern | None = Field(
-        None, description="a regular expression; parameters whose name it finds are not decayed"
-    )
-    clip_norm: float | None = Field(None, gt=0, description="global gradient norm above which gradients are scaled")
+    decay_exclude: DecayExclude = None
+    clip_norm: ClipNorm = None
     groups: Groups = Field([])
     layer_decay: LayerDecay = None
 
@@ -81,13 +84,11 @@ class SGD(Block):
     """Stochastic gradient descent with momentum; weight decay is added to the gradient."""
 
     name: Literal["sgd"] = Field(description="chooses this optimizer")
-    lr: float = Field(gt=0, description="learning rate at the end of the warmup")
+    lr: LearningRate
     momentum: float = Field(0.9, ge=0, lt=1, description="part of the last update that is kept")
     weight_decay: float = Field(0.0, ge=0, description="times each weight, added to its gradient")
-    decay_exclude: Pattern | None = Field(
-        None, description="a regular expression; parameters whose name it finds are not decayed"
-    )
-    clip_norm: float | None = Field(None, gt=0, description="global gradient norm above which gradients are scaled")
+    decay_exclude: DecayExclude = None
+    clip_norm: ClipNorm = None
     groups: Groups = Field([])
     layer_decay: LayerDecay = None
 

@@ -65,11 +65,11 @@ def scan(shard: ShardFile, decode: bool = False, progress: Callable[[int], None]
             starts = shard.offset[slots] - start
             for slot, at in zip(slots.tolist(), starts.tolist(), strict=True):
                 image = buffer[at : at + int(shard.size[slot])]
-                size = int(shard.height[slot]), int(shard.width[slot])
+                height, width = int(shard.height[slot]), int(shard.width[slot])
                 crc[slot] = crc32c(image)
-                is_sized[slot] = shard.raw[slot] or states_size(image, *size)
+                is_sized[slot] = shard.raw[slot] or states_size(image, height, width)
                 if status is not None:
-                    status[slot] = OK if shard.raw[slot] else check(image, *size)
+                    status[slot] = OK if shard.raw[slot] else check(image, height, width)
             done = whole
             # What has begun goes to the front, and the rest of it behind.
             kept, needed = total, 0
