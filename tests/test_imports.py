@@ -16,6 +16,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # From the ground up. Rooms of one layer do not know each other.
 LAYERS = (
     {"vitscale", "block", "errors", "heartbeat", "machine", "operations", "table", "weight_formats", "wording"},
+    {"extensions"},
     {"families", "interruption", "native", "ranks", "storage"},
     {"files", "images", "recipe", "versions"},
     {"runs", "shards"},

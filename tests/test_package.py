@@ -1,5 +1,6 @@
 """What is installed: every package of the tree, what is compiled, and the recipes; from a wheel that an sdist gave."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,6 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
+
+from vitscale.shards.generated import write_generated_dataset
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _SDIST = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
@@ -90,6 +94,31 @@ def test_the_commands_run_without_a_checkout(installed, tmp_path):
     assert "ViT-H/14" in installed("vitscale-flops", folder=tmp_path)
     installed("vitscale-convert", "--help", folder=tmp_path)
     installed("python", "-m", "vitscale.pretrain", "--help", folder=tmp_path)
+
+
+def test_another_package_brings_a_family_an_objective_an_evaluator_and_an_operation(installed, tmp_path):
+    example = tmp_path / "example"
+    shutil.copytree(REPOSITORY / "tests/example_package", example, ignore=shutil.ignore_patterns("__pycache__"))
+    install = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", str(example)]
+    installed("python", *install, folder=tmp_path)
+    write_generated_dataset(tmp_path / "train", [32, 32])
+    recipe = str(example / "mixer_rotations.yaml")
+    installed("vitscale", "launch", "--ranks", "2", "--run-dir", "run", recipe, folder=tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert (tmp_path / "run/DONE").exists()
+    assert [line["step"] for line in lines if "eval/features/mean" in line] == [1, 2]
+    evaluated = installed("vitscale", "evaluate", "run", folder=tmp_path)
+    assert "features/mean" in evaluated
+
+    installed("vitscale", "export", "run", "--format", "safetensors", "--out", "out.safetensors", folder=tmp_path)
+    with safe_open(tmp_path / "out.safetensors", "pt") as exported:
+        values = sum(exported.get_tensor(name).numel() for name in exported.keys())  # noqa: SIM118  # no mapping
+    counted = json.loads(installed("vitscale-flops", recipe, "--format", "json", folder=tmp_path))
+    # The exported model is without what the objective adds.
+    assert counted[0]["params"] == values + 4 * 32 + 4
+    again = ["--set", "init.from=out.safetensors", "--set", "init.head=initial"]
+    installed("vitscale", "launch", "--ranks", "1", "--run-dir", "again", recipe, *again, folder=tmp_path)
+    assert (tmp_path / "again/DONE").exists()
 
 
 @pytest.mark.slow

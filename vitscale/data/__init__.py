@@ -3,6 +3,7 @@
 from vitscale.data.augmentation import EvalTransform, ResizeTransform, TrainTransform, train_transform
 from vitscale.data.batch import Batch
 from vitscale.data.device import on_device, to_model_input
+from vitscale.data.image_operations import ImageOperation, TrainingInput
 from vitscale.data.loader import Loader
 from vitscale.data.order import ORDER_VERSION, EvalOrder, TrainOrder
 from vitscale.data.settings import Reading
@@ -12,11 +13,13 @@ __all__ = [
     "Batch",
     "EvalOrder",
     "EvalTransform",
+    "ImageOperation",
     "Loader",
     "Reading",
     "ResizeTransform",
     "TrainOrder",
     "TrainTransform",
+    "TrainingInput",
     "on_device",
     "to_model_input",
     "train_transform",

@@ -2,13 +2,14 @@
 
 from vitscale.evaluation.build import build_evaluators, check_class_names
 from vitscale.evaluation.classification import Validation
-from vitscale.evaluation.contract import Evaluator, MakeLoader, Predict, evaluate
+from vitscale.evaluation.contract import Evaluator, Loaders, MakeLoader, Predict, evaluate
 from vitscale.evaluation.fewshot import PAPER_L2S, FewShot, SharedL2FewShot
 
 __all__ = [
     "PAPER_L2S",
     "Evaluator",
     "FewShot",
+    "Loaders",
     "MakeLoader",
     "Predict",
     "SharedL2FewShot",

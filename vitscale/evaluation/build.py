@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import torch
 
 from vitscale.data import EvalOrder, EvalTransform, Loader, Reading
-from vitscale.errors import DataError
+from vitscale.errors import DataError, RecipeError
 from vitscale.evaluation.classification import Validation
 from vitscale.evaluation.contract import Evaluator, MakeLoader
 from vitscale.evaluation.fewshot import PAPER_L2S, FewShot, SharedL2FewShot
+from vitscale.extensions import implementation
 from vitscale.objectives.classification import CrossEntropy
 from vitscale.recipe import EvalCrop, Recipe
 from vitscale.shards import Manifest
@@ -17,7 +18,8 @@ from vitscale.shards import Manifest
 def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 0, world: int = 1) -> list[Evaluator]:
     """Evaluators of a model whose outputs are `class_names`, for one rank of `world`.
 
-    Raises `DataError` where a validation set's classes are not the model's.
+    Raises `DataError` where a validation set's classes are not the model's, and `RecipeError` for evaluators of other
+    packages that cannot be had.
     """
     evaluators: list[Evaluator] = []
     settings = recipe.evaluation
@@ -50,6 +52,11 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
                 )
             )
         evaluators += [SharedL2FewShot("fewshot", tasks)] if fewshot.l2 == "shared" else tasks
+    for block in settings.evaluators:
+        evaluator = implementation(block.implementation, Evaluator).of(block, recipe, class_names, loader)
+        if evaluator.name in [other.name for other in evaluators]:
+            raise RecipeError(f"evaluation.evaluators: two evaluators have one name: {evaluator.name!r}")
+        evaluators.append(evaluator)
     return evaluators
 
 

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from vitscale.errors import DataError
-from vitscale.evaluation.contract import MakeLoader, Predict
+from vitscale.evaluation.contract import Evaluator, MakeLoader, Predict
 from vitscale.objectives.classification import CrossEntropy
 from vitscale.ranks import reduce_sum
 
 
 @dataclass(frozen=True)
-class Validation:
+class Validation(Evaluator):
     """Yields `loss` (its mean in nats), `top1` and, with more than five classes, `top5` (fractions).
 
     Each sample of the split counts once: counts are int64 and the loss is summed in float64, over all ranks. With five

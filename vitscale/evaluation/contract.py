@@ -11,11 +11,13 @@ Shape legend: B batch, H W C image height, width, channels.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
 from vitscale.models import Outputs
+from vitscale.recipe import EvalCrop, Recipe
+from vitscale.shards import Manifest
 
 
 class EvaluationBatch(Protocol):
@@ -47,16 +49,39 @@ Predict = Callable[[Tensor], Outputs]
 MakeLoader = Callable[[], Iterable[EvaluationBatch]]
 """Begins one exact pass over a split: every sample once over all ranks."""
 
+Loaders = Callable[[Manifest, EvalCrop], MakeLoader]
+"""Of this rank's part of the samples that a manifest selects."""
 
-class Evaluator(Protocol):
-    """Measures a model. `name` is unique within a run; metrics are reported as `<name>/<metric>`."""
 
-    @property
-    def name(self) -> str:
-        """For example `val`."""
+class Evaluator:
+    """Measures a model.
+
+    Attributes:
+        name: unique within a run; metrics are reported as `<name>/<metric>`.
+    """
+
+    name: str
+
+    @classmethod
+    def of(cls, block: Any, recipe: Recipe, class_names: Sequence[str], loaders: Loaders) -> Self:
+        """The evaluator that a block of `evaluation.evaluators` describes, for one rank.
+
+        Args:
+            block: of the class whose `implementation` this is.
+            recipe: of the run; its `dataset_path` finds datasets.
+            class_names: of the model's outputs.
+            loaders: makes this rank's part of them.
+
+        Raises `DataError` for data that do not go with the model.
+        """
+        raise NotImplementedError
 
     def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
-        """Yield (metric name, value). Raises `DataError` on all ranks for data that cannot be evaluated."""
+        """Yield (metric name, value), the same on all ranks, which all call `predict` equally often.
+
+        Raises `DataError` on all ranks for data that cannot be evaluated.
+        """
+        raise NotImplementedError
 
 
 def evaluate(evaluators: Sequence[Evaluator], predict: Predict) -> dict[str, float]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vitscale.data.hashing import mix
 from vitscale.errors import DataError
-from vitscale.evaluation.contract import MakeLoader, Predict
+from vitscale.evaluation.contract import Evaluator, MakeLoader, Predict
 from vitscale.evaluation.ridge import best_shared_l2, fewshot_accuracy
 from vitscale.ranks import gather_rows, on_rank_zero
 
@@ -18,7 +18,7 @@ PAPER_L2S = tuple(2.0**exponent for exponent in range(-10, 20))
 
 
 @dataclass(frozen=True)
-class FewShot:
+class FewShot(Evaluator):
     """Yields `<shots>shot`: test accuracy (a fraction), the mean over `seeds` draws of training samples.
 
     Args:
@@ -87,7 +87,7 @@ class FewShot:
 
 
 @dataclass(frozen=True)
-class SharedL2FewShot:
+class SharedL2FewShot(Evaluator):
     """Few-shot evaluation as the paper's time did it: one strength a shot count, shared by all data sets.
 
     Of `l2s` it takes the one with the best mean rank over `tasks`, on test accuracies as the original did; the `l2` of

@@ -1,10 +1,14 @@
-"""Model families: each told once, without torch; and the registry, which chooses one by what a `model` block says."""
+"""Model families: each told once, without torch; and the registry, which chooses one by what a `model` block says.
+
+A family of another package is named by the block itself: `family: my_package.Mixer`.
+"""
 
 import difflib
 from typing import Annotated, Any
 
 from pydantic import PlainSerializer, WrapValidator
 
+from vitscale.extensions import block_class
 from vitscale.families.family import Model, Patches, Pool, Shape
 from vitscale.families.resnet import ResNet, ResNetShape
 from vitscale.families.vit import Position, ViT, ViTShape
@@ -72,11 +76,16 @@ def _validated(content: Any) -> Model:
             whole = unset | value if isinstance(unset, dict) and isinstance(value, dict) else value
             if whole != unset:
                 raise ValueError(family.refusal(key, value, content.get("name")))
-    return family.model_validate(own)
+    model = family.model_validate(own)
+    if model.family is not None and model.name is not None and family.named(model.name) is None:
+        raise ValueError(f"name {model.name!r}: {model.family} knows no such model")
+    return model
 
 
 def _family(content: dict[str, Any]) -> type[Model]:
-    """By its name, and without one by its dimensions: those of a ResNet alone, or of a Transformer."""
+    """As it says itself, else by its name, and without one by its dimensions: a ResNet's alone, or a Transformer's."""
+    if content.get("family") is not None:
+        return block_class(content["family"], Model, "model")  # type: ignore[type-abstract]  # its subclasses are whole
     name = content.get("name")
     if isinstance(name, str):
         return _named(name)[0]
@@ -86,10 +95,12 @@ def _family(content: dict[str, Any]) -> type[Model]:
 
 def _resolved(model: Model) -> dict[str, Any]:
     own = model.model_dump(mode="json", by_alias=True)
+    if model.family is not None:
+        return own
     own = {
         key: value
         for key, value in own.items()
-        if key not in model.optional or value != type(model).model_fields[key].default
+        if key not in ("family", *model.optional) or value != type(model).model_fields[key].default
     }
     return {key: own.get(key, value) for key, value in UNSET.items()} | own
 

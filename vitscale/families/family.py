@@ -5,6 +5,7 @@ planning and training ask of a model. `implementation` names the class that comp
 """
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
 
@@ -54,12 +55,17 @@ class Model(Block):
 
     implementation: ClassVar[str]
     title: ClassVar[str]
-    names: ClassVar[tuple[str, ...]]
-    patterns: ClassVar[str]
-    dimensions: ClassVar[tuple[str, ...]]
+    names: ClassVar[tuple[str, ...]] = ()
+    patterns: ClassVar[str] = ""
+    dimensions: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[tuple[str, ...]] = ()
 
     name: str | None = Field(None, description="ViT-B/16, ResNet50x1, R50+ViT-B/16, ...: `vitscale models` lists them")
+    family: str | None = Field(
+        None,
+        pattern=r"\.",
+        description="a family of another package: the dotted path of its block, whose keys then stand here",
+    )
     num_classes: int | None = Field(
         None, ge=1, le=2**31, description="default: the number of class names of data.train"
     )
@@ -77,16 +83,16 @@ class Model(Block):
     @classmethod
     def named(cls, name: str) -> Shape | None:
         """The dimensions that a name of this family stands for; None for any other name."""
-        raise NotImplementedError
+        return None
 
     @classmethod
     def refusal(cls, key: str, value: Any, name: str | None) -> str:
         """Why a model of this family, called `name`, cannot have a key of another family's."""
         return f"{key} {value!r}: this is a {cls.title}, which has no such key"
 
+    @abstractmethod
     def shape(self) -> Shape:
         """The dimensions, from the name and what replaces parts of it. Raises `ValueError`."""
-        raise NotImplementedError
 
     def describe(self) -> str:
         """`ViT-B/16`, `ViT-B/16 depth=6`, or for a model without a name `L8 D1024 MLP2048 /32`."""
@@ -94,9 +100,9 @@ class Model(Block):
             return self.describe_dimensions()
         return " ".join([self.name, *(f"{key}={value}" for key, value in self.given(self.dimensions).items())])
 
+    @abstractmethod
     def describe_dimensions(self) -> str:
         """What a model without a name is called."""
-        raise NotImplementedError
 
     @property
     def kind(self) -> str:
@@ -128,9 +134,9 @@ class Model(Block):
         """The patches into which it cuts the picture itself; None where it does not."""
         return None
 
+    @abstractmethod
     def operations(self, image_size: int, num_classes: int | None) -> Sequence[Operation]:
         """What one image costs, and the parameters, in order; `num_classes` None: without a head."""
-        raise NotImplementedError
 
     # ---- What can be done with it ------------------------------------------------------------------------------------
 
@@ -157,9 +163,9 @@ class Model(Block):
         """Whether its forward pass draws random numbers while it trains."""
         return False
 
+    @abstractmethod
     def small(self) -> tuple[dict[str, Any], int]:
         """(keys that make it small, side of images that it then sees): the same code path in seconds on any machine."""
-        raise NotImplementedError
 
     # ---- For subclasses ----------------------------------------------------------------------------------------------
 

@@ -1,11 +1,10 @@
 """From a recipe to its model."""
 
-import importlib
-
 import torch
 
 from vitscale import families
 from vitscale import recipe as recipes
+from vitscale.extensions import implementation
 from vitscale.models.model import Model
 
 
@@ -31,10 +30,8 @@ def build_model(recipe: recipes.Recipe, num_classes: int | None) -> Model:
 def build_of_block(
     block: families.Model, *, image_size: int, num_classes: int | None, checkpoint_every: int = 0
 ) -> Model:
-    """The model of a recipe's `model` block."""
-    module, _, name = block.implementation.partition(":")
-    family = getattr(importlib.import_module(module), name)
-    assert issubclass(family, Model), family
+    """The model of a recipe's `model` block. Raises `RecipeError` where another package's is not there."""
+    family = implementation(block.implementation, Model)
     return family.of(block, image_size=image_size, num_classes=num_classes, checkpoint_every=checkpoint_every)
 
 

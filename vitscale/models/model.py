@@ -49,7 +49,9 @@ class Model(nn.Module):
 
     def foreign(self) -> "ForeignWeights":
         """What it is called in the formats of other libraries, and how its values are laid out there."""
-        raise NotImplementedError
+        from vitscale.models.weights.foreign import ForeignWeights  # which knows models itself
+
+        return ForeignWeights()
 
     # ---- Of a model that cuts the picture itself into patches: `patches` of its block --------------------------------
     # Its `forward` takes `edit`: patch embeddings (B, N, D) -> those that are used instead.

@@ -1,17 +1,13 @@
 """From a recipe to its objective."""
 
-import importlib
-
+from vitscale.extensions import implementation
 from vitscale.objectives.objective import Objective
 from vitscale.recipe import Recipe
 
 
 def objective_class(recipe: Recipe) -> type[Objective]:
-    """The module that computes a recipe's objective."""
-    module, _, name = recipe.objective.implementation.partition(":")
-    found = getattr(importlib.import_module(module), name)
-    assert issubclass(found, Objective), found
-    return found
+    """The module that computes a recipe's objective. Raises `RecipeError` where another package's is not there."""
+    return implementation(recipe.objective.implementation, Objective)
 
 
 def build_objective(recipe: Recipe, num_classes: int) -> Objective:

@@ -6,7 +6,9 @@ anything starts. Nothing is silently ignored.
 
 from vitscale.recipe.comparing import FREE_ON_RESUME, changes, differences
 from vitscale.recipe.datasets import DATA_ROOT_VARIABLE, find_dataset
+from vitscale.recipe.evaluators import Evaluator
 from vitscale.recipe.fields import explain_fields, json_schema
+from vitscale.recipe.image_operations import ImageOperation
 from vitscale.recipe.objectives import Classification, Objective
 from vitscale.recipe.optimizers import AdamW, Optimizer, group_of, is_frozen
 from vitscale.recipe.reading import (
@@ -47,6 +49,8 @@ __all__ = [
     "Duration",
     "Ema",
     "EvalCrop",
+    "Evaluator",
+    "ImageOperation",
     "Init",
     "Objective",
     "Optimizer",

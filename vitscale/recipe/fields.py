@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from pydantic import BaseModel
+
+from vitscale import extensions
 from vitscale.errors import RecipeError
 from vitscale.families import FAMILIES, UNSET
 from vitscale.recipe.schema import Duration, Recipe
@@ -87,6 +90,10 @@ def json_schema() -> dict[str, Any]:
         if "discriminator" in field:
             field["anyOf"] = field.pop("oneOf")  # the kind may be in the file extended, or the default
             field.pop("discriminator")
+    for name, tag in (("model", "family"), ("objective", "kind")):
+        schema["properties"][name]["anyOf"].append(_named_by_path(tag))
+    for name in ("Evaluator", "ImageOperation"):
+        schema["$defs"][name] = _named_by_path("kind")
     schema["properties"]["extends"] = {"type": "string", "description": "the recipe that this one replaces a part of"}
     required = schema.pop("required")
     return {
@@ -96,11 +103,34 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-@cache
+def _named_by_path(tag: str) -> dict[str, Any]:
+    """A block of another package, of which no more is known than the key that names it."""
+    return {"type": "object", "properties": {tag: {"type": "string", "pattern": r"\."}}, "required": [tag]}
+
+
 def blocks() -> tuple[Block, ...]:
-    """All blocks of a recipe in the order of the schema, each before those in it."""
+    """All blocks of a recipe in the order of the schema, each before those in it; last those of other packages that
+    recipes have named so far.
+    """
+    outside = (
+        block
+        for place, by_path in extensions.named.items()
+        for path, named in by_path.items()
+        for block in _outside_blocks(place, path, named)
+    )
+    return (*_own_blocks(), *outside)
+
+
+@cache
+def _own_blocks() -> tuple[Block, ...]:
     schema = Recipe.model_json_schema()
     return tuple(dict.fromkeys(_blocks(schema, schema, "", {})))  # both optimizers have the same block of groups
+
+
+@cache
+def _outside_blocks(place: str, path: str, named: type[BaseModel]) -> tuple[Block, ...]:
+    schema = named.model_json_schema()
+    return tuple(_blocks(schema, schema, place, {}, path))
 
 
 def keys() -> list[str]:
@@ -139,7 +169,7 @@ def explain_fields(key: str | None = None) -> str:
     Raises `RecipeError` for a key that is none.
     """
     if key is None:
-        return "\n\n".join([_ABOUT, *map(_section, blocks())])
+        return "\n\n".join([_ABOUT, *map(_section, _own_blocks())])
     key = without_indices(key)
     if chosen := [block for block in blocks() if block.key == key or block.key.startswith(f"{key}.")]:
         return "\n\n".join(map(_section, chosen))
@@ -184,12 +214,12 @@ def _blocks(
                 else _default((given or {}).get(name, field.get("default")))
             )
             kind = "list of blocks" if inner else _kind(field)
-            fields.append(Field(path, kind, default, field["description"]))
+            fields.append(Field(path, kind, default, field.get("description", "")))
         for one in inner:
             variant_below = _variant(one) if len(inner) > 1 else ""
             path_below = f"{path}.N" if "items" in field else path
             below += _blocks(schema, one, path_below, field.get("default", {}), variant_below)
-    yield Block(key, variant, given is not None, block["description"], tuple(fields))
+    yield Block(key, variant, given is not None, block.get("description", ""), tuple(fields))
     yield from below
 
 
@@ -270,5 +300,5 @@ def _section(block: Block) -> str:
 
 
 def _item(field: Field) -> str:
-    text = f"- `{field.key}` ({field.kind}, {field.default}): {field.meaning}."
+    text = f"- `{field.key}` ({field.kind}, {field.default})" + (f": {field.meaning}." if field.meaning else "")
     return textwrap.fill(text, _COLUMNS, subsequent_indent="  ", **_WHOLE_WORDS)

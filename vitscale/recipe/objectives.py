@@ -30,6 +30,8 @@ class Objective(Block):
     has_classes: ClassVar[bool]
     own: ClassVar[tuple[str, ...]] = ()
 
+    kind: str = Field(description="chooses this objective")
+
     def check(self, recipe: "Recipe") -> None:
         """Raise `ValueError` where the rest of the recipe does not go with this objective."""
 

@@ -24,7 +24,7 @@ _Block = TypeVar("_Block")
 _MODEL: TypeAdapter[Model] = TypeAdapter(ModelBlock)
 
 # Blocks of several kinds -> the key that says which one, and what it is where it is missing.
-_TAGS = {"optimizer": ("name", None), "objective": ("kind", DEFAULT_KIND)}
+_TAGS = {"optimizer": ("name", None), "objective": ("kind", DEFAULT_KIND), "model": ("family", None)}
 _KINDS_OF = {key: [block.variant for block in blocks() if block.key == key] for key in _TAGS}
 _KINDS = {kind for kinds in _KINDS_OF.values() for kind in kinds}
 

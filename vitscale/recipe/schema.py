@@ -1,17 +1,21 @@
 """The schema of a recipe: typed, strict, frozen. Every field says what it means."""
 
+import itertools
 import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
 from vitscale.block import Block
 from vitscale.errors import RecipeError
+from vitscale.extensions import by_kind
 from vitscale.families import ModelBlock
 from vitscale.recipe.datasets import find_dataset
+from vitscale.recipe.evaluators import Evaluator
+from vitscale.recipe.image_operations import ImageOperation
 from vitscale.recipe.masked_patches import MaskedPatches
-from vitscale.recipe.objectives import Classification, with_kind
+from vitscale.recipe.objectives import Classification, Objective, with_kind
 from vitscale.recipe.optimizers import Optimizer
 from vitscale.storage import is_url
 
@@ -125,6 +129,11 @@ class Data(Block):
     image_size: int = Field(224, ge=1, le=8192, description="side in pixels of what the model sees")
     crop: Crop = Crop()
     flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
+    operations: list[Annotated[SerializeAsAny[ImageOperation], by_kind(ImageOperation, "data.operations.N")]] = Field(
+        [],
+        description="what happens to training images on the device, in this order, behind crop and flip; those on "
+        "uint8 pixels come before those on floats",
+    )
     eval_crop: EvalCrop = EvalCrop()
     threads: int | None = Field(
         None,
@@ -144,6 +153,16 @@ class Data(Block):
     )
     stall_s: float = Field(300.0, gt=0, description="seconds after which a read that has not returned ends the run")
     cache: Cache = Cache()
+
+    @model_validator(mode="after")
+    def _uint8_first(self) -> "Data":
+        for operation, next_one in itertools.pairwise(self.operations):
+            if (operation.pixels, next_one.pixels) == ("float", "uint8"):
+                raise ValueError(
+                    f"operations: {next_one.kind} works on uint8 pixels, and {operation.kind} before it on floats; "
+                    f"put it before all that work on floats"
+                )
+        return self
 
 
 class Batch(Block):
@@ -283,6 +302,9 @@ class Evaluation(Block):
     every: Interval | None = Field(None, description="default: at the end only")
     validation: str | None = Field(None, description="a dataset, as data.train: top-1, top-5 and loss")
     fewshot: FewShot | None = None
+    evaluators: list[Annotated[SerializeAsAny[Evaluator], by_kind(Evaluator, "evaluation.evaluators.N")]] = Field(
+        [], description="evaluators of other packages"
+    )
     batch: int = Field(64, ge=1, description="images a rank forwards at once")
 
 
@@ -416,7 +438,9 @@ class Recipe(Block):
     data: Data
     batch: Batch
     objective: Annotated[
-        Annotated[Classification | MaskedPatches, Field(discriminator="kind")], BeforeValidator(with_kind)
+        Annotated[SerializeAsAny[Classification | MaskedPatches], Field(discriminator="kind")],
+        by_kind(Objective, "objective"),
+        BeforeValidator(with_kind),
     ] = Classification()
     init: Init | None = None
     optimizer: Annotated[Optimizer, Field(discriminator="name")]
@@ -459,9 +483,9 @@ class Recipe(Block):
             raise ValueError("precision: fp8 needs parallelism.zero_stage 0, 1 or 2")
         if self.precision == "fp32" and self.parallelism.reduce_dtype == "bf16":
             raise ValueError("parallelism.reduce_dtype: bf16 belongs to precision: bf16, and precision is fp32")
-        nothing_to_evaluate = self.evaluation.validation is None and self.evaluation.fewshot is None
-        if self.evaluation.every is not None and nothing_to_evaluate:
-            raise ValueError("evaluation.every is set, but there is neither evaluation.validation nor .fewshot")
+        evaluation = self.evaluation
+        if evaluation.every is not None and not (evaluation.validation or evaluation.fewshot or evaluation.evaluators):
+            raise ValueError("evaluation.every is set, and none of evaluation.validation, .fewshot and .evaluators")
         if self.selection is not None:
             self._check_selection(self.selection)
         if self.init is not None and self.init.head != "initial" and self.model.head_bias is not None:
@@ -474,6 +498,8 @@ class Recipe(Block):
         if self.evaluation.fewshot is not None:
             tasks, shots = self.evaluation.fewshot.tasks, self.evaluation.fewshot.shots
             offered += [f"fewshot/{task.name}/{count}shot" for task in tasks for count in shots]
+        for evaluator in self.evaluation.evaluators:
+            offered += [f"{evaluator.name}/{metric}" for metric in evaluator.metrics()]
         if selection.metric not in offered:
             raise ValueError(f"selection.metric {selection.metric!r} is not evaluated; offered: {offered or 'none'}")
         if self.evaluation.every is None:

@@ -37,4 +37,6 @@ def smoke_form(recipe: Recipe, data_root: Path, world_size: int = 1) -> Recipe:
     if recipe.evaluation.fewshot is not None:
         for task in evaluation["fewshot"]["tasks"]:
             task |= {"train": TRAIN, "test": TEST}
+    for number, evaluator in enumerate(recipe.evaluation.evaluators):
+        evaluation["evaluators"][number] |= evaluator.on_smoke_data(TRAIN, TEST)
     return validate_recipe(content, "the smoke form")

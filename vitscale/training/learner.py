@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 
 from vitscale.checkpoint import CheckpointReader, Fragment
-from vitscale.data import Batch, to_model_input
+from vitscale.data import Batch, TrainingInput, to_model_input
 from vitscale.errors import DataError
 from vitscale.models import Outputs, compile_blocks, initial_value, weight_dtype
 from vitscale.objectives import Losses, Objective, build_objective
@@ -89,9 +89,9 @@ class Learner:
         self.engine = build_engine(recipe, self._make_objective(), plan.config)
         if recipe.parallelism.zero_stage == 0 and recipe.precision != "fp32" and plan.accumulation > 1:
             Fp32Accumulation(self.engine)
-        self._to_input = to_model_input
-        if recipe.parallelism.compile:
-            self._to_input = torch.compile(to_model_input, fullgraph=True, dynamic=False)
+        is_compiled = recipe.parallelism.compile
+        normalise = torch.compile(to_model_input, fullgraph=True, dynamic=False) if is_compiled else to_model_input
+        self._to_input = TrainingInput(recipe, normalise)
         self.shapes = fragments.shapes(self.engine)
         self.own_work = OwnWork(world.device)
         self.began_with: dict[str, Any] | None = None
@@ -183,7 +183,7 @@ class Learner:
             labels, *planned = (self._to_device(each[rows]) for each in (batch.labels, *plan))
             self._seed_dropout(step, micro_step)
             with self.own_work.counted(), part("forward"):
-                images = self._to_input(batch.images[rows], self._world.device, self._dtype)
+                images = self._to_input(batch.images[rows], batch.keys[rows], self._world.device, self._dtype)
                 losses = self.engine(images, labels, tuple(planned))
             per_sample = update.add(losses, None if is_whole else self._to_device(batch.mask[rows]))
             if is_last and loss_limit is not None:

@@ -46,7 +46,7 @@ class Description:
     @property
     def title(self) -> str:
         """The name, and the dimensions that replace some of its own: `ViT-B/32 with depth 8`."""
-        name = self.model.get("name")
+        name = self.model.get("name") or self.model.get("family")
         given = ((key, value) for key, value in self.model.items() if key in DIMENSIONS and value is not None)
         dimensions = ", ".join(f"{key} {value}" for key, value in given)
         return f"{name} with {dimensions}" if name and dimensions else str(name or dimensions)

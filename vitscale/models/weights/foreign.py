@@ -44,11 +44,11 @@ class TimmModel:
 
 
 class ForeignWeights:
-    """One model in the formats of other libraries: what subclasses of each family know."""
+    """One model in the formats of other libraries: what subclasses of each family know; by default none has it."""
 
     def refusal(self, form: Format) -> str | None:
         """Why a format cannot hold this model; None where it can."""
-        raise NotImplementedError
+        return f"format {form} has no such model; safetensors, vitscale's own, has any"
 
     def rules(self, form: Format) -> Sequence[Rule]:
         """Every parameter in a format that can hold it, `pre_logits` excepted where the format has none."""

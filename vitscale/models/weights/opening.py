@@ -4,6 +4,7 @@ from pathlib import Path
 
 from vitscale.errors import CheckpointError
 from vitscale.models.weights import huggingface, timm_hub
+from vitscale.models.weights.description import METADATA_KEY
 from vitscale.models.weights.npz import read_npz
 from vitscale.models.weights.source import Source, read_json, some
 from vitscale.models.weights.torch_files import CONFIG, SAFETENSORS, TORCH_SUFFIXES, read_safetensors, read_torch
@@ -49,7 +50,7 @@ def _open(path: Path) -> Source:
         raise CheckpointError(
             f"{path}: weights are in files that end in {known}, or in a folder of transformers' or timm's"
         )
-    if _OURS & entries.keys():
+    if METADATA_KEY in metadata or _OURS & entries.keys():
         return Source(path, "safetensors", entries, metadata)
     if _TIMM & entries.keys():
         return Source(path, "timm", entries)

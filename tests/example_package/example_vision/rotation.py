@@ -1,0 +1,40 @@
+"""What computes the prediction of rotations."""
+
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vitscale.models import Initialiser, Model, build_model, constant
+from vitscale.objectives import Losses, Objective, Plan
+from vitscale.recipe import Recipe
+
+
+class Rotation(Objective):
+    """Cross-entropy of the four rotations, told from the representation."""
+
+    def __init__(self, backbone: Model) -> None:
+        super().__init__(backbone)
+        self.turns = nn.Linear(backbone.shape.width, 4)
+
+    @classmethod
+    def of(cls, recipe: Recipe, num_classes: int) -> Self:
+        """As `Objective.of`."""
+        return cls(build_model(recipe, None))
+
+    def plan(self, keys: np.ndarray) -> Plan:
+        """As `Objective.plan`: quarter turns, (B,) int64."""
+        return (torch.from_numpy(keys & 3),)
+
+    def losses(self, images: Tensor, labels: Tensor, plan: Plan) -> Losses:
+        """As `Objective.losses`."""
+        (turns,) = plan
+        rotated = torch.stack([torch.rot90(images, count, dims=(1, 2)) for count in range(4)])
+        logits = self.turns(self.backbone(rotated[turns, torch.arange(len(turns))]).pooled).float()
+        return Losses(F.cross_entropy(logits, turns, reduction="none"))
+
+    def initialiser(self, name: str) -> Initialiser:
+        """As `Objective.initialiser`."""
+        return constant(0.0) if name.startswith("turns.") else super().initialiser(name)

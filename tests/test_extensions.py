@@ -1,0 +1,239 @@
+"""What another package brings: named by a dotted path, typed, counted, and a function of each sample's own key."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitscale import data, recipe
+from vitscale.data import TrainingInput, to_model_input
+from vitscale.errors import RecipeError
+from vitscale.flops import recipe_work
+from vitscale.models import build_model
+from vitscale.objectives import build_objective
+from vitscale.recipe import Recipe, json_schema, override
+
+PACKAGE = Path(__file__).resolve().parent / "example_package"
+CPU = torch.device("cpu")
+
+
+def content(**blocks) -> dict:
+    """A recipe that names the example package at every place that can."""
+    return yaml.safe_load((PACKAGE / "mixer_rotations.yaml").read_text()) | {"precision": "fp32"} | blocks
+
+
+def make(*settings: str, **blocks) -> Recipe:
+    return override(content(**blocks), settings, "the recipe")
+
+
+@pytest.fixture(autouse=True)
+def _example(monkeypatch):
+    monkeypatch.syspath_prepend(str(PACKAGE))
+
+
+class Brighten(recipe.ImageOperation):
+    implementation: ClassVar[str] = "test_extensions:Brightening"
+    pixels: ClassVar[Literal["uint8", "float"]] = "float"
+
+
+class Brightening(data.ImageOperation):
+    """Adds a number of each sample's own."""
+
+    @classmethod
+    def of(cls, block):
+        return cls()
+
+    def __call__(self, images, keys):
+        assert images.dtype == torch.float32
+        return images + torch.from_numpy(keys * 2.0**-64)[:, None, None, None].float()
+
+
+class Halve(recipe.ImageOperation):
+    implementation: ClassVar[str] = "test_extensions:Halving"
+    pixels: ClassVar[Literal["uint8", "float"]] = "uint8"
+
+
+class Halving(Brightening):
+    """Against the contract: another size."""
+
+    def __call__(self, images, keys):
+        return images[:, ::2, ::2]
+
+
+class Nameless(recipe.Objective):
+    """Without what the base asks for."""
+
+
+class Astray(recipe.Objective):
+    implementation: ClassVar[str] = "example_vision.rotation:Missing"
+    has_classes: ClassVar[bool] = False
+
+
+# ---- Recipes ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_resolved_recipe_means_the_same():
+    resolved = make().dump()
+    assert resolved["model"]["family"] == "example_vision.Mixer"
+    assert resolved["data"]["operations"] == [{"kind": "example_vision.Solarize", "share": 0.5, "threshold": 128}]
+    assert override(resolved, (), "the recipe") == make()
+    assert override(resolved, (), "the recipe").dump() == resolved
+
+
+def test_the_block_of_another_family_is_replaced_whole():
+    assert make("model.family=null", "model.name=ViT-Ti/16", "selection=null").model.describe() == "ViT-Ti/16"
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "told"),
+    [
+        ("model.family=absent_package.Mixer", "model", "'absent_package'"),
+        ("model.family=example_vision.Mixture", "model", "'Mixture'"),
+        ("model.family=example_vision.MixerShape", "model", "vitscale.families.family.Model"),
+        ("model.family=example_vision.Rotation", "model", "vitscale.families.family.Model"),
+        ("model.family=mixer", "model", "'mixer'"),
+        ("model.family=..Mixer", "model", "'..Mixer'"),
+        ("model.family=7", "model", "7"),
+        ("model.name=Mixer-B/16", "model", "'Mixer-B/16'"),
+        ("model.width=wide", "model.width", "'wide'"),
+        ("model.width=0", "model.width", "0"),
+        ("model.widht=3", "model.widht", "'model.width'"),
+        ("model.mixing=conv", "model", "mixing"),
+        ("data.image_size=30", "data.image_size", "8"),
+        ("objective.kind=example_vision.Mixer", "objective", "vitscale.recipe.objectives.Objective"),
+        ("objective.kind=test_extensions.Nameless", "objective", "has_classes, implementation"),
+        ("objective.angle=3", "objective.angle", "unknown"),
+        ("data.operations=[{kind: solarize}]", "data.operations.0", "'solarize'"),
+        ("data.operations=[{kind: example_vision.Solarize, share: 2}]", "data.operations.0.share", "2"),
+        ("evaluation.evaluators=[{kind: example_vision.FeatureNorm, name: n}]", "evaluation.evaluators.0.data", ""),
+        ("evaluation.evaluators=[{name: n}]", "evaluation.evaluators.0.kind", ""),
+        ("selection.metric=features/median", "selection.metric", "features/mean"),
+    ],
+)
+def test_a_wrong_path_or_block_is_an_error_that_names_it(setting, key, told):
+    with pytest.raises(RecipeError) as error:
+        make(setting)
+    (line,) = str(error.value).splitlines()[1:]
+    # A mistake of two keys is told of the block around them.
+    assert key in line
+    assert told in line
+
+
+def test_a_module_that_cannot_be_imported_is_an_error_that_names_it(tmp_path, monkeypatch):
+    (tmp_path / "broken_package.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RecipeError, match=r"broken_package.Mixer.*ZeroDivisionError"):
+        make("model.family=broken_package.Mixer")
+
+
+def test_an_implementation_that_is_not_there_is_an_error_that_names_it():
+    with pytest.raises(RecipeError, match=r"example_vision\.rotation:Missing"):
+        build_objective(make("objective.kind=test_extensions.Astray"), 1)
+
+
+def test_operations_on_uint8_come_first():
+    names = ("test_extensions.Brighten", "example_vision.Solarize")
+    with pytest.raises(RecipeError, match=f"{names[1]}.*{names[0]}"):
+        make(f"data.operations=[{{kind: {names[0]}}}, {{kind: {names[1]}}}]")
+
+
+def test_editors_know_of_blocks_named_by_a_path():
+    jsonschema = pytest.importorskip("jsonschema")
+    validator = jsonschema.Draft202012Validator(json_schema())
+    assert not list(validator.iter_errors(content()))
+    assert list(validator.iter_errors(content(model={"family": "Mixer"})))
+    assert list(validator.iter_errors(content(evaluation={"evaluators": [{"name": "n"}]})))
+
+
+def test_recipes_are_read_without_torch():
+    told = (
+        f"import sys; sys.path.insert(0, {str(PACKAGE)!r}); from vitscale.recipe import override; "
+        f"override({content()!r}, (), 'r'); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", told], check=True)
+
+
+# ---- What they cost --------------------------------------------------------------------------------------------------
+
+
+def test_the_family_is_counted_as_torch_counts_it_and_has_timms_parameters():
+    made = make("objective={kind: classification}", "model.num_classes=10")
+    work = recipe_work(made, 10)
+    with torch.device("meta"):
+        model = build_model(made, 10)
+        images = torch.empty(1, 32, 32, 3)
+    with FlopCounterMode(display=False) as counter:
+        logits = model(images).logits
+        assert counter.get_total_flops() == 2 * work.macs
+        logits.sum().backward()
+    assert counter.get_total_flops() == 2 * (work.macs + work.backward_macs)
+    theirs = timm.models.mlp_mixer.MlpMixer(
+        num_classes=10, img_size=32, patch_size=8, num_blocks=2, embed_dim=32, mlp_ratio=(0.5, 2.0)
+    )
+    assert sum(parameter.numel() for parameter in theirs.parameters()) == work.params
+    assert sum(parameter.numel() for parameter in model.parameters()) == work.params
+
+
+def test_the_objectives_head_is_counted_with_the_model():
+    made = make()
+    work = recipe_work(made, 1)
+    with torch.device("meta"):
+        objective = build_objective(made, 1)
+    assert work.params == sum(parameter.numel() for parameter in objective.parameters())
+
+
+# ---- What happens to images ------------------------------------------------------------------------------------------
+
+
+def pictures(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = np.random.default_rng(0)
+    images = torch.from_numpy(rng.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8))
+    return images, torch.from_numpy(rng.integers(-(2**63), 2**63, count, dtype=np.int64))
+
+
+def test_without_operations_the_input_is_what_it_was():
+    images, keys = pictures(8)
+    found = TrainingInput(make("data.operations=[]"))(images, keys, CPU, torch.bfloat16)
+    assert torch.equal(found, to_model_input(images, CPU, torch.bfloat16))
+
+
+def test_an_image_depends_on_its_own_key_alone():
+    both = "data.operations=[{kind: example_vision.Solarize}, {kind: test_extensions.Brighten}]"
+    prepare = TrainingInput(make(both))
+    images, keys = pictures(64)
+    whole = prepare(images, keys, CPU, torch.float32)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(prepare(images[order], keys[order], CPU, torch.float32), whole[order])
+    parts = [prepare(images[at : at + 8], keys[at : at + 8], CPU, torch.float32) for at in range(0, 64, 8)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_solarized_are_about_as_many_as_asked_for_and_the_others_are_intact():
+    images, keys = pictures(2000)
+    found = TrainingInput(make())(images, keys, CPU, torch.float32)
+    inverted = to_model_input(torch.where(images >= 128, 255 - images, images), CPU, torch.float32)
+    intact = to_model_input(images, CPU, torch.float32)
+    is_inverted = (found == inverted).all(dim=(1, 2, 3))
+    assert torch.equal(found[~is_inverted], intact[~is_inverted])
+    assert abs(int(is_inverted.sum()) - 1000) < 5 * (2000 * 0.25) ** 0.5
+
+
+def test_two_operations_of_a_kind_draw_independently():
+    twice = "data.operations=[{kind: test_extensions.Brighten}, {kind: test_extensions.Brighten}]"
+    images, keys = torch.full((1000, 32, 32, 3), 255, dtype=torch.uint8), pictures(1000)[1]
+    draws = TrainingInput(make(twice))(images, keys, CPU, torch.float32)[:, 0, 0, 0] - 1
+    # The sum of two independent uniform numbers has the variance 1/6; of one twice, 1/3.
+    assert abs(draws.var().item() - 1 / 6) < 0.03
+
+
+def test_an_operation_that_makes_other_sizes_is_an_error_that_names_it():
+    prepare = TrainingInput(make("data.operations=[{kind: test_extensions.Halve}]"))
+    with pytest.raises(RecipeError, match=r"test_extensions\.Halve"):
+        prepare(*pictures(4), CPU, torch.float32)

@@ -1,0 +1,79 @@
+"""From a batch's uint8 images to the model's input in training: the recipe's operations, and normalisation."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitscale.data.device import to_model_input
+from vitscale.data.hashing import combine, mix
+from vitscale.errors import RecipeError
+from vitscale.extensions import implementation
+from vitscale.recipe import Recipe
+
+_OPERATION = 9  # what a hash is for; see augmentation.py
+
+
+class ImageOperation:
+    """The contract of an operation on training images: a function of (images, keys) and of nothing else.
+
+    What a sample becomes depends on its own pixels and key, so that it is the same on every world and after resuming.
+    """
+
+    @classmethod
+    def of(cls, block: Any) -> Self:
+        """The operation that a block of `data.operations` describes."""
+        raise NotImplementedError
+
+    def __call__(self, images: Tensor, keys: np.ndarray) -> Tensor:
+        """Other images of the same shape and dtype.
+
+        Args:
+            images: (B, S, S, 3) on the device: uint8, or fp32 in [-1, 1], as the block's `pixels` says.
+            keys: uint64 (B,) on the host, the bits of each sample's randomness in this epoch for this operation.
+        """
+        raise NotImplementedError
+
+
+class TrainingInput:
+    """uint8 images -> the model's input, as a recipe says. Raises `RecipeError` for an operation that cannot be had.
+
+    Args:
+        recipe: which operations.
+        normalise: computes what `to_model_input` does.
+    """
+
+    def __init__(self, recipe: Recipe, normalise: Callable[..., Tensor] = to_model_input) -> None:
+        operations = [
+            (block, implementation(block.implementation, ImageOperation).of(block), combine(_OPERATION, index))
+            for index, block in enumerate(recipe.data.operations)
+        ]
+        self._before = [each for each in operations if each[0].pixels == "uint8"]
+        self._after = [each for each in operations if each[0].pixels == "float"]
+        self._normalise = normalise
+
+    def __call__(self, images: Tensor, keys: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The model's input (B, S, S, 3) in `dtype`.
+
+        Args:
+            images: uint8 (B, S, S, 3), anywhere.
+            keys: int64 (B,) on the host, those of the batch.
+            device, dtype: of the input.
+        """
+        images = _operated(self._before, images.to(device), keys)
+        images = self._normalise(images, device, torch.float32 if self._after else dtype)
+        return _operated(self._after, images, keys).to(dtype)
+
+
+def _operated(operations: list[tuple[Any, ImageOperation, np.uint64]], images: Tensor, keys: Tensor) -> Tensor:
+    for block, operation, own in operations:
+        result = operation(images, mix(keys.numpy().view(np.uint64) ^ own))
+        if (result.shape, result.dtype) != (images.shape, images.dtype):
+            raise RecipeError(
+                f"data.operations: {block.kind} made {tuple(result.shape)} {result.dtype} of "
+                f"{tuple(images.shape)} {images.dtype}; expected the same shape and dtype"
+            )
+        images = result
+    return images

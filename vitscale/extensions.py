@@ -1,0 +1,92 @@
+"""What other packages add to a recipe: typed blocks that it names by a dotted path such as `my_package.Mixer`.
+
+A path names a class: a subclass of the base that `vitscale` has for blocks of its place, without torch. Its
+`implementation`, `module:class`, is what computes it.
+"""
+
+import importlib
+from types import ModuleType
+from typing import Any, TypeVar
+
+from pydantic import ValidatorFunctionWrapHandler, WrapValidator
+
+from vitscale.block import Block
+from vitscale.errors import RecipeError
+
+_Block = TypeVar("_Block", bound=Block)
+_Class = TypeVar("_Class")
+
+named: dict[str, dict[str, type[Block]]] = {}
+"""Dotted key of a place in a recipe, N for an index -> path -> the block that recipes have named there so far."""
+
+
+def is_path(name: object) -> bool:
+    """Whether a name in a recipe is a dotted path, and none of ours."""
+    return isinstance(name, str) and "." in name
+
+
+def block_class(path: object, base: type[_Block], place: str) -> type[_Block]:
+    """The class of a block that a recipe names.
+
+    Args:
+        path: what the recipe says.
+        base: of all blocks at this place.
+        place: the dotted key of the block, N for an index of a list.
+
+    Raises `ValueError` for what is no path, or does not lead to a whole block of this base.
+    """
+    if not isinstance(path, str) or not is_path(path) or not all(part.isidentifier() for part in path.split(".")):
+        raise ValueError(f"{path!r}: expected a dotted path to a class, such as my_package.{base.__name__}")
+    module, _, name = path.rpartition(".")
+    found = getattr(_imported(module, path), name, None)
+    expected = f"a subclass of {base.__module__}.{base.__name__}"
+    if found is None:
+        raise ValueError(f"{path}: there is no {name!r} in {module}; expected {expected}")
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise ValueError(f"{path}: expected {expected}, not {found!r}")
+    missing = sorted({*found.__abstractmethods__, *(key for key in base.__class_vars__ if not hasattr(found, key))})
+    if missing:
+        raise ValueError(f"{path}: lacks {', '.join(missing)}, which {base.__module__}.{base.__name__} asks for")
+    named.setdefault(place, {})[path] = found
+    return found
+
+
+def _imported(module: str, path: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{path}: there is no module {error.name!r}; install the package that has it beside vitscale"
+        ) from None
+    except Exception as error:  # whatever another package does when it is imported
+        raise ValueError(f"{path}: importing {module} fails: {type(error).__name__}: {error}") from error
+
+
+def by_kind(base: type[Block], place: str) -> WrapValidator:
+    """Validates blocks whose `kind` is a dotted path as what they name, and leaves all others to what it wraps."""
+
+    def validate(content: Any, otherwise: ValidatorFunctionWrapHandler) -> Any:
+        kind = content.get("kind") if isinstance(content, dict) else None
+        if isinstance(content, base):
+            return content
+        if not is_path(kind):
+            block = otherwise(content)
+            if type(block) is not base:
+                return block
+        return block_class(kind, base, place).model_validate(content)
+
+    return WrapValidator(validate)
+
+
+def implementation(path: str, base: type[_Class]) -> type[_Class]:
+    """The class that a block's `implementation`, `module:class`, names. Raises `RecipeError` where it is none."""
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(_imported(module, path), name, None)
+    except ValueError as error:
+        raise RecipeError(f"the implementation {error}") from error
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise RecipeError(
+            f"the implementation {path}: expected a subclass of {base.__module__}.{base.__name__}, not {found!r}"
+        )
+    return found
