@@ -90,6 +90,7 @@ def test_pooling_and_heads(pool, head):
     ("kind", "at"),
     [
         ("none", "stem"),
+        ("sincos", "stem"),
         ("relative", "stem"),
         *((k, a) for k in ("1d", "2d") for a in ("stem", "every_layer", "shared")),
     ],

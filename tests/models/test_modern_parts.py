@@ -17,6 +17,7 @@ from vitscale.models.vit.positions import patch_rotation, rotate
 
 TINY = {"patch_size": 8, "width": 48, "depth": 3, "mlp_dim": 40, "num_heads": 3, "head": "linear"}
 ROPE = {"position": {"kind": "rope"}}
+SINCOS = {"position": {"kind": "sincos"}}
 ALL = {
     **{"norm": "rms", "norm_eps": 1e-4, "mlp": "swiglu", "qkv_bias": "no_key", "qk_norm": True, "layer_scale": 0.1},
     **{"registers": 3, "drop_path": 0.5, **ROPE},
@@ -65,6 +66,20 @@ def turned(x: torch.Tensor, n: int, base: float, before: int) -> torch.Tensor:
     return torch.cat([points.real, points.imag], -1)
 
 
+def sincos(n: int, width: int) -> torch.Tensor:
+    """Positions (N, D) of n x n patches, element by element."""
+    quarter = width // 4
+    values = torch.empty(n, n, width, dtype=torch.float64)
+    for row in range(n):
+        for column in range(n):
+            for i in range(quarter):
+                for half, at in enumerate((column, row)):
+                    angle = at * 10_000 ** (-i / (quarter - 1))
+                    values[row, column, 2 * half * quarter + i] = math.sin(angle)
+                    values[row, column, (2 * half + 1) * quarter + i] = math.cos(angle)
+    return values.flatten(0, 1)
+
+
 def mlp(x: torch.Tensor, values: dict, name: str, kind: str) -> torch.Tensor:
     hidden = x @ values[f"{name}.fc1.weight"].T + values[f"{name}.fc1.bias"]
     if kind == "swiglu":
@@ -89,6 +104,8 @@ def by_hand(model: ViT, pixels: torch.Tensor, keys: dict) -> tuple[torch.Tensor,
     keys = {"norm": "layer", "norm_eps": 1e-6, "mlp": "gelu", "registers": 0, "class_position": True} | keys
     heads, n, depth = TINY["num_heads"], pixels.shape[1] // TINY["patch_size"], TINY["depth"]
     x = model.patchify(pixels.double()) @ values["embedding.weight"].T + values["embedding.bias"]
+    if keys.get("position") == SINCOS["position"]:
+        x = x + sincos(n, x.shape[-1])
     pool, count = keys.get("pool", "cls"), len(pixels)
     has_class = pool == "cls"
     before = [values["cls"].expand(count, -1, -1)] if has_class else []
@@ -145,6 +162,8 @@ def by_hand(model: ViT, pixels: torch.Tensor, keys: dict) -> tuple[torch.Tensor,
         {"registers": 3, "class_position": False},
         {"registers": 3, "pool": "mean"},
         {"pool": "map"},
+        SINCOS,
+        {"registers": 3, "pool": "map", **SINCOS},
         ROPE,
         {"position": {"kind": "rope", "base": 10}, "registers": 2, "pool": "map"},
         ALL,
@@ -326,6 +345,8 @@ def test_a_resolved_recipe_has_a_part_only_where_it_is_set():
         ({"num_heads": 8, **ROPE}, "width / num_heads is 6; it has to be a multiple of 4"),
         ({"position": {"kind": "1d", "base": 10.0}}, "belongs to kind: rope"),
         ({"position": {"kind": "rope", "at": "shared"}}, "belongs to kind: 1d and 2d"),
+        ({"position": {"kind": "sincos", "at": "shared"}}, "belongs to kind: 1d and 2d"),
+        ({"width": 54, **SINCOS}, "width 54 has to be a multiple of 4"),
         ({"attention": "axial", "registers": 1}, "registers: axial"),
         ({"attention": "axial", "drop_path": 0.1}, "drop_path: axial"),
         ({"attention": "axial", **ROPE}, "rope: axial"),

@@ -6,7 +6,7 @@ import torch
 from models.small_models import build, images, with_values
 
 from vitscale.families import ViTShape
-from vitscale.models.vit.positions import TwoDPositions, relative_logits, resample_positions
+from vitscale.models.vit.positions import TwoDPositions, relative_logits, resample_positions, sincos_positions
 
 
 def model(depth: int = 2, **options):
@@ -51,6 +51,30 @@ def test_two_dimensional_positions_are_an_x_and_a_y_half():
         for column in range(3):
             expected = torch.cat([positions.x[column], positions.y[row]])
             assert torch.equal(values[0, 1 + 3 * row + column], expected)
+
+
+@pytest.mark.parametrize(("grid", "width"), [(1, 8), (3, 12), (14, 192), (24, 768)])
+def test_sines_and_cosines_are_big_vision_s(grid, width):
+    """Its definition in fp64: a mesh of rows y and columns x, and omega from 1 down to 1 / temperature."""
+    y, x = np.mgrid[:grid, :grid]
+    omega = 1 / 10_000 ** (np.arange(width // 4) / (width // 4 - 1))
+    by_row, by_column = (np.outer(axis.ravel(), omega) for axis in (y, x))
+    expected = np.concatenate([np.sin(by_column), np.cos(by_column), np.sin(by_row), np.cos(by_row)], axis=1)
+    found = sincos_positions(grid, width, like=torch.empty(0))
+    assert found.shape == (1, grid**2, width)
+    assert np.abs(found[0].numpy() - expected).max() < 1e-5
+    assert sincos_positions(grid, width, like=torch.empty(0, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_sines_and_cosines_are_timm_s_at_the_temperature_of_as_low_a_frequency():
+    layers = pytest.importorskip("timm.layers")
+    bands = 48
+    theirs = layers.build_sincos2d_pos_embed(
+        [7, 7], dim=4 * bands, temperature=10_000 ** (bands / (bands - 1)), interleave_sin_cos=True
+    )
+    by_row, by_column = theirs.chunk(2, dim=1)
+    found = sincos_positions(7, 4 * bands, like=torch.empty(0))
+    assert (found[0] - torch.cat([by_column, by_row], dim=1)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5])

@@ -131,10 +131,11 @@ class Position(Block):
     attention.
     """
 
-    kind: Literal["none", "1d", "2d", "relative", "rope"] = Field(
+    kind: Literal["none", "1d", "2d", "sincos", "relative", "rope"] = Field(
         "1d",
-        description="learned embeddings by patch (1d) or by row and column (2d), a learned bias by distance, queries "
-        "and keys of patches rotated by row and column (rope), or none",
+        description="learned embeddings by patch (1d) or by row and column (2d), fixed ones of sines and cosines "
+        "(sincos, as in big_vision), a learned bias by distance (relative), queries and keys of patches rotated by row "
+        "and column (rope), or none",
     )
     at: Literal["stem", "every_layer", "shared"] = Field(
         "stem", description="of 1d and 2d: before the first block, before every block, or the same before every block"
@@ -259,6 +260,11 @@ class ViT(Model):
             raise ValueError(f"width {shape.width} does not divide into num_heads {shape.num_heads}")
         if shape.width % 2 and self.position.kind == "2d":
             raise ValueError(f"position.kind 2d: width {shape.width} does not divide into an x and a y half")
+        if self.position.kind == "sincos" and (shape.width % 4 or shape.width < 8):
+            raise ValueError(
+                f"position.kind sincos: width {shape.width} has to be a multiple of 4, at least 8, for sines and "
+                "cosines by row and by column"
+            )
         if shape.attention == "axial":
             self._possible_on_a_grid(shape)
         if self.position.kind == "rope" and shape.head_dim % 4:

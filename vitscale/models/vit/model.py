@@ -34,6 +34,7 @@ from vitscale.models.vit.positions import (
     absolute_positions,
     patch_rotation,
     position_values,
+    sincos_positions,
 )
 from vitscale.models.vit.weights import ViTWeights
 
@@ -163,6 +164,9 @@ class ViT(Model):
 
     def encode(self, x_BTD: Tensor, keep: Callable[[str, Tensor], None] = no_record) -> Tensor:
         """Patch embeddings (B, N, D) -> tokens (B, T, D) after the final norm: class token, registers, patches."""
+        grid = self.shape.grid(self.image_size)
+        if self.position == "sincos":  # of patches alone
+            x_BTD = x_BTD + sincos_positions(grid, self.shape.width, like=x_BTD)
         first = [] if self.cls is None else [self.cls.expand(len(x_BTD), -1, -1)]
         if first and self.shape.class_position:
             x_BTD, first = torch.cat([*first, x_BTD], dim=1), []
@@ -176,7 +180,6 @@ class ViT(Model):
             x_BTD = torch.cat([*first, x_BTD], dim=1)
         rotations = []
         if self.position == "rope":
-            grid = self.shape.grid(self.image_size)
             rotations.append(patch_rotation(grid, self.shape.head_dim, self.position_base, like=x_BTD))
         x_BTD = self.dropout(x_BTD)
         keep("embedded", x_BTD)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-PositionKind = Literal["none", "1d", "2d", "relative", "rope"]
+PositionKind = Literal["none", "1d", "2d", "sincos", "relative", "rope"]
 PositionAt = Literal["stem", "every_layer", "shared"]
 
 
@@ -45,6 +45,22 @@ def absolute_positions(
 def position_values(positions: nn.Parameter | TwoDPositions | None) -> Tensor | None:
     """(1, T, D) to add to the tokens."""
     return positions() if isinstance(positions, TwoDPositions) else positions
+
+
+def sincos_positions(grid: int, width: int, like: Tensor) -> Tensor:
+    """Fixed embeddings of a grid x grid of patches: (1, N, D).
+
+    As in big_vision: of D / 4 frequencies, from 1 down to 1 / 10,000 of a radian a patch, the sines by column, the
+    cosines by column, the sines by row, the cosines by row. (The lowest frequency of MoCo v3 and timm is one step
+    higher.) Computed in fp32, in the dtype and on the device of `like`.
+    """
+    quarter = width // 4
+    steps = torch.arange(quarter, dtype=torch.float32, device=like.device) / (quarter - 1)
+    angles = torch.arange(grid, dtype=torch.float32, device=like.device)[:, None] * 10_000.0**-steps
+    waves = torch.cat([angles.sin(), angles.cos()], dim=-1)  # (n, D / 2)
+    by_column = waves[None].expand(grid, grid, -1)
+    by_row = waves[:, None].expand(grid, grid, -1)
+    return torch.cat([by_column, by_row], dim=-1).flatten(0, 1).unsqueeze(0).to(like.dtype)
 
 
 def relative_logits(query_BATd: Tensor, table_LAd: Tensor) -> Tensor:

@@ -97,8 +97,10 @@ class ViTWeights(ForeignWeights):
             return None
         if model.shape.attention == "axial":
             return f"{form} holds Transformers with global attention, not axial attention; use safetensors"
-        if (model.position, model.position_at) != ("1d", "stem"):
-            return f"{form} holds 1d position embeddings at the stem, not {_positions(model)}; use safetensors"
+        held = ("1d", "sincos") if form == "npz" else ("1d",)
+        if model.position not in held or model.position_at != "stem":
+            kinds = " and ".join(held)
+            return f"{form} holds {kinds} position embeddings at the stem, not {_positions(model)}; use safetensors"
         if parts := _parts_without_place(model, form):
             return f"{form} holds no Transformers with {', '.join(parts)}; use safetensors"
         if form == "hf" and model.shape.stem is not None:
@@ -255,7 +257,12 @@ class ViTWeights(ForeignWeights):
 
 def _positions(model: "ViT") -> str:
     if model.position not in ("1d", "2d"):
-        return {"none": "a model without any", "relative": "relative ones", "rope": "rotations"}[model.position]
+        return {
+            "none": "a model without any",
+            "sincos": "fixed ones",
+            "relative": "relative ones",
+            "rope": "rotations",
+        }[model.position]
     place = {"stem": "", "every_layer": " in every layer", "shared": " shared by all layers"}[model.position_at]
     return f"{model.position} ones{place}"
 
@@ -284,7 +291,8 @@ def _flax(model: "ViT") -> Iterator[Rule]:
     yield from flax_patches("embedding", "embedding", model.shape.patch_size)
     if model.cls is not None:
         yield same("cls", "cls")
-    yield same("pos_embedding", "Transformer/posembed_input/pos_embedding")
+    if model.pos_embedding is not None:
+        yield same("pos_embedding", "Transformer/posembed_input/pos_embedding")
     for i in range(model.shape.depth):
         ours, theirs = f"blocks.{i}", f"Transformer/encoderblock_{i}"
         attention = f"{theirs}/MultiHeadDotProductAttention_1"
