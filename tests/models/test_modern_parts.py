@@ -31,6 +31,8 @@ PUBLISHED = {
     "DINOv3-S/16": 21_596_160,
     "DINOv3-B/16": 85_659_648,
     "DINOv3-L/16": 303_128_576,
+    "DINOv3-S+/16": 28_692_480,
+    "DINOv3-H+/16": 840_591_360,
     "DINOv3-7B/16": 6_716_030_976,
 }
 
@@ -304,6 +306,17 @@ def test_parameter_counts_of_dino(name, published):
             )
             peer = transformers.DINOv3ViTModel(config)
     assert count(peer) - shape.width == published
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [("S", "small"), ("S+", "small_plus"), ("B", "base"), ("L", "large"), ("H+", "huge_plus")],
+)
+def test_parameter_counts_of_dino_v3_in_timm(name, theirs):
+    timm = pytest.importorskip("timm")
+    with torch.device("meta"):
+        peer = timm.create_model(f"vit_{theirs}_patch16_dinov3_qkvb", num_classes=0)
+    assert count(peer) == PUBLISHED[f"DINOv3-{name}/16"]
 
 
 # ---- As a recipe has them --------------------------------------------------------------------------------------------

@@ -39,12 +39,14 @@ _PARTS: dict[str, dict[str, Any]] = {
     },
 }
 # (name, size) -> patch size, width, depth, mlp, heads, and the parts in which a size differs. With SwiGLU DINOv2 has
-# two thirds of 4 * width, rounded up to a multiple of 8, and DINOv3's 7B 2 * width.
+# two thirds of 4 * width, rounded up to a multiple of 8, DINOv3's 7B 2 * width, and its S+ and H+ 4 * width.
 _DINO: dict[tuple[str, str], tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
     **{
         (name, size): ((patch, *_SIZES[size]), {}) for name, patch in (("DINOv2", 14), ("DINOv3", 16)) for size in "SBL"
     },
     ("DINOv2", "g"): ((14, 1536, 40, 4096, 24), {"mlp": "swiglu"}),
+    ("DINOv3", "S+"): ((16, *_SIZES["S"]), {"mlp": "swiglu"}),
+    ("DINOv3", "H+"): ((16, 1280, 32, 5120, 20), {"mlp": "swiglu"}),
     ("DINOv3", "7B"): ((16, 4096, 40, 8192, 32), {"mlp": "swiglu", "qkv_bias": "none"}),
 }
 # (name of the stem, pixels a token stands for) -> blocks of the stem, patch size on its feature map. At /16 the fourth
@@ -184,7 +186,7 @@ class ViT(Model):
         *("R50+ViT-B/32", "R50+ViT-B/16", "R50+ViT-L/32", "R50+ViT-L/16"),
         *("Axial-ViT-B/32", "Axial-ViT-B/16"),
         *("DINOv2-S/14", "DINOv2-B/14", "DINOv2-L/14", "DINOv2-g/14"),
-        *("DINOv3-S/16", "DINOv3-B/16", "DINOv3-L/16"),
+        *("DINOv3-S/16", "DINOv3-S+/16", "DINOv3-B/16", "DINOv3-L/16", "DINOv3-H+/16"),
     )
     patterns: ClassVar[str] = (
         f"ViT-SIZE/PATCH or Axial-ViT-SIZE/PATCH with SIZE one of {', '.join(_SIZES)}, "

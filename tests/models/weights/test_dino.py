@@ -31,6 +31,11 @@ CASES = {
     "v2-gated": ({"mlp": "swiglu", "mlp_dim": 128}, V2, {"mlp_ratio": 4, "use_swiglu_ffn": True}),
     "v2-no-bias": ({"mlp": "exact_gelu", "mlp_dim": 48, "qkv_bias": "none"}, V2, {"mlp_ratio": 1, "qkv_bias": False}),
     "v3": ({"mlp": "exact_gelu", "mlp_dim": 72, "qkv_bias": "no_key", **ROPE}, V3, {"intermediate_size": 72}),
+    "v3-plus": (
+        {"mlp": "swiglu", "mlp_dim": 192, "qkv_bias": "no_key", **ROPE},
+        V3,
+        {**GATED, "intermediate_size": 192},
+    ),
     "v3-7B": (
         {"mlp": "swiglu", "mlp_dim": 72, "qkv_bias": "none", **ROPE},
         V3,
@@ -101,6 +106,24 @@ def test_their_folder_is_our_model(case, tmp_path):
     returned = valued(description, seed=1)
     load_weights(returned, open_weights(again), drop=HEAD)
     assert [name for name in differing(model, returned) if name not in HEAD] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("S+", {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536}),
+        ("H+", {"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 20, "intermediate_size": 5120}),
+    ],
+)
+def test_the_configurations_of_the_plus_models(name, published):
+    """As Meta's config.json has them."""
+    found = Description({"name": f"DINOv3-{name}/16"}, 224, None).build().foreign().transformers_config()
+    published = published | {
+        **{"patch_size": 16, "image_size": 224, "num_register_tokens": 4, "layer_norm_eps": 1e-5},
+        **{"use_gated_mlp": True, "hidden_act": "silu", "rope_theta": 100.0, "layerscale_value": 1e-5},
+        **{"query_bias": True, "key_bias": False, "value_bias": True, "proj_bias": True, "mlp_bias": True},
+    }
+    assert {key: found.get(key) for key in published} == published
 
 
 def test_a_bare_state_dict_of_theirs(tmp_path):
