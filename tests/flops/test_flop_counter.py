@@ -31,11 +31,15 @@ MODERN = [
     {"registers": 3, "pool": "mean", "position": {"kind": "2d"}},
     {"registers": 3, "pool": "map", "norm": "rms", "mlp": "swiglu", **ROPE},
     {"pool": "map", "attention": "axial", "head": "linear"},
+    {"pool": "normed_mean", "sub_norm": "all", "norm": "rms"},
+    {"pool": "map", "sub_norm": "mlp", "mlp": "swiglu"},
+    {"pool": "normed_mean", "position": {"kind": "1d_rope"}},
 ]
 # One of each kind, the shallow ones; all of them in `make test-all`.
 IN_EVERY_RUN = {
     *("ViT-Ti/16", "ViT-b/32", "ViT-B/8", "R+ViT-Ti/16", "R26+ViT-S/32", "R50+ViT-B/32"),
     *("ResNet50x1", "ResNet50x3", "Axial-ViT-B/32", "AxialResNet50"),
+    "EVA02-Ti/14",
 }
 
 
@@ -137,6 +141,7 @@ def test_sizes_that_do_not_divide(model, size):
         SMALL | {"pool": "mean", "position": {"kind": "relative"}},
         SMALL | {"depth": 3, "drop_path": 0.5},
         SMALL | {"layer_scale": 0.1, "mlp": "swiglu", "registers": 2, **ROPE},
+        SMALL | {"sub_norm": "all", "mlp": "swiglu", "pool": "normed_mean", "position": {"kind": "1d_rope"}},
         AXIAL,
         STEM | {"depth": 3},
         RESNET | {"variant": "v1"},

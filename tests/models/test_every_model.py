@@ -163,6 +163,7 @@ FAMILIES = [
     ("ResNet50x1", {}),
     ("AxialResNet50", {}),
     ("DINOv3-S/16", {"position": "rope", "drop_path": 0.3}),
+    ("EVA02-B/14", {"position": "1d_rope", "pool": "normed_mean", "drop_path": 0.3}),
 ]
 
 

@@ -22,6 +22,10 @@ ALL = {
     **{"norm": "rms", "norm_eps": 1e-4, "mlp": "swiglu", "qkv_bias": "no_key", "qk_norm": True, "layer_scale": 0.1},
     **{"registers": 3, "drop_path": 0.5, **ROPE},
 }
+EVA = {
+    **{"mlp": "swiglu", "qkv_bias": "no_key", "sub_norm": "all", "pool": "normed_mean"},
+    **{"position": {"kind": "1d_rope"}, "drop_path": 0.5},
+}
 # Of transformers' own models, without the mask token, which is no part of ours: it belongs to an objective.
 PUBLISHED = {
     "DINOv2-S/14": 22_057_728,
@@ -54,7 +58,7 @@ def normed(x: torch.Tensor, values: dict, name: str, kind: str, eps: float) -> t
     return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * weight + values[f"{name}.bias"]
 
 
-def turned(x: torch.Tensor, n: int, base: float, before: int) -> torch.Tensor:
+def turned(x: torch.Tensor, n: int, kind: str, base: float, before: int) -> torch.Tensor:
     """Queries or keys (B, T, A, d) of patches as complex numbers, times e^(i * angle)."""
     quarter = x.shape[-1] // 4
     factors = torch.ones(x.shape[1], 2 * quarter, dtype=torch.complex128)
@@ -62,7 +66,8 @@ def turned(x: torch.Tensor, n: int, base: float, before: int) -> torch.Tensor:
         for column in range(n):
             for i in range(quarter):
                 for axis, at in enumerate((row, column)):
-                    angle = 2 * math.pi * (2 * (at + 0.5) / n - 1) * base ** (-i / quarter)
+                    place = at * 16 / n if kind == "1d_rope" else 2 * math.pi * (2 * (at + 0.5) / n - 1)
+                    angle = place * base ** (-i / quarter)
                     factors[before + row * n + column, axis * quarter + i] = complex(math.cos(angle), math.sin(angle))
     points = torch.complex(*x.double().chunk(2, -1)) * factors[:, None]
     return torch.cat([points.real, points.imag], -1)
@@ -91,6 +96,8 @@ def mlp(x: torch.Tensor, values: dict, name: str, kind: str) -> torch.Tensor:
         hidden = hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))
     else:
         hidden = hidden * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
+    if f"{name}.norm.weight" in values:
+        hidden = normed(hidden, values, f"{name}.norm", "layer", 1e-6)
     return hidden @ values[f"{name}.fc2.weight"].T + values[f"{name}.fc2.bias"]
 
 
@@ -109,7 +116,7 @@ def by_hand(model: ViT, pixels: torch.Tensor, keys: dict) -> tuple[torch.Tensor,
     if keys.get("position") == SINCOS["position"]:
         x = x + sincos(n, x.shape[-1])
     pool, count = keys.get("pool", "cls"), len(pixels)
-    has_class = pool == "cls"
+    has_class = pool in ("cls", "normed_mean")
     before = [values["cls"].expand(count, -1, -1)] if has_class else []
     if "pos_embedding" in values:
         positions = values["pos_embedding"][0]
@@ -132,14 +139,20 @@ def by_hand(model: ViT, pixels: torch.Tensor, keys: dict) -> tuple[torch.Tensor,
         if keys.get("qk_norm"):
             query = normed(query, values, f"{block}.attention.query_norm", keys["norm"], keys["norm_eps"])
             key = normed(key, values, f"{block}.attention.key_norm", keys["norm"], keys["norm_eps"])
-        if (position := keys.get("position", {})).get("kind") == "rope":
-            query, key = (turned(part, n, position.get("base", 100), first) for part in (query, key))
-        mixed = attended(query, key, value) @ values[f"{block}.attention.out.weight"].T
-        mixed = mixed + values[f"{block}.attention.out.bias"]
+        if "rope" in (kind := (position := keys.get("position", {})).get("kind", "")):
+            base = position.get("base", {"rope": 100, "1d_rope": 10_000}[kind])
+            query, key = (turned(part, n, kind, base, first) for part in (query, key))
+        mixed = attended(query, key, value)
+        if f"{block}.attention.norm.weight" in values:
+            mixed = normed(mixed, values, f"{block}.attention.norm", keys["norm"], keys["norm_eps"])
+        mixed = mixed @ values[f"{block}.attention.out.weight"].T + values[f"{block}.attention.out.bias"]
         x = x + mixed * values.get(f"{block}.layer_scale1", 1.0)
         own = normed(x, values, f"{block}.norm2", keys["norm"], keys["norm_eps"])
         x = x + mlp(own, values, f"{block}.mlp", keys["mlp"]) * values.get(f"{block}.layer_scale2", 1.0)
+    mean = x[:, first:].mean(1)
     x = normed(x, values, "norm", keys["norm"], keys["norm_eps"])
+    if pool == "normed_mean":
+        return x, normed(mean, values, "norm", keys["norm"], keys["norm_eps"])
     if pool != "map":
         return x, x[:, 0] if has_class else x[:, first:].mean(1)
     query = (values["map.probe"] @ values["map.query.weight"].T + values["map.query.bias"]).expand(count, -1, -1)
@@ -170,6 +183,11 @@ def by_hand(model: ViT, pixels: torch.Tensor, keys: dict) -> tuple[torch.Tensor,
         {"position": {"kind": "rope", "base": 10}, "registers": 2, "pool": "map"},
         ALL,
         ALL | {"pool": "map"},
+        {"sub_norm": "mlp"},
+        {"sub_norm": "all", "pool": "map"},
+        {"pool": "normed_mean", "registers": 2},
+        {"position": {"kind": "1d_rope", "base": 100}, "registers": 2, "class_position": False},
+        EVA,
     ],
     ids=lambda keys: "-".join(keys),
 )
@@ -218,7 +236,7 @@ def test_drop_path_leaves_out_whole_branches_of_samples_and_keeps_the_mean():
     assert torch.equal(block(x), block(x))
 
 
-@pytest.mark.parametrize("keys", [ALL, ALL | {"pool": "map"}, {"registers": 2, "class_position": False}])
+@pytest.mark.parametrize("keys", [ALL, ALL | {"pool": "map"}, {"registers": 2, "class_position": False}, EVA])
 def test_recomputed_activations_change_no_gradient_and_all_parameters_have_one(keys):
     gradients = []
     for every in (0, 1):
@@ -252,6 +270,9 @@ def test_layers_are_counted_from_the_head_for_every_part():
     model = build_of_block(block, image_size=32, num_classes=7, checkpoint_every=0)
     found = {name: block.layers_above(name) for name, _ in model.named_parameters()}
     assert {found[name] for name in ("registers", "pos_embedding", "embedding.weight")} == {4}
+    eva = model_of(**TINY | EVA)
+    parts = ("attention.norm.weight", "attention.query_bias", "mlp.norm.bias")
+    assert {eva.layers_above(f"blocks.1.{part}") for part in parts} == {2}
     for i in range(3):
         assert {count for name, count in found.items() if name.startswith(f"blocks.{i}.")} == {3 - i}
     assert {count for name, count in found.items() if name.startswith(("map.", "norm.", "head."))} == {0}
@@ -261,12 +282,15 @@ def test_layers_are_counted_from_the_head_for_every_part():
 
 
 def test_initial_values():
-    block = model_of(**TINY | ALL | {"width": 192, "mlp_dim": 256, "pool": "map", "layer_scale": 1e-5})
+    keys = {"width": 192, "mlp_dim": 256, "pool": "map", "layer_scale": 1e-5, "sub_norm": "all"}
+    block = model_of(**TINY | ALL | keys)
     model = build_of_block(block, image_size=32, num_classes=7, checkpoint_every=0)
     value = {name: initial_value(model, name, parameter.shape, 0) for name, parameter in model.named_parameters()}
     assert [value[f"blocks.1.layer_scale{i}"].unique().item() for i in (1, 2)] == pytest.approx([1e-5, 1e-5])
-    for name in ("norm.weight", "blocks.0.norm1.weight", "blocks.0.attention.query_norm.weight", "map.norm.weight"):
-        assert torch.all(value[name] == 1)
+    for name in ("norm", "blocks.0.norm1", "blocks.0.attention.query_norm", "map.norm", "map.mlp.norm"):
+        assert torch.all(value[f"{name}.weight"] == 1)
+    for name in ("attention.norm", "mlp.norm"):
+        assert torch.all(value[f"blocks.0.{name}.weight"] == 1)
     for name in ("blocks.0.attention.query_bias", "blocks.0.attention.value_bias", "map.query.bias", "map.out.bias"):
         assert torch.all(value[name] == 0)
     # Equal ones would have equal gradients for ever.
@@ -350,6 +374,10 @@ def test_a_resolved_recipe_has_a_part_only_where_it_is_set():
     assert dumped(name="DINOv3-S/16")["position"]["kind"] == "rope"
     assert dumped(name="DINOv2-S/14")["position"] == UNSET["position"]
     assert dumped(name="DINOv3-S/16", position={"kind": "1d"})["position"] == UNSET["position"]
+    eva = dumped(name="EVA02-Ti/14")
+    assert eva["position"] == {"kind": "1d_rope", "at": "stem", "base": 10_000.0}
+    assert (eva["pool"], dumped(name="EVA02-Ti/14", pool="cls")["pool"]) == ("normed_mean", "cls")
+    assert dumped(**eva) == eva
 
 
 @pytest.mark.parametrize(
@@ -363,6 +391,9 @@ def test_a_resolved_recipe_has_a_part_only_where_it_is_set():
         ({"attention": "axial", "registers": 1}, "registers: axial"),
         ({"attention": "axial", "drop_path": 0.1}, "drop_path: axial"),
         ({"attention": "axial", **ROPE}, "rope: axial"),
+        ({"attention": "axial", "position": {"kind": "1d_rope"}}, "1d_rope: axial"),
+        ({"attention": "axial", "pool": "normed_mean"}, "no class token; use pool: mean"),
+        ({"position": {"kind": "1d_rope", "at": "every_layer"}}, "belongs to kind: 1d and 2d"),
         ({"registers": 1, "position": {"kind": "relative"}}, "registers: tokens without a position"),
         ({"class_position": False, "position": {"at": "shared"}}, "class_position: tokens without a position"),
         ({"name": "ResNet50x1", "norm": "rms"}, "norm"),

@@ -153,7 +153,8 @@ def reference(objective, images, order):
 
 
 @pytest.mark.parametrize(
-    "model", [{"pool": "cls"}, {"pool": "mean"}, {"registers": 3}, {"registers": 3, "pool": "mean"}]
+    "model",
+    [{"pool": "cls"}, {"pool": "mean"}, {"registers": 3}, {"registers": 3, "pool": "mean"}, {"pool": "normed_mean"}],
 )
 @pytest.mark.parametrize("share", [0.5, 0.15, 1.0])
 @pytest.mark.parametrize("target", TARGETS)

@@ -28,11 +28,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"norm": "rms", "mlp": "swiglu", "qkv_bias": "no_key", "qk_norm": True, "layer_scale": 0.1, "registers": 2},
         **{"pool": "map", "drop_path": 0.3, "position": {"kind": "rope"}},
     },
+    "eva-02": {
+        **{"mlp": "swiglu", "qkv_bias": "no_key", "sub_norm": "all", "pool": "normed_mean", "drop_path": 0.3},
+        **{"position": {"kind": "1d_rope"}, "head": "linear"},
+    },
+    "sincos": {"position": {"kind": "sincos"}},
 }
 # The stage that divides the parameters, beside an uninterrupted run of one that does not; `make test-all` runs all.
 STAGES = [pytest.param(stage, marks=[] if stage == 3 else pytest.mark.slow) for stage in range(4)]
 # The others differ from one of these in a detail: `make test-all` runs them too.
-IN_EVERY_RUN = {"resnet-v2", "hybrid", "modern"}
+IN_EVERY_RUN = {"resnet-v2", "hybrid", "modern", "eva-02"}
 OF_FAMILIES = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in FAMILIES]
 RECOMPUTED = {"activation_checkpointing": 1}
 
@@ -102,7 +107,9 @@ def test_every_parameter_is_trained_and_evaluated(root, family, stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(("family", "form"), [("hybrid", "npz"), ("resnet-v2", "timm"), ("2d-shared", "safetensors")])
+@pytest.mark.parametrize(
+    ("family", "form"), [("hybrid", "npz"), ("resnet-v2", "timm"), ("2d-shared", "safetensors"), ("eva-02", "timm")]
+)
 def test_a_run_of_any_stage_leaves_in_a_format_and_comes_back(root, family, form, stage, tmp_path):
     run_dir = root / "runs" / f"{family}-zero{stage}"
     out = tmp_path / ("weights.npz" if form == "npz" else "weights.safetensors")

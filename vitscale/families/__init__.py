@@ -11,7 +11,7 @@ from pydantic import PlainSerializer, WrapValidator
 from vitscale.extensions import block_class
 from vitscale.families.family import Model, Patches, Pool, Shape
 from vitscale.families.resnet import ResNet, ResNetShape
-from vitscale.families.vit import Position, ViT, ViTShape
+from vitscale.families.vit import Position, ViT, ViTShape, has_class_token
 
 FAMILIES: tuple[type[Model], ...] = (ViT, ResNet)
 REGISTRY = tuple(name for family in FAMILIES for name in family.names)
@@ -124,6 +124,7 @@ __all__ = [
     "ViT",
     "ViTShape",
     "architecture",
+    "has_class_token",
     "model_of",
     "nearest",
 ]

@@ -14,7 +14,7 @@ from pydantic import Field
 from vitscale.block import Block
 from vitscale.operations import Operation
 
-Pool = Literal["cls", "mean", "map"]
+Pool = Literal["cls", "mean", "normed_mean", "map"]
 
 
 class Patches(NamedTuple):

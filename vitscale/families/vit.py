@@ -2,7 +2,8 @@
 
 Transformer sizes Ti, S, B, L, H are the paper's (Table 1) and its follow-up's (Steiner et al., 2021); b is B with every
 width halved (the paper's Figure 4); g and G are those of "Scaling Vision Transformers" (Zhai et al., 2021). DINOv2 is
-the form with four registers (Oquab et al., 2023; Darcet et al., 2024), DINOv3 that of Simeoni et al. (2025).
+the form with four registers (Oquab et al., 2023; Darcet et al., 2024), DINOv3 that of Simeoni et al. (2025), EVA-02
+that of Fang et al. (2023).
 
 Shape legend: n patches along one side, N patches, T tokens (N, or N + 1 with a class token), D width, K classes.
 """
@@ -37,10 +38,17 @@ _PARTS: dict[str, dict[str, Any]] = {
         **{"mlp": "exact_gelu", "layer_scale": 1e-5, "registers": 4},
         **{"norm_eps": 1e-5, "qkv_bias": "no_key"},
     },
+    "EVA02": {"mlp": "swiglu", "qkv_bias": "no_key"},
+}
+# Name -> keys beside the shape that a recipe of this name has where it does not say them itself.
+_BESIDE: dict[str, dict[str, Any]] = {
+    "DINOv3": {"position": {"kind": "rope"}},
+    "EVA02": {"position": {"kind": "1d_rope"}, "pool": "normed_mean"},
 }
 # (name, size) -> patch size, width, depth, mlp, heads, and the parts in which a size differs. With SwiGLU DINOv2 has
-# two thirds of 4 * width, rounded up to a multiple of 8, DINOv3's 7B 2 * width, and its S+ and H+ 4 * width.
-_DINO: dict[tuple[str, str], tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
+# two thirds of 4 * width, rounded up to a multiple of 8, DINOv3's 7B 2 * width, and its S+ and H+ 4 * width; EVA-02
+# rounds the two thirds down.
+_LATER: dict[tuple[str, str], tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
     **{
         (name, size): ((patch, *_SIZES[size]), {}) for name, patch in (("DINOv2", 14), ("DINOv3", 16)) for size in "SBL"
     },
@@ -48,6 +56,10 @@ _DINO: dict[tuple[str, str], tuple[tuple[int, int, int, int, int], dict[str, Any
     ("DINOv3", "S+"): ((16, *_SIZES["S"]), {"mlp": "swiglu"}),
     ("DINOv3", "H+"): ((16, 1280, 32, 5120, 20), {"mlp": "swiglu"}),
     ("DINOv3", "7B"): ((16, 4096, 40, 8192, 32), {"mlp": "swiglu", "qkv_bias": "none"}),
+    ("EVA02", "Ti"): ((14, 192, 12, 512, 3), {}),
+    ("EVA02", "S"): ((14, 384, 12, 1024, 6), {}),
+    ("EVA02", "B"): ((14, 768, 12, 2048, 12), {"sub_norm": "mlp"}),
+    ("EVA02", "L"): ((14, 1024, 24, 2730, 16), {"sub_norm": "mlp"}),
 }
 # (name of the stem, pixels a token stands for) -> blocks of the stem, patch size on its feature map. At /16 the fourth
 # stage is gone and its blocks are in the third (section 4.1). The tiny R is a root without stages; in its published
@@ -58,7 +70,8 @@ _STEMS = {
     ("R26", "32"): ((2, 2, 2, 2), 1),
     ("R", "16"): ((), 8),
 }
-_OF_PARTS = ("norm", "norm_eps", "mlp", "qkv_bias", "qk_norm", "layer_scale", "registers", "class_position")
+_OF_PARTS = ("norm", "norm_eps", "sub_norm", "mlp", "qkv_bias", "qk_norm", "layer_scale", "registers", "class_position")
+_ROPE_BASES = {"rope": 100.0, "1d_rope": 10_000.0}
 _OF_EMBEDDINGS = re.compile(r"(stem|embedding|cls|registers|pos_embedding)(\.|$)")
 _OF_BLOCK = re.compile(r"blocks\.(\d+)\.")
 
@@ -71,12 +84,13 @@ class ViTShape:
     which has a `stem`, steps of its feature map. With `attention` axial each of the `depth` blocks is a row and a
     column block.
 
-    `norm` and `norm_eps` are those of every norm. `mlp` is the function of the hidden layer: GELU in its tanh form or
-    exact, or SwiGLU, whose first layer computes `mlp_dim` gates and as many values. `qkv_bias` says which of queries,
-    keys and values have a bias. `qk_norm` normalises the queries and keys of each head. `layer_scale` is the initial
-    value of a learned factor of every channel behind attention and MLP; None: there is none. `registers` are learned
-    tokens between the class token and the patches; no positions are added to them, and without `class_position` none
-    to the class token.
+    `norm` and `norm_eps` are those of every norm. `sub_norm` adds a norm before the second layer of each MLP (mlp), and
+    one before the output layer of attention, too (all). `mlp` is the function of the hidden layer: GELU in its tanh
+    form or exact, or SwiGLU, whose first layer computes `mlp_dim` gates and as many values. `qkv_bias` says which of
+    queries, keys and values have a bias. `qk_norm` normalises the queries and keys of each head. `layer_scale` is the
+    initial value of a learned factor of every channel behind attention and MLP; None: there is none. `registers` are
+    learned tokens between the class token and the patches; no positions are added to them, and without
+    `class_position` none to the class token.
     """
 
     patch_size: int
@@ -88,6 +102,7 @@ class ViTShape:
     stem: ResNetShape | None = None
     norm: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-6
+    sub_norm: Literal["none", "mlp", "all"] = "none"
     mlp: Literal["gelu", "exact_gelu", "swiglu"] = "gelu"
     qkv_bias: Literal["all", "no_key", "none"] = "all"
     qk_norm: bool = False
@@ -130,14 +145,14 @@ class ViTShape:
 
 class Position(Block):
     """How positions are told to a Transformer, and where (appendix D.3); `relative` and `rope` are told in every
-    attention.
+    attention. `1d_rope` is EVA-02's: those of 1d, and rotations.
     """
 
-    kind: Literal["none", "1d", "2d", "sincos", "relative", "rope"] = Field(
+    kind: Literal["none", "1d", "2d", "sincos", "relative", "rope", "1d_rope"] = Field(
         "1d",
         description="learned embeddings by patch (1d) or by row and column (2d), fixed ones of sines and cosines "
         "(sincos, as in big_vision), a learned bias by distance (relative), queries and keys of patches rotated by row "
-        "and column (rope), or none",
+        "and column (rope, as in DINOv3), learned embeddings and rotations (1d_rope, as in EVA-02), or none",
     )
     at: Literal["stem", "every_layer", "shared"] = Field(
         "stem", description="of 1d and 2d: before the first block, before every block, or the same before every block"
@@ -146,26 +161,29 @@ class Position(Block):
     base: float | None = Field(
         None,
         gt=1,
-        description="of rope, default 100: frequencies fall from 1 turn a unit nearly to 1 / base of a turn",
+        description="frequencies of rotations fall nearly to 1 / base of the first: of rope, default 100, from a turn "
+        "a unit, where a side is 2 units; of 1d_rope, default 10,000, from a radian a unit, where a side is 16",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _with_base(cls, content: Any) -> Any:
-        is_rope = isinstance(content, dict) and content.get("kind") == "rope"
-        return content | {"base": 100.0} if is_rope and content.get("base") is None else content
+        if not isinstance(content, dict) or content.get("kind") not in _ROPE_BASES or content.get("base") is not None:
+            return content
+        return content | {"base": _ROPE_BASES[content["kind"]]}
 
     @model_validator(mode="after")
     def _possible(self) -> "Position":
         if self.kind not in ("1d", "2d") and self.at != "stem":
             raise ValueError(f"at: {self.at} belongs to kind: 1d and 2d, and kind is {self.kind}")
-        if self.kind != "rope" and self.base is not None:
-            raise ValueError(f"base: {self.base:g} belongs to kind: rope, and kind is {self.kind}")
+        if self.kind not in _ROPE_BASES and self.base is not None:
+            kinds = " and ".join(_ROPE_BASES)
+            raise ValueError(f"base: {self.base:g} belongs to kind: {kinds}, and kind is {self.kind}")
         return self
 
     @model_serializer(mode="wrap")
     def _without_base(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Only rope has a base: what is resolved without is as before there was one."""
+        """Only rotations have a base: what is resolved without is as before there was one."""
         return {key: value for key, value in dump(self).items() if key != "base" or value is not None}
 
 
@@ -187,11 +205,12 @@ class ViT(Model):
         *("Axial-ViT-B/32", "Axial-ViT-B/16"),
         *("DINOv2-S/14", "DINOv2-B/14", "DINOv2-L/14", "DINOv2-g/14"),
         *("DINOv3-S/16", "DINOv3-S+/16", "DINOv3-B/16", "DINOv3-L/16", "DINOv3-H+/16"),
+        *("EVA02-Ti/14", "EVA02-S/14", "EVA02-B/14", "EVA02-L/14"),
     )
     patterns: ClassVar[str] = (
         f"ViT-SIZE/PATCH or Axial-ViT-SIZE/PATCH with SIZE one of {', '.join(_SIZES)}, "
         f"{', '.join(f'{stem}+ViT-SIZE/{patch}' for stem, patch in _STEMS)}, "
-        f"{', '.join(f'{name}-{size}/{sizes[0]}' for (name, size), (sizes, _) in _DINO.items())}"
+        f"{', '.join(f'{name}-{size}/{sizes[0]}' for (name, size), (sizes, _) in _LATER.items())}"
     )
     dimensions: ClassVar[tuple[str, ...]] = (
         *("patch_size", "width", "depth", "mlp_dim", "num_heads", "attention"),
@@ -211,6 +230,11 @@ class ViT(Model):
     norm: Literal["layer", "rms"] | None = Field(None, description="layer norm or RMS norm, default layer")
     norm_eps: float | None = Field(
         None, gt=0, lt=1, description="what keeps norms from dividing by zero, default 1e-6 (DINOv3: 1e-5)"
+    )
+    sub_norm: Literal["none", "mlp", "all"] | None = Field(
+        None,
+        description="one more norm before the second layer of each MLP (mlp, as in EVA-02 B and L), and before the "
+        "output layer of attention, too (all, as in EVA-02 of CLIP); default none",
     )
     mlp: Literal["gelu", "exact_gelu", "swiglu"] | None = Field(
         None,
@@ -234,8 +258,9 @@ class ViT(Model):
     )
     pool: Pool | None = Field(
         None,
-        description="how tokens become one vector: the class token, the mean of the patches, or attention with a "
-        "learned query (map); default: cls, and mean with axial attention, which has no class token",
+        description="how tokens become one vector: the class token, the mean of the patches, attention with a learned "
+        "query (map), or the final norm of the mean of the patches, beside a class token (normed_mean, as EVA-02); "
+        "default: cls, and mean with axial attention. Only cls and normed_mean have a class token",
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="share of activations that are zeroed while training")
     drop_path: float = Field(
@@ -249,11 +274,10 @@ class ViT(Model):
 
     @model_validator(mode="before")
     @classmethod
-    def _positions_of_the_name(cls, content: Any) -> Any:
+    def _beside_the_shape(cls, content: Any) -> Any:
         name = content.get("name") if isinstance(content, dict) else None
-        if isinstance(name, str) and name.startswith("DINOv3") and "position" not in content:
-            return content | {"position": {"kind": "rope"}}
-        return content
+        of_name = _BESIDE.get(name.partition("-")[0], {}) if isinstance(name, str) else {}
+        return content | {key: value for key, value in of_name.items() if content.get(key) is None}
 
     @model_validator(mode="after")
     def _possible(self) -> "ViT":
@@ -269,10 +293,10 @@ class ViT(Model):
             )
         if shape.attention == "axial":
             self._possible_on_a_grid(shape)
-        if self.position.kind == "rope" and shape.head_dim % 4:
+        if self.position.kind in _ROPE_BASES and shape.head_dim % 4:
             raise ValueError(
-                f"position.kind rope: width / num_heads is {shape.head_dim}; it has to be a multiple of 4, for pairs "
-                "by row and by column"
+                f"position.kind {self.position.kind}: width / num_heads is {shape.head_dim}; it has to be a multiple "
+                "of 4, for pairs by row and by column"
             )
         if (shape.registers or not shape.class_position) and (
             self.position.at != "stem" or self.position.kind == "relative"
@@ -282,12 +306,14 @@ class ViT(Model):
         return self
 
     def _possible_on_a_grid(self, shape: ViTShape) -> None:
-        if self.pool == "cls":
-            raise ValueError("pool: cls: axial attention works on a grid, which has no class token; use pool: mean")
+        if self.has_class_token:
+            raise ValueError(
+                f"pool: {self.pool}: axial attention works on a grid, which has no class token; use pool: mean"
+            )
         refused = {
             "registers": shape.registers > 0,
             "drop_path": self.drop_path > 0,
-            "position.kind rope": self.position.kind == "rope",
+            f"position.kind {self.position.kind}": self.position.kind in _ROPE_BASES,
         }
         for key, is_set in refused.items():
             if is_set:
@@ -300,7 +326,7 @@ class ViT(Model):
     @classmethod
     def named(cls, name: str) -> ViTShape | None:
         """As `Model.named`: `ViT-L/16`, `R50+ViT-B/16`, `Axial-ViT-B/32`, `DINOv3-S/16`."""
-        for (family, size), (dimensions, parts) in _DINO.items():
+        for (family, size), (dimensions, parts) in _LATER.items():
             if name == f"{family}-{size}/{dimensions[0]}":
                 return ViTShape(*dimensions, **(_PARTS[family] | parts))
         match = re.fullmatch(r"(?:(R[0-9]*)(?:x1)?\+|(Axial-))?ViT-([A-Za-z]+)/([1-9][0-9]{0,3})", name)
@@ -353,6 +379,11 @@ class ViT(Model):
         """As `Model.pool_or_default`."""
         return self.pool or ("mean" if self.shape().attention == "axial" else "cls")
 
+    @property
+    def has_class_token(self) -> bool:
+        """Whether there is a class token among the tokens."""
+        return has_class_token(self.pool_or_default())
+
     # ---- On images of a size -----------------------------------------------------------------------------------------
 
     def check_image_size(self, image_size: int) -> None:
@@ -376,7 +407,7 @@ class ViT(Model):
     def num_tokens(self, image_size: int) -> int:
         """T: the patches of a square image, the registers, and the class token where there is one."""
         shape = self.shape()
-        return shape.grid(image_size) ** 2 + shape.registers + (self.pool_or_default() == "cls")
+        return shape.grid(image_size) ** 2 + shape.registers + self.has_class_token
 
     def patches(self, image_size: int) -> Patches | None:
         """As `Model.patches`."""
@@ -393,14 +424,14 @@ class ViT(Model):
         D, n, T = shape.width, shape.grid(image_size), self.num_tokens(image_size)
         operations = [] if shape.stem is None else feature_operations(shape.stem, image_size)
         operations.append(dense("patch_embedding", n**2, shape.patch_dim, D, input_gradient=shape.stem is not None))
-        class_token = D if self.pool_or_default() == "cls" else 0
+        class_token = D if self.has_class_token else 0
         if class_token:
             operations.append(parameters("class_token", class_token))
         if shape.registers:
             operations.append(parameters("registers", shape.registers * D))
-        if self.position.kind in ("1d", "2d"):
+        if self.position.kind in ("1d", "2d", "1d_rope"):
             of_class = class_token if shape.class_position else 0
-            once = (n**2 * D if self.position.kind == "1d" else 2 * n * (D // 2)) + of_class
+            once = (2 * n * (D // 2) if self.position.kind == "2d" else n**2 * D) + of_class
             operations.append(parameters("positions", once * (shape.depth if self.position.at == "every_layer" else 1)))
         relative = self.position.kind == "relative"
         if shape.attention == "axial":
@@ -458,6 +489,11 @@ class ViT(Model):
         return small, size
 
 
+def has_class_token(pool: Pool) -> bool:
+    """Whether a Transformer that pools so has a class token."""
+    return pool in ("cls", "normed_mean")
+
+
 def _block(shape: ViTShape, *, sequences: int, T: int, relative: bool) -> list[Operation]:
     """One encoder block over independent sequences of T tokens: the whole image, or its rows or columns."""
     D, offsets = shape.width, 2 * T - 1
@@ -465,8 +501,9 @@ def _block(shape: ViTShape, *, sequences: int, T: int, relative: bool) -> list[O
     scales = [] if shape.layer_scale is None else [parameters("layer_scale", 2 * D)]
     of_heads = 2 * _norm(shape, shape.head_dim) if shape.qk_norm else 0
     biases = {"all": 3, "no_key": 2, "none": 0}[shape.qkv_bias]
+    of_attention = _norm(shape, D) if shape.sub_norm == "all" else 0
     return [
-        parameters("norms", 2 * _norm(shape, D) + of_heads),
+        parameters("norms", 2 * _norm(shape, D) + of_heads + of_attention + _mlp_norm(shape)),
         dense("qkv", sequences * T, D, 3 * D, bias=False),
         parameters("qkv", biases * D),
         product("scores", 2 * sequences * T**2 * D),
@@ -483,11 +520,16 @@ def _norm(shape: ViTShape, width: int) -> int:
     return width if shape.norm == "rms" else 2 * width
 
 
+def _mlp_norm(shape: ViTShape) -> int:
+    """Parameters of the norm inside an MLP."""
+    return 0 if shape.sub_norm == "none" else _norm(shape, shape.mlp_dim)
+
+
 def _map(shape: ViTShape, T: int) -> list[Operation]:
     """Attention of one learned query to T tokens, and the MLP behind it."""
     D = shape.width
     return [
-        parameters("pool", D + _norm(shape, D)),
+        parameters("pool", D + _norm(shape, D) + _mlp_norm(shape)),
         dense("pool", 1, D, D),
         dense("pool", T, D, 2 * D),
         product("pool", 2 * T * D),

@@ -21,6 +21,7 @@ SUPPORTED = {
     "AxialResNet": {"safetensors"},
     "DINOv2": {"safetensors"},
     "DINOv3": {"safetensors"},
+    "EVA02": {"safetensors", "timm"},
 }
 
 

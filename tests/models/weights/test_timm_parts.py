@@ -1,4 +1,8 @@
-"""timm's Transformers with registers, DeiT-III, its attention pooling and other parts: the same logits, in and out."""
+"""timm's Transformers with registers, DeiT-III, EVA-02, its attention pooling and other parts: the same logits, in and
+out."""
+
+import json
+import re
 
 import pytest
 import torch
@@ -6,13 +10,16 @@ from models.small_models import images
 from models.weights.exported import described, differing, valued, write
 from safetensors.torch import load_file, save_file
 
-from vitscale.errors import RecipeError
+from vitscale.errors import CheckpointError, RecipeError
+from vitscale.families import model_of
 from vitscale.models.weights import Description, describe, load_weights, open_weights, write_weights
+from vitscale.models.weights.table import table, their_shapes
 
 timm = pytest.importorskip("timm")
 SIZE = 64
 OURS = {"patch_size": 8, "width": 48, "depth": 2, "num_heads": 3, "mlp_dim": 96, "mlp": "exact_gelu"}
 THEIRS = {"img_size": SIZE, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
+EVA = {"mlp": "swiglu", "qkv_bias": "no_key", "position": {"kind": "1d_rope"}}
 BESIDE = {"class_position": False, "layer_scale": 1e-5}
 # timm's name -> our block, and its arguments.
 CASES = {
@@ -26,6 +33,18 @@ CASES = {
     "vit_tiny_patch16_224": (
         {"norm": "rms", "qk_norm": True, "mlp": "gelu"},
         {"mlp_ratio": 2, "norm_layer": "rmsnorm", "qk_norm": True, "act_layer": "gelu_tanh"},
+    ),
+    "vit_small_patch16_224": (
+        {"sub_norm": "all", "pool": "normed_mean"},
+        {"mlp_ratio": 2, "scale_attn_norm": True, "scale_mlp_norm": True, "global_pool": "avg"},
+    ),
+    "vit_small_patch32_224": ({"sub_norm": "mlp"}, {"mlp_ratio": 2, "scale_mlp_norm": True}),
+    # A side of these is 8 patches, and of those that EVA-02's angles are told in 16.
+    "eva02_small_patch14_224": (EVA | {"pool": "normed_mean", "mlp_dim": 128}, {}),
+    "eva02_base_patch14_224": (EVA | {"pool": "normed_mean", "sub_norm": "mlp"}, {"mlp_ratio": 2}),
+    "eva02_base_patch16_clip_224": (
+        EVA | {"sub_norm": "all", "position": {"kind": "1d_rope", "base": 100.0}},
+        {"mlp_ratio": 2, "rope_temperature": 100.0},
     ),
     "vit_base_patch16_224": (
         {"pool": "map", "mlp": "gelu"},
@@ -98,7 +117,10 @@ def test_what_timm_does_not_have(tmp_path):
         ({"qkv_bias": "no_key"}, "qkv_bias"),
         ({"norm_eps": 1e-5}, "norm_eps"),
         ({"pool": "map", "mlp": "swiglu"}, "mlp"),
+        ({"pool": "map", "sub_norm": "mlp"}, "sub_norm"),
         ({"position": {"kind": "rope"}}, "rotations"),
+        ({"position": {"kind": "1d_rope"}}, "rotations of EVA-02 alone, with other mlp, qkv_bias"),
+        (EVA | {"pool": "map"}, "rotations of EVA-02 alone, with other pool: map"),
     ):
         description = described(OURS | keys, SIZE)
         with pytest.raises(RecipeError, match=f"timm holds.* {words}"):
@@ -115,6 +137,47 @@ def test_the_shapes_of_dinov2_are_timm_s(size):
         published = timm.create_model(f"vit_{named}_patch14_reg4_dinov2", num_classes=7)
     shapes = {name: parameter.shape for name, parameter in peer.named_parameters()}
     assert shapes == {name: parameter.shape for name, parameter in published.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [
+        ("EVA02-Ti/14", "eva02_tiny_patch14_336"),
+        ("EVA02-S/14", "eva02_small_patch14_336"),
+        ("EVA02-B/14", "eva02_base_patch14_448"),
+        ("EVA02-L/14", "eva02_large_patch14_448"),
+    ],
+)
+def test_the_shapes_of_eva_02_are_timm_s(name, theirs):
+    with torch.device("meta"):
+        published = timm.create_model(theirs, num_classes=7)
+    size = published.patch_embed.img_size[0]
+    model = Description({"name": name, "head": "linear"}, size, 7).build()
+    assert their_shapes(model, table(model, "timm")) == {
+        key: tuple(parameter.shape) for key, parameter in published.named_parameters()
+    }
+    counted = sum(operation.params for operation in model_of(name=name, head="linear").operations(size, 7))
+    assert counted == sum(parameter.numel() for parameter in published.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_heads": 6}, "num_heads is 6, the model's is 3"),
+        ({"rope_temperature": 100.0}, "rope_temperature is 100.0, the model's is 10000.0"),
+        ({"ref_feat_shape": [24, 24]}, "ref_feat_shape is [24, 24], the model's is [16, 16]"),
+    ],
+)
+def test_a_folder_of_another_eva_02(changes, words, tmp_path):
+    description = described(OURS | CASES["eva02_base_patch14_224"][0], SIZE)
+    model = valued(description)
+    values = {key: parameter.detach() for key, parameter in model.named_parameters()}
+    write_weights(tmp_path / "folder", "timm", description, values.__getitem__)
+    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    config["model_args"] |= changes
+    (tmp_path / "folder" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        load_weights(model, open_weights(tmp_path / "folder"))
 
 
 def test_exact_gelu_and_another_epsilon_go_to_transformers(tmp_path):

@@ -27,6 +27,7 @@ def model_type(model: "ViT") -> str | None:
     shape = model.shape
     is_either = (
         (shape.attention, shape.stem, shape.norm, shape.qk_norm, model.pool) == ("full", None, "layer", False, "cls")
+        and shape.sub_norm == "none"
         and shape.layer_scale is not None
         and shape.registers > 0
     )

@@ -34,6 +34,7 @@ class Attention(nn.Module):
         self.value_bias = nn.Parameter(torch.empty(D)) if has_own else None
         self.query_norm = norm_of(shape, shape.head_dim) if shape.qk_norm else None
         self.key_norm = norm_of(shape, shape.head_dim) if shape.qk_norm else None
+        self.norm = norm_of(shape, D) if shape.sub_norm == "all" else None
         self.out = Linear(D, D)
         self.relative = relative_table(relative_tokens, D) if relative_tokens is not None else None
 
@@ -53,24 +54,28 @@ class Attention(nn.Module):
         if self.relative is not None:
             bias = relative_logits(query, (self.relative * head_dim**-0.5).view(-1, self.num_heads, head_dim))
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
-        return self.out(mixed.transpose(1, 2).reshape(B, T, D))
+        x_BTD = mixed.transpose(1, 2).reshape(B, T, D)
+        return self.out(x_BTD if self.norm is None else self.norm(x_BTD))
 
 
 class MLP(nn.Module):
     """Two dense layers with GELU between them, dropout after each (as the authors' code has it).
 
-    With SwiGLU the outputs of the first are the gates of its hidden layer, and then what passes them.
+    With SwiGLU the outputs of the first are the gates of its hidden layer, and then what passes them. With `sub_norm`
+    the second begins with a norm.
     """
 
     def __init__(self, shape: ViTShape, dropout: float) -> None:
         super().__init__()
         self.kind = shape.mlp
         self.fc1 = Linear(shape.width, shape.fc1_dim)
+        self.norm = norm_of(shape, shape.mlp_dim) if shape.sub_norm != "none" else None
         self.fc2 = Linear(shape.mlp_dim, shape.width)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.dropout(self.fc2(self.dropout(self._activated(self.fc1(x_BTD)))))
+        hidden = self.dropout(self._activated(self.fc1(x_BTD)))
+        return self.dropout(self.fc2(hidden if self.norm is None else self.norm(hidden)))
 
     def _activated(self, x: Tensor) -> Tensor:
         if self.kind == "swiglu":

@@ -48,15 +48,16 @@ class ViT(Model):
             below of the last whole patch is not seen (the original's VALID convolution).
         num_classes: K; None for a backbone without a head, whatever `head` says.
         pool: `cls` reads the class token; `mean` averages the patches and `map` attends to all tokens, and neither has
-            a class token. Axial models have a grid of tokens, hence no `cls`.
+            a class token; `normed_mean` has one, averages the patches, and its final norm is that of their mean. Axial
+            models have a grid of tokens, hence neither `cls` nor `normed_mean`.
         head: `pretrain` has a dense layer of width D with tanh before the output layer (section 3.1), `linear` has the
             output layer alone (fine-tuning).
         dropout: rate after position embedding, attention output and both MLP layers (appendix B.1).
         drop_path: share of samples for which the last block's attention, and its MLP, is left out while training; that
             of the blocks before it grows from 0 in equal steps.
         position, position_at: how and where positions are told (appendix D.3). `relative` and `rope` are told in every
-            attention.
-        position_base: of `rope`.
+            attention, `1d_rope` there too.
+        position_base: of `rope` and `1d_rope`.
         checkpoint_every: recompute every k-th block's activations in the backward pass; 0 keeps all of them. The units
             of a hybrid's stem are counted by themselves.
     """
@@ -77,7 +78,7 @@ class ViT(Model):
         checkpoint_every: int = 0,
     ) -> None:
         super().__init__()
-        D, grid, class_token = shape.width, shape.grid(image_size), pool == "cls"
+        D, grid, class_token = shape.width, shape.grid(image_size), families.has_class_token(pool)
         self.shape = shape
         self.image_size = image_size
         self.pool = pool
@@ -154,6 +155,7 @@ class ViT(Model):
         x_BND = self.embed(images_BHWC)
         tokens_BTD = self.encode(x_BND if edit is None else edit(x_BND), keep)
         pooled_BD = self.represent(tokens_BTD)
+        tokens_BTD = tokens_BTD[:, 1:] if self.pool == "normed_mean" else tokens_BTD
         return Outputs(tokens_BTD, pooled_BD, self.classify(pooled_BD))
 
     def embed(self, images_BHWC: Tensor) -> Tensor:
@@ -163,7 +165,10 @@ class ViT(Model):
         return self.embedding(self.patchify(x_BHWC))
 
     def encode(self, x_BTD: Tensor, keep: Callable[[str, Tensor], None] = no_record) -> Tensor:
-        """Patch embeddings (B, N, D) -> tokens (B, T, D) after the final norm: class token, registers, patches."""
+        """Patch embeddings (B, N, D) -> tokens (B, T, D) after the final norm: class token, registers, patches.
+
+        With `normed_mean` one more comes before them: that of the patches' mean.
+        """
         grid = self.shape.grid(self.image_size)
         if self.position == "sincos":  # of patches alone
             x_BTD = x_BTD + sincos_positions(grid, self.shape.width, like=x_BTD)
@@ -179,14 +184,16 @@ class ViT(Model):
         if first:
             x_BTD = torch.cat([*first, x_BTD], dim=1)
         rotations = []
-        if self.position == "rope":
-            rotations.append(patch_rotation(grid, self.shape.head_dim, self.position_base, like=x_BTD))
+        if self.position in ("rope", "1d_rope"):
+            rotations.append(patch_rotation(grid, self.shape.head_dim, self.position_base, x_BTD, self.position))
         x_BTD = self.dropout(x_BTD)
         keep("embedded", x_BTD)
         for index, block in enumerate(self.blocks):
             recompute = self.training and self.checkpoint_every > 0 and index % self.checkpoint_every == 0
             x_BTD = run_block(block, x_BTD, positions_1TD, *rotations, recompute=recompute)
             keep(f"block_{index}", x_BTD)
+        if self.pool == "normed_mean":  # among the tokens, as DeepSpeed wants a module to be called once
+            x_BTD = torch.cat([self.patch_tokens(x_BTD).mean(dim=1, keepdim=True), x_BTD], dim=1)
         return self.norm(x_BTD)
 
     def patch_tokens(self, tokens_BTD: Tensor) -> Tensor:
@@ -195,11 +202,11 @@ class ViT(Model):
         return tokens_BTD[:, before:] if before else tokens_BTD
 
     def represent(self, tokens_BTD: Tensor) -> Tensor:
-        """The representation (B, D): before the tanh of the pre-training head."""
+        """The representation (B, D) from what `encode` returns: before the tanh of the pre-training head."""
         if self.map is not None:
             x_BD = self.map(tokens_BTD)
         else:
-            x_BD = tokens_BTD[:, 0] if self.pool == "cls" else self.patch_tokens(tokens_BTD).mean(dim=1)
+            x_BD = self.patch_tokens(tokens_BTD).mean(dim=1) if self.pool == "mean" else tokens_BTD[:, 0]
         return x_BD if self.pre_logits is None else self.pre_logits(x_BD)
 
     def classify(self, pooled_BD: Tensor) -> Tensor | None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-PositionKind = Literal["none", "1d", "2d", "sincos", "relative", "rope"]
+PositionKind = Literal["none", "1d", "2d", "sincos", "relative", "rope", "1d_rope"]
 PositionAt = Literal["stem", "every_layer", "shared"]
+_EVA_SIDE = 16  # patches of the images of 224 pixels that EVA-02 was pre-trained on
 
 
 class TwoDPositions(nn.Module):
@@ -37,7 +38,7 @@ def absolute_positions(
     kind: PositionKind, grid: int, width: int, class_token: bool
 ) -> nn.Parameter | TwoDPositions | None:
     """What is learned in order to be added to the tokens of a grid x grid of patches."""
-    if kind == "1d":
+    if kind in ("1d", "1d_rope"):
         return nn.Parameter(torch.empty(1, grid**2 + class_token, width))
     return TwoDPositions(grid, width, class_token) if kind == "2d" else None
 
@@ -82,16 +83,20 @@ def relative_logits(query_BATd: Tensor, table_LAd: Tensor) -> Tensor:
     return by_offset.flatten(-2)[..., T - 1 : T - 1 + T * (2 * T - 2)].view(B, A, T, 2 * T - 2)[..., :T]
 
 
-def patch_rotation(grid: int, head_dim: int, base: float, like: Tensor) -> Tensor:
+def patch_rotation(
+    grid: int, head_dim: int, base: float, like: Tensor, kind: Literal["rope", "1d_rope"] = "rope"
+) -> Tensor:
     """Cosines and sines of the angles by which `rotate` turns a grid x grid of patches: (2, N, d).
 
-    As in DINOv3: rows and columns of the patches' centres are numbers in [-1, 1], whatever the resolution. Of d / 4
-    frequencies, from one turn a unit down to 1 / base of one, there is an angle by row and one by column, and each
-    turns two of the d elements. Computed in fp32, in the dtype and on the device of `like`.
+    `rope` as in DINOv3: rows and columns of the patches' centres are numbers in [-1, 1], whatever the resolution, and
+    turns. `1d_rope` as in EVA-02: they begin at 0, a side is 16 whatever the resolution, and they are radians. Of d / 4
+    frequencies, from 1 down to 1 / base, there is an angle by row and one by column, and each turns two of the d
+    elements. Computed in fp32, in the dtype and on the device of `like`.
     """
     frequencies = base ** (-torch.arange(head_dim // 4, dtype=torch.float32, device=like.device) / (head_dim // 4))
-    centres = (torch.arange(grid, dtype=torch.float32, device=like.device) + 0.5) * (2 / grid) - 1
-    along_axis = 2 * math.pi * centres[:, None] * frequencies  # (n, d / 4)
+    patches = torch.arange(grid, dtype=torch.float32, device=like.device)
+    radians = patches * (_EVA_SIDE / grid) if kind == "1d_rope" else 2 * math.pi * ((patches + 0.5) * (2 / grid) - 1)
+    along_axis = radians[:, None] * frequencies  # (n, d / 4)
     by_row = along_axis[:, None].expand(grid, grid, -1)
     by_column = along_axis[None].expand(grid, grid, -1)
     angles_Nd = torch.cat([by_row, by_column], dim=-1).flatten(0, 1).tile(2)

@@ -10,7 +10,7 @@ from vitscale import families
 from vitscale.families import ResNetShape, ViTShape
 from vitscale.models.layers import CHANNELS
 from vitscale.models.resnet.weights import flax_stem, timm_features
-from vitscale.models.vit import dino
+from vitscale.models.vit import dino, eva
 from vitscale.models.vit.positions import resample_positions
 from vitscale.models.weights.foreign import ForeignWeights, Resampling, TimmModel
 from vitscale.models.weights.huggingface import ACTIVATIONS
@@ -28,6 +28,7 @@ from vitscale.models.weights.rules import (
     torch_patches,
 )
 from vitscale.models.weights.source import differing
+from vitscale.models.weights.timm_hub import mlp_ratio
 from vitscale.models.weights.torch_files import CONFIG
 from vitscale.weight_formats import Format
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 _POOLS: dict[str, dict[str, Any]] = {
     "cls": {},
     "mean": {"global_pool": "avg", "class_token": False, "fc_norm": False},
+    "normed_mean": {"global_pool": "avg", "fc_norm": True},
     "map": {"global_pool": "map", "class_token": False},
 }
 _TIMM_GELU = {"gelu": "gelu_tanh", "exact_gelu": "gelu"}
@@ -76,7 +78,8 @@ _PLAIN = {field.name: field.default for field in fields(ViTShape) if field.name 
 _IN_BLOCK = (
     *(("norm1", "norm1"), ("norm2", "norm2"), ("attention.qkv", "attn.qkv"), ("attention.out", "attn.proj")),
     *(("attention.query_norm", "attn.q_norm"), ("attention.key_norm", "attn.k_norm")),
-    *(("layer_scale1", "ls1.gamma"), ("layer_scale2", "ls2.gamma"), ("mlp.fc1", "mlp.fc1"), ("mlp.fc2", "mlp.fc2")),
+    *(("attention.norm", "attn.norm"), ("layer_scale1", "ls1.gamma"), ("layer_scale2", "ls2.gamma")),
+    *(("mlp.fc1", "mlp.fc1"), ("mlp.norm", "mlp.norm"), ("mlp.fc2", "mlp.fc2")),
 )
 _IN_MAP = (
     *(("probe", "latent"), ("query", "q"), ("key_value", "kv"), ("out", "proj"), ("norm", "norm")),
@@ -97,6 +100,11 @@ class ViTWeights(ForeignWeights):
             return None
         if model.shape.attention == "axial":
             return f"{form} holds Transformers with global attention, not axial attention; use safetensors"
+        if form == "timm" and model.position == eva.POSITION:
+            if parts := eva.other_parts(model):
+                named = ", ".join(parts)
+                return f"timm holds 1d positions and rotations of EVA-02 alone, with other {named}; use safetensors"
+            return None
         held = ("1d", "sincos") if form == "npz" else ("1d",)
         if model.position not in held or model.position_at != "stem":
             kinds = " and ".join(held)
@@ -112,18 +120,21 @@ class ViTWeights(ForeignWeights):
     def rules(self, form: Format) -> list[Rule]:
         """As `ForeignWeights.rules`."""
         of_transformers = _transformers if dino.model_type(self._model) is None else dino.rules
-        return list({"npz": _flax, "timm": _timm, "hf": of_transformers}[form](self._model))
+        of_timm = eva.rules if self._model.position == eva.POSITION else _timm
+        return list({"npz": _flax, "timm": of_timm, "hf": of_transformers}[form](self._model))
 
     def contradictions(self, form: Format, config: dict[str, Any]) -> list[tuple[str, str]]:
-        """As `ForeignWeights.contradictions`: of timm's the number of heads, of transformers' whatever it says."""
+        """As `ForeignWeights.contradictions`: of transformers' whatever it says, of timm's what no tensor shows."""
         shape = self._model.shape
+        given = config.get("model_args")
+        arguments: dict[str, Any] = given if isinstance(given, dict) else {}
         if form == "hf":
             ours = self._facts_for_transformers()
             found: dict[str, Any] = {key: config.get(key) for key in ours}
         elif (name := config["architecture"].partition(".")[0]) in _TIMM_MODELS:
-            arguments = config.get("model_args")
-            given = arguments if isinstance(arguments, dict) else {}
-            ours, found = {"num_heads": shape.num_heads}, {"num_heads": _TIMM_MODELS[name][1][-1]} | given
+            ours, found = {"num_heads": shape.num_heads}, {"num_heads": _TIMM_MODELS[name][1][-1]} | arguments
+        elif (of_eva := eva.facts(name, arguments)) is not None:
+            ours, found = eva.own_facts(self._model), of_eva
         else:
             return []
         return [
@@ -178,6 +189,8 @@ class ViTWeights(ForeignWeights):
         """As `ForeignWeights.timm`."""
         shape, stem = self._model.shape, self._model.shape.stem
         blocks = None if stem is None else stem.blocks
+        if self.refusal("timm") is None and self._model.position == eva.POSITION:
+            return eva.timm(self._model)
         if self.refusal("timm") is not None or (stem is not None and stem != ResNetShape(stem.blocks, variant="v1")):
             return None
         dimensions = (shape.patch_size, shape.width, shape.depth, shape.num_heads)
@@ -199,11 +212,7 @@ class ViTWeights(ForeignWeights):
             key: ours for key, ours, named in own if ours != named
         }
         if shape.fc1_dim != 4 * shape.width or shape.mlp == "swiglu":
-            ratio = shape.fc1_dim / shape.width
-            # timm takes the whole part of width * ratio.
-            arguments["mlp_ratio"] = (
-                ratio if int(shape.width * ratio) == shape.fc1_dim else math.nextafter(ratio, math.inf)
-            )
+            arguments["mlp_ratio"] = mlp_ratio(shape.width, shape.fc1_dim)
         pool = _POOLS[self._model.pool]
         return TimmModel(
             nearest,
@@ -233,6 +242,8 @@ class ViTWeights(ForeignWeights):
             arguments["qk_norm"] = True
         if shape.qkv_bias == "none":
             arguments["qkv_bias"] = False
+        if shape.sub_norm != "none":
+            arguments |= {"scale_mlp_norm": True, "scale_attn_norm": shape.sub_norm == "all"}
         return arguments
 
     def transformers_config(self) -> dict[str, Any]:
@@ -262,6 +273,7 @@ def _positions(model: "ViT") -> str:
             "sincos": "fixed ones",
             "relative": "relative ones",
             "rope": "rotations",
+            "1d_rope": "1d ones and rotations",
         }[model.position]
     place = {"stem": "", "every_layer": " in every layer", "shared": " shared by all layers"}[model.position_at]
     return f"{model.position} ones{place}"
@@ -270,7 +282,9 @@ def _positions(model: "ViT") -> str:
 def _parts_without_place(model: "ViT", form: Format) -> list[str]:
     """Those that the paper's models do not have, as a recipe says them, and that a format cannot hold."""
     shape, has_map = model.shape, model.pool == "map"
-    found = [key for key, plain in _PLAIN.items() if getattr(shape, key) != plain] + ["pool: map"] * has_map
+    found = [key for key, plain in _PLAIN.items() if getattr(shape, key) != plain]
+    if model.pool in ("map", "normed_mean"):
+        found.append(f"pool: {model.pool}")
     if form == "hf":
         return [key for key in found if not (key == "norm_eps" or (key == "mlp" and shape.mlp == "exact_gelu"))]
     if form == "npz":
@@ -281,6 +295,7 @@ def _parts_without_place(model: "ViT", form: Format) -> list[str]:
         # Its positions are those of patches alone, or of all tokens.
         "registers": model.cls is not None and shape.class_position,
         "mlp": has_map and shape.mlp == "swiglu",
+        "sub_norm": has_map,
     }
     return [key for key in found if refused.get(key, False)]
 
@@ -330,7 +345,7 @@ def _timm(model: "ViT") -> Iterator[Rule]:
         yield same("cls", "cls_token")
     yield same("pos_embedding", "pos_embed")
     renames = {f"blocks.{i}.{ours}": f"blocks.{i}.{timm}" for i in range(model.shape.depth) for ours, timm in _IN_BLOCK}
-    renames |= {"registers": "reg_token", "norm": "norm", "head": "head"}
+    renames |= {"registers": "reg_token", "norm": "fc_norm" if model.pool == "normed_mean" else "norm", "head": "head"}
     renames |= {f"map.{ours}": f"attn_pool.{timm}" for ours, timm in _IN_MAP}
     for name, _ in model.named_parameters():
         layer, _, kind = name.rpartition(".")

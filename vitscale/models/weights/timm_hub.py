@@ -44,6 +44,12 @@ def configuration(model: Model, num_classes: int | None, labels: list[str] | Non
     }
 
 
+def mlp_ratio(width: int, hidden: int) -> float:
+    """The ratio by which timm makes a layer this large: it takes the whole part of width * ratio."""
+    ratio = hidden / width
+    return ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
+
+
 def loading_lines(path: Path, model: Model, num_classes: int | None) -> list[str]:
     """Python that opens a written folder or file; empty where timm has no name for the model."""
     if path.suffix != SAFETENSORS:
