@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from vitscale.data import EvalTransform, TrainTransform, to_model_input
 from vitscale.data.augmentation import inception_crop, sample_keys
+from vitscale.recipe import Normalise
 
 AREA, ASPECT = (0.05, 1.0), (3 / 4, 4 / 3)
 
@@ -182,3 +183,15 @@ def test_model_input():
     assert torch.equal(full[0, ..., 0].flatten(), torch.arange(256, dtype=torch.float32) / 127.5 - 1)
     half = to_model_input(images, torch.device("cpu"), torch.bfloat16)
     assert half.dtype == torch.bfloat16 and torch.equal(half, full.to(torch.bfloat16))
+
+
+def test_another_normalisation_is_what_torchvision_computes():
+    functional = pytest.importorskip("torchvision.transforms.v2.functional")
+    of_imagenet = Normalise(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
+    images = torch.arange(256, dtype=torch.uint8).repeat(3).reshape(1, 16, 16, 3)
+    found = to_model_input(images, torch.device("cpu"), torch.float32, of_imagenet)
+    pixels = functional.to_dtype(images.permute(0, 3, 1, 2), torch.float32, scale=True)
+    expected = functional.normalize(pixels, of_imagenet.mean, of_imagenet.std)
+    torch.testing.assert_close(found.permute(0, 3, 1, 2), expected, rtol=0, atol=1e-6)
+    as_default = to_model_input(images, torch.device("cpu"), torch.float32, Normalise(mean=[0.5] * 3, std=[0.5] * 3))
+    assert torch.equal(as_default, images.float() / 127.5 - 1)

@@ -11,7 +11,7 @@ from vitscale.errors import RecipeError
 from vitscale.models import initial_value
 from vitscale.objectives import build_objective
 from vitscale.objectives.masked_patches import quantised_colours, whole_pixels
-from vitscale.recipe import load_recipe, validate_recipe
+from vitscale.recipe import load_recipe, override, validate_recipe
 from vitscale.recipe.masked_patches import by_largest_remainder
 
 P, SIDE, B = 8, 32, 3
@@ -220,3 +220,8 @@ def test_what_does_not_go_together_is_refused(objective, model, key):
     with pytest.raises(RecipeError) as caught:
         make_recipe(objective, **model)
     assert key in str(caught.value)
+
+
+def test_pixels_that_are_normalised_otherwise_are_refused():
+    with pytest.raises(RecipeError, match=r"data\.normalise"):
+        override(make_recipe({}).dump(), ["data.normalise.mean=[0.5, 0.5, 0.4]"], "test")

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from vitscale.errors import CheckpointError, RecipeError
 from vitscale.models import Model, build_model, initial_value
 from vitscale.models.vit.positions import resample_positions
 from vitscale.models.weights import load_weights, open_weights
-from vitscale.recipe import load_recipe, smoke_form
+from vitscale.recipe import Normalise, load_recipe, override, smoke_form
 from vitscale.runs.names import step_folder
 from vitscale.shards.generated import CLASS_NAMES, write_generated_dataset
 from vitscale.training.initial_weights import check_initial_weights
@@ -354,6 +355,30 @@ def test_heads_that_cannot_be_kept(data, tmp_path, models):
         assert message.count("missing pre_logits") == 2 and "model.head: linear" in message
     with pytest.raises(RecipeError, match=r"model\.head_bias belongs to init\.head: initial"):
         make_recipe(data, **begins("somewhere", model={"head_bias": -5.0}))
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hf", "npz", "run"])
+def test_images_normalised_otherwise(data, tmp_path, form):
+    """Weights are trained on with the normalisation that they know, or not at all."""
+    described_here = described(block(head="linear"), SMALL)
+    model, theirs = valued(described_here), Normalise(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
+    if form == "npz":  # has one normalisation alone
+        theirs = Normalise()
+        path = write(model, described_here, form, tmp_path)
+    elif form == "run":
+        in_run = {"image_size": SMALL, "normalise": theirs.model_dump()}
+        path = finished_run(tmp_path / "run", model, described_here.model, data=in_run)
+    else:
+        path = write(model, replace(described_here, normalise=theirs), form, tmp_path)
+    for ours in (Normalise(mean=[0.5, 0.5, 0.4]), Normalise(mean=theirs.mean, std=[0.25, 0.25, 0.25]), theirs):
+        content = begins(path, model=LINEAR) | {"data": {**BASE["data"], "normalise": ours.model_dump()}}
+        if ours == theirs:
+            check_initial_weights(make_recipe(data, **content), NAMES, tmp_path / "none")
+        else:
+            message = refused(data, RecipeError, content)
+            setting = re.search(r"--set '(.*)'", message)
+            assert setting is not None
+            assert override(make_recipe(data, **content).dump(), [setting[1]], "test").data.normalise == theirs
 
 
 @pytest.mark.parametrize("form", ["safetensors", "hf", "run"])

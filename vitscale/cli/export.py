@@ -100,7 +100,7 @@ def run_export(
 
 
 def _pictures(description: Description) -> str:
-    """What the exported preprocessing shows of a picture; of a run, what its evaluation does."""
+    """What the exported preprocessing makes of a picture; of a run, what its evaluation does."""
     crop, size = description.eval_crop or WHOLE_PICTURE, f"{description.image_size} x {description.image_size} pixels"
     if crop.kind == "central":
         shown = f"the central {crop.fraction:g} of the short side, at {size}"
@@ -109,8 +109,12 @@ def _pictures(description: Description) -> str:
     else:
         shown = f"the whole picture, squashed to {size}"
     if description.eval_crop is None:
-        return f"its preprocessing shows {shown}: the source names no crop"
-    return f"its preprocessing shows what the source's does: {shown}"
+        text = f"its preprocessing shows {shown}: the source names no crop"
+    else:
+        text = f"its preprocessing shows what the source's does: {shown}"
+    if description.normalise is None:
+        return f"{text}; pixels from -1 to 1: the source does not say how it normalises"
+    return f"{text}; normalised by mean {description.normalise.mean} and std {description.normalise.std}"
 
 
 def _written(out: Path) -> list[Path]:
@@ -162,6 +166,7 @@ def _of_run(run_dir: Path, step: int | None, image_size: int | None, drop_head: 
         class_names,
         reader.index.step,
         recipe.data.eval_crop,
+        trained.data.normalise,
     )
     backbone = empty_objective(trained, reader).backbone
     shapes = {name: tuple(parameter.shape) for name, parameter in backbone.named_parameters()}

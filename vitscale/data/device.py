@@ -8,11 +8,24 @@ from torch import Tensor
 
 from vitscale.data.batch import Batch
 from vitscale.data.loader import Loader
+from vitscale.recipe import Normalise
+
+_PAPERS = Normalise()
 
 
-def to_model_input(images: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """uint8 (B, H, W, 3) -> the same in [-1, 1] on the device: x / 127.5 - 1, computed in fp32, then `dtype`."""
-    return images.to(device).to(torch.float32).div_(127.5).sub_(1.0).to(dtype)
+def to_model_input(images: Tensor, device: torch.device, dtype: torch.dtype, normalise: Normalise = _PAPERS) -> Tensor:
+    """uint8 (B, H, W, 3) -> the same normalised on the device, computed in fp32, then `dtype`.
+
+    By default that is x / 127.5 - 1, in [-1, 1].
+    """
+    pixels = images.to(device).to(torch.float32)
+    if (normalise.mean, normalise.std) == (_PAPERS.mean, _PAPERS.std):
+        return pixels.div_(127.5).sub_(1.0).to(dtype)
+    pixels.div_(255.0)
+    # Numbers of the host: a tensor of three would have to reach the device first, which the host would wait for.
+    for channel, mean, std in zip(pixels.unbind(dim=-1), normalise.mean, normalise.std, strict=True):
+        channel.sub_(mean).div_(std)
+    return pixels.to(dtype)
 
 
 def on_device(loader: Loader, device: torch.device) -> Iterator[Batch]:

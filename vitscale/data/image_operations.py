@@ -1,6 +1,7 @@
 """From a batch's uint8 images to the model's input in training: the recipe's operations, and normalisation."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -31,7 +32,7 @@ class ImageOperation:
         """Other images of the same shape and dtype.
 
         Args:
-            images: (B, S, S, 3) on the device: uint8, or fp32 in [-1, 1], as the block's `pixels` says.
+            images: (B, S, S, 3) on the device: uint8, or fp32 and normalised, as the block's `pixels` says.
             keys: uint64 (B,) on the host, the bits of each sample's randomness in this epoch for this operation.
         """
         raise NotImplementedError
@@ -41,7 +42,7 @@ class TrainingInput:
     """uint8 images -> the model's input, as a recipe says. Raises `RecipeError` for an operation that cannot be had.
 
     Args:
-        recipe: which operations.
+        recipe: which operations, and how pixels are normalised.
         normalise: computes what `to_model_input` does.
     """
 
@@ -52,7 +53,7 @@ class TrainingInput:
         ]
         self._before = [each for each in operations if each[0].pixels == "uint8"]
         self._after = [each for each in operations if each[0].pixels == "float"]
-        self._normalise = normalise
+        self._normalise = partial(normalise, normalise=recipe.data.normalise)
 
     def __call__(self, images: Tensor, keys: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The model's input (B, S, S, 3) in `dtype`.

@@ -94,7 +94,10 @@ class FinishedModel:
     ) -> None:
         recipe, reader = open_run(run_dir, step)
         as_trained = recipe.dump() | {"model": trained_recipe(reader).dump()["model"]}
-        as_trained["data"]["root"] = _data_root(recipe, reader)
+        as_trained["data"] |= {
+            "root": _data_root(recipe, reader),
+            "normalise": trained_recipe(reader).dump()["data"]["normalise"],
+        }
         self.recipe = override(as_trained, settings, "the recipe of the run")
         self.step: int = reader.index.step
         self.class_names: list[str] = reader.index.data["class_names"]
@@ -105,7 +108,7 @@ class FinishedModel:
     @torch.no_grad()
     def predict(self, images: torch.Tensor) -> Outputs:
         """Outputs of images uint8 (B, S, S, 3)."""
-        return self._model.predict(to_model_input(images, self._device, self._dtype))
+        return self._model.predict(to_model_input(images, self._device, self._dtype, self.recipe.data.normalise))
 
 
 def evaluate_run(

@@ -60,6 +60,11 @@ class MaskedPatches(Objective):
         for key in ("num_classes", "head_bias"):
             if getattr(recipe.model, key) is not None:
                 raise ValueError(f"model.{key}: with objective.kind: masked_patches the model has no head; set it null")
+        if {*recipe.data.normalise.mean, *recipe.data.normalise.std} != {0.5}:
+            raise ValueError(
+                "data.normalise: objective.kind: masked_patches predicts pixels, and takes them for ones from -1 to 1; "
+                "leave mean and std at 0.5"
+            )
         if recipe.evaluation.validation is not None:
             raise ValueError(
                 "evaluation.validation measures classes, and objective.kind: masked_patches has none; use "

@@ -91,6 +91,25 @@ class EvalCrop(Block):
     fraction: float = Field(224 / 256, gt=0, le=1, description="part of the side or sides that is seen")
 
 
+_Channels = Annotated[list[Annotated[float, Field(ge=-1e3, le=1e3)]], Field(min_length=3, max_length=3)]
+
+
+class Normalise(Block):
+    """How pixels become the model's input: (x - mean) / std, of x from 0 to 1, red, green and blue apart.
+
+    The default, [-1, 1], is the paper's. Weights of timm and transformers are often of others, and say so.
+    """
+
+    mean: _Channels = Field([0.5, 0.5, 0.5], description="is subtracted")
+    std: _Channels = Field([0.5, 0.5, 0.5], description="divides; each above 0")
+
+    @model_validator(mode="after")
+    def _above_zero(self) -> "Normalise":
+        if min(self.std) <= 0:
+            raise ValueError(f"std {self.std}: expected three numbers above 0")
+        return self
+
+
 class Cache(Block):
     """Where shards of datasets at a URL are kept on each machine, and what else is kept of data between runs."""
 
@@ -134,6 +153,7 @@ class Data(Block):
         description="what happens to training images on the device, in this order, behind crop and flip; those on "
         "uint8 pixels come before those on floats",
     )
+    normalise: Normalise = Normalise()
     eval_crop: EvalCrop = EvalCrop()
     threads: int | None = Field(
         None,

@@ -24,7 +24,7 @@ from vitscale.models.weights import HEAD, Entry, Reader, Source, notes, open_wei
 from vitscale.models.weights.huggingface import distinct
 from vitscale.objectives import build_objective
 from vitscale.ranks import gather, on_rank_zero
-from vitscale.recipe import Init, Recipe, read_recipe, validate_model, validate_recipe
+from vitscale.recipe import Init, Normalise, Recipe, read_recipe, validate_model, validate_recipe
 from vitscale.runs.checkpoints import steps_among
 from vitscale.runs.directory import read_newest
 from vitscale.runs.names import INDEX_FILE, RECIPE_FILE
@@ -118,6 +118,7 @@ class _Found:
         source: names and shapes, and how to read.
         model: of which the weights say that they are; None where they do not tell.
         class_names: of the outputs, where they are known.
+        normalise: of the images that they are for, where it is known.
         facts: what identifies the weights, besides their files.
         files: name -> sha256.
     """
@@ -126,6 +127,7 @@ class _Found:
     source: Source
     model: Model | None
     class_names: list[str] | None
+    normalise: Normalise | None
     facts: dict[str, Any]
     files: dict[str, str]
 
@@ -200,6 +202,7 @@ def _of_checkpoint(init: Init, where: str, index: Index, read: fragments.Source)
         source=Source(Path(init.source), "safetensors", {name: entry(name, shape) for name, shape in shapes.items()}),
         model=recipe.model,
         class_names=index.data.get("class_names") if recipe.objective.has_classes else None,
+        normalise=recipe.data.normalise,
         facts={"step": index.step, "kind": kind},
         files={file.path: file.sha256 for file in index.files},
     )
@@ -217,6 +220,7 @@ def _of_file(path: Path) -> _Found:
         source=source,
         model=None if own is None else validate_model(own.model, own.image_size, str(path)),
         class_names=source.class_names if own is None else own.class_names,
+        normalise=source.normalise if own is None else own.normalise,
         facts={"form": source.form},
         files={},
     )
@@ -268,6 +272,10 @@ class _Assignment:
         self.fresh = [name for name in drop if name not in self.zeros]
         if found.model is not None:
             _check_model(found, recipe.model)
+        if found.normalise not in (None, recipe.data.normalise):
+            raise _other_normalisation(found, recipe.data.normalise)
+        if found.normalise is None:
+            self.notes.append(f"does not say how its images are normalised; here by {_in_yaml(recipe.data.normalise)}")
         if recipe.init.head == "keep":
             _check_classes(found, class_names)
 
@@ -301,6 +309,18 @@ def _check_model(found: _Found, ours: Model) -> None:
     if differing := [key for key in own if theirs.get(key) != own[key]]:
         listed = "; ".join(f"model.{key} {theirs.get(key)!r}, the recipe's is {own[key]!r}" for key in differing)
         raise RecipeError(f"init.from: {found.title} is of another model: it has {listed}")
+
+
+def _other_normalisation(found: _Found, ours: Normalise) -> RecipeError:
+    assert found.normalise is not None
+    return RecipeError(
+        f"init.from: {found.title} is for images normalised by {_in_yaml(found.normalise)}, and the recipe's are by "
+        f"{_in_yaml(ours)}; set data.normalise: --set 'data.normalise={_in_yaml(found.normalise)}'"
+    )
+
+
+def _in_yaml(normalise: Normalise) -> str:
+    return f"{{mean: {normalise.mean}, std: {normalise.std}}}"
 
 
 def _check_classes(found: _Found, class_names: list[str]) -> None:

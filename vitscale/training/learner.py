@@ -265,8 +265,11 @@ class Learner:
     @torch.no_grad()
     def predict(self, images: Tensor) -> Outputs:
         """Outputs of images uint8 (B, S, S, 3)."""
-        outputs: Outputs = self.engine(to_model_input(images, self._world.device, self._dtype))
+        outputs: Outputs = self.engine(self._normalised(images))
         return outputs
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        return to_model_input(images, self._world.device, self._dtype, self._recipe.data.normalise)
 
     def compare_replicas(self, step: int) -> None:
         """See that all ranks hold the same weights; stage 3 has no replicas. Raises `ReplicaError`."""
@@ -277,7 +280,7 @@ class Learner:
         """See that all ranks compute the same. Raises `ReplicaError`."""
         images, zero = batch.images[: self._plan.micro_batch], self._recipe.parallelism.zero_stage
         with self._eager():  # what is compiled by several processes may differ in its last bits
-            replicas.compare_computation(self.engine, images, self._world, self._dtype, step, zero)
+            replicas.compare_computation(self.engine, images, self._world, self._normalised, step, zero)
 
     def _eager(self) -> contextlib.AbstractContextManager[None]:
         """In here, blocks are not those that were compiled."""

@@ -6,14 +6,13 @@ ends with the code for "repeat", and the message names the ranks that differ fro
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vitscale.data import to_model_input
 from vitscale.errors import ReplicaError
 from vitscale.ranks import gather
 from vitscale.training.distributed import World
@@ -42,7 +41,9 @@ def compare_weights(module: nn.Module, step: int) -> None:
     _compare(own, f"step {step:,}: the ranks' weights, which should be equal, differ")
 
 
-def compare_computation(engine: Any, images: Tensor, world: World, dtype: torch.dtype, step: int, zero: int) -> None:
+def compare_computation(
+    engine: Any, images: Tensor, world: World, to_input: Callable[[Tensor], Tensor], step: int, zero: int
+) -> None:
     """Have all ranks compute one micro-batch of one of them, and see that every bit of the results agrees.
 
     The ranks take turns in giving theirs. Compared are the logits, and below ZeRO 3 the gradient of the input too,
@@ -50,6 +51,7 @@ def compare_computation(engine: Any, images: Tensor, world: World, dtype: torch.
 
     Args:
         images: uint8 (b, S, S, 3), equally many on every rank.
+        to_input: makes the model's input of them, on the device.
         zero: the ZeRO stage.
 
     Raises `ReplicaError` on all ranks.
@@ -60,7 +62,7 @@ def compare_computation(engine: Any, images: Tensor, world: World, dtype: torch.
     has_gradient = zero < 3  # there, the order in which parameters are gathered must not change
     engine.eval()
     with torch.set_grad_enabled(has_gradient), _reproducibly():
-        inputs = to_model_input(same, world.device, dtype).requires_grad_(has_gradient)
+        inputs = to_input(same).requires_grad_(has_gradient)
         # Not by the engine, which would take the backward pass for one of its own.
         outputs = (engine.module if has_gradient else engine)(inputs)
         result = outputs.pooled if outputs.logits is None else outputs.logits

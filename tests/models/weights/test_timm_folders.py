@@ -14,7 +14,7 @@ from vitscale.errors import CheckpointError, RecipeError
 from vitscale.families import REGISTRY, architecture
 from vitscale.models import Model
 from vitscale.models.weights import Description, describe, load_weights, open_weights, write_weights
-from vitscale.recipe import EvalCrop
+from vitscale.recipe import EvalCrop, Normalise
 
 timm = pytest.importorskip("timm")
 SIZE = 64
@@ -79,20 +79,35 @@ def test_every_model_has_a_name_or_is_refused(name, tmp_path):
     ("crop", "mode"), [(EvalCrop(), "center"), (EvalCrop(kind="square", fraction=0.9), "squash"), (None, "squash")]
 )
 def test_what_the_folder_says(crop, mode, tmp_path):
-    description = Description(TINY | {"head": "linear"}, SIZE, 7, NAMES, eval_crop=crop)
+    normalise = Normalise(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225]) if crop else None
+    description = Description(TINY | {"head": "linear"}, SIZE, 7, NAMES, eval_crop=crop, normalise=normalise)
     out = written(valued(description), description, tmp_path / "timm")
     peer = timm.create_model(f"local-dir:{out}", pretrained=True)
     assert peer.pretrained_cfg["label_names"] == NAMES
     config = timm.data.resolve_model_data_config(peer)
     assert (config["crop_mode"], config["interpolation"]) == (mode, "bilinear")
-    resize, cut, *_ = timm.data.create_transform(**config).transforms
+    resize, cut, *_, normalises = timm.data.create_transform(**config).transforms
+    normalise = normalise or Normalise()
+    torch.testing.assert_close(normalises.mean, torch.tensor(normalise.mean))
+    torch.testing.assert_close(normalises.std, torch.tensor(normalise.std))
     edge = resize.size if isinstance(resize.size, int) else resize.size[0]
     wanted = SIZE / (crop.fraction if crop else 1)
     assert tuple(cut.size) == (SIZE, SIZE) and abs(edge - wanted) <= 1 and (edge - SIZE) % 2 == 0
     found = describe(open_weights(out), TINY)
-    assert found.class_names == NAMES and found.eval_crop is not None
+    assert found.class_names == NAMES and found.eval_crop is not None and found.normalise == normalise
     assert found.eval_crop.kind == ("central" if mode == "center" else "square")
     assert found.eval_crop.fraction == pytest.approx(SIZE / edge)
+
+
+def test_what_a_folder_leaves_out_is_what_timm_takes(tmp_path):
+    description = described(TINY)
+    out = written(valued(description), description, tmp_path / "timm")
+    content = json.loads((out / "config.json").read_text())
+    del content["pretrained_cfg"]["mean"], content["pretrained_cfg"]["std"]
+    (out / "config.json").write_text(json.dumps(content))
+    config = timm.data.resolve_model_data_config(timm.create_model(f"local-dir:{out}", pretrained=True))
+    expected = Normalise(mean=list(config["mean"]), std=list(config["std"]))
+    assert describe(open_weights(out), TINY).normalise == expected != Normalise()
 
 
 def test_the_printed_line_opens_a_file(tmp_path, monkeypatch, capsys):

@@ -1,14 +1,22 @@
 """What a source says of itself is held against the model, and a source that changes while it is read is named."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from models.weights.exported import TINY, described, valued, write
+from models.weights.exported import TINY, described, finished_run, valued, write
+from safetensors.torch import load_file, save_file
 
+from vitscale.cli.export import run_export
 from vitscale.errors import CheckpointError, RecipeError
+from vitscale.evaluation.finished import FinishedModel
 from vitscale.models.weights import Description, describe, load_weights, open_weights, write_weights
 from vitscale.models.weights import huggingface as hf
+from vitscale.recipe import Normalise
+
+IMAGENET = Normalise(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
 
 
 def edited(path, **changes):
@@ -47,15 +55,61 @@ def test_what_a_config_leaves_out_is_what_transformers_takes():
         assert {key: config[key] for key in defaults} == defaults
 
 
-def test_another_range_of_pixels_is_told(tmp_path):
-    model, path = folder(tmp_path)
-    edited(path / "preprocessor_config.json", image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225])
-    notes: list[str] = []
-    load_weights(model, open_weights(path), report=notes.append)
-    assert len(notes) == 1 and "image_mean [0.485, 0.456, 0.406] (here [0.5, 0.5, 0.5]) and image_std" in notes[0]
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, Normalise()),
+        ({"image_mean": IMAGENET.mean, "image_std": IMAGENET.std}, IMAGENET),
+        ({"do_normalize": False}, Normalise(mean=[0.0] * 3, std=[1.0] * 3)),
+        ({"do_rescale": False}, None),
+        ({"rescale_factor": 1 / 127.5}, None),
+        ({"image_mean": [0.5]}, None),
+        ({"image_std": [0.5, 0.5, 0.0]}, None),
+        ({"image_mean": None, "image_std": None}, None),
+    ],
+)
+def test_how_a_preprocessor_normalises(changes, expected, tmp_path):
+    _, path = folder(tmp_path)
+    edited(path / "preprocessor_config.json", **changes)
+    assert describe(open_weights(path), TINY).normalise == expected
+
+
+def test_a_preprocessor_that_cannot_be_read(tmp_path):
+    _, path = folder(tmp_path)
     (path / "preprocessor_config.json").write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match=r"preprocessor_config\.json: cannot be read"):
         open_weights(path)
+
+
+def test_an_exported_run_keeps_its_normalisation(tmp_path):
+    """Through a file of ours to a folder of transformers', whose processor prepares an image as the run does."""
+    transformers = pytest.importorskip("transformers")
+    data = {"normalise": IMAGENET.model_dump(), "eval_crop": {"kind": "square", "fraction": 1.0}}
+    block = TINY | {"head": "linear"}
+    run = finished_run(tmp_path / "run", valued(described(TINY)), block, data=data, precision="fp32")
+    run_export(str(run), "safetensors", tmp_path / "own.safetensors")
+    run_export(str(tmp_path / "own.safetensors"), "hf", tmp_path / "hf")
+    own = describe(open_weights(tmp_path / "own.safetensors"))
+    assert own.normalise == describe(open_weights(tmp_path / "hf"), TINY).normalise == IMAGENET
+    picture = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "hf")
+    peer = transformers.ViTForImageClassification.from_pretrained(tmp_path / "hf").eval()
+    with torch.no_grad():
+        expected = peer(processor(picture, return_tensors="pt")["pixel_values"]).logits
+    found = FinishedModel(run).predict(torch.from_numpy(picture)[None]).logits
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_of_runs_from_before_there_was_a_choice_the_normalisation_is_known(tmp_path):
+    """What they exported does not say it; of a stranger's weights that were written then nothing is known."""
+    for step, expected in ((3, Normalise()), (None, None)):
+        description = replace(described(TINY), step=step)
+        path = write(valued(description), description, "safetensors", tmp_path)
+        tensors = load_file(path)
+        own = {key: value for key, value in json.loads(description.to_json()).items() if key != "normalise"}
+        save_file(tensors, path, {"vitscale": json.dumps(own)})
+        assert describe(open_weights(path)).normalise == expected
+        path.unlink()
 
 
 def test_classes_of_one_name_are_told_apart(tmp_path, capsys):

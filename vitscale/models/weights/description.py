@@ -15,7 +15,7 @@ from vitscale.models.build import build_of_block
 from vitscale.models.model import Model
 from vitscale.models.weights.source import Source
 from vitscale.models.weights.table import table
-from vitscale.recipe import EvalCrop, validate_model
+from vitscale.recipe import EvalCrop, Normalise, validate_model
 
 METADATA_KEY = "vitscale"
 _VERSION = 1
@@ -34,6 +34,7 @@ class Description:
         class_names: of the K outputs, where they are known.
         step: of the checkpoint that the values are from, where they are from one.
         eval_crop: what the model was evaluated on, where it is known.
+        normalise: of the images that the model is for, where it is known.
     """
 
     model: dict[str, Any]
@@ -42,6 +43,7 @@ class Description:
     class_names: list[str] | None = None
     step: Annotated[int, Field(ge=0)] | None = None
     eval_crop: EvalCrop | None = None
+    normalise: Normalise | None = None
 
     @property
     def title(self) -> str:
@@ -71,6 +73,7 @@ class Description:
             "class_names": self.class_names,
             "step": self.step,
             "eval_crop": None if self.eval_crop is None else self.eval_crop.model_dump(),
+            "normalise": None if self.normalise is None else self.normalise.model_dump(),
         }
         return json.dumps(content, ensure_ascii=False)
 
@@ -118,6 +121,7 @@ def describe(source: Source, model: dict[str, Any] | None = None, image_size: in
         num_classes,
         names if names and len(names) == num_classes else None,
         eval_crop=source.eval_crop,
+        normalise=source.normalise,
     )
 
 
@@ -135,6 +139,8 @@ def own_description(source: Source) -> Description | None:
         if version != _VERSION:
             raise CheckpointError(f"{source.path}: written by a later vitscale (version {version!r})")
         own = _STORED.validate_json(text, strict=True)
+        if own.step is not None and own.normalise is None:
+            own = replace(own, normalise=Normalise())  # all runs had it before there was a choice
         if own.class_names is not None and len(own.class_names) != own.num_classes:
             raise ValueError(f"{len(own.class_names)} names of {own.num_classes} classes")
         validate_model(own.model, own.image_size, "its model")

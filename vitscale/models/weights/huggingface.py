@@ -1,5 +1,6 @@
 """A folder of transformers' ViT, DINOv2 or DINOv3: config.json, preprocessor_config.json, model.safetensors."""
 
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -8,15 +9,14 @@ from typing import Any
 from vitscale.errors import CheckpointError
 from vitscale.models.layers import CHANNELS
 from vitscale.models.model import Model
-from vitscale.models.weights.preprocessing import crop_of, resized_edge
-from vitscale.models.weights.source import Entry, Source, differing, read_json, rename
+from vitscale.models.weights.preprocessing import crop_of, normalise_of, resized_edge
+from vitscale.models.weights.source import Entry, Source, read_json, rename
 from vitscale.models.weights.torch_files import CONFIG, read_beside_config
-from vitscale.recipe import EvalCrop
+from vitscale.recipe import EvalCrop, Normalise
 
 PREPROCESSOR = "preprocessor_config.json"
 ACTIVATIONS = {"gelu": "gelu_pytorch_tanh", "exact_gelu": "gelu", "swiglu": "silu"}
 """What transformers calls the functions of our `mlp`."""
-_PIXELS = {"image_mean": [0.5] * CHANNELS, "image_std": [0.5] * CHANNELS}
 _DEFAULTS: dict[str, dict[str, Any]] = {  # model_type -> what transformers takes for what a config.json leaves out
     "vit": {
         **{"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
@@ -87,10 +87,7 @@ def read_folder(folder: Path, config: dict[str, Any]) -> Source:
     config = _DEFAULTS[kind] | config
     preprocessor = read_json(folder / PREPROCESSOR) if (folder / PREPROCESSOR).is_file() else {}
     entries = renamed(folder, read_beside_config(folder))
-    notes = [
-        *([f"{_MASK} is not read: a mask is part of an objective here"] if _MASK in entries else ()),
-        *differing(folder / PREPROCESSOR, preprocessor, _PIXELS, "the same image is another input here"),
-    ]
+    notes = [f"{_MASK} is not read: a mask is part of an objective here"] if _MASK in entries else []
     return Source(
         folder,
         "hf",
@@ -98,6 +95,7 @@ def read_folder(folder: Path, config: dict[str, Any]) -> Source:
         config=config,
         class_names=_class_names(config),
         eval_crop=_crop(preprocessor),
+        normalise=_normalise(preprocessor),
         notes=tuple(notes),
     )
 
@@ -123,6 +121,16 @@ def _crop(preprocessor: dict[str, Any]) -> EvalCrop | None:
     return crop_of(size[0], crop[0], is_square=len(size) == 2)
 
 
+def _normalise(preprocessor: dict[str, Any]) -> Normalise | None:
+    """What a preprocessor_config.json makes of pixels, unless it is nothing that we can do or it does not say."""
+    factor = preprocessor.get("rescale_factor", 1 / 255)
+    if not (preprocessor.get("do_rescale", True) and isinstance(factor, float) and math.isclose(factor, 1 / 255)):
+        return None
+    if not preprocessor.get("do_normalize", True):
+        return Normalise(mean=[0.0] * CHANNELS, std=[1.0] * CHANNELS)
+    return normalise_of(preprocessor.get("image_mean"), preprocessor.get("image_std"))
+
+
 def _sides(size: Any) -> list[int]:
     """Height and width, or the shortest edge alone; empty for what is neither."""
     if isinstance(size, int):  # as files of transformers before 4.25 have it
@@ -139,7 +147,7 @@ def distinct(labels: list[str]) -> list[str]:
     return labels
 
 
-def configuration(model: Model, labels: list[str], crop: EvalCrop) -> dict[str, dict[str, Any]]:
+def configuration(model: Model, labels: list[str], crop: EvalCrop, normalise: Normalise) -> dict[str, dict[str, Any]]:
     """File name -> content of the JSON files; labels are distinct."""
     config = {
         **model.foreign().transformers_config(),
@@ -159,7 +167,8 @@ def configuration(model: Model, labels: list[str], crop: EvalCrop) -> dict[str, 
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        **_PIXELS,
+        "image_mean": normalise.mean,
+        "image_std": normalise.std,
     }
     return {CONFIG: config, PREPROCESSOR: preprocessor}
 

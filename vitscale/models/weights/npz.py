@@ -20,6 +20,7 @@ from torch import Tensor
 
 from vitscale.errors import CheckpointError
 from vitscale.models.weights.source import Entry, Source, rename, some
+from vitscale.recipe import Normalise
 
 # Prefix of the weights -> what else may stand beside them: the state of the optimizer and of the trainer's clock, and
 # the other half of a pair of image and text towers. The longest comes first.
@@ -64,7 +65,7 @@ def read_npz(path: Path) -> Source:
     for name, entry in entries.items():
         if re.search(r"(^|/)(gn\w+|group_norm)/", name) and entry.shape[:-1] == (1, 1, 1):
             entries[name] = entry.changed(entry.shape[-1:], torch.flatten)
-    return Source(path, "npz", entries, notes=notes)
+    return Source(path, "npz", entries, normalise=Normalise(), notes=notes)  # all of Google's code has [-1, 1]
 
 
 def write_npz(file: BinaryIO, arrays: Iterable[tuple[str, Tensor]]) -> None:

@@ -1,8 +1,10 @@
-"""Our evaluation crop as other libraries have it: the whole picture resized, then its centre cut out."""
+"""What our models see of an image as other libraries have it: resized, the centre cut out, normalised."""
 
 import math
 
-from vitscale.recipe import EvalCrop
+import pydantic
+
+from vitscale.recipe import EvalCrop, Normalise
 
 WHOLE_PICTURE = EvalCrop(kind="square", fraction=1)
 """The crop written where a source names none: the whole picture as a square, as Google's fine-tuned models see it."""
@@ -23,3 +25,11 @@ def crop_of(edge: object, side: object, *, is_square: bool) -> EvalCrop | None:
     if len(numbers) < 2 or not 0 < numbers[1] <= numbers[0]:
         return None
     return EvalCrop(kind="square" if is_square else "central", fraction=numbers[1] / numbers[0])
+
+
+def normalise_of(mean: object, std: object) -> Normalise | None:
+    """A normalisation from a file's numbers; None where these are none."""
+    try:
+        return Normalise.model_validate({"mean": mean, "std": std})
+    except pydantic.ValidationError:
+        return None

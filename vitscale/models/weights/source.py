@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from vitscale.errors import CheckpointError
-from vitscale.recipe import EvalCrop
+from vitscale.recipe import EvalCrop, Normalise
 from vitscale.weight_formats import Format
 
 
@@ -42,6 +42,7 @@ class Source:
         config: config.json of a folder of transformers', with its defaults, or of timm's; empty in other formats.
         class_names: of the outputs, where a folder names them.
         eval_crop: by which a folder's images are prepared, where it says so and we can do the same.
+        normalise: of the images that the weights are for, where the format or a folder says so.
         notes: what a reader should know: what was left unread, and what the file says that we compute otherwise.
     """
 
@@ -52,6 +53,7 @@ class Source:
     config: dict[str, Any] = field(default_factory=dict)
     class_names: list[str] | None = None
     eval_crop: EvalCrop | None = None
+    normalise: Normalise | None = None
     notes: tuple[str, ...] = ()
 
 

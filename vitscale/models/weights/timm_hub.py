@@ -10,15 +10,18 @@ from typing import Any
 from vitscale.errors import RecipeError
 from vitscale.models.layers import CHANNELS
 from vitscale.models.model import Model
-from vitscale.models.weights.preprocessing import crop_of, resized_edge
-from vitscale.models.weights.source import Source, differing
-from vitscale.models.weights.torch_files import CONFIG, SAFETENSORS, read_beside_config
-from vitscale.recipe import EvalCrop
+from vitscale.models.weights.preprocessing import crop_of, normalise_of, resized_edge
+from vitscale.models.weights.source import Source
+from vitscale.models.weights.torch_files import SAFETENSORS, read_beside_config
+from vitscale.recipe import EvalCrop, Normalise
 
-_PIXELS = {"mean": [0.5] * CHANNELS, "std": [0.5] * CHANNELS}
+# Of ImageNet's pixels: what timm takes where a folder says nothing.
+_MEAN, _STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
-def configuration(model: Model, num_classes: int | None, labels: list[str] | None, crop: EvalCrop) -> dict[str, Any]:
+def configuration(
+    model: Model, num_classes: int | None, labels: list[str] | None, crop: EvalCrop, normalise: Normalise
+) -> dict[str, Any]:
     """The content of config.json; labels are distinct. Raises `RecipeError` where timm has no name for the model."""
     if (found := model.foreign().timm()) is None:
         raise RecipeError(
@@ -37,7 +40,7 @@ def configuration(model: Model, num_classes: int | None, labels: list[str] | Non
             "interpolation": "bilinear",
             "crop_pct": _crop_pct(model.image_size, crop),
             "crop_mode": "center" if crop.kind == "central" else "squash",
-            **_PIXELS,
+            **normalise.model_dump(),
             "num_classes": num_classes or 0,
             **found.layers,
         },
@@ -67,7 +70,6 @@ def loading_lines(path: Path, model: Model, num_classes: int | None) -> list[str
 def read_folder(folder: Path, config: dict[str, Any]) -> Source:
     """A folder of timm's with this config.json. Raises `CheckpointError`."""
     data = _object(config, "pretrained_cfg") or config  # the older form has all in one
-    notes = differing(folder / CONFIG, data, _PIXELS, "the same image is another input here")
     return Source(
         folder,
         "timm",
@@ -75,7 +77,7 @@ def read_folder(folder: Path, config: dict[str, Any]) -> Source:
         config=config,
         class_names=_class_names(config.get("label_names") or data.get("label_names")),
         eval_crop=_crop(data),
-        notes=tuple(notes),
+        normalise=normalise_of(data.get("mean", _MEAN), data.get("std", _STD)),
     )
 
 

@@ -25,6 +25,7 @@ from vitscale.models.weights.rules import Rule
 from vitscale.models.weights.source import some
 from vitscale.models.weights.table import HEAD, table, their_shapes
 from vitscale.models.weights.torch_files import CONFIG, SAFETENSORS, TORCH_SUFFIXES, WEIGHTS, write_safetensors
+from vitscale.recipe import Normalise
 from vitscale.weight_formats import Format
 
 _SUFFIX: dict[Format, str] = {"safetensors": SAFETENSORS, "npz": ".npz", "timm": SAFETENSORS}
@@ -113,11 +114,11 @@ def _is_folder(out: Path, form: Format) -> bool:
 
 def _configurations(form: Format, model: Model, description: Description, report: Report) -> dict[str, dict[str, Any]]:
     """File name -> content of the JSON files in a folder."""
-    crop = description.eval_crop or WHOLE_PICTURE
+    crop, normalise = description.eval_crop or WHOLE_PICTURE, description.normalise or Normalise()
     if form == "hf":
-        return huggingface.configuration(model, _labels(description, report), crop)
+        return huggingface.configuration(model, _labels(description, report), crop, normalise)
     labels = _labels(description, report) if description.class_names else None
-    return {CONFIG: timm_hub.configuration(model, description.num_classes, labels, crop)}
+    return {CONFIG: timm_hub.configuration(model, description.num_classes, labels, crop, normalise)}
 
 
 def _labels(description: Description, report: Report) -> list[str]:
