@@ -12,7 +12,7 @@ from vitscale.models import initial_value
 from vitscale.objectives import build_objective
 from vitscale.objectives.masked_patches import quantised_colours, whole_pixels
 from vitscale.recipe import load_recipe, override, validate_recipe
-from vitscale.recipe.masked_patches import by_largest_remainder
+from vitscale.recipe.shares import by_largest_remainder
 
 P, SIDE, B = 8, 32, 3
 N = (SIDE // P) ** 2

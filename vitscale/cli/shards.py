@@ -67,6 +67,24 @@ def diff(
 
 
 @app.command()
+def split(
+    dataset: Dataset,
+    parts: Annotated[
+        str,
+        typer.Option(help="Shares of the samples, such as 98,2, or with names train98=98,dev=2.", metavar="SHARES"),
+    ],
+    out: Annotated[
+        str | None, typer.Option(help="The folder of the parts' folders.", show_default="that of DATASET")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Another one gives other parts.")] = 0,
+) -> None:
+    """Divide a dataset at random into parts, such as for development; nothing is copied."""
+    from vitscale.cli.shards_output import run_split
+
+    run_split(dataset, parts, out, seed)
+
+
+@app.command()
 def export(
     dataset: Dataset,
     out: Annotated[str, typer.Argument(help="A new or empty folder.")],

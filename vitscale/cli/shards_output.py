@@ -19,7 +19,7 @@ from rich.table import Table
 from vitscale.cli.entry import EXIT_INTERRUPTED
 from vitscale.errors import DataError, RecipeError
 from vitscale.files.durable import durable_file
-from vitscale.shards import Manifest
+from vitscale.shards import MANIFEST_NAME, Manifest
 from vitscale.storage import without_file_scheme
 from vitscale.table import printable
 from vitscale.wording import counted
@@ -186,6 +186,18 @@ def run_export(dataset: str, out: str) -> None:
     with _progress("images", manifest.num_samples) as progress:
         written = export(manifest, out, progress)
     print(f"wrote {out}: {counted(written, 'image')}, {counted(len(manifest.class_names), 'class')}")
+
+
+def run_split(dataset: str, parts: str, out: str | None, seed: int) -> None:
+    """Write the parts and print a line for each. Raises RecipeError."""
+    from data_tools.dividing import parse_parts, place_of_parts, write_parts
+
+    with interruptible("parts whose manifest.json is there are complete"):
+        wanted = parse_parts(parts, dataset)
+        written = write_parts(dataset, out or place_of_parts(dataset), wanted, seed)
+    for manifest in written:
+        folder = manifest.where.removesuffix(f"/{MANIFEST_NAME}")
+        print(f"{folder}: {counted(manifest.num_samples, 'sample')} of {dataset}")
 
 
 def run_adopt(

@@ -1,6 +1,5 @@
 """The `objective` block of masked patch prediction, and what is known of it without torch."""
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
@@ -9,6 +8,7 @@ from pydantic import Field
 from vitscale.families import Patches
 from vitscale.operations import Operation, dense, parameters
 from vitscale.recipe.objectives import Objective
+from vitscale.recipe.shares import by_largest_remainder
 
 if TYPE_CHECKING:
     from vitscale.recipe.schema import Recipe
@@ -103,13 +103,3 @@ def _patches(recipe: "Recipe") -> Patches:
     patches = recipe.model.patches(recipe.data.image_size)
     assert patches is not None, "the objective's own check"
     return patches
-
-
-def by_largest_remainder(total: int, shares: Sequence[float]) -> list[int]:
-    """Whole numbers near to the shares of `total`, to which they sum; of equal remainders the first is rounded up."""
-    exact = [total * share for share in shares]
-    whole = [math.floor(value + 1e-9) for value in exact]  # 0.1 is not a tenth
-    remainders = sorted(range(len(shares)), key=lambda index: whole[index] - exact[index])
-    for index in remainders[: total - sum(whole)]:
-        whole[index] += 1
-    return whole
