@@ -42,6 +42,7 @@ CASES = {
     for offload in (("none", "optimizer") if stage else ("none",))
 }
 CASES["sgd"] = case(1, "bf16", 1, optimizer={"name": "sgd", "lr": 0.1})
+CASES["bf16-sgd"] = case(1, "bf16", 1, optimizer={"name": "sgd", "lr": 0.1, "momentum_dtype": "bf16"})
 CASES["plain-sgd"] = case(2, "fp32", 1, optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.0})
 # Everything but the second half of the blocks and the head.
 FROZEN = {"name": "adamw", "lr": 1e-3, "groups": [{"match": r"^(embedding|cls|pos|blocks\.[01]\.)", "frozen": True}]}
@@ -54,7 +55,7 @@ CASES |= {
 
 QUICK = (
     *("zero0-bf16-2-none", "zero1-bf16-1-none", "zero2-fp32-2-none", "zero3-bf16-2-none", "zero2-bf16-1-optimizer"),
-    *("zero1-bf16-1-frozen", "zero3-bf16-2-frozen"),
+    *("zero1-bf16-1-frozen", "zero3-bf16-2-frozen", "bf16-sgd"),
 )
 
 

@@ -100,7 +100,7 @@ def update_all(rank: int, world_size: int, port: int, root: Path, cases: dict[st
             engine.backward(engine(inputs))
             engine.step()
         owned = {
-            fragment_key(kind, fragment.name, fragment.start): tensor.numpy()
+            fragment_key(kind, fragment.name, fragment.start): tensor.float().numpy()
             for fragment in fragments.owned(engine, rank, world_size)
             for kind, tensor in fragment.tensors.items()
         }

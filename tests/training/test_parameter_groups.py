@@ -17,6 +17,7 @@ from vitscale.training.engine import build_optimizer
 
 ADAMW = {"name": "adamw", "lr": 1.0, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1}
 SGD = {"name": "sgd", "lr": 1.0, "momentum": 0.9, "weight_decay": 0.1}
+SGD_BF16 = {**SGD, "momentum_dtype": "bf16"}
 GROUPED = {
     "decay_exclude": "bias$",
     "layer_decay": 0.5,
@@ -39,8 +40,8 @@ HOW = {
     "head.bias": (10.0, 0.3),
 }
 CASES = [
-    (f"{settings['name']}-{precision}-zero{stage}", settings, precision, stage)
-    for settings in (ADAMW, SGD)
+    (f"{name}-{precision}-zero{stage}", settings, precision, stage)
+    for name, settings in (("adamw", ADAMW), ("sgd", SGD), ("sgd-bf16", SGD_BF16))
     for precision in ("fp32", "bf16")
     for stage in range(4)
 ]
@@ -85,6 +86,24 @@ def sgd_by_hand(name: str) -> dict[str, np.ndarray]:
     return {"master": weights, "momentum_buffer": velocity}
 
 
+def sgd_in_bf16_by_hand(name: str) -> dict[str, np.ndarray]:
+    """In fp32, for bf16 rounds what is near to a border between two numbers as its last digits are."""
+    factor, decay = (np.float32(value) for value in HOW[name])
+    weights = initial(name)
+    kept = np.zeros_like(weights)
+    for step in range(UPDATES):
+        velocity = kept * np.float32(0.9) + gradient(step, name).astype(np.float32) + decay * weights
+        weights = weights - np.float32(rate(step)) * factor * velocity
+        kept = nearest_bf16(velocity)
+    return {"master": weights, "momentum_buffer": kept}
+
+
+def nearest_bf16(values: np.ndarray) -> np.ndarray:
+    """Of fp32 the upper 16 bits, rounded to the nearest, and to even in the middle."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
+
+
 @pytest.fixture(scope="module")
 def updated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("groups")
@@ -112,7 +131,9 @@ def whole(root: Path, case: str) -> dict[tuple[str, str], np.ndarray]:
 @pytest.mark.parametrize(("case", "settings", "precision", "stage"), CASES, ids=[case[0] for case in CASES])
 def test_every_stage_updates_groups_as_the_optimizer_written_by_hand(updated, case, settings, precision, stage):
     found = whole(updated, case)
-    by_hand = adamw_by_hand if settings is ADAMW else sgd_by_hand
+    by_hand = {"adamw": adamw_by_hand, "sgd": sgd_by_hand}[settings["name"]]
+    if settings is SGD_BF16:
+        by_hand = sgd_in_bf16_by_hand
     expected = {(kind, name): value for name in HOW for kind, value in by_hand(name).items()}
     assert found.keys() == expected.keys() | {("master", name) for name in FROZEN}
     for key, value in expected.items():
@@ -177,6 +198,8 @@ def test_a_group_without_effect_and_nothing_to_train_are_refused(tmp_path, given
             "did you mean 'optimizer.groups.0.frozen'",
         ),
         ({"optimizer": {**SGD, "layer_decay": 1.5}}, "optimizer.layer_decay"),
+        ({"optimizer": {**SGD_BF16, "momentum": 0.0}}, "momentum_dtype"),
+        ({"optimizer": {**ADAMW, "momentum_dtype": "bf16"}}, "momentum_dtype"),
         ({"optimizer": {**SGD, "layer_decay": 0.7}, "model": {"name": "ResNet50x1"}}, "optimizer.layer_decay"),
     ],
 )

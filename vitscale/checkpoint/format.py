@@ -36,8 +36,8 @@ Layout = dict[str, int]
 class Fragment:
     """A contiguous piece of one flattened parameter, with the state that is kept for it.
 
-    `tensors` maps a kind (`master`, `ema`, `exp_avg`, `exp_avg_sq`, `momentum_buffer`) to a 1-D fp32 tensor. State of
-    another shape than the parameter's is a fragment of its own, cut out of that shape.
+    `tensors` maps a kind (`master`, `ema`, `exp_avg`, `exp_avg_sq`, `momentum_buffer`) to a 1-D tensor, which is
+    written in fp32. State of another shape than the parameter's is a fragment of its own, cut out of that shape.
     """
 
     name: str

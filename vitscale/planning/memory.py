@@ -162,7 +162,7 @@ def _model_states(
     share = optimizer_share(trained, stage, world_size)
     moments = num_moments(recipe)
     has_masters = stage > 0 or is_bf16
-    state_word = 4 * (moments + has_masters)
+    state_word = moment_bytes(recipe) + 4 * has_masters
     ema_word = 4 if recipe.ema is not None else 0
     copied_word = 4 + 4 * moments + ema_word if recipe.checkpoint.background else 0
     copied_frozen_word = 4 + ema_word if recipe.checkpoint.background else 0
@@ -229,8 +229,14 @@ def _model_states(
 
 
 def num_moments(recipe: Recipe) -> int:
-    """fp32 values that the optimizer keeps for each parameter besides its master."""
+    """Values that the optimizer keeps for each parameter besides its master."""
     return 2 if isinstance(recipe.optimizer, AdamW) else int(recipe.optimizer.momentum > 0)
+
+
+def moment_bytes(recipe: Recipe) -> int:
+    """Bytes of what `num_moments` counts, as the optimizer holds it; checkpoints hold fp32."""
+    of_each = 2 if getattr(recipe.optimizer, "momentum_dtype", "fp32") == "bf16" else 4
+    return of_each * num_moments(recipe)
 
 
 def elements_in_flight(recipe: Recipe) -> dict[str, int]:

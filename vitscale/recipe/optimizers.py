@@ -86,11 +86,20 @@ class SGD(Block):
     name: Literal["sgd"] = Field(description="chooses this optimizer")
     lr: LearningRate
     momentum: float = Field(0.9, ge=0, lt=1, description="part of the last update that is kept")
+    momentum_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="in which momentum is kept; bf16, as the authors' fine-tuning code: 2 bytes a parameter"
+    )
     weight_decay: float = Field(0.0, ge=0, description="times each weight, added to its gradient")
     decay_exclude: DecayExclude = None
     clip_norm: ClipNorm = None
     groups: Groups = Field([])
     layer_decay: LayerDecay = None
+
+    @model_validator(mode="after")
+    def _something_to_keep(self) -> "SGD":
+        if self.momentum_dtype == "bf16" and self.momentum == 0:
+            raise ValueError("momentum_dtype: bf16 says how momentum is kept, and momentum is 0")
+        return self
 
 
 Optimizer = AdamW | SGD

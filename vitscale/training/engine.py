@@ -19,6 +19,7 @@ from torch import nn
 from vitscale.errors import RecipeError
 from vitscale.objectives import Objective
 from vitscale.recipe import AdamW, Recipe
+from vitscale.training.bf16_momentum import Bf16MomentumSGD
 from vitscale.training.parameter_groups import LR_FACTOR, freeze, parameter_groups
 
 # What a `deepspeed:` block may hold: DeepSpeed itself accepts any unknown top-level key without a word.
@@ -168,7 +169,7 @@ def _check_blocks(config: dict[str, Any]) -> None:
 
 
 def build_optimizer(recipe: Recipe, objective: Objective) -> torch.optim.Optimizer:
-    """torch's optimizer over the groups of `parameter_groups`, whose errors it raises.
+    """torch's optimizer, or our SGD, over the groups of `parameter_groups`, whose errors it raises.
 
     The learning rate is 0 until `set_learning_rate`, before each step: DeepSpeed makes some of its state by a step with
     zero gradients, which must not decay the weights.
@@ -178,6 +179,8 @@ def build_optimizer(recipe: Recipe, objective: Objective) -> torch.optim.Optimiz
         # Offloaded state lives on the CPU, whatever the device: `fused` works on both.
         betas = (settings.betas[0], settings.betas[1])
         return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=settings.eps, fused=True)
+    if settings.momentum_dtype == "bf16":
+        return Bf16MomentumSGD(groups, lr=0.0, momentum=settings.momentum)
     return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=True)
 
 

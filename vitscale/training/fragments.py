@@ -1,4 +1,4 @@
-"""One way in and out of DeepSpeed's optimizers: fragments of fp32 masters and moments, for every ZeRO stage.
+"""One way in and out of DeepSpeed's optimizers: fragments of fp32 masters and of moments, for every ZeRO stage.
 
 A rank of ZeRO 1 and 2 owns a slice of one long vector of all parameters, of ZeRO 3 an equal share of each parameter; in
 stage 0 every rank holds everything, and the parameters are dealt out for saving. Nothing is gathered. The attributes
@@ -19,9 +19,14 @@ from torch import Tensor, nn
 from vitscale.checkpoint import EMA, MASTER, Fragment, bytes_needed
 from vitscale.objectives import build_objective
 from vitscale.recipe import AdamW, Recipe, is_frozen
+from vitscale.training.bf16_momentum import Bf16MomentumSGD
 
 Source = Callable[[str, str, int, int], Tensor]
 """(kind, parameter, start, length) -> the 1-D fp32 values of that piece."""
+
+
+_PLAIN = ("AdamW", "SGD", Bf16MomentumSGD.__name__)
+"""Optimizers that DeepSpeed leaves as they are: stage 0 in fp32."""
 
 
 class InPieces:
@@ -162,7 +167,7 @@ def _base_optimizer(engine: Any) -> torch.optim.Optimizer:
 
 
 def _is_replicated(engine: Any) -> bool:
-    return _wrapper(engine) in ("AdamW", "SGD", "FP16_UnfusedOptimizer")
+    return _wrapper(engine) in (*_PLAIN, "FP16_UnfusedOptimizer")
 
 
 def masters(engine: Any) -> list[Tensor]:
@@ -181,7 +186,8 @@ def _create_state(engine: Any, optimizer_steps: int) -> None:
             of_flat["step"] = torch.tensor(float(optimizer_steps), dtype=torch.float32, device=flat.device)
         for kind in moment_kinds(engine):
             if of_flat.get(kind) is None:
-                of_flat[kind] = torch.zeros_like(flat.detach())
+                dtype = torch.bfloat16 if isinstance(_base_optimizer(engine), Bf16MomentumSGD) else flat.dtype
+                of_flat[kind] = torch.zeros_like(flat.detach(), dtype=dtype)
             else:
                 of_flat[kind].zero_()  # padding between and behind the parameters too
     if _wrapper(engine) in ("BF16_Optimizer", "DeepSpeedZeroOptimizer"):
@@ -192,7 +198,7 @@ def _pieces(engine: Any) -> Iterator[_Piece]:
     names = {parameter: name for name, parameter in engine.module.named_weights()}
     optimizer = engine.optimizer
     match _wrapper(engine):
-        case "AdamW" | "SGD":
+        case plain if plain in _PLAIN:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     yield _Piece(names[parameter], 0, parameter.numel(), parameter, 0)

@@ -1,0 +1,37 @@
+"""Stochastic gradient descent whose momentum is kept in bf16, as the authors fine-tune: two bytes a parameter."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+_AT_ONCE = 1 << 24  # elements, of which there are copies in fp32
+
+
+class Bf16MomentumSGD(torch.optim.Optimizer):
+    """torch's SGD with `momentum` and `weight_decay`, computed in fp32; the momentum that is kept is rounded to bf16.
+
+    The weights are updated by the momentum before it is rounded.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, momentum: float) -> None:
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient; no closure."""
+        assert closure is None, "a loss is not computed anew"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                tensors = (parameter, parameter.grad, state["momentum_buffer"])
+                pieces = (tensor.view(-1).split(_AT_ONCE) for tensor in tensors)
+                for weights, gradient, kept in zip(*pieces, strict=True):
+                    momentum = kept.float().mul_(group["momentum"]).add_(gradient)
+                    momentum.add_(weights, alpha=group["weight_decay"])
+                    weights.add_(momentum, alpha=-group["lr"])
+                    kept.copy_(momentum)
