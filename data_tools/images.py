@@ -116,7 +116,10 @@ class Reject:
 
 
 def store_image(data: bytes, options: ImageOptions = _DEFAULTS) -> StoredImage | Reject:
-    """Turn an image file's bytes into what is stored. Raises nothing but MemoryError, whatever the bytes are.
+    """Turn an image file's bytes into what is stored.
+
+    Raises MemoryError, and RecipeError as `vitscale.images` does, which say nothing about the image; nothing else,
+    whatever the bytes are.
 
     First frame of animations; EXIF orientation applied; alpha onto white; 16 bits scaled to 8; palette, gray, CMYK and
     YCCK to RGB (CMYK as Adobe stores it, inverted). Colour profiles are not applied.
@@ -142,7 +145,7 @@ def store_image(data: bytes, options: ImageOptions = _DEFAULTS) -> StoredImage |
         return Reject(explain_unreadable(data))
     except Image.DecompressionBombError as error:
         return Reject(f"too large: {error}")
-    except MemoryError:  # no fault of the image
+    except (MemoryError, RecipeError):  # no fault of the image
         raise
     # Pillow's plugins raise nearly anything on damaged files: OSError, SyntaxError, ValueError, struct.error, KeyError.
     except Exception as error:

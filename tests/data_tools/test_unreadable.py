@@ -1,6 +1,13 @@
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from data_tools.images import Reject, store_image
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.mark.parametrize(
@@ -25,3 +32,14 @@ from data_tools.images import Reject, store_image
 def test_files_that_are_no_images_are_named(data, reason):
     stored = store_image(data)
     assert isinstance(stored, Reject) and reason in stored.reason
+
+
+def test_a_machine_that_cannot_decode_ends_a_conversion(image_folder, tmp_path):
+    """The images are not at fault: none may be counted as unreadable, however many a conversion may reject."""
+    for package in ("vitscale", "data_tools"):
+        shutil.copytree(REPOSITORY / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    program = "from vitscale.cli.entry import convert; convert()"
+    command = [sys.executable, "-c", program, str(image_folder), str(tmp_path / "out"), "--max-reject-rate", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "not compiled" in done.stderr, done.stderr
+    assert not (tmp_path / "out" / "manifest.json").exists()
