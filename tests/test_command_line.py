@@ -309,9 +309,12 @@ def test_a_profile_says_where_a_step_goes(place, tmp_path):
     assert short.returncode == 0 and "no profile: 4 steps behind the first 3 need 7, not 6" in short.stdout
 
 
-def test_compiling_without_a_compiler_is_refused_before_the_first_step(place, tmp_path):
+@pytest.mark.parametrize("missing", ["g++", "openssl"])
+def test_compiling_without_what_torch_compiles_with_is_refused_before_the_first_step(place, tmp_path, missing):
+    for found in {"g++", "openssl"} - {missing}:
+        (tmp_path / found).symlink_to(shutil.which(found))
     arguments = ["--run-dir", tmp_path / "run", "--set", "parallelism.compile=true"]
-    result = pretrain(place, *arguments, CXX="no-such-compiler")
+    result = pretrain(place, *arguments, PATH=str(tmp_path))
     assert result.returncode == 2 and "has no C++ compiler" in result.stderr and "Traceback" not in result.stderr
 
 

@@ -139,6 +139,8 @@ def _can_compile(device: torch.device) -> bool:
         return has_triton() and any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "clang"))
     from torch._inductor import cpp_builder, exc
 
+    if shutil.which("openssl") is None:  # torch takes the digests of headers that it compiles beforehand by it
+        return False
     try:
         return bool(cpp_builder.get_cpp_compiler()) and Path(sysconfig.get_path("include"), "Python.h").exists()
     except exc.InvalidCxxCompiler:
@@ -235,7 +237,7 @@ def _check_compiler(world: distributed.World, ranks: Sequence[_Rank]) -> None:
     if without:
         missing = "Triton with a C compiler (gcc, or what CC names)"
         if world.device.type == "cpu":
-            missing = "C++ compiler (g++, or what CXX names) with the header files of Python"
+            missing = "C++ compiler (g++, or what CXX names) with the header files of Python and the program openssl"
         raise RecipeError(
             f"parallelism.compile: {_describe(without, ranks)} has no {missing}; install it, or leave compile out"
         ).on_all_ranks()
