@@ -5,6 +5,7 @@
 # make test-cluster   runs over two hosts and under a real Slurm, on this machine; root, installs what they need (apt)
 # make architecture   the map in docs/architecture.md anew, from the first lines of the modules
 # make sanitize   the C files under gcc's address and undefined-behaviour sanitizers, on COUNT damaged JPEGs
+# make fuzz    the same by libFuzzer for MINUTES, from tests/images/corpus on; needs clang. What it finds lies in FUZZ
 # make chaos   half an hour of random faults, compared to the last bit with the same run left in peace
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -15,7 +16,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --max-worker-restart 0 -
 READY := .venv/.ready
 READY_FOR_TESTS := .venv/.ready-for-tests
 
-.PHONY: setup setup-tests demo test test-all test-cluster architecture sanitize chaos lint clean
+.PHONY: setup setup-tests demo test test-all test-cluster architecture sanitize fuzz chaos lint clean
 
 setup: $(READY)
 
@@ -56,6 +57,16 @@ sanitize: $(READY_FOR_TESTS)
 			vitscale/native/*.c tests/images/fuzz_images.c -ljpeg -lm -o $$out/fuzz_images && \
 		$(BIN)/python tests/damaged_jpegs.py $$out/jpegs $(or $(COUNT),10000) && \
 		find $$out/jpegs -type f -print0 | xargs -0 -n 2000 $$out/fuzz_images
+
+fuzz: FUZZ ?= fuzz
+fuzz: LIBJPEG ?= -ljpeg
+fuzz:
+	@command -v clang >/dev/null || { echo "make fuzz: no clang; sudo apt-get install -y clang" >&2; exit 2; }
+	@mkdir -p $(FUZZ)/corpus
+	@clang -g -O1 -ffp-contract=off -DLIBFUZZER -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
+		-Ivitscale/native vitscale/native/*.c tests/images/fuzz_images.c $(LIBJPEG) -lm -o $(FUZZ)/fuzz_images
+	@$(FUZZ)/fuzz_images -max_len=4096 -max_total_time=$$(( $(or $(MINUTES),10) * 60 )) -artifact_prefix=$(FUZZ)/ \
+		-print_final_stats=1 $(FUZZ)/corpus tests/images/corpus
 
 chaos: $(READY_FOR_TESTS)
 	@out=$$(mktemp -d) && echo "logs in $$out" && \

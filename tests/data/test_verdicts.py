@@ -1,6 +1,7 @@
 """One verdict on an image: conversion passes through what verification finds clean and training decodes."""
 
 import io
+from pathlib import Path
 
 import google_crc32c
 import numpy as np
@@ -13,6 +14,8 @@ from data_tools.images import Reject, StoredImage, store_image
 from vitscale.images import OK, WRONG_SIZE, check, decode, read_header, states_size
 from vitscale.shards import ShardFile, StoredSample, write_shard
 from vitscale.shards.scan import scan
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
 def stated_size(jpeg, height, width):
@@ -94,6 +97,14 @@ def test_of_real_files(data_root, tmp_path):
     files = [path.read_bytes() for path in sorted((data_root / "oddities" / "files").iterdir())]
     files = [file for file in files if file.startswith(b"\xff\xd8")]
     assert compare(files, tmp_path / "shard.beton") >= 12
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_of_what_a_fuzzer_made(tmp_path):
+    """Enough of the files of an hour of fuzzing to reach every branch, ours and libjpeg-turbo's, that all of them reach."""
+    files = [path.read_bytes() for path in sorted((REPOSITORY / "tests" / "images" / "corpus").iterdir())]
+    good = compare([file for file in files if file], tmp_path / "shard.beton")
+    assert 10 < good < len(files) - 100
 
 
 def test_of_sound_files(tmp_path):

@@ -1,8 +1,13 @@
 /* Whatever the bytes of a file are: no read or write outside of its memory, and one verdict however it is asked for.
  *
- * With libFuzzer:   clang -g -O1 -DLIBFUZZER -fsanitize=fuzzer,address,undefined -Ivitscale/native
- *                       vitscale/native/[*].c tests/images/fuzz_images.c -ljpeg -lm -o fuzz && ./fuzz CORPUS
- * Without, and for AFL, it looks at the files that it is given: `make sanitize`. A first corpus: tests/damaged_jpegs.py.
+ * With libFuzzer: `make fuzz`. It sees far more where libjpeg-turbo is compiled for it, too, from its source in FOLDER:
+ *
+ *     cmake -S FOLDER -B jpeg -DCMAKE_C_COMPILER=clang -DCMAKE_C_FLAGS="-g -O1 -fsanitize=fuzzer-no-link,address" \
+ *         -DENABLE_SHARED=0 -DWITH_TURBOJPEG=0 -DWITH_SIMD=0 && cmake --build jpeg --target jpeg-static
+ *     make fuzz LIBJPEG="-Ijpeg -IFOLDER jpeg/libjpeg.a"
+ *
+ * Without libFuzzer, and for AFL, it looks at the files that it is given: `make sanitize`. Of the files that libFuzzer has
+ * made, tests/images/corpus holds enough to reach every branch that all of them reach.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,7 +21,12 @@ void vitscale_decode_slice(const uint8_t *stored, int64_t stored_bytes, int64_t 
                            const int64_t *heights, const int64_t *widths, const int32_t *boxes, const uint8_t *flips,
                            int may_scale, uint8_t *out, int64_t side, int32_t *status);
 
-enum { SLICE = 6, MAX_PIXELS = 1 << 20 };
+#ifdef LIBFUZZER
+enum { MAX_PIXELS = 1 << 14 }; /* many small pictures find more than a few large ones */
+#else
+enum { MAX_PIXELS = 1 << 20 };
+#endif
+enum { SLICE = 6 };
 
 static void require(int holds, const char *what) {
     if (holds) return;

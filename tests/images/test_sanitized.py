@@ -1,6 +1,6 @@
 """The C files under gcc's sanitizers, on damaged files: no access outside of memory, nothing undefined, one verdict.
 
-`make sanitize` does the same on more files.
+`make sanitize` does the same on more files, `make fuzz` makes some of its own.
 """
 
 import subprocess
@@ -23,6 +23,7 @@ def test_nothing_is_found(tmp_path, data_root):
         pytest.skip("gcc has no sanitizers here")
     assert built.returncode == 0, built.stderr
     paths = [path for path in sorted((data_root / "oddities" / "files").iterdir()) if path.suffix == ".jpg"]
+    paths += sorted((Path(__file__).parent / "corpus").iterdir())
     for number, content in enumerate([*small_jpegs().values(), *damaged_jpegs(1000), b"", b"\xff", b"\xff\xd8"]):
         paths.append(tmp_path / f"{number}.jpg")
         paths[-1].write_bytes(content)
