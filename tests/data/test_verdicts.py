@@ -101,7 +101,7 @@ def test_of_real_files(data_root, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_of_what_a_fuzzer_made(tmp_path):
-    """What an hour of fuzzing found to reach every branch, ours and libjpeg-turbo's, that it reached."""
+    """Of an hour of fuzzing, enough files to reach every branch, ours and libjpeg-turbo's, that all of them reach."""
     files = [path.read_bytes() for path in sorted((REPOSITORY / "tests" / "images" / "corpus").iterdir())]
     good = compare([file for file in files if file], tmp_path / "shard.beton")
     assert 10 < good < len(files) - 100
