@@ -11,9 +11,10 @@ fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 case "${2:-}" in "" | --tests) ;; *) fail "knows no $2; usage: bash cluster/setup.sh [VENV [--tests]]" ;; esac
 
 "$python" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null ||
-    fail "needs Python 3.11 or newer; $python is $("$python" --version 2>&1 || true). Choose one: make setup PYTHON=python3.11"
+    fail "needs Python 3.11 or newer; $python is $("$python" --version 2>/dev/null || echo not there). Choose one: make setup PYTHON=python3.11"
 
-# FFCV compiles against OpenCV and libturbojpeg, our own decoding against libjpeg-turbo. Asked for here, so that their absence is one line and no compiler trace.
+# Asked for here, so that their absence is one line and no compiler trace. Our own C needs gcc and libjpeg-dev, FFCV the other
+# libraries and Python's header files. Once built, vitscale needs libjpeg62-turbo alone: it does not import FFCV.
 missing=()
 command -v g++ >/dev/null || missing+=(g++)
 command -v pkg-config >/dev/null || missing+=(pkg-config)

@@ -33,4 +33,4 @@ def _decoder() -> str:
     try:
         return libjpeg_turbo_version()
     except RecipeError:
-        return "not compiled"
+        return "cannot be loaded"

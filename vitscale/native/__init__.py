@@ -48,7 +48,10 @@ def load() -> ctypes.CDLL:
             function = getattr(loaded, name)
             function.argtypes, function.restype = arguments, result
     except (OSError, AttributeError) as error:
-        raise RecipeError(f"{found[0]} cannot be loaded ({error}). Build it anew with: {_BUILD}") from error
+        raise RecipeError(
+            f"{found[0]} cannot be loaded ({error}). It needs libjpeg-turbo (sudo apt-get install -y libjpeg62-turbo); "
+            f"if that is there, build it anew with: {_BUILD}"
+        ) from error
     if version != _VERSION:
         raise RecipeError(f"{found[0]} was compiled from another version of its C files. Build it anew with: {_BUILD}")
     return loaded
