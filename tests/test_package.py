@@ -89,6 +89,7 @@ def test_the_commands_run_without_a_checkout(installed, tmp_path):
     assert not Path(installed("python", "-c", told, folder=tmp_path).strip()).is_relative_to(REPOSITORY)
     named = installed("vitscale", "recipe", folder=tmp_path)
     assert all(path.stem in named for path in REPOSITORY.glob("recipes/*.yaml"))
+    assert all(f"finetune/{path.stem}" in named for path in REPOSITORY.glob("recipes/finetune/*.yaml"))
     assert "name: ViT-H/14" in installed("vitscale", "recipe", "h14_jft", folder=tmp_path)
     assert "ViT-H/14" in installed("vitscale", "models", folder=tmp_path)
     assert "ViT-H/14" in installed("vitscale-flops", folder=tmp_path)

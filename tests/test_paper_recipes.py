@@ -189,6 +189,74 @@ def test_masked_patch_prediction(stem, target, share):
     assert recipe.batch.global_size == 4096 and recipe.model.name == "ViT-B/16" and recipe.model.dropout == 0
 
 
+# Table 4, and by the authors' code warmup and crops: recipe -> steps, warmup, resolution, model, dropout.
+TABLE_4 = {
+    "imagenet": (20_000, 500, 384, "ViT-B/16", 0.0),
+    "imagenet_512": (20_000, 500, 512, "ViT-L/16", 0.1),  # Table 2
+    "imagenet_518": (20_000, 500, 518, "ViT-H/14", 0.1),
+    "cifar10": (10_000, 500, 384, "ViT-B/16", 0.0),
+    "cifar100": (10_000, 500, 384, "ViT-B/16", 0.0),
+    "pets": (500, 50, 384, "ViT-B/16", 0.0),
+    "flowers": (500, 50, 384, "ViT-B/16", 0.0),
+    "vtab": (2_500, 250, 384, "ViT-B/16", 0.0),
+}
+# BiT-HyperRule: resolution, side of the square that is cropped, steps, warmup, and where the rate falls.
+SMALL, MEDIUM, LARGE = (
+    (500, 100, [200, 300, 400]),
+    (10_000, 500, [3000, 6000, 9000]),
+    (20_000, 500, [6000, 12000, 18000]),
+)
+HYPERRULE = {
+    "bit_imagenet": (480, 512, *LARGE),
+    "bit_cifar10": (128, 160, *MEDIUM),
+    "bit_cifar100": (128, 160, *MEDIUM),
+    "bit_pets": (480, 512, *SMALL),
+    "bit_flowers": (480, 512, *SMALL),
+}
+
+
+def check_fine_tuning(recipe, steps, warmup, image_size):
+    optimizer, schedule, data = recipe.optimizer, recipe.schedule, recipe.data
+    assert (optimizer.name, optimizer.momentum, optimizer.weight_decay) == ("sgd", 0.9, 0.0)
+    assert recipe.batch.global_size == 512 and recipe.objective.loss == "softmax"
+    assert (schedule.duration.steps, schedule.warmup.steps) == (steps, warmup)
+    assert data.image_size == image_size and (data.eval_crop.kind, data.eval_crop.fraction) == ("square", 1.0)
+    assert recipe.init is not None and (recipe.init.head, recipe.init.positions) == ("zero", "resample")
+    assert recipe.model.head == "linear" and recipe.model.num_classes is None
+    # The test set is looked at once, at the end.
+    assert recipe.evaluation.every is None and recipe.selection is None
+
+
+@pytest.mark.parametrize("name", TABLE_4)
+def test_fine_tuning_is_table_4_s(name):
+    steps, warmup, image_size, model, dropout = TABLE_4[name]
+    recipe = load_recipe(f"finetune/{name}")
+    check_fine_tuning(recipe, steps, warmup, image_size)
+    assert (recipe.optimizer.clip_norm, recipe.optimizer.momentum_dtype) == (1.0, "bf16")
+    assert recipe.schedule.decay == "cosine" and recipe.optimizer.lr == (0.01 if name == "vtab" else 0.03)
+    assert (recipe.model.name, recipe.model.dropout) == (model, dropout)
+    if "_5" in name:
+        assert recipe.ema is not None and (recipe.ema.decay, recipe.ema.warmup) == (0.9999, True)
+    else:
+        assert recipe.ema is None
+    crop = recipe.data.crop
+    if name == "vtab":
+        assert (crop.kind, crop.fraction) == ("resize", 480 / 512)
+    else:
+        assert (crop.kind, crop.area, crop.aspect, recipe.data.flip) == ("inception", [0.05, 1.0], [3 / 4, 4 / 3], 0.5)
+
+
+@pytest.mark.parametrize("name", HYPERRULE)
+def test_fine_tuning_of_resnets_is_bit_s(name):
+    image_size, square, steps, warmup, boundaries = HYPERRULE[name]
+    recipe = load_recipe(f"finetune/{name}")
+    check_fine_tuning(recipe, steps, warmup, image_size)
+    assert recipe.optimizer.lr == 0.003 and recipe.optimizer.clip_norm is None
+    assert recipe.schedule.decay == "stairs" and recipe.schedule.factor == 0.1
+    assert [boundary.steps for boundary in recipe.schedule.boundaries] == boundaries
+    assert (recipe.data.crop.kind, recipe.data.crop.fraction) == ("resize", image_size / square)
+
+
 def test_no_recipe_of_the_paper_is_left_out():
     known = {*JFT, *I21K, *I1K, "r50x1_sgd_jft", "r152x2_sgd_jft", "axial_b32_jft", "axial_b16_jft", "axial_r50_jft"}
     known |= {f"{short}_jft{size}" for short in FIGURE_4 for size in ("9m", "30m", "90m", "300m")}
@@ -196,3 +264,4 @@ def test_no_recipe_of_the_paper_is_left_out():
     known |= {"b16_i21k_masked", *(f"b16_jft_masked{ablation}" for ablation in ("", "_cells", "_pixels", "_15pct"))}
     others = {path.stem for path in recipes_dir().glob("*.yaml")} - known
     assert {stem for stem in others if not stem.startswith("shape_")} == {"demo", "vit4_cifar10"}
+    assert {path.stem for path in recipes_dir().glob("finetune/*.yaml")} == {*TABLE_4, *HYPERRULE}

@@ -15,13 +15,14 @@ from vitscale.recipe import (
     differences,
     explain_fields,
     json_schema,
+    list_recipes,
     load_recipe,
     recipes_dir,
     validate_recipe,
 )
 from vitscale.recipe.strict_yaml import parse_yaml
 
-RECIPES = sorted(path.stem for path in recipes_dir().glob("*.yaml"))
+RECIPES = sorted(list_recipes())
 
 MINIMAL = """
 model: {name: ViT-Ti/16}
@@ -49,6 +50,20 @@ def test_every_shipped_recipe_is_valid_and_survives_a_round_trip(stem):
     recipe = load_recipe(stem)
     assert validate_recipe(yaml.safe_load(yaml.safe_dump(recipe.dump())), "again") == recipe
     assert differences(recipe.dump(), load_recipe(recipes_dir() / f"{stem}.yaml").dump()) == []
+
+
+def test_recipes_of_a_folder_are_named_with_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole = load_recipe("finetune/pets")
+    assert load_recipe("recipes/finetune/pets.yaml") == load_recipe("finetune/pets.yaml") == whole
+    (tmp_path / "own.yaml").write_text("extends: finetune/pets.yaml\nseed: 7\n")
+    assert load_recipe("own.yaml") == whole.model_copy(update={"seed": 7})
+    for name in ("pets", "finetune/pet", "elsewhere/pets"):
+        with pytest.raises(RecipeError, match="'finetune/pets'"):
+            load_recipe(name)
+    for name in ("base/finetuning", "finetune", "finetune/../h14_jft"):
+        with pytest.raises(RecipeError):
+            load_recipe(name)
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,15 @@ from ranks import run_smoke_forms, start
 
 from vitscale.checkpoint import CheckpointStore
 from vitscale.families import ResNetShape
-from vitscale.recipe import load_recipe, override, recipes_dir, smoke_form
+from vitscale.recipe import list_recipes, load_recipe, override, smoke_form
 from vitscale.shards.generated import write_generated_dataset
 
-RECIPES = sorted(path.stem for path in recipes_dir().glob("*.yaml"))
+RECIPES = sorted(list_recipes())
 # One of each code path in every run of the tests; all of them in `make test-all`.
 IN_EVERY_RUN = {
     *("h14_jft", "l16_i1k", "b16_i21k", "r50x1_sgd_jft", "r50_b16_jft", "b32_jft9m"),
     *("axial_b32_jft", "axial_r50_jft", "b16_relpos_jft", "b16_pos2d_every_jft", "b16_jft_masked"),
+    *("finetune/imagenet_512", "finetune/vtab", "finetune/bit_pets"),
 }
 
 

@@ -37,16 +37,16 @@ def recipes_dir() -> Path:
 
 
 def find_recipe(recipe: str | Path) -> Path:
-    """The file of a recipe given by path, or by the stem of one that comes with vitscale."""
+    """The file of a recipe given by path, or by the name of one that comes with vitscale."""
     path = Path(recipe)
     try:
         if path.is_file():
             return path
     except OSError as error:
         raise RecipeError(f"{str(recipe)[:100]}...: {error.strerror}") from None
-    shipped = recipes_dir() / f"{path.name.removesuffix('.yaml')}.yaml"
-    if path.parent in (Path(), Path("recipes")) and shipped.is_file():
-        return shipped
+    name = path.as_posix().removeprefix("recipes/").removesuffix(".yaml")
+    if name in list_recipes():
+        return recipes_dir() / f"{name}.yaml"
     if path.exists():
         raise RecipeError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}: expected a recipe's file")
     hint = _did_you_mean(_recipes_near(path))
@@ -64,14 +64,21 @@ def _recipes_near(path: Path) -> list[str]:
         beside = []
     stem = path.with_suffix("") if path.suffix in (".yaml", ".yml") else path
     same = [file for file in beside if Path(file).with_suffix("") == stem]
-    shipped = difflib.get_close_matches(stem.name, list_recipes(), n=1)
+    by_last = {name.rpartition("/")[2]: name for name in list_recipes()}
+    shipped = [by_last[last] for last in difflib.get_close_matches(stem.name, by_last, n=1)]
     return (same or difflib.get_close_matches(str(path), beside, n=1, cutoff=0.8) or shipped)[:1]
 
 
 def list_recipes() -> dict[str, str]:
-    """The recipes that come with vitscale: stem -> what its first line says."""
-    files = sorted(recipes_dir().glob("*.yaml"))
-    return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") for file in files}
+    """The recipes that come with vitscale: name, such as `h14_jft` or `finetune/pets` -> what its first line says."""
+    folder = recipes_dir()
+    files = sorted(folder.glob("*.yaml")) + sorted(folder.glob("finetune/*.yaml"))
+    return {file.relative_to(folder).with_suffix("").as_posix(): _first_line(file).removeprefix("# ") for file in files}
+
+
+def _first_line(file: Path) -> str:
+    with file.open(encoding="utf-8") as lines:
+        return lines.readline().rstrip("\n")
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -147,7 +154,7 @@ def load_recipe(recipe: str | Path, settings: Sequence[str] = ()) -> Recipe:
     """Read, extend, override and validate a recipe.
 
     Args:
-        recipe: a path, or the stem of a recipe that comes with vitscale.
+        recipe: a path, or the name of a recipe that comes with vitscale.
         settings: `a.b=c` overrides, values in YAML.
 
     Raises:
