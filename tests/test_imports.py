@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LAYERS = (
     {"vitscale", "block", "errors", "heartbeat", "machine", "operations", "table", "weight_formats", "wording"},
     {"extensions"},
-    {"families", "interruption", "native", "ranks", "storage"},
+    {"families", "interruption", "native", "ranks", "storage", "vtab"},
     {"files", "images", "recipe", "versions"},
     {"runs", "shards"},
     {"data", "flops", "models"},
