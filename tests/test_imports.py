@@ -32,7 +32,19 @@ LAYERS = (
 # Rooms that know less than what lies below them.
 KNOWS_ONLY = {
     "data_tools": {
-        *("vitscale", "errors", "files", "images", "machine", "recipe", "shards", "storage", "table", "wording"),
+        *(
+            "vitscale",
+            "errors",
+            "files",
+            "images",
+            "machine",
+            "recipe",
+            "shards",
+            "storage",
+            "table",
+            "vtab",
+            "wording",
+        ),
     }
 }
 # Packages that only these rooms know. Whatever else has to start at once does not load them.

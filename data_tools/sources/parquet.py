@@ -13,11 +13,13 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import types
 
 from data_tools.sources.fields import choose_image, choose_label, label_columns
+from data_tools.sources.label_rule import LabelRule
 from data_tools.sources.parts import open_part, part_names, reading
 from data_tools.sources.source import Item, SourceOptions, numbered_label
 from vitscale.errors import DataError, RecipeError
@@ -41,11 +43,15 @@ class _Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class ParquetSource:
-    """Images in parquet files, read a few rows at a time. `names` begin the keys of each file's images."""
+    """Images in parquet files, read a few rows at a time. `names` begin the keys of each file's images.
+
+    A `rule`, if there is one, gives the labels instead of a column.
+    """
 
     parts: tuple[str, ...]
     names: tuple[str, ...]
     layout: _Layout
+    rule: LabelRule | None = None
     streams: ClassVar[bool] = True
 
     @property
@@ -55,6 +61,8 @@ class ParquetSource:
     def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
         where, layout = self.parts[part], self.layout
         columns = [layout.image] if layout.label is None else [layout.image, layout.label]
+        ruled = () if self.rule is None else self.rule.features
+        columns += dict.fromkeys(name.partition("/")[0] for name in ruled)
         row = 0
         with _opened(where) as file:
             # One group after the other, columns read piece by piece: a group may be as large as the file.
@@ -64,7 +72,10 @@ class ParquetSource:
                 for i in range(batch.num_rows):
                     spot = f"{where}, row {row}"
                     data, path = _image(images[i].as_py(), layout.is_struct, spot)
-                    named = () if labels is None else _labels(labels[i].as_py(), layout.class_names, spot)
+                    if self.rule is not None:
+                        named = self.rule.labels(_values(batch.slice(i, 1).to_pylist()[0], ruled, spot), spot)
+                    else:
+                        named = () if labels is None else _labels(labels[i].as_py(), layout.class_names, spot)
                     yield Item(f"{self.names[part]}/{row:09d}{path}", named, data)
                     row += 1
             if row != file.metadata.num_rows:
@@ -138,6 +149,23 @@ def _labels(value: Any, class_names: tuple[str, ...] | None, spot: str) -> tuple
         raise DataError(f"{spot}: label {value}; there are {len(class_names)} classes")
     numbered = numbered_label(value, spot)
     return numbered if class_names is None or not numbered else (class_names[value],)
+
+
+def _values(row: dict[str, Any], names: Sequence[str], spot: str) -> dict[str, np.ndarray]:
+    """The numbers of those of the features that a row has, each (n,); `a/b` is b of a struct a or of each in a list."""
+    found: dict[str, np.ndarray] = {}
+    for name in names:
+        column, *inner = name.split("/")
+        try:
+            value = row[column]
+            for field in inner:
+                value = [one[field] for one in value] if isinstance(value, list) else value[field]
+            found[name] = np.asarray(value, np.float64).reshape(-1)
+        except KeyError:
+            continue
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{spot}: {name!r} does not hold numbers ({error})") from error
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------- what columns are

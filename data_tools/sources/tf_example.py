@@ -12,6 +12,8 @@ import struct
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
+import numpy as np
+
 from vitscale.errors import DataError
 from vitscale.images import crc32c
 
@@ -103,6 +105,19 @@ def int_values(data: bytes, feature: Feature, where: str) -> list[int]:
                     value, start = _varint(data, start, end, where)
                     values.append(value)
     return [value - (1 << 64) if value >= 1 << 63 else value for value in values]
+
+
+def float_values(data: bytes, feature: Feature, where: str) -> np.ndarray:
+    """The values of a feature of floats, packed or not, float32 (n,)."""
+    found = b"".join(
+        data[slice(*value)]
+        for span in feature.lists
+        for number, kind, value in _fields(data, span, where)
+        if number == 1 and kind in (_FIXED32, _DELIMITED)
+    )
+    if len(found) % 4:
+        raise DataError(f"{where}: not a tf.train.Example (floats of {len(found)} bytes)")
+    return np.frombuffer(found, "<f4")
 
 
 def _masked(data: bytes) -> int:

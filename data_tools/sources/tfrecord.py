@@ -14,13 +14,17 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from data_tools.sources.fields import NO_LABELS
+from data_tools.sources.label_rule import LabelRule
 from data_tools.sources.parts import is_gzip, open_part, part_names, reading, unzipped
 from data_tools.sources.source import Item, SourceOptions, numbered_label, refuse_too_large
 from data_tools.sources.tf_example import (
     Feature,
     Span,
     bytes_values,
+    float_values,
     int_values,
     is_record_head,
     parse_example,
@@ -44,6 +48,7 @@ class TFRecordSource:
     Attributes:
         names: what the keys of each file's images begin with.
         image, label: features; `label` is None for images without labels.
+        rule: gives the labels instead.
     """
 
     parts: tuple[str, ...]
@@ -52,6 +57,7 @@ class TFRecordSource:
     image: str
     label: str | None
     class_names: tuple[str, ...] | None = None
+    rule: LabelRule | None = None
 
     def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
         where = self.parts[part]
@@ -60,7 +66,10 @@ class TFRecordSource:
                 spot = f"{where}: record {number} at byte {position - _HEAD_BYTES:,}"
                 features = parse_example(data, spot)
                 start, end = _image(data, features, self.image, spot)
-                labels = () if self.label is None else _labels(data, features, self.label, spot)
+                if self.rule is not None:
+                    labels = self.rule.labels(_values(data, features, self.rule.features, spot), spot)
+                else:
+                    labels = () if self.label is None else _labels(data, features, self.label, spot)
                 key = f"{self.names[part]}/{number:09d}{_file_name(data, features, spot)}"
                 content = data[start:end] if self.streams else _PLACE.pack(position + start, end - start)
                 yield Item(key, labels, content)
@@ -155,6 +164,18 @@ def _labels(data: bytes, features: dict[str, Feature], name: str, spot: str) -> 
             if end > start:
                 labels[_text(data[start:end])] = None
     return tuple(labels)
+
+
+def _values(data: bytes, features: dict[str, Feature], names: Sequence[str], spot: str) -> dict[str, np.ndarray]:
+    """The numbers of those of the features that are there, each (n,)."""
+    found: dict[str, np.ndarray] = {}
+    for name in names:
+        feature = features.get(name)
+        if feature is not None and feature.kind == "floats":
+            found[name] = float_values(data, feature, spot)
+        elif feature is not None and (feature.kind != "bytes" or not bytes_values(data, feature, spot)):
+            found[name] = np.array(int_values(data, feature, spot), np.int64)
+    return found
 
 
 def _feature(features: dict[str, Feature], name: str, spot: str) -> Feature:

@@ -1,0 +1,144 @@
+"""The label rules of VTAB-1k on made examples, with values at their thresholds."""
+
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pictures import encoded, make_picture
+from test_tfrecord import encode, write
+
+from data_tools.sources.label_rule import LabelRule
+from data_tools.sources.parquet import open_parquet
+from data_tools.sources.source import SourceOptions
+from data_tools.sources.tfrecord import open_tfrecords
+from data_tools.vtab.labels import (
+    CLEVR_METRES,
+    KITTI_METRES,
+    clevr_count,
+    clevr_distance,
+    dsprites_location,
+    dsprites_orientation,
+    kitti_distance,
+    stated,
+)
+from vitscale.errors import DataError
+
+
+@pytest.mark.parametrize(("objects", "label"), [(3, 0), (4, 1), (9, 6), (10, 7)])
+def test_clevr_counts_from_three(objects, label):
+    assert clevr_count(np.zeros(objects, np.int64)) == label
+
+
+@pytest.mark.parametrize(
+    ("distance", "label"),
+    [
+        (0.01, 0),
+        (8.0, 0),
+        (8.001, 1),
+        (8.5, 1),
+        (8.6, 2),
+        (9.0, 2),
+        (9.5, 3),
+        (9.51, 4),
+        (10.0, 4),
+        (10.01, 5),
+        (20.0, 5),
+    ],
+)
+def test_clevr_distance_at_its_thresholds(distance, label):
+    coords = np.array([[1.0, 2.0, distance + 3], [300.0, 2.0, distance], [5.0, 6.0, distance + 1]], np.float32)
+    assert clevr_distance(coords.reshape(-1)) == label
+
+
+@pytest.mark.parametrize(
+    ("distances", "types", "label"),
+    [
+        ([8.0, 30.0], [0, 0], 0),
+        ([8.01, 30.0], [1, 0], 1),
+        ([20.0], [2], 1),
+        ([20.5], [2], 2),
+        ([3.0, 25.0], [3, 0], 2),  # a pedestrian is nearer than the car
+        ([3.0, 4.0], [3, 5], 3),
+        ([], [], 3),
+        ([-1.5], [0], 0),
+    ],
+)
+def test_kitti_looks_at_cars_vans_and_trucks(distances, types, label):
+    locations = np.array([[-7.0, 1.5, distance] for distance in distances], np.float32).reshape(-1)
+    assert kitti_distance(np.array(types, np.int64), locations) == label
+
+
+def test_distances_as_the_original_computes_them():
+    """There: the last i for which thresholds[i] - distance < 0, in fp32."""
+    rng = np.random.default_rng(0)
+    for value in np.concatenate([rng.uniform(0.1, 30, 500), CLEVR_METRES[1:], KITTI_METRES[1:]]).astype(np.float32):
+        for thresholds, mine in (
+            (CLEVR_METRES, lambda d: clevr_distance(np.array([0, 0, d], np.float32))),
+            (KITTI_METRES, lambda d: kitti_distance(np.array([0]), np.array([0, 0, d], np.float32))),
+        ):
+            assert mine(value) == np.where(np.array(thresholds, np.float32) - value < 0)[0].max()
+
+
+def test_bins_of_dsprites():
+    assert [dsprites_location(np.array([label])) for label in range(32)] == [label // 2 for label in range(32)]
+    bins = [dsprites_orientation(np.array([label])) for label in range(40)]
+    assert bins[:10] == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3] and bins[-1] == 15
+    assert np.bincount(bins).tolist() == [3, 2] * 8
+
+
+@pytest.mark.parametrize(
+    ("rule", "values"),
+    [
+        (dsprites_location, [[32]]),
+        (dsprites_orientation, [[40]]),
+        (dsprites_location, [[-1]]),
+        (clevr_distance, [[]]),
+        (clevr_distance, [[0.0, 0.0, 0.0]]),
+        (clevr_distance, [[0.0, 0.0, float("nan")]]),
+        (kitti_distance, [[0], [1.0, 1.0, -100.0]]),
+        (stated, [[1, 2]]),
+        (stated, [[]]),
+    ],
+)
+def test_what_has_no_class(rule, values):
+    with pytest.raises(ValueError):
+        rule(*map(np.array, values))
+
+
+CLOSEST = LabelRule(("objects/type", "objects/location"), kitti_distance)
+SCENES = [([0, 3], [1.0, 2.0, 9.5, 0.0, 0.0, 1.0]), ([3], [1.0, 2.0, 4.0]), ([], [])]
+
+
+def labels_of(source):
+    return [item.labels for item in source.items(0, {})]
+
+
+def test_rules_over_records(tmp_path):
+    records = [encode(image=["x"], label=[7], objects__type=t, objects__location=xyz) for t, xyz in SCENES]
+    source = open_tfrecords("source", [write(tmp_path / "train-0", *records)], SourceOptions(label_field="none"))
+    assert labels_of(replace(source, rule=CLOSEST)) == [("1",), ("3",), ("3",)]
+    assert labels_of(replace(source, rule=LabelRule(("label",), stated))) == [("7",)] * 3
+    with pytest.raises(DataError, match="label_x"):
+        labels_of(replace(source, rule=LabelRule(("label_x",), stated)))
+    with pytest.raises(DataError, match="record 2"):
+        labels_of(replace(source, rule=LabelRule(("objects/location",), clevr_distance)))
+
+
+@pytest.mark.parametrize("form", ["lists in a struct", "structs in a list"])
+def test_rules_over_rows(tmp_path, form):
+    objects = []
+    for types, locations in SCENES:
+        points = np.array(locations, np.float32).reshape(-1, 3).tolist()
+        if form == "lists in a struct":
+            objects.append({"type": types, "location": points})
+        else:
+            objects.append([{"type": kind, "location": point} for kind, point in zip(types, points, strict=True)])
+    image = encoded(make_picture(0, 8, 8))
+    table = pa.table({"image": [image] * 3, "objects": objects})
+    pq.write_table(table, tmp_path / "train.parquet")
+    source = open_parquet("source", [str(tmp_path / "train.parquet")], SourceOptions(label_field="none"))
+    assert labels_of(replace(source, rule=CLOSEST)) == [("1",), ("3",), ("3",)]
+    with pytest.raises(DataError, match="objects/size"):
+        labels_of(replace(source, rule=LabelRule(("objects/size",), clevr_count)))
