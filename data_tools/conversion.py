@@ -83,9 +83,16 @@ class Machine:
 
 
 def convert(
-    request: Request, out: str | Path, machine: Machine | None = None, console: Console | None = None
+    request: Request,
+    out: str | Path,
+    machine: Machine | None = None,
+    console: Console | None = None,
+    source: Source | None = None,
 ) -> Outcome:
     """Convert what is asked for into a data set at the folder or URL `out`, or go on with doing so.
+
+    A `source` that the caller hands over is converted instead of what `request.src` would be opened as; the request
+    says in `taken` what it has.
 
     Raises:
         RecipeError: options that cannot be followed, or that differ from those of the unfinished conversion there.
@@ -102,7 +109,8 @@ def convert(
         if output.is_complete(request.split_names):
             return _already(request, output)
         output.refuse_foreign(request.split_names)
-        source = open_source(request.src, request.kind, request.source, has_splits=bool(request.splits))
+        if source is None:
+            source = open_source(request.src, request.kind, request.source, has_splits=bool(request.splits))
         _create(output)
         with claimed(_locks(output), machine.tasks):
             if output.is_complete(request.split_names):  # another converter has finished since

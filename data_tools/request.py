@@ -33,6 +33,8 @@ class Request:
         splits: rules; none for a single data set.
         limit: only that many images, the first of the shuffled order.
         dedup: indexes of test sets whose copies are left out.
+        taken: what of `src` is taken, in words, where a caller of `convert` hands over the source; other images, other
+            words.
     """
 
     src: str
@@ -46,6 +48,7 @@ class Request:
     splits: tuple[SplitRule, ...] = ()
     limit: int | None = None
     dedup: tuple[NamedIndex, ...] = ()
+    taken: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "src", storage.without_file_scheme(self.src))
@@ -77,6 +80,8 @@ class Request:
         """What the list of images depends on, and the order of a spool; otherwise as `to_json`."""
         labels = self.source.labels and fingerprint(self.source.labels)
         asked = {"src": self.src, "kind": self.kind, "seed": self.shuffle_seed}
+        if self.taken is not None:
+            asked["taken"] = self.taken
         return asked | asdict(self.source) | {"state_of_labels": labels}
 
     def manifest_options(self, split: str, shard_samples: int) -> dict[str, Any]:
@@ -85,6 +90,8 @@ class Request:
         options |= self.images.described()
         if self.limit is not None:
             options["limit"] = self.limit
+        if self.taken is not None:
+            options["taken"] = self.taken
         if self.source.unlabelled:
             options["unlabelled"] = True
         if self.dedup:

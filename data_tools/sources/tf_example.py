@@ -8,6 +8,7 @@ Of a record only what is asked for is taken apart. Facts of the formats: tensorf
 tensorflow/core/example/feature.proto and protobuf's description of its encoding.
 """
 
+import io
 import struct
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
@@ -69,6 +70,17 @@ def read_records(file: BinaryIO, where: str) -> Iterator[Record]:
         yield Record(number, position + _LENGTH.size, data)
         number += 1
         position += _LENGTH.size + size + _CRC.size
+
+
+def count_records(file: BinaryIO, where: str) -> int:
+    """How many records an open file has, from their lengths alone. Raises DataError for a damaged one of these."""
+    number = 0
+    while head := file.read(_LENGTH.size):
+        if not is_record_head(head):
+            raise DataError(f"{where}: record {number}: the checksum of its length is wrong: the file is damaged")
+        file.seek(_LENGTH.unpack(head)[0] + _CRC.size, io.SEEK_CUR)
+        number += 1
+    return number
 
 
 def parse_example(data: bytes, where: str) -> dict[str, Feature]:

@@ -61,7 +61,7 @@ class TFRecordSource:
 
     def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
         where = self.parts[part]
-        with reading(where), closing(_open(where)) as file:
+        with reading(where), closing(open_records(where)) as file:
             for number, position, data in read_records(file, where):
                 spot = f"{where}: record {number} at byte {position - _HEAD_BYTES:,}"
                 features = parse_example(data, spot)
@@ -100,7 +100,7 @@ def open_tfrecords(src: str, files: Sequence[str], options: SourceOptions) -> TF
         with reading(where), closing(open_part(where)) as file:
             streams = streams or is_url(where) or _is_compressed(file)
     for where in files:  # the first with a record: empty files are common
-        with reading(where), closing(_open(where)) as file:
+        with reading(where), closing(open_records(where)) as file:
             first = next(read_records(file, where), None)
             if first is not None:
                 found = list(parse_example(first.data, f"{where}: record 0"))
@@ -109,7 +109,7 @@ def open_tfrecords(src: str, files: Sequence[str], options: SourceOptions) -> TF
     raise DataError(f"{src}: no records")
 
 
-def _open(where: str) -> io.BufferedReader:
+def open_records(where: str) -> io.BufferedReader:
     file = open_part(where)
     return unzipped(file) if _is_compressed(file) else file
 

@@ -1,0 +1,215 @@
+"""Finds local copies of the tasks' datasets, in any of five layouts below the folders that people name.
+
+    NAME/VERSION/NAME-train.tfrecord-00000-of-00004    TensorFlow Datasets (TFDS); with a configuration NAME/CONFIG/...
+    TASK/train800.txt, val200.txt, test.txt            lists of `path label`, as many vtab-1k archives have them
+    wds_vtab-NAME/train/0.tar, test/0.tar              WebDataset tars of CLIP_benchmark
+    NAME/data/train-00000-of-00001.parquet             parquet, as the Hugging Face hub has it
+    NAME/train/CLASS/image.png, test/...               folders of classes
+
+Only TFDS's own records and the lists give the published images by themselves. Elsewhere the same slices are taken in
+the order of the copy, and a list of ids is needed for the published ones.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from data_tools.paths import SPLIT_NAMES
+from data_tools.vtab.tasks import ORIGINS, Slice, folder_names
+from vitscale.errors import DataError
+
+Layout = Literal["tfds", "lists", "tars", "parquet", "folders"]
+LISTS = {"train800": "train800.txt", "val200": "val200.txt", "test": "test.txt"}
+
+_VERSION = re.compile(r"\d+\.\d+\.\d+")
+_RECORDS = re.compile(r".+-(?P<split>\w+)\.tfrecord-(?P<index>\d{5})-of-(?P<count>\d{5})")
+_WORD = re.compile(r"[A-Za-z]+")
+_TFDS_NAMES = {"train": "train", "val": "validation", "test": "test"}
+# Copies that are already cut into VTAB's own parts, but without the one for validation: it follows the training images.
+_VAL_AFTER_TRAIN = Slice("train")
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy of a task's dataset.
+
+    Attributes:
+        task: its name.
+        layout: of the copy.
+        folder: where it is.
+        files: files of each split, in order; for class folders the split's folder.
+        train, val, test: the parts, by these splits.
+        version: of TFDS; None where there is none.
+        doubt: why these are not the published images, unless a list of ids says which to take; None where they are.
+    """
+
+    task: str
+    layout: Layout
+    folder: Path
+    files: Mapping[str, tuple[Path, ...]]
+    train: Slice
+    val: Slice
+    test: Slice
+    version: str | None = None
+    doubt: str | None = None
+
+    @property
+    def val_follows_train(self) -> bool:
+        """Whether the images for validation are the next ones of the training images' slice."""
+        return self.val == self.train
+
+
+@dataclass(frozen=True)
+class Search:
+    """What looking for a task came to: a copy or None, where was looked, and what was there but cannot be used."""
+
+    copy: Copy | None
+    looked: tuple[Path, ...]
+    problems: tuple[str, ...]
+
+
+def find_copy(task: str, folders: Sequence[Path]) -> Search:
+    """The first copy of a task's dataset in the folders, by the order of layouts above."""
+    looked: list[Path] = []
+    problems: list[str] = []
+    for finder, places in _FINDERS.items():
+        for folder in folders:
+            for place in places(task, folder):
+                looked.append(place)
+                try:
+                    copy = finder(task, place) if place.is_dir() else None
+                except (DataError, OSError) as error:
+                    problems.append(str(error))
+                    continue
+                if copy is not None:
+                    return Search(copy, tuple(looked), tuple(problems))
+    return Search(None, tuple(dict.fromkeys(looked)), tuple(problems))
+
+
+# ---------------------------------------------------------------------------------------------------------------- TFDS
+
+
+def _tfds(task: str, place: Path) -> Copy | None:
+    origin = ORIGINS[task]
+    versions = [path for path in place.iterdir() if _VERSION.fullmatch(path.name)]
+    if not versions:
+        return None
+    expected = [path for path in versions if f"{path.name}.".startswith(f"{origin.version}.")]
+    folder = max(expected or versions, key=lambda path: [int(number) for number in path.name.split(".")])
+    files: dict[str, dict[int, Path]] = defaultdict(dict)
+    counts: dict[str, int] = {}
+    for path in folder.iterdir():
+        if match := _RECORDS.fullmatch(path.name):
+            files[match["split"]][int(match["index"])] = path
+            counts[match["split"]] = int(match["count"])
+    needed = {part.split for part in (origin.train, origin.val, origin.test)}
+    for split in sorted(needed):
+        missing = [index for index in range(counts.get(split, 1)) if index not in files.get(split, {})]
+        if missing:
+            what = f"lacks {len(missing)} of {counts[split]} files" if split in counts else "has no .tfrecord files"
+            raise DataError(f"{folder}: {what} of the split {split}")
+    return Copy(
+        task,
+        "tfds",
+        folder,
+        {split: tuple(files[split][index] for index in sorted(files[split])) for split in sorted(needed)},
+        origin.train,
+        origin.val,
+        origin.test,
+        folder.name,
+        None if expected else f"version {folder.name}: the order of its images is not that of {origin.version}",
+    )
+
+
+def _tfds_places(task: str, folder: Path) -> list[Path]:
+    name = ORIGINS[task].tfds
+    return [folder / name] + ([folder] if folder.absolute().as_posix().endswith(f"/{name}") else [])
+
+
+# ------------------------------------------------------------------------------------------------------- other layouts
+
+
+def _lists(task: str, place: Path) -> Copy | None:
+    files = {split: place / name for split, name in LISTS.items()}
+    there = [split for split, path in files.items() if path.is_file()]
+    if not there:
+        return None
+    if len(there) < len(files):
+        raise DataError(f"{place}: lacks {', '.join(LISTS[split] for split in files if split not in there)}")
+    by_split = {split: (path,) for split, path in files.items()}
+    return Copy(task, "lists", place, by_split, Slice("train800"), Slice("val200"), Slice("test"))
+
+
+def _tars(task: str, place: Path) -> Copy | None:
+    files = {
+        split: tuple(sorted((place / name).glob("*.tar"), key=lambda path: (len(path.name), path.name)))
+        for name, split in _split_folders(place).items()
+    }
+    return _cut(task, "tars", place, files)
+
+
+def _parquet(task: str, place: Path) -> Copy | None:
+    files: dict[str, list[Path]] = defaultdict(list)
+    for path in sorted([*place.glob("*.parquet"), *place.glob("*/*.parquet")]):
+        if path.name.endswith(".idx.parquet"):  # of our own shards, which may be prepared in part
+            continue
+        words = _WORD.findall(path.relative_to(place).as_posix())
+        split = next((SPLIT_NAMES[word.lower()] for word in words if word.lower() in SPLIT_NAMES), None)
+        if split is None:
+            raise DataError(f"{path}: its name says no split; expected train, validation or test in it")
+        files[_TFDS_NAMES[split]].append(path)
+    origin, there = ORIGINS[task], set(files)
+    needed = {part.split for part in (origin.train, origin.val, origin.test)}
+    by_split = {split: tuple(paths) for split, paths in files.items()}
+    if needed <= there <= set(origin.splits):
+        parts = origin.train, origin.val, origin.test
+        return Copy(task, "parquet", place, by_split, *parts, doubt="an order of its own")
+    return _cut(task, "parquet", place, by_split)
+
+
+def _class_folders(task: str, place: Path) -> Copy | None:
+    files = {
+        split: (place / name,)
+        for name, split in _split_folders(place).items()
+        if any(path.is_dir() and not path.name.startswith(".") for path in (place / name).iterdir())
+    }
+    return _cut(task, "folders", place, files)
+
+
+def _cut(task: str, layout: Layout, place: Path, files: Mapping[str, tuple[Path, ...]]) -> Copy | None:
+    """A copy that is already cut into VTAB's parts, each a split."""
+    files = {split: paths for split, paths in files.items() if paths}
+    if not files:
+        return None
+    if missing := [split for split in ("train", "test") if split not in files]:
+        raise DataError(f"{place}: {layout} without the split {' and '.join(missing)}; found {', '.join(files)}")
+    val = Slice("validation") if "validation" in files else _VAL_AFTER_TRAIN
+    return Copy(task, layout, place, files, Slice("train"), val, Slice("test"), doubt="an order of its own")
+
+
+def _split_folders(place: Path) -> dict[str, str]:
+    """Names of the folders that are called like splits, and the splits."""
+    named = ((path.name, SPLIT_NAMES.get(path.name.lower())) for path in sorted(place.iterdir()) if path.is_dir())
+    return {name: _TFDS_NAMES[split] for name, split in named if split is not None}
+
+
+def _own_places(task: str, folder: Path) -> list[Path]:
+    names = folder_names(task)
+    return [folder / name for name in names] + ([folder] if folder.name in names else [])
+
+
+def _tar_places(task: str, folder: Path) -> list[Path]:
+    name = f"wds_vtab-{ORIGINS[task].tars}"
+    return [folder / name] + ([folder] if folder.name == name else [])
+
+
+_FINDERS: dict[Callable[[str, Path], Copy | None], Callable[[str, Path], list[Path]]] = {
+    _tfds: _tfds_places,
+    _lists: _own_places,
+    _tars: _tar_places,
+    _parquet: _own_places,
+    _class_folders: _own_places,
+}

@@ -1,0 +1,112 @@
+"""Lists of ids: which images a prepared task trains and is chosen on, pinned by the SHA-256 of their pixels.
+
+    ids.json    {"version": 1, "task": ..., "source": ..., "slices": ..., "train800": [{"key", "label", "sha256"}], ...}
+
+The order of TFDS depends on its version, other copies have orders of their own, and images may be encoded anew. The
+pixels stay: uint8 RGB, row by row, EXIF orientation applied, JPEGs decoded as libjpeg does with its accurate integer
+transform, gray repeated three times.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from data_tools.images import Reject, store_image
+from data_tools.vtab.source import PartSource
+from vitscale.errors import DataError, RecipeError
+from vitscale.files.durable import write_text
+
+IDS_NAME = "ids.json"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Entry(_Strict):
+    """One image: its key in the copy that it was taken from, the number of its class, the SHA-256 of its pixels."""
+
+    key: str
+    label: Annotated[int, Field(ge=0)]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+    @property
+    def content(self) -> tuple[str, int]:
+        """What makes it the same image in any copy: dSprites has equal pictures with different labels."""
+        return self.sha256, self.label
+
+
+class Ids(_Strict):
+    """The images of a task's two small parts, and in words where they came from."""
+
+    version: Literal[1] = 1
+    task: str
+    source: str
+    slices: dict[str, str]
+    train800: tuple[Entry, ...]
+    val200: tuple[Entry, ...]
+
+    @property
+    def parts(self) -> dict[str, tuple[Entry, ...]]:
+        """The entries of each part, by its name."""
+        return {"train800": self.train800, "val200": self.val200}
+
+    @property
+    def sha256(self) -> str:
+        """Over pixels and labels of both parts: equal for equal images from any copy."""
+        lines = [f"{name} {sha} {label}" for name, part in self.parts.items() for sha, label in _contents(part)]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def differences(self, other: "Ids") -> int:
+        """How many images of this list another one does not have in the same part."""
+        missing = 0
+        for name, part in self.parts.items():
+            missing += (Counter(_contents(part)) - Counter(_contents(other.parts[name]))).total()
+        return missing
+
+    def write(self, folder: Path) -> None:
+        """Write IDS_NAME into a folder. Raises OSError."""
+        write_text(folder / IDS_NAME, self.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> "Ids":
+        """The list in a file. Raises RecipeError where there is none, DataError where it is damaged."""
+        try:
+            ids = cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise RecipeError(f"{path}: cannot be read ({error.strerror or error})") from error
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            where = ".".join(map(str, problem["loc"])) or "the file"
+            raise DataError(f"{path}: not a list of ids: {where}: {problem['msg']}") from error
+        keys = Counter(entry.key for part in ids.parts.values() for entry in part)
+        if repeated := [key for key, count in keys.items() if count > 1]:
+            raise DataError(f"{path}: names {len(repeated)} images twice, such as {repeated[0]!r}")
+        return ids
+
+
+def entries_of(source: PartSource) -> Iterator[Entry]:
+    """The images of a part as entries, each decoded. Raises DataError for one that cannot be."""
+    for part, name in enumerate(source.parts):
+        for item in source.items(part, Counter()):
+            try:
+                digest = pixels_sha256(source.read(part, item.content))
+            except (OSError, DataError) as error:
+                raise DataError(f"{name}: {item.key!r}: {error}") from error
+            yield Entry(key=item.key, label=source.label_of(item), sha256=digest)
+
+
+def pixels_sha256(image: bytes) -> str:
+    """SHA-256 of the pixels that an image file shows. Raises DataError where it shows none."""
+    stored = store_image(image)
+    if isinstance(stored, Reject):
+        raise DataError(stored.reason)
+    return hashlib.sha256(stored.pixels.tobytes()).hexdigest()
+
+
+def _contents(part: tuple[Entry, ...]) -> list[tuple[str, int]]:
+    return sorted(entry.content for entry in part)

@@ -1,0 +1,295 @@
+"""Prepares a task of VTAB-1k: one conversion of its 1,000 images with a view of each part, and one of its test images.
+
+OUT/TASK/ids.json            which images the small parts have
+OUT/TASK/train800val200/     the 1,000 images, for the final run
+OUT/TASK/train800/, val200/  manifests over them, for choosing
+OUT/TASK/test/               the whole test part
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from data_tools.conversion import Machine, convert
+from data_tools.images import ImageOptions
+from data_tools.request import Request
+from data_tools.views import View
+from data_tools.vtab.copies import Search, find_copy
+from data_tools.vtab.ids import IDS_NAME, Entry, Ids, entries_of, pixels_sha256
+from data_tools.vtab.source import FoundImage, OpenCopy, open_copy
+from data_tools.vtab.tasks import Takes
+from vitscale.errors import DataError, RecipeError
+from vitscale.shards import MANIFEST_NAME, Manifest
+from vitscale.shards.opening import open_shard
+
+SMALL, TEST = "train800val200", "test"
+VIEWS = ("train800", "val200")
+DATASETS = (SMALL, *VIEWS, TEST)
+
+_QUALITY = 100  # most tasks have PNGs, which shards hold as JPEGs: as little as possible is to be lost
+_TAKES = Takes()
+
+Rows = Mapping[str, Sequence[range]]
+"""Numbers of images, by split."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What became of a task.
+
+    Attributes:
+        task: its name.
+        search: for a copy; None where the datasets were there already.
+        counts: images of each dataset; empty where no copy was found.
+        doubt: why the 1,000 are not the published ones; None where they are, or where a list of ids says which.
+    """
+
+    task: str
+    search: Search | None
+    counts: Mapping[str, int]
+    doubt: str | None = None
+
+
+def prepare(
+    task: str,
+    folders: Sequence[Path],
+    out: Path,
+    machine: Machine,
+    console: Console,
+    pinned: Ids | None = None,
+    takes: Takes = _TAKES,
+) -> Prepared:
+    """Prepare one task in OUT/TASK, or go on with doing so.
+
+    Args:
+        task: its name.
+        folders: where a copy may be.
+        out: the folder of all tasks.
+        machine: how conversion is run.
+        console: where it tells of progress.
+        pinned: take exactly these images.
+        takes: how many images the two small parts have.
+
+    Raises:
+        DataError: a copy that is damaged, too small, or without the images of `pinned`.
+        RecipeError: other images are there already.
+    """
+    place = out / task
+    if is_prepared(place):
+        there = Ids.read(place / IDS_NAME)
+        if pinned is not None:
+            _refuse_others(pinned, there, place)
+        return Prepared(task, None, _counts(place))
+    search = find_copy(task, folders)
+    if search.copy is None:
+        return Prepared(task, search, {})
+    try:
+        opened = open_copy(search.copy)
+        small, test = chosen_rows(opened, takes, pinned)
+        ids = _list_of(opened, small, pinned)
+        _write_list(place, ids)
+        strict = Machine(machine.workers, machine.engine, work=machine.work, max_reject_rate=0.0)
+        slices = " and ".join(ids.slices[part] for part in VIEWS)
+        for name, rows, what in (
+            (SMALL, _joined(small.values()), f"{slices}, sha256 {ids.sha256}"),
+            (TEST, test, ids.slices[TEST]),
+        ):
+            words = f"{task}: {what} of {ids.source}"
+            request = Request(src=str(search.copy.folder), images=ImageOptions(quality=_QUALITY), taken=words)
+            convert(request, place / name, strict, console, source=opened.part(rows))
+        for name in VIEWS:
+            _write_view(place, name, {entry.key for entry in ids.parts[name]})
+    except OSError as error:
+        raise DataError(f"{error.filename or place}: {error.strerror or error}") from error
+    return Prepared(task, search, _counts(place), None if pinned is not None else search.copy.doubt)
+
+
+def is_prepared(place: Path) -> bool:
+    """Whether all of a task is in its folder."""
+    return all((place / name).is_file() for name in (IDS_NAME, *(f"{one}/{MANIFEST_NAME}" for one in DATASETS)))
+
+
+def verify_prepared(place: Path) -> list[str]:
+    """What is wrong with a prepared task, a line each: its datasets against each other and against its list of ids."""
+    ids = Ids.read(place / IDS_NAME)
+    problems = []
+    held = {name: _samples(place / name) for name in DATASETS}
+    for name, entries in (*ids.parts.items(), (SMALL, (*ids.train800, *ids.val200))):
+        if held[name] != Counter((entry.key, entry.label) for entry in entries):
+            problems.append(f"{place / name}: not the images and labels of {IDS_NAME}")
+    if held[TEST] & held[SMALL]:
+        problems.append(f"{place / TEST}: has images that are trained on")
+    return problems
+
+
+# -------------------------------------------------------------------------------------------------------- which images
+
+
+def chosen_rows(opened: OpenCopy, takes: Takes, pinned: Ids | None) -> tuple[dict[str, Rows], Rows]:
+    """The images of the two small parts, by name, and those of the test part.
+
+    Raises DataError where there are not as many, where one would be in two parts, or where `pinned` names others.
+    """
+    copy = opened.copy
+    test = {copy.test.split: [copy.test.rows(opened.size(copy.test.split))]}
+    if pinned is not None:
+        small = _located(opened, pinned, test)
+    else:
+        small = {}
+        for name, part, skipped, count in (
+            ("train800", copy.train, 0, takes.train),
+            ("val200", copy.val, takes.train if copy.val_follows_train else 0, takes.val),
+        ):
+            size = opened.size(part.split)
+            small[name] = {part.split: [part.rows(size)[skipped : skipped + count]]}
+            if _size(small[name]) != count:
+                raise DataError(f"{copy.folder}: {part.split} has {size:,} images; too few for the {count} of {name}")
+    numbers = Counter((split, row) for rows in (*small.values(), test) for split, row in _numbers(rows))
+    if repeated := sum(count > 1 for count in numbers.values()):
+        raise DataError(f"{copy.folder}: too few images: {repeated:,} would be in two of the parts")
+    if not _size(test):
+        raise DataError(f"{copy.folder}: no images for testing in the split {copy.test.split}")
+    return small, test
+
+
+def _located(opened: OpenCopy, pinned: Ids, test: Rows) -> dict[str, Rows]:
+    """Where the images of a list are: by their keys, or if those are not all there, or are other images, by pixels."""
+    kept_apart = set(_numbers(test))
+    splits = dict.fromkeys((opened.copy.train.split, opened.copy.val.split))
+    pool = partial(_all_but, kept_apart, opened, splits)  # not kept: images may come with their bytes
+    places = {found.key: [(found.split, found.number)] for found in pool()}
+    if all(entry.key in places for entries in pinned.parts.values() for entry in entries):
+        located = {part: _rows(places, [entry.key for entry in entries]) for part, entries in pinned.parts.items()}
+        if all(_contents(entries_of(opened.part(located[part]))) == _contents(pinned.parts[part]) for part in located):
+            return located
+    by_content: dict[tuple[str, int], list[tuple[str, int]]] = defaultdict(list)
+    for found in pool():
+        by_content[pixels_sha256(found.read()), found.label].append((found.split, found.number))
+    missing = _contents([entry for entries in pinned.parts.values() for entry in entries])
+    missing -= Counter({content: len(there) for content, there in by_content.items()})
+    if missing:
+        raise DataError(
+            f"{opened.copy.folder}: {missing.total():,} of the images in the list of ids are not there, by pixels and "
+            "label. Use the copy that the list was made of, or leave out --ids"
+        )
+    return {part: _rows(by_content, [entry.content for entry in entries]) for part, entries in pinned.parts.items()}
+
+
+def _rows(places: Mapping[Any, list[tuple[str, int]]], names: Iterable[Any]) -> Rows:
+    """Where the images of these names are; of several with one name the first that is left."""
+    numbers: dict[str, list[int]] = defaultdict(list)
+    for name in names:
+        split, number = places[name].pop(0)
+        numbers[split].append(number)
+    return {split: [range(number, number + 1) for number in sorted(here)] for split, here in numbers.items()}
+
+
+def _contents(entries: Iterable[Entry]) -> Counter[tuple[str, int]]:
+    return Counter(entry.content for entry in entries)
+
+
+def _all_but(kept_apart: set[tuple[str, int]], opened: OpenCopy, splits: Iterable[str]) -> Iterator[FoundImage]:
+    return (found for found in opened.items(splits) if (found.split, found.number) not in kept_apart)
+
+
+def _list_of(opened: OpenCopy, small: Mapping[str, Rows], pinned: Ids | None) -> Ids:
+    copy = opened.copy
+    source = copy.layout if copy.version is None else f"{copy.layout} {copy.version}"
+    if pinned is None:
+        parts = (("train800", copy.train, small["train800"]), ("val200", copy.val, small["val200"]))
+        slices = {name: _described(part.split, rows[part.split][0], opened) for name, part, rows in parts}
+    else:
+        slices = dict.fromkeys(VIEWS, "a list of ids")
+    test = copy.test.rows(opened.size(copy.test.split))
+    return Ids(
+        task=copy.task,
+        source=source,
+        slices=slices | {TEST: _described(copy.test.split, test, opened)},
+        train800=tuple(entries_of(opened.part(small["train800"]))),
+        val200=tuple(entries_of(opened.part(small["val200"]))),
+    )
+
+
+def _write_list(place: Path, ids: Ids) -> None:
+    """Write the list of ids, unless it is there. Raises RecipeError where another one is."""
+    if not (place / IDS_NAME).exists():
+        place.mkdir(parents=True, exist_ok=True)
+        ids.write(place)
+    elif Ids.read(place / IDS_NAME) != ids:
+        raise RecipeError(
+            f"{place}: was begun with other images or from another copy. Choose another OUT, or remove this one"
+        )
+
+
+def _described(split: str, rows: range, opened: OpenCopy) -> str:
+    return split if len(rows) == opened.size(split) else f"{split}[{rows.start}:{rows.stop}]"
+
+
+def _refuse_others(expected: Ids, found: Ids, place: Path) -> None:
+    if others := expected.differences(found) + found.differences(expected):
+        raise RecipeError(
+            f"{place}: was prepared with other images ({others:,} differ). Choose another OUT, or remove this one"
+        )
+
+
+def _joined(parts: Iterable[Rows]) -> Rows:
+    joined: dict[str, list[range]] = defaultdict(list)
+    for rows in parts:
+        for split, ranges in rows.items():
+            joined[split] += ranges
+    return joined
+
+
+def _numbers(rows: Rows) -> Iterator[tuple[str, int]]:
+    return ((split, row) for split, ranges in rows.items() for one in ranges for row in one)
+
+
+def _size(rows: Rows) -> int:
+    return sum(len(one) for ranges in rows.values() for one in ranges)
+
+
+# ------------------------------------------------------------------------------------------------------------ datasets
+
+
+def _counts(place: Path) -> dict[str, int]:
+    return {name: Manifest.load(place / name).num_samples for name in DATASETS}
+
+
+def _write_view(place: Path, name: str, keys: set[str]) -> None:
+    """A manifest of the samples with these keys. One that is complete stays as it is."""
+    folder = place / name
+    if (folder / MANIFEST_NAME).exists():
+        return
+    if folder.is_dir():
+        for path in folder.glob("*.excluded.npy"):  # of an attempt that was killed
+            path.unlink()
+    whole = Manifest.load(place / SMALL)
+    with View(whole, str(folder)) as view:
+        shards = []
+        for index in range(len(whole.shards)):
+            with open_shard(whole, index) as shard:
+                assert shard.keys is not None
+                kept = np.array([slot for slot in shard.slots.tolist() if shard.keys[slot] in keys], np.int64)
+            if len(kept):
+                shards.append(view.entry(index, kept))
+        same = {field: getattr(whole, field) for field in Manifest.model_fields}
+        count = sum(shard.num_selected for shard in shards)
+        view.save(Manifest(**same | {"num_samples": count, "shards": tuple(shards)}))
+
+
+def _samples(folder: Path) -> Counter[tuple[str, int]]:
+    """(key, label) of every sample of a dataset."""
+    manifest = Manifest.load(folder)
+    found: Counter[tuple[str, int]] = Counter()
+    for index in range(len(manifest.shards)):
+        with open_shard(manifest, index) as shard:
+            if shard.keys is None:
+                raise DataError(f"{folder}: its tables of keys (*.idx.parquet) are gone")
+            found.update((shard.keys[slot], int(shard.file.label[slot])) for slot in shard.slots.tolist())
+    return found

@@ -1,0 +1,307 @@
+"""Images of one part of a task, from a copy in any layout, as a source that conversion reads."""
+
+import io
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+from PIL import Image
+
+from data_tools.sources.fields import NO_LABELS
+from data_tools.sources.folder import FolderSource
+from data_tools.sources.parquet import open_parquet
+from data_tools.sources.parts import reading
+from data_tools.sources.source import Item, Source, SourceOptions, without_surrogates
+from data_tools.sources.tar import open_tars
+from data_tools.sources.tf_example import count_records
+from data_tools.sources.tfrecord import open_records, open_tfrecords
+from data_tools.vtab.copies import Copy
+from data_tools.vtab.tasks import ORIGINS
+from vitscale.errors import DataError
+from vitscale.vtab import TASKS
+
+_LABEL_COLUMNS = ("label", "fine_label", "labels")  # Hugging Face's CIFAR-100 has a coarse one, too
+
+
+@dataclass(frozen=True)
+class LineListSource:
+    """Images in lists of `path label`, paths from the list's own folder. Content is the path."""
+
+    parts: tuple[str, ...]
+    streams: bool = False
+    class_names: tuple[str, ...] | None = None
+
+    def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
+        """The images in order. Raises DataError for a line that is none of these."""
+        where = self.parts[part]
+        with reading(where), Path(where).open(encoding="utf-8", errors="surrogateescape") as lines:
+            for number, line in enumerate(lines, 1):
+                path, _, label = line.strip().rpartition(" ")
+                if not path or not label.isdecimal():
+                    raise DataError(f"{where}, line {number}: {line.strip()[:80]!r}; expected a path and a number")
+                yield Item(without_surrogates(path), (label,), os.fsencode(path))
+
+    def read(self, part: int, content: bytes) -> bytes:
+        """The bytes of one image file. Raises OSError."""
+        return (Path(self.parts[part]).parent / os.fsdecode(content)).read_bytes()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is taken of one file: a part of the source of a split, and the numbers of its images, ascending."""
+
+    source: Source
+    part: int
+    split: str
+    rows: tuple[range, ...]
+
+    @property
+    def name(self) -> str:
+        return self.source.parts[self.part]
+
+
+@dataclass(frozen=True)
+class PartSource:
+    """The images of a part of a task. Keys are those of the copy behind the name of their split.
+
+    Attributes:
+        task: its name.
+        pieces: of the files with its images.
+        known_names: the classes in order as the copy names them; None where it numbers them.
+        class_names: by label, as the dataset will have them.
+    """
+
+    task: str
+    pieces: tuple[Piece, ...]
+    known_names: tuple[str, ...] | None
+    class_names: tuple[str, ...]
+
+    @property
+    def streams(self) -> bool:
+        return any(piece.source.streams for piece in self.pieces)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(piece.name for piece in self.pieces)
+
+    def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
+        """The images that are taken of a file. Raises DataError for damage and labels that the task does not have."""
+        for _, item in self.numbered(part, ignored):
+            yield item
+
+    def numbered(self, part: int, ignored: Counter[str]) -> Iterator[tuple[int, Item]]:
+        """The same, each behind its number in the file."""
+        piece = self.pieces[part]
+        for number, item in taken(piece, ignored):
+            names = (self.class_names[self._label(item, piece)],)
+            content = self._shown(item.content) if self.streams else item.content
+            yield number, Item(f"{piece.split}/{item.key}", names, content)
+
+    def read(self, part: int, content: bytes) -> bytes:
+        """The bytes of one image file. Raises OSError."""
+        if self.streams:
+            return content
+        piece = self.pieces[part]
+        return self._shown(piece.source.read(piece.part, content))
+
+    def label_of(self, item: Item) -> int:
+        """The number of the class of one of these items."""
+        assert item.labels is not None
+        return self.class_names.index(item.labels[0])
+
+    def _label(self, item: Item, piece: Piece) -> int:
+        names = (item.key.partition("/")[0],) if item.labels is None else item.labels
+        where = f"{piece.name}: {item.key!r}"
+        if len(names) != 1:
+            raise DataError(f"{where}: {len(names)} labels; expected one")
+        if self.known_names is not None:
+            if names[0] not in self.known_names:
+                raise DataError(f"{where}: class {names[0]!r}, which {self.task} does not have")
+            return self.known_names.index(names[0])
+        if not names[0].isdecimal() or int(names[0]) >= len(self.class_names):
+            raise DataError(
+                f"{where}: label {names[0]}; {self.task} has {len(self.class_names)} classes, numbered from 0"
+            )
+        return int(names[0])
+
+    def _shown(self, image: bytes) -> bytes:
+        return with_full_contrast(image) if ORIGINS[self.task].is_binary else image
+
+
+def taken(piece: Piece, ignored: Counter[str]) -> Iterator[tuple[int, Item]]:
+    """(number, item) of what is taken of a file, which is read no further than that."""
+    wanted = chain.from_iterable(piece.rows)
+    following = next(wanted, None)
+    if following is None:
+        return
+    items: Iterator[Item] = piece.source.items(piece.part, ignored)
+    if isinstance(piece.source, FolderSource):  # which lists as the disk does
+        items = iter(sorted(items, key=lambda item: item.key))
+    for number, item in enumerate(items):
+        if number == following:
+            yield number, item
+            following = next(wanted, None)
+            if following is None:
+                return
+
+
+def with_full_contrast(image: bytes) -> bytes:
+    """A picture of the values 0 and 1 as one of 0 and 255 (a PNG); any other picture as it is. Raises OSError."""
+    with Image.open(io.BytesIO(image)) as opened:
+        pixels = np.asarray(opened)
+    if pixels.dtype != bool and pixels.max() > 1:
+        return image
+    out = io.BytesIO()
+    Image.fromarray(pixels.astype(np.uint8) * np.uint8(255)).save(out, "PNG")
+    return out.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------------ opening a copy
+
+
+@dataclass(frozen=True)
+class OpenCopy:
+    """A copy whose splits are open: the source of each, how many images each file of it has, and the classes."""
+
+    copy: Copy
+    sources: Mapping[str, Source]
+    counts: Mapping[str, tuple[int, ...]]
+    known_names: tuple[str, ...] | None
+    class_names: tuple[str, ...]
+
+    def part(self, rows: Mapping[str, Sequence[range]]) -> PartSource:
+        """The source of the images with these numbers in their splits."""
+        pieces = [piece for split in self.sources for piece in self._pieces(split, rows.get(split, ()))]
+        return PartSource(self.copy.task, tuple(pieces), self.known_names, self.class_names)
+
+    def size(self, split: str) -> int:
+        """How many images a split has."""
+        return sum(self.counts[split])
+
+    def items(self, splits: Iterable[str]) -> Iterator["FoundImage"]:
+        """All images of these splits."""
+        for split in splits:
+            begin = 0
+            source = self.part({split: [range(self.size(split))]})
+            for part, count in enumerate(self.counts[split]):
+                if count:
+                    number = next(n for n, piece in enumerate(source.pieces) if piece.part == part)
+                    for row, item in source.numbered(number, Counter()):
+                        yield FoundImage(split, begin + row, item, source, number)
+                begin += count
+
+    def _pieces(self, split: str, rows: Sequence[range]) -> Iterator[Piece]:
+        begin = 0
+        for number, count in enumerate(self.counts[split]):
+            here = range(begin, begin + count)
+            inside = sorted((max(r.start, here.start), min(r.stop, here.stop)) for r in rows)
+            own = tuple(range(first - begin, last - begin) for first, last in inside if first < last)
+            if own:
+                yield Piece(self.sources[split], number, split, own)
+            begin += count
+
+
+@dataclass(frozen=True)
+class FoundImage:
+    """An image of a copy: its number in its split, and how to read it."""
+
+    split: str
+    number: int
+    item: Item
+    source: PartSource
+    part: int
+
+    @property
+    def key(self) -> str:
+        return self.item.key
+
+    @property
+    def label(self) -> int:
+        """The number of its class."""
+        return self.source.label_of(self.item)
+
+    def read(self) -> bytes:
+        """The bytes of its file. Raises OSError."""
+        return self.source.read(self.part, self.item.content)
+
+
+def open_copy(copy: Copy) -> OpenCopy:
+    """Open the splits of a copy and count their images. Raises DataError or RecipeError for what cannot be read."""
+    sources = {split: _open_split(copy, files) for split, files in copy.files.items()}
+    counts = {split: tuple(_count(copy, sources[split])) for split in sources}
+    known = _known_names(copy, sources)
+    return OpenCopy(copy, sources, counts, known, _class_names(copy, known))
+
+
+def _open_split(copy: Copy, files: Sequence[Path]) -> Source:
+    names, rule = [str(path) for path in files], ORIGINS[copy.task].rule
+    where = str(copy.folder)
+    match copy.layout:
+        case "tfds":
+            opened = open_tfrecords(where, names, SourceOptions(image_field="image", label_field=NO_LABELS))
+            return replace(opened, rule=rule)
+        case "tars":
+            return open_tars(where, names, SourceOptions(label_field="cls"))
+        case "parquet":
+            return _open_parquet(copy, names)
+        case "folders":
+            return FolderSource(tuple(names))
+        case "lists":
+            return LineListSource(tuple(names))
+
+
+def _open_parquet(copy: Copy, names: Sequence[str]) -> Source:
+    origin = ORIGINS[copy.task]
+    with reading(names[0]):
+        columns = pq.read_schema(names[0]).names
+    image = "image" if "image" in columns else None
+    has_features = {name.partition("/")[0] for name in origin.rule.features} <= set(columns)
+    if has_features and not origin.states_its_label:
+        options = SourceOptions(image_field=image, label_field=NO_LABELS)
+        return replace(open_parquet(str(copy.folder), names, options), rule=origin.rule)
+    label = next((name for name in _LABEL_COLUMNS if name in columns), None)
+    return open_parquet(str(copy.folder), names, SourceOptions(image_field=image, label_field=label))
+
+
+def _count(copy: Copy, source: Source) -> Iterator[int]:
+    for part, where in enumerate(source.parts):
+        if copy.layout == "tfds":
+            with reading(where), closing(open_records(where)) as file:
+                yield count_records(file, where)
+        elif copy.layout == "parquet":
+            with reading(where):
+                yield pq.read_metadata(where).num_rows
+        else:
+            yield sum(1 for _ in source.items(part, Counter()))
+
+
+def _known_names(copy: Copy, sources: Mapping[str, Source]) -> tuple[str, ...] | None:
+    if copy.layout == "parquet":
+        return next(iter(sources.values())).class_names
+    if copy.layout != "folders":
+        return None
+    found = {path.name for files in copy.files.values() for path in files[0].iterdir() if path.is_dir()}
+    stated, num_classes = ORIGINS[copy.task].class_names, TASKS[copy.task].num_classes
+    if all(name.isdecimal() for name in found):
+        return tuple(map(str, range(num_classes)))
+    return stated if stated is not None and found <= set(stated) else tuple(sorted(found))
+
+
+def _class_names(copy: Copy, known: tuple[str, ...] | None) -> tuple[str, ...]:
+    num_classes, where = TASKS[copy.task].num_classes, str(copy.folder)
+    names = known
+    for file in ("label.labels.txt", "classnames.txt"):
+        if names is None and (copy.folder / file).is_file():
+            where = str(copy.folder / file)
+            with reading(where):
+                lines = Path(where).read_bytes().decode("utf-8", "backslashreplace").splitlines()
+                names = tuple(line for line in lines if line.strip())
+    if names is not None and (len(names) != num_classes or len(set(names)) != num_classes):
+        raise DataError(f"{where}: names {len(set(names))} different classes; {copy.task} has {num_classes}")
+    return ORIGINS[copy.task].class_names or names or tuple(map(str, range(num_classes)))

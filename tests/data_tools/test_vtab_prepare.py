@@ -1,0 +1,363 @@
+"""VTAB-1k the whole way on made-up copies of all 19 tasks: which images, labels and pixels, and what is missing."""
+
+import hashlib
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+from vtab_copies import (
+    IMAGES,
+    expected_label,
+    make_folders,
+    make_lists,
+    make_parquet,
+    make_tars,
+    make_tfds,
+    picture,
+)
+
+from data_tools.conversion import Machine
+from data_tools.vtab.copies import find_copy
+from data_tools.vtab.ids import Ids, pixels_sha256
+from data_tools.vtab.prepare import DATASETS, Prepared, prepare, verify_prepared
+from data_tools.vtab.source import open_copy, with_full_contrast
+from data_tools.vtab.tasks import ORIGINS, Slice, Takes
+from vitscale.errors import DataError, RecipeError
+from vitscale.shards import Manifest
+from vitscale.shards.opening import open_shard
+from vitscale.vtab import TASKS
+
+pytestmark = pytest.mark.usefixtures("here")
+
+TAKES = Takes(8, 2)
+# (split, first image) of the validation images, and (split, first image) of the test part, of 40 images in TFDS.
+PUBLISHED = {
+    "caltech101": (("train", 36), ("test", 0)),
+    "cifar100": (("train", 36), ("test", 0)),
+    "dtd": (("validation", 0), ("test", 0)),
+    "flowers102": (("validation", 0), ("test", 0)),
+    "pets": (("train", 32), ("test", 0)),
+    "sun397": (("validation", 0), ("test", 0)),
+    "svhn": (("train", 36), ("test", 0)),
+    "camelyon": (("validation", 0), ("test", 0)),
+    "eurosat": (("train", 24), ("train", 32)),
+    "resisc45": (("train", 24), ("train", 32)),
+    "retinopathy": (("validation", 0), ("test", 0)),
+    "clevr_count": (("train", 36), ("validation", 0)),
+    "clevr_dist": (("train", 36), ("validation", 0)),
+    "dmlab": (("validation", 0), ("test", 0)),
+    "dspr_loc": (("train", 32), ("train", 36)),
+    "dspr_ori": (("train", 32), ("train", 36)),
+    "kitti_dist": (("validation", 0), ("test", 0)),
+    "snorb_azim": (("test", 0), ("test", 20)),
+    "snorb_elev": (("test", 0), ("test", 20)),
+}
+
+
+def run_prepare(task: str, folder: Path, out: Path, pinned: Ids | None = None, takes: Takes = TAKES) -> Prepared:
+    return prepare(task, [folder], out, Machine(1), Console(quiet=True), pinned, takes)
+
+
+def shown_sha256(task: str, split: str, number: int) -> str:
+    """Of the pixels of a made picture, by Pillow alone."""
+    binary, gray = task.startswith("dspr"), task.startswith("snorb")
+    with Image.open(io.BytesIO(picture(split, number, gray=gray, binary=binary))) as image:
+        pixels = np.asarray(image.convert("RGB"))
+    return hashlib.sha256((pixels * 255 if binary else pixels).tobytes()).hexdigest()
+
+
+def expected(task: str, split: str, numbers: range) -> list[tuple[str, int]]:
+    return sorted((shown_sha256(task, split, number), expected_label(task, number)) for number in numbers)
+
+
+def contents(entries) -> list[tuple[str, int]]:
+    return sorted((entry.sha256, entry.label) for entry in entries)
+
+
+def samples(dataset: Path) -> list[tuple[str, int, np.ndarray]]:
+    """Key, label and pixels of every sample, sorted by key."""
+    manifest = Manifest.load(dataset)
+    found = []
+    for index in range(len(manifest.shards)):
+        with open_shard(manifest, index) as shard:
+            for slot in shard.slots.tolist():
+                with Image.open(io.BytesIO(shard.image(slot))) as image:
+                    found.append((shard.keys[slot], shard.labels(slot)[0], np.asarray(image)))
+    return sorted(found, key=lambda sample: sample[0])
+
+
+def test_every_task_has_an_origin():
+    assert list(ORIGINS) == list(TASKS)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_from_records_of_tfds(tmp_path, task):
+    make_tfds(tmp_path / "tfds", task)
+    prepared = run_prepare(task, tmp_path / "tfds", tmp_path / "out")
+    (val_split, val_first), (test_split, test_first) = PUBLISHED[task]
+    place = tmp_path / "out" / task
+    ids = Ids.read(place / "ids.json")
+    assert contents(ids.train800) == expected(task, "train", range(8))
+    assert contents(ids.val200) == expected(task, val_split, range(val_first, val_first + 2))
+
+    held = {name: samples(place / name) for name in DATASETS}
+    assert {name: len(found) for name, found in held.items()} == prepared.counts
+    assert prepared.counts == {"train800val200": 10, "train800": 8, "val200": 2, "test": IMAGES - test_first}
+    keys = {name: {key for key, _, _ in found} for name, found in held.items()}
+    assert keys["train800"] | keys["val200"] == keys["train800val200"]
+    assert not keys["train800"] & keys["val200"] and not keys["train800val200"] & keys["test"]
+    assert prepared.doubt is None and verify_prepared(place) == []
+
+    manifests = [Manifest.load(place / name) for name in DATASETS]
+    assert len({manifest.class_names for manifest in manifests}) == 1
+    assert len(manifests[0].class_names) == TASKS[task].num_classes
+    whole, *views = [
+        {(place / n / s.path).resolve() for s in m.shards} for n, m in zip(DATASETS[:3], manifests, strict=False)
+    ]
+    assert all(view <= whole for view in views)  # no copies
+
+    by_key = {entry.key: entry.sha256 for entry in (*ids.train800, *ids.val200)}
+    tested = set()
+    for key, label, pixels in held["train800val200"] + held["test"]:
+        split, file, number = key.split("/")[:3]
+        row = int(number) + (IMAGES // 3 if "00001-of" in file else 0)
+        if key in by_key:
+            assert by_key[key] == shown_sha256(task, split, row)
+        else:
+            tested.add((split, row))
+        assert label == expected_label(task, row)
+        with Image.open(io.BytesIO(picture(split, row, gray="snorb" in task, binary="dspr" in task))) as image:
+            original = np.asarray(image.convert("RGB")).astype(int) * (255 if "dspr" in task else 1)
+        assert np.abs(original - pixels).max() <= 8  # a JPEG of quality 100 loses next to nothing
+    assert tested == {(test_split, row) for row in range(test_first, IMAGES)}
+
+
+def test_class_names_come_from_tfds_or_from_the_rule(tmp_path):
+    for task, second in (("pets", "pets 1"), ("dmlab", "1"), ("kitti_dist", "to 20 m")):
+        make_tfds(tmp_path, task)
+        assert open_copy(find_copy(task, [tmp_path]).copy).class_names[1] == second
+
+
+# ---- Other layouts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["cifar100", "clevr_dist", "kitti_dist", "snorb_azim", "dspr_ori", "eurosat"])
+def test_parquet_with_the_splits_and_features_of_tfds(tmp_path, task):
+    make_parquet(tmp_path, task, ORIGINS[task].splits)
+    prepared = run_prepare(task, tmp_path, tmp_path / "out")
+    (val_split, val_first), (_, test_first) = PUBLISHED[task]
+    ids = Ids.read(tmp_path / "out" / task / "ids.json")
+    assert contents(ids.train800) == expected(task, "train", range(8))
+    assert contents(ids.val200) == expected(task, val_split, range(val_first, val_first + 2))
+    assert prepared.counts["test"] == IMAGES - test_first and prepared.doubt is not None
+
+
+@pytest.mark.parametrize("task", ["eurosat", "clevr_dist"])
+def test_folders_of_classes(tmp_path, task):
+    make_folders(tmp_path, task, ("train", "val", "test"))
+    prepared = run_prepare(task, tmp_path, tmp_path / "out")
+    ids = Ids.read(tmp_path / "out" / task / "ids.json")
+    in_order = sorted(range(IMAGES), key=lambda number: (expected_label(task, number), number))
+    assert sorted(entry.label for entry in ids.train800) == sorted(expected_label(task, n) for n in in_order[:8])
+    assert contents(ids.val200) == sorted(
+        (shown_sha256(task, "val", number), expected_label(task, number)) for number in in_order[:2]
+    )
+    assert prepared.counts["test"] == IMAGES and prepared.doubt is not None
+
+
+@pytest.mark.parametrize("task", ["svhn", "clevr_count", "snorb_elev"])
+def test_tars_of_clip_benchmark(tmp_path, task):
+    """They have no images for validation: the next training images stand in."""
+    make_tars(tmp_path, task, ("train", "test"))
+    prepared = run_prepare(task, tmp_path, tmp_path / "out")
+    ids = Ids.read(tmp_path / "out" / task / "ids.json")
+    numbers = {part: sorted(int(entry.key[-11:-4]) for entry in entries) for part, entries in ids.parts.items()}
+    assert numbers == {"train800": list(range(8)), "val200": [8, 9]}
+    assert [entry.label for entry in ids.val200] == [expected_label(task, 8), expected_label(task, 9)]
+    assert prepared.counts["test"] == IMAGES and prepared.doubt is not None
+
+
+def test_lists_of_paths_and_labels(tmp_path):
+    make_lists(tmp_path, "dmlab", {"train800": 8, "val200": 2, "test": 30})
+    prepared = run_prepare("dmlab", tmp_path, tmp_path / "out")
+    assert prepared.counts == {"train800val200": 10, "train800": 8, "val200": 2, "test": 30}
+    assert prepared.doubt is None
+    ids = Ids.read(tmp_path / "out" / "dmlab" / "ids.json")
+    assert contents(ids.val200) == expected("dmlab", "val200", range(2))
+    (tmp_path / "dmlab" / "val200.txt").unlink()
+    search = find_copy("dmlab", [tmp_path])
+    assert search.copy is None and "val200.txt" in search.problems[0]
+
+
+# ---- Lists of ids ----------------------------------------------------------------------------------------------------
+
+
+def test_a_list_of_ids_takes_the_same_images_from_another_copy(tmp_path):
+    """By key where the copy has them; by pixels and label where it has another order and other keys."""
+    make_tfds(tmp_path / "one", "dspr_ori")
+    run_prepare("dspr_ori", tmp_path / "one", tmp_path / "first")
+    pinned = Ids.read(tmp_path / "first" / "dspr_ori" / "ids.json")
+    again = run_prepare("dspr_ori", tmp_path / "one", tmp_path / "second", pinned)
+    assert Ids.read(tmp_path / "second" / "dspr_ori" / "ids.json").parts == pinned.parts and again.doubt is None
+
+    make_parquet(tmp_path / "two", "dspr_ori", ("train", "test"), order=lambda n: reversed(range(n)))
+    other = run_prepare("dspr_ori", tmp_path / "two", tmp_path / "third", pinned)
+    ids = Ids.read(tmp_path / "third" / "dspr_ori" / "ids.json")
+    assert ids.sha256 == pinned.sha256 and ids.differences(pinned) == 0 and other.doubt is None
+    assert {entry.key for entry in ids.train800}.isdisjoint(entry.key for entry in pinned.train800)
+    assert verify_prepared(tmp_path / "third" / "dspr_ori") == []
+
+    # The same keys over other images, as another version of TFDS may have them: pixels decide.
+    moved = pinned.train800[0].model_copy(update={"key": "train/dsprites-train.tfrecord-00001-of-00002/000000005"})
+    moved = pinned.model_copy(update={"train800": (moved, *pinned.train800[1:])})
+    run_prepare("dspr_ori", tmp_path / "one", tmp_path / "fourth", moved)
+    assert Ids.read(tmp_path / "fourth" / "dspr_ori" / "ids.json").sha256 == pinned.sha256
+
+
+def test_a_list_of_ids_is_verified(tmp_path):
+    folder = make_tfds(tmp_path / "one", "pets")
+    run_prepare("pets", tmp_path / "one", tmp_path / "first")
+    pinned = Ids.read(tmp_path / "first" / "pets" / "ids.json")
+    foreign = pinned.train800[0].model_copy(update={"sha256": "0" * 64})
+    other = pinned.model_copy(update={"train800": (foreign, *pinned.train800[1:])})
+    with pytest.raises(DataError, match="1 of the images"):
+        run_prepare("pets", tmp_path / "one", tmp_path / "second", other)
+    gone = pinned.train800[0].model_copy(update={"key": "train/x", "sha256": "0" * 64})
+    other = pinned.model_copy(update={"train800": (gone, *pinned.train800[1:])})
+    with pytest.raises(DataError, match="1 of the images"):
+        run_prepare("pets", tmp_path / "one", tmp_path / "second", other)
+    assert not (tmp_path / "second" / "pets" / "train800val200").exists()
+    with pytest.raises(RecipeError, match="other images"):  # prepared before, not with this list
+        run_prepare("pets", tmp_path / "one", tmp_path / "first", other)
+    assert folder.is_dir()
+
+
+@pytest.mark.parametrize("damage", ["{", '{"version": 2}', "twice"])
+def test_a_damaged_list_of_ids(tmp_path, damage):
+    make_tfds(tmp_path, "pets")
+    run_prepare("pets", tmp_path, tmp_path / "out")
+    path = tmp_path / "out" / "pets" / "ids.json"
+    if damage == "twice":
+        content = json.loads(path.read_text())
+        content["val200"] = content["train800"][:2]
+        damage = json.dumps(content)
+    path.write_text(damage)
+    with pytest.raises(DataError, match=r"ids\.json"):
+        Ids.read(path)
+
+
+def test_pixels_are_what_a_picture_shows():
+    assert pixels_sha256(picture("train", 1)) == shown_sha256("pets", "train", 1)
+    with pytest.raises(DataError):
+        pixels_sha256(b"no picture")
+
+
+@pytest.mark.parametrize("mode", ["L", "1"])
+def test_full_contrast(mode):
+    pixels = np.array([[0, 1], [1, 0]], np.uint8)
+    out = io.BytesIO()
+    (Image.fromarray(pixels) if mode == "L" else Image.fromarray(pixels.astype(bool))).save(out, "PNG")
+    with Image.open(io.BytesIO(with_full_contrast(out.getvalue()))) as image:
+        assert np.array_equal(np.asarray(image), pixels * 255)
+    assert with_full_contrast(picture("train", 0, gray=True)) == picture("train", 0, gray=True)
+
+
+# ---- Repeating, and what cannot be taken -----------------------------------------------------------------------------
+
+
+def test_repeating_goes_on(tmp_path):
+    make_tfds(tmp_path, "camelyon")
+    run_prepare("camelyon", tmp_path, tmp_path / "out")
+    place = tmp_path / "out" / "camelyon"
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file() and "log" not in path.name}
+    for name in ("val200", "test"):
+        (place / name / "manifest.json").unlink()
+    (place / "test" / "shard-00000.beton").unlink()
+    (place / "test" / "shard-00000.idx.parquet").unlink()
+    (place / "test" / "convert.log.jsonl").unlink()
+    run_prepare("camelyon", tmp_path, tmp_path / "out")
+    assert {path: path.read_bytes() for path in before} == before
+    assert run_prepare("camelyon", tmp_path / "nowhere", tmp_path / "out").search is None  # needs the copy no more
+
+
+def test_another_copy_does_not_go_on(tmp_path):
+    make_tfds(tmp_path / "one", "camelyon")
+    make_lists(tmp_path / "two", "camelyon", {"train800": 8, "val200": 2, "test": 30})
+    run_prepare("camelyon", tmp_path / "one", tmp_path / "out")
+    (tmp_path / "out" / "camelyon" / "test" / "manifest.json").unlink()
+    with pytest.raises(RecipeError, match="another copy"):
+        run_prepare("camelyon", tmp_path / "two", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("task", "images", "takes"),
+    [
+        ("pets", 7, Takes(8, 2)),
+        ("pets", 9, Takes(8, 2)),  # training and validation images would overlap
+        ("snorb_azim", 12, Takes(8, 7)),
+        ("eurosat", 12, Takes(8, 2)),
+    ],
+)
+def test_too_few_images(tmp_path, task, images, takes):
+    make_tfds(tmp_path, task, images)
+    with pytest.raises(DataError, match="too few"):
+        run_prepare(task, tmp_path, tmp_path / "out", takes=takes)
+
+
+def test_labels_and_classes_that_a_task_does_not_have(tmp_path):
+    folder = make_tfds(tmp_path / "tfds", "pets")
+    (folder / "label.labels.txt").write_text("cat\ndog\n")
+    with pytest.raises(DataError, match="37"):
+        run_prepare("pets", tmp_path / "tfds", tmp_path / "out")
+    make_folders(tmp_path / "folders", "svhn", ("train", "test"), images=9)
+    with pytest.raises(DataError, match="10"):
+        run_prepare("svhn", tmp_path / "folders", tmp_path / "out")
+    tars = make_tars(tmp_path / "tars", "camelyon", ("train", "test"))
+    (tmp_path / "tars" / "wds_vtab-kitti_closest_vehicle_distance").mkdir()
+    lists = make_lists(tmp_path / "lists", "svhn", {"train800": 8, "val200": 2, "test": 12})
+    lines = (lists / "train800.txt").read_text().replace(" 3\n", " 10\n")
+    (lists / "train800.txt").write_text(lines)
+    with pytest.raises(DataError, match="label 10"):
+        run_prepare("svhn", tmp_path / "lists", tmp_path / "out")
+    assert tars.is_dir()
+
+
+def test_versions_of_tfds(tmp_path):
+    make_tfds(tmp_path, "kitti_dist", version="3.3.0")
+    copy = find_copy("kitti_dist", [tmp_path]).copy
+    assert copy.version == "3.3.0" and "3.1.0" in copy.doubt
+    make_tfds(tmp_path, "kitti_dist", version="3.1.0")
+    copy = find_copy("kitti_dist", [tmp_path]).copy
+    assert copy.version == "3.1.0" and copy.doubt is None
+
+
+def test_a_copy_with_files_missing_is_none(tmp_path):
+    folder = make_tfds(tmp_path, "pets")
+    (folder / "oxford_iiit_pet-test.tfrecord-00001-of-00002").unlink()
+    search = find_copy("pets", [tmp_path])
+    assert search.copy is None and "1 of 2 files of the split test" in search.problems[0]
+    assert tmp_path / "oxford_iiit_pet" in search.looked
+
+
+def test_slices_round_down_to_an_image():
+    assert Slice("train", 90).rows(3059, 200) == range(2753, 2953)
+    assert Slice("train", 90).rows(73257, 200) == range(65931, 66131)
+    assert Slice("train", 80).rows(3680, 200) == range(2944, 3144)
+    assert Slice("train", 80, 90).rows(737280, 200) == range(589824, 590024)
+    assert Slice("train", 60, 80).rows(27000, 200) == range(16200, 16400)
+    assert Slice("test", 50).rows(24300) == range(12150, 24300)
+
+
+def test_data_that_are_damaged_later_are_found(tmp_path):
+    make_tfds(tmp_path, "camelyon")
+    run_prepare("camelyon", tmp_path, tmp_path / "out")
+    place = tmp_path / "out" / "camelyon"
+    path = place / "ids.json"
+    content = json.loads(path.read_text())
+    content["train800"][0]["label"] = 1 - content["train800"][0]["label"]
+    path.write_text(json.dumps(content))
+    assert len(verify_prepared(place)) == 2

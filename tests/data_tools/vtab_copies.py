@@ -1,0 +1,170 @@
+"""Small copies of the datasets of VTAB-1k in every layout, made up: image i of a split differs from all others."""
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+from test_tfrecord import encode, framed
+
+from data_tools.vtab.tasks import ORIGINS
+from vitscale.vtab import TASKS
+
+IMAGES = 40  # of a split
+ORIENTATION_BINS = [b for b in range(16) for _ in range(3 if b % 2 == 0 else 2)]
+SHARED = {"clevr", "dsprites", "smallnorb"}
+CLEVR_DISTANCES = (7.0, 8.2, 8.7, 9.2, 9.7, 11.0)
+KITTI_DISTANCES = (5.0, 15.0, 30.0)
+
+
+def expected_label(task: str, number: int) -> int:
+    """What the label of image `number` of a split is, by how the copies are made."""
+    return {
+        "clevr_count": number % 8,
+        "clevr_dist": number % 6,
+        "kitti_dist": number % 4,
+        "dspr_loc": number % 32 // 2,
+        "dspr_ori": ORIENTATION_BINS[number % 40],
+    }.get(task, number % TASKS[task].num_classes)
+
+
+def picture(split: str, number: int, *, gray: bool = False, binary: bool = False) -> bytes:
+    """A PNG of 8 x 8 pixels."""
+    rng = np.random.default_rng([number, len(split), ord(split[0])])
+    pixels = rng.integers(0, 2 if binary else 256, (8, 8) if gray or binary else (8, 8, 3), np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    return out.getvalue()
+
+
+def features(task: str, split: str, number: int) -> dict[str, list]:
+    """What TFDS has of an image."""
+    name = ORIGINS[task].tfds_name
+    if name == "clevr":
+        count = 3 + number % 8
+        coords = [[1.0 * i, 2.0 * i, CLEVR_DISTANCES[number % 6] + i] for i in range(count)]
+        return {
+            "image": [picture(split, number)],
+            "objects/size": [0] * count,
+            "objects/pixel_coords": [value for xyz in reversed(coords) for value in xyz],
+        }
+    if name == "kitti":
+        z = (*KITTI_DISTANCES, 2.0)[number % 4]
+        types = [5, 0 if number % 4 < 3 else 4]  # a cyclist, nearer than all; a car, or a person sitting
+        return {
+            "image": [picture(split, number)],
+            "objects/type": types,
+            "objects/location": [0.5, 1.5, 1.0, -3.0, 1.5, z],
+        }
+    if name == "dsprites":
+        return {
+            "image": [picture(split, number, binary=True)],
+            "label_x_position": [number % 32],
+            "label_orientation": [number % 40],
+            "label_shape": [0],
+        }
+    if name == "smallnorb":
+        return {
+            "image": [picture(split, number, gray=True)],
+            "image2": [picture(split + "2", number, gray=True)],
+            "label_azimuth": [number % 18],
+            "label_elevation": [number % 9],
+            "label_category": [0],
+        }
+    return {
+        "image": [picture(split, number)],
+        "label": [number % TASKS[task].num_classes],
+        "file_name": [f"{number}.png"],
+    }
+
+
+def make_tfds(root: Path, task: str, images: int = IMAGES, version: str | None = None) -> Path:
+    """Records of a task's dataset, each split in two files; the folder of its version."""
+    origin = ORIGINS[task]
+    version = version or {1: "{}.0.1", 3: "{}"}[len(origin.version.split("."))].format(origin.version)
+    folder = root / origin.tfds / version
+    if folder.is_dir():
+        return folder
+    folder.mkdir(parents=True)
+    for split in origin.splits:
+        records = [
+            encode(**{name.replace("/", "__"): values for name, values in features(task, split, number).items()})
+            for number in range(images)
+        ]
+        for index, half in enumerate((records[: images // 3], records[images // 3 :])):
+            (folder / f"{origin.tfds_name}-{split}.tfrecord-0000{index}-of-00002").write_bytes(framed(*half))
+    if origin.states_its_label and task != "dmlab":
+        names = [f"{task} {number}" for number in range(TASKS[task].num_classes)]
+        (folder / "label.labels.txt").write_text("\n".join(names) + "\n")
+    return folder
+
+
+def make_parquet(
+    root: Path, task: str, splits: tuple[str, ...], images: int = IMAGES, order=lambda n: range(n)
+) -> Path:
+    """Rows with the features of TFDS; `order` says which images come in which order."""
+    folder = root / task / "data"
+    folder.mkdir(parents=True)
+    for split in splits:
+        columns: dict[str, list] = {}
+        for number in order(images):
+            for name, values in features(task, split, number).items():
+                column, _, field = name.partition("/")
+                value = (
+                    {"bytes": values[0], "path": None} if name.startswith("image") else values if field else values[0]
+                )
+                columns.setdefault(name, []).append(value)
+                assert column
+        nested: dict[str, list] = {name: values for name, values in columns.items() if "/" not in name}
+        fields = {name.partition("/")[2]: values for name, values in columns.items() if "/" in name}
+        if fields:
+            nested["objects"] = [dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=True)]
+        pq.write_table(pa.table(nested), folder / f"{split}-00000-of-00001.parquet")
+    return root / task
+
+
+def make_tars(root: Path, task: str, splits: tuple[str, ...], images: int = IMAGES) -> Path:
+    """Tars as CLIP_benchmark writes them, two a split."""
+    folder = root / f"wds_vtab-{ORIGINS[task].tars}"
+    for split in splits:
+        (folder / split).mkdir(parents=True)
+        for index, half in enumerate((range(images // 2), range(images // 2, images))):
+            with tarfile.open(folder / split / f"{index}.tar", "w") as tar:
+                for number in half:
+                    for suffix, content in (
+                        ("png", picture(split, number)),
+                        ("cls", str(expected_label(task, number)).encode()),
+                    ):
+                        member = tarfile.TarInfo(f"s{number:07d}.{suffix}")
+                        member.size = len(content)
+                        tar.addfile(member, io.BytesIO(content))
+        (folder / split / "nshards.txt").write_text("2\n")
+    names = [f"class {number}" for number in range(TASKS[task].num_classes)]
+    (folder / "classnames.txt").write_text("\n".join(names) + "\n")
+    return folder
+
+
+def make_folders(root: Path, task: str, splits: tuple[str, ...], images: int = IMAGES) -> Path:
+    """Folders of classes; the key of an image begins with its class."""
+    for split in splits:
+        for number in range(images):
+            path = root / task / split / f"class {expected_label(task, number):03d}" / f"{number:04d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(picture(split, number))
+    return root / task
+
+
+def make_lists(root: Path, task: str, counts: dict[str, int]) -> Path:
+    """Lists of `path label` beside a folder of images."""
+    for split, count in counts.items():
+        lines = []
+        for number in range(count):
+            path = Path("images", split, f"{number:06d}.png")
+            (root / task / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / task / path).write_bytes(picture(split, number))
+            lines.append(f"{path} {expected_label(task, number)}\n")
+        (root / task / f"{split}.txt").write_text("".join(lines))
+    return root / task
