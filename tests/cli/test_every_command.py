@@ -43,7 +43,17 @@ def test_a_list_of_commands_says_whole_sentences_at_80_columns(arguments):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["recipe"], ["plan"], ["launch"], ["convert"], ["flops"], ["models"], ["shards", "verify"], ["export"]],
+    [
+        ["recipe"],
+        ["plan"],
+        ["launch"],
+        ["convert"],
+        ["flops"],
+        ["models"],
+        ["shards", "verify"],
+        ["export"],
+        ["vtab", "prepare"],
+    ],
 )
 def test_help_has_words_for_types(arguments):
     help_text = run("vitscale", *arguments, "--help").stdout
