@@ -24,7 +24,7 @@ LAYERS = (
     {"checkpoint", "objectives", "status"},
     {"evaluation", "planning"},
     {"launch", "training"},
-    {"pretrain"},
+    {"pretrain", "studies"},
     {"data_tools"},
     {"cli"},
     {"__main__"},

@@ -13,10 +13,12 @@ from vitscale.recipe.objectives import Classification, Objective
 from vitscale.recipe.optimizers import AdamW, Optimizer, group_of, is_frozen
 from vitscale.recipe.reading import (
     apply_setting,
+    describe_expected,
     find_recipe,
     list_recipes,
     load_recipe,
     override,
+    read_content,
     read_recipe,
     recipes_dir,
     validate_model,
@@ -61,6 +63,7 @@ __all__ = [
     "Spike",
     "apply_setting",
     "changes",
+    "describe_expected",
     "differences",
     "explain_fields",
     "find_dataset",
@@ -71,6 +74,7 @@ __all__ = [
     "list_recipes",
     "load_recipe",
     "override",
+    "read_content",
     "read_recipe",
     "recipes_dir",
     "smoke_form",

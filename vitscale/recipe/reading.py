@@ -102,7 +102,11 @@ def _is_duration(block: dict[str, Any]) -> bool:
     return bool(block) and set(block) <= set(Duration.model_fields)
 
 
-def _read(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_content(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Plain data of a recipe's file on top of what it extends, not validated; `chain` are the files that extend it.
+
+    Raises `RecipeError`.
+    """
     if path.resolve() in chain:
         raise RecipeError(f"{path}: extends itself: {' -> '.join(str(p.name) for p in (*chain, path))}")
     try:
@@ -122,7 +126,7 @@ def _read(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     base_path = path.parent / base
     if not base_path.is_file():
         base_path = find_recipe(base)
-    return _merge(_read(base_path, (*chain, path.resolve())), content)
+    return _merge(read_content(base_path, (*chain, path.resolve())), content)
 
 
 def apply_setting(content: dict[str, Any], setting: str) -> dict[str, Any]:
@@ -161,7 +165,7 @@ def load_recipe(recipe: str | Path, settings: Sequence[str] = ()) -> Recipe:
         RecipeError: one message that lists everything that is wrong.
     """
     path = find_recipe(recipe)
-    return override(_read(path), settings, str(path))
+    return override(read_content(path), settings, str(path))
 
 
 def override(content: dict[str, Any], settings: Sequence[str], where: str) -> Recipe:
@@ -173,7 +177,7 @@ def override(content: dict[str, Any], settings: Sequence[str], where: str) -> Re
 
 def read_recipe(path: Path) -> Recipe:
     """A recipe from one complete file, such as a run directory's."""
-    return validate_recipe(_read(path), str(path))
+    return validate_recipe(read_content(path), str(path))
 
 
 def validate_recipe(content: dict[str, Any], where: str) -> Recipe:
@@ -229,9 +233,14 @@ def _describe(details: Any, inside: str) -> str:
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         valid = ", ".join(keys_in(inside + key))
         return f"{key}: {value!r}: expected a block of keys{valid and f': {valid}'}"
-    expected = _EXPECTED.get(kind)
-    message = details["msg"] if expected is None else f"expected {expected.format(**facts)}"
-    return f"{key}: {value!r}: {message[0].lower()}{message[1:]}"
+    return f"{key}: {value!r}: {describe_expected(details)}"
+
+
+def describe_expected(details: Any) -> str:
+    """In words, what pydantic expected instead of a value."""
+    expected = _EXPECTED.get(details["type"])
+    message = details["msg"] if expected is None else f"expected {expected.format(**details.get('ctx', {}))}"
+    return f"{message[0].lower()}{message[1:]}"
 
 
 # What pydantic calls a mistake -> what was expected instead.

@@ -1,0 +1,395 @@
+"""From a study to its entries: a pure function, which validates every recipe that may come to run."""
+
+import difflib
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from vitscale.errors import RecipeError, VitscaleError
+from vitscale.recipe import Recipe, find_recipe, override, read_content
+from vitscale.recipe.strict_yaml import parse_yaml
+from vitscale.storage import is_url
+from vitscale.studies.schema import DEV, DataSet, Part, Selection, Study
+
+_VALIDATION = "validation/"
+"""What metrics of a recipe's `evaluation.validation` begin with."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A recipe that an entry may come to run.
+
+    Attributes:
+        label: what sets it apart from other candidates, in file names; empty where there is no grid.
+        source: the recipe's file.
+        settings: KEY=VALUE on top of it.
+        values: of the grid.
+        recipe: all of it together.
+    """
+
+    label: str
+    source: str
+    settings: tuple[str, ...]
+    values: Mapping[str, Any]
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of a study; its directory has its name.
+
+    Attributes:
+        part: of the study.
+        dataset: name of its data set in the study, or None.
+        split: of that data set which it is evaluated on, `dev` or `test`; None without a data set.
+        evaluated_on: that split as recipes name it.
+        seed: as the study says; None for the recipe's own.
+        parent: the entry whose run it begins with, or None.
+        options: one; of an entry that waits for a choice, one for each candidate that may win.
+        choice: the name of that choice, or None.
+    """
+
+    name: str
+    part: str
+    dataset: str | None
+    split: str | None
+    evaluated_on: str | None
+    seed: int | None
+    parent: str | None
+    options: tuple[Option, ...]
+    choice: str | None = None
+    depends_on: tuple[str, ...] = ()
+
+    def option(self, label: str | None) -> Option:
+        """The one that runs: the only one, or the winner's."""
+        if self.choice is None:
+            return self.options[0]
+        return next(option for option in self.options if option.label == label)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One winner among candidates.
+
+    Attributes:
+        name: part and, where they are several, run that they begin with and data set.
+        metric: as runs report it.
+        candidates: label -> entries, whose mean counts.
+        decided_by: the development splits, as recipes name them.
+    """
+
+    name: str
+    rule: Selection
+    metric: str
+    candidates: Mapping[str, tuple[str, ...]]
+    decided_by: tuple[str, ...]
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """All candidates' runs."""
+        return tuple(entry for entries in self.candidates.values() for entry in entries)
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """The entries of a study, each after those it depends on, and its choices, by name."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    choices: dict[str, Choice] = field(default_factory=dict)
+
+
+def expand(study: Study, folder: Path, settings: Sequence[str] = (), beside: Path | None = None) -> Expansion:
+    """Every run of a study.
+
+    Args:
+        folder: in which each has a directory of its name; runs that begin with another's weights name it.
+        settings: KEY=VALUE for the recipes of all entries.
+        beside: the folder of the study's file, where recipes given by a path are looked for first.
+
+    Raises `RecipeError` for a recipe that is not valid, an edge to nothing, a cycle, two entries of one name, and where
+    a choice could see a test split.
+    """
+    expander = _Expander(study, folder, settings, beside)
+    for name in study.parts:
+        expander.add(name, ())
+    return expander.expansion
+
+
+class _Expander:
+    def __init__(self, study: Study, folder: Path, settings: Sequence[str], beside: Path | None) -> None:
+        self.expansion = Expansion()
+        self._study, self._folder, self._settings = study, folder, settings
+        self._finals: dict[str, list[str]] = {}
+        self._beside, self._content = beside, cache(read_content)
+        self._tests = {
+            splits.test: f"parts.{name}.datasets.{dataset}.test"
+            for name, part in study.parts.items()
+            for dataset, splits in part.datasets.items()
+            if splits.test is not None
+        }
+
+    def add(self, name: str, chain: tuple[str, ...]) -> None:
+        """A part, after those that it begins with."""
+        if name in self._finals:
+            return
+        if name in chain:
+            raise RecipeError(f"parts.{name}.from: a cycle: {' -> '.join((*chain[chain.index(name) :], name))}")
+        part = self._study.parts[name]
+        parents: list[str | None] = []
+        for source in part.source:
+            other = source.partition("-")[0]  # no part has one in its name
+            if other in self._study.parts:
+                self.add(other, (*chain, name))
+            parents += self._entries_of(source, name)
+        self._finals[name] = []
+        for parent in parents or [None]:
+            label = "-".join([name, *([parent] if parent is not None and len(parents) > 1 else [])])
+            _PartOfOneParent(self, part, name, label, parent).add()
+
+    def _entries_of(self, source: str, name: str) -> list[str]:
+        """The entries that one name of `from` means."""
+        if source in self._finals:
+            return self._finals[source]
+        if source in self.expansion.entries:
+            return [source]
+        near = difflib.get_close_matches(source, [*self._study.parts, *self.expansion.entries], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise RecipeError(f"parts.{name}.from: there is no part or entry {source!r}{hint}")
+
+    def option(
+        self, where: str, label: str, source: str, values: Mapping[str, Any], *blocks: Mapping[str, Any]
+    ) -> Option:
+        """A recipe with settings; the command line's come before those in the last of the blocks."""
+        *of_study, last = blocks
+        pairs = [pair for block in (self._study.settings, *of_study, values) for pair in block.items()]
+        settings = [*map(_setting, pairs), *self._settings, *map(_setting, last.items())]
+        path = (
+            find_recipe(source)
+            if self._beside is None or not (self._beside / source).is_file()
+            else self._beside / source
+        )
+        recipe = override(self._content(path), settings, f"parts.{where} ({source})")
+        return Option(label, str(path), tuple(settings), values, recipe)
+
+    def enter(self, entry: Entry, *, is_final: bool) -> None:
+        """One more entry, whose name nobody else has."""
+        if entry.name in self.expansion.entries:
+            raise RecipeError(
+                f"parts.{entry.part}: two entries are called {entry.name}: a value stands twice in a list"
+            )
+        self.expansion.entries[entry.name] = entry
+        if is_final:
+            self._finals[entry.part].append(entry.name)
+
+    def choose(self, choice: Choice, part: str) -> None:
+        """One more choice, by recipes that see no test split."""
+        self.expansion.choices[choice.name] = choice
+        for name in choice.entries:
+            recipe = self.expansion.entries[name].options[0].recipe
+            tests = {_place(test, recipe): key for test, key in self._tests.items()}
+            for text in _texts(recipe.dump()):
+                if key := tests.get(_place(text, recipe)):
+                    raise RecipeError(
+                        f"parts.{part}: its candidates would see {text!r}, which is {key}: no choice may see a test "
+                        f"split"
+                    )
+
+    def run_dir(self, entry: str) -> str:
+        """Where an entry's run is, whoever asks from where."""
+        return str((self._folder / entry).absolute())
+
+    def taken(self, part: Part, parent: str, where: str) -> dict[str, Any]:
+        """The fields that are those of the parent's recipe."""
+        found = {}
+        for key in part.take:
+            values = []
+            for option in self.expansion.entries[parent].options:
+                value: Any = option.recipe.dump()
+                for word in key.split("."):
+                    value = value.get(word) if isinstance(value, dict) else None
+                values.append(value)
+            if values[0] is None or any(value != values[0] for value in values):
+                raise RecipeError(
+                    f"parts.{where}.take: {key}: the recipe of {parent} has none, or leaves it to a choice"
+                )
+            found[key] = values[0]
+        return found
+
+
+class _PartOfOneParent:
+    """The entries of a part that begin with one run, or with none."""
+
+    def __init__(self, expander: _Expander, part: Part, name: str, label: str, parent: str | None) -> None:
+        self._expander, self._part, self._name, self._label, self._parent = expander, part, name, label, parent
+        self._begin: dict[str, Any] = {}
+        if parent is not None:
+            self._begin = {"init.from": expander.run_dir(parent), **expander.taken(part, parent, name)}
+
+    def add(self) -> None:
+        part = self._part
+        candidates: dict[str | None, dict[str, tuple[str, ...]]] = {}
+        seeds: list[int | None] = [*part.seeds] or [None]
+        for dataset in part.datasets or [None]:
+            candidates[dataset] = {
+                label: tuple(self._candidate(dataset, label, recipe, values, seed) for seed in seeds)
+                for label, recipe, values in _combinations(part)
+            }
+        if part.selection is None:
+            return
+        choices: dict[str | None, Choice] = {}
+        if part.selection.shared:
+            labels = next(iter(candidates.values()))
+            shared = {label: tuple(e for each in candidates.values() for e in each[label]) for label in labels}
+            choices = dict.fromkeys(candidates, self._choice(self._label, part.selection, shared))
+        else:
+            for dataset, found in candidates.items():
+                choices[dataset] = self._choice(self._named(dataset), part.selection, found)
+        if part.refit is not None:
+            for dataset, choice in choices.items():
+                for seed in part.refit.seeds:
+                    self._refit(dataset, choice, seed)
+
+    def _candidate(
+        self, dataset: str | None, label: str, recipe: str, values: Mapping[str, Any], seed: int | None
+    ) -> str:
+        splits = None if dataset is None else self._part.datasets[dataset]
+        name = self._named(dataset, label, None if seed is None else f"seed{seed}")
+        last = {} if splits is None else {"data.train": splits.train, "evaluation.validation": splits.dev}
+        option = self._option(name, label, recipe, values, dataset, splits, last, seed)
+        entry = Entry(
+            name,
+            self._name,
+            dataset,
+            None if splits is None else "dev",
+            None if splits is None else splits.dev,
+            seed,
+            self._parent,
+            (option,),
+            depends_on=() if self._parent is None else (self._parent,),
+        )
+        self._expander.enter(entry, is_final=self._part.refit is None)
+        return name
+
+    def _refit(self, dataset: str | None, choice: Choice, seed: int) -> None:
+        assert dataset is not None
+        splits = self._part.datasets[dataset]
+        name = self._named(dataset, "full", f"seed{seed}")
+        last = {"data.train": splits.full, "evaluation.validation": splits.test}
+        options = tuple(
+            self._option(name, label, recipe, values, dataset, splits, last, seed)
+            for label, recipe, values in _combinations(self._part)
+        )
+        for option in options:
+            if option.recipe.selection is not None:
+                raise RecipeError(
+                    f"parts.{self._name}.refit: the selection in {option.source} would choose a checkpoint by "
+                    f"{splits.test}: no choice may see a test split; set selection: null"
+                )
+        depends_on = (*choice.entries, *(() if self._parent is None else (self._parent,)))
+        entry = Entry(
+            name, self._name, dataset, "test", splits.test, seed, self._parent, options, choice.name, depends_on
+        )
+        self._expander.enter(entry, is_final=True)
+
+    def _option(
+        self,
+        name: str,
+        label: str,
+        recipe: str,
+        values: Mapping[str, Any],
+        dataset: str | None,
+        splits: DataSet | None,
+        last: Mapping[str, Any],
+        seed: int | None,
+    ) -> Option:
+        source = recipe.replace("{dataset}", dataset or "{dataset}")
+        own = {} if splits is None else splits.settings
+        seeded = {} if seed is None else {"seed": seed}
+        blocks = (self._part.settings, own, {**self._begin, **last, **seeded})
+        return self._expander.option(name, label, source, values, *blocks)
+
+    def _choice(self, name: str, rule: Selection, candidates: Mapping[str, tuple[str, ...]]) -> Choice:
+        metric = _VALIDATION + rule.metric.removeprefix(DEV)
+        entries = self._expander.expansion.entries
+        names = [entry for found in candidates.values() for entry in found]
+        probe = entries[names[0]].options[0].recipe.dump()
+        probe["evaluation"]["every"] = {"steps": 1}
+        probe["selection"] = {"metric": metric, "mode": rule.mode}
+        override(probe, [], f"parts.{self._name}.selection")  # the recipe knows what is evaluated
+        decided_by = tuple(dict.fromkeys(str(entries[entry].evaluated_on) for entry in names))
+        choice = Choice(name, rule, metric, candidates, decided_by)
+        self._expander.choose(choice, self._name)
+        return choice
+
+    def _named(self, dataset: str | None, *words: str | None) -> str:
+        of_dataset = dataset if len(self._part.datasets) > 1 or dataset != self._name else None
+        return "-".join(word for word in (self._label, of_dataset, *words) if word)
+
+
+# ---- The grid --------------------------------------------------------------------------------------------------------
+
+
+def _combinations(part: Part) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(label, recipe, values) of every recipe with every point of the grid."""
+    keys = [key for axis in part.grid for key in axis]
+    points = [
+        [dict(zip(axis, values, strict=True)) for values in zip(*axis.values(), strict=True)] for axis in part.grid
+    ]
+    for recipe in part.recipes:
+        stem = [Path(recipe.replace("{dataset}", "")).stem] if len(part.recipes) > 1 else []
+        for combined in itertools.product(*(enumerate(axis) for axis in points)):
+            words = [_word(keys, index, point) for index, point in combined]
+            values = {key: value for _, point in combined for key, value in point.items()}
+            yield "-".join([*stem, *words]), recipe, values
+
+
+def _word(keys: Sequence[str], index: int, point: Mapping[str, Any]) -> str:
+    """What a point of an axis is called: keys, shortened to their last part where that tells them apart, and values."""
+    words = []
+    for key, value in point.items():
+        last = key.rpartition(".")[2]
+        short = last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
+        if isinstance(value, str):
+            shown = re.sub(r"[^A-Za-z0-9.]+", "_", value).strip("_.")
+        else:
+            shown = json.dumps(value) if isinstance(value, int | float) else f"_{index}"
+        words.append(short + shown)
+    return "-".join(words)
+
+
+def _setting(pair: tuple[str, Any]) -> str:
+    """KEY=VALUE as a command line has it; the value reads as what it is."""
+    key, value = pair
+    if isinstance(value, str):
+        try:
+            if parse_yaml(value, "") == value:
+                return f"{key}={value}"
+        except RecipeError:
+            pass
+    return f"{key}={json.dumps(value)}"
+
+
+# ---- Test splits -----------------------------------------------------------------------------------------------------
+
+
+def _texts(content: Any) -> Iterator[str]:
+    """Every text in plain data."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict | list):
+        for below in content.values() if isinstance(content, dict) else content:
+            yield from _texts(below)
+
+
+def _place(dataset: str, recipe: Recipe) -> str:
+    """The real path of a dataset that is there; otherwise what it is called."""
+    try:
+        where = recipe.dataset_path(dataset)
+        return where if is_url(where) else str(Path(where).resolve())
+    except (VitscaleError, ValueError, OSError):
+        return dataset
