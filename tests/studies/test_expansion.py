@@ -47,6 +47,12 @@ def test_axes_are_crossed_and_lists_of_one_axis_go_together(tmp_path):
     assert all(entry.depends_on == () and entry.choice is None for entry in expansion.entries.values())
 
 
+def test_keys_that_end_alike_are_told_apart(tmp_path):
+    axis = {"schedule.duration.steps": [4], "schedule.warmup.steps": [1], "data.crop": [{"area": [0.3, 1.0]}]}
+    expansion = expanded(tmp_path, {"a": {"grid": [axis, {"optimizer.name": ["adamw"]}, {"data.flip": [0.5]}]}})
+    assert list(expansion.entries) == ["a-duration.steps4-warmup.steps1-crop_0-nameadamw-flip0.5"]
+
+
 def test_recipes_and_data_sets_with_settings_of_their_own(tmp_path):
     (tmp_path / "of_b.yaml").write_text("extends: tiny.yaml\nseed: 5\n")
     (tmp_path / "of_c.yaml").write_text("extends: tiny.yaml\n")
@@ -210,6 +216,12 @@ def test_a_test_split_by_another_name_is_one(tmp_path):
     part = {**SELECTS, "datasets": {"colours": {**SPLITS, "dev": str(tmp_path / "dev")}}}
     with pytest.raises(RecipeError, match="test split"):
         expanded(tmp_path, {"a": part}, settings=settings)
+
+
+def test_no_checkpoint_is_selected_by_a_test_split_of_another_part(tmp_path):
+    best = {"evaluation.every": {"steps": 2}, "evaluation.validation": "colours/test", "selection": {}}
+    with pytest.raises(RecipeError, match="test split"):
+        expanded(tmp_path, {"a": SELECTS, "b": {"settings": best}})
 
 
 def test_a_test_split_of_another_part_is_one(tmp_path):

@@ -1,12 +1,13 @@
 """From a study to its entries: a pure function, which validates every recipe that may come to run."""
 
 import difflib
+import hashlib
 import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,11 @@ class Option:
     settings: tuple[str, ...]
     values: Mapping[str, Any]
     recipe: Recipe
+
+    @cached_property
+    def recipe_sha256(self) -> str:
+        """Of all fields, defaults included; in hexadecimal."""
+        return hashlib.sha256(json.dumps(self.recipe.dump(), sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,7 @@ class _Expander:
         self._study, self._folder, self._settings = study, folder, settings
         self._finals: dict[str, list[str]] = {}
         self._beside, self._content = beside, cache(read_content)
+        self._valid: dict[tuple[str, ...], Recipe] = {}
         self._tests = {
             splits.test: f"parts.{name}.datasets.{dataset}.test"
             for name, part in study.parts.items()
@@ -162,18 +169,27 @@ class _Expander:
         raise RecipeError(f"parts.{name}.from: there is no part or entry {source!r}{hint}")
 
     def option(
-        self, where: str, label: str, source: str, values: Mapping[str, Any], *blocks: Mapping[str, Any]
+        self,
+        where: str,
+        label: str,
+        source: str,
+        values: Mapping[str, Any],
+        seed: int | None,
+        blocks: Sequence[Mapping[str, Any]],
+        last: Mapping[str, Any],
     ) -> Option:
-        """A recipe with settings; the command line's come before those in the last of the blocks."""
-        *of_study, last = blocks
-        pairs = [pair for block in (self._study.settings, *of_study, values) for pair in block.items()]
+        """A recipe with settings: the study's, the blocks', the grid's, the command line's, the last ones, the seed."""
+        pairs = [pair for block in (self._study.settings, *blocks, values) for pair in block.items()]
         settings = [*map(_setting, pairs), *self._settings, *map(_setting, last.items())]
-        path = (
-            find_recipe(source)
-            if self._beside is None or not (self._beside / source).is_file()
-            else self._beside / source
-        )
-        recipe = override(self._content(path), settings, f"parts.{where} ({source})")
+        beside = None if self._beside is None else self._beside / source
+        path = beside if beside is not None and beside.is_file() else find_recipe(source)
+        key = (str(path), *settings)
+        if key not in self._valid:
+            self._valid[key] = override(self._content(path), settings, f"parts.{where} ({source})")
+        recipe = self._valid[key]
+        if seed is not None:
+            settings.append(f"seed={seed}")
+            recipe = recipe.model_copy(update={"seed": seed})  # whose bounds are the same in both schemas
         return Option(label, str(path), tuple(settings), values, recipe)
 
     def enter(self, entry: Entry, *, is_final: bool) -> None:
@@ -183,21 +199,24 @@ class _Expander:
                 f"parts.{entry.part}: two entries are called {entry.name}: a value stands twice in a list"
             )
         self.expansion.entries[entry.name] = entry
+        for option in entry.options:
+            if option.recipe.selection is not None:
+                self._refuse_tests(option, f"{entry.name}, whose recipe selects a checkpoint (selection),")
         if is_final:
             self._finals[entry.part].append(entry.name)
 
-    def choose(self, choice: Choice, part: str) -> None:
+    def choose(self, choice: Choice) -> None:
         """One more choice, by recipes that see no test split."""
         self.expansion.choices[choice.name] = choice
         for name in choice.entries:
-            recipe = self.expansion.entries[name].options[0].recipe
-            tests = {_place(test, recipe): key for test, key in self._tests.items()}
-            for text in _texts(recipe.dump()):
-                if key := tests.get(_place(text, recipe)):
-                    raise RecipeError(
-                        f"parts.{part}: its candidates would see {text!r}, which is {key}: no choice may see a test "
-                        f"split"
-                    )
+            self._refuse_tests(self.expansion.entries[name].options[0], f"{name}, a candidate,")
+
+    def _refuse_tests(self, option: Option, who: str) -> None:
+        """Raise `RecipeError` where a recipe by which something is chosen names a test split of the study."""
+        tests = {_place(test, option.recipe): key for test, key in self._tests.items()}
+        for text in _texts(option.recipe.dump()):
+            if key := tests.get(_place(text, option.recipe)):
+                raise RecipeError(f"{who} would see {text!r}, which is {key}: no choice may see a test split")
 
     def run_dir(self, entry: str) -> str:
         """Where an entry's run is, whoever asks from where."""
@@ -284,12 +303,6 @@ class _PartOfOneParent:
             self._option(name, label, recipe, values, dataset, splits, last, seed)
             for label, recipe, values in _combinations(self._part)
         )
-        for option in options:
-            if option.recipe.selection is not None:
-                raise RecipeError(
-                    f"parts.{self._name}.refit: the selection in {option.source} would choose a checkpoint by "
-                    f"{splits.test}: no choice may see a test split; set selection: null"
-                )
         depends_on = (*choice.entries, *(() if self._parent is None else (self._parent,)))
         entry = Entry(
             name, self._name, dataset, "test", splits.test, seed, self._parent, options, choice.name, depends_on
@@ -309,9 +322,9 @@ class _PartOfOneParent:
     ) -> Option:
         source = recipe.replace("{dataset}", dataset or "{dataset}")
         own = {} if splits is None else splits.settings
-        seeded = {} if seed is None else {"seed": seed}
-        blocks = (self._part.settings, own, {**self._begin, **last, **seeded})
-        return self._expander.option(name, label, source, values, *blocks)
+        return self._expander.option(
+            name, label, source, values, seed, (self._part.settings, own), {**self._begin, **last}
+        )
 
     def _choice(self, name: str, rule: Selection, candidates: Mapping[str, tuple[str, ...]]) -> Choice:
         metric = _VALIDATION + rule.metric.removeprefix(DEV)
@@ -323,7 +336,7 @@ class _PartOfOneParent:
         override(probe, [], f"parts.{self._name}.selection")  # the recipe knows what is evaluated
         decided_by = tuple(dict.fromkeys(str(entries[entry].evaluated_on) for entry in names))
         choice = Choice(name, rule, metric, candidates, decided_by)
-        self._expander.choose(choice, self._name)
+        self._expander.choose(choice)
         return choice
 
     def _named(self, dataset: str | None, *words: str | None) -> str:
@@ -349,17 +362,22 @@ def _combinations(part: Part) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def _word(keys: Sequence[str], index: int, point: Mapping[str, Any]) -> str:
-    """What a point of an axis is called: keys, shortened to their last part where that tells them apart, and values."""
+    """What a point of an axis is called: keys, shortened from the left as far as that tells them apart, and values."""
     words = []
     for key, value in point.items():
-        last = key.rpartition(".")[2]
-        short = last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
         if isinstance(value, str):
             shown = re.sub(r"[^A-Za-z0-9.]+", "_", value).strip("_.")
         else:
             shown = json.dumps(value) if isinstance(value, int | float) else f"_{index}"
-        words.append(short + shown)
+        words.append(_short(key, keys) + shown)
     return "-".join(words)
+
+
+def _short(key: str, keys: Sequence[str]) -> str:
+    """The last parts of a key, as few as no other key ends with."""
+    parts = key.split(".")
+    endings = (".".join(parts[-count:]) for count in range(1, len(parts)))
+    return next((end for end in endings if sum(f".{other}".endswith(f".{end}") for other in keys) == 1), key)
 
 
 def _setting(pair: tuple[str, Any]) -> str:
