@@ -33,7 +33,7 @@ def run(command: str, *arguments: object, **variables: str) -> subprocess.Comple
 # ---- Names and help --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [[], ["shards"], ["dedup"]])
+@pytest.mark.parametrize("arguments", [[], ["shards"], ["dedup"], ["study"]])
 def test_a_list_of_commands_says_whole_sentences_at_80_columns(arguments):
     result = run("vitscale", *arguments, "-h")
     listed = result.stdout.partition("Commands:\n")[2].splitlines()
@@ -53,6 +53,7 @@ def test_a_list_of_commands_says_whole_sentences_at_80_columns(arguments):
         ["shards", "verify"],
         ["export"],
         ["vtab", "prepare"],
+        ["study"],
     ],
 )
 def test_help_has_words_for_types(arguments):

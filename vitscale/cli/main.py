@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from vitscale.cli import dedup, shards, vtab
+from vitscale.cli import dedup, shards, study, vtab
 from vitscale.cli.command_line import HELP, Version, readable_command, run
 from vitscale.cli.launch import launch
 from vitscale.cli.plan import plan
@@ -26,6 +26,7 @@ app = typer.Typer(
 app.add_typer(shards.app, name="shards")
 app.add_typer(dedup.app, name="dedup")
 app.add_typer(vtab.app, name="vtab")
+app.add_typer(study.app, name="study")
 HeadKind = Literal["linear", "pretrain"]
 ListFormat = Literal["table", "json"]
 NoEma = Annotated[bool, typer.Option("--no-ema", help="Of a run: its last weights, where it keeps an average of them.")]

@@ -1,0 +1,64 @@
+"""`vitscale study`: the command line of vitscale.studies."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer.core import TyperGroup
+
+EngineName = Literal["local"]
+Study = Annotated[str, typer.Argument(metavar="STUDY", help="A file, or the stem of one that comes with vitscale.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of every entry's recipe.")
+]
+
+
+class _RunByDefault(TyperGroup):
+    """`vitscale study FILE` is `vitscale study run FILE`; without anything, the studies are listed."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        if not args:
+            args = ["list"]
+        elif args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    help="Run a study: many runs from one file.",
+    cls=_RunByDefault,
+    rich_markup_mode=None,
+)
+
+
+@app.command("list")
+def list_() -> None:
+    """List the studies that come with vitscale; so does `vitscale study`."""
+    from vitscale.studies.reading import list_studies
+
+    for stem, title in list_studies().items():
+        print(f"{stem:<20}  {title}")
+
+
+@app.command()
+def run(
+    study: Study,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--dir", help="A run directory for each entry goes there.", show_default="runs/<study stem>"),
+    ] = None,
+    engine: Annotated[EngineName, typer.Option(help="What runs the entries: this machine.")] = "local",
+    slots: Annotated[
+        int | None,
+        typer.Option(min=1, max=65536, help="Entries at a time.", show_default="one a CUDA device; one on CPUs"),
+    ] = None,
+    settings: Settings = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the entries and start nothing.")] = False,
+) -> None:
+    """Run what is not finished; `vitscale study STUDY` is short for it.
+
+    Repeating it continues.
+    """
+    from vitscale.cli.study_output import run_study
+
+    raise typer.Exit(run_study(study, folder, engine, slots, settings or [], dry_run=dry_run))

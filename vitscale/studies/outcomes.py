@@ -1,0 +1,76 @@
+"""What the runs of entries have come to, read from their directories; and whether these are still the entries' own."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from vitscale.errors import RecipeError
+from vitscale.recipe import Recipe, changes, differences, read_recipe
+from vitscale.runs.done import read_done
+from vitscale.runs.metrics import MetricsLog
+from vitscale.runs.names import METRICS_FILE, RECIPE_FILE
+from vitscale.runs.reading import count, number
+from vitscale.studies.expansion import Entry
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run.
+
+    Attributes:
+        metrics: by evaluator/metric: of the best step where the recipe selects one, else of the last.
+        step: that they are of.
+        steps: that the run took.
+        exaflops: of the run.
+    """
+
+    metrics: dict[str, float]
+    step: int | None
+    steps: int | None
+    exaflops: float | None
+
+
+def read_outcome(run_dir: Path) -> Outcome | None:
+    """None where the run is not finished. Raises `DataError` where its metrics cannot be read."""
+    done = read_done(run_dir)
+    if done is None:
+        return None
+    values, step, best = done.get("evaluation"), count(done.get("step")), count(done.get("best_step"))
+    if best is not None and best != step:
+        log = MetricsLog(run_dir / METRICS_FILE, whole=True)
+        log.refresh()
+        values, step = next((found for at, found in reversed(log.evaluations) if at == best), values), best
+    known = values if isinstance(values, dict) else {}
+    metrics = {key: value for key, found in known.items() if (value := number(found)) is not None}
+    return Outcome(metrics, step, count(done.get("step")), number(done.get("exaflops")))
+
+
+def changed_fields(run_dir: Path, recipe: Recipe) -> list[str]:
+    """Lines `key: old -> new` where the run in a directory is of another recipe; none where no run has begun there.
+
+    What is free when a run is resumed may differ, but for its evaluation: results of two would stand side by side.
+    """
+    saved = run_dir / RECIPE_FILE
+    if not saved.exists():
+        return []
+    old, new = read_recipe(saved).dump(), recipe.dump()
+    if new["precision"] == "auto":  # which the run has settled
+        new["precision"] = old["precision"]
+    evaluation = changes(old["evaluation"], new["evaluation"], "evaluation.")
+    return differences(old, new) + [f"{key}: {before!r} -> {after!r}" for key, before, after in evaluation]
+
+
+def check_unchanged(entries: Iterable[Entry], folder: Path) -> None:
+    """Raise `RecipeError` where a directory holds the run of an entry that the study has changed since."""
+    found = []
+    for entry in entries:
+        each = [changed_fields(folder / entry.name, option.recipe) for option in entry.options]
+        if all(each):
+            found += [f"  {entry.name}: {line}" for line in min(each, key=len)]
+    if found:
+        raise RecipeError(
+            f"{folder} holds runs of entries that have changed since:\n"
+            + "\n".join(found)
+            + "\nUse another --dir, remove "
+            "the directories of these entries, or undo the change"
+        )
