@@ -62,3 +62,39 @@ def run(
     from vitscale.cli.study_output import run_study
 
     raise typer.Exit(run_study(study, folder, engine, slots, settings or [], dry_run=dry_run))
+
+
+@app.command()
+def plan(
+    study: Study,
+    devices: Annotated[int, typer.Option(min=1, max=2**20, help="How many, all entries together.")],
+    hardware: Annotated[str, typer.Option(metavar="NAME", help="h100, h200, a100-pcie, ...")],
+    slots: Annotated[
+        int, typer.Option(min=1, max=2**20, help="Entries at a time; each has its part of the devices.")
+    ] = 1,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, max=2**53, help="Training samples, where neither a dataset nor the study says."),
+    ] = None,
+    price: Annotated[float | None, typer.Option(min=0, max=1e9, help="Of one device for one hour.")] = None,
+    mfu: Annotated[
+        float | None,
+        typer.Option(metavar="FRACTION", help="Of their peak that devices reach while they compute."),
+    ] = None,
+    settings: Settings = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what a study costs before it starts: exaFLOPs, hours, money."""
+    from vitscale.cli.study_plan import show_cost
+
+    show_cost(
+        study,
+        hardware,
+        devices,
+        slots,
+        samples=samples,
+        price=price,
+        mfu=mfu,
+        settings=settings or [],
+        as_json=as_json,
+    )

@@ -1,0 +1,54 @@
+"""What a study is planned to cost, against its recipes one by one."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from studies.tiny import SPLITS, write_study
+
+from vitscale.flops.estimate import estimate
+from vitscale.recipe import load_recipe
+from vitscale.shards.generated import write_generated_dataset
+
+AXIAL = ("axial_b32_jft", "axial_b16_jft", "axial_r50_jft", "b32_jft", "b16_jft", "r50x1_jft")
+
+
+def planned(*arguments: str) -> dict:
+    command = [sys.executable, "-m", "vitscale", "study", "plan", *arguments, "--hardware", "h100", "--json"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_a_plan_adds_up_what_its_runs_cost():
+    plan = planned("axial", "--devices", "16", "--price", "2")
+    alone = {stem: estimate(stem, load_recipe(stem)).exaflops for stem in AXIAL}
+    assert {one["name"].removeprefix("axial-"): one["exaflops"] for one in plan["entries"]} == pytest.approx(alone)
+    assert plan["exaflops"] == pytest.approx(sum(alone.values()))
+    assert plan["device_hours"] == pytest.approx(16 * plan["hours"]) == pytest.approx(plan["cost"] / 2)
+
+
+def test_sizes_come_from_manifests_else_from_the_study_else_from_the_command_line(tmp_path):
+    """One of four data sets is there; candidates run side by side, and the winner after them."""
+    write_generated_dataset(tmp_path / "here" / "train", [64])
+    told = {"samples": 320, "classes": 7}
+    datasets = {
+        "here": {**SPLITS, "train": "here/train"},
+        "told": {**SPLITS, "train": "away/train", **told},
+        "asked": {**SPLITS, "train": "away/train", "classes": 7},
+        "not": {**SPLITS, "train": "away/train"},
+    }
+    settings = {"data.root": str(tmp_path), "schedule.duration": {"epochs": 2}, "precision": "bf16"}
+    part = {"grid": [{"optimizer.lr": [0.1, 0.2]}], "selection": {}, "refit": {"seeds": [0]}}
+    study = write_study(tmp_path, {"a": {**part, "settings": settings, "datasets": datasets}})
+    plan = planned(str(study), "--devices", "2", "--slots", "2", "--samples", "160")
+    images = {one["name"]: one["images"] for one in plan["entries"]}
+    for lr in ("0.1", "0.2"):
+        assert images[f"a-here-lr{lr}"] == 128
+        assert images[f"a-told-lr{lr}"] == 640
+        assert images[f"a-asked-lr{lr}"] == 320
+        assert images[f"a-not-lr{lr}"] is None
+    hours = {one["name"]: one["hours"] for one in plan["entries"]}
+    assert plan["device_hours"] == pytest.approx(sum(value or 0 for value in hours.values()))
+    assert plan["hours"] < plan["device_hours"], "two at a time"

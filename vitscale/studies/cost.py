@@ -1,0 +1,165 @@
+"""What a whole study costs before it starts: exaFLOPs, hours on some devices, money."""
+
+import heapq
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vitscale.errors import RecipeError
+from vitscale.flops.cost import cost_row
+from vitscale.flops.estimate import Estimate, estimate
+from vitscale.planning.cluster import Cluster
+from vitscale.planning.plan import Plan, make_plan
+from vitscale.recipe import Recipe, override
+from vitscale.studies.expansion import Entry, Expansion
+from vitscale.studies.schema import Study
+
+# What a run's speed has nothing to do with.
+_OF_NO_MATTER = ("seed", "init", "schedule", "evaluation", "selection", "checkpoint", "anomalies", "check", "logging")
+
+
+@dataclass(frozen=True)
+class EntryCost:
+    """One entry on its slot; None where nothing says how large its data are.
+
+    Attributes:
+        exaflops: model FLOPs of the run.
+        images: that it trains on.
+        hours: of training; evaluations and interruptions come on top.
+        device_hours: of the slot's devices.
+        problem: why something is None.
+    """
+
+    name: str
+    exaflops: float | None
+    images: int | None
+    hours: float | None
+    device_hours: float | None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class StudyCost:
+    """A study: sums over the entries whose cost is known.
+
+    Attributes:
+        hours: from the first entry's start to the last one's end, `slots` at a time, each after those it depends on.
+        cost: device-hours times the price; None without one.
+        assumptions: of the plans behind the hours.
+    """
+
+    entries: tuple[EntryCost, ...]
+    exaflops: float
+    hours: float
+    device_hours: float
+    energy_kwh: float | None
+    cost: float | None
+    assumptions: tuple[str, ...]
+
+    @property
+    def unknown(self) -> list[EntryCost]:
+        """Entries that the sums are without."""
+        return [entry for entry in self.entries if entry.hours is None]
+
+
+def cost_of(
+    study: Study,
+    expansion: Expansion,
+    cluster: Cluster,
+    slots: int,
+    *,
+    samples: int | None = None,
+    price: float | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> StudyCost:
+    """Work out every entry.
+
+    Args:
+        cluster: the devices of one slot.
+        slots: entries at a time.
+        samples: of a training set of which neither a manifest nor the study tells.
+        price: of one device for one hour.
+        say: is told which plan is being made, as one takes seconds.
+
+    Raises `RecipeError` where the devices of a slot do not divide a global batch, or a recipe cannot be planned.
+    """
+    plans: dict[str, Plan] = {}
+    costs: dict[str, EntryCost] = {}
+    for name, entry in expansion.entries.items():
+        found = [
+            _cost(study, entry, option.recipe, cluster, samples, plans, say)
+            for option in {_key(option.recipe, ("seed",)): option for option in entry.options}.values()
+        ]
+        costs[name] = max(found, key=lambda one: (one.hours is not None, one.hours or 0.0))  # whoever wins
+    hours = _makespan([*expansion.entries.values()], {name: one.hours or 0.0 for name, one in costs.items()}, slots)
+    device_hours = sum(one.device_hours or 0.0 for one in costs.values())
+    row = cost_row(hours, device_hours, cluster.device, price)
+    return StudyCost(
+        tuple(costs.values()),
+        sum(one.exaflops or 0.0 for one in costs.values()),
+        hours,
+        device_hours,
+        row["energy_kwh"],
+        row["cost"],
+        tuple(dict.fromkeys(line for plan in plans.values() for line in plan.assumptions)),
+    )
+
+
+def _cost(
+    study: Study,
+    entry: Entry,
+    recipe: Recipe,
+    cluster: Cluster,
+    samples: int | None,
+    plans: dict[str, Plan],
+    say: Callable[[str], None],
+) -> EntryCost:
+    known = _estimate(study, entry, recipe, samples)
+    if known.work is None or known.images is None:
+        return EntryCost(entry.name, None, None, None, None, str(known.problem))
+    key = _key(known.recipe, _OF_NO_MATTER)
+    if key not in plans:
+        say(f"planning {known.model_name}")
+        recipe.batch.split(cluster.devices)
+        plans[key] = make_plan(known, cluster)
+    best = plans[key].best
+    if best is None:
+        raise RecipeError(
+            f"{entry.name}: {known.model_name} does not fit into {cluster.devices} {cluster.device.name}; more devices "
+            f"an entry (fewer --slots) may do"
+        )
+    hours = known.images / best.images_per_s / 3600
+    return EntryCost(entry.name, known.exaflops, known.images, hours, hours * cluster.devices)
+
+
+def _estimate(study: Study, entry: Entry, recipe: Recipe, samples: int | None) -> Estimate:
+    """By the manifest, or the paper's data sets; else by what the study and the command line say."""
+    found = estimate(entry.name, recipe)
+    if found.work is not None and found.images is not None:
+        return found
+    splits = None if entry.dataset is None else study.parts[entry.part].datasets[entry.dataset]
+    if splits is not None:
+        samples = splits.samples or samples
+        if splits.classes is not None and recipe.model.num_classes is None and recipe.objective.has_classes:
+            recipe = override(recipe.dump(), [f"model.num_classes={splits.classes}"], entry.name)
+    return estimate(entry.name, recipe, samples)
+
+
+def _key(recipe: Recipe, without: Sequence[str]) -> str:
+    content = {key: value for key, value in recipe.dump().items() if key not in without}
+    if "schedule" in without:
+        content["data"] = recipe.data.image_size
+        content["optimizer"] = {key: value for key, value in content["optimizer"].items() if key != "lr"}
+    return json.dumps(content, sort_keys=True)
+
+
+def _makespan(entries: Sequence[Entry], hours: dict[str, float], slots: int) -> float:
+    """When the last entry ends, each started in the study's order as soon as it can be and a slot is free."""
+    ends: dict[str, float] = {}
+    free = [0.0] * slots
+    for entry in entries:
+        ready = max((ends[name] for name in entry.depends_on), default=0.0)
+        start = max(heapq.heappop(free), ready)
+        ends[entry.name] = start + hours[entry.name]
+        heapq.heappush(free, ends[entry.name])
+    return max(ends.values(), default=0.0)
