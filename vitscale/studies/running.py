@@ -227,7 +227,7 @@ class StudyRun:
             progress.state = "done"
             self._decide_choices()
             return
-        if code == EXIT_PREEMPTED and self.told is not None:
+        if self.told is not None and code in (EXIT_PREEMPTED, EXIT_RETRY):  # a launch that has just begun dies of it
             progress.state = "waiting"
             return
         progress.state, progress.code = "failed", code or EXIT_RETRY
