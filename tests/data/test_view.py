@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from views import area_mean, kernel_views, whole_picture
 
-from vitscale.images import CRC_MISMATCH, OK, REFUSED, WRONG_SIZE, check
+from vitscale.images import CRC_MISMATCH, OK, REFUSED, WRONG_SIZE, check, decode
 
 CV2_SAMPLING = {
     "4:4:0": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_440,
@@ -72,6 +72,16 @@ def test_a_part_is_that_part_of_the_whole(kind, size):
             assert not status.any()
             expected = np.stack([whole[top : top + side, left : left + side] for top, left in places])
             assert np.array_equal(seen, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoded_exactly_pixels_are_pillow_s(kind):
+    """To the last bit, by another libjpeg-turbo of its own: the integer DCT, and colours that are interpolated."""
+    for height, width in ((61, 83), (16, 16), (1, 9)):
+        content = KINDS[kind](noise(2, height, width))
+        status, found = decode(content, height, width, exact=True)
+        expected = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+        assert status == OK and np.array_equal(found, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
