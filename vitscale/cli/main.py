@@ -58,8 +58,8 @@ def recipe(
         print(explain_fields(name) if explain else json.dumps(json_schema(), indent=1))
         return
     if name is None:
-        for name_, title in list_recipes().items():
-            print(f"{name_:<21}  {title}")
+        for shipped, title in list_recipes().items():
+            print(f"{shipped:<21}  {title}")
         return
     loaded = load_recipe(name, settings or [])
     print(yaml.safe_dump(loaded.dump(), sort_keys=False), end="")
