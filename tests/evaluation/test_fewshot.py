@@ -7,8 +7,9 @@ from toy_split import model, split
 
 from vitscale.errors import DataError
 from vitscale.evaluation import PAPER_L2S, FewShot, SharedL2FewShot
-from vitscale.evaluation.fewshot import extract_features, select_shots
-from vitscale.evaluation.ridge import best_shared_l2, fewshot_accuracy
+from vitscale.evaluation.features import extract_features
+from vitscale.evaluation.fewshot import select_shots
+from vitscale.evaluation.ridge import RidgePath, best_shared_l2, fewshot_accuracy
 
 K = 4
 L2S = [2.0**-10, 1.0, 2.0**10, 2.0**19]
@@ -37,6 +38,19 @@ def test_accuracy_equals_scikit_learn(samples, width):
     assert max(ours) > 0.4  # chance is 0.25
 
 
+@pytest.mark.parametrize(("samples", "width"), [(9000, 12), (40, 12), (9, 40)])
+@pytest.mark.parametrize("l2", [2.0**-10, 2.0**10])
+def test_weights_equal_scikit_learn(samples, width, l2):
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    x, y = features(samples, width, seed=1)
+    path = RidgePath(torch.from_numpy(x), torch.from_numpy(y), K)
+    white = (x - x.astype(float).mean(0)) / (x.astype(float).std(0) + 1e-5)
+    white = np.column_stack([white, np.full(samples, 100.0)])
+    np.testing.assert_allclose(path.whitened(torch.from_numpy(x)).numpy(), white, atol=1e-9)
+    ridge = linear_model.Ridge(alpha=l2, fit_intercept=False, solver="svd").fit(white, 2 * np.eye(K)[y] - 1)
+    np.testing.assert_allclose(path.weights(l2).numpy(), ridge.coef_.T, atol=1e-6)
+
+
 def test_a_constant_feature_does_no_harm():
     train_x, train_y = features(60, 12, seed=1)
     test_x, test_y = features(500, 12, seed=2)
@@ -49,6 +63,7 @@ def test_shared_l2_has_the_best_mean_rank():
     # The middle strength is nobody's best and the best for all together; a mean of accuracies would choose the first.
     assert best_shared_l2(torch.tensor([[0.90, 0.20, 0.10], [0.30, 0.32, 0.31], [0.50, 0.52, 0.53]])) == 1
     assert best_shared_l2(torch.tensor([[0.5, 0.5]])) == 0
+    assert best_shared_l2(torch.tensor([[0.90, 0.20, 0.10], [0.30, 0.32, 0.31], [0.50, 0.52, 0.53]]), leave_out=1) == 0
     assert best_shared_l2(torch.tensor([[0.5, 0.5, 0.6]])) == 2
 
 
@@ -103,10 +118,13 @@ def test_a_shared_strength_is_chosen_for_all_tasks_and_reported():
     assert found["one/5shot"] == fixed["5shot"]
 
 
-def test_a_class_with_too_few_samples_is_named():
-    evaluator, _, _ = fewshot(class_names=["robin", "jay", "crow", "wren", "owl"], shots=(2,))
-    with pytest.raises(DataError, match=r"'one': 2 shots .* fewer of owl \(0\)\. Ask"):
-        dict(evaluator.run(model(K)))
+def test_a_class_with_fewer_samples_gives_what_it_has():
+    evaluator, train, _ = fewshot(class_names=["robin", "jay", "crow", "wren", "owl"], shots=(2, 30))
+    counts = torch.bincount(train.labels, minlength=5)
+    rows = select_shots(train.labels, train.uids, 30, 5, seed=0)
+    assert torch.equal(torch.bincount(train.labels[rows], minlength=5), counts.clamp(max=30))
+    found = dict(evaluator.run(model(K)))
+    assert found["2shot_scarce"] == 1 and found["30shot_scarce"] == int((counts < 30).sum())
 
 
 @pytest.mark.parametrize("which", ["training", "test"])

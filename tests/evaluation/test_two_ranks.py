@@ -35,7 +35,7 @@ def failures(rank, world):
     data = split(41, K, seed=1).loader(8, rank, world)
     bad = [
         Validation("val", mislabelled.loader(8, rank, world), CrossEntropy("softmax")),
-        FewShot("toy", data, data, list("abcdefg"), shots=(40,)),
+        FewShot("toy", mislabelled.loader(8, rank, world), data, list("abcdefg"), shots=(5,)),
     ]
     messages = []
     for evaluator in bad:

@@ -10,8 +10,9 @@ from torch import Tensor
 from vitscale.data.hashing import mix
 from vitscale.errors import DataError
 from vitscale.evaluation.contract import Evaluator, MakeLoader, Predict
+from vitscale.evaluation.features import Features, extract_features
 from vitscale.evaluation.ridge import best_shared_l2, fewshot_accuracy
-from vitscale.ranks import gather_rows, on_rank_zero
+from vitscale.ranks import on_rank_zero
 
 PAPER_L2S = tuple(2.0**exponent for exponent in range(-10, 20))
 """The regularisation strengths that the authors' original few-shot code chose among."""
@@ -39,51 +40,50 @@ class FewShot(Evaluator):
     l2: float = 2.0**10
 
     def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
-        """Raises `DataError` for a class with too few training samples and for labels outside the classes."""
-        for shots, (accuracy,) in zip(self.shots, self.accuracies(predict, [self.l2]), strict=True):
-            yield f"{shots}shot", accuracy
+        """As `Evaluator.run`; where classes have too few training samples, `<shots>shot_scarce` says how many.
 
-    def accuracies(self, predict: Predict, l2s: Sequence[float]) -> list[list[float]]:
-        """Mean accuracy over the seeds for each of `shots` (rows) and of `l2s` (columns), on every rank."""
+        Raises `DataError` for labels outside the classes and a split without samples.
+        """
+        drawn = self.draws(predict, [self.l2])
+        for shots, table, scarce in zip(self.shots, drawn.accuracies, drawn.scarce, strict=True):
+            yield f"{shots}shot", float(table.mean())
+            if scarce:
+                yield f"{shots}shot_scarce", scarce
+
+    def draws(self, predict: Predict, l2s: Sequence[float]) -> "Draws":
+        """Accuracy of every draw for every strength, on every rank. Raises as `run` does."""
         train = extract_features(self.make_train_loader, predict)
         test = extract_features(self.make_test_loader, predict)
         return on_rank_zero(lambda: self._solve(train, test, l2s))
 
-    def _solve(self, train: "Features | None", test: "Features | None", l2s: Sequence[float]) -> list[list[float]]:
+    def _solve(self, train: Features | None, test: Features | None, l2s: Sequence[float]) -> "Draws":
         if train is None or test is None:
             which = "test" if train is not None else "training"
             raise DataError(f"few-shot evaluator {self.name!r}: its {which} split has no samples")
-        self._check_labels(train, "training")
-        self._check_labels(test, "test")
+        check_labels(self.name, train, "training", len(self.class_names))
+        check_labels(self.name, test, "test", len(self.class_names))
         num_classes = len(self.class_names)
-        table = []
-        for shots in self.shots:
-            self._check_counts(train.labels, shots)
-            draws = [select_shots(train.labels, train.uids, shots, num_classes, seed) for seed in self.seeds]
-            by_seed = [
-                fewshot_accuracy(train.features[rows], train.labels[rows], test.features, test.labels, num_classes, l2s)
-                for rows in draws
-            ]
-            table.append(np.mean(by_seed, axis=0).tolist())
-        return table
+        counts = torch.bincount(train.labels, minlength=num_classes)
+        table = np.empty((len(self.shots), len(self.seeds), len(l2s)))
+        for row, shots in enumerate(self.shots):
+            for column, seed in enumerate(self.seeds):
+                drawn = select_shots(train.labels, train.uids, shots, num_classes, seed)
+                few = train.features[drawn], train.labels[drawn]
+                table[row, column] = fewshot_accuracy(*few, test.features, test.labels, num_classes, l2s)
+        return Draws(table, [int((counts < shots).sum()) for shots in self.shots])
 
-    def _check_labels(self, split: "Features", which: str) -> None:
-        wrong = (split.labels < 0) | (split.labels >= len(self.class_names))
-        if wrong.any():
-            raise DataError(
-                f"few-shot evaluator {self.name!r}: {int(wrong.sum())} {which} samples have a label outside "
-                f"0..{len(self.class_names) - 1} (-1 is unlabelled), the first with uid {int(split.uids[wrong][0])}"
-            )
 
-    def _check_counts(self, labels: Tensor, shots: int) -> None:
-        counts = torch.bincount(labels, minlength=len(self.class_names)).tolist()
-        scarce = [f"{name} ({n})" for name, n in zip(self.class_names, counts, strict=True) if n < shots]
-        if scarce:
-            more = f" and {len(scarce) - 5} more" if len(scarce) > 5 else ""
-            raise DataError(
-                f"few-shot evaluator {self.name!r}: {shots} shots need {shots} training samples of every class, but "
-                f"there are fewer of {', '.join(scarce[:5])}{more}. Ask for fewer shots or add samples"
-            )
+@dataclass(frozen=True)
+class Draws:
+    """Few-shot accuracies.
+
+    Attributes:
+        accuracies: (shots, seeds, strengths).
+        scarce: for each number of shots, classes that have fewer training samples: they contribute what they have.
+    """
+
+    accuracies: np.ndarray
+    scarce: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ class SharedL2FewShot(Evaluator):
 
     def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
         """Raises `DataError` as `FewShot` does."""
-        accuracies = torch.tensor([task.accuracies(predict, self.l2s) for task in self.tasks], dtype=torch.float64)
+        drawn = [task.draws(predict, self.l2s).accuracies.mean(axis=1) for task in self.tasks]
+        accuracies = torch.from_numpy(np.stack(drawn))  # (tasks, shots, strengths)
         for index, shots in enumerate(self.tasks[0].shots):
             best = best_shared_l2(accuracies[:, index])
             for task, accuracy in zip(self.tasks, accuracies[:, index, best].tolist(), strict=True):
@@ -111,50 +112,28 @@ class SharedL2FewShot(Evaluator):
             yield f"l2_{shots}shot", self.l2s[best]
 
 
-@dataclass(frozen=True)
-class Features:
-    """Representations of a whole split, sorted by uid so that they do not depend on how ranks shared the work.
-
-    `features` (N, D) fp32, `labels` (N,) int64, `uids` (N,) int64, all in host memory.
-    """
-
-    features: Tensor
-    labels: Tensor
-    uids: Tensor
-
-
-@torch.no_grad()
-def extract_features(make_loader: MakeLoader, predict: Predict) -> Features | None:
-    """Representations of every sample that the loader passes over, on rank 0; None elsewhere, or if there are none.
-
-    Batches are gathered one by one, so that the split has to fit into the host memory of rank 0 only.
-    """
-    parts = []
-    for batch in make_loader():
-        features = predict(batch.images).pooled.float()
-        mask = batch.mask.to(features.device)
-        labels, uids = batch.labels.to(features.device), batch.uids.to(features.device)
-        rows = gather_rows(features[mask], labels[mask], uids[mask])
-        if rows is not None:
-            parts.append(rows)
-    if not parts:
-        return None
-    features, labels, uids = (torch.cat(column) for column in zip(*parts, strict=True))
-    order = uids.argsort()
-    return Features(features[order], labels[order], uids[order])
+def check_labels(name: str, split: Features, which: str, num_classes: int) -> None:
+    """Raise `DataError` where samples have a label outside the classes."""
+    wrong = (split.labels < 0) | (split.labels >= num_classes)
+    if wrong.any():
+        raise DataError(
+            f"few-shot evaluator {name!r}: {int(wrong.sum())} {which} samples have a label outside "
+            f"0..{num_classes - 1} (-1 is unlabelled), the first with uid {int(split.uids[wrong][0])}"
+        )
 
 
 def select_shots(labels: Tensor, uids: Tensor, shots: int, num_classes: int, seed: int) -> Tensor:
-    """Rows of `shots` samples of every class, sorted: (N,), (N,) int64 -> (num_classes * shots,) int64.
+    """Rows of `shots` samples of every class, sorted: (N,), (N,) int64 -> at most (num_classes * shots,) int64.
 
-    Samples of a class are taken in the order of a hash of (seed, uid). Every class has at least `shots`.
+    Samples of a class are taken in the order of a hash of (seed, uid); a class with fewer gives all that it has.
     """
     counts = torch.bincount(labels, minlength=num_classes).numpy()
-    order = np.lexsort((_hash(seed, uids.numpy()), labels.numpy()))  # by label, then by hash
+    order = np.lexsort((hash_of(seed, uids.numpy()), labels.numpy()))  # by label, then by hash
     starts = np.cumsum(counts) - counts
-    return torch.from_numpy(np.sort(order[(starts[:, None] + np.arange(shots)).ravel()]))
+    drawn = np.arange(shots) < counts[:, None]
+    return torch.from_numpy(np.sort(order[(starts[:, None] + np.arange(shots))[drawn]]))
 
 
-def _hash(seed: int, uids: np.ndarray) -> np.ndarray:
+def hash_of(seed: int, uids: np.ndarray) -> np.ndarray:
     """64-bit hashes of (seed, uid), (N,) uint64."""
     return mix(mix(np.array([seed], dtype=np.uint64)) ^ uids.astype(np.uint64))

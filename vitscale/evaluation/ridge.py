@@ -15,49 +15,83 @@ BIAS_FEATURE = 100.0
 _STD_FLOOR = 1e-5
 
 
+_CHUNK = 8192  # rows that are float64 at a time
+
+
+class RidgePath:
+    """Ridge regressions of one set of features on +-1 class targets, for every regularisation strength.
+
+    Features are whitened by the training samples' mean and standard deviation. All strengths share one
+    eigendecomposition, of the smaller of the feature (primal) and the sample (dual) matrix. Weights are
+    `left @ diag(1 / (eigenvalues + l2)) @ right`. Beyond the features given, memory is that of some thousand rows in
+    float64 and of matrices (D + 1) x (D + 1) and (D + 1) x K.
+
+    Args:
+        x: features, (N, D).
+        y: classes in [0, num_classes), (N,) int64.
+    """
+
+    def __init__(self, x: Tensor, y: Tensor, num_classes: int) -> None:
+        self._mean = sum(rows.double().sum(dim=0) for rows in x.split(_CHUNK)) / len(x)
+        squares = sum((rows.double() - self._mean).square().sum(dim=0) for rows in x.split(_CHUNK))
+        self._std = (squares / len(x)).sqrt() + _STD_FLOOR
+        if len(x) > x.shape[1]:
+            width = x.shape[1] + 1
+            gram = x.new_zeros(width, width, dtype=torch.float64)
+            of_classes = x.new_zeros(num_classes, width, dtype=torch.float64)
+            for rows, labels in zip(x.split(_CHUNK), y.split(_CHUNK), strict=True):
+                white = self.whitened(rows)
+                gram += white.T @ white
+                of_classes.index_add_(0, labels, white)
+            eigenvalues, basis = torch.linalg.eigh(gram)
+            # Targets are 1 for a sample's class and -1 for the others.
+            targets = 2 * of_classes.T - of_classes.sum(dim=0)[:, None]
+            self._left, self._right = basis, basis.T @ targets
+        else:
+            white = self.whitened(x)
+            eigenvalues, basis = torch.linalg.eigh(white @ white.T)
+            targets = 2.0 * torch.nn.functional.one_hot(y, num_classes).double() - 1.0
+            self._left, self._right = white.T @ basis, basis.T @ targets
+        # Rounding leaves those of a singular matrix around zero, on either side.
+        self._eigenvalues = eigenvalues.clamp(min=0)
+
+    def whitened(self, x: Tensor) -> Tensor:
+        """Features as the regression sees them, with the constant one: (N, D) -> (N, D + 1) float64."""
+        return torch.nn.functional.pad((x.double() - self._mean) / self._std, (0, 1), value=BIAS_FEATURE)
+
+    def weights(self, l2: float) -> Tensor:
+        """(D + 1, K) float64, of whitened features."""
+        return self._left @ self._scaled(l2)
+
+    def accuracies(self, x: Tensor, y: Tensor, l2s: Sequence[float]) -> list[float]:
+        """The part of samples (M, D), (M,) whose class has the highest output, for each strength."""
+        right = [0] * len(l2s)
+        for rows, labels in zip(x.split(_CHUNK), y.split(_CHUNK), strict=True):
+            projected = self.whitened(rows) @ self._left
+            for at, l2 in enumerate(l2s):
+                right[at] += int(((projected @ self._scaled(l2)).argmax(dim=1) == labels).sum())
+        return [count / len(x) for count in right]
+
+    def _scaled(self, l2: float) -> Tensor:
+        return self._right / (self._eigenvalues + l2)[:, None]
+
+
 def fewshot_accuracy(
     train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tensor, num_classes: int, l2s: Sequence[float]
 ) -> list[float]:
-    """Test accuracy (a fraction) for each regularisation strength in `l2s`.
-
-    Features are whitened by the training samples' mean and standard deviation. All strengths share one
-    eigendecomposition, of the smaller of the feature (primal) and the sample (dual) matrix.
-
-    Args:
-        train_x, test_x: features, (N, D) and (M, D).
-        train_y, test_y: classes in [0, num_classes), (N,) and (M,) int64.
-    """
-    train_x, test_x = train_x.double(), test_x.double()
-    mean = train_x.mean(dim=0)
-    std = train_x.std(dim=0, correction=0) + _STD_FLOOR
-    train_x, test_x = _with_bias((train_x - mean) / std), _with_bias((test_x - mean) / std)
-    targets = 2.0 * torch.nn.functional.one_hot(train_y, num_classes).double() - 1.0
-
-    # Weights are left @ diag(1 / (eigenvalues + l2)) @ right.
-    if train_x.shape[0] >= train_x.shape[1]:
-        eigenvalues, basis = torch.linalg.eigh(train_x.T @ train_x)
-        left, right = basis, basis.T @ (train_x.T @ targets)
-    else:
-        eigenvalues, basis = torch.linalg.eigh(train_x @ train_x.T)
-        left, right = train_x.T @ basis, basis.T @ targets
-    eigenvalues = eigenvalues.clamp(min=0)  # rounding leaves those of a singular matrix around zero, on either side
-    projected = test_x @ left
-    return [
-        float(((projected @ (right / (eigenvalues + l2)[:, None])).argmax(dim=1) == test_y).double().mean())
-        for l2 in l2s
-    ]
+    """Test accuracy (a fraction) for each regularisation strength in `l2s`: see `RidgePath`."""
+    return RidgePath(train_x, train_y, num_classes).accuracies(test_x, test_y, l2s)
 
 
-def _with_bias(x: Tensor) -> Tensor:
-    return torch.nn.functional.pad(x, (0, 1), value=BIAS_FEATURE)
-
-
-def best_shared_l2(accuracies: Tensor) -> int:
+def best_shared_l2(accuracies: Tensor, leave_out: int | None = None) -> int:
     """Index of the regularisation strength with the best mean rank over data sets: (datasets, l2s) -> int.
 
-    The paper-era choice: one strength shared by all data sets, so that none is fitted to its own test set alone.
-    Equal accuracies share their mean rank; between equal mean ranks the smaller index wins.
+    The paper-era choice: one strength shared by all data sets, so that none is fitted to its own test set alone; with
+    `leave_out`, the ranks on that data set play no part. Equal accuracies share their mean rank; between equal mean
+    ranks the smaller index wins.
     """
+    if leave_out is not None:
+        accuracies = torch.cat([accuracies[:leave_out], accuracies[leave_out + 1 :]])
     below = (accuracies[:, None, :] < accuracies[:, :, None]).sum(dim=2)
     equal = (accuracies[:, None, :] == accuracies[:, :, None]).sum(dim=2)
     mean_rank = (below + equal / 2).double().mean(dim=0)

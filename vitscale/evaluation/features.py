@@ -1,0 +1,127 @@
+"""Representations of whole datasets: gathered from all processes in the dataset's own order, kept, or written to disk.
+
+A folder of features has `features-NNNNN.npy` (float32, rows of at most 65,536 samples), `uids.npy` and `labels.npy`
+(int64; a label of -1 is none), and `meta.json`, which says how they came about and has the sha256 of each file.
+
+Shape legend: B samples of a batch, N of a dataset, D width of the representation.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitscale.evaluation.contract import MakeLoader, Predict
+from vitscale.files.digests import file_digests
+from vitscale.files.durable import new_folder
+from vitscale.ranks import gather_rows, on_rank_zero
+
+META = "meta.json"
+_VERSION = 1
+_ROWS = 65_536
+
+Rows = tuple[Tensor, ...]
+"""Features (B, D) fp32, labels (B,) and uids (B,) int64, in host memory."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """Representations of a whole split, sorted by uid.
+
+    `features` (N, D) fp32, `labels` (N,) int64, `uids` (N,) int64, all in host memory.
+    """
+
+    features: Tensor
+    labels: Tensor
+    uids: Tensor
+
+
+@torch.no_grad()
+def gathered(make_loader: MakeLoader, predict: Predict) -> Iterator[Rows | None]:
+    """What every batch of all processes holds, in the loader's order, on rank 0; None on the others."""
+    for batch in make_loader():
+        features = predict(batch.images).pooled.float()
+        mask = batch.mask.to(features.device)
+        labels, uids = batch.labels.to(features.device), batch.uids.to(features.device)
+        yield gather_rows(features[mask], labels[mask], uids[mask])
+
+
+def extract_features(make_loader: MakeLoader, predict: Predict) -> Features | None:
+    """Representations of every sample that the loader passes over, on rank 0; None elsewhere, or if there are none.
+
+    Batches are gathered one by one, so that the split has to fit into the host memory of rank 0 only.
+    """
+    parts = [rows for rows in gathered(make_loader, predict) if rows is not None]
+    if not parts:
+        return None
+    features, labels, uids = (torch.cat(column) for column in zip(*parts, strict=True))
+    order = uids.argsort()
+    return Features(features[order], labels[order], uids[order])
+
+
+def write_features(make_loader: MakeLoader, predict: Predict, out: Path, about: dict[str, Any]) -> int:
+    """Write a folder of features, complete or not at all; how many samples it holds. All processes call it together.
+
+    Rank 0 holds 65,536 samples at most.
+
+    Args:
+        make_loader, predict: of all processes.
+        out: a folder that does not exist or is empty.
+        about: what goes into meta.json besides.
+
+    Raises `RecipeError` where the folder is taken, and `DataError` where the disk is full.
+    """
+    with ExitStack() as stack:
+        folder = on_rank_zero(lambda: stack.enter_context(new_folder(out, "--out")))
+        writer = _Writer(folder)
+        for rows in gathered(make_loader, predict):
+            if rows is not None:
+                writer.add(rows)
+        on_rank_zero(lambda: writer.finish(about))
+        on_rank_zero(stack.close)
+    return on_rank_zero(lambda: writer.samples)
+
+
+class _Writer:
+    def __init__(self, folder: Path) -> None:
+        self.samples = 0
+        self._folder = folder
+        self._held: list[Tensor] = []  # features that are not written yet
+        self._labels: list[Tensor] = []
+        self._uids: list[Tensor] = []
+        self._files: list[str] = []
+        self._width = 0
+
+    def add(self, rows: Rows) -> None:
+        features, labels, uids = rows
+        self._held.append(features)
+        self._labels.append(labels)
+        self._uids.append(uids)
+        self.samples += len(labels)
+        self._width = features.shape[1]
+        while sum(map(len, self._held)) >= _ROWS:
+            self._write()
+
+    def finish(self, about: dict[str, Any]) -> None:
+        if sum(map(len, self._held)):
+            self._write()
+        self._save("labels.npy", torch.cat(self._labels))
+        self._save("uids.npy", torch.cat(self._uids))
+        digests = {name: file_digests(self._folder / name).sha256 for name in self._files}
+        content = {"version": _VERSION, "samples": self.samples, "width": self._width, **about, "sha256": digests}
+        (self._folder / META).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def _write(self) -> None:
+        features = torch.cat(self._held)
+        self._save(f"features-{len(self._files):05d}.npy", features[:_ROWS])
+        self._held = [features[_ROWS:].clone()]
+
+    def _save(self, name: str, values: Tensor) -> None:
+        np.save(self._folder / name, values.numpy())
+        self._files.append(name)
