@@ -65,23 +65,27 @@ class EvalTransform:
 
     `central` takes the square of `fraction` of the short side in the middle: with 224/256 what resizing the short side
     to 256 and cropping 224 shows. `square` takes `fraction` of each side and loses the aspect ratio: with 224/256 the
-    few-shot evaluation's resize to 256 x 256 and crop, with 1 the whole picture.
+    few-shot evaluation's resize to 256 x 256 and crop, with 1 the whole picture. Before that `border` pixels are cut
+    off each side (ObjectNet's pictures have a red frame of 2), fewer where a pixel would not be left.
     """
 
     kind: Literal["central", "square"] = "central"
     fraction: float = 224 / 256
+    border: int = 0
 
     def __post_init__(self) -> None:
-        assert 0 < self.fraction <= 1, self.fraction
+        assert 0 < self.fraction <= 1 and self.border >= 0, (self.fraction, self.border)
 
     def boxes(self, keys: np.ndarray, heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
         """int32 (B, 4); the keys play no part."""
+        above, beside = (np.minimum(self.border, (sides - 1) // 2) for sides in (heights, widths))
+        heights, widths = heights - 2 * above, widths - 2 * beside
         if self.kind == "central":
             crop_height = crop_width = _part(np.minimum(heights, widths), self.fraction)
         else:
             crop_height, crop_width = _part(heights, self.fraction), _part(widths, self.fraction)
         tops, lefts = (heights - crop_height) // 2, (widths - crop_width) // 2
-        return np.stack([tops, lefts, crop_height, crop_width], axis=1).astype(np.int32)
+        return np.stack([tops + above, lefts + beside, crop_height, crop_width], axis=1).astype(np.int32)
 
     def flips(self, keys: np.ndarray) -> np.ndarray:
         """bool (B,): none."""

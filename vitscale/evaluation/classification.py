@@ -55,7 +55,7 @@ class Validation(Evaluator):
             # A wrong label must not reach an index operation: on CUDA that ends the process without a message.
             labels = torch.where(valid, labels, 0)
             losses = self.loss.per_sample_loss(logits, labels)
-            rank = _rank_of_label(logits, labels)
+            rank = rank_of_label(logits, labels)
             batch_loss = torch.where(valid, losses, 0.0).double().sum()
             batch_counts = torch.stack([mask, mask & ~valid, valid & (rank < 1), valid & (rank < 5)]).sum(dim=1)
             loss_sum = batch_loss if loss_sum is None else loss_sum + batch_loss
@@ -65,7 +65,7 @@ class Validation(Evaluator):
         return float(reduce_sum(loss_sum)), reduce_sum(counts).tolist(), num_classes
 
 
-def _rank_of_label(logits: Tensor, labels: Tensor) -> Tensor:
+def rank_of_label(logits: Tensor, labels: Tensor) -> Tensor:
     """How many classes come before each label, (B,) int64: 0 is a correct answer.
 
     Among equal logits the lower class comes first, so that a head of zeros scores as one class and not as all of them.

@@ -147,6 +147,20 @@ def open_shard(manifest: Manifest, index: int, with_keys: bool = True) -> Iterat
         yield OpenShard(index, file, np.arange(file.samples) if slots is None else slots, keys)
 
 
+def sample_names(manifest: Manifest) -> Iterator[tuple[int, str]]:
+    """(uid, what the image was called in the source) of every sample of a dataset.
+
+    Raises `DataError` where no table of provenance tells, and as `open_shard` does.
+    """
+    for index in range(len(manifest.shards)):
+        with open_shard(manifest, index) as shard:
+            if shard.keys is None:
+                raise DataError(f"{shard.file.path}: no table of provenance beside it, hence no names of images")
+            yield from zip(
+                shard.file.uid[shard.slots].tolist(), [shard.keys[slot] for slot in shard.slots], strict=True
+            )
+
+
 @contextmanager
 def local_copy(where: str) -> Iterator[Path]:
     """A file as it lies on this machine, or a copy of what is at a URL, gone afterwards.

@@ -1,0 +1,320 @@
+"""What is measured of a classifier on a labelled dataset, each metric as sums over samples that add up over processes.
+
+Shape legend: B samples, K classes.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitscale.errors import DataError, RecipeError
+from vitscale.evaluation.classification import rank_of_label
+from vitscale.evaluation.contract import Evaluator, MakeLoader, Predict
+from vitscale.ranks import reduce_sum
+from vitscale.shards import Manifest
+
+BINS = 15
+"""Of the expected calibration error."""
+OBJECTNET_BORDER = 2
+"""Pixels of each side of ObjectNet's pictures that are a red frame, and are cut off first."""
+
+_REAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")
+_REAL_IMAGES, _REAL_CLASSES = 50_000, 1000
+
+
+class Metric(Protocol):
+    """One or several numbers about classes."""
+
+    def sums(self, logits: Tensor, labels: Tensor, uids: Tensor) -> Tensor:
+        """Sums over samples, float64 (n,): of logits (B, K) fp32 on any device, labels and uids (B,) int64 there."""
+
+    def results(self, sums: Tensor) -> dict[str, float]:
+        """Names and values, of sums over all samples, on the CPU."""
+
+
+@dataclass(frozen=True)
+class TopK:
+    """`top<k>`: the part of samples whose class is among the k most probable ones; equal ones in their order."""
+
+    k: int
+
+    def sums(self, logits: Tensor, labels: Tensor, uids: Tensor) -> Tensor:
+        """As `Metric.sums`."""
+        return _sums(rank_of_label(logits, labels) < self.k, torch.ones_like(labels))
+
+    def results(self, sums: Tensor) -> dict[str, float]:
+        """As `Metric.results`."""
+        return {f"top{self.k}": _ratio(sums)}
+
+
+@dataclass(frozen=True)
+class MeanPerClass:
+    """`mean_per_class`: top-1 accuracy of each class, averaged over the classes that have samples."""
+
+    num_classes: int
+
+    def sums(self, logits: Tensor, labels: Tensor, uids: Tensor) -> Tensor:
+        """As `Metric.sums`."""
+        right = labels[rank_of_label(logits, labels) < 1]
+        return torch.cat([torch.bincount(each, minlength=self.num_classes) for each in (right, labels)]).double()
+
+    def results(self, sums: Tensor) -> dict[str, float]:
+        """As `Metric.results`."""
+        right, samples = sums.view(2, -1)
+        there = samples > 0
+        return {"mean_per_class": float((right[there] / samples[there]).mean())}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """`nll`, nats, and `ece`, the expected calibration error, both of the softmax, by whatever loss was trained.
+
+    `ece` is the mean over samples of how far the accuracy of their bin is from its mean confidence; 15 bins of equal
+    width (Guo et al. 2017).
+    """
+
+    def sums(self, logits: Tensor, labels: Tensor, uids: Tensor) -> Tensor:
+        """As `Metric.sums`."""
+        log_p = logits.double().log_softmax(dim=1)
+        nll = F.nll_loss(log_p, labels, reduction="sum")
+        confidence = log_p.amax(dim=1).exp()
+        bins = (confidence * BINS).ceil().long().clamp(1, BINS) - 1
+        right = (rank_of_label(logits, labels) < 1).double()
+        by_bin = torch.zeros(3, BINS, dtype=torch.float64, device=logits.device)
+        by_bin.index_add_(1, bins, torch.stack([torch.ones_like(right), right, confidence]))
+        return torch.cat([nll[None], by_bin.flatten()])
+
+    def results(self, sums: Tensor) -> dict[str, float]:
+        """As `Metric.results`."""
+        samples, right, confidence = sums[1:].view(3, BINS)
+        total = samples.sum()
+        return {"nll": float(sums[0] / total), "ece": float((right - confidence).abs().sum() / total)}
+
+
+class ReaL:
+    """`real_top1`: the part of samples whose most probable class is one of the reassessed labels of ImageNet.
+
+    Images without any such label leave both sums (Beyer et al. 2020); `real_samples` is how many count.
+
+    Args:
+        labels: uid -> the labels of that image, of all images.
+    """
+
+    def __init__(self, labels: Mapping[int, Sequence[int]]) -> None:
+        longest = max(map(len, labels.values()), default=0)
+        uids = sorted(labels)
+        self._uids = torch.tensor(uids, dtype=torch.int64)
+        rows = [[*labels[uid], *[-1] * (max(longest, 1) - len(labels[uid]))] for uid in uids]
+        self._labels = torch.tensor(rows, dtype=torch.int64)
+
+    @classmethod
+    def of(cls, file: Path, manifest: Manifest) -> "ReaL":
+        """By a file `real.json`, a list of labels for each image, joined to a dataset by the names of its files.
+
+        Raises `DataError` for another file, and for a dataset of other images.
+        """
+        from vitscale.shards.opening import sample_names  # loads pyarrow
+
+        try:
+            lists = json.loads(file.read_text(encoding="utf-8"))
+            is_one = len(lists) == _REAL_IMAGES and all(
+                isinstance(label, int) and 0 <= label < _REAL_CLASSES for labels in lists for label in labels
+            )
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise DataError(f"{file}: cannot be read: {error}") from None
+        if not is_one:
+            raise DataError(f"{file}: expected a list of labels from 0 to 999 for each of {_REAL_IMAGES:,} images")
+        found = {}
+        for uid, name in sample_names(manifest):
+            number = _REAL_NAME.search(name)
+            if number is None or not 1 <= int(number[1]) <= _REAL_IMAGES:
+                raise DataError(f"{manifest.where}: {name} is no image of ImageNet's validation set: ILSVRC2012_val_N")
+            found[uid] = lists[int(number[1]) - 1]
+        return cls(found)
+
+    def sums(self, logits: Tensor, labels: Tensor, uids: Tensor) -> Tensor:
+        """As `Metric.sums`."""
+        rows = torch.searchsorted(self._uids, uids.cpu())
+        accepted = self._labels[rows].to(logits.device)
+        is_labelled = (accepted >= 0).any(dim=1)
+        is_right = (accepted == most_probable(logits)[:, None]).any(dim=1)
+        return _sums(is_right & is_labelled, is_labelled)
+
+    def results(self, sums: Tensor) -> dict[str, float]:
+        """As `Metric.results`."""
+        return {"real_top1": _ratio(sums), "real_samples": float(sums[1])}
+
+
+class ObjectNet:
+    """Accuracy on the classes that ObjectNet shares with a model, by the two protocols in use.
+
+    `objectnet_top1_of_all`: the most probable of all K classes is one of those that the label is mapped to.
+    `objectnet_top1_of_mapped`: the same, of the classes that any label is mapped to alone. Samples of labels that are
+    mapped to none leave all sums; `objectnet_samples` is how many count.
+
+    Args:
+        accepted: (labels, K) bool, which classes are right for a label.
+    """
+
+    def __init__(self, accepted: Tensor) -> None:
+        self._accepted = accepted
+
+    @classmethod
+    def of(cls, file: Path, manifest: Manifest, class_names: Sequence[str] | None, num_classes: int) -> "ObjectNet":
+        """By a JSON file: the dataset's class -> the model's classes, by name or number, one or a list of them.
+
+        Raises `DataError`.
+        """
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(content, dict):
+                raise ValueError(f"expected an object, found {type(content).__name__}")
+        except (OSError, ValueError, RecursionError) as error:
+            raise DataError(f"{file}: cannot be read: {error}") from None
+        accepted = torch.zeros(len(manifest.class_names), num_classes, dtype=torch.bool)
+        places = {name: at for at, name in enumerate(class_names or [])}
+        rows = {name: at for at, name in enumerate(manifest.class_names)}
+        for name, theirs in content.items():
+            if name not in rows:
+                raise DataError(f"{file}: {manifest.where} has no class {name!r}")
+            for their in theirs if isinstance(theirs, list) else [theirs]:
+                at = their if isinstance(their, int) else places.get(their)
+                if at is None or not 0 <= at < num_classes:
+                    raise DataError(f"{file}: {name!r} is mapped to {their!r}, which is no class of the model")
+                accepted[rows[name], at] = True
+        if not accepted.any():
+            raise DataError(f"{file}: maps no class")
+        return cls(accepted)
+
+    def sums(self, logits: Tensor, labels: Tensor, uids: Tensor) -> Tensor:
+        """As `Metric.sums`."""
+        accepted = self._accepted.to(logits.device)
+        right = accepted[labels]  # (B, K)
+        counts = right.any(dim=1)
+        of_all = right.gather(1, most_probable(logits)[:, None])[:, 0]
+        of_mapped = most_probable(logits.masked_fill(~accepted.any(dim=0), -torch.inf))
+        return _sums(of_all, right.gather(1, of_mapped[:, None])[:, 0], counts)
+
+    def results(self, sums: Tensor) -> dict[str, float]:
+        """As `Metric.results`."""
+        of_all, of_mapped, samples = sums.tolist()
+        return {
+            "objectnet_top1_of_all": of_all / samples if samples else float("nan"),
+            "objectnet_top1_of_mapped": of_mapped / samples if samples else float("nan"),
+            "objectnet_samples": samples,
+        }
+
+
+@dataclass(frozen=True)
+class Scores(Evaluator):
+    """The results of metrics over a whole dataset, each sample once over all processes.
+
+    Args:
+        num_samples: of the dataset; another number is an error. None where damaged samples may be left out.
+        columns: (labels,) int64, the model's class of each of the dataset's; None where they are the same, or where the
+            metrics know the classes themselves.
+        num_labels: classes of the dataset.
+    """
+
+    name: str
+    make_loader: MakeLoader
+    metrics: Sequence[Metric]
+    num_labels: int
+    num_samples: int | None = None
+    columns: Tensor | None = None
+
+    @torch.no_grad()
+    def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
+        """Yield `samples`, then the metrics.
+
+        Raises `DataError` for labels outside the classes, outputs that are NaN, and a wrong number of samples.
+        """
+        counts: Tensor | None = None
+        sums: list[Tensor] = []
+        for batch in self.make_loader():
+            logits = predict(batch.images).logits
+            assert logits is not None, "metrics are of models with classes"
+            mask = batch.mask.to(logits.device)
+            labels, uids = (values.to(logits.device)[mask] for values in (batch.labels, batch.uids))
+            logits = logits.float()[mask]
+            if self.columns is not None:
+                logits = logits[:, self.columns.to(logits.device)]
+            valid = (labels >= 0) & (labels < self.num_labels)
+            rows = logits[valid], labels[valid], uids[valid]
+            found = [metric.sums(*rows) for metric in self.metrics]
+            sums = [one + other for one, other in zip(sums, found, strict=True)] if sums else found
+            count = torch.stack([mask.sum(), (~valid).sum(), logits.isnan().any(dim=1).sum()])
+            counts = count if counts is None else counts + count
+        assert counts is not None, "a dataset without samples has no loader"
+        samples, mislabelled, undefined = reduce_sum(counts).tolist()
+        if mislabelled:
+            raise DataError(
+                f"{mislabelled} of {samples} samples have a label outside 0..{self.num_labels - 1} (-1 is unlabelled)"
+            ).on_all_ranks()
+        if undefined:
+            raise DataError(f"the model's outputs for {undefined} of {samples} samples are not numbers").on_all_ranks()
+        if self.num_samples not in (None, samples):
+            raise DataError(
+                f"{samples:,} samples were evaluated, and the dataset has {self.num_samples:,}"
+            ).on_all_ranks()
+        yield "samples", samples
+        for metric, own in zip(self.metrics, sums, strict=True):
+            yield from metric.results(reduce_sum(own).cpu()).items()
+
+
+def columns_of(manifest: Manifest, class_names: Sequence[str] | None, num_classes: int) -> tuple[Tensor | None, str]:
+    """Which of the model's classes are a dataset's, by name, and how to call that: `same`, or `160 of 1000`.
+
+    ImageNet-A and -R have 200 of the thousand classes: the others are left out of the model's answers. The columns are
+    None where both have the same classes in the same order, or where nobody knows the model's names and the numbers
+    agree.
+
+    Raises `DataError` where the dataset has a class that the model has not.
+    """
+    theirs = manifest.class_names
+    if class_names is None:
+        if len(theirs) != num_classes:
+            raise DataError(
+                f"{manifest.where} has {len(theirs)} classes, the model {num_classes} that have no names; give them: "
+                f"--class-names FILE"
+            )
+        return None, "as many; the weights have no names"
+    if tuple(theirs) == tuple(class_names):
+        return None, "same"
+    places = {name: at for at, name in enumerate(class_names)}
+    foreign = [name for name in theirs if name not in places]
+    if foreign or not theirs:
+        raise DataError(
+            f"{manifest.where}: {len(foreign)} of its {len(theirs)} classes are none of the model's, the first "
+            f"{(foreign or ['none'])[0]!r}; the model's first is {class_names[0]!r}"
+        )
+    return torch.tensor([places[name] for name in theirs]), f"{len(theirs)} of {num_classes}, by name"
+
+
+def real_labels_of_timm() -> Path:
+    """timm's copy of the reassessed labels. Raises `RecipeError` where timm is not installed."""
+    found = find_spec("timm")
+    if found is None or found.origin is None:
+        raise RecipeError("--real timm: timm is not installed; pip install timm, or give the file real.json")
+    return Path(found.origin).parent / "data" / "_info" / "imagenet_real_labels.json"
+
+
+def most_probable(logits: Tensor) -> Tensor:
+    """The class of each row, (B,) int64; the first of equal ones."""
+    return (logits == logits.amax(dim=1, keepdim=True)).int().argmax(dim=1)
+
+
+def _sums(*columns: Tensor) -> Tensor:
+    return torch.stack([column.double().sum() for column in columns])
+
+
+def _ratio(sums: Tensor) -> float:
+    return float(sums[0] / sums[1])
