@@ -7,12 +7,11 @@ from test_paper_recipes import FIGURE_4, JFT, TABLE_8
 
 from vitscale.errors import RecipeError
 from vitscale.recipe import load_recipe, recipes_dir
-from vitscale.studies.expansion import expand
+from vitscale.studies.expansion import Expansion, expand
 from vitscale.studies.reading import find_study, list_studies, load_study
 
 RECIPES = {
     "figure4": {f"{model}_jft{size}" for model in FIGURE_4 for size in ("9m", "30m", "90m", "300m")},
-    "figure5": set(JFT),
     "shape_ablation": {path.stem for path in recipes_dir().glob("shape_*_jft.yaml")},
     "position_ablation": {f"b16_{what}_jft" for what in TABLE_8},
     "axial": {"axial_b32_jft", "axial_b16_jft", "axial_r50_jft", "b32_jft", "b16_jft", "r50x1_jft"},
@@ -49,3 +48,74 @@ def test_a_study_is_found_by_path_or_stem():
     assert find_study("figure4") == find_study("studies/figure4.yaml")
     with pytest.raises(RecipeError, match="did you mean 'figure4'"):
         find_study("figur4")
+
+
+# ---- Fine-tuning -----------------------------------------------------------------------------------------------------
+
+# Table 4: steps and learning rates; the development splits of appendix B.1.1, in percent.
+TABLE_4 = {
+    "imagenet": (20_000, [0.003, 0.01, 0.03, 0.06], 1),
+    "cifar10": (10_000, [0.001, 0.003, 0.01, 0.03], 2),
+    "cifar100": (10_000, [0.001, 0.003, 0.01, 0.03], 2),
+    "pets": (500, [0.001, 0.003, 0.01, 0.03], 10),
+    "flowers": (500, [0.001, 0.003, 0.01, 0.03], 10),
+}
+
+
+def check_table_4(expansion: Expansion, dataset: str, parent: str | None) -> None:
+    """The candidates of a data set and the runs of the winner."""
+    steps, rates, percent = TABLE_4[dataset]
+    entries = [one for one in expansion.entries.values() if (one.dataset, one.parent) == (dataset, parent)]
+    candidates = [one.options[0].recipe for one in entries if one.split == "dev"]
+    assert [recipe.optimizer.lr for recipe in candidates] == rates
+    for recipe in candidates:
+        assert recipe.schedule.duration.steps == steps
+        assert recipe.data.train == f"{dataset}/train-{100 - percent}"
+        assert recipe.evaluation.validation == f"{dataset}/train-{percent}"
+    refits = [one for one in entries if one.split == "test"]
+    assert [one.seed for one in refits] == [0, 1, 2]
+    for one in refits:
+        assert [option.recipe.optimizer.lr for option in one.options] == rates
+        assert {option.recipe.data.train for option in one.options} == {f"{dataset}/train"}
+        test = f"{dataset}/{'validation' if dataset == 'imagenet' else 'test'}"
+        assert {option.recipe.evaluation.validation for option in one.options} == {test}
+
+
+def test_fine_tuning_is_table_4():
+    expansion = expand(load_study("finetune"), Path("runs"))
+    for dataset in TABLE_4:
+        check_table_4(expansion, dataset, None)
+    assert len(expansion.entries) == 5 * (4 + 3) and len(expansion.choices) == 5
+
+
+def test_figure_5_fine_tunes_every_model():
+    expansion = expand(load_study("figure5"), Path("runs"))
+    pretrained = [name for name, one in expansion.entries.items() if one.parent is None]
+    assert sorted(name.removeprefix("pretrain-") for name in pretrained) == sorted(JFT)
+    for name in pretrained:
+        for dataset in TABLE_4:
+            check_table_4(expansion, dataset, name)
+    for one in expansion.entries.values():
+        if one.parent is not None:
+            model = JFT[one.parent.removeprefix("pretrain-")][0]
+            assert {option.recipe.model.name for option in one.options} == {model}
+            assert one.options[0].recipe.init.source == str(Path("runs", one.parent).absolute())
+
+
+def test_vtab_1k_has_one_setting_for_19_tasks():
+    expansion = expand(load_study("vtab1k"), Path("runs"))
+    (choice,) = expansion.choices.values()
+    assert len(choice.candidates) == 4 and {len(entries) for entries in choice.candidates.values()} == {19}
+    published = [one for one in expansion.entries if one.endswith("lr0.01-duration.steps2500-warmup.steps250")]
+    assert len(published) == 19
+    tasks = {one.dataset for one in expansion.entries.values()}
+    for one in expansion.entries.values():
+        recipe = one.options[0].recipe
+        splits = (recipe.data.train, recipe.evaluation.validation)
+        parts = ("train800", "val200") if one.split == "dev" else ("train800val200", "test")
+        assert splits == tuple(f"vtab/{one.dataset}/{part}" for part in parts)
+        assert recipe.data.flip in (0.0, 0.5) and (recipe.data.flip == 0.0) == (recipe.data.crop.fraction == 1.0)
+    whole = {one.dataset for one in expansion.entries.values() if one.options[0].recipe.data.flip == 0.0}
+    structured = "clevr_count clevr_dist dmlab dspr_loc dspr_ori kitti_dist snorb_azim snorb_elev"
+    assert whole == set(structured.split()) and len(tasks) == 19
+    assert sum(one.split == "test" for one in expansion.entries.values()) == 19 * 3
