@@ -51,6 +51,7 @@ KNOWS_ONLY = {
 KNOWN_TO = {
     "torch": {"checkpoint", "cli", "data", "evaluation", "models", "objectives", "planning", "ranks", "training"},
     "deepspeed": {"training"},
+    "accelerate": {"evaluation", "training"},
 }
 # Modules that go against this today, with the room or package that they should not know, and why they do.
 EXCEPTIONS = {

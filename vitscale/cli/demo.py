@@ -12,9 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vitscale.errors import RecipeError, VitscaleError
-from vitscale.evaluation.build import build_evaluators
-from vitscale.evaluation.contract import evaluate
-from vitscale.evaluation.finished import FinishedModel, predicted_classes
+from vitscale.evaluation.finished import FinishedModel, evaluate_finished, predicted_classes
 from vitscale.runs.metrics import MetricsLog
 from vitscale.runs.names import METRICS_FILE
 from vitscale.shards import Manifest
@@ -55,7 +53,7 @@ def run_demo(out: Path) -> None:
 
     console.rule("evaluating the last checkpoint on its own")
     model, manifest, sheet = FinishedModel(run), Manifest.load(test), out / "predictions.png"
-    values = evaluate(build_evaluators(model.recipe, model.class_names), model.predict)
+    values = evaluate_finished(model)
     _draw_predictions(model, manifest, sheet)
     console.print(_closing_table(model, run, sheet, values, manifest.num_samples, time.monotonic() - began))
     console.print(_NEXT, highlight=False, markup=False, soft_wrap=True)
@@ -123,6 +121,7 @@ def _closing_table(
     log = MetricsLog(run / METRICS_FILE, whole=True)
     log.refresh()
     speeds = sorted(line["images_per_s"] for line in log.rows)
+    assert model.recipe is not None, "the model of a run has a recipe"
     table = Table(title="vitscale demo", show_header=False)
     rows = {
         "test accuracy": f"{values['validation/top1']:.2%} of {tested:,} images",

@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from vitscale.checkpoint import EMA, MASTER
+from vitscale.cli.model_block import model_block
 from vitscale.errors import RecipeError
-from vitscale.families import architecture, nearest
+from vitscale.families import architecture
 from vitscale.models import initial_value
 from vitscale.models.weights import (
     HEAD,
@@ -26,7 +27,7 @@ from vitscale.models.weights import (
     parameters,
     write_weights,
 )
-from vitscale.recipe import apply_setting, differences, find_recipe, load_recipe
+from vitscale.recipe import differences
 from vitscale.runs.names import RECIPE_FILE
 from vitscale.weight_formats import Format
 
@@ -74,7 +75,7 @@ def run_export(
             weights = _of_run(path, step, image_size, drop_head, use_average=not no_ema)
         elif _is_there(path):
             _only("a file of weights", source, given)
-            weights = _of_file(path, _block(model, settings), image_size, drop_head)
+            weights = _of_file(path, model_block(model, settings), image_size, drop_head)
         else:
             _check_name(source)
             _only("a model's name", source, given)
@@ -187,29 +188,6 @@ def _of_file(path: Path, block: dict[str, Any] | None, image_size: int | None, d
     headless = description.num_classes is None and not has_head(source)
     readers = parameters(description.build(), source, HEAD if drop_head or headless else ())
     return _Weights(description, lambda name: readers[name](), not headless)
-
-
-def _block(model: str | None, settings: Sequence[str]) -> dict[str, Any] | None:
-    """The model block that `--model` and `--set` give: of a name, or a recipe's. Raises `RecipeError`."""
-    if model is None:
-        if settings:
-            raise RecipeError("--set changes the model that --model gives; name that too")
-        return None
-    for setting in settings:
-        if not setting.startswith("model."):
-            raise RecipeError(f"--set {setting}: only the model of a recipe counts here; expected model.KEY=VALUE")
-    content: dict[str, Any] = {"model": {"name": model}}
-    try:
-        architecture(model)
-    except ValueError:
-        try:
-            find_recipe(model)
-        except RecipeError as error:
-            raise RecipeError(f"--model: {error}; as a model's name it is nearest to {nearest(model)!r}") from None
-        return load_recipe(model, settings).dump()["model"]
-    for setting in settings:
-        content = apply_setting(content, setting)
-    return content["model"]
 
 
 def _fresh(description: Description, seed: int, drop_head: bool) -> _Weights:

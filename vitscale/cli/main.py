@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from vitscale.cli import dedup, shards, study, vtab
+from vitscale.cli import dedup, looking, shards, study, vtab
 from vitscale.cli.command_line import HELP, Version, readable_command, run
 from vitscale.cli.launch import launch
+from vitscale.cli.looking import NoEma, Settings
 from vitscale.cli.plan import plan
 from vitscale.cli.status import status
 from vitscale.errors import RecipeError
@@ -29,8 +30,6 @@ app.add_typer(vtab.app, name="vtab")
 app.add_typer(study.app, name="study")
 HeadKind = Literal["linear", "pretrain"]
 ListFormat = Literal["table", "json"]
-NoEma = Annotated[bool, typer.Option("--no-ema", help="Of a run: its last weights, where it keeps an average of them.")]
-Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's field.")]
 
 
 @app.command()
@@ -106,24 +105,10 @@ app.command("train", short_help="Same as launch.")(launch)
 app.command()(status)
 
 
-@app.command()
-def evaluate(
-    run: Annotated[Path, typer.Argument(help="The directory of a run.")],
-    step: Annotated[int | None, typer.Option(help="Of the checkpoint; the newest by default.")] = None,
-    no_ema: NoEma = False,
-    settings: Settings = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Evaluate a checkpoint of a run as its recipe says."""
-    from vitscale.evaluation.finished import evaluate_run
-
-    at, values = evaluate_run(run, settings or [], step, use_average=not no_ema)
-    if as_json:
-        print(json.dumps({"step": at, **values}))
-        return
-    print(f"{run}, step {at:,}")
-    for metric, value in values.items():
-        print(f"  {metric:<24} {value:.4f}")
+app.command(short_help="Evaluate a run, or any weights on a dataset.")(looking.evaluate)
+app.command(short_help="Measure the representation by simple classifiers.")(looking.fewshot)
+app.command(short_help="Write the representations of a dataset.")(looking.features)
+app.command(short_help="Say what is in images: classes and probabilities.")(looking.predict)
 
 
 @app.command()

@@ -64,17 +64,36 @@ def evaluation_loader(
     recipe: Recipe, manifest: Manifest, crop: EvalCrop, *, rank: int = 0, world: int = 1
 ) -> MakeLoader:
     """Makes loaders over all samples of a dataset, in the recipe's image size. Raises `DataError` where it has none."""
+    reading = Reading.of(recipe.data, pinned=torch.cuda.is_available())
+    size, batch = recipe.data.image_size, recipe.evaluation.batch
+    return exact_pass(manifest, EvalTransform(crop.kind, crop.fraction), size, batch, reading, rank=rank, world=world)
+
+
+def exact_pass(
+    manifest: Manifest,
+    transform: EvalTransform,
+    image_size: int,
+    batch: int,
+    reading: Reading,
+    *,
+    rank: int = 0,
+    world: int = 1,
+) -> MakeLoader:
+    """Makes loaders of one rank, which together see every sample once: `batch` of each rank at a time.
+
+    Raises `DataError` for a dataset without samples.
+    """
     if manifest.num_samples == 0:
         raise DataError(f"{manifest.where}: there are no samples to evaluate")
-    order = EvalOrder([shard.num_selected for shard in manifest.shards], recipe.evaluation.batch * world)
+    order = EvalOrder([shard.num_selected for shard in manifest.shards], batch * world)
     return lambda: Loader(
         manifest,
         order,
-        image_size=recipe.data.image_size,
-        transform=EvalTransform(crop.kind, crop.fraction),
+        image_size=image_size,
+        transform=transform,
         rank=rank,
         world=world,
-        reading=Reading.of(recipe.data, pinned=torch.cuda.is_available()).for_evaluation(),
+        reading=reading.for_evaluation(),
     )
 
 

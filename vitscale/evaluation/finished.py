@@ -1,24 +1,49 @@
-"""Evaluating a checkpoint on its own, in one process, without the trainer."""
+"""Finished models of any source, ready to look at images: a run's checkpoint, or weights in any format.
 
-from collections.abc import Sequence
+Every process of `accelerate launch` has the model, or the part of the devices that it is spread over, and its own part
+of the images.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from vitscale.checkpoint import MASTER, CheckpointReader, CheckpointStore, checkpoint_place
-from vitscale.data import to_model_input
+from vitscale.data import EvalTransform, Reading, to_model_input
 from vitscale.errors import CheckpointError, RecipeError
-from vitscale.evaluation.build import build_evaluators, evaluation_loader
-from vitscale.evaluation.contract import evaluate
+from vitscale.evaluation.build import build_evaluators, exact_pass
+from vitscale.evaluation.contract import MakeLoader, evaluate
+from vitscale.evaluation.placing import ReadTensor, fill, join, place, tell
 from vitscale.models import Outputs, weight_dtype
+from vitscale.models.weights import HEAD, WHOLE_PICTURE, Description, describe, has_head, open_weights, parameters
 from vitscale.objectives import Objective, build_objective
-from vitscale.recipe import Recipe, override, read_recipe, validate_recipe
+from vitscale.recipe import (
+    Classification,
+    Data,
+    EvalCrop,
+    Normalise,
+    Recipe,
+    override,
+    read_recipe,
+    validate_recipe,
+)
+from vitscale.recipe.datasets import find_dataset
 from vitscale.runs.names import RECIPE_FILE
 from vitscale.shards import Manifest
 from vitscale.storage import is_url
 
+POSITIONS_RULE = "resampled, bilinear with corners aligned"
+"""How position embeddings of another resolution become ours: the authors' way, whatever library the weights are of."""
 
-def open_run(run_dir: Path, step: int | None = None) -> tuple[Recipe, CheckpointReader]:
+
+def open_run(
+    run_dir: Path, step: int | None = None, report: Callable[[str], None] = print
+) -> tuple[Recipe, CheckpointReader]:
     """The recipe of a run and its newest checkpoint that verifies, or that of `step`.
 
     Raises `RecipeError` where there is no run, `CheckpointError` where there is no such checkpoint, and `StorageError`
@@ -30,7 +55,7 @@ def open_run(run_dir: Path, step: int | None = None) -> tuple[Recipe, Checkpoint
     recipe = read_recipe(saved)
     store = CheckpointStore(checkpoint_place(recipe, run_dir))
     if step is None:
-        reader = store.newest(report=print)
+        reader = store.newest(report=report)
         if reader is None:
             raise CheckpointError(f"{run_dir} has no checkpoint yet")
         return recipe, reader
@@ -59,13 +84,16 @@ def load_model(
 
     Its weights are their average where the run keeps one, unless `use_average` is False.
     """
+    model = empty_objective(recipe, reader).to(weight_dtype(recipe)).eval()
+    return fill(model, _stored_values(model, reader, use_average), device)
+
+
+def _stored_values(objective: Objective, reader: CheckpointReader, use_average: bool) -> dict[str, ReadTensor]:
+    """How to read each parameter of an objective from its checkpoint."""
     kind = reader.index.evaluated_kind if use_average else MASTER
-    dtype = weight_dtype(recipe)
-    model = empty_objective(recipe, reader).to(dtype).to_empty(device=device)
-    with torch.no_grad():
-        for name, parameter in model.named_weights():
-            parameter.copy_(reader.parameter(name, kind))
-    return model.eval()
+    stored = [name for name, _ in objective.named_weights()]
+    own = [name for name, _ in objective.named_parameters()]
+    return {ours: partial(reader.parameter, theirs, kind) for ours, theirs in zip(own, stored, strict=True)}
 
 
 def _data_root(recipe: Recipe, reader: CheckpointReader) -> str | None:
@@ -77,38 +105,194 @@ def _data_root(recipe: Recipe, reader: CheckpointReader) -> str | None:
     return str(then) if then.exists() else root
 
 
+_Opened = tuple[nn.Module, Mapping[str, ReadTensor], torch.dtype]
+
+
 class FinishedModel:
-    """A checkpoint's model on this machine's device, and what its recipe says of looking at it.
+    """A trained model on this process's device, and what is to be known for looking at images with it.
 
     Args:
-        run_dir: the run's directory.
-        settings: `a.b=c` overrides of the recipe, for example another `evaluation.validation`.
-        step: of the checkpoint; the newest one that verifies by default.
-        use_average: of the weights, where the run keeps one.
+        source: a run's directory, or weights in any format that `vitscale export` reads.
+        settings: of a run, `a.b=c` overrides of its recipe, for example another `evaluation.validation`.
+        step: of a run's checkpoint; the newest one that verifies by default.
+        use_average: of a run's weights, where it keeps one.
+        weights: of weights, what their file does not tell.
+        max_memory_gb: as in `placing.place`.
 
-    Raises as `open_run` does, and `RecipeError` for the settings.
+    Attributes:
+        accelerator: this process among the others.
+        recipe: of a run; None for weights.
+        title: the model's name.
+        step: of the checkpoint, where the source has one.
+        class_names: of the K outputs; None where they are not known, and for a model without classes.
+        num_classes: K; None for a model without classes.
+        image_size: side of the square input in pixels.
+        eval_crop: what is seen of an image.
+        normalise: of pixels.
+        loss: by which classes were learned, so that outputs become probabilities: softmax where nobody says.
+        positions: how position embeddings were resampled; None where they were not.
+        precision: of the weights, fp32 or bf16.
+
+    Raises as `open_run` does, `RecipeError` for the settings, and `CheckpointError` for weights.
     """
 
     def __init__(
-        self, run_dir: Path, settings: Sequence[str] = (), step: int | None = None, *, use_average: bool = True
+        self,
+        source: Path,
+        settings: Sequence[str] = (),
+        step: int | None = None,
+        *,
+        use_average: bool = True,
+        weights: "OfWeights | None" = None,
+        max_memory_gb: float | None = None,
     ) -> None:
-        recipe, reader = open_run(run_dir, step)
-        as_trained = recipe.dump() | {"model": trained_recipe(reader).dump()["model"]}
-        as_trained["data"] |= {
-            "root": _data_root(recipe, reader),
-            "normalise": trained_recipe(reader).dump()["data"]["normalise"],
-        }
-        self.recipe = override(as_trained, settings, "the recipe of the run")
-        self.step: int = reader.index.step
-        self.class_names: list[str] = reader.index.data["class_names"]
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = load_model(self.recipe, reader, self._device, use_average=use_average)
-        self._dtype = next(self._model.parameters()).dtype
+        self.source, self.accelerator = source, join()
+        self.recipe: Recipe | None = None
+        self.positions: str | None = None
+        model, values, dtype = (
+            self._open_weights(weights or OfWeights())
+            if is_weights(source)
+            else self._open(settings, step, use_average)
+        )
+        self.precision = "fp32" if dtype == torch.float32 else "bf16"
+        self._dtype = dtype
+        self._model = place(model, values, dtype, self.accelerator, max_memory_gb)
+
+    def _open(self, settings: Sequence[str], step: int | None, use_average: bool) -> _Opened:
+        recipe, reader = open_run(self.source, step, tell)
+        trained = trained_recipe(reader).dump()
+        as_trained = recipe.dump() | {"model": trained["model"]}
+        as_trained["data"] |= {"root": _data_root(recipe, reader), "normalise": trained["data"]["normalise"]}
+        self.recipe = recipe = override(as_trained, settings, "the recipe of the run")
+        self.title = Description(as_trained["model"], recipe.data.image_size, None).title
+        self.step: int | None = reader.index.step
+        names: list[str] = reader.index.data["class_names"]
+        self.class_names: list[str] | None = names if recipe.objective.has_classes else None
+        self.num_classes: int | None = len(names) if recipe.objective.has_classes else None
+        self.image_size, self.eval_crop = recipe.data.image_size, recipe.data.eval_crop
+        self.normalise = recipe.data.normalise
+        self.loss = recipe.objective.loss if isinstance(recipe.objective, Classification) else "softmax"
+        self._batch, self._data = recipe.evaluation.batch, recipe.data
+        objective = empty_objective(recipe, reader)
+        return objective, _stored_values(objective, reader, use_average), weight_dtype(recipe)
+
+    def _open_weights(self, weights: "OfWeights") -> _Opened:
+        source = open_weights(self.source)
+        description = describe(source, weights.model, weights.image_size)
+        headless = description.num_classes is None and not has_head(source)
+        model = description.build(with_head=not headless)
+        values = parameters(model, source, HEAD if headless else (), tell)
+        if any(read.is_resampled for read in values.values()):
+            self.positions = POSITIONS_RULE
+        self.title, self.step = description.title, description.step
+        self.num_classes = None if headless else description.num_classes
+        self.class_names = _names(self.source, description.class_names, weights.class_names, self.num_classes)
+        self.image_size = description.image_size
+        self.eval_crop = description.eval_crop or WHOLE_PICTURE
+        self.normalise = description.normalise or Normalise()
+        if description.normalise is None:
+            tell(f"{self.source} does not say how pixels are normalised: to [-1, 1], as the paper's are")
+        self.loss = "softmax"
+        self._batch, self._data = weights.batch, Data(train="")
+        return model, values, torch.float32 if weights.precision == "fp32" else torch.bfloat16
 
     @torch.no_grad()
     def predict(self, images: torch.Tensor) -> Outputs:
         """Outputs of images uint8 (B, S, S, 3)."""
-        return self._model.predict(to_model_input(images, self._device, self._dtype, self.recipe.data.normalise))
+        return self._model(to_model_input(images, self.accelerator.device, self._dtype, self.normalise))
+
+    def dataset(self, name: str) -> Manifest:
+        """The dataset `NAME[/SPLIT] | PATH | URL`, of a run under its `data.root`.
+
+        Raises `RecipeError`, `DataError` and `StorageError`.
+        """
+        return Manifest.load(find_dataset(name, self._data.root))
+
+    def loader(self, manifest: Manifest, crop: EvalCrop | None = None, border: int = 0) -> MakeLoader:
+        """This process's part of the samples of a dataset, as `EvalTransform` shows them.
+
+        `crop` is `eval_crop` by default. Raises `DataError` for a dataset without samples.
+        """
+        crop = crop or self.eval_crop
+        return exact_pass(
+            manifest,
+            EvalTransform(crop.kind, crop.fraction, border),
+            self.image_size,
+            self._batch,
+            Reading.of(self._data, pinned=self.accelerator.device.type == "cuda"),
+            rank=self.accelerator.process_index,
+            world=self.accelerator.num_processes,
+        )
+
+    def policy(self, crop: EvalCrop | None = None, border: int = 0) -> dict[str, Any]:
+        """How images became the model's input, and which model it is: what goes along with every result, for JSON."""
+        crop = crop or self.eval_crop
+        return {
+            "model": self.title,
+            "step": self.step,
+            "image_size": self.image_size,
+            "crop": crop.kind,
+            "crop_fraction": crop.fraction,
+            "border": border,
+            "resize": "area",
+            "mean": self.normalise.mean,
+            "std": self.normalise.std,
+            "positions": self.positions or "as trained",
+            "precision": self.precision,
+        }
+
+
+@dataclass(frozen=True)
+class OfWeights:
+    """What a file of weights may not tell.
+
+    Args:
+        model: the block of a recipe; our own files say it themselves.
+        image_size: side in pixels, to which position embeddings are resampled; that of the file by default.
+        class_names: of the outputs.
+        batch: images a process forwards at once.
+        precision: of the weights.
+    """
+
+    model: dict[str, Any] | None = None
+    image_size: int | None = None
+    class_names: Sequence[str] | None = None
+    batch: int = 64
+    precision: Literal["fp32", "bf16"] = "fp32"
+
+
+def is_weights(source: Path) -> bool:
+    """Whether this is a file, or folder, of weights rather than the directory of a run."""
+    try:
+        return source.is_file() or ((source / "config.json").is_file() and not (source / RECIPE_FILE).is_file())
+    except OSError as error:
+        raise RecipeError(f"{str(source)[:100]}: {error.strerror}") from None
+
+
+def _names(
+    source: Path, own: Sequence[str] | None, given: Sequence[str] | None, num_classes: int | None
+) -> list[str] | None:
+    """Names of classes: those that are given come before those that the file has. Raises `RecipeError`."""
+    if given is None:
+        return None if own is None else list(own)
+    if len(given) != num_classes:
+        raise RecipeError(f"{len(given)} class names, and the model of {source} has {num_classes or 'no'} classes")
+    return list(given)
+
+
+def evaluate_finished(model: FinishedModel) -> dict[str, float]:
+    """Metrics of a run's checkpoint by the evaluators of its recipe, the same on all processes."""
+    if model.recipe is None:
+        raise RecipeError(
+            f"{model.source} is a file of weights, which has no recipe; say what to evaluate it on: --data"
+        )
+    processes = {"rank": model.accelerator.process_index, "world": model.accelerator.num_processes}
+    evaluators = build_evaluators(model.recipe, model.class_names or [], **processes)
+    if not evaluators:
+        raise RecipeError(
+            "the run's recipe has no evaluation; add one: --data DATASET, or --set evaluation.validation=DATASET"
+        )
+    return evaluate(evaluators, model.predict)
 
 
 def evaluate_run(
@@ -116,16 +300,15 @@ def evaluate_run(
 ) -> tuple[int, dict[str, float]]:
     """(step, metrics) of a checkpoint by the evaluators of its recipe; arguments and errors as of `FinishedModel`."""
     model = FinishedModel(run_dir, settings, step, use_average=use_average)
-    evaluators = build_evaluators(model.recipe, model.class_names)
-    if not evaluators:
-        raise RecipeError("the run's recipe has no evaluation; add one: --set evaluation.validation=DATASET")
-    return model.step, evaluate(evaluators, model.predict)
+    assert model.step is not None, "a run's checkpoint has a step"
+    return model.step, evaluate_finished(model)
 
 
 def predicted_classes(model: FinishedModel, manifest: Manifest) -> dict[int, str]:
     """The most probable class of each selected sample of a dataset: uid -> class name."""
+    assert model.class_names is not None, "a model without classes predicts none"
     found = {}
-    for batch in evaluation_loader(model.recipe, manifest, model.recipe.data.eval_crop)():
+    for batch in model.loader(manifest)():
         logits = model.predict(batch.images).logits
         assert logits is not None, "a model without classes predicts none"
         classes = logits.argmax(dim=1).tolist()

@@ -53,15 +53,16 @@ class Description:
         dimensions = ", ".join(f"{key} {value}" for key, value in given)
         return f"{name} with {dimensions}" if name and dimensions else str(name or dimensions)
 
-    def build(self) -> Model:
-        """The model on the meta device. Raises `RecipeError`."""
+    def build(self, *, with_head: bool = True) -> Model:
+        """The model on the meta device, of one class where their number is not known. Raises `RecipeError`."""
         sizes = (("image size", self.image_size, _MAX_IMAGE_SIZE), ("num_classes", self.num_classes or 1, _MAX_CLASSES))
         for what, value, largest in sizes:
             if not 1 <= value <= largest:
                 raise RecipeError(f"{self.title}: {what} {value:,}: expected 1 to {largest:,}")
         block = validate_model(self.model, self.image_size, self.title)
         with torch.device("meta"):
-            return build_of_block(block, image_size=self.image_size, num_classes=self.num_classes or 1)
+            num_classes = (self.num_classes or 1) if with_head else None
+            return build_of_block(block, image_size=self.image_size, num_classes=num_classes)
 
     def to_json(self) -> str:
         """For a file's metadata."""

@@ -1,0 +1,155 @@
+"""A finished model of any source answers alike, wherever its weights lie and however many processes share images."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models.weights.exported import TINY, described, finished_run, valued, write
+from typer.testing import CliRunner
+
+from vitscale.cli.main import app
+from vitscale.errors import RecipeError, VitscaleError
+from vitscale.evaluation.finished import FinishedModel, OfWeights
+from vitscale.evaluation.placing import join, place
+from vitscale.models.weights import describe, open_weights, write_weights
+from vitscale.recipe import Normalise
+from vitscale.shards.generated import CLASS_NAMES, write_generated_dataset
+
+SAMPLES = 37  # no number of processes divides it
+IMAGENET = Normalise(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
+
+
+@pytest.fixture(scope="module")
+def place_of(tmp_path_factory) -> Path:
+    """A run, its data, and its weights in every format."""
+    root = tmp_path_factory.mktemp("finished")
+    write_generated_dataset(root / "data" / "test", [13, 24], seed=2)
+    description = described(TINY, 64, len(CLASS_NAMES), list(CLASS_NAMES))
+    model = valued(description)
+    finished_run(
+        root / "run",
+        model,
+        TINY | {"head": "linear"},
+        names=CLASS_NAMES,
+        data={"root": str(root / "data")},
+        evaluation={"validation": "test", "batch": 5},
+        precision="fp32",
+    )
+    for form in ("npz", "timm", "hf", "safetensors"):
+        write(model, description, form, root)
+    return root
+
+
+def images(count: int = 3) -> torch.Tensor:
+    return torch.randint(0, 256, (count, 64, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def command(*arguments: object) -> tuple[int, str]:
+    """The exit code of a command in this process, and what it prints or the message of its error."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if isinstance(result.exception, VitscaleError):
+        return result.exception.exit_code, str(result.exception)
+    assert isinstance(result.exception, SystemExit | None), result.exception
+    return result.exit_code, result.stdout
+
+
+@pytest.mark.parametrize("source", ["npz.npz", "timm.safetensors", "hf", "safetensors.safetensors"])
+def test_weights_answer_as_the_run_that_they_are_of(place_of, source):
+    expected = FinishedModel(place_of / "run").predict(images())
+    of = OfWeights(model=None if source.startswith("safetensors") else TINY)
+    model = FinishedModel(place_of / source, weights=of)
+    found = model.predict(images())
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    names = None if source in ("npz.npz", "timm.safetensors") else list(CLASS_NAMES)
+    assert (model.class_names, model.num_classes, model.image_size) == (names, len(CLASS_NAMES), 64)
+
+
+def test_pixels_are_normalised_as_the_weights_ask(place_of, tmp_path):
+    source = open_weights(place_of / "safetensors.safetensors")
+    description = describe(source)
+    other = type(description)(**{**vars(description), "normalise": IMAGENET})
+    write_weights(tmp_path / "hf", "hf", other, lambda name: source.entries[name].read(), False)
+    model = FinishedModel(tmp_path / "hf", weights=OfWeights(TINY))
+    assert model.normalise == IMAGENET and model.policy()["mean"] == IMAGENET.mean
+    pixels = (images() / 255 - torch.tensor(IMAGENET.mean)) / torch.tensor(IMAGENET.std)
+    expected = valued(described(TINY, 64, len(CLASS_NAMES)))(pixels).logits
+    torch.testing.assert_close(model.predict(images()).logits, expected)
+
+
+def test_another_resolution_is_resampled_and_told(place_of):
+    model = FinishedModel(place_of / "safetensors.safetensors", weights=OfWeights(image_size=96))
+    assert model.image_size == 96 and model.policy()["positions"] != "as trained"
+    assert FinishedModel(place_of / "run").policy()["positions"] == "as trained"
+
+
+def test_weights_without_a_head_have_representations(place_of, tmp_path):
+    source = open_weights(place_of / "safetensors.safetensors")
+    headless = tmp_path / "headless.safetensors"
+    write_weights(headless, "safetensors", describe(source), lambda name: source.entries[name].read(), True)
+    model = FinishedModel(headless)
+    assert model.num_classes is None and model.class_names is None
+    found, expected = model.predict(images()), FinishedModel(place_of / "run").predict(images())
+    assert found.logits is None and torch.equal(found.pooled, expected.pooled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parts", [{}, {"registers": 2, "layer_scale": 0.1, "depth": 4}, {"pool": "map"}])
+def test_a_model_larger_than_its_device_is_spread(parts, dtype):
+    description = described(TINY | parts)
+    values = {name: value.detach().clone for name, value in valued(description).named_parameters()}
+    pixels = torch.rand(3, 64, 64, 3, dtype=dtype)
+    whole = place(description.build(), values, dtype, join())
+    size = sum(value().numel() for value in values.values()) * dtype.itemsize
+    spread = place(description.build(), values, dtype, join(), max_memory_gb=0.6 * size / 1e9)
+    assert {"cpu", "disk"} == set(spread.hf_device_map.values())
+    assert any(parameter.is_meta for parameter in spread.parameters())
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(spread(pixels), whole(pixels), strict=True))
+
+
+def on_processes(processes: int, *arguments: object) -> str:
+    """Standard output of a command of ours, by itself or on the processes of `accelerate launch`."""
+    launcher = [sys.executable, "-m"]
+    if processes > 1:
+        launcher += ["accelerate.commands.launch", "--cpu", "--num_processes", str(processes), "--num_machines", "1"]
+        launcher += ["--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no", "-m"]
+    line = [*launcher, "vitscale", *map(str, arguments)]
+    result = subprocess.run(
+        line, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_processes_share_the_images(place_of):
+    alone, two, three = (json.loads(on_processes(n, "evaluate", place_of / "run", "--json")) for n in (1, 2, 3))
+    assert alone["validation/top1"] * SAMPLES == pytest.approx(round(alone["validation/top1"] * SAMPLES))
+    for shared in (two, three):
+        assert shared.pop("validation/loss") == pytest.approx(alone["validation/loss"], rel=1e-6)
+        assert shared == {key: value for key, value in alone.items() if key != "validation/loss"}
+
+
+def test_what_cannot_be_looked_at(place_of, tmp_path):
+    timm, run = place_of / "timm.safetensors", place_of / "run"
+    for arguments, exit_code, word in [
+        ([timm], 2, "--model"),
+        ([timm, "--model", "ViT-B/16"], 3, "another model"),
+        ([timm, "--model", "ViT-B/16", "--step", 3], 2, "--step"),
+        ([place_of / "safetensors.safetensors"], 2, "--data"),
+        ([run, "--model", "ViT-B/16"], 2, "--model"),
+        ([run, "--batch", 3], 2, "evaluation.batch"),
+        ([run, "--max-memory", 0], 2, "--max-memory"),
+        ([run, "--max-memory", 1e-6], 2, "0.00 GB"),
+        ([tmp_path / "nothing"], 2, "nothing"),
+        ([tmp_path], 2, "recipe.yaml"),
+    ]:
+        code, message = command("evaluate", *arguments)
+        assert code == exit_code and word in message, (arguments, code, message)
+
+
+def test_class_names_that_do_not_fit(place_of):
+    with pytest.raises(RecipeError, match="2 class names"):
+        FinishedModel(place_of / "timm.safetensors", weights=OfWeights(TINY, class_names=["a", "b"]))

@@ -1,0 +1,152 @@
+"""`vitscale features`, `fewshot`, `predict` and `evaluate --data`, as people type them."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from evaluation.test_finished_models import SAMPLES, command, on_processes
+from models.weights.exported import TINY, described, finished_run, valued, write
+
+from vitscale.evaluation.features import extract_features
+from vitscale.evaluation.finished import FinishedModel
+from vitscale.shards import Manifest
+from vitscale.shards.generated import CLASS_NAMES, write_generated_dataset
+from vitscale.shards.opening import open_shard
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A run, its weights in timm's format, and two datasets."""
+    root = tmp_path_factory.mktemp("looking")
+    write_generated_dataset(root / "data" / "train", [30, 41], seed=1)
+    write_generated_dataset(root / "data" / "test", [13, 24], seed=2)
+    description = described(TINY, 64, len(CLASS_NAMES), list(CLASS_NAMES))
+    model = valued(description)
+    where = {"root": str(root / "data")}
+    finished_run(root / "run", model, TINY | {"head": "linear"}, names=CLASS_NAMES, data=where, precision="fp32")
+    write(model, description, "timm", root)
+    return root
+
+
+def test_features_are_the_same_on_any_number_of_processes(home, tmp_path):
+    model = FinishedModel(home / "run")
+    expected = extract_features(model.loader(model.dataset("test")), model.predict)
+    files = {}
+    for processes in (1, 2, 3):
+        out = tmp_path / str(processes)
+        words = on_processes(processes, "features", home / "run", "test", "--out", out, "--set", "evaluation.batch=5")
+        assert f"{SAMPLES} samples" in words
+        files[processes] = {name: np.load(out / f"{name}.npy") for name in ("features-00000", "labels", "uids")}
+        meta = json.loads((out / "meta.json").read_text())
+        assert meta["samples"] == SAMPLES and meta["policy"]["crop"] == "central"
+        digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.glob("*.npy")}
+        assert digests == meta["sha256"]
+    for found in files.values():
+        assert found["features-00000"].dtype == np.float32
+        order = found["uids"].argsort()
+        assert np.array_equal(found["uids"][order], expected.uids) and np.array_equal(
+            found["labels"][order], expected.labels
+        )
+        np.testing.assert_allclose(found["features-00000"][order], expected.features, atol=1e-5)
+        assert all(np.array_equal(found[name], files[1][name]) for name in ("labels", "uids"))
+    code, message = command("features", home / "run", "test", "--out", tmp_path / "1")
+    assert code == 2 and "already exists" in message
+
+
+def test_fewshot_says_mean_deviation_and_which_classes_are_scarce(home):
+    data = ["--train", "train", "--test", "test"]
+    shown = on_processes(2, "fewshot", home / "run", *data, "--shots", "1,5,20,all", "--json")
+    alone = command("fewshot", home / "run", *data, "--shots", "1,5,20,all", "--json")[1]
+    task, same = (json.loads(text)["tasks"]["train"] for text in (shown, alone))
+    assert task == same and task["train_samples"] == 71 and task["test_samples"] == SAMPLES
+    assert task["5shot"]["draws"] == 3 and task["5shot"]["l2"] == 1024 and "scarce_classes" not in task["5shot"]
+    assert task["20shot"]["scarce_classes"] == len(CLASS_NAMES)
+    assert task["all"]["draws"] == 1 and task["all"]["mean"] == task["20shot"]["mean"]
+    assert json.loads(shown)["policy"]["crop"] == "square"
+
+
+@pytest.mark.parametrize(("method", "keys"), [("knn", ["all/10nn", "all/20nn"]), ("logistic", ["all"])])
+def test_other_methods(home, method, keys):
+    data = ["--train", "train", "--test", "test"]
+    _, shown = command("fewshot", home / "run", *data, "--method", method, "--json")
+    task = json.loads(shown)["tasks"]["train"]
+    assert [key for key in task if key.startswith("all")] == keys and all(task[key]["mean"] > 0.5 for key in keys)
+    assert command("fewshot", home / "run", *data, "--method", method)[0] == 0
+
+
+def test_a_shared_strength_is_chosen_on_all_tasks_or_on_the_others(home):
+    data = ["--train", "train", "--test", "test", "--train", "test", "--test", "train"]
+    for l2 in ("shared", "others"):
+        _, shown = command("fewshot", home / "run", *data, "--shots", "1", "--l2", l2, "--json")
+        tasks = json.loads(shown)["tasks"]
+        assert list(tasks) == ["train", "test"]
+        strengths = {task["1shot"]["l2"] for task in tasks.values()}
+        assert len(strengths) == 1 or l2 == "others"
+
+
+def test_predict_agrees_with_evaluation(home, tmp_path):
+    """The stored JPEGs of the test set, as files: the most probable classes make evaluation's accuracy."""
+    manifest, labels = Manifest.load(home / "data" / "test"), {}
+    for index in range(2):
+        with open_shard(manifest, index) as shard:
+            for slot in shard.slots:
+                path = tmp_path / f"{int(shard.file.uid[slot]):03d}.jpg"
+                path.write_bytes(shard.image(slot))
+                labels[str(path)] = CLASS_NAMES[int(shard.file.label[slot])]
+    shown = on_processes(2, "predict", home / "run", tmp_path, "--json", "--top", 7)
+    lines = [json.loads(line) for line in shown.splitlines()]
+    assert [line["file"] for line in lines] == sorted(labels)
+    right = sum(line["top"][0]["class"] == labels[line["file"]] for line in lines)
+    code, evaluated = command("evaluate", home / "run", "--data", "test", "--json")
+    values = json.loads(evaluated)
+    assert code == 0 and values["samples"] == SAMPLES and values["top1"] == right / SAMPLES
+    assert values["policy"]["classes"] == "same" and values["policy"]["dataset"] == manifest.sha256
+    # The run was trained by the sigmoid loss, which has every class by itself.
+    model = FinishedModel(home / "run")
+    batch = next(iter(model.loader(manifest)()))
+    expected = model.predict(batch.images).logits[0].sigmoid()
+    first = next(line for line in lines if line["file"].endswith(f"{int(batch.uids[0]):03d}.jpg"))
+    found = {entry["class"]: entry["probability"] for entry in first["top"]}
+    torch.testing.assert_close(torch.tensor([found[name] for name in CLASS_NAMES]), expected.cpu(), atol=1e-5, rtol=0)
+    of_weights = command("predict", home / "timm.safetensors", next(iter(labels)), "--model", home / "run/recipe.yaml")
+    assert of_weights[0] == 0 and "class " in of_weights[1]
+
+
+def test_what_is_no_image_is_told_and_the_others_are_answered(home, tmp_path):
+    with open_shard(Manifest.load(home / "data" / "test"), 0) as shard:
+        (tmp_path / "good.jpg").write_bytes(shard.image(0))
+    (tmp_path / "empty.jpg").touch()
+    (tmp_path / "text.png").write_text("no picture")
+    from typer.testing import CliRunner
+
+    from vitscale.cli.main import app
+
+    result = CliRunner().invoke(app, ["predict", str(home / "run"), str(tmp_path), "--json"])
+    found = {Path(line["file"]).name: line for line in map(json.loads, result.stdout.splitlines())}
+    assert "top" in found["good.jpg"] and "error" in found["empty.jpg"] and "error" in found["text.png"]
+    assert getattr(result.exception, "exit_code", None) == 3
+
+
+def test_bad_input(home, tmp_path):
+    run, timm, recipe = home / "run", home / "timm.safetensors", home / "run" / "recipe.yaml"
+    data = ["--train", "train", "--test", "test"]
+    names = tmp_path / "names.txt"
+    names.write_text("a\nb\nc\nd\ne\nf\ng\n")
+    for arguments, exit_code, word in [
+        (["evaluate", run, "--metrics", "top1"], 2, "--data"),
+        (["evaluate", run, "--data", "test", "--metrics", "top2"], 2, "top2"),
+        (["evaluate", run, "--data", "test", "--real", "timm"], 2, "1,000 classes"),
+        (["evaluate", run, "--data", "tset"], 3, "test"),
+        (["evaluate", timm, "--model", recipe, "--class-names", names, "--data", home / "data/test"], 3, "classes"),
+        (["fewshot", run, *data, "--shots", "0"], 2, "--shots"),
+        (["fewshot", run, *data, "--l2", "-1"], 2, "--l2"),
+        (["fewshot", run, *data, "--l2", "others"], 2, "one"),
+        (["fewshot", run, *data, "--l2", "2", "--method", "knn"], 2, "ridge"),
+        (["fewshot", run, "--train", "train", "--train", "test", "--test", "test"], 2, "--test"),
+        (["predict", run, tmp_path / "nothing.jpg"], 3, "nothing.jpg"),
+    ]:
+        code, message = command(*arguments)
+        assert code == exit_code and word in message, (arguments, code, message)

@@ -1,0 +1,194 @@
+"""`vitscale fewshot`: its options, its measurements and its table."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitscale.errors import DataError, RecipeError
+from vitscale.evaluation.build import check_class_names
+from vitscale.evaluation.features import Features, extract_features
+from vitscale.evaluation.fewshot import PAPER_L2S, check_labels, hash_of, select_shots
+from vitscale.evaluation.finished import FinishedModel
+from vitscale.evaluation.logistic import DEVELOPMENT, logistic_probe
+from vitscale.evaluation.neighbours import neighbour_accuracies
+from vitscale.evaluation.ridge import best_shared_l2, fewshot_accuracy
+from vitscale.ranks import on_rank_zero
+from vitscale.recipe import EvalCrop
+
+Method = Literal["ridge", "knn", "logistic"]
+Strength = float | Literal["shared", "others"]
+_PAPERS_SHOTS = [1, 5, 10, 25]
+_PAPERS_L2 = 2.0**10
+_CROP = EvalCrop(kind="square")
+_Split = tuple[str, Sequence[str], Features | None, Features | None]
+"""Of a task: its name, its classes, what is trained on and what is tested on."""
+
+
+def counts_of(shots: str | None, method: Method) -> list[int | None]:
+    """Samples a class that `--shots` asks for; None for all. Raises `RecipeError`."""
+    if shots is None:
+        return [*_PAPERS_SHOTS] if method == "ridge" else [None]
+    found: list[int | None] = []
+    for word in shots.split(","):
+        if word != "all" and not (word.isascii() and word.isdecimal() and 0 < int(word) < 2**31):
+            raise RecipeError(f"--shots {shots}: {word!r} is none; expected numbers of samples, or all: 1,5,10,all")
+        found.append(None if word == "all" else int(word))
+    if len(set(found)) != len(found):
+        raise RecipeError(f"--shots {shots}: one is there twice")
+    return found
+
+
+def strength_of(l2: str | None, tasks: int) -> Strength:
+    """What `--l2` asks for. Raises `RecipeError`."""
+    if l2 is None:
+        return _PAPERS_L2
+    if l2 in ("shared", "others"):
+        if l2 == "others" and tasks < 2:
+            raise RecipeError("--l2 others: chosen on the other tasks, and there is one; give more --train and --test")
+        return "shared" if l2 == "shared" else "others"
+    try:
+        value = float(l2)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value < float("inf"):
+        raise RecipeError(f"--l2 {l2}: expected a number above 0, shared or others")
+    return value
+
+
+def measure(
+    model: FinishedModel,
+    tasks: Sequence[tuple[str, str]],
+    method: Method,
+    counts: Sequence[int | None],
+    seeds: int,
+    strength: Strength,
+) -> dict[str, Any]:
+    """Accuracies of each task for each number of shots, with mean and deviation over the draws, for JSON.
+
+    Raises `DataError` for datasets whose classes differ, or with labels outside them.
+    """
+    splits: list[_Split] = []
+    for train, test in tasks:
+        manifests = [model.dataset(name) for name in (train, test)]
+        check_class_names(test, manifests[1].class_names, manifests[0].class_names)
+        few, tested = (extract_features(model.loader(manifest, _CROP), model.predict) for manifest in manifests)
+        splits.append((train, manifests[0].class_names, few, tested))
+    policy = model.policy(_CROP)
+    return on_rank_zero(lambda: _measured(splits, method, counts, seeds, strength) | {"policy": policy})
+
+
+def _measured(
+    splits: Sequence[_Split],
+    method: Method,
+    counts: Sequence[int | None],
+    seeds: int,
+    strength: Strength,
+) -> dict[str, Any]:
+    l2s = list(PAPER_L2S) if isinstance(strength, str) else [strength]
+    # (tasks, shots): a table (draws, columns) with what each column is.
+    tables = [[_drawn(split, method, count, seeds, l2s) for count in counts] for split in splits]
+    results = {}
+    for at, (name, class_names, train, test) in enumerate(splits):
+        assert train is not None and test is not None, "the solver has looked"
+        task: dict[str, Any] = {"train_samples": len(train.labels), "test_samples": len(test.labels)}
+        held = torch.bincount(train.labels, minlength=len(class_names))
+        for row, count in enumerate(counts):
+            table, about = tables[at][row]
+            if method == "ridge":
+                means = torch.from_numpy(np.stack([tables[task][row][0].mean(axis=0) for task in range(len(splits))]))
+                best = best_shared_l2(means, at if strength == "others" else None) if isinstance(strength, str) else 0
+                table, about = table[:, best : best + 1], [{"l2": l2s[best]}]
+            for column, more in enumerate(about):
+                key = "all" if count is None else f"{count}shot"
+                key += f"/{more['k']}nn" if "k" in more else ""
+                found = {"mean": float(table[:, column].mean()), "std": float(table[:, column].std()), **more}
+                found |= {"draws": len(table)}
+                if count is not None and (scarce := int((held < count).sum())):
+                    found["scarce_classes"] = scarce
+                task[key] = found
+        results[name] = task
+    return {"method": method, "tasks": results}
+
+
+def _drawn(
+    split: _Split,
+    method: Method,
+    count: int | None,
+    seeds: int,
+    l2s: Sequence[float],
+) -> tuple[np.ndarray, list[dict[str, Any]]]:
+    """Accuracies (draws, columns), and what is to be said of each column."""
+    name, class_names, train, test = split
+    if train is None or test is None:
+        raise DataError(f"{name}: its {'training' if train is None else 'test'} split has no samples")
+    check_labels(name, train, "training", len(class_names))
+    check_labels(name, test, "test", len(class_names))
+    num_classes = len(class_names)
+    draws = []
+    for seed in range(1 if count is None else seeds):
+        rows = (
+            torch.arange(len(train.labels))
+            if count is None
+            else select_shots(train.labels, train.uids, count, num_classes, seed)
+        )
+        few = train.features[rows], train.labels[rows], test.features, test.labels, num_classes
+        draws.append(_METHODS[method](few, train.uids[rows], l2s))
+    # What was chosen may differ from draw to draw.
+    columns = []
+    for column in zip(*(about for _, about in draws), strict=True):
+        every = {key: [one[key] for one in column] for key in column[0]}
+        columns.append({key: values[0] if len(set(values)) == 1 else values for key, values in every.items()})
+    return np.array([values for values, _ in draws]), columns
+
+
+_Few = tuple[Tensor, Tensor, Tensor, Tensor, int]
+_Found = tuple[list[float], list[dict[str, Any]]]
+
+
+def _ridge(few: _Few, uids: Tensor, l2s: Sequence[float]) -> _Found:
+    return fewshot_accuracy(*few, l2s), [{"l2": l2} for l2 in l2s]
+
+
+def _knn(few: _Few, uids: Tensor, l2s: Sequence[float]) -> _Found:
+    found = neighbour_accuracies(*few)
+    if not found:
+        raise DataError(f"{len(uids)} training samples are fewer than the fewest neighbours, 10")
+    return list(found.values()), [{"k": k} for k in found]
+
+
+def _logistic(few: _Few, uids: Tensor, l2s: Sequence[float]) -> _Found:
+    every = round(1 / DEVELOPMENT)
+    development = torch.zeros(len(uids), dtype=torch.bool)
+    # Each tenth of every class in the order of a hash, so that no class is left out of what is fitted.
+    order = torch.from_numpy(np.lexsort((hash_of(0, uids.numpy()), few[1].numpy())))
+    development[order[every - 1 :: every]] = True
+    if not development.any():
+        raise DataError(f"{len(uids)} training samples: a logistic probe needs {every}, to choose its penalty on some")
+    probe = logistic_probe(*few, development)
+    return [probe.accuracy], [{"C": probe.strength}]
+
+
+_METHODS: dict[str, Callable[[_Few, Tensor, Sequence[float]], _Found]] = {
+    "ridge": _ridge,
+    "knn": _knn,
+    "logistic": _logistic,
+}
+
+
+def table_of(found: dict[str, Any]) -> str:
+    """For people."""
+    lines = []
+    for name, task in found["tasks"].items():
+        lines.append(f"{name}: {task['train_samples']:,} training, {task['test_samples']:,} test samples")
+        for key, value in task.items():
+            if not isinstance(value, dict):
+                continue
+            spread = f" +- {value['std']:.4f} over {value['draws']} draws" if value["draws"] > 1 else ""
+            more = "".join(f", {word} {value[word]:g}" for word in ("l2", "C") if isinstance(value.get(word), float))
+            scarce = value.get("scarce_classes")
+            more += f"; {scarce} classes have fewer samples and give what they have" if scarce else ""
+            lines.append(f"  {key:<12} {value['mean']:.4f}{spread}{more}")
+    return "\n".join(lines)

@@ -1,0 +1,329 @@
+"""The commands that look at a finished model, and the options that they share."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from vitscale.errors import DataError, RecipeError, VitscaleError
+
+if TYPE_CHECKING:
+    from vitscale.evaluation.finished import FinishedModel
+    from vitscale.evaluation.metrics import ReaL
+    from vitscale.shards import Manifest
+
+NoEma = Annotated[bool, typer.Option("--no-ema", help="Of a run: its last weights, where it keeps an average of them.")]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's field.")]
+_Source = Annotated[Path, typer.Argument(help="A run's directory, or weights of any format.")]
+_Step = Annotated[int | None, typer.Option(help="Of a run's checkpoint; the newest by default.")]
+_Model = Annotated[
+    str | None, typer.Option(help="What weights in another format are of: ViT-B/16, or a recipe, whose model it is.")
+]
+_ImageSize = Annotated[
+    int | None, typer.Option(min=1, max=8192, help="Of weights: pixels, to which positions are resampled.")
+]
+_Batch = Annotated[
+    int | None, typer.Option(min=1, max=2**20, help="Of weights: images a process forwards at once; default 64.")
+]
+_Precision = Annotated[Literal["fp32", "bf16"] | None, typer.Option(help="Of weights; default fp32.")]
+_ClassNames = Annotated[
+    Path | None, typer.Option(help="Of weights: a file of class names, one a line, in the order of the outputs.")
+]
+_MaxMemory = Annotated[
+    float | None,
+    typer.Option(metavar="GB", help="Of each device for weights; the rest goes to host memory and disk."),
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def evaluate(
+    source: _Source,
+    step: _Step = None,
+    no_ema: NoEma = False,
+    settings: Settings = None,
+    model: _Model = None,
+    image_size: _ImageSize = None,
+    class_names: _ClassNames = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="DATASET", help="Evaluate on it, and not as the run's recipe says.")
+    ] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help="With --data: top1, top5, mean_per_class, calibration; default: all."),
+    ] = None,
+    real: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="With --data: also ImageNet-ReaL, by its real.json or timm's (timm)."),
+    ] = None,
+    objectnet: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --data: as ObjectNet; a JSON of its classes -> the model's."),
+    ] = None,
+    batch: _Batch = None,
+    precision: _Precision = None,
+    max_memory: _MaxMemory = None,
+    as_json: _Json = False,
+) -> None:
+    """Evaluate a run, as its recipe says, or any weights on --data.
+
+    Under `accelerate launch -m vitscale` several processes share the images.
+    """
+    from vitscale.evaluation.finished import evaluate_finished
+
+    if data is None:
+        _refuse("there is no --data", {"--metrics": metrics, "--real": real, "--objectnet": objectnet})
+    with _opened(
+        source, step, no_ema, settings, model, image_size, class_names, batch, precision, max_memory
+    ) as finished:
+        policy = finished.policy()
+        if data is None:
+            values = evaluate_finished(finished)
+        else:
+            values, about = _scores(finished, data, metrics, real, objectnet)
+            policy |= about
+        if not finished.accelerator.is_main_process:
+            return
+        if as_json:
+            print(json.dumps({"step": finished.step, **values, "policy": policy}))
+            return
+        print(f"{source}, step {finished.step:,}" if finished.step is not None else source)
+        for metric, value in values.items():
+            print(f"  {metric:<24} {int(value):,}" if metric.endswith("samples") else f"  {metric:<24} {value:.4f}")
+
+
+def _scores(
+    finished: "FinishedModel", data: str, metrics: str | None, real: str | None, objectnet: Path | None
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Metrics on a dataset, and what is to be known of how they came about."""
+    from vitscale.evaluation import metrics as m
+
+    known = ["top1", "top5", "mean_per_class", "calibration"]
+    asked = known if metrics is None else metrics.split(",")
+    if unknown := [name for name in asked if name not in known]:
+        raise RecipeError(f"--metrics: {unknown[0]!r} is none; expected some of {','.join(known)}")
+    if finished.num_classes is None:
+        raise RecipeError(f"{finished.source} has no classes to be evaluated; fewshot and features are for such models")
+    manifest = finished.dataset(data)
+    loader = finished.loader(manifest, border=0 if objectnet is None else m.OBJECTNET_BORDER)
+    chosen: list[m.Metric] = []
+    columns, border = None, 0
+    if objectnet is not None:
+        _refuse("--objectnet has metrics of its own", {"--metrics": metrics, "--real": real})
+        chosen.append(m.ObjectNet.of(objectnet, manifest, finished.class_names, finished.num_classes))
+        classes, border = "by --objectnet", m.OBJECTNET_BORDER
+    else:
+        columns, classes = m.columns_of(manifest, finished.class_names, finished.num_classes)
+        num_classes = len(manifest.class_names)
+        ready: dict[str, m.Metric] = {"top1": m.TopK(1), "top5": m.TopK(5)}
+        ready |= {"mean_per_class": m.MeanPerClass(num_classes), "calibration": m.Calibration()}
+        chosen += [ready[name] for name in asked if name != "top5" or num_classes > 5]
+        if real is not None:
+            chosen.append(_real_labels(real, manifest, finished, columns is None))
+    is_whole = finished.recipe is None or finished.recipe.data.bad_samples == "error"
+    expected = manifest.num_samples if is_whole else None
+    scores = m.Scores("data", loader, chosen, len(manifest.class_names), expected, columns)
+    about = {"dataset": manifest.sha256, "classes": classes, "border": border}
+    return dict(scores.run(finished.predict)), about
+
+
+def _real_labels(real: str, manifest: "Manifest", finished: "FinishedModel", is_whole: bool) -> "ReaL":
+    from vitscale.evaluation.metrics import ReaL, real_labels_of_timm
+
+    if finished.num_classes != 1000 or not is_whole:
+        raise RecipeError("--real: the labels are for the 1,000 classes of ImageNet in their order")
+    return ReaL.of(real_labels_of_timm() if real == "timm" else Path(real), manifest)
+
+
+def features(
+    source: _Source,
+    dataset: Annotated[str, typer.Argument(help="A dataset: NAME/SPLIT of a run's data.root, a path, or a URL.")],
+    out: Annotated[Path, typer.Option(help="The folder; it does not exist, or is empty.")],
+    step: _Step = None,
+    no_ema: NoEma = False,
+    settings: Settings = None,
+    model: _Model = None,
+    image_size: _ImageSize = None,
+    batch: _Batch = None,
+    precision: _Precision = None,
+    max_memory: _MaxMemory = None,
+) -> None:
+    """Write a dataset's representations: .npy files.
+
+    Beside them are labels, uids and meta.json, which says how they came about. Under `accelerate launch -m vitscale`
+    several processes share the images; the files are the same.
+    """
+    from vitscale.evaluation.features import write_features
+
+    with _opened(source, step, no_ema, settings, model, image_size, None, batch, precision, max_memory) as finished:
+        manifest = finished.dataset(dataset)
+        about = {
+            "source": str(source),
+            "dataset": manifest.where,
+            "dataset_sha256": manifest.sha256,
+            "class_names": list(manifest.class_names),
+            "policy": finished.policy(),
+        }
+        count = write_features(finished.loader(manifest), finished.predict, out, about)
+        if finished.accelerator.is_main_process:
+            print(f"wrote {out}: the representations of {count:,} samples")
+
+
+def predict(
+    source: _Source,
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files, and folders of them.")],
+    top: Annotated[int, typer.Option(min=1, max=10**6, help="Classes of each image, the most probable first.")] = 5,
+    step: _Step = None,
+    no_ema: NoEma = False,
+    settings: Settings = None,
+    model: _Model = None,
+    image_size: _ImageSize = None,
+    class_names: _ClassNames = None,
+    batch: _Batch = None,
+    precision: _Precision = None,
+    max_memory: _MaxMemory = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each image.")] = False,
+) -> None:
+    """Say what is in images: classes and their probabilities.
+
+    An image is prepared as conversion and evaluation do it. Probabilities are softmax, or sigmoid where the run was
+    trained so. What cannot be read is told, and the exit code is 3.
+    """
+    from vitscale.cli.prediction import image_files, predict_files
+
+    files = image_files(images)
+    with _opened(
+        source, step, no_ema, settings, model, image_size, class_names, batch, precision, max_memory
+    ) as finished:
+        failed = 0
+        for found in predict_files(finished, files, top):
+            failed += found.problem is not None
+            if not finished.accelerator.is_main_process:
+                continue
+            if as_json:
+                print(json.dumps(found.plain(), ensure_ascii=False))
+            elif found.problem is not None:
+                print(f"{found.file}: {found.problem}", file=sys.stderr)
+            else:
+                print(found.file)
+                for name, probability in found.classes:
+                    print(f"  {probability:8.2%}  {name}")
+        if failed:
+            raise DataError(f"{failed} of {len(files)} images cannot be read").on_all_ranks()
+
+
+def fewshot(
+    source: _Source,
+    train: Annotated[
+        list[str], typer.Option(metavar="DATASET", help="Training samples; again for several tasks, with --test.")
+    ],
+    test: Annotated[list[str], typer.Option(metavar="DATASET", help="Test samples, of the same classes.")],
+    method: Annotated[
+        Literal["ridge", "knn", "logistic"],
+        typer.Option(help="The paper's ridge regression, DINO's nearest neighbours, or a logistic probe."),
+    ] = "ridge",
+    shots: Annotated[
+        str | None, typer.Option(metavar="N,...", help="Samples a class: 1,5,10,25 for ridge; all for the others.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Draws of training samples.")] = 3,
+    l2: Annotated[
+        str | None,
+        typer.Option(
+            metavar="L2",
+            help="Of ridge: a number, default 1024; or by mean rank on all tasks (shared) or on the others (others).",
+        ),
+    ] = None,
+    step: _Step = None,
+    no_ema: NoEma = False,
+    settings: Settings = None,
+    model: _Model = None,
+    image_size: _ImageSize = None,
+    batch: _Batch = None,
+    precision: _Precision = None,
+    max_memory: _MaxMemory = None,
+    as_json: _Json = False,
+) -> None:
+    """Measure the representation by simple classifiers on it.
+
+    Images are seen as the paper's few-shot evaluation does: resized to a square, of which the central 224 / 256.
+    """
+    from vitscale.cli.fewshot_output import counts_of, measure, strength_of, table_of
+
+    counts = counts_of(shots, method)
+    if l2 is not None and method != "ridge":
+        raise RecipeError(f"--l2 is for --method ridge, and this is {method}")
+    strength = strength_of(l2, len(train))
+    if len(train) != len(test):
+        raise RecipeError(f"{len(train)} times --train and {len(test)} times --test: a task has one of each")
+    if len(set(train)) < len(train):
+        raise RecipeError("--train: two tasks have one training set, by which they are called")
+    with _opened(source, step, no_ema, settings, model, image_size, None, batch, precision, max_memory) as finished:
+        found = measure(finished, list(zip(train, test, strict=True)), method, counts, seeds, strength)
+        if finished.accelerator.is_main_process:
+            print(json.dumps(found) if as_json else table_of(found))
+
+
+@contextmanager
+def _opened(
+    source: Path,
+    step: int | None,
+    no_ema: bool,
+    settings: list[str] | None,
+    model: str | None,
+    image_size: int | None,
+    class_names: Path | None,
+    batch: int | None,
+    precision: Literal["fp32", "bf16"] | None,
+    max_memory: float | None,
+) -> Iterator["FinishedModel"]:
+    """The model of a source, as the options say; of an error that all processes have one of them speaks.
+
+    Raises `RecipeError` for options that the source has no use for, and as `FinishedModel` does.
+    """
+    import torch.distributed as dist
+
+    from vitscale.cli.model_block import model_block
+    from vitscale.evaluation.finished import FinishedModel, OfWeights, is_weights
+    from vitscale.evaluation.placing import is_main
+
+    if max_memory is not None and not max_memory > 0:  # a NaN, too
+        raise RecipeError(f"--max-memory {max_memory:g}: expected gigabytes above 0")
+    try:
+        if is_weights(source):
+            _refuse(f"{source} is a file of weights", {"--step": step, "--no-ema": no_ema or None})
+            names = None if class_names is None else _read_names(class_names)
+            weights = OfWeights(model_block(model, settings or []), image_size, names, batch or 64, precision or "fp32")
+            yield FinishedModel(source, weights=weights, max_memory_gb=max_memory)
+        else:
+            of_weights = {"--model": model, "--image-size": image_size, "--class-names": class_names}
+            _refuse(f"{source} is a run", of_weights)
+            _refuse(
+                f"{source} is a run: --set evaluation.batch=N, --set precision=fp32",
+                {"--batch": batch, "--precision": precision},
+            )
+            yield FinishedModel(source, settings or [], step, use_average=not no_ema, max_memory_gb=max_memory)
+    except VitscaleError as error:
+        if error.is_on_all_ranks and not is_main():
+            raise typer.Exit(error.exit_code) from None
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _refuse(why: str, options: dict[str, Any]) -> None:
+    if given := [flag for flag, value in options.items() if value is not None]:
+        raise RecipeError(f"{', '.join(given)}: no effect, since {why}")
+
+
+def _read_names(path: Path) -> list[str]:
+    try:
+        names = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"--class-names {path}: cannot be read: {error}") from None
+    if not names or "" in names or len(set(names)) != len(names):
+        raise RecipeError(f"--class-names {path}: expected a name on each line, and none twice")
+    return names

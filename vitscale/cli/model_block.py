@@ -1,0 +1,31 @@
+"""Which model weights are of, as `--model` and `--set` say it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vitscale.errors import RecipeError
+from vitscale.families import architecture, nearest
+from vitscale.recipe import apply_setting, find_recipe, load_recipe
+
+
+def model_block(model: str | None, settings: Sequence[str]) -> dict[str, Any] | None:
+    """The model block that `--model` and `--set` give: of a name, or a recipe's. Raises `RecipeError`."""
+    if model is None:
+        if settings:
+            raise RecipeError("--set changes the model that --model gives; name that too")
+        return None
+    for setting in settings:
+        if not setting.startswith("model."):
+            raise RecipeError(f"--set {setting}: only the model of a recipe counts here; expected model.KEY=VALUE")
+    content: dict[str, Any] = {"model": {"name": model}}
+    try:
+        architecture(model)
+    except ValueError:
+        try:
+            find_recipe(model)
+        except RecipeError as error:
+            raise RecipeError(f"--model: {error}; as a model's name it is nearest to {nearest(model)!r}") from None
+        return load_recipe(model, settings).dump()["model"]
+    for setting in settings:
+        content = apply_setting(content, setting)
+    return content["model"]

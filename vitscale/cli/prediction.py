@@ -1,0 +1,103 @@
+"""`vitscale predict`: image files -> classes and probabilities."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from data_tools.images import ImageOptions, Reject, store_image
+from data_tools.sources import IMAGE_SUFFIXES
+from vitscale.data import EvalTransform
+from vitscale.data.views import views_of
+from vitscale.errors import DataError, RecipeError
+from vitscale.evaluation.finished import FinishedModel
+from vitscale.ranks import gather
+
+_AT_ONCE = 64  # images of a process
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says of a file: (class, probability), the most probable first, or why the file is no image."""
+
+    file: str
+    classes: Sequence[tuple[str, float]] = ()
+    problem: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        if self.problem is not None:
+            return {"file": self.file, "error": self.problem}
+        return {"file": self.file, "top": [{"class": name, "probability": p} for name, p in self.classes]}
+
+
+def image_files(paths: Sequence[Path]) -> list[Path]:
+    """Files as given, and those below folders that end as images do, sorted, hidden ones left out.
+
+    Raises `DataError` where nothing is there.
+    """
+    found = []
+    for path in paths:
+        if path.is_dir():
+            below = [file for file in sorted(path.rglob("*")) if file.name.lower().endswith(IMAGE_SUFFIXES)]
+            visible = [file for file in below if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+            if not visible:
+                raise DataError(
+                    f"{path}: no image in this folder; expected files that end in {', '.join(IMAGE_SUFFIXES)}"
+                )
+            found += visible
+        elif path.exists():
+            found.append(path)
+        else:
+            raise DataError(f"{path}: there is no such file or folder")
+    return found
+
+
+def predict_files(model: FinishedModel, files: Sequence[Path], top: int) -> Iterator[Prediction]:
+    """Predictions in the order of the files, on every process; all of them share the work.
+
+    Raises `RecipeError` for a model without classes.
+    """
+    if model.num_classes is None:
+        raise RecipeError(f"{model.source} has no classes to be predicted")
+    processes, own = model.accelerator.num_processes, model.accelerator.process_index
+    for first in range(0, len(files), _AT_ONCE * processes):
+        group = files[first : first + _AT_ONCE * processes]
+        part = _predicted(model, group[own::processes], top)
+        parts = gather(part) if dist.is_initialized() else [part]
+        yield from (parts[at % processes][at // processes] for at in range(len(group)))
+
+
+def _predicted(model: FinishedModel, files: Sequence[Path], top: int) -> list[Prediction]:
+    found: dict[int, Prediction] = {}
+    jpegs = {}
+    for at, file in enumerate(files):
+        stored = _stored(file)
+        if isinstance(stored, str):
+            found[at] = Prediction(str(file), problem=stored)
+        else:
+            jpegs[at] = stored
+    if jpegs:
+        crop = model.eval_crop
+        views = views_of(list(jpegs.values()), EvalTransform(crop.kind, crop.fraction), model.image_size)
+        logits = model.predict(views).logits
+        assert logits is not None, "a model with classes has logits"
+        logits = logits.float()
+        probabilities = (logits.sigmoid() if model.loss == "sigmoid" else logits.softmax(dim=1)).cpu()
+        values, indices = probabilities.topk(min(top, probabilities.shape[1]), dim=1)
+        for at, row, places in zip(jpegs, values.tolist(), indices.tolist(), strict=True):
+            names = [model.class_names[place] if model.class_names else f"class {place}" for place in places]
+            found[at] = Prediction(str(files[at]), list(zip(names, row, strict=True)))
+    return [found[at] for at in range(len(files))]
+
+
+def _stored(file: Path) -> tuple[bytes, int, int] | str:
+    """A JPEG with its height and width, as conversion would store it, or why not."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    stored = store_image(content, ImageOptions())
+    return stored.reason if isinstance(stored, Reject) else (stored.jpeg, stored.height, stored.width)
