@@ -84,16 +84,11 @@ def _limits(accelerator: Accelerator, max_memory_gb: float | None) -> dict[int |
     """Bytes that weights may take of each device of this process, its own one first, and of host memory."""
     limit = None if max_memory_gb is None else int(max_memory_gb * 1e9)
     found: dict[int | str, int] = {name: int(free * _ROOM) for name, free in get_max_memory().items()}
-    devices = [name for name in found if name != "cpu"]
-    if accelerator.device.type != "cpu":
-        own = accelerator.device.index or 0
-        others = [] if accelerator.num_processes > 1 else [name for name in devices if name != own]
-        devices = [own, *others]
-    else:
-        devices = []
-    if not devices:
+    own = accelerator.device.index or 0
+    if accelerator.device.type == "cpu" or own not in found:
         return {"cpu": found["cpu"] if limit is None else limit}
-    return {name: found[name] if limit is None else limit for name in devices} | {"cpu": found["cpu"]}
+    others = [] if accelerator.num_processes > 1 else [name for name in found if name not in (own, "cpu")]
+    return {name: found[name] if limit is None else limit for name in (own, *others)} | {"cpu": found["cpu"]}
 
 
 def _spread(
