@@ -71,14 +71,9 @@ def launch(
     """Pre-train a recipe, and start again when something fails. Repeating the command continues."""
     from vitscale.errors import RecipeError
     from vitscale.launch import Pretraining
-    from vitscale.launch.clusters import Job, find_cluster
+    from vitscale.launch.clusters import Job, find_cluster, read_pairs
 
-    options: dict[str, str] = {}
-    for option in cluster_options or []:
-        key, is_there, value = option.partition("=")
-        if not is_there or key in options:
-            raise RecipeError(f"--cluster-option {option}: expected KEY=VALUE, and each KEY once")
-        options[key] = value
+    options = read_pairs("--cluster-option", cluster_options or [])
     if hostfile is not None:
         if cluster not in ("local", "hostfile"):
             raise RecipeError(f"--hostfile is not for --cluster {cluster}")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-EngineName = Literal["local"]
+EngineName = Literal["local", "slurm"]
 Study = Annotated[str, typer.Argument(metavar="STUDY", help="A file, or the stem of one that comes with vitscale.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of every entry's recipe.")
@@ -47,10 +47,18 @@ def run(
         Path | None,
         typer.Option("--dir", help="A run directory for each entry goes there.", show_default="runs/<study stem>"),
     ] = None,
-    engine: Annotated[EngineName, typer.Option(help="What runs the entries: this machine.")] = "local",
+    engine: Annotated[
+        EngineName, typer.Option(help="What runs the entries: this machine; array jobs of Slurm, each on a node.")
+    ] = "local",
     slots: Annotated[
         int | None,
-        typer.Option(min=1, max=65536, help="Entries at a time.", show_default="one a CUDA device; one on CPUs"),
+        typer.Option(
+            min=1, max=65536, help="Entries at a time.", show_default="one a CUDA device; one on CPUs; Slurm: all"
+        ),
+    ] = None,
+    engine_options: Annotated[
+        list[str] | None,
+        typer.Option("--engine-option", metavar="KEY=VALUE", help="Of --engine slurm: an option of sbatch."),
     ] = None,
     settings: Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the entries and start nothing.")] = False,
@@ -61,7 +69,7 @@ def run(
     """
     from vitscale.cli.study_output import run_study
 
-    raise typer.Exit(run_study(study, folder, engine, slots, settings or [], dry_run=dry_run))
+    raise typer.Exit(run_study(study, folder, engine, slots, engine_options or [], settings or [], dry_run=dry_run))
 
 
 @app.command()

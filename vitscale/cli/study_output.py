@@ -4,7 +4,6 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -12,9 +11,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from vitscale.errors import EXIT_DONE, VitscaleError
+from vitscale.errors import EXIT_DONE, RecipeError, VitscaleError
 from vitscale.launch import Pretraining
-from vitscale.launch.clusters import Job, launch_command
+from vitscale.launch.clusters import Job, launch_command, read_pairs
 from vitscale.launch.ends import EXIT_PREEMPTED
 from vitscale.status import RunReader, RunStatus
 from vitscale.studies.engine import Engine
@@ -24,14 +23,30 @@ from vitscale.studies.outcomes import check_unchanged
 from vitscale.studies.reading import find_study, load_study
 from vitscale.studies.results import RESULTS_FILE
 from vitscale.studies.running import Progress, StudyRun
+from vitscale.studies.slurm import SlurmEngine
 from vitscale.table import Column, Row, View, render
 
 _LOOK_EVERY_SECONDS = 2.0
-_ENGINES: dict[str, Callable[[Path, int | None], Engine]] = {"local": lambda folder, slots: LocalEngine(slots)}
+
+
+def make_engine(name: str, folder: Path, slots: int | None, options: list[str]) -> Engine:
+    """An engine for a study in a folder. Raises `RecipeError` for options that it does not have."""
+    if name == "slurm":
+        return SlurmEngine(folder, slots, read_pairs("--engine-option", options))
+    if options:
+        raise RecipeError(f"--engine-option {options[0]}: --engine local has none")
+    return LocalEngine(slots)
 
 
 def run_study(
-    study: str, folder: Path | None, engine: str, slots: int | None, settings: list[str], *, dry_run: bool
+    study: str,
+    folder: Path | None,
+    engine: str,
+    slots: int | None,
+    engine_options: list[str],
+    settings: list[str],
+    *,
+    dry_run: bool,
 ) -> int:
     """Run a study, or list its entries: the exit code. Raises `VitscaleError`."""
     file = find_study(study)
@@ -43,7 +58,7 @@ def run_study(
     check_unchanged(expansion.entries.values(), folder)
     about = {"study": file.stem, "file": str(file), "engine": engine, "settings": settings}
     with _Watch() as watch:
-        run = StudyRun(expansion, folder, _ENGINES[engine](folder, slots), about, watch.look)
+        run = StudyRun(expansion, folder, make_engine(engine, folder, slots, engine_options), about, watch.look)
         code = run.run()
     _show_results(run)
     if code == EXIT_PREEMPTED:

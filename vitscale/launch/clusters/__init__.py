@@ -68,6 +68,17 @@ def read_options(job: Job, kind: type[_Options]) -> _Options:
         raise RecipeError(f"--cluster-option {name}={job.options.get(name, '')}: {first['msg']}") from None
 
 
+def read_pairs(option: str, given: Sequence[str]) -> dict[str, str]:
+    """What was given as KEY=VALUE to an option of a command, several times. Raises `RecipeError`."""
+    found: dict[str, str] = {}
+    for pair in given:
+        key, is_there, value = pair.partition("=")
+        if not is_there or key in found:
+            raise RecipeError(f"{option} {pair}: expected KEY=VALUE, and each KEY once")
+        found[key] = value
+    return found
+
+
 def launch_command(
     job: Job,
     program: Sequence[str] = ("vitscale",),
@@ -134,6 +145,7 @@ __all__ = [
     "find_cluster",
     "launch_command",
     "read_options",
+    "read_pairs",
     "refuse_node_options",
     "shell_line",
     "shell_words",

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -128,17 +129,50 @@ def render(job: Job) -> str:
         **_time_limit(job, of_sbatch),
         **of_sbatch,
     }
+    return _script(options, f"run_dir={shlex.quote(str(run_dir))}\n", own.srun, shlex.join(command), job.max_restarts)
+
+
+def render_array(jobs: Sequence[Job], name: str, folder: Path, log: str, at_once: int | None = None) -> str:
+    """The batch script of an array of launches on one node each, the n-th of which is the n-th of these.
+
+    Args:
+        name: of the array.
+        folder: where what the scripts print goes; it has to be there when they start.
+        log: the file in each run directory that takes what its launch prints.
+        at_once: how many may run at a time.
+
+    Raises `RecipeError` for options that cannot be; these are those of the first job.
+    """
+    own, of_sbatch = _read_options(jobs[0])
+    if own.tasks != "node":
+        raise RecipeError("--engine-option tasks: an entry of a study is a launch on one node")
+    python = shell_words("python", own.python)
+    cases = []
+    for index, job in enumerate(jobs):
+        command = shlex.join(launch_command(job, [*python, "-m", "vitscale"]))
+        cases.append(f"    {index}) run_dir={shlex.quote(str(_run_dir(job)))}; set -- {command} ;;\n")
+    options = {
+        "job-name": name,
+        "array": f"0-{len(jobs) - 1}" + (f"%{at_once}" if at_once else ""),
+        "nodes": "1",
+        "ntasks-per-node": "1",
+        "chdir": str(Path.cwd()),
+        "output": str(folder.absolute()).replace("%", "%%") + "/slurm-%A_%a.out",
+        "open-mode": "append",
+        "requeue": "",
+        "signal": f"TERM@{_SIGNAL_SECONDS}",
+        **of_sbatch,
+    }
+    chosen = f'case $SLURM_ARRAY_TASK_ID in\n{"".join(cases)}esac\nexec >>"$run_dir"/{shlex.quote(log)} 2>&1\n'
+    return _script(options, chosen, own.srun, '"$@"', jobs[0].max_restarts)
+
+
+def _script(options: Mapping[str, str], begin: str, srun: str, command: str, max_requeues: int) -> str:
+    """A batch script that runs a command on every node of its job; `begin` sets run_dir."""
     lines = [f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "") for name, value in options.items()]
-    srun = ["setsid", "--wait", "srun", "--kill-on-bad-exit=0", "--wait=30", *shell_words("srun", own.srun), *command]
-    return (
-        "#!/bin/bash\n"
-        + "\n".join(lines)
-        + f"\n\nrun_dir={shlex.quote(str(run_dir))}\nmax_requeues={job.max_restarts}\n"
-        + _BEFORE
-        + shlex.join(srun)
-        + "\n"
-        + _AFTER
-    )
+    starts = shlex.join(["setsid", "--wait", "srun", "--kill-on-bad-exit=0", "--wait=30", *shell_words("srun", srun)])
+    head = "\n".join(["#!/bin/bash", *lines])
+    return f"{head}\n\n{begin}max_requeues={max_requeues}\n{_BEFORE}{starts} {command}\n{_AFTER}"
 
 
 def submit(job: Job) -> int:
@@ -148,15 +182,20 @@ def submit(job: Job) -> int:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecipeError(f"{run_dir}: {error.strerror}") from None
+    number = hand_in(script)
+    say(f"job {number}, whose output is {run_dir}/slurm-{number}.out; scancel {number} saves and ends it")
+    return 0
+
+
+def hand_in(script: str) -> str:
+    """The number of the job that sbatch makes of a script. Raises `RecipeError` where it does not take it."""
     try:
         answer = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True)
     except FileNotFoundError:
         raise RecipeError("there is no sbatch here: run this where jobs are submitted, or see --dry-run") from None
     if answer.returncode:
         raise RecipeError(f"sbatch did not take the job: {answer.stderr.strip()}")
-    number = answer.stdout.strip().partition(";")[0]  # then comes the name of the cluster, where there are several
-    say(f"job {number}, whose output is {run_dir}/slurm-{number}.out; scancel {number} saves and ends it")
-    return 0
+    return answer.stdout.strip().partition(";")[0]  # then comes the name of the cluster, where there are several
 
 
 def _run_dir(job: Job) -> Path:
