@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LAYERS = (
     {"vitscale", "block", "errors", "heartbeat", "machine", "operations", "table", "weight_formats", "wording"},
     {"extensions"},
-    {"families", "interruption", "native", "ranks", "storage", "vtab"},
+    {"families", "interruption", "native", "ranks", "ray_cluster", "storage", "vtab"},
     {"files", "images", "recipe", "versions"},
     {"runs", "shards"},
     {"data", "flops", "models"},
@@ -32,19 +32,8 @@ LAYERS = (
 # Rooms that know less than what lies below them.
 KNOWS_ONLY = {
     "data_tools": {
-        *(
-            "vitscale",
-            "errors",
-            "files",
-            "images",
-            "machine",
-            "recipe",
-            "shards",
-            "storage",
-            "table",
-            "vtab",
-            "wording",
-        ),
+        *("vitscale", "errors", "files", "images", "machine", "ray_cluster", "recipe", "shards", "storage", "table"),
+        *("vtab", "wording"),
     }
 }
 # Packages that only these rooms know. Whatever else has to start at once does not load them.

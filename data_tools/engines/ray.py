@@ -4,19 +4,16 @@ Every node must reach the source and the output, by a shared file system or a UR
 worker or node has died; a task writes the same bytes each time.
 """
 
-import os
-import socket
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from data_tools.engines.task import Task, Tick
 from vitscale.errors import DataError, RecipeError, VitscaleError
 from vitscale.files.durable import forbid_writing_by_everybody
+from vitscale.ray_cluster import connect, import_ray
 
 _POLL_SECONDS = 0.5
 _RETRIES = 3
-_ANSWER_SECONDS = 10.0
-_OBJECT_STORE_BYTES = 512 << 20  # tasks and their results are small; Ray would take a third of the memory
 
 
 class _Silence:
@@ -51,14 +48,10 @@ def run_on_ray(tasks: Iterable[Task], workers: int | None, tick: Tick) -> Iterat
         VitscaleError: what a task raised.
         DataError: a task whose workers die again and again.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray reports to its makers
-    try:
-        import ray
-    except ImportError as error:
-        raise RecipeError("--engine ray needs Ray, which is not installed: pip install ray") from error
+    ray = import_ray()
     ours = not ray.is_initialized()
     if ours:
-        _connect(ray, workers)
+        connect(ray, workers)
     perform = ray.remote(max_retries=_RETRIES, num_cpus=1)(_perform)
     pending = iter(tasks)
     running: dict[Any, Task] = {}
@@ -97,31 +90,3 @@ def run_on_ray(tasks: Iterable[Task], workers: int | None, tick: Tick) -> Iterat
             ray.cancel(reference, force=True)
         if ours:
             ray.shutdown()
-
-
-def _connect(ray: Any, workers: int | None) -> None:
-    """Join the cluster that the environment names, or start one. Raises RecipeError."""
-    address = os.environ.get("RAY_ADDRESS")
-    start: dict[str, Any] = {}
-    if address in (None, "", "local"):
-        start = {"num_cpus": workers, "object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
-    elif address != "auto":
-        _refuse_silent(address)
-    try:
-        ray.init(address=address or None, log_to_driver=False, logging_level="ERROR", **start)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise RecipeError(f"RAY_ADDRESS={address or ''}: no Ray cluster that can be joined ({reason})") from error
-
-
-def _refuse_silent(address: str) -> None:
-    """Raise RecipeError unless something listens at host:port; Ray itself would wait for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS):
-            pass
-    except (OSError, ValueError) as error:
-        raise RecipeError(
-            f"RAY_ADDRESS={address}: nothing answers there ({error}). Expected host:port of a Ray cluster (`ray start "
-            "--head` tells it), or nothing to start one on this machine"
-        ) from error

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-EngineName = Literal["local", "slurm"]
+EngineName = Literal["local", "slurm", "ray"]
 Study = Annotated[str, typer.Argument(metavar="STUDY", help="A file, or the stem of one that comes with vitscale.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of every entry's recipe.")
@@ -48,7 +48,8 @@ def run(
         typer.Option("--dir", help="A run directory for each entry goes there.", show_default="runs/<study stem>"),
     ] = None,
     engine: Annotated[
-        EngineName, typer.Option(help="What runs the entries: this machine; array jobs of Slurm, each on a node.")
+        EngineName,
+        typer.Option(help="What runs the entries: this machine; array jobs of Slurm, each on a node; a Ray cluster."),
     ] = "local",
     slots: Annotated[
         int | None,
@@ -58,7 +59,11 @@ def run(
     ] = None,
     engine_options: Annotated[
         list[str] | None,
-        typer.Option("--engine-option", metavar="KEY=VALUE", help="Of --engine slurm: an option of sbatch."),
+        typer.Option(
+            "--engine-option",
+            metavar="KEY=VALUE",
+            help="Of slurm: an option of sbatch; of ray: gpus or cpus of each entry.",
+        ),
     ] = None,
     settings: Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the entries and start nothing.")] = False,

@@ -20,6 +20,7 @@ from vitscale.studies.engine import Engine
 from vitscale.studies.expansion import Entry, Expansion, expand
 from vitscale.studies.local import LocalEngine
 from vitscale.studies.outcomes import check_unchanged
+from vitscale.studies.ray import RayEngine
 from vitscale.studies.reading import find_study, load_study
 from vitscale.studies.results import RESULTS_FILE
 from vitscale.studies.running import Progress, StudyRun
@@ -33,6 +34,8 @@ def make_engine(name: str, folder: Path, slots: int | None, options: list[str]) 
     """An engine for a study in a folder. Raises `RecipeError` for options that it does not have."""
     if name == "slurm":
         return SlurmEngine(folder, slots, read_pairs("--engine-option", options))
+    if name == "ray":
+        return RayEngine(slots, read_pairs("--engine-option", options))
     if options:
         raise RecipeError(f"--engine-option {options[0]}: --engine local has none")
     return LocalEngine(slots)
