@@ -92,7 +92,9 @@ class _Watch:
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
-        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._live = (
+            Live(console=self._console, auto_refresh=False, transient=True) if self._console.is_terminal else None
+        )
         self._readers: dict[str, RunReader] = {}
         self._shown: dict[str, str] = {}
         self._looked_at = 0.0
