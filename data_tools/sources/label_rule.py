@@ -28,5 +28,5 @@ class LabelRule:
             raise DataError(f"{spot}: no feature {', '.join(missing)}, from which the label follows")
         try:
             return (str(self.label(*(values[name] for name in self.features))),)
-        except ValueError as error:
+        except (ValueError, IndexError) as error:  # IndexError: features of one object each that differ in number
             raise DataError(f"{spot}: {error}") from error

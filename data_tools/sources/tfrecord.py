@@ -110,6 +110,7 @@ def open_tfrecords(src: str, files: Sequence[str], options: SourceOptions) -> TF
 
 
 def open_records(where: str) -> io.BufferedReader:
+    """A file of records, decompressed if need be. Raises as `open_part`."""
     file = open_part(where)
     return unzipped(file) if _is_compressed(file) else file
 
