@@ -78,7 +78,7 @@ def split(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Another one gives other parts.")] = 0,
 ) -> None:
-    """Divide a dataset at random into parts, such as for development; nothing is copied."""
+    """Divide a dataset at random into parts; nothing is copied."""
     from vitscale.cli.shards_output import run_split
 
     run_split(dataset, parts, out, seed)
