@@ -21,6 +21,7 @@ def planned(*arguments: str) -> dict:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_a_plan_adds_up_what_its_runs_cost():
     plan = planned("axial", "--devices", "16", "--price", "2")
     alone = {stem: estimate(stem, load_recipe(stem)).exaflops for stem in AXIAL}

@@ -94,6 +94,7 @@ def last_evaluation(run_dir: Path) -> dict:
     return log.evaluations[-1][1]
 
 
+@pytest.mark.slow
 def test_a_study_that_is_killed_and_repeated_ends_as_one_that_is_left_in_peace(data, tmp_path):
     peace, killed = tmp_path / "peace", tmp_path / "killed"
     for folder in (peace, killed):

@@ -25,6 +25,7 @@ def study(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, cwd=folder, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_entries_run_side_by_side_are_told_to_end_and_go_on(tmp_path):
     write_generated_dataset(tmp_path / "data" / "train", [64])
     settings = {"data.root": str(tmp_path / "data"), "schedule.duration.steps": 600, "logging.every": 1}

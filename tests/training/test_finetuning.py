@@ -129,8 +129,13 @@ def test_ten_updates_equal_a_plain_loop_around_transformers_model(root, loops, n
     run_export(str(root / "runs" / name), "hf", tmp_path / "hf")
     found = transformers.ViTForImageClassification.from_pretrained(tmp_path / "hf").state_dict()
     assert found.keys() == weights.keys()
-    for key, expected in weights.items():
-        torch.testing.assert_close(found[key], expected, rtol=0, atol=1e-5, msg=key)
+    differences = torch.cat([(found[key] - expected).abs().flatten() for key, expected in weights.items()])
+    if CASES[name][1] == "bf16":
+        # Another order of sums may round an element of the momentum to the other side, which is seldom seen: by 2^-8 of
+        # a value that clipping holds below CLIP / (1 - 0.9).
+        assert differences.max() < RATE * CLIP / (1 - 0.9) * 2**-8
+        differences = differences.sort().values[: -len(differences) // 1000]
+    assert differences.max() < 1e-5
 
 
 def test_momentum_in_bf16_is_another_run_and_is_kept_exactly(root, loops):
