@@ -6,7 +6,7 @@ A path names a class: a subclass of the base that `vitscale` has for blocks of i
 
 import importlib
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from pydantic import ValidatorFunctionWrapHandler, WrapValidator
 
@@ -20,7 +20,7 @@ named: dict[str, dict[str, type[Block]]] = {}
 """Dotted key of a place in a recipe, N for an index -> path -> the block that recipes have named there so far."""
 
 
-def is_path(name: object) -> bool:
+def is_path(name: object) -> TypeGuard[str]:
     """Whether a name in a recipe is a dotted path, and none of ours."""
     return isinstance(name, str) and "." in name
 
@@ -35,7 +35,7 @@ def block_class(path: object, base: type[_Block], place: str) -> type[_Block]:
 
     Raises `ValueError` for what is no path, or does not lead to a whole block of this base.
     """
-    if not isinstance(path, str) or not is_path(path) or not all(part.isidentifier() for part in path.split(".")):
+    if not is_path(path) or not all(part.isidentifier() for part in path.split(".")):
         raise ValueError(f"{path!r}: expected a dotted path to a class, such as my_package.{base.__name__}")
     module, _, name = path.rpartition(".")
     found = getattr(_imported(module, path), name, None)

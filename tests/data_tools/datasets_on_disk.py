@@ -13,6 +13,7 @@ from data_tools import conversion
 from data_tools.convert import app
 from data_tools.dedup.against import open_matcher
 from data_tools.engines.inline import run_inline
+from vitscale.shards import Manifest, ShardFile
 
 
 def contents(dataset: Path) -> dict[str, bytes]:
@@ -20,6 +21,18 @@ def contents(dataset: Path) -> dict[str, bytes]:
     files = [path for path in dataset.rglob("*") if path.is_file()]
     assert not [path for path in files if any(part.startswith(".") for part in path.relative_to(dataset).parts)]
     return {str(path.relative_to(dataset)): path.read_bytes() for path in files if path.name != "convert.log.jsonl"}
+
+
+def uids(dataset: Manifest | Path) -> list[int]:
+    """Uids of the selected samples, read through the manifest as training reads them."""
+    manifest = dataset if isinstance(dataset, Manifest) else Manifest.load(dataset)
+    found = []
+    for index in range(len(manifest.shards)):
+        slots = manifest.selected_slots(index)
+        with ShardFile(manifest.shard_path(index)) as shard:
+            found += (shard.uid if slots is None else shard.uid[slots]).tolist()
+    assert len(found) == manifest.num_samples
+    return found
 
 
 def command(*arguments: object) -> list[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from datasets_on_disk import uids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -13,7 +14,7 @@ from data_tools.dividing import Part, parse_parts, write_parts
 from data_tools.subset import write_subset
 from vitscale.cli.main import app
 from vitscale.errors import DataError, RecipeError
-from vitscale.shards import Manifest, ShardFile
+from vitscale.shards import Manifest
 from vitscale.shards.generated import write_generated_dataset
 from vitscale.shards.verify import verify
 
@@ -24,16 +25,6 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("divided") / "toy" / "train"
     write_generated_dataset(folder, [100, 100, 3])
     return folder
-
-
-def uids(manifest):
-    found = []
-    for index in range(len(manifest.shards)):
-        slots = manifest.selected_slots(index)
-        with ShardFile(manifest.shard_path(index)) as shard:
-            found += (shard.uid if slots is None else shard.uid[slots]).tolist()
-    assert len(found) == manifest.num_samples
-    return found
 
 
 def parts(*shares):

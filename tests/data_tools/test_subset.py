@@ -6,11 +6,12 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+from datasets_on_disk import uids
 
 from data_tools.quantities import parse_count
 from data_tools.subset import write_subset
 from vitscale.errors import DataError, RecipeError
-from vitscale.shards import ExcludedSlots, Manifest, SelectExclude, ShardFile
+from vitscale.shards import ExcludedSlots, Manifest, SelectExclude
 from vitscale.shards.generated import write_generated_dataset
 from vitscale.shards.verify import verify
 
@@ -21,18 +22,6 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("subset") / "jft" / "train"
     write_generated_dataset(folder, [10, 10, 3])
     return folder
-
-
-def uids(dataset):
-    """Uids of the selected samples, read through the manifest as training reads them."""
-    manifest = Manifest.load(dataset)
-    found = []
-    for index in range(len(manifest.shards)):
-        slots = manifest.selected_slots(index)
-        with ShardFile(manifest.shard_path(index)) as shard:
-            found += (shard.uid if slots is None else shard.uid[slots]).tolist()
-    assert len(found) == manifest.num_samples
-    return found
 
 
 @pytest.mark.parametrize("count", [1, 9, 10, 11, 20, 22, 23])
