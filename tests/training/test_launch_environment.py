@@ -45,3 +45,22 @@ def test_a_stale_build_lock_is_named_and_a_fresh_one_is_left(tmp_path, monkeypat
     old = time.time() - 7200
     os.utime(lock, (old, old))
     assert distributed.stale_build_locks() == [lock]
+
+
+CORES = len(os.sched_getaffinity(0))
+TORCHRUN = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "local_size", "expected"),
+    [
+        ({}, 1, CORES),
+        ({"OMP_NUM_THREADS": "1"}, 1, None),  # a slot of a study: a second thread would wait for the other slots'
+        ({"OMP_NUM_THREADS": "1"}, 2, None),
+        ({"OMP_NUM_THREADS": "3"} | TORCHRUN, 2, None),
+        ({"OMP_NUM_THREADS": "1"} | TORCHRUN, 2, max(1, CORES // 2)),
+        ({"OMP_NUM_THREADS": "1"} | TORCHRUN, 1, None),  # torchrun leaves a single rank alone
+    ],
+)
+def test_threads_are_a_rank_s_part_of_the_cores_unless_people_said(environment, local_size, expected):
+    assert distributed.threads_of_a_rank(environment, local_size) == expected

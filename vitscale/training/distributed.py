@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -62,9 +63,9 @@ def start(rank: int, size: int, local_rank: int, timeout: timedelta = timedelta(
         _keep_freed_memory()
         # Without it DeepSpeed compiles a shared-memory operator inside init_distributed, and hangs on a stale lock.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets 1 whatever the machine has
-            local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+        threads = threads_of_a_rank(os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", str(size))))
+        if threads is not None:
+            torch.set_num_threads(threads)
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
@@ -93,6 +94,17 @@ def _keep_freed_memory() -> None:
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, 64 << 20)
         library.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
+
+
+def threads_of_a_rank(environment: Mapping[str, str], local_size: int) -> int | None:
+    """Threads that a rank on CPUs computes with: its part of the cores; None where OMP_NUM_THREADS is to decide.
+
+    torchrun sets that to 1 for several ranks, whatever the machine has; from anybody else 1 is meant.
+    """
+    set_by_torchrun = environment.get(_HAS_A_STORE) == "True" and local_size > 1
+    if environment.get("OMP_NUM_THREADS") in (None, "1" if set_by_torchrun else None):
+        return max(1, len(os.sched_getaffinity(0)) // local_size)
+    return None
 
 
 def _serve_rendezvous(size: int) -> None:
