@@ -1,6 +1,7 @@
 """`vitscale fewshot`: its options, its measurements and its table."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -12,13 +13,14 @@ from vitscale.evaluation.build import check_class_names
 from vitscale.evaluation.features import Features, extract_features
 from vitscale.evaluation.fewshot import PAPER_L2S, check_labels, hash_of, select_shots
 from vitscale.evaluation.finished import FinishedModel
+from vitscale.evaluation.heads import Layout, best_of_bank, extract_blocks
 from vitscale.evaluation.logistic import DEVELOPMENT, logistic_probe
 from vitscale.evaluation.neighbours import neighbour_accuracies
 from vitscale.evaluation.ridge import best_shared_l2, fewshot_accuracy
 from vitscale.ranks import on_rank_zero
 from vitscale.recipe import EvalCrop
 
-Method = Literal["ridge", "knn", "logistic"]
+Method = Literal["ridge", "knn", "logistic", "heads"]
 Strength = float | Literal["shared", "others"]
 _PAPERS_SHOTS = [1, 5, 10, 25]
 _PAPERS_L2 = 2.0**10
@@ -74,22 +76,29 @@ def measure(
     for train, test in tasks:
         manifests = [model.dataset(name) for name in (train, test)]
         check_class_names(test, manifests[1].class_names, manifests[0].class_names)
-        few, tested = (extract_features(model.loader(manifest, _CROP), model.predict) for manifest in manifests)
+        loaders = [model.loader(manifest, _CROP) for manifest in manifests]
+        if method == "heads":
+            (few, layout), (tested, _) = (extract_blocks(loader, model.block_tokens) for loader in loaders)
+            solve = partial(_heads, layout=layout, device=model.accelerator.device)
+        else:
+            few, tested = (extract_features(loader, model.predict) for loader in loaders)
+            solve = _METHODS[method]
         splits.append((train, manifests[0].class_names, few, tested))
     policy = model.policy(_CROP)
-    return on_rank_zero(lambda: _measured(splits, method, counts, seeds, strength) | {"policy": policy})
+    return on_rank_zero(lambda: _measured(splits, method, solve, counts, seeds, strength) | {"policy": policy})
 
 
 def _measured(
     splits: Sequence[_Split],
     method: Method,
+    solve: "_Solve",
     counts: Sequence[int | None],
     seeds: int,
     strength: Strength,
 ) -> dict[str, Any]:
     l2s = list(PAPER_L2S) if isinstance(strength, str) else [strength]
     # (tasks, shots): a table (draws, columns) with what each column is.
-    tables = [[_drawn(split, method, count, seeds, l2s) for count in counts] for split in splits]
+    tables = [[_drawn(split, solve, count, seeds, l2s) for count in counts] for split in splits]
     results = {}
     for at, (name, class_names, train, test) in enumerate(splits):
         assert train is not None and test is not None, "the solver has looked"
@@ -115,7 +124,7 @@ def _measured(
 
 def _drawn(
     split: _Split,
-    method: Method,
+    solve: "_Solve",
     count: int | None,
     seeds: int,
     l2s: Sequence[float],
@@ -135,7 +144,7 @@ def _drawn(
             else select_shots(train.labels, train.uids, count, num_classes, seed)
         )
         few = train.features[rows], train.labels[rows], test.features, test.labels, num_classes
-        draws.append(_METHODS[method](few, train.uids[rows], l2s))
+        draws.append(solve(few, train.uids[rows], l2s))
     # What was chosen may differ from draw to draw.
     columns = []
     for column in zip(*(about for _, about in draws), strict=True):
@@ -160,22 +169,30 @@ def _knn(few: _Few, uids: Tensor, l2s: Sequence[float]) -> _Found:
 
 
 def _logistic(few: _Few, uids: Tensor, l2s: Sequence[float]) -> _Found:
-    every = round(1 / DEVELOPMENT)
-    development = torch.zeros(len(uids), dtype=torch.bool)
-    # Each tenth of every class in the order of a hash, so that no class is left out of what is fitted.
-    order = torch.from_numpy(np.lexsort((hash_of(0, uids.numpy()), few[1].numpy())))
-    development[order[every - 1 :: every]] = True
-    if not development.any():
-        raise DataError(f"{len(uids)} training samples: a logistic probe needs {every}, to choose its penalty on some")
-    probe = logistic_probe(*few, development)
+    probe = logistic_probe(*few, _development(few[1], uids))
     return [probe.accuracy], [{"C": probe.strength}]
 
 
-_METHODS: dict[str, Callable[[_Few, Tensor, Sequence[float]], _Found]] = {
-    "ridge": _ridge,
-    "knn": _knn,
-    "logistic": _logistic,
-}
+def _heads(few: _Few, uids: Tensor, l2s: Sequence[float], layout: Layout, device: torch.device) -> _Found:
+    chosen = best_of_bank(*few, _development(few[1], uids), layout, device=device)
+    head = chosen.head
+    return [chosen.accuracy], [{"lr": head.rate, "blocks": head.blocks, "patches": head.patches}]
+
+
+def _development(labels: Tensor, uids: Tensor) -> Tensor:
+    """The training samples (N,) bool on which something is chosen."""
+    every = round(1 / DEVELOPMENT)
+    development = torch.zeros(len(uids), dtype=torch.bool)
+    # Each tenth of every class in the order of a hash, so that no class is left out of what is fitted.
+    order = torch.from_numpy(np.lexsort((hash_of(0, uids.numpy()), labels.numpy())))
+    development[order[every - 1 :: every]] = True
+    if not development.any():
+        raise DataError(f"{len(uids)} training samples: this needs {every}, to choose its settings on a tenth of them")
+    return development
+
+
+_Solve = Callable[[_Few, Tensor, Sequence[float]], _Found]
+_METHODS: dict[Method, _Solve] = {"ridge": _ridge, "knn": _knn, "logistic": _logistic}
 
 
 def table_of(found: dict[str, Any]) -> str:
@@ -187,7 +204,9 @@ def table_of(found: dict[str, Any]) -> str:
             if not isinstance(value, dict):
                 continue
             spread = f" +- {value['std']:.4f} over {value['draws']} draws" if value["draws"] > 1 else ""
-            more = "".join(f", {word} {value[word]:g}" for word in ("l2", "C") if isinstance(value.get(word), float))
+            said = [word for word in ("l2", "C", "lr", "blocks") if isinstance(value.get(word), float | int)]
+            more = "".join(f", {word} {value[word]:g}" for word in said)
+            more += ", mean of patches" if value.get("patches") is True else ""
             scarce = value.get("scarce_classes")
             more += f"; {scarce} classes have fewer samples and give what they have" if scarce else ""
             lines.append(f"  {key:<12} {value['mean']:.4f}{spread}{more}")

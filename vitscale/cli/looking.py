@@ -222,8 +222,8 @@ def fewshot(
     ],
     test: Annotated[list[str], typer.Option(metavar="DATASET", help="Test samples, of the same classes.")],
     method: Annotated[
-        Literal["ridge", "knn", "logistic"],
-        typer.Option(help="The paper's ridge regression, DINO's nearest neighbours, or a logistic probe."),
+        Literal["ridge", "knn", "logistic", "heads"],
+        typer.Option(help="The paper's ridge regression, DINO's neighbours, a logistic probe, DINOv2's linear heads."),
     ] = "ridge",
     shots: Annotated[
         str | None, typer.Option(metavar="N,...", help="Samples a class: 1,5,10,25 for ridge; all for the others.")

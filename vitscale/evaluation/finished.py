@@ -19,7 +19,7 @@ from vitscale.errors import CheckpointError, RecipeError
 from vitscale.evaluation.build import build_evaluators, exact_pass
 from vitscale.evaluation.contract import MakeLoader, evaluate
 from vitscale.evaluation.placing import ReadTensor, fill, join, place, tell
-from vitscale.models import Outputs, weight_dtype
+from vitscale.models import BlockTokens, Model, Outputs, weight_dtype
 from vitscale.models.weights import HEAD, WHOLE_PICTURE, Description, describe, has_head, open_weights, parameters
 from vitscale.objectives import Objective, build_objective
 from vitscale.recipe import (
@@ -200,6 +200,14 @@ class FinishedModel:
     def predict(self, images: torch.Tensor) -> Outputs:
         """Outputs of images uint8 (B, S, S, 3)."""
         return self._model(to_model_input(images, self.accelerator.device, self._dtype, self.normalise))
+
+    @torch.no_grad()
+    def block_tokens(self, images: torch.Tensor, count: int) -> BlockTokens:
+        """Tokens of the last `count` blocks of images uint8 (B, S, S, 3)."""
+        backbone = self._model.backbone if isinstance(self._model, Objective) else self._model
+        assert isinstance(backbone, Model), type(backbone)
+        pixels = to_model_input(images, self.accelerator.device, self._dtype, self.normalise)
+        return backbone.block_tokens(pixels, count)
 
     def dataset(self, name: str) -> Manifest:
         """The dataset `NAME[/SPLIT] | PATH | URL`, of a run under its `data.root`.

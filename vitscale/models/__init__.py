@@ -3,9 +3,10 @@
 from vitscale.models.build import build_model, compile_blocks, weight_dtype
 from vitscale.models.initialise import Initialiser, constant, initial_value, initialise, normal
 from vitscale.models.model import Model
-from vitscale.models.outputs import Outputs
+from vitscale.models.outputs import BlockTokens, Outputs
 
 __all__ = [
+    "BlockTokens",
     "Initialiser",
     "Model",
     "Outputs",

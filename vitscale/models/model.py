@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from vitscale.models.initialise import Initialiser
 from vitscale.models.layers import OutputLayer
+from vitscale.models.outputs import BlockTokens
 
 if TYPE_CHECKING:
     from vitscale.models.weights.foreign import ForeignWeights
@@ -52,6 +53,13 @@ class Model(nn.Module):
         from vitscale.models.weights.foreign import ForeignWeights  # which knows models itself
 
         return ForeignWeights()
+
+    def block_tokens(self, images: Tensor, count: int) -> BlockTokens:
+        """What linear heads read of the last `count` blocks, fewer where there are not so many.
+
+        By default the representation stands for the last block, and is the only one.
+        """
+        return BlockTokens(self(images).pooled[:, None], None)
 
     # ---- Of a model that cuts the picture itself into patches: `patches` of its block --------------------------------
     # Its `forward` takes `edit`: patch embeddings (B, N, D) -> those that are used instead.

@@ -1,6 +1,6 @@
 """The outputs of a forward pass, the same for every family: tokens, representation, logits.
 
-Shape legend: B batch, T tokens, D width of the representation, K classes.
+Shape legend: B batch, T tokens, D width of the representation, K classes, n blocks.
 """
 
 from typing import NamedTuple
@@ -20,3 +20,15 @@ class Outputs(NamedTuple):
     tokens: Tensor
     pooled: Tensor
     logits: Tensor | None
+
+
+class BlockTokens(NamedTuple):
+    """What a linear head reads of the last blocks, each after the final norm.
+
+    Attributes:
+        tokens: (B, n, D), one of each block, the last block first: the class token, or else the mean of its patches.
+        patches: (B, D), the mean of the last block's patches; None where the tokens are such means, or there are none.
+    """
+
+    tokens: Tensor
+    patches: Tensor | None

@@ -25,7 +25,7 @@ from vitscale.models.initialise import (
 )
 from vitscale.models.layers import Linear, OutputLayer, check_size, no_record, run_block
 from vitscale.models.model import Model
-from vitscale.models.outputs import Outputs
+from vitscale.models.outputs import BlockTokens, Outputs
 from vitscale.models.resnet.model import Features, resnet_initialiser
 from vitscale.models.vit.encoder import AttentionPool, AxialBlock, Block, norm_of
 from vitscale.models.vit.positions import (
@@ -195,6 +195,25 @@ class ViT(Model):
         if self.pool == "normed_mean":  # among the tokens, as DeepSpeed wants a module to be called once
             x_BTD = torch.cat([self.patch_tokens(x_BTD).mean(dim=1, keepdim=True), x_BTD], dim=1)
         return self.norm(x_BTD)
+
+    def block_tokens(self, images: Tensor, count: int) -> BlockTokens:
+        """As `Model.block_tokens`; with `pool: mean`, `map` and `normed_mean` the tokens are means of patches."""
+        last = [f"block_{index}" for index in reversed(range(len(self.blocks)))][:count]
+        kept: dict[str, Tensor] = {}
+
+        def keep(name: str, x_BTD: Tensor) -> None:
+            if name in last:
+                kept[name] = x_BTD
+
+        self.encode(self.embed(images), keep)
+        if self.pool == "normed_mean":
+            means = [self.norm(self.patch_tokens(kept[name]).mean(dim=1)) for name in last]
+            return BlockTokens(torch.stack(means, dim=1), None)
+        normed = [self.norm(kept[name]) for name in last]
+        means = [self.patch_tokens(tokens).mean(dim=1) for tokens in normed]
+        if self.pool != "cls":
+            return BlockTokens(torch.stack(means, dim=1), None)
+        return BlockTokens(torch.stack([tokens[:, 0] for tokens in normed], dim=1), means[0])
 
     def patch_tokens(self, tokens_BTD: Tensor) -> Tensor:
         """As `Model.patch_tokens`."""

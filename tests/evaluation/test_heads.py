@@ -1,0 +1,159 @@
+"""The bank of linear heads against torch's own layers, optimiser and schedule."""
+
+import json
+
+import pytest
+import torch
+from evaluation.test_finished_models import command, on_processes
+from models.small_models import with_values
+from models.weights.exported import TINY, described, finished_run, valued, write
+from torch import nn
+from torch.nn import functional as F
+
+from vitscale.cli.fewshot_output import table_of
+from vitscale.evaluation.features import extract_features
+from vitscale.evaluation.finished import FinishedModel, OfWeights
+from vitscale.evaluation.heads import Head, Layout, accuracy, bank_of, best_of_bank, extract_blocks, train_heads
+from vitscale.shards.generated import CLASS_NAMES, write_generated_dataset
+
+K, D = 4, 6
+LAYOUT = Layout(blocks=4, width=D, has_patches=True)
+
+
+def samples(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randint(0, K, (count,), generator=generator)
+    centres = torch.randn(K, 5 * D, generator=torch.Generator().manual_seed(7))
+    return centres[y] + 1.5 * torch.randn(count, 5 * D, generator=generator), y
+
+
+def plain_loop(x, y, rate, steps, seed):
+    """One head as anybody would train it."""
+    generator = torch.Generator().manual_seed(seed)
+    head = nn.Linear(x.shape[1], K)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * 0.01)
+        head.bias.zero_()
+    optimizer = torch.optim.SGD(head.parameters(), lr=rate, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    order = torch.Generator().manual_seed(seed)
+    rows = torch.cat([torch.randperm(len(x), generator=order) for _ in range(steps)])
+    for step in range(steps):
+        batch = rows[step * 256 : (step + 1) * 256]
+        optimizer.zero_grad()
+        F.cross_entropy(head(x[batch]), y[batch]).backward()
+        optimizer.step()
+        schedule.step()
+    return head.weight.detach(), head.bias.detach()
+
+
+def test_every_head_is_what_a_plain_loop_trains():
+    x, y = samples(300, seed=1)
+    heads = [Head(1, False, 0.01), Head(1, False, 0.1), Head(4, True, 0.001), Head(4, True, 0.1)]
+    for head, (weight, bias) in zip(heads, train_heads(x, y, K, heads, LAYOUT, steps=30, seed=3), strict=True):
+        # The columns are: mean of the patches, then the blocks' tokens from the last one backwards.
+        own = x[:, D : 2 * D] if head.blocks == 1 else x
+        expected = plain_loop(own, y, head.rate, 30, seed=3)
+        torch.testing.assert_close((weight, bias), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_a_head_does_not_depend_on_the_others_and_the_seed_decides():
+    x, y = samples(300, seed=1)
+    bank = bank_of(LAYOUT)
+    assert len(bank) == 13 * 4 == len(set(bank))
+    every = train_heads(x, y, K, bank, LAYOUT, steps=20)
+    again = train_heads(x, y, K, bank, LAYOUT, steps=20)
+    for one, other in zip(every, again, strict=True):
+        assert all(map(torch.equal, one, other))
+    alone = train_heads(x, y, K, bank[-1:], LAYOUT, steps=20)
+    torch.testing.assert_close(alone[0], every[-1])
+    assert not torch.equal(train_heads(x, y, K, bank[-1:], LAYOUT, steps=20, seed=1)[0][0], alone[0][0])
+
+
+def test_the_head_is_chosen_on_the_development_part_alone():
+    (train_x, train_y), (test_x, test_y) = samples(200, seed=1), samples(500, seed=2)
+    development = torch.arange(200) % 10 == 0
+    chosen = best_of_bank(train_x, train_y, test_x, test_y, K, development, LAYOUT, steps=20)
+    scores = {}
+    for head in bank_of(LAYOUT):
+        (values,) = train_heads(train_x[~development], train_y[~development], K, [head], LAYOUT, steps=20)
+        scores[head] = accuracy(head, LAYOUT, *values, train_x[development], train_y[development])
+    assert scores[chosen.head] == max(scores.values()) > min(scores.values())
+    shuffled = best_of_bank(train_x, train_y, test_x, test_y.flip(0), K, development, LAYOUT, steps=20)
+    assert shuffled.head == chosen.head and shuffled.accuracy != chosen.accuracy
+    (values,) = train_heads(train_x, train_y, K, [chosen.head], LAYOUT, steps=20)
+    assert chosen.accuracy == accuracy(chosen.head, LAYOUT, *values, test_x, test_y)
+
+
+def test_a_head_that_diverged_is_never_right():
+    x, y = samples(10, seed=1)
+    undefined = torch.full((K, D), torch.nan), torch.zeros(K)
+    assert accuracy(Head(1, False, 1.0), LAYOUT, *undefined, x, y) == 0
+
+
+@pytest.mark.parametrize("parts", [{}, {"registers": 2}, {"pool": "mean"}, {"pool": "normed_mean"}, {"pool": "map"}])
+def test_tokens_of_blocks(parts):
+    """By a shorter model: the first blocks of a deep one, then the norm."""
+    deep = valued(described(TINY | {"depth": 3} | parts))
+    images = torch.rand(2, 64, 64, 3)
+    with torch.no_grad():
+        tokens, patches = deep.block_tokens(images, 2)
+        whole = deep(images)
+        deep.blocks = deep.blocks[:2]
+        shorter = deep(images)
+    pool = parts.get("pool", "cls")
+    for at, outputs in enumerate((whole, shorter)):
+        if pool == "map":
+            expected = outputs.tokens.mean(dim=1)
+        else:
+            expected = outputs.pooled
+        torch.testing.assert_close(tokens[:, at], expected)
+    assert tokens.shape[1] == 2 and (patches is None) == (pool != "cls")
+    if patches is not None:
+        torch.testing.assert_close(patches, whole.tokens[:, 1 + parts.get("registers", 0) :].mean(dim=1))
+
+
+def test_a_model_without_blocks_has_its_representation():
+    model = with_values(described({"name": "ResNet50x1", "blocks": [1, 1]}).build().to_empty(device="cpu")).eval()
+    images = torch.rand(2, 64, 64, 3)
+    with torch.no_grad():
+        tokens, patches = model.block_tokens(images, 4)
+        assert torch.equal(tokens[:, 0], model(images).pooled) and tokens.shape[1] == 1 and patches is None
+    layout = Layout(1, tokens.shape[2], has_patches=False)
+    assert {(head.blocks, head.patches) for head in bank_of(layout)} == {(1, False)}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    root = tmp_path_factory.mktemp("heads")
+    write_generated_dataset(root / "data" / "train", [30, 41], seed=1)
+    write_generated_dataset(root / "data" / "test", [13, 24], seed=2)
+    description = described(TINY, 64, len(CLASS_NAMES), list(CLASS_NAMES))
+    model = valued(description)
+    data = {"root": str(root / "data")}
+    finished_run(root / "run", model, TINY | {"head": "linear"}, names=CLASS_NAMES, data=data, precision="fp32")
+    write(model, description, "timm", root)
+    return root
+
+
+def test_the_command_reports_the_chosen_head_on_any_number_of_processes(home):
+    data = ["--train", "train", "--test", "test", "--method", "heads", "--json"]
+    alone = json.loads(command("fewshot", home / "run", *data)[1])
+    shared = json.loads(on_processes(2, "fewshot", home / "run", *data))
+    assert alone == shared and alone["method"] == "heads"
+    found = alone["tasks"]["train"]["all"]
+    # The tiny model has two blocks: both, or the last one.
+    assert found["blocks"] in (1, 2) and found["lr"] <= 0.1 and found["mean"] > 0.5
+    table = table_of(alone)
+    assert f"lr {found['lr']:g}, blocks {found['blocks']}" in table
+
+
+def test_features_of_blocks_end_with_the_representation(home):
+    """Where heads read one block without the mean of patches they see what the other classifiers do."""
+    model = FinishedModel(home / "timm.safetensors", weights=OfWeights(model=TINY))
+    loader = model.loader(model.dataset(str(home / "data" / "test")))
+    features, layout = extract_blocks(loader, model.block_tokens)
+    assert layout == Layout(2, TINY["width"], has_patches=True)
+    expected = extract_features(loader, model.predict)
+    assert torch.equal(features.uids, expected.uids)
+    torch.testing.assert_close(features.features[:, layout.columns(Head(1, False, 0.1))], expected.features)

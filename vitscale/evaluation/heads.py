@@ -1,0 +1,232 @@
+"""A bank of linear heads on the last blocks of a frozen model, as DINOv2 measures representations (Oquab et al. 2023).
+
+The backbone sees each image once; all heads, one for each learning rate and choice of tokens, are trained on what it
+gave. The best on a part of the training samples is trained again on all of them and tested.
+
+Shape legend: N samples, B of a batch, D width of a token, K classes, R learning rates, w width of a head's input.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from vitscale.evaluation.classification import rank_of_label
+from vitscale.evaluation.contract import MakeLoader
+from vitscale.evaluation.features import Features, extract_features
+from vitscale.models import BlockTokens, Outputs
+
+RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
+"""Learning rates of a batch of 256: those of DINOv2."""
+BLOCKS = (1, 4)
+"""How many of the last blocks a head reads."""
+BATCH = 256
+EPOCHS, FEWEST_STEPS = 10, 1250
+
+_MOMENTUM = 0.9
+_INITIAL_STD = 0.01
+_CHUNK = 4096
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the columns of features (N, w) are: tokens of the last blocks, the last one first.
+
+    Attributes:
+        blocks: how many there are.
+        width: D.
+        has_patches: whether the mean of the last block's patches comes before them.
+    """
+
+    blocks: int
+    width: int
+    has_patches: bool
+
+    def columns(self, head: "Head") -> slice:
+        """The part of the features that a head reads."""
+        before = self.width * self.has_patches
+        return slice(0 if head.patches else before, before + head.blocks * self.width)
+
+
+@dataclass(frozen=True)
+class Head:
+    """Attributes:
+    blocks: how many of the last blocks' tokens it reads.
+    patches: whether it reads the mean of the last block's patches, too.
+    rate: peak learning rate.
+    """
+
+    blocks: int
+    patches: bool
+    rate: float
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Attributes:
+    head: the best one.
+    accuracy: on the test samples.
+    """
+
+    head: Head
+    accuracy: float
+
+
+def extract_blocks(
+    make_loader: MakeLoader, read: Callable[[Tensor, int], BlockTokens]
+) -> tuple[Features | None, Layout]:
+    """Features of every sample for `bank_of_heads`, on rank 0, and what their columns are.
+
+    Args:
+        make_loader: of a dataset with samples.
+        read: images on the host and a number of blocks -> their tokens.
+    """
+    layouts: set[Layout] = set()
+
+    def predict(images: Tensor) -> Outputs:
+        tokens, patches = read(images, max(BLOCKS))
+        layouts.add(Layout(*tokens.shape[1:], has_patches=patches is not None))
+        flat = tokens.flatten(1)
+        return Outputs(tokens, flat if patches is None else torch.cat([patches, flat], dim=1), None)
+
+    features = extract_features(make_loader, predict)
+    (layout,) = layouts
+    return features, layout
+
+
+def bank_of(layout: Layout, rates: Sequence[float] = RATES) -> list[Head]:
+    """All heads that features allow: 1 and 4 blocks, or as many as there are, with and without the patches' mean."""
+    counts = sorted({min(count, layout.blocks) for count in BLOCKS})
+    return [
+        Head(count, patches, rate)
+        for count in counts
+        for patches in ((False, True) if layout.has_patches else (False,))
+        for rate in rates
+    ]
+
+
+def best_of_bank(
+    train_x: Tensor,
+    train_y: Tensor,
+    test_x: Tensor,
+    test_y: Tensor,
+    num_classes: int,
+    development: Tensor,
+    layout: Layout,
+    *,
+    steps: int | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Chosen:
+    """Choose a head on the samples where `development` (N,) bool is set, then train it on all of them and test.
+
+    Between equal accuracies the head that reads less wins, and then the lower learning rate.
+
+    Args:
+        train_x, test_x: features (N, w), fp32, with the columns of `layout`.
+        train_y, test_y: classes in [0, num_classes), (N,) int64.
+        steps: of each training; by default as of `train_heads`.
+        seed: of the heads' initial values and the order of samples.
+        device: where heads are trained.
+    """
+    bank = bank_of(layout)
+
+    def trained_on(x: Tensor, y: Tensor, heads: Sequence[Head]) -> list[tuple[Tensor, Tensor]]:
+        return train_heads(x, y, num_classes, heads, layout, steps=steps, seed=seed, device=device)
+
+    trained = trained_on(train_x[~development], train_y[~development], bank)
+    held = train_x[development], train_y[development]
+    scores = [accuracy(head, layout, *values, *held) for head, values in zip(bank, trained, strict=True)]
+    best = bank[scores.index(max(scores))]
+    (values,) = trained_on(train_x, train_y, [best])
+    return Chosen(best, accuracy(best, layout, *values, test_x, test_y))
+
+
+@torch.no_grad()
+def train_heads(
+    x: Tensor,
+    y: Tensor,
+    num_classes: int,
+    heads: Sequence[Head],
+    layout: Layout,
+    *,
+    steps: int | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> list[tuple[Tensor, Tensor]]:
+    """Weights (K, w) and biases (K,) of each head, on `device`: SGD with momentum and a cosine, without weight decay.
+
+    Heads that read the same begin with the same values, and all see the same batches, whatever others there are.
+
+    Args:
+        x, y: (N, w) fp32 and (N,) int64, in host memory.
+        steps: by default those of 10 epochs, and 1,250 at least.
+    """
+    steps = max(FEWEST_STEPS, math.ceil(EPOCHS * len(x) / BATCH)) if steps is None else steps
+    groups = [
+        _Group.begin([head.rate for head in same], layout.columns(same[0]), num_classes, seed, device)
+        for same in (list(group) for _, group in groupby(heads, key=lambda head: (head.blocks, head.patches)))
+    ]
+    for step, rows in enumerate(_batches(len(x), min(BATCH, len(x)), steps, seed)):
+        batch_x, batch_y = x[rows].to(device, torch.float32), y[rows].to(device)
+        for group in groups:
+            group.update(batch_x, batch_y, 0.5 * (1 + math.cos(math.pi * step / steps)))
+    return [values for group in groups for values in zip(group.weight, group.bias, strict=True)]
+
+
+def accuracy(head: Head, layout: Layout, weight: Tensor, bias: Tensor, x: Tensor, y: Tensor) -> float:
+    """Of samples (N, w), (N,); a head whose outputs are NaN is never right."""
+    columns, right = layout.columns(head), 0
+    for rows, labels in zip(x.split(_CHUNK), y.split(_CHUNK), strict=True):
+        logits = rows[:, columns].to(weight) @ weight.T + bias
+        right += int((rank_of_label(logits, labels.to(weight.device)) < 1).sum())
+    return right / len(x)
+
+
+@dataclass
+class _Group:
+    """Heads that read the same columns, as one: weights (R, K, w), biases (R, K), the momentum of both."""
+
+    columns: slice
+    rates: Tensor
+    weight: Tensor
+    bias: Tensor
+    weight_momentum: Tensor
+    bias_momentum: Tensor
+
+    @classmethod
+    def begin(
+        cls, rates: Sequence[float], columns: slice, num_classes: int, seed: int, device: torch.device | str
+    ) -> "_Group":
+        generator = torch.Generator().manual_seed(seed)
+        start = torch.randn(num_classes, columns.stop - columns.start, generator=generator) * _INITIAL_STD
+        weight = start.to(device).repeat(len(rates), 1, 1)
+        bias = torch.zeros(len(rates), num_classes, device=device)
+        per_head = torch.tensor(rates, device=device)[:, None]
+        return cls(columns, per_head, weight, bias, torch.zeros_like(weight), torch.zeros_like(bias))
+
+    def update(self, x: Tensor, y: Tensor, factor: float) -> None:
+        """One step of every head by the mean cross-entropy of a batch (B, all columns), (B,)."""
+        x = x[:, self.columns]
+        # (B, R, K): the gradient of a head's logits is its softmax less the targets.
+        gradient = (x @ self.weight.flatten(0, 1).T).view(len(x), *self.bias.shape).add_(self.bias).softmax(dim=2)
+        gradient[torch.arange(len(x)), :, y] -= 1
+        gradient /= len(x)
+        self.weight_momentum.mul_(_MOMENTUM).add_((gradient.flatten(1).T @ x).view_as(self.weight))
+        self.bias_momentum.mul_(_MOMENTUM).add_(gradient.sum(dim=0))
+        self.weight -= factor * self.rates[:, :, None] * self.weight_momentum
+        self.bias -= factor * self.rates * self.bias_momentum
+
+
+def _batches(count: int, size: int, steps: int, seed: int) -> Iterator[Tensor]:
+    """Rows of each step's batch, (size,): one permutation of all samples behind the other."""
+    generator = torch.Generator().manual_seed(seed)
+    left = torch.empty(0, dtype=torch.int64)
+    for _ in range(steps):
+        if len(left) < size:
+            left = torch.cat([left, torch.randperm(count, generator=generator)])
+        yield left[:size]
+        left = left[size:]
