@@ -77,6 +77,44 @@ def test_other_methods(home, method, keys):
     assert command("fewshot", home / "run", *data, "--method", method)[0] == 0
 
 
+def test_folders_of_features_give_what_the_model_does(home, tmp_path):
+    """Every method, without the model; the folders know by which view of the images they came about."""
+    for name in ("train", "test"):
+        command("features", home / "run", name, "--out", tmp_path / name, "--view", "fewshot")
+    folders = ["--train", tmp_path / "train", "--test", tmp_path / "test", "--json"]
+    datasets = ["--train", "train", "--test", "test", "--json"]
+    for method, shots in (("ridge", "1,5,all"), ("knn", "all"), ("logistic", "all")):
+        options = ["--method", method, "--shots", shots]
+        code, found = command("fewshot", *folders, *options)
+        expected = json.loads(command("fewshot", home / "run", *datasets, *options)[1])
+        found = json.loads(found)
+        assert code == 0 and found["tasks"][str(tmp_path / "train")] == expected["tasks"]["train"]
+        assert found["policy"] == expected["policy"]
+    heads = json.loads(command("fewshot", *folders, "--method", "heads")[1])["tasks"][str(tmp_path / "train")]["all"]
+    assert heads["blocks"] == 1 and not heads["patches"] and heads["mean"] > 0.5
+    shared = json.loads(on_processes(2, "fewshot", *folders))
+    assert shared == json.loads(command("fewshot", *folders)[1])
+
+
+def test_folders_of_features_that_do_not_serve(home, tmp_path):
+    train, test, other = tmp_path / "train", tmp_path / "test", tmp_path / "other"
+    for out, name, view in ((train, "train", "fewshot"), (test, "test", "fewshot"), (other, "test", "evaluation")):
+        command("features", home / "run", name, "--out", out, "--view", view)
+    for arguments, exit_code, word in [
+        (["--train", train, "--test", home / "data/test"], 3, "vitscale features"),
+        (["--train", train, "--test", other], 3, "crop"),
+        (["--train", train, "--test", test, "--batch", 3], 2, "--batch"),
+    ]:
+        code, message = command("fewshot", *arguments)
+        assert code == exit_code and word in message, (arguments, code, message)
+    content = (test / "labels.npy").read_bytes()
+    (test / "labels.npy").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    code, message = command("fewshot", "--train", train, "--test", test)
+    assert code == 3 and "labels.npy" in message and "sha256" in message
+    (test / "meta.json").write_text("{}")
+    assert command("fewshot", "--train", train, "--test", test)[0] == 3
+
+
 def test_a_shared_strength_is_chosen_on_all_tasks_or_on_the_others(home):
     data = ["--train", "train", "--test", "test", "--train", "test", "--test", "train"]
     for l2 in ("shared", "others"):

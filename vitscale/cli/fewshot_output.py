@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from vitscale.errors import DataError, RecipeError
 from vitscale.evaluation.build import check_class_names
-from vitscale.evaluation.features import Features, extract_features
+from vitscale.evaluation.features import Features, extract_features, read_features
 from vitscale.evaluation.fewshot import PAPER_L2S, check_labels, hash_of, select_shots
 from vitscale.evaluation.finished import FinishedModel
 from vitscale.evaluation.heads import Layout, best_of_bank, extract_blocks
@@ -24,7 +25,8 @@ Method = Literal["ridge", "knn", "logistic", "heads"]
 Strength = float | Literal["shared", "others"]
 _PAPERS_SHOTS = [1, 5, 10, 25]
 _PAPERS_L2 = 2.0**10
-_CROP = EvalCrop(kind="square")
+FEWSHOT_CROP = EvalCrop(kind="square")
+"""What the paper's few-shot evaluation sees: the central 224 / 256 of each side."""
 _Split = tuple[str, Sequence[str], Features | None, Features | None]
 """Of a task: its name, its classes, what is trained on and what is tested on."""
 
@@ -73,19 +75,63 @@ def measure(
     Raises `DataError` for datasets whose classes differ, or with labels outside them.
     """
     splits: list[_Split] = []
+    layout = None
     for train, test in tasks:
         manifests = [model.dataset(name) for name in (train, test)]
         check_class_names(test, manifests[1].class_names, manifests[0].class_names)
-        loaders = [model.loader(manifest, _CROP) for manifest in manifests]
+        loaders = [model.loader(manifest, FEWSHOT_CROP) for manifest in manifests]
         if method == "heads":
             (few, layout), (tested, _) = (extract_blocks(loader, model.block_tokens) for loader in loaders)
-            solve = partial(_heads, layout=layout, device=model.accelerator.device)
         else:
             few, tested = (extract_features(loader, model.predict) for loader in loaders)
-            solve = _METHODS[method]
         splits.append((train, manifests[0].class_names, few, tested))
-    policy = model.policy(_CROP)
+    solve = _solver(method, layout, model.accelerator.device)
+    policy = model.policy(FEWSHOT_CROP)
     return on_rank_zero(lambda: _measured(splits, method, solve, counts, seeds, strength) | {"policy": policy})
+
+
+def measure_features(
+    tasks: Sequence[tuple[str, str]],
+    method: Method,
+    counts: Sequence[int | None],
+    seeds: int,
+    strength: Strength,
+    device: torch.device,
+) -> dict[str, Any]:
+    """As `measure`, by folders of `vitscale features`; linear heads are trained on `device`.
+
+    Raises `DataError` for folders of different models, views or classes, too.
+    """
+    return on_rank_zero(lambda: _measured_features(tasks, method, counts, seeds, strength, device))
+
+
+def _measured_features(
+    tasks: Sequence[tuple[str, str]],
+    method: Method,
+    counts: Sequence[int | None],
+    seeds: int,
+    strength: Strength,
+    device: torch.device,
+) -> dict[str, Any]:
+    splits: list[_Split] = []
+    first: tuple[str, dict[str, Any]] | None = None
+    for train, test in tasks:
+        found = []
+        for name in (train, test):
+            features, meta = read_features(Path(name))
+            about = {key: meta.get(key) for key in ("source", "width")} | meta["policy"]
+            first = (name, about) if first is None else first
+            if differing := [key for key in about if about[key] != first[1].get(key)]:
+                key = differing[0]
+                raise DataError(
+                    f"{name} and {first[0]} do not go together: {key} is {about[key]!r} here and {first[1].get(key)!r} "
+                    "there"
+                )
+            found.append((features, meta["class_names"]))
+        check_class_names(test, found[1][1], found[0][1])
+        splits.append((train, found[0][1], found[0][0], found[1][0]))
+    solve = _solver(method, Layout(1, meta["width"], has_patches=False), device)
+    return _measured(splits, method, solve, counts, seeds, strength) | {"policy": meta["policy"]}
 
 
 def _measured(
@@ -192,7 +238,14 @@ def _development(labels: Tensor, uids: Tensor) -> Tensor:
 
 
 _Solve = Callable[[_Few, Tensor, Sequence[float]], _Found]
-_METHODS: dict[Method, _Solve] = {"ridge": _ridge, "knn": _knn, "logistic": _logistic}
+
+
+def _solver(method: Method, layout: Layout | None, device: torch.device) -> _Solve:
+    if method == "heads":
+        assert layout is not None, "heads know what they read"
+        return partial(_heads, layout=layout, device=device)
+    solvers: dict[Method, _Solve] = {"ridge": _ridge, "knn": _knn, "logistic": _logistic}
+    return solvers[method]
 
 
 def table_of(found: dict[str, Any]) -> str:

@@ -12,6 +12,8 @@ import typer
 from vitscale.errors import DataError, RecipeError, VitscaleError
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from vitscale.evaluation.finished import FinishedModel
     from vitscale.evaluation.metrics import ReaL
     from vitscale.shards import Manifest
@@ -142,6 +144,9 @@ def features(
     source: _Source,
     dataset: Annotated[str, typer.Argument(help="A dataset: NAME/SPLIT of a run's data.root, a path, or a URL.")],
     out: Annotated[Path, typer.Option(help="The folder; it does not exist, or is empty.")],
+    view: Annotated[
+        Literal["evaluation", "fewshot"], typer.Option(help="See images as evaluate does, or as fewshot does.")
+    ] = "evaluation",
     step: _Step = None,
     no_ema: NoEma = False,
     settings: Settings = None,
@@ -156,8 +161,10 @@ def features(
     Beside them are labels, uids and meta.json, which says how they came about. Under `accelerate launch -m vitscale`
     several processes share the images; the files are the same.
     """
+    from vitscale.cli.fewshot_output import FEWSHOT_CROP
     from vitscale.evaluation.features import write_features
 
+    crop = FEWSHOT_CROP if view == "fewshot" else None
     with _opened(source, step, no_ema, settings, model, image_size, None, batch, precision, max_memory) as finished:
         manifest = finished.dataset(dataset)
         about = {
@@ -165,9 +172,9 @@ def features(
             "dataset": manifest.where,
             "dataset_sha256": manifest.sha256,
             "class_names": list(manifest.class_names),
-            "policy": finished.policy(),
+            "policy": finished.policy(crop),
         }
-        count = write_features(finished.loader(manifest), finished.predict, out, about)
+        count = write_features(finished.loader(manifest, crop), finished.predict, out, about)
         if finished.accelerator.is_main_process:
             print(f"wrote {out}: the representations of {count:,} samples")
 
@@ -216,7 +223,11 @@ def predict(
 
 
 def fewshot(
-    source: _Source,
+    source: Annotated[
+        Path | None,
+        typer.Argument(help="A run's directory, or weights of any format; none where folders of features are given."),
+    ] = None,
+    *,
     train: Annotated[
         list[str], typer.Option(metavar="DATASET", help="Training samples; again for several tasks, with --test.")
     ],
@@ -249,8 +260,9 @@ def fewshot(
     """Measure the representation by simple classifiers on it.
 
     Images are seen as the paper's few-shot evaluation does: resized to a square, of which the central 224 / 256.
+    Without SOURCE no model is run: --train and --test are folders that `vitscale features --view fewshot` wrote.
     """
-    from vitscale.cli.fewshot_output import counts_of, measure, strength_of, table_of
+    from vitscale.cli.fewshot_output import counts_of, measure, measure_features, strength_of, table_of
 
     counts = counts_of(shots, method)
     if l2 is not None and method != "ridge":
@@ -260,8 +272,19 @@ def fewshot(
         raise RecipeError(f"{len(train)} times --train and {len(test)} times --test: a task has one of each")
     if len(set(train)) < len(train):
         raise RecipeError("--train: two tasks have one training set, by which they are called")
+    tasks = list(zip(train, test, strict=True))
+    if source is None:
+        of_models = {"--step": step, "--no-ema": no_ema or None, "--set": settings, "--model": model}
+        of_models |= {"--image-size": image_size, "--batch": batch}
+        of_models |= {"--precision": precision, "--max-memory": max_memory}
+        _refuse("there is no SOURCE, and no model is run", of_models)
+        with _joined() as accelerator:
+            found = measure_features(tasks, method, counts, seeds, strength, accelerator.device)
+            if accelerator.is_main_process:
+                print(json.dumps(found) if as_json else table_of(found))
+        return
     with _opened(source, step, no_ema, settings, model, image_size, None, batch, precision, max_memory) as finished:
-        found = measure(finished, list(zip(train, test, strict=True)), method, counts, seeds, strength)
+        found = measure(finished, tasks, method, counts, seeds, strength)
         if finished.accelerator.is_main_process:
             print(json.dumps(found) if as_json else table_of(found))
 
@@ -279,19 +302,16 @@ def _opened(
     precision: Literal["fp32", "bf16"] | None,
     max_memory: float | None,
 ) -> Iterator["FinishedModel"]:
-    """The model of a source, as the options say; of an error that all processes have one of them speaks.
+    """The model of a source, as the options say.
 
     Raises `RecipeError` for options that the source has no use for, and as `FinishedModel` does.
     """
-    import torch.distributed as dist
-
     from vitscale.cli.model_block import model_block
     from vitscale.evaluation.finished import FinishedModel, OfWeights, is_weights
-    from vitscale.evaluation.placing import is_main
 
     if max_memory is not None and not max_memory > 0:  # a NaN, too
         raise RecipeError(f"--max-memory {max_memory:g}: expected gigabytes above 0")
-    try:
+    with _one_speaks():
         if is_weights(source):
             _refuse(f"{source} is a file of weights", {"--step": step, "--no-ema": no_ema or None})
             names = None if class_names is None else _read_names(class_names)
@@ -305,6 +325,26 @@ def _opened(
                 {"--batch": batch, "--precision": precision},
             )
             yield FinishedModel(source, settings or [], step, use_average=not no_ema, max_memory_gb=max_memory)
+
+
+@contextmanager
+def _joined() -> Iterator["Accelerator"]:
+    """This process among the others, where there is no model."""
+    from vitscale.evaluation.placing import join
+
+    with _one_speaks():
+        yield join()
+
+
+@contextmanager
+def _one_speaks() -> Iterator[None]:
+    """Of an error that all processes have one of them speaks; then they part."""
+    import torch.distributed as dist
+
+    from vitscale.evaluation.placing import is_main
+
+    try:
+        yield
     except VitscaleError as error:
         if error.is_on_all_ranks and not is_main():
             raise typer.Exit(error.exit_code) from None

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitscale.errors import DataError
 from vitscale.evaluation.contract import MakeLoader, Predict
 from vitscale.files.digests import file_digests
 from vitscale.files.durable import new_folder
@@ -86,6 +87,54 @@ def write_features(make_loader: MakeLoader, predict: Predict, out: Path, about: 
         on_rank_zero(lambda: writer.finish(about))
         on_rank_zero(stack.close)
     return on_rank_zero(lambda: writer.samples)
+
+
+def read_features(folder: Path) -> tuple[Features, dict[str, Any]]:
+    """What `write_features` has written, sorted by uid, and its meta.json. Memory: the features, once.
+
+    Raises `DataError` for another folder, and for files that are damaged or missing.
+    """
+    meta = _read_meta(folder)
+    for name, sha256 in meta["sha256"].items():
+        try:
+            found = file_digests(folder / name).sha256
+        except OSError as error:
+            raise DataError(f"{folder / name}: cannot be read: {error.strerror or error}") from None
+        if found != sha256:
+            raise DataError(f"{folder / name}: damaged: sha256 {found}; {META} says {sha256}")
+    names = sorted(name for name in meta["sha256"] if name.startswith("features-"))
+    features = np.empty((meta["samples"], meta["width"]), np.float32)
+    filled = 0
+    for name in names:
+        part = np.load(folder / name, mmap_mode="r", allow_pickle=False)
+        features[filled : filled + len(part)] = part
+        filled += len(part)
+    labels, uids = (np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("labels", "uids"))
+    if not filled == len(labels) == len(uids) == meta["samples"]:
+        raise DataError(f"{folder}: {filled:,} representations, {len(labels):,} labels and {len(uids):,} uids")
+    order = uids.argsort()
+    if (order != np.arange(len(order))).any():
+        features = features[order]
+    return Features(*map(torch.from_numpy, (features, labels[order], uids[order]))), meta
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    try:
+        meta: dict[str, Any] = json.loads((folder / META).read_bytes())
+    except OSError as error:
+        raise DataError(
+            f"{folder}: no representations there ({META}: {error.strerror}); `vitscale features` writes them"
+        ) from None
+    except ValueError as error:
+        raise DataError(f"{folder / META}: cannot be read: {error}") from None
+    needed = {"version": int, "samples": int, "width": int, "sha256": dict, "class_names": list, "policy": dict}
+    if not isinstance(meta, dict) or not all(isinstance(meta.get(key), kind) for key, kind in needed.items()):
+        raise DataError(f"{folder / META}: is not of `vitscale features`; expected {', '.join(needed)}")
+    if missing := {"labels.npy", "uids.npy"} - meta["sha256"].keys():
+        raise DataError(f"{folder / META}: lists no {' and no '.join(sorted(missing))}")
+    if meta["version"] != _VERSION:
+        raise DataError(f"{folder / META}: version {meta['version']}; this version of vitscale reads {_VERSION}")
+    return meta
 
 
 class _Writer:

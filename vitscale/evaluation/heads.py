@@ -88,7 +88,7 @@ def extract_blocks(
 
     def predict(images: Tensor) -> Outputs:
         tokens, patches = read(images, max(BLOCKS))
-        layouts.add(Layout(*tokens.shape[1:], has_patches=patches is not None))
+        layouts.add(Layout(tokens.shape[1], tokens.shape[2], has_patches=patches is not None))
         flat = tokens.flatten(1)
         return Outputs(tokens, flat if patches is None else torch.cat([patches, flat], dim=1), None)
 
