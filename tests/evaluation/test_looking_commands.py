@@ -10,6 +10,7 @@ import torch
 from evaluation.test_finished_models import SAMPLES, command, on_processes
 from models.weights.exported import TINY, described, finished_run, valued, write
 
+from vitscale.errors import DataError
 from vitscale.evaluation.features import extract_features
 from vitscale.evaluation.finished import FinishedModel
 from vitscale.shards import Manifest
@@ -66,6 +67,49 @@ def test_fewshot_says_mean_deviation_and_which_classes_are_scarce(home):
     assert task["20shot"]["scarce_classes"] == len(CLASS_NAMES)
     assert task["all"]["draws"] == 1 and task["all"]["mean"] == task["20shot"]["mean"]
     assert json.loads(shown)["policy"]["crop"] == "square"
+
+
+@pytest.mark.parametrize(
+    "processes", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_every_sample_is_evaluated_once_on_any_number_of_processes(home, processes):
+    arguments = ["evaluate", home / "run", "--data", "test", "--set", "evaluation.batch=5", "--json"]
+    alone, shared = json.loads(command(*arguments)[1]), json.loads(on_processes(processes, *arguments))
+    assert shared["samples"] == Manifest.load(home / "data" / "test").num_samples == SAMPLES
+    for loss in ("nll", "ece"):  # sums in another order
+        assert shared.pop(loss) == pytest.approx(alone.pop(loss), rel=1e-6)
+    assert shared == alone
+
+
+@pytest.mark.slow
+def test_four_processes_give_what_one_does(home, tmp_path):
+    """Of the other commands; a fourth process has nothing but fillers at times."""
+    batch = ["--set", "evaluation.batch=5"]
+    by_recipe = ["evaluate", home / "run", *batch, "--set", "evaluation.validation=test", "--json"]
+    alone, shared = json.loads(command(*by_recipe)[1]), json.loads(on_processes(4, *by_recipe))
+    assert shared.pop("validation/loss") == pytest.approx(alone.pop("validation/loss"), rel=1e-6) and shared == alone
+    few = ["fewshot", home / "run", "--train", "train", "--test", "test", *batch, "--json"]
+    assert json.loads(on_processes(4, *few)) == json.loads(command(*few)[1])
+    assert f"{SAMPLES} samples" in on_processes(4, "features", home / "run", "test", "--out", tmp_path / "f", *batch)
+    with open_shard(Manifest.load(home / "data" / "test"), 0) as shard:
+        for slot in range(5):
+            (tmp_path / f"{slot}.jpg").write_bytes(shard.image(slot))
+    shown = on_processes(4, "predict", home / "run", *sorted(tmp_path.glob("*.jpg")), "--json").splitlines()
+    assert [Path(json.loads(line)["file"]).name for line in shown] == [f"{slot}.jpg" for slot in range(5)]
+
+
+def test_a_sample_that_a_process_loses_is_an_error(home):
+    """Another number than the manifest's is no result."""
+    model = FinishedModel(home / "run")
+    manifest = model.dataset("test")
+
+    def loses_one():
+        for batch in model.loader(manifest)():
+            batch.mask[0] = False
+            yield batch
+
+    with pytest.raises(DataError, match="36 samples"):
+        extract_features(loses_one, model.predict, manifest.num_samples)
 
 
 @pytest.mark.parametrize(("method", "keys"), [("knn", ["all/10nn", "all/20nn"]), ("logistic", ["all"])])

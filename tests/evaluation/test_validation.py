@@ -73,6 +73,14 @@ def test_an_empty_split_is_an_error():
         dict(Validation("val", lambda: [], SOFTMAX).run(model(7)))
 
 
+@pytest.mark.parametrize("seen", [19, 21])
+def test_a_sample_that_is_lost_or_counted_twice_is_an_error(seen):
+    found = dict(Validation("val", split(20, 7, seed=3).loader(8), SOFTMAX, 20).run(model(7)))
+    assert found == dict(Validation("val", split(20, 7, seed=3).loader(8), SOFTMAX).run(model(7)))
+    with pytest.raises(DataError, match=f"'val': {seen} samples were evaluated, and the dataset has 20"):
+        dict(Validation("val", split(seen, 7, seed=3).loader(8), SOFTMAX, 20).run(model(7)))
+
+
 def test_evaluate_prefixes_the_name():
     data = split(20, 7, seed=3)
     evaluators = [Validation(name, data.loader(8), SOFTMAX) for name in ("val", "minival")]

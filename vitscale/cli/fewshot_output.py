@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vitscale.errors import DataError, RecipeError
-from vitscale.evaluation.build import check_class_names
+from vitscale.evaluation.build import check_class_names, samples_expected
 from vitscale.evaluation.features import Features, extract_features, read_features
 from vitscale.evaluation.fewshot import PAPER_L2S, check_labels, hash_of, select_shots
 from vitscale.evaluation.finished import FinishedModel
@@ -79,12 +79,15 @@ def measure(
     for train, test in tasks:
         manifests = [model.dataset(name) for name in (train, test)]
         check_class_names(test, manifests[1].class_names, manifests[0].class_names)
-        loaders = [model.loader(manifest, FEWSHOT_CROP) for manifest in manifests]
-        if method == "heads":
-            (few, layout), (tested, _) = (extract_blocks(loader, model.block_tokens) for loader in loaders)
-        else:
-            few, tested = (extract_features(loader, model.predict) for loader in loaders)
-        splits.append((train, manifests[0].class_names, few, tested))
+        found = []
+        for manifest in manifests:
+            loader, expected = model.loader(manifest, FEWSHOT_CROP), samples_expected(model.recipe, manifest)
+            if method == "heads":
+                features, layout = extract_blocks(loader, model.block_tokens, expected)
+            else:
+                features = extract_features(loader, model.predict, expected)
+            found.append(features)
+        splits.append((train, manifests[0].class_names, found[0], found[1]))
     solve = _solver(method, layout, model.accelerator.device)
     policy = model.policy(FEWSHOT_CROP)
     return on_rank_zero(lambda: _measured(splits, method, solve, counts, seeds, strength) | {"policy": policy})

@@ -102,6 +102,7 @@ def _scores(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics on a dataset, and what is to be known of how they came about."""
     from vitscale.evaluation import metrics as m
+    from vitscale.evaluation.build import samples_expected
 
     known = ["top1", "top5", "mean_per_class", "calibration"]
     asked = known if metrics is None else metrics.split(",")
@@ -125,8 +126,7 @@ def _scores(
         chosen += [ready[name] for name in asked if name != "top5" or num_classes > 5]
         if real is not None:
             chosen.append(_real_labels(real, manifest, finished, columns is None))
-    is_whole = finished.recipe is None or finished.recipe.data.bad_samples == "error"
-    expected = manifest.num_samples if is_whole else None
+    expected = samples_expected(finished.recipe, manifest)
     scores = m.Scores("data", loader, chosen, len(manifest.class_names), expected, columns)
     about = {"dataset": manifest.sha256, "classes": classes, "border": border}
     return dict(scores.run(finished.predict)), about
@@ -162,6 +162,7 @@ def features(
     several processes share the images; the files are the same.
     """
     from vitscale.cli.fewshot_output import FEWSHOT_CROP
+    from vitscale.evaluation.build import samples_expected
     from vitscale.evaluation.features import write_features
 
     crop = FEWSHOT_CROP if view == "fewshot" else None
@@ -174,7 +175,8 @@ def features(
             "class_names": list(manifest.class_names),
             "policy": finished.policy(crop),
         }
-        count = write_features(finished.loader(manifest, crop), finished.predict, out, about)
+        expected = samples_expected(finished.recipe, manifest)
+        count = write_features(finished.loader(manifest, crop), finished.predict, out, about, expected)
         if finished.accelerator.is_main_process:
             print(f"wrote {out}: the representations of {count:,} samples")
 

@@ -32,7 +32,8 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
         manifest = Manifest.load(path)
         check_class_names(path, manifest.class_names, class_names)
         loss = CrossEntropy.of(recipe)
-        evaluators.append(Validation("validation", loader(manifest, recipe.data.eval_crop), loss))
+        expected = samples_expected(recipe, manifest)
+        evaluators.append(Validation("validation", loader(manifest, recipe.data.eval_crop), loss, expected))
     if settings.fewshot is not None:
         fewshot, tasks = settings.fewshot, []
         for task in fewshot.tasks:
@@ -95,6 +96,11 @@ def exact_pass(
         world=world,
         reading=reading.for_evaluation(),
     )
+
+
+def samples_expected(recipe: Recipe | None, manifest: Manifest) -> int | None:
+    """How many samples an exact pass over a dataset sees; None where a recipe lets damaged ones be left out."""
+    return manifest.num_samples if recipe is None or recipe.data.bad_samples == "error" else None
 
 
 def check_class_names(dataset: str, found: Sequence[str], expected: Sequence[str]) -> None:

@@ -18,14 +18,20 @@ class Validation(Evaluator):
 
     Each sample of the split counts once: counts are int64 and the loss is summed in float64, over all ranks. With five
     classes or fewer every answer is among the five best, so there is no `top5`.
+
+    Args:
+        num_samples: of the split; another number is an error. None where damaged samples may be left out.
     """
 
     name: str
     make_loader: MakeLoader
     loss: CrossEntropy
+    num_samples: int | None = None
 
     def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
-        """Raises `DataError` for an empty split and for samples without a label among the model's classes."""
+        """Raises `DataError` for an empty split, for samples that are lost or counted twice, and for those without a
+        label among the model's classes.
+        """
         loss_sum, counts, num_classes = self._sums(predict)
         samples, mislabelled, top1, top5 = counts
         if samples == 0:
@@ -35,6 +41,7 @@ class Validation(Evaluator):
                 f"evaluator {self.name!r}: {mislabelled} of {samples} samples have a label outside "
                 f"0..{num_classes - 1} (-1 is unlabelled). Evaluate a split labelled with the model's own classes"
             ).on_all_ranks()
+        check_count(f"evaluator {self.name!r}", samples, self.num_samples)
         yield "loss", loss_sum / samples
         yield "top1", top1 / samples
         if num_classes > 5:
@@ -63,6 +70,12 @@ class Validation(Evaluator):
         if loss_sum is None or counts is None:
             return 0.0, [0, 0, 0, 0], num_classes
         return float(reduce_sum(loss_sum)), reduce_sum(counts).tolist(), num_classes
+
+
+def check_count(what: str, found: int, expected: int | None) -> None:
+    """Raise `DataError` on all ranks where another number of samples was seen than a dataset has; None is any."""
+    if expected not in (None, found):
+        raise DataError(f"{what}: {found:,} samples were evaluated, and the dataset has {expected:,}").on_all_ranks()
 
 
 def rank_of_label(logits: Tensor, labels: Tensor) -> Tensor:

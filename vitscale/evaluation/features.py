@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vitscale.errors import DataError
+from vitscale.evaluation.classification import check_count
 from vitscale.evaluation.contract import MakeLoader, Predict
 from vitscale.files.digests import file_digests
 from vitscale.files.durable import new_folder
@@ -53,12 +54,15 @@ def gathered(make_loader: MakeLoader, predict: Predict) -> Iterator[Rows | None]
         yield gather_rows(features[mask], labels[mask], uids[mask])
 
 
-def extract_features(make_loader: MakeLoader, predict: Predict) -> Features | None:
+def extract_features(make_loader: MakeLoader, predict: Predict, num_samples: int | None = None) -> Features | None:
     """Representations of every sample that the loader passes over, on rank 0; None elsewhere, or if there are none.
 
-    Batches are gathered one by one, so that the split has to fit into the host memory of rank 0 only.
+    Batches are gathered one by one, so that the split has to fit into the host memory of rank 0 only. Raises
+    `DataError` on all ranks for another number of samples than `num_samples`, where that is given.
     """
     parts = [rows for rows in gathered(make_loader, predict) if rows is not None]
+    if num_samples is not None:
+        on_rank_zero(lambda: check_count("features", sum(len(uids) for _, _, uids in parts), num_samples))
     if not parts:
         return None
     features, labels, uids = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -66,7 +70,9 @@ def extract_features(make_loader: MakeLoader, predict: Predict) -> Features | No
     return Features(features[order], labels[order], uids[order])
 
 
-def write_features(make_loader: MakeLoader, predict: Predict, out: Path, about: dict[str, Any]) -> int:
+def write_features(
+    make_loader: MakeLoader, predict: Predict, out: Path, about: dict[str, Any], num_samples: int | None = None
+) -> int:
     """Write a folder of features, complete or not at all; how many samples it holds. All processes call it together.
 
     Rank 0 holds 65,536 samples at most.
@@ -75,8 +81,9 @@ def write_features(make_loader: MakeLoader, predict: Predict, out: Path, about: 
         make_loader, predict: of all processes.
         out: a folder that does not exist or is empty.
         about: what goes into meta.json besides.
+        num_samples: of the dataset; None where damaged samples may be left out.
 
-    Raises `RecipeError` where the folder is taken, and `DataError` where the disk is full.
+    Raises `RecipeError` where the folder is taken, and `DataError` where the disk is full or samples are lost.
     """
     with ExitStack() as stack:
         folder = on_rank_zero(lambda: stack.enter_context(new_folder(out, "--out")))
@@ -84,6 +91,7 @@ def write_features(make_loader: MakeLoader, predict: Predict, out: Path, about: 
         for rows in gathered(make_loader, predict):
             if rows is not None:
                 writer.add(rows)
+        on_rank_zero(lambda: check_count("features", writer.samples, num_samples))
         on_rank_zero(lambda: writer.finish(about))
         on_rank_zero(stack.close)
     return on_rank_zero(lambda: writer.samples)

@@ -76,13 +76,14 @@ class Chosen:
 
 
 def extract_blocks(
-    make_loader: MakeLoader, read: Callable[[Tensor, int], BlockTokens]
+    make_loader: MakeLoader, read: Callable[[Tensor, int], BlockTokens], num_samples: int | None = None
 ) -> tuple[Features | None, Layout]:
     """Features of every sample for `bank_of_heads`, on rank 0, and what their columns are.
 
     Args:
         make_loader: of a dataset with samples.
         read: images on the host and a number of blocks -> their tokens.
+        num_samples: as of `extract_features`.
     """
     layouts: set[Layout] = set()
 
@@ -92,7 +93,7 @@ def extract_blocks(
         flat = tokens.flatten(1)
         return Outputs(tokens, flat if patches is None else torch.cat([patches, flat], dim=1), None)
 
-    features = extract_features(make_loader, predict)
+    features = extract_features(make_loader, predict, num_samples)
     (layout,) = layouts
     return features, layout
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitscale.errors import DataError, RecipeError
-from vitscale.evaluation.classification import rank_of_label
+from vitscale.evaluation.classification import check_count, rank_of_label
 from vitscale.evaluation.contract import Evaluator, MakeLoader, Predict
 from vitscale.ranks import reduce_sum
 from vitscale.shards import Manifest
@@ -261,10 +261,7 @@ class Scores(Evaluator):
             ).on_all_ranks()
         if undefined:
             raise DataError(f"the model's outputs for {undefined} of {samples} samples are not numbers").on_all_ranks()
-        if self.num_samples not in (None, samples):
-            raise DataError(
-                f"{samples:,} samples were evaluated, and the dataset has {self.num_samples:,}"
-            ).on_all_ranks()
+        check_count(self.name, samples, self.num_samples)
         yield "samples", samples
         for metric, own in zip(self.metrics, sums, strict=True):
             yield from metric.results(reduce_sum(own).cpu()).items()
