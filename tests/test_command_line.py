@@ -152,6 +152,17 @@ def test_a_failing_last_evaluation_leaves_the_weights(place, tmp_path):
     assert again.returncode == 0 and f"at step {STEPS} of {STEPS}" in again.stdout, again.stdout + again.stderr
 
 
+def test_evaluation_on_training_samples_is_refused_before_any_work_unless_it_is_meant(place, tmp_path):
+    arguments = ["--run-dir", tmp_path / "run", "--set", "evaluation.validation=train"]
+    refused = pretrain(place, *arguments)
+    assert refused.returncode == 3 and "57 of the 57 samples" in refused.stderr, refused.stdout + refused.stderr
+    assert "evaluation.overlap=allow" in refused.stderr and not list(tmp_path.rglob("step-*"))
+    meant = pretrain(place, *arguments, "--set", "evaluation.overlap=allow")
+    assert meant.returncode == 0 and "57 of the 57 samples" in meant.stdout, meant.stdout + meant.stderr
+    told = run(program("vitscale"), "evaluate", tmp_path / "run", "--data", place / "data" / "train", cwd=place)
+    assert told.returncode == 0 and "57 of the 57 samples" in told.stderr, told.stderr
+
+
 def test_evaluate_agrees_with_the_run(two_rank_run):
     result = run(program("vitscale"), "evaluate", two_rank_run, "--json")
     assert result.returncode == 0, result.stderr

@@ -103,6 +103,7 @@ def _scores(
     """Metrics on a dataset, and what is to be known of how they came about."""
     from vitscale.evaluation import metrics as m
     from vitscale.evaluation.build import samples_expected
+    from vitscale.evaluation.finished import tell_common_samples
 
     known = ["top1", "top5", "mean_per_class", "calibration"]
     asked = known if metrics is None else metrics.split(",")
@@ -111,6 +112,7 @@ def _scores(
     if finished.num_classes is None:
         raise RecipeError(f"{finished.source} has no classes to be evaluated; fewshot and features are for such models")
     manifest = finished.dataset(data)
+    tell_common_samples(finished, manifest)
     loader = finished.loader(manifest, border=0 if objectnet is None else m.OBJECTNET_BORDER)
     chosen: list[m.Metric] = []
     columns, border = None, 0

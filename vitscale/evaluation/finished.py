@@ -5,6 +5,7 @@ of the images.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,11 @@ from torch import nn
 
 from vitscale.checkpoint import MASTER, CheckpointReader, CheckpointStore, checkpoint_place
 from vitscale.data import EvalTransform, Reading, to_model_input
-from vitscale.errors import CheckpointError, RecipeError
+from vitscale.errors import CheckpointError, RecipeError, VitscaleError
 from vitscale.evaluation.build import build_evaluators, exact_pass
 from vitscale.evaluation.contract import MakeLoader, evaluate
-from vitscale.evaluation.placing import ReadTensor, fill, join, place, tell
+from vitscale.evaluation.placing import ReadTensor, fill, is_main, join, place, tell
+from vitscale.evaluation.splits import common_samples
 from vitscale.models import BlockTokens, Model, Outputs, weight_dtype
 from vitscale.models.weights import HEAD, WHOLE_PICTURE, Description, describe, has_head, open_weights, parameters
 from vitscale.objectives import Objective, build_objective
@@ -296,6 +298,8 @@ def evaluate_finished(model: FinishedModel) -> dict[str, float]:
         )
     processes = {"rank": model.accelerator.process_index, "world": model.accelerator.num_processes}
     evaluators = build_evaluators(model.recipe, model.class_names or [], **processes)
+    if model.recipe.evaluation.validation is not None:
+        tell_common_samples(model, model.dataset(model.recipe.evaluation.validation))
     if not evaluators:
         raise RecipeError(
             "the run's recipe has no evaluation; add one: --data DATASET, or --set evaluation.validation=DATASET"
@@ -310,6 +314,15 @@ def evaluate_run(
     model = FinishedModel(run_dir, settings, step, use_average=use_average)
     assert model.step is not None, "a run's checkpoint has a step"
     return model.step, evaluate_finished(model)
+
+
+def tell_common_samples(model: FinishedModel, dataset: Manifest) -> None:
+    """Tell people of samples that a run was trained on, where its training data can be read from here."""
+    if model.recipe is None or not is_main():
+        return
+    with suppress(VitscaleError):
+        if found := common_samples(dataset, model.dataset(model.recipe.data.train)):
+            tell(f"{found}, which the run was trained on")
 
 
 def predicted_classes(model: FinishedModel, manifest: Manifest) -> dict[int, str]:

@@ -326,6 +326,9 @@ class Evaluation(Block):
         [], description="evaluators of other packages"
     )
     batch: int = Field(64, ge=1, description="images a rank forwards at once")
+    overlap: Literal["refuse", "allow"] = Field(
+        "refuse", description="evaluated samples that are among the training samples: an error, or told"
+    )
 
 
 class Selection(Block):

@@ -25,6 +25,7 @@ import torch
 import vitscale
 from vitscale.checkpoint import LocalPlace, checkpoint_place
 from vitscale.errors import RecipeError, StorageError
+from vitscale.evaluation.splits import check_splits
 from vitscale.machine import available_memory, has_bf16_instructions
 from vitscale.planning import Memory, expected_memory, largest_micro_batch
 from vitscale.planning.tensors import DeviceType
@@ -54,6 +55,7 @@ def preflight(recipe: Recipe, plan: Plan, run_dir: Path, world: distributed.Worl
 
     Raises:
         RecipeError: on all ranks alike, for what the run cannot begin or end with.
+        DataError: on all ranks alike, where it would be evaluated on its training samples.
         StorageError: on all ranks alike, where a run that goes on finds no room for its next checkpoint.
     """
     began = time.monotonic()
@@ -64,7 +66,8 @@ def preflight(recipe: Recipe, plan: Plan, run_dir: Path, world: distributed.Worl
     _check_compiler(world, ranks)
     _check_float8(ranks)
     _check_trackers(recipe)
-    warnings = _check_bf16(recipe, world, ranks) + _check_memory(recipe, plan, world, ranks, memory)
+    warnings = on_rank_zero(lambda: check_splits(recipe, plan.manifest))
+    warnings += _check_bf16(recipe, world, ranks) + _check_memory(recipe, plan, world, ranks, memory)
     left = [bytes_left for bytes_left in _device_memory(ranks) if bytes_left is not None]
     needs = f"{_binary(memory.device_bytes)}{f' of {_binary(min(left))}' if left else ''} a rank expected"
     place = checkpoint_place(recipe, run_dir)
