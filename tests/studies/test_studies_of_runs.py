@@ -150,6 +150,37 @@ def test_a_study_that_is_killed_and_repeated_ends_as_one_that_is_left_in_peace(d
     assert before == {name: files(killed / "out" / name) for name in by_name}
 
 
+def test_what_entries_read_is_checked_before_the_first_one_starts(data, tmp_path):
+    """Every problem at once, whichever candidate would win; nothing begins."""
+    root = tmp_path / "data"
+    shutil.copytree(data, root)
+    shutil.rmtree(root / "colours" / "test")
+    manifest = json.loads((root / "colours" / "dev" / "manifest.json").read_text())
+    manifest["class_names"] = manifest["class_names"][::-1]
+    (root / "other").mkdir()
+    manifest["shards"][0]["path"] = "../colours/dev/" + manifest["shards"][0]["path"]
+    (root / "other" / "manifest.json").write_text(json.dumps(manifest))
+    (root / "weights.npz").write_bytes(b"no weights")
+    parts = {
+        "a": selecting(root),
+        "b": {"settings": plain(root) | {"evaluation.validation": "other"}},
+        "c": {"settings": plain(root) | {"evaluation.validation": "colours/train"}, "seeds": [0, 1, 2, 3, 4]},
+        "d": {"settings": plain(root) | {"init.from": str(root / "weights.npz")}},
+        "e": {"settings": plain(root) | {"data.train": "nowhere"}},
+        "good": {"settings": plain(root)},
+        "after": {"from": ["good"], "settings": plain(root)},
+    }
+    write_study(tmp_path, parts)
+    result = run(tmp_path)
+    assert result.returncode == 2 and not (tmp_path / "out").exists()
+    lines = [line for line in result.stderr.splitlines() if line.startswith("  ")]
+    assert len(lines) == 5, result.stderr
+    named = ["a-colours-full-seed0, a-colours-full-seed1", "b", "c-seed0, c-seed1, c-seed2 and 2 more", "d", "e"]
+    words = ["colours/test", "other", "64 of the 64 samples", "weights.npz", "nowhere"]
+    for line, name, word in zip(lines, named, words, strict=True):
+        assert line.startswith(f"  {name}: ") and word in line, line
+
+
 def test_the_choice_is_made_without_the_test_split_and_a_failed_entry_stops_only_its_dependants(data, tmp_path):
     """The test split is not even there: candidates run and the winner is chosen; what evaluates on it fails."""
     root = tmp_path / "data"
@@ -163,7 +194,7 @@ def test_the_choice_is_made_without_the_test_split_and_a_failed_entry_stops_only
             "c": {"settings": plain(root)},
         },
     )
-    result = run(tmp_path, "--slots", "2")
+    result = run(tmp_path, "--slots", "2", "--no-check")
     assert result.returncode == 3
     assert states(tmp_path) == {
         **dict.fromkeys(CANDIDATES, "done"),

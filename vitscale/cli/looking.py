@@ -12,8 +12,6 @@ import typer
 from vitscale.errors import DataError, RecipeError, VitscaleError
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from vitscale.evaluation.finished import FinishedModel
     from vitscale.evaluation.metrics import ReaL
     from vitscale.shards import Manifest
@@ -267,6 +265,7 @@ def fewshot(
     Without SOURCE no model is run: --train and --test are folders that `vitscale features --view fewshot` wrote.
     """
     from vitscale.cli.fewshot_output import counts_of, measure, measure_features, strength_of, table_of
+    from vitscale.evaluation.placing import join
 
     counts = counts_of(shots, method)
     if l2 is not None and method != "ridge":
@@ -282,7 +281,8 @@ def fewshot(
         of_models |= {"--image-size": image_size, "--batch": batch}
         of_models |= {"--precision": precision, "--max-memory": max_memory}
         _refuse("there is no SOURCE, and no model is run", of_models)
-        with _joined() as accelerator:
+        with _one_speaks():
+            accelerator = join()
             found = measure_features(tasks, method, counts, seeds, strength, accelerator.device)
             if accelerator.is_main_process:
                 print(json.dumps(found) if as_json else table_of(found))
@@ -329,15 +329,6 @@ def _opened(
                 {"--batch": batch, "--precision": precision},
             )
             yield FinishedModel(source, settings or [], step, use_average=not no_ema, max_memory_gb=max_memory)
-
-
-@contextmanager
-def _joined() -> Iterator["Accelerator"]:
-    """This process among the others, where there is no model."""
-    from vitscale.evaluation.placing import join
-
-    with _one_speaks():
-        yield join()
 
 
 @contextmanager

@@ -67,14 +67,18 @@ def run(
     ] = None,
     settings: Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the entries and start nothing.")] = False,
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="Start without looking at data and weights that only entries can see.")
+    ] = False,
 ) -> None:
     """Run what is not finished; `vitscale study STUDY` is short for it.
 
-    Repeating it continues.
+    Repeating it continues. Before the first entry starts, the data sets and initial weights of all are looked at.
     """
     from vitscale.cli.study_output import run_study
 
-    raise typer.Exit(run_study(study, folder, engine, slots, engine_options or [], settings or [], dry_run=dry_run))
+    words = engine_options or [], settings or []
+    raise typer.Exit(run_study(study, folder, engine, slots, *words, dry_run=dry_run, check=not no_check))
 
 
 @app.command()

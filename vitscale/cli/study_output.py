@@ -50,6 +50,7 @@ def run_study(
     settings: list[str],
     *,
     dry_run: bool,
+    check: bool,
 ) -> int:
     """Run a study, or list its entries: the exit code. Raises `VitscaleError`."""
     file = find_study(study)
@@ -59,6 +60,10 @@ def run_study(
         _list_entries(expansion, folder)
         return EXIT_DONE
     check_unchanged(expansion.entries.values(), folder)
+    if check:
+        from vitscale.studies.checking import check_entries  # loads torch, which takes seconds
+
+        check_entries(expansion, folder)
     about = {"study": file.stem, "file": str(file), "engine": engine, "settings": settings}
     with _Watch() as watch:
         run = StudyRun(expansion, folder, make_engine(engine, folder, slots, engine_options), about, watch.look)
