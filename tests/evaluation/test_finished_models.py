@@ -86,6 +86,16 @@ def test_another_resolution_is_resampled_and_told(place_of):
     assert FinishedModel(place_of / "run").policy()["positions"] == "as trained"
 
 
+@pytest.mark.parametrize("source", ["npz.npz", "timm.safetensors", "hf", "safetensors.safetensors"])
+def test_the_rule_of_the_weights_origin_is_in_the_policy(place_of, source):
+    """Ours is the authors'; timm and transformers would resample otherwise, and a result says so."""
+    model = None if source.startswith("safetensors") else TINY
+    policy = FinishedModel(place_of / source, weights=OfWeights(model, image_size=96)).policy()
+    assert (policy["positions"] == policy["positions_of_origin"]) == (source in ("npz.npz", "safetensors.safetensors"))
+    as_it_is = FinishedModel(place_of / source, weights=OfWeights(model)).policy()
+    assert as_it_is["positions"] == as_it_is["positions_of_origin"] == "as trained"
+
+
 def test_weights_without_a_head_have_representations(place_of, tmp_path):
     source = open_weights(place_of / "safetensors.safetensors")
     headless = tmp_path / "headless.safetensors"

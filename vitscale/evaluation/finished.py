@@ -22,7 +22,16 @@ from vitscale.evaluation.contract import MakeLoader, evaluate
 from vitscale.evaluation.placing import ReadTensor, fill, is_main, join, place, tell
 from vitscale.evaluation.splits import common_samples
 from vitscale.models import BlockTokens, Model, Outputs, weight_dtype
-from vitscale.models.weights import HEAD, WHOLE_PICTURE, Description, describe, has_head, open_weights, parameters
+from vitscale.models.weights import (
+    HEAD,
+    WHOLE_PICTURE,
+    Description,
+    Source,
+    describe,
+    has_head,
+    open_weights,
+    parameters,
+)
 from vitscale.objectives import Objective, build_objective
 from vitscale.recipe import (
     Classification,
@@ -41,6 +50,7 @@ from vitscale.storage import is_url
 
 POSITIONS_RULE = "resampled, bilinear with corners aligned"
 """How position embeddings of another resolution become ours: the authors' way, whatever library the weights are of."""
+_BICUBIC, _ANTIALIASED = "resampled, bicubic with edges in one place", "resampled, bicubic and antialiased"
 
 
 def open_run(
@@ -133,6 +143,7 @@ class FinishedModel:
         normalise: of pixels.
         loss: by which classes were learned, so that outputs become probabilities: softmax where nobody says.
         positions: how position embeddings were resampled; None where they were not.
+        positions_of_origin: how the library that the weights are of would have done it.
         precision: of the weights, fp32 or bf16.
 
     Raises as `open_run` does, `RecipeError` for the settings, and `CheckpointError` for weights.
@@ -151,6 +162,7 @@ class FinishedModel:
         self.source, self.accelerator = source, join()
         self.recipe: Recipe | None = None
         self.positions: str | None = None
+        self.positions_of_origin: str | None = None
         model, values, dtype = (
             self._open_weights(weights or OfWeights())
             if is_weights(source)
@@ -185,7 +197,7 @@ class FinishedModel:
         model = description.build(with_head=not headless)
         values = parameters(model, source, HEAD if headless else (), tell)
         if any(read.is_resampled for read in values.values()):
-            self.positions = POSITIONS_RULE
+            self.positions, self.positions_of_origin = POSITIONS_RULE, rule_of_origin(source)
         self.title, self.step = description.title, description.step
         self.num_classes = None if headless else description.num_classes
         self.class_names = _names(self.source, description.class_names, weights.class_names, self.num_classes)
@@ -248,6 +260,7 @@ class FinishedModel:
             "mean": self.normalise.mean,
             "std": self.normalise.std,
             "positions": self.positions or "as trained",
+            "positions_of_origin": self.positions_of_origin or "as trained",
             "precision": self.precision,
         }
 
@@ -277,6 +290,15 @@ def is_weights(source: Path) -> bool:
         return source.is_file() or ((source / "config.json").is_file() and not (source / RECIPE_FILE).is_file())
     except OSError as error:
         raise RecipeError(f"{str(source)[:100]}: {error.strerror}") from None
+
+
+def rule_of_origin(source: Source) -> str:
+    """How the library that weights are of resamples positions by default; docs/weights.md has the differences."""
+    if source.form == "timm":
+        return _ANTIALIASED
+    if source.form == "hf":
+        return _ANTIALIASED if source.config.get("model_type") == "dinov2_with_registers" else _BICUBIC
+    return POSITIONS_RULE
 
 
 def _names(
