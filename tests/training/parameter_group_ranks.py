@@ -78,7 +78,8 @@ def update_all(rank: int, world_size: int, port: int, root: Path, cases: dict[st
     from vitscale.checkpoint.format import fragment_key
     from vitscale.models import weight_dtype
     from vitscale.training import fragments
-    from vitscale.training.engine import build_engine, derive_config, set_learning_rate
+    from vitscale.training.engine import build_engine, derive_config, set_rates
+    from vitscale.training.plan import schedule_in_steps
 
     join(rank, world_size, port)
     for case, blocks in cases.items():
@@ -94,8 +95,9 @@ def update_all(rank: int, world_size: int, port: int, root: Path, cases: dict[st
         fragments.load(
             engine, lambda kind, name, start, length, s=source: s[name][start : start + length], optimizer_steps=0
         )
+        _, rates = schedule_in_steps(recipe, 1000)
         for step in range(UPDATES):
-            set_learning_rate(engine, rate(step))
+            set_rates(engine, rates(step)._replace(learning_rate=rate(step)))
             inputs = {name: torch.from_numpy(numbers(step, rank, name)).to(dtype) for name in PARAMETERS}
             engine.backward(engine(inputs))
             engine.step()

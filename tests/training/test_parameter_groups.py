@@ -39,16 +39,27 @@ HOW = {
     "head.weight": (10.0, 0.3),
     "head.bias": (10.0, 0.3),
 }
+# Weight decay from 0.1 to 0.5 in four updates, momentum from 0.9 or 0.8 to 0.5 in two.
+CHANGING = {
+    "weight_decay": {"to": 0.5, "over": {"steps": 4}, "shape": "linear"},
+    "momentum": {"to": 0.5, "over": {"steps": 2}, "shape": "cosine"},
+}
 CASES = [
     (f"{name}-{precision}-zero{stage}", settings, precision, stage)
     for name, settings in (("adamw", ADAMW), ("sgd", SGD), ("sgd-bf16", SGD_BF16))
     for precision in ("fp32", "bf16")
     for stage in range(4)
 ]
+CHANGING_CASES = [
+    (f"{settings['name']}-changing-zero{stage}", settings, "fp32", stage)
+    for settings in (ADAMW, SGD)
+    for stage in range(4)
+]
 
 
-def content(settings: dict[str, Any], precision: str, stage: int) -> dict[str, Any]:
+def content(settings: dict[str, Any], precision: str, stage: int, *, changes: bool = False) -> dict[str, Any]:
     return {
+        "schedule": CHANGING if changes else {},
         "precision": precision,
         "model": {"depth": 2},
         "batch": {"global": RANKS, "micro_max": 1},
@@ -61,12 +72,19 @@ def gradient(step: int, name: str) -> np.ndarray:
     return sum(numbers(step, rank, name).astype(np.float64) for rank in range(RANKS)) / RANKS
 
 
-def adamw_by_hand(name: str) -> dict[str, np.ndarray]:
+def changed(first: float, step: int, *, changes: bool) -> tuple[float, float]:
+    """(factor of the weight decay, momentum) of an update."""
+    return ((1.0, 2.0, 3.0, 4.0, 5.0)[step], (first, (first + 0.5) / 2, 0.5)[min(step, 2)]) if changes else (1.0, first)
+
+
+def adamw_by_hand(name: str, *, changes: bool = False) -> dict[str, np.ndarray]:
     """Algorithm 2 of Loshchilov and Hutter (2019), in double precision."""
-    factor, decay = HOW[name]
-    (beta1, beta2), weights = ADAMW["betas"], initial(name).astype(np.float64)
+    (factor, base), (first, beta2) = HOW[name], ADAMW["betas"]
+    weights = initial(name).astype(np.float64)
     mean = square = np.zeros_like(weights)
     for step in range(UPDATES):
+        more, beta1 = changed(first, step, changes=changes)
+        decay = base * more
         g = gradient(step, name)
         mean = beta1 * mean + (1 - beta1) * g
         square = beta2 * square + (1 - beta2) * g**2
@@ -76,12 +94,14 @@ def adamw_by_hand(name: str) -> dict[str, np.ndarray]:
     return {"master": weights, "exp_avg": mean, "exp_avg_sq": square}
 
 
-def sgd_by_hand(name: str) -> dict[str, np.ndarray]:
-    factor, decay = HOW[name]
+def sgd_by_hand(name: str, *, changes: bool = False) -> dict[str, np.ndarray]:
+    factor, base = HOW[name]
     weights = initial(name).astype(np.float64)
     velocity = np.zeros_like(weights)
     for step in range(UPDATES):
-        velocity = SGD["momentum"] * velocity + gradient(step, name) + decay * weights
+        more, momentum = changed(SGD["momentum"], step, changes=changes)
+        decay = base * more
+        velocity = momentum * velocity + gradient(step, name) + decay * weights
         weights = weights - rate(step) * factor * velocity
     return {"master": weights, "momentum_buffer": velocity}
 
@@ -108,6 +128,9 @@ def nearest_bf16(values: np.ndarray) -> np.ndarray:
 def updated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("groups")
     cases = {name: content(settings, precision, stage) for name, settings, precision, stage in CASES}
+    cases |= {
+        name: content(settings, precision, stage, changes=True) for name, settings, precision, stage in CHANGING_CASES
+    }
     start(update_all, root, cases, RANKS)
     return root
 
@@ -144,6 +167,15 @@ def test_every_stage_updates_groups_as_the_optimizer_written_by_hand(updated, ca
         assert np.array_equal(found["master", name], initial(name)), "also the digits that bf16 does not have"
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         assert np.array_equal(weights[name], torch.from_numpy(initial(name)).to(dtype).float().numpy())
+
+
+@pytest.mark.parametrize(("case", "settings", "precision", "stage"), CHANGING_CASES, ids=[c[0] for c in CHANGING_CASES])
+def test_weight_decay_and_momentum_change_as_the_schedule_says(updated, case, settings, precision, stage):
+    by_hand = {"adamw": adamw_by_hand, "sgd": sgd_by_hand}[settings["name"]]
+    found = whole(updated, case)
+    for name in HOW:
+        for kind, value in by_hand(name, changes=True).items():
+            np.testing.assert_allclose(found[kind, name], value, rtol=2e-6, atol=2e-6, err_msg=f"{kind} {name}")
 
 
 def groups(tmp_path: Path, **settings: Any) -> dict[str, tuple[float, float]]:

@@ -77,3 +77,20 @@ def test_a_warmup_beyond_the_run_is_told(root):
 def test_what_cannot_be_is_refused(root, blocks, error, words):
     with pytest.raises(error, match=words):
         plan_run(make_recipe(root, **blocks), rank=0, world_size=2)
+
+
+def test_a_part_of_the_schedule_below_a_step_is_refused_and_one_beyond_the_run_told(root):
+    restarts = {"schedule": {"decay": "restarts", "cycle": {"epochs": 0.01}}}
+    with pytest.raises(RecipeError, match=r"schedule\.cycle: 0.01 epochs"):
+        plan_run(make_recipe(root, **restarts), rank=0, world_size=1)
+    wsd = {"decay": "wsd", "warmup": {"steps": 2}, "cooldown": {"steps": 5}}
+    (warning,) = plan_run(make_recipe(root, schedule=wsd), rank=0, world_size=1).warnings
+    assert "2 steps" in warning and "5" in warning and "6" in warning
+
+
+def test_weight_decay_and_momentum_are_functions_of_the_step(root):
+    schedule = {"weight_decay": {"to": 0.4, "shape": "linear"}, "momentum": {"to": 0.5, "over": {"steps": 2}}}
+    plan = plan_run(make_recipe(root, schedule=schedule), rank=0, world_size=1)  # of 6 steps, from 0.1 and 0.9
+    assert [plan.rates(step).weight_decay_factor for step in (0, 2, 6)] == pytest.approx([1, 2, 4])
+    assert [plan.rates(step).momentum for step in (0, 1, 2, 6)] == pytest.approx([0.9, 0.7, 0.5, 0.5])
+    assert plan_run(make_recipe(root), rank=0, world_size=1).rates(3)[1:] == (None, None)

@@ -3,8 +3,9 @@
 import math
 
 import pytest
+import torch
 
-from vitscale.training.schedule import learning_rate
+from vitscale.training.schedule import course, learning_rate
 
 # ViT-B/16 on JFT-300M, 7 epochs (Table 3): base rate 8e-4, 10,000 steps of warmup, about 517,800 steps.
 JFT = {"base": 8e-4, "total": 517_800, "warmup": 10_000}
@@ -47,3 +48,71 @@ def test_without_warmup_the_first_update_has_the_base_rate():
 def test_a_run_that_is_all_warmup():
     assert learning_rate(5, base=0.1, total=10, warmup=10, decay="cosine") == pytest.approx(0.05)
     assert learning_rate(10, base=0.1, total=10, warmup=10, decay="linear") == pytest.approx(0.1)
+
+
+# ---- Of the years after the paper, against timm's and big_vision's formulas ------------------------------------------
+
+
+def big_vision(step, *, base, total, warmup, decay, timescale=10_000, cooldown=0):
+    """`create_learning_rate_schedule` of big_vision, of what it calls const and rsqrt, as its page has the formulas."""
+    rate = base / math.sqrt(1 + (step - warmup) / timescale) if decay == "rsqrt" and step >= warmup else base
+    rate *= min(1.0, step / warmup)
+    return rate * min(1.0, (total - step) / cooldown) if cooldown else rate
+
+
+STEPS = [0, 1, 5_000, 9_999, 10_000, 10_001, 100_000, 467_799, 467_800, 467_801, 500_000, 517_799, 517_800]
+
+
+@pytest.mark.parametrize("cooldown", [0, 50_000])
+def test_rsqrt_and_wsd_are_big_visions_rsqrt_and_const_with_cooldown(cooldown):
+    rsqrt = {"timescale": 20_000, "cooldown": cooldown}
+    for step in STEPS:
+        assert learning_rate(step, **JFT, decay="rsqrt", **rsqrt) == pytest.approx(
+            big_vision(step, **JFT, decay="rsqrt", **rsqrt), rel=1e-12, abs=1e-18
+        )
+        assert learning_rate(step, **JFT, decay="wsd", cooldown=cooldown) == pytest.approx(
+            big_vision(step, **JFT, decay="const", cooldown=cooldown), rel=1e-12, abs=1e-18
+        )
+
+
+def test_the_other_decay_of_wsd_falls_by_the_root_of_the_time_since():
+    wsd = {**JFT, "decay": "wsd", "cooldown": 40_000, "cooldown_shape": "1-sqrt"}
+    rates = [learning_rate(517_800 - 40_000 + part, **wsd) / 8e-4 for part in (-1, 0, 400, 10_000, 22_500, 40_000)]
+    assert rates == pytest.approx([1, 1, 0.9, 0.5, 0.25, 0], rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize(("cycle_factor", "restart_factor"), [(1.0, 1.0), (2.0, 1.0), (1.0, 0.5), (1.5, 0.8)])
+def test_warm_restarts_are_timms(cycle_factor, restart_factor):
+    schedulers = pytest.importorskip("timm.scheduler")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    theirs = schedulers.CosineLRScheduler(
+        optimizer,
+        t_initial=100,
+        cycle_mul=cycle_factor,
+        cycle_decay=restart_factor,
+        cycle_limit=100,
+        warmup_t=10,
+        warmup_prefix=True,
+        t_in_epochs=False,
+    )
+    ours = {"base": 0.3, "total": 1000, "warmup": 10, "decay": "restarts", "cycle": 100}
+    # Where a cycle begins, timm finds its number by a logarithm, which rounding may leave below it.
+    for step in [0, 5, 9, 10, 11, 60, 109, 111, 150, 309, 311, 400, 999]:
+        expected = theirs._get_lr(step)[0]
+        found = learning_rate(step, **ours, cycle_factor=cycle_factor, restart_factor=restart_factor)
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-15), step
+
+
+def test_restarts_begin_at_the_top():
+    ours = {"base": 0.3, "total": 1000, "warmup": 10, "decay": "restarts", "cycle": 100, "restart_factor": 0.5}
+    assert [learning_rate(step, **ours) for step in (10, 110, 210)] == pytest.approx([0.3, 0.15, 0.075])
+    longer = {**ours, "cycle_factor": 2.0}
+    assert [learning_rate(step, **longer) for step in (10, 110, 310, 710)] == pytest.approx([0.3, 0.15, 0.075, 0.0375])
+
+
+def test_what_else_changes():
+    dino = {"start": 0.04, "end": 0.4, "steps": 100}
+    cosine = [course(step, **dino, shape="cosine") for step in (0, 50, 100, 200)]
+    assert cosine == pytest.approx([0.04, 0.22, 0.4, 0.4], rel=1e-12)
+    assert course(25, **dino, shape="cosine") == pytest.approx(0.4 - 0.36 * 0.5 * (1 + math.sqrt(0.5)), rel=1e-12)
+    assert [course(step, **dino, shape="linear") for step in (0, 25, 100)] == pytest.approx([0.04, 0.13, 0.4])

@@ -71,3 +71,21 @@ def test_the_smoke_form_keeps_what_chooses_between_code_paths(stem, tmp_path):
     else:
         assert (one.attention, one.patch_size) == (other.attention, other.patch_size)
         assert (one.stem is None) == (other.stem is None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["schedule.decay=wsd", "schedule.cooldown.epochs=2"],
+        ["schedule.decay=rsqrt", "schedule.timescale.epochs=2"],
+        ["schedule.decay=restarts", "schedule.cycle.epochs=2"],
+        ["schedule.weight_decay={to: 0.5, over: {epochs: 1}}", "schedule.momentum={to: 0.5}"],
+    ],
+)
+def test_no_part_of_a_shrunken_schedule_is_of_the_long_one(tmp_path, settings):
+    recipe = override(load_recipe("b16_i1k").dump(), settings, "test")
+    small = smoke_form(recipe, tmp_path)
+    parts = [small.schedule.duration, small.schedule.cooldown, small.schedule.cycle]
+    assert all(part is None or part.to_steps(0, 1) <= 4 for part in parts)
+    assert small.schedule.decay == recipe.schedule.decay
+    assert (small.schedule.weight_decay is None) == (recipe.schedule.weight_decay is None)

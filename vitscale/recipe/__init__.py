@@ -27,6 +27,7 @@ from vitscale.recipe.reading import (
 from vitscale.recipe.schema import (
     Anomalies,
     Cache,
+    Course,
     Crop,
     Data,
     Duration,
@@ -47,6 +48,7 @@ __all__ = [
     "Anomalies",
     "Cache",
     "Classification",
+    "Course",
     "Crop",
     "Data",
     "Duration",

@@ -79,6 +79,11 @@ class AdamW(Block):
     groups: Groups = Field([])
     layer_decay: LayerDecay = None
 
+    @property
+    def first_momentum(self) -> float:
+        """The part of the mean gradient that an update keeps, before a schedule changes it."""
+        return self.betas[0]
+
 
 class SGD(Block):
     """Stochastic gradient descent with momentum; weight decay is added to the gradient."""
@@ -100,6 +105,11 @@ class SGD(Block):
         if self.momentum_dtype == "bf16" and self.momentum == 0:
             raise ValueError("momentum_dtype: bf16 says how momentum is kept, and momentum is 0")
         return self
+
+    @property
+    def first_momentum(self) -> float:
+        """The part of the last update that is kept, before a schedule changes it."""
+        return self.momentum
 
 
 Optimizer = AdamW | SGD

@@ -1,9 +1,10 @@
 """The smoke form of a recipe: the same model family and code path on any machine in seconds, everything shrunk."""
 
 from pathlib import Path
+from typing import Any
 
 from vitscale.recipe.reading import validate_recipe
-from vitscale.recipe.schema import Recipe
+from vitscale.recipe.schema import Recipe, Schedule
 
 SMOKE_STEPS = 4
 TRAIN, TEST = "train", "test"
@@ -26,7 +27,7 @@ def smoke_form(recipe: Recipe, data_root: Path, world_size: int = 1) -> Recipe:
         "duration": {"steps": SMOKE_STEPS},
         "warmup": {"steps": 1},
         "boundaries": [{"steps": 1 + index} for index in range(len(recipe.schedule.boundaries))],
-    }
+    } | _short_parts(recipe.schedule)
     content["checkpoint"]["every"] = {"steps": 2}
     content["logging"] |= {"every": 1, "batch_digest": True}
     evaluation = content["evaluation"]
@@ -40,3 +41,11 @@ def smoke_form(recipe: Recipe, data_root: Path, world_size: int = 1) -> Recipe:
     for number, evaluator in enumerate(recipe.evaluation.evaluators):
         evaluation["evaluators"][number] |= evaluator.on_smoke_data(TRAIN, TEST)
     return validate_recipe(content, "the smoke form")
+
+
+def _short_parts(schedule: Schedule) -> dict[str, Any]:
+    """What else of a schedule is a length, where its kind of decay has it."""
+    one, content = {"steps": 1}, schedule.model_dump(mode="json")
+    has = {"cooldown": ("wsd", "rsqrt"), "timescale": ("rsqrt",), "cycle": ("restarts",)}
+    short: dict[str, Any] = {key: one for key, kinds in has.items() if schedule.decay in kinds}
+    return short | {key: content[key] | {"over": None} for key in ("weight_decay", "momentum") if content[key]}

@@ -20,7 +20,8 @@ from vitscale.errors import RecipeError
 from vitscale.objectives import Objective
 from vitscale.recipe import AdamW, Recipe
 from vitscale.training.bf16_momentum import Bf16MomentumSGD
-from vitscale.training.parameter_groups import LR_FACTOR, freeze, parameter_groups
+from vitscale.training.parameter_groups import BASE_DECAY, LR_FACTOR, freeze, parameter_groups
+from vitscale.training.schedule import Rates
 
 # What a `deepspeed:` block may hold: DeepSpeed itself accepts any unknown top-level key without a word.
 _TOP_LEVEL_KEYS = (
@@ -171,7 +172,7 @@ def _check_blocks(config: dict[str, Any]) -> None:
 def build_optimizer(recipe: Recipe, objective: Objective) -> torch.optim.Optimizer:
     """torch's optimizer, or our SGD, over the groups of `parameter_groups`, whose errors it raises.
 
-    The learning rate is 0 until `set_learning_rate`, before each step: DeepSpeed makes some of its state by a step with
+    The learning rate is 0 until `set_rates`, before each step: DeepSpeed makes some of its state by a step with
     zero gradients, which must not decay the weights.
     """
     settings, groups = recipe.optimizer, parameter_groups(recipe, objective)
@@ -184,10 +185,17 @@ def build_optimizer(recipe: Recipe, objective: Objective) -> torch.optim.Optimiz
     return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=True)
 
 
-def set_learning_rate(engine: Any, rate: float) -> None:
-    """Give every group of the optimizer its part of a learning rate."""
+def set_rates(engine: Any, rates: Rates) -> None:
+    """Give every group of the optimizer its part of the learning rate, and of what else a schedule changes."""
     for group in engine.optimizer.param_groups:
-        group["lr"] = rate * group[LR_FACTOR]
+        group["lr"] = rates.learning_rate * group[LR_FACTOR]
+        if rates.weight_decay_factor is not None:
+            group["weight_decay"] = rates.weight_decay_factor * group[BASE_DECAY]
+        if rates.momentum is not None:
+            if "betas" in group:
+                group["betas"] = (rates.momentum, group["betas"][1])
+            else:
+                group["momentum"] = rates.momentum
 
 
 def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -> Any:

@@ -24,7 +24,7 @@ from vitscale.recipe import Recipe
 from vitscale.training import distributed, fragments, replicas
 from vitscale.training.anomalies import Anomaly, Kind, Suspects
 from vitscale.training.averaging import WeightAverage
-from vitscale.training.engine import Fp32Accumulation, build_engine, forget_gradients, is_plain, set_learning_rate
+from vitscale.training.engine import Fp32Accumulation, build_engine, forget_gradients, is_plain, set_rates
 from vitscale.training.initial_weights import initial_source
 from vitscale.training.pace import OwnWork
 from vitscale.training.plan import Plan
@@ -170,9 +170,11 @@ class Learner:
         """
         self.objective.check(batch)
         plan = self.objective.plan(batch.keys.numpy())
-        rate = self._plan.learning_rate(step)
-        set_learning_rate(self.engine, rate)
-        update = Update(self._valid_samples(batch, step), rate, torch.zeros((), device=self._world.device))
+        rates = self._plan.rates(step)
+        set_rates(self.engine, rates)
+        update = Update(
+            self._valid_samples(batch, step), rates.learning_rate, torch.zeros((), device=self._world.device)
+        )
         is_whole, leaps = bool(batch.mask.all()), False
         # DeepSpeed averages over ranks and micro-batches: with this factor the gradient is that of the global mean.
         scale = self._world.size * self._plan.accumulation / update.samples

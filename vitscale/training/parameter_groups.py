@@ -12,6 +12,8 @@ from vitscale.recipe import Optimizer, Recipe, group_of, is_frozen
 
 LR_FACTOR = "lr_factor"
 """The key of a group of torch's optimizer that holds its factor of the learning rate."""
+BASE_DECAY = "base_weight_decay"
+"""The key of its weight decay before a schedule changes it."""
 
 
 def freeze(recipe: Recipe, objective: Objective) -> None:
@@ -51,7 +53,7 @@ def parameter_groups(recipe: Recipe, objective: Objective) -> list[dict[str, Any
     if not groups:
         raise RecipeError("optimizer.groups: every parameter is frozen, and nothing is left to train")
     return [
-        {"params": parameters, "weight_decay": decay, LR_FACTOR: factor}
+        {"params": parameters, "weight_decay": decay, BASE_DECAY: decay, LR_FACTOR: factor}
         for (_, decay, factor), parameters in sorted(groups.items(), key=lambda item: item[0][0])
     ]
 

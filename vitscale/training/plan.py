@@ -6,6 +6,7 @@ without a process group, a model or a first step.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +14,11 @@ from vitscale.data import Loader, Reading, TrainOrder, train_transform
 from vitscale.errors import RecipeError
 from vitscale.evaluation import Evaluator, build_evaluators
 from vitscale.objectives import objective_class
-from vitscale.recipe import Duration, Recipe
+from vitscale.recipe import Course, Duration, Recipe
 from vitscale.shards import Manifest
 from vitscale.training.distributed import World
 from vitscale.training.engine import derive_config
-from vitscale.training.schedule import learning_rate
+from vitscale.training.schedule import Rates, course, learning_rate
 
 
 class Due(NamedTuple):
@@ -44,7 +45,7 @@ class Plan:
         evaluate_every, checkpoint_every: steps; None for at the end only.
         keep_every: steps whose checkpoints are kept for good; None for none.
         log_every, compare_replicas_every, compare_computation_every: steps; None for never.
-        learning_rate: of the update that follows so many steps.
+        rates: of the update that follows so many steps.
         warnings: what is possible, but hardly meant.
         working_directory: what a relative `data.root` is relative to; None where somebody has deleted it.
     """
@@ -63,7 +64,7 @@ class Plan:
     log_every: int
     compare_replicas_every: int | None
     compare_computation_every: int | None
-    learning_rate: Callable[[int], float]
+    rates: Callable[[int], Rates]
     warnings: list[str]
     working_directory: str | None
 
@@ -112,38 +113,13 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
     global_batch = recipe.batch.global_size
     order = TrainOrder([shard.num_selected for shard in manifest.shards], global_batch, recipe.seed)
 
-    def steps(duration: Duration) -> int:
-        return duration.to_steps(manifest.num_samples, global_batch)
-
     def interval(key: str, duration: Duration | None) -> int | None:
-        if duration is not None and steps(duration) < 1:
-            raise RecipeError(f"{key}: {duration.describe()} is less than one step of {global_batch} samples")
-        return None if duration is None else steps(duration)
+        return None if duration is None else _steps(recipe, manifest.num_samples, key, duration)
 
-    schedule = recipe.schedule
-    total, warmup = interval("schedule.duration", schedule.duration), steps(schedule.warmup)
-    assert total is not None
-    warnings: list[str] = []
-    if warmup > total:
-        warnings.append(
-            f"schedule.warmup is {warmup:,} steps and the whole run {total:,}: the learning rate never reaches "
-            f"optimizer.lr"
-        )
+    total, rates = schedule_in_steps(recipe, manifest.num_samples)
+    warnings = _schedule_warnings(recipe, total, manifest.num_samples)
     border = recipe.describe_border()
     warnings += [border] if border else []
-    boundaries = [steps(boundary) for boundary in schedule.boundaries]
-
-    def rate(step: int) -> float:
-        return learning_rate(
-            step,
-            base=recipe.optimizer.lr,
-            total=total,
-            warmup=warmup,
-            decay=schedule.decay,
-            end=schedule.end_lr,
-            boundaries=boundaries,
-            factor=schedule.factor,
-        )
 
     return Plan(
         manifest=manifest,
@@ -160,10 +136,78 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
         log_every=recipe.logging.every,
         compare_replicas_every=recipe.check.replicas_every,
         compare_computation_every=recipe.check.recompute_every,
-        learning_rate=rate,
+        rates=rates,
         warnings=warnings,
         working_directory=_working_directory(),
     )
+
+
+def schedule_in_steps(recipe: Recipe, num_samples: int) -> tuple[int, Callable[[int], Rates]]:
+    """Steps of a run on so many samples, and its learning rate and what else changes, by the number of updates done.
+
+    Raises `RecipeError` for a part of the schedule that is less than one step.
+    """
+    schedule, optimizer = recipe.schedule, recipe.optimizer
+
+    def interval(key: str, duration: Duration) -> int:
+        return _steps(recipe, num_samples, f"schedule.{key}", duration)
+
+    def steps(duration: Duration) -> int:
+        return duration.to_steps(num_samples, recipe.batch.global_size)
+
+    def figure(key: str, start: float, settings: Course | None) -> Callable[[int], float | None]:
+        if settings is None:
+            return lambda step: None
+        length = total if settings.over is None else interval(f"{key}.over", settings.over)
+        return partial(course, start=start, end=settings.to, steps=length, shape=settings.shape)
+
+    total = interval("duration", schedule.duration)
+    rate = partial(
+        learning_rate,
+        base=optimizer.lr,
+        total=total,
+        warmup=steps(schedule.warmup),
+        decay=schedule.decay,
+        end=schedule.end_lr,
+        boundaries=[steps(boundary) for boundary in schedule.boundaries],
+        factor=schedule.factor,
+        cooldown=steps(schedule.cooldown),
+        cooldown_shape=schedule.cooldown_shape,
+        timescale=interval("timescale", schedule.timescale),
+        cycle=total if schedule.cycle is None else interval("cycle", schedule.cycle),
+        cycle_factor=schedule.cycle_factor,
+        restart_factor=schedule.restart_factor,
+    )
+    decay = figure("weight_decay", optimizer.weight_decay, schedule.weight_decay)
+    momentum = figure("momentum", optimizer.first_momentum, schedule.momentum)
+
+    def rates(step: int) -> Rates:
+        decayed = decay(step)
+        return Rates(rate(step), None if decayed is None else decayed / optimizer.weight_decay, momentum(step))
+
+    return total, rates
+
+
+def _steps(recipe: Recipe, num_samples: int, key: str, duration: Duration) -> int:
+    """A duration above zero in steps. Raises `RecipeError` for less than one."""
+    steps = duration.to_steps(num_samples, recipe.batch.global_size)
+    if steps < 1:
+        raise RecipeError(f"{key}: {duration.describe()} is less than one step of {recipe.batch.global_size} samples")
+    return steps
+
+
+def _schedule_warnings(recipe: Recipe, total: int, num_samples: int) -> list[str]:
+    schedule = recipe.schedule
+    warmup, cooldown = (
+        part.to_steps(num_samples, recipe.batch.global_size) for part in (schedule.warmup, schedule.cooldown)
+    )
+    if warmup > total or warmup + cooldown > total:
+        cooling = f", schedule.cooldown {cooldown:,}" if cooldown else ""
+        return [
+            f"schedule.warmup is {warmup:,} steps{cooling} and the whole run {total:,}: the learning rate never "
+            f"reaches optimizer.lr"
+        ]
+    return []
 
 
 def _working_directory() -> str | None:

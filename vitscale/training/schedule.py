@@ -1,10 +1,24 @@
-"""The learning rate as a function of the step, as in the authors' code."""
+"""The learning rate as a function of the step, as in the authors' code, and what else changes with the step."""
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
-Decay = Literal["linear", "cosine", "stairs", "constant"]
+Decay = Literal["linear", "cosine", "stairs", "constant", "wsd", "rsqrt", "restarts"]
+
+
+class Rates(NamedTuple):
+    """What the optimizer is given for one update.
+
+    Attributes:
+        learning_rate: before a group's factor.
+        weight_decay_factor: multiplies every group's weight decay; None where no schedule changes it.
+        momentum: of every group; None where no schedule changes it.
+    """
+
+    learning_rate: float
+    weight_decay_factor: float | None = None
+    momentum: float | None = None
 
 
 def learning_rate(
@@ -17,6 +31,12 @@ def learning_rate(
     end: float = 1e-5,
     boundaries: Sequence[int] = (),
     factor: float = 0.1,
+    cooldown: int = 0,
+    cooldown_shape: Literal["linear", "1-sqrt"] = "linear",
+    timescale: int = 10_000,
+    cycle: int = 1,
+    cycle_factor: float = 1.0,
+    restart_factor: float = 1.0,
 ) -> float:
     """Learning rate of the update that follows `step` completed ones.
 
@@ -26,9 +46,17 @@ def learning_rate(
         base: the rate at the end of the warmup.
         total, warmup: steps of the whole run, and of the linear rise from 0 at its beginning.
         decay: from the end of the warmup, `linear` falls to `end` (the authors' code stops at 1e-5, not at 0), `cosine`
-            to 0, `stairs` multiplies by `factor` at each of `boundaries` (in steps), `constant` stays at `base`.
+            to 0, `stairs` multiplies by `factor` at each of `boundaries` (in steps), `constant` and `wsd` stay at
+            `base`, `rsqrt` divides by sqrt(1 + t / timescale) after t steps (big_vision; Zhai et al. 2022), and
+            `restarts` falls to 0 by a cosine again and again (SGDR, Loshchilov and Hutter).
         end: for `linear` only.
         boundaries, factor: for `stairs` only.
+        cooldown: steps at the end in which `wsd` and `rsqrt` fall to 0.
+        cooldown_shape: after a part x of the cooldown, `linear` multiplies by 1 - x, `1-sqrt` by 1 - sqrt(x) (Haegele
+            et al. 2024).
+        timescale: for `rsqrt` only.
+        cycle, cycle_factor, restart_factor: of `restarts`: steps of the first fall, and what each restart multiplies
+            the steps and the rate by.
     """
     progress = min(max((step - warmup) / max(total - warmup, 1), 0.0), 1.0)
     if decay == "linear":
@@ -37,6 +65,35 @@ def learning_rate(
         rate = base * 0.5 * (1.0 + math.cos(math.pi * progress))
     elif decay == "stairs":
         rate = base * factor ** sum(step >= boundary for boundary in boundaries)
+    elif decay == "rsqrt":
+        rate = base / math.sqrt(1.0 + max(step - warmup, 0) / timescale)
+    elif decay == "restarts":
+        restarts, done = _cycle_at(max(step - warmup, 0), cycle, cycle_factor)
+        rate = base * restart_factor**restarts * 0.5 * (1.0 + math.cos(math.pi * done))
     else:
         rate = base
+    if cooldown:
+        cooled = min(max(1.0 - (total - step) / cooldown, 0.0), 1.0)
+        rate *= 1.0 - (cooled if cooldown_shape == "linear" else math.sqrt(cooled))
     return rate * min(1.0, step / warmup) if warmup else rate
+
+
+def _cycle_at(step: int, length: float, factor: float) -> tuple[int, float]:
+    """How many restarts there were before a step, and the part of the present cycle that is done."""
+    if factor == 1.0:
+        return int(step // length), step % length / length
+    restarts, position = 0, float(step)
+    while position >= length:
+        restarts, position, length = restarts + 1, position - length, length * factor
+    return restarts, position / length
+
+
+def course(step: int, *, start: float, end: float, steps: int, shape: Literal["linear", "cosine"]) -> float:
+    """A figure of the update that follows `step` completed ones: from `start` to `end` in so many steps, then `end`.
+
+    Args:
+        shape: `linear`, or `cosine`, which leaves `start` and reaches `end` slowly (the weight decay of DINO).
+    """
+    progress = min(step / max(steps, 1), 1.0)
+    done = progress if shape == "linear" else 0.5 * (1.0 - math.cos(math.pi * progress))
+    return start + (end - start) * done
