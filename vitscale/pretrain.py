@@ -116,6 +116,7 @@ def pretrain(options: argparse.Namespace) -> None:
             # Imported when there is something to train: it takes seconds.
             from vitscale.runs.directory import check_run_dir
             from vitscale.training import distributed
+            from vitscale.training.branch import check_branch
             from vitscale.training.initial_weights import check_initial_weights
             from vitscale.training.plan import plan_run
             from vitscale.training.precision import settle_precision
@@ -134,6 +135,7 @@ def pretrain(options: argparse.Namespace) -> None:
                 write_smoke_data(smoke_data, world_size)
             plan = plan_run(recipe, rank, world_size)
             check_initial_weights(recipe, list(plan.manifest.class_names), run_dir)
+            check_branch(recipe, plan, run_dir)
             if chosen is not None and rank == 0:
                 tell(chosen)
         except VitscaleError as error:

@@ -6,9 +6,11 @@ import pytest
 from test_paper_recipes import FIGURE_4, JFT, TABLE_8
 
 from vitscale.errors import RecipeError
-from vitscale.recipe import load_recipe, recipes_dir
+from vitscale.flops.estimate import estimate
+from vitscale.recipe import FREE_ON_BRANCHING, differences, load_recipe, recipes_dir
 from vitscale.studies.expansion import Expansion, expand
 from vitscale.studies.reading import find_study, list_studies, load_study
+from vitscale.training.plan import schedule_in_steps
 
 RECIPES = {
     "figure4": {f"{model}_jft{size}" for model in FIGURE_4 for size in ("9m", "30m", "90m", "300m")},
@@ -119,3 +121,25 @@ def test_vtab_1k_has_one_setting_for_19_tasks():
     structured = "clevr_count clevr_dist dmlab dspr_loc dspr_ori kitti_dist snorb_azim snorb_elev"
     assert whole == set(structured.split()) and len(tasks) == 19
     assert sum(one.split == "test" for one in expansion.entries.values()) == 19 * 3
+
+
+def test_one_trunk_buys_the_runs_of_7_epochs_and_saves_11_percent_of_the_18_runs():
+    expansion = expand(load_study("trunk"), Path("runs"))
+    recipes = {name: entry.options[0].recipe for name, entry in expansion.entries.items()}
+    branches = {name: recipe for name, recipe in recipes.items() if recipe.first_step}
+    assert (len(recipes), len(branches)) == (18, 3)
+    for name, recipe in branches.items():
+        trunk = recipes[expansion.entries[name].parent]
+        assert differences(trunk.dump(), recipe.dump(), free=FREE_ON_BRANCHING) == []
+        assert recipe.first_step % trunk.checkpoint.keep_every.steps == 0, "its trunk keeps that checkpoint"
+        assert trunk.checkpoint.keep_every.steps % trunk.checkpoint.every.steps == 0
+        (short, ours), (long, theirs) = (schedule_in_steps(one, 303_000_000) for one in (recipe, trunk))
+        steps = [0, 9_999, 10_000, 200_000, recipe.first_step - 1]
+        assert [ours(step) for step in steps] == [theirs(step) for step in steps]
+        assert (short, long) == (517_818, 1_035_636)
+    found = [estimate(name, recipe) for name, recipe in recipes.items()]
+    paid, all_of_them = sum(one.own_exaflops for one in found), sum(one.exaflops for one in found)
+    # Table 6: the sum of its 18 rows, and four fifths of its rows of 783, 563 and 859 exaFLOPs for 7 epochs.
+    assert all_of_them == pytest.approx(15_721, rel=0.015)
+    assert (all_of_them - paid) / all_of_them == pytest.approx(0.8 * (783 + 563 + 859) / 15_721, abs=0.003)
+    assert (all_of_them - paid) / all_of_them == pytest.approx(0.11, abs=0.005)

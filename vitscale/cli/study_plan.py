@@ -73,6 +73,12 @@ def show_cost(
     if cost.cost is not None:
         parts.append(f"price {cost.cost:,.0f}")
     print(f"whole study     {', '.join(parts)}")
+    if cost.branches:
+        whole = cost.exaflops + cost.saved_exaflops
+        print(
+            f"branches        {counted(len(cost.branches), 'run')} from a step of another's, which saves "
+            f"{short(cost.saved_exaflops)} exaFLOPs, {cost.saved_exaflops / whole:.1%} of {short(whole)}"
+        )
     if cost.unknown:
         first = cost.unknown[0]
         print(f"not counted     {counted(len(cost.unknown), 'run')}, the first {first.name}: {first.problem}")

@@ -44,6 +44,12 @@ class Estimate:
         """Of a Transformer, class token included."""
         return self.recipe.model.num_tokens(self.recipe.data.image_size)
 
+    @property
+    def own_images(self) -> int | None:
+        """Images that a branch itself trains on, after those of its trunk; of other runs all."""
+        before = self.recipe.first_step * self.recipe.batch.global_size
+        return None if self.images is None else max(0, self.images - before)
+
     @cached_property
     def exaflops(self) -> float | None:
         """Model FLOPs of the whole run, in the paper's accounting."""
@@ -52,6 +58,12 @@ class Estimate:
     def exaflops_of(self, work: Work | None) -> float | None:
         """Model FLOPs of a part of the model over the whole run."""
         return None if work is None or self.images is None else exaflops(work.accounting_macs, self.images)
+
+    @property
+    def own_exaflops(self) -> float | None:
+        """The same of `own_images`."""
+        known = self.work is not None and self.own_images is not None
+        return exaflops(self.work.accounting_macs, self.own_images) if known else None
 
     @cached_property
     def recomputed(self) -> Work:

@@ -31,7 +31,7 @@ class Run:
         step: the last one that metrics tell of.
         seconds: that all steps took.
         device_seconds: the same, summed over devices; None where nothing tells how many there were.
-        exaflops: up to that step.
+        exaflops: up to that step, without what the trunk of a branch has computed.
         mfu: the mean over the device-seconds that have one, a fraction; None where none has.
         world_size: devices of the last steps, None as above.
         world_sizes: all that it has run on.
@@ -62,8 +62,8 @@ class Run:
 
     @property
     def images(self) -> int:
-        """That the run has trained on."""
-        return self.step * self.recipe.batch.global_size
+        """That the run itself has trained on."""
+        return (self.step - self.recipe.first_step) * self.recipe.batch.global_size
 
     @property
     def images_per_s(self) -> float:
@@ -100,8 +100,11 @@ def read_run(directory: Path) -> Run:
     index, notes = _newest_index(recipe, directory)
     damaged = log.damaged + log.is_torn + len(log.rows) - len(lines)
     notes += [f"damaged lines of {METRICS_FILE} left out: {damaged}"] if damaged else []
-    notes += _gap_notes([line["step"] for line in lines], recipe.logging.every)
-    took = _seconds(lines)
+    first = recipe.first_step
+    notes += _gap_notes([line["step"] for line in lines], recipe.logging.every, first)
+    if first:
+        notes.append(f"a branch; the {first:,} steps before it are in its trunk's cost")
+    took = _seconds(lines, first)
     told = [count(line.get("world_size")) for line in lines]
     worlds = [world or (None if index is None else index.world_size) for world in told]
     known = [world for world in worlds if world is not None]
@@ -124,7 +127,7 @@ def read_run(directory: Path) -> Run:
         step=lines[-1]["step"],
         seconds=sum(took),
         device_seconds=sum(device_seconds) if len(known) == len(lines) else None,
-        exaflops=lines[-1]["exaflops"],
+        exaflops=lines[-1]["exaflops"] * (1 - first / lines[-1]["step"]),
         mfu=sum(mfu * weight for mfu, weight in utilised) / sum(weight for _, weight in utilised) if utilised else None,
         world_size=worlds[-1],
         world_sizes=tuple(sorted(set(known))),
@@ -138,16 +141,16 @@ def read_run(directory: Path) -> Run:
     )
 
 
-def _seconds(lines: Sequence[Row]) -> list[float]:
-    """What the steps took that each line closes."""
-    before = [0, *(line["step"] for line in lines[:-1])]
+def _seconds(lines: Sequence[Row], first: int) -> list[float]:
+    """What the steps took that each line closes; `first` were another run's."""
+    before = [first, *(line["step"] for line in lines[:-1])]
     return [(line["step"] - step) * line["step_time_s"] for step, line in zip(before, lines, strict=True)]
 
 
-def _gap_notes(steps: Sequence[int], every: int) -> list[str]:
+def _gap_notes(steps: Sequence[int], every: int, first: int) -> list[str]:
     """On steps whose metrics are lost. There is a line at every multiple of `every`, and where training stopped."""
     gaps = []
-    for before, step in zip([0, *steps[:-1]], steps, strict=True):
+    for before, step in zip([first, *steps[:-1]], steps, strict=True):
         covered = (step - 1) // every * every  # the line tells of the steps behind that one
         if covered > before:
             gaps.append(f"{before + 1:,} to {covered:,}")

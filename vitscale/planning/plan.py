@@ -75,7 +75,8 @@ class Totals:
     """What the best choice comes to; None where it is not known.
 
     Attributes:
-        images, steps, days, exaflops: of the whole run. Evaluations and interruptions are not in it.
+        images, steps, days, exaflops: of the whole run; of a branch, of what comes after its trunk. Evaluations and
+            interruptions are not in it.
         device_hours, energy_kwh, cost: of all devices.
         loader_images_per_s: that each node has to decode.
         storage_bytes_per_s: that each node reads.
@@ -255,7 +256,8 @@ def _totals(
 ) -> tuple[Totals, list[str]]:
     """And what was assumed for them."""
     recipe = estimate.recipe
-    seconds = None if estimate.images is None else estimate.images / best.images_per_s
+    images = estimate.own_images
+    seconds = None if images is None else images / best.images_per_s
     hours = None if seconds is None else seconds / 3600
     device_hours = None if hours is None else hours * cluster.devices
     cost = cost_row(hours or 0.0, device_hours, cluster.device, price)
@@ -275,10 +277,10 @@ def _totals(
     elif steps := every.to_steps(estimate.samples or 0, recipe.batch.global_size):
         save_every_s = steps * best.time.total
     totals = Totals(
-        images=estimate.images,
-        steps=None if estimate.images is None else estimate.images / recipe.batch.global_size,
+        images=images,
+        steps=None if images is None else images / recipe.batch.global_size,
         days=None if seconds is None else seconds / 86400,
-        exaflops=estimate.exaflops,
+        exaflops=estimate.own_exaflops,
         device_hours=device_hours,
         energy_kwh=cost["energy_kwh"],
         cost=cost["cost"],

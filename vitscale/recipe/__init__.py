@@ -4,7 +4,7 @@
 anything starts. Nothing is silently ignored.
 """
 
-from vitscale.recipe.comparing import FREE_ON_RESUME, changes, differences
+from vitscale.recipe.comparing import FREE_ON_BRANCHING, FREE_ON_RESUME, changes, differences
 from vitscale.recipe.datasets import DATA_ROOT_VARIABLE, find_dataset
 from vitscale.recipe.evaluators import Evaluator
 from vitscale.recipe.fields import explain_fields, json_schema
@@ -43,6 +43,7 @@ from vitscale.recipe.smoke import smoke_form
 
 __all__ = [
     "DATA_ROOT_VARIABLE",
+    "FREE_ON_BRANCHING",
     "FREE_ON_RESUME",
     "AdamW",
     "Anomalies",

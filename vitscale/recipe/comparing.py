@@ -1,6 +1,6 @@
 """Whether two recipes describe the same run: their differences, and the fields that are free to differ on resuming."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 # What may differ when a run is resumed: it changes where and how fast the run computes, not what it computes.
@@ -24,6 +24,9 @@ FREE_ON_RESUME = (
     "deepspeed",
 )
 
+# What may differ besides between a run and the one that it branches off: what it does from there.
+FREE_ON_BRANCHING = (*FREE_ON_RESUME, "schedule", "init", "selection")
+
 
 def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(key, old value, new value) of all that differs between two dumped recipes, sorted; None for what is not there.
@@ -38,10 +41,12 @@ def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Itera
             yield f"{prefix}{name}", before, after
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Lines `key: old -> new` for all that differs between two dumped recipes and matters to what is computed."""
-    return [f"{key}: {before!r} -> {after!r}" for key, before, after in changes(old, new, prefix) if not _is_free(key)]
-
-
-def _is_free(key: str) -> bool:
-    return any(f"{key}.".startswith(f"{free}.") for free in FREE_ON_RESUME)
+def differences(
+    old: dict[str, Any], new: dict[str, Any], prefix: str = "", *, free: Sequence[str] = FREE_ON_RESUME
+) -> list[str]:
+    """Lines `key: old -> new` for all that differs between two dumped recipes and is not `free` to."""
+    return [
+        f"{key}: {before!r} -> {after!r}"
+        for key, before, after in changes(old, new, prefix)
+        if not any(f"{key}.".startswith(f"{each}.") for each in free)
+    ]

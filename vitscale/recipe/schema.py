@@ -207,9 +207,9 @@ class Batch(Block):
 
 
 class Init(Block):
-    """The weights that a run begins with, in place of random ones.
+    """The weights that a run begins with, in place of random ones; or, with `continue`, all of another run's state.
 
-    They are read once, at step 0: a run that is resumed reads its own checkpoints, and no longer needs them.
+    They are read once, when the run begins: one that is resumed reads its own checkpoints, and no longer needs them.
     """
 
     # `from` is a word of Python's, hence the alias.
@@ -231,11 +231,27 @@ class Init(Block):
         "resample",
         description="position embeddings of another resolution are interpolated (section 3.2), or an error",
     )
+    step: int | None = Field(None, ge=1, lt=2**53, description="the checkpoint of a run; default: its newest")
+    # `continue` is a word of Python's, too.
+    continues: Annotated[
+        bool,
+        Field(
+            alias="continue",
+            description="a branch: the run goes on after `step` of the other one, its trunk, with its optimizer, "
+            "averages and position in the data; only the schedule, and what is free when a run is resumed, may differ",
+        ),
+    ] = False
 
     @model_validator(mode="after")
     def _on_this_machine(self) -> "Init":
         if is_url(self.source):
             raise ValueError(f"from {self.source!r}: expected a path; fetch the weights first")
+        if self.continues and self.step is None:
+            raise ValueError("continue: true needs step, the one of the other run that this run goes on after")
+        for key in ("head", "positions"):
+            # A dumped recipe sets every field, so that a default is no sign of intent.
+            if self.continues and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is of runs that begin at step 0; with continue: true everything is taken")
         return self
 
 
@@ -566,7 +582,8 @@ class Recipe(Block):
             raise ValueError("evaluation.every is set, and none of evaluation.validation, .fewshot and .evaluators")
         if self.selection is not None:
             self._check_selection(self.selection)
-        if self.init is not None and self.init.head != "initial" and self.model.head_bias is not None:
+        begins_anew = self.init is not None and not self.init.continues
+        if begins_anew and self.init.head != "initial" and self.model.head_bias is not None:
             raise ValueError(f"model.head_bias belongs to init.head: initial, and that is {self.init.head}")
         self.schedule.check_optimizer(self.optimizer)
         self.objective.check(self)
@@ -583,6 +600,11 @@ class Recipe(Block):
             raise ValueError(f"selection.metric {selection.metric!r} is not evaluated; offered: {offered or 'none'}")
         if self.evaluation.every is None:
             raise ValueError("selection needs evaluation.every")
+
+    @property
+    def first_step(self) -> int:
+        """The updates that a branch's trunk has done before it; 0 of other runs."""
+        return self.init.step or 0 if self.init is not None and self.init.continues else 0
 
     def dump(self) -> dict[str, Any]:
         """Plain data of the whole recipe, defaults included, by the names that stand in YAML."""

@@ -3,10 +3,11 @@
 It has one JSON object a line, all with `step` (updates done, from 1) and `time` (UTC). Training lines have `epoch`
 (epochs done, a fraction), `images_seen`, `loss`, `lr`, `grad_norm`, `images_per_s`, `data_wait_s` (a step; older files
 call it `data_wait`), `step_time_s`, `world_size`, `exaflops`, `mfu`, `peak_memory_bytes`, `checkpoint_stall_s`
-(training stood still for saves, since the last line), `anomalies` (of the run so far), `slowest_rank`,
-`slowest_rank_s` and `median_rank_s` (own seconds a step: forward passes and waiting for data), `bad_samples` (damaged,
-since the last line) and `batch_digest`, as far as each is known; evaluations are lines of their own with `step` and
-`eval/<evaluator>/<metric>`. A value that is not finite is null: JSON has no NaN.
+(training stood still for saves, since the last line), `anomalies` (of the run so far), `slowest_rank`, `slowest_rank_s`
+and `median_rank_s` (own seconds a step: forward passes and waiting for data), `bad_samples` (damaged, since the last
+line), `first_step` (of a branch: the updates that its trunk has done) and `batch_digest`, as far as each is known;
+evaluations are lines of their own with `step` and `eval/<evaluator>/<metric>`. A value that is not finite is null: JSON
+has no NaN.
 """
 
 import json
@@ -208,7 +209,7 @@ class MetricsLog:
             self.damaged += 1
 
     def _add(self, row: Row, step_time: float) -> None:
-        seconds = (row["step"] - self._step) * step_time
+        seconds = (row["step"] - max(self._step, count(row.get("first_step")) or 0)) * step_time
         world_size = count(row.get("world_size"))
         self._step = row["step"]
         self.seconds += seconds

@@ -23,10 +23,11 @@ class EntryCost:
     """One entry on its slot; None where nothing says how large its data are.
 
     Attributes:
-        exaflops: model FLOPs of the run.
-        images: that it trains on.
+        exaflops: model FLOPs of the run; of a branch, of what comes after its trunk.
+        images: that it trains on then.
         hours: of training; evaluations and interruptions come on top.
         device_hours: of the slot's devices.
+        saved_exaflops: of the steps that a branch takes over from its trunk.
         problem: why something is None.
     """
 
@@ -35,6 +36,7 @@ class EntryCost:
     images: int | None
     hours: float | None
     device_hours: float | None
+    saved_exaflops: float = 0.0
     problem: str = ""
 
 
@@ -60,6 +62,16 @@ class StudyCost:
     def unknown(self) -> list[EntryCost]:
         """Entries that the sums are without."""
         return [entry for entry in self.entries if entry.hours is None]
+
+    @property
+    def branches(self) -> list[EntryCost]:
+        """Entries that go on from a step of another's run."""
+        return [entry for entry in self.entries if entry.saved_exaflops]
+
+    @property
+    def saved_exaflops(self) -> float:
+        """What the study would cost besides if every run began at step 0."""
+        return sum(entry.saved_exaflops for entry in self.entries)
 
 
 def cost_of(
@@ -116,7 +128,7 @@ def _cost(
 ) -> EntryCost:
     known = _estimate(study, entry, recipe, samples)
     if known.work is None or known.images is None:
-        return EntryCost(entry.name, None, None, None, None, str(known.problem))
+        return EntryCost(entry.name, None, None, None, None, problem=str(known.problem))
     key = _key(known.recipe, _OF_NO_MATTER)
     if key not in plans:
         say(f"planning {known.model_name}")
@@ -128,8 +140,12 @@ def _cost(
             f"{entry.name}: {known.model_name} does not fit into {cluster.devices} {cluster.device.name}; more devices "
             f"an entry (fewer --slots) may do"
         )
-    hours = known.images / best.images_per_s / 3600
-    return EntryCost(entry.name, known.exaflops, known.images, hours, hours * cluster.devices)
+    assert known.own_images is not None and known.own_exaflops is not None and known.exaflops is not None
+    hours = known.own_images / best.images_per_s / 3600
+    saved = known.exaflops - known.own_exaflops
+    return EntryCost(
+        entry.name, known.own_exaflops, known.own_images, hours, hours * cluster.devices, saved_exaflops=saved
+    )
 
 
 def _estimate(study: Study, entry: Entry, recipe: Recipe, samples: int | None) -> Estimate:

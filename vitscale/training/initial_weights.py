@@ -1,4 +1,4 @@
-"""A run that begins with the weights of another run or of a file: `init` in its recipe.
+"""A run that begins at step 0 with the weights of another run or of a file: `init` in its recipe.
 
 Every parameter comes from exactly one place: the weights, as they are or resampled; zero; or its initial value. What
 the weights hold besides is an error, except a head that the recipe does not keep.
@@ -37,7 +37,7 @@ _READ_WITH_WEIGHTS = (".safetensors", ".bin", ".json")  # of a folder in another
 
 
 def check_initial_weights(recipe: Recipe, class_names: list[str], run_dir: Path) -> None:
-    """Find what is wrong with `init` from names and shapes alone, before the ranks meet.
+    """Find what is wrong with `init` from names and shapes alone, before the ranks meet; for branches see `branch`.
 
     A run that has a checkpoint needs its initial weights no more, and nothing is looked at.
 
@@ -47,13 +47,13 @@ def check_initial_weights(recipe: Recipe, class_names: list[str], run_dir: Path)
     Raises `RecipeError` where there are no such weights or they contradict the recipe, and `CheckpointError` where they
     are damaged or of another model.
     """
-    if recipe.init is None or _has_begun(recipe, run_dir):
+    if recipe.init is None or recipe.init.continues or has_begun(recipe, run_dir):
         return
-    store, step = _find(recipe.init)
+    store, step = find_checkpoint(recipe.init)
     if store is None:
         found = _of_file(_path(recipe.init))
     else:
-        found = _of_checkpoint(recipe.init, store.root, _read_index(store, step), _not_read_yet)
+        found = _of_checkpoint(recipe.init, store.root, read_found_index(store, step), _not_read_yet)
     _Assignment(recipe, class_names, found)
 
 
@@ -79,7 +79,7 @@ def initial_source(
     """
     if recipe.init is None:
         return initial, None
-    store, step = _find(recipe.init, world)
+    store, step = find_checkpoint(recipe.init, world)
     if store is None:
         path = _path(recipe.init)
         found = dataclasses.replace(_of_file(path), files=on_rank_zero(lambda: _digests(path)))
@@ -98,7 +98,8 @@ def initial_source(
     return _InitialWeights(assignment, initial), found.identity
 
 
-def _has_begun(recipe: Recipe, run_dir: Path) -> bool:
+def has_begun(recipe: Recipe, run_dir: Path) -> bool:
+    """Whether a run has a checkpoint already, as far as can be told."""
     if read_newest(run_dir) is not None:
         return True
     with suppress(OSError):  # the run itself will say that it cannot read its checkpoints
@@ -136,8 +137,11 @@ class _Found:
         return {**self.facts, "files": self.files}
 
 
-def _find(init: Init, world: distributed.World | None = None) -> tuple[CheckpointStore | None, int | None]:
-    """The store and step of a checkpoint; no step where the newest one is meant, no store for a file of weights."""
+def find_checkpoint(init: Init, world: distributed.World | None = None) -> tuple[CheckpointStore | None, int | None]:
+    """The store and step of a checkpoint; no step where the newest one is meant, no store for a file of weights.
+
+    Raises `RecipeError` where there is nothing, and where the recipe's step cannot be had from what there is.
+    """
     path = _path(init)
 
     def store(place: Place) -> CheckpointStore:
@@ -148,7 +152,7 @@ def _find(init: Init, world: distributed.World | None = None) -> tuple[Checkpoin
     try:
         path.stat()
         if (path / RECIPE_FILE).is_file():
-            return store(checkpoint_place(read_recipe(path / RECIPE_FILE), path)), None
+            return store(checkpoint_place(read_recipe(path / RECIPE_FILE), path)), init.step
         if (path / INDEX_FILE).is_file():
             place = path.absolute()
             steps = steps_among([place.name])
@@ -156,12 +160,16 @@ def _find(init: Init, world: distributed.World | None = None) -> tuple[Checkpoin
                 raise RecipeError(
                     f"init.from: {path} is a checkpoint, and its folder not named after its step any more"
                 )
+            if init.step not in (None, steps[0]):
+                raise RecipeError(f"init.step {init.step}: {path} is the checkpoint of step {steps[0]}")
             return store(LocalPlace(place.parent)), steps[0]
     except OSError as error:
         raise RecipeError(
             f"init.from: {str(path)[:200]}: {error.strerror}; expected a run's directory, the folder of one of its "
             f"checkpoints, or weights in a format of docs/weights.md"
         ) from None
+    if init.step is not None:
+        raise RecipeError(f"init.step {init.step}: {path} is no run, and has no steps")
     return None, None
 
 
@@ -169,13 +177,22 @@ def _path(init: Init) -> Path:
     return Path(os.path.expanduser(init.source))  # noqa: PTH111 (without an error where there is no home)
 
 
-def _read_index(store: CheckpointStore, step: int | None) -> Index:
-    """The index of a checkpoint, or of the newest one that has a whole one; its files are not looked at."""
+def read_found_index(store: CheckpointStore, step: int | None) -> Index:
+    """The index of a checkpoint, or of the newest one that has a whole one; its files are not looked at.
+
+    Raises `CheckpointError` where there is none.
+    """
     problem = None
     try:
-        steps = store.steps() if step is None else [step]
+        found = store.steps()
     except OSError as error:
         raise CheckpointError(f"init.from: {store.root}: {error.strerror}") from None
+    if step is not None and step not in found:
+        raise CheckpointError(
+            f"init.step {step}: {store.root} has no checkpoint of that step; it has those of "
+            f"{', '.join(map(str, found)) or 'none'}. A run keeps the ones of checkpoint.keep_every"
+        )
+    steps = found if step is None else [step]
     for each in reversed(steps):
         try:
             return store.place.read_index(each)

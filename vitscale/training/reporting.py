@@ -136,6 +136,8 @@ class Report:
             line["mfu"] = mfu
         if self._recipe.data.bad_samples != "error":
             line["bad_samples"] = int(rows[:, 3].sum().item())
+        if self._recipe.first_step:
+            line["first_step"] = self._recipe.first_step
         if stalled_s:
             line["checkpoint_stall_s"] = stalled_s
         if state.anomalies.count:

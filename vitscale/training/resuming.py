@@ -13,7 +13,7 @@ from vitscale.runs import directory as run_directory
 from vitscale.runs.names import DONE_FILE, METRICS_FILE
 from vitscale.training.plan import Plan
 from vitscale.training.saves import Saves
-from vitscale.training.state import data_identity
+from vitscale.training.state import changed_data
 
 
 def checkpoint_to_resume(
@@ -30,13 +30,7 @@ def checkpoint_to_resume(
     if reader is not None:
         _check_same_data(reader.index, plan, saves.store.root)
         run_directory.check_recipe(trained_recipe(reader), recipe, f"{reader.folder}")
-        ours = libjpeg_turbo_version()
-        decoder = reader.index.versions.get("libjpeg_turbo", ours)
-        if decoder != ours:
-            say(
-                f"WARNING: images were decoded by libjpeg-turbo {decoder} so far, and are by {ours} "
-                f"from here on: pixels may differ in their last bits"
-            )
+        tell_other_decoder(reader.index, say)
     elif (run_dir / METRICS_FILE).exists():
         say(f"WARNING: {run_dir} holds a run without a checkpoint: it begins again at step 0")
     return reader
@@ -60,10 +54,19 @@ def newest_checkpoint(
     return reader
 
 
+def tell_other_decoder(index: Index, say: Callable[[str], None]) -> None:
+    """Warn where the images so far were decoded by another version of the library."""
+    ours = libjpeg_turbo_version()
+    decoder = index.versions.get("libjpeg_turbo", ours)
+    if decoder != ours:
+        say(
+            f"WARNING: images were decoded by libjpeg-turbo {decoder} so far, and are by {ours} "
+            f"from here on: pixels may differ in their last bits"
+        )
+
+
 def _check_same_data(index: Index, plan: Plan, where: str) -> None:
-    now = data_identity(plan)
-    changed = [key for key in now if index.data.get(key) != now[key]]
-    if changed:
+    if changed := changed_data(index, plan):
         raise CheckpointError(
             f"{where}: this run began on other data: {', '.join(changed)} of {plan.manifest.where} differ from the "
             f"checkpoint's. Point data.root at the dataset that it began with, or start over in another --run-dir"

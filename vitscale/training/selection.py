@@ -27,7 +27,9 @@ class Selection:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "Selection":
-        """From a checkpoint; old ones do not say what was evaluated."""
+        """From a checkpoint; old ones do not say what was evaluated, and where nothing is said it begins anew."""
+        if not state:
+            return cls()
         return cls(state["best"], state["best_step"], state["without_better"], state.get("evaluated", 0))
 
     def state(self) -> dict[str, Any]:

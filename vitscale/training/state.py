@@ -69,6 +69,12 @@ def make_index(state: RunState, recipe: Recipe, plan: Plan, learner: Learner, wo
     )
 
 
+def changed_data(index: Index, plan: Plan) -> list[str]:
+    """What differs between the data of a checkpoint and those of now, and must not while a run goes on."""
+    now = data_identity(plan)
+    return [key for key in now if index.data.get(key) != now[key]]
+
+
 def data_identity(plan: Plan) -> dict[str, Any]:
     """What must not change while a run goes on."""
     return {

@@ -25,6 +25,7 @@ from vitscale.recipe import Recipe
 from vitscale.training import distributed, fragments
 from vitscale.training.attention import preferred_attention
 from vitscale.training.border import StepBorder
+from vitscale.training.branch import trunk_checkpoint
 from vitscale.training.claim import Claim
 from vitscale.training.learner import Learner, Update
 from vitscale.training.pace import Pace
@@ -88,10 +89,14 @@ class Trainer:
     # ---- Checkpoints -------------------------------------------------------------------------------------------------
 
     def _load(self, reader: CheckpointReader | None) -> None:
+        """Take the state of a checkpoint; without one, of the trunk's where this is a branch, or begin at step 0."""
         self._begin("loading weights")
+        self._saved_step = self.saves.newest = 0 if reader is None else reader.index.step
+        if reader is None and self.recipe.first_step:
+            reader = trunk_checkpoint(self.recipe, self.plan, self.world, self.report.say)
         self.learner.load(reader)
         self.state = RunState() if reader is None else RunState.of(reader.index)
-        self._saved_step = self.saves.newest = self.report.logged_step = self.state.step
+        self.report.logged_step = self.state.step
 
     def save(self) -> None:
         """Hand a checkpoint of this step over to be written."""

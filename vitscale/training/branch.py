@@ -1,0 +1,111 @@
+"""A branch: a run that goes on after a step of another run, its trunk, under another schedule: `init.continue`.
+
+It takes everything over, the optimizer, averages, position in the data and what was skipped, so that it is to the last
+bit the run that has had its schedule from the start, where both schedules say the same up to that step. What was
+selected stays with the trunk, whose checkpoints the branch does not have.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from vitscale.checkpoint import CheckpointReader, Index
+from vitscale.errors import CheckpointError, RecipeError, VitscaleError
+from vitscale.evaluation.finished import trained_recipe
+from vitscale.recipe import FREE_ON_BRANCHING, Recipe, differences, validate_recipe
+from vitscale.training import distributed
+from vitscale.training.initial_weights import find_checkpoint, has_begun, read_found_index
+from vitscale.training.plan import Plan, schedule_in_steps
+from vitscale.training.resuming import tell_other_decoder
+from vitscale.training.state import changed_data
+
+
+def check_branch(recipe: Recipe, plan: Plan, run_dir: Path) -> None:
+    """Find what is wrong with a branch before the ranks meet; other runs, and those that have begun, pass.
+
+    Raises `RecipeError` where there is no trunk or the recipe differs from its in what may not differ, and
+    `CheckpointError` where the trunk has no such checkpoint or learns from other data.
+    """
+    if recipe.init is None or not recipe.init.continues or has_begun(recipe, run_dir):
+        return
+    store, step = find_checkpoint(recipe.init)
+    if store is None:
+        raise _no_run(recipe)
+    index = read_found_index(store, step)
+    _check(recipe, plan, index, validate_recipe(index.recipe, f"the recipe in {store.root}"))
+
+
+def trunk_checkpoint(
+    recipe: Recipe, plan: Plan, world: distributed.World, say: Callable[[str], None]
+) -> CheckpointReader:
+    """The checkpoint of its trunk that a branch goes on from; all ranks call it together.
+
+    Its index is that of the branch's beginning: with nothing selected, and, in `init`, what identifies the trunk.
+
+    Args:
+        say: tells people, on rank 0.
+
+    Raises as `check_branch`, and `CheckpointError` where the checkpoint does not verify.
+    """
+    assert recipe.init is not None
+    store, step = find_checkpoint(recipe.init, world)
+    if store is None or step is None:
+        raise _no_run(recipe).on_all_ranks()
+    reader = store.open(step)
+    trunk = trained_recipe(reader)
+    try:
+        _check(recipe, plan, reader.index, trunk)
+    except VitscaleError as error:
+        raise error.on_all_ranks() from None
+    say(f"goes on from {reader.folder}, step {step:,} of {plan.total_steps:,}, under the schedule of this recipe")
+    tell_other_decoder(reader.index, say)
+    if problem := _other_past(recipe, plan, trunk, step):
+        say(f"WARNING: {problem}")
+    index = reader.index
+    files = {file.path: file.sha256 for file in index.files}
+    identity = {"continues": recipe.init.source, "step": step, "files": files, "init": index.data.get("init")}
+    reader.index = replace(index, data=index.data | {"init": identity}, selection={})
+    return reader
+
+
+def _no_run(recipe: Recipe) -> RecipeError:
+    assert recipe.init is not None
+    return RecipeError(
+        f"init.from: {recipe.init.source} is a file of weights, and has no optimizer to go on with; continue: true "
+        f"needs a run's directory, or the folder of one of its checkpoints"
+    )
+
+
+def _check(recipe: Recipe, plan: Plan, index: Index, trunk: Recipe) -> None:
+    assert recipe.init is not None
+    where = f"init.from: {recipe.init.source}"
+    if index.step >= plan.total_steps:
+        raise RecipeError(
+            f"init.step {index.step:,}: the schedule ends at step {plan.total_steps:,}, and nothing is left to train"
+        )
+    if changed := differences(trunk.dump(), recipe.dump(), free=FREE_ON_BRANCHING):
+        raise RecipeError(
+            f"{where} is a run of another recipe, and a branch may have another schedule alone:\n"
+            + "\n".join(f"  {line}" for line in changed)
+            + "\nUse what the trunk has, or begin at step 0 without continue"
+        )
+    if changed := changed_data(index, plan):
+        raise CheckpointError(
+            f"{where} learns from other data: {', '.join(changed)} of {plan.manifest.where} differ. Point data.root at "
+            f"the dataset that it began with"
+        )
+
+
+def _other_past(recipe: Recipe, plan: Plan, trunk: Recipe, steps: int) -> str | None:
+    """Where the schedules differ before the branch, in words: the run is no other's then that began with its own."""
+    if trunk.schedule == recipe.schedule:
+        return None
+    _, theirs = schedule_in_steps(trunk, plan.manifest.num_samples)
+    first = next((step for step in range(steps) if theirs(step) != plan.rates(step)), None)
+    if first is None:
+        return None
+    return (
+        f"up to step {steps:,} the trunk's schedule was another one (the learning rate of step {first + 1:,} "
+        f"{theirs(first).learning_rate:g}, and {plan.rates(first).learning_rate:g} here): a run that begins with this "
+        f"recipe's schedule is not the same"
+    )
