@@ -169,7 +169,7 @@ def test_masked_patches(target, share, pool):
     objective = build_objective(recipe, 0)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         images, labels = torch.zeros(1, 64, 64, 3), torch.zeros(1, dtype=torch.int64)
-        losses = objective(images, labels, objective.plan(np.zeros(1, np.int64))).per_sample
+        losses = objective(images, labels, objective.plan(np.zeros(1, np.int64), 0)).per_sample
         forward = counter.get_total_flops()
         losses.sum().backward()
     backward = counter.get_total_flops() - forward

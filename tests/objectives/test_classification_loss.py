@@ -49,13 +49,14 @@ def test_values_and_gradients_equal_torch(loss, on, off):
 @pytest.mark.parametrize("cross_entropy", [sigmoid_cross_entropy, softmax_cross_entropy])
 def test_bf16_logits_are_summed_in_fp32(cross_entropy):
     logits, labels = example(torch.bfloat16)
-    assert torch.equal(cross_entropy(logits, labels), cross_entropy(logits.float(), labels))
+    shares = [(labels, 1.0)]
+    assert torch.equal(cross_entropy(logits, shares), cross_entropy(logits.float(), shares))
 
 
 @pytest.mark.parametrize("cross_entropy", [sigmoid_cross_entropy, softmax_cross_entropy])
 def test_extreme_logits_stay_finite(cross_entropy):
     logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, 1e4, 0.0]], requires_grad=True)
-    loss = cross_entropy(logits, torch.tensor([0, 0]))
+    loss = cross_entropy(logits, [(torch.tensor([0, 0]), 1.0)])
     expected = torch.tensor([0.0, 2e4]) + (math.log(2) if cross_entropy is sigmoid_cross_entropy else 0.0)
     torch.testing.assert_close(loss, expected, rtol=0, atol=2e-3)  # one unit in the last place of 1e4 is 1e-3
     assert torch.autograd.grad(loss.sum(), logits)[0].isfinite().all()
@@ -65,13 +66,14 @@ def test_a_sigmoid_sample_without_label_has_targets_off():
     logits, labels = example()
     labels[2] = -1
     expected = reference("sigmoid", logits, target_matrix(labels, 0.9, 0.05))
-    torch.testing.assert_close(sigmoid_cross_entropy(logits, labels, 0.9, 0.05), expected, rtol=1e-5, atol=1e-5)
+    loss = CrossEntropy("sigmoid", 0.9, 0.05).per_sample_loss(logits, labels)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_softmax_sample_without_label_is_nan_and_only_that_one():
     logits, labels = example()
     labels[2] = -1
-    assert softmax_cross_entropy(logits, labels).isnan().nonzero().tolist() == [[2]]
+    assert CrossEntropy("softmax").per_sample_loss(logits, labels).isnan().nonzero().tolist() == [[2]]
 
 
 def test_labels_are_checked_on_the_host():

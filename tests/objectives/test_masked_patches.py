@@ -70,11 +70,11 @@ def test_largest_remainders_are_whole_sum_up_and_are_near(total, weights):
 
 def test_every_patch_of_every_sample_is_as_likely_and_samples_draw_alone():
     objective = made({})
-    (order,) = objective.plan(keys(4000))
+    (order,) = objective.plan(keys(4000), 0)
     assert torch.equal(order.sort(dim=1).values, torch.arange(N).expand(4000, N))
     often = torch.stack([(order[:, at] == patch).float().mean() for at in (0, 5, N - 1) for patch in range(N)])
     assert (often - 1 / N).abs().max() < 5 * (1 / N / 4000) ** 0.5  # five standard deviations
-    alone = torch.cat([objective.plan(keys(4000)[at : at + 1])[0] for at in range(50)])
+    alone = torch.cat([objective.plan(keys(4000)[at : at + 1], at)[0] for at in range(50)])
     assert torch.equal(alone, order[:50])
     assert len({tuple(row) for row in order.tolist()}) == 4000
 
@@ -160,7 +160,7 @@ def reference(objective, images, order):
 @pytest.mark.parametrize("target", TARGETS)
 def test_losses_equal_numpy(target, share, model):
     objective = made({"target": target, "share": share}, **model)
-    images, plan = pictures(), objective.plan(keys())
+    images, plan = pictures(), objective.plan(keys(), 0)
     found = objective(to_model_input(images, torch.device("cpu"), torch.float32), torch.full((B,), -1), plan)
     assert found.per_sample.tolist() == pytest.approx(reference(objective, images, plan[0]), rel=2e-5)
 
@@ -169,7 +169,7 @@ def test_a_replaced_patch_is_never_itself_and_no_two_are_the_same():
     objective = made({"share": 1.0})
     masked, replaced, _ = objective.counts
     assert replaced > 1
-    (order,) = objective.plan(keys(200))
+    (order,) = objective.plan(keys(200), 0)
     identity = torch.arange(N, dtype=torch.float32).view(1, N, 1).expand(200, N, 24)
     with torch.no_grad():
         objective.mask.fill_(-1)
@@ -183,7 +183,7 @@ def test_a_replaced_patch_is_never_itself_and_no_two_are_the_same():
 def test_every_parameter_learns_and_labels_play_no_part():
     objective = made({}, pool="cls").train()
     images = to_model_input(pictures(), torch.device("cpu"), torch.float32)
-    plan = objective.plan(keys())
+    plan = objective.plan(keys(), 0)
     one = objective(images, torch.full((B,), -1), plan).per_sample
     other = objective(images, torch.arange(B), plan).per_sample
     assert torch.equal(one, other)
@@ -198,7 +198,7 @@ def test_a_new_model_knows_nothing():
         for name, parameter in objective.named_weights():
             parameter.copy_(initial_value(objective, name, parameter.shape, 0))
     images = to_model_input(pictures(), torch.device("cpu"), torch.float32)
-    found = objective(images, torch.full((B,), -1), objective.plan(keys()))
+    found = objective(images, torch.full((B,), -1), objective.plan(keys(), 0))
     assert found.per_sample.tolist() == pytest.approx([np.log(512)] * B)
     assert objective.mask.std().item() == pytest.approx(0.02, rel=0.4)
 

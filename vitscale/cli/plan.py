@@ -61,7 +61,7 @@ def plan(
     estimated = estimate(Path(recipe).stem, load_recipe(recipe, settings or []), samples)
     if estimated.work is None:
         check_known(estimated)
-    estimated.recipe.batch.split(devices)  # before torch is imported, which takes seconds
+    estimated.recipe.split(devices)  # before torch is imported, which takes seconds
 
     with Console(stderr=True).status("planning, which takes some seconds"):  # seen on a terminal only
         from vitscale.planning.cluster import make_cluster

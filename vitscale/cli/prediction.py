@@ -85,7 +85,7 @@ def _predicted(model: FinishedModel, files: Sequence[Path], top: int) -> list[Pr
         logits = model.predict(views).logits
         assert logits is not None, "a model with classes has logits"
         logits = logits.float()
-        probabilities = (logits.sigmoid() if model.loss == "sigmoid" else logits.softmax(dim=1)).cpu()
+        probabilities = (logits.softmax(dim=1) if model.loss == "softmax" else logits.sigmoid()).cpu()
         values, indices = probabilities.topk(min(top, probabilities.shape[1]), dim=1)
         for at, row, places in zip(jpegs, values.tolist(), indices.tolist(), strict=True):
             names = [model.class_names[place] if model.class_names else f"class {place}" for place in places]

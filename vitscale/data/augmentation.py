@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from vitscale import native
-from vitscale.data.hashing import combine, mix
+from vitscale.data.hashing import combine, mix, uniform
 from vitscale.recipe import Crop
 
 _CROP, _FLIP, _TOP, _LEFT = 3, 4, 6, 7  # what a hash is for
@@ -34,7 +34,7 @@ class TrainTransform:
 
     def flips(self, keys: np.ndarray) -> np.ndarray:
         """bool (B,)."""
-        return _uniform(keys, _FLIP) < self.flip
+        return uniform(keys, _FLIP) < self.flip
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class ResizeTransform:
     def boxes(self, keys: np.ndarray, heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
         """int32 (B, 4); every position of whole pixels is equally likely."""
         crop_heights, crop_widths = _part(heights, self.fraction), _part(widths, self.fraction)
-        tops = (_uniform(keys, _TOP) * (heights - crop_heights + 1)).astype(np.int64)
-        lefts = (_uniform(keys, _LEFT) * (widths - crop_widths + 1)).astype(np.int64)
+        tops = (uniform(keys, _TOP) * (heights - crop_heights + 1)).astype(np.int64)
+        lefts = (uniform(keys, _LEFT) * (widths - crop_widths + 1)).astype(np.int64)
         return np.stack([tops, lefts, crop_heights, crop_widths], axis=1).astype(np.int32)
 
     def flips(self, keys: np.ndarray) -> np.ndarray:
         """bool (B,)."""
-        return _uniform(keys, _FLIP) < self.flip
+        return uniform(keys, _FLIP) < self.flip
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,6 @@ def train_transform(crop: Crop, flip: float) -> TrainTransform | ResizeTransform
         return ResizeTransform(crop.fraction, flip)
     (area_low, area_high), (aspect_low, aspect_high) = crop.area, crop.aspect
     return TrainTransform((area_low, area_high), (aspect_low, aspect_high), flip)
-
-
-def _uniform(keys: np.ndarray, purpose: int) -> np.ndarray:
-    """Uniform in [0, 1), float64 (B,)."""
-    return (mix(keys ^ combine(purpose)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _part(sides: np.ndarray, fraction: float) -> np.ndarray:

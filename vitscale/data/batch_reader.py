@@ -15,7 +15,7 @@ from vitscale.data.augmentation import Transform, sample_keys
 from vitscale.data.batch import Batch
 from vitscale.data.buffers import Buffers
 from vitscale.data.crew import Activity
-from vitscale.data.hashing import combine, mix
+from vitscale.data.hashing import uniform
 from vitscale.data.open_shards import OpenedShard, OpenShards
 from vitscale.data.order import EvalOrder, TrainOrder
 from vitscale.data.settings import Reading
@@ -132,7 +132,6 @@ class BatchReader:
         self._seed, self._reading, self._digest, self._activity = seed, reading, digest, activity
         self._buffers = Buffers((slots[1] - slots[0], image_size, image_size, 3), reading.pinned)
         self._memory = threading.local()
-        self._checks = combine(seed, _CHECK)
 
     def plan(self, step: int) -> Work:
         """Find a step's samples, and open their shards. Of one thread only. Raises as `OpenShards.acquire`."""
@@ -204,8 +203,7 @@ class BatchReader:
         """bool (b,): whose checksum is compared."""
         if self._reading.check_rate >= 1:
             return np.ones(len(keys), bool)
-        drawn = mix(keys ^ self._checks) >> np.uint64(11)
-        return drawn.astype(np.float64) * 2.0**-53 < self._reading.check_rate
+        return uniform(keys, self._seed, _CHECK) < self._reading.check_rate
 
     def _read_rows(self, work: Work, rows: slice) -> None:
         samples = work.samples

@@ -32,6 +32,11 @@ def hashes(count: int, *parts: int) -> np.ndarray:
     return mix(mix(np.arange(count, dtype=np.uint64)) ^ combine(*parts))
 
 
+def uniform(keys: np.ndarray, *parts: int) -> np.ndarray:
+    """Uniform in [0, 1), float64 like `keys` uint64: what each key draws for the purpose that `parts` name."""
+    return (mix(keys ^ combine(*parts)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
 def permutation(count: int, *parts: int) -> np.ndarray:
     """A permutation of 0 .. count - 1 as a function of `parts`; int64 (count,)."""
     # `mix` is a bijection, hence no two keys are equal and any sort gives this order; the default is the fastest.

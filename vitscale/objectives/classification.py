@@ -4,15 +4,17 @@ The paper pre-trains with the sigmoid loss, summed over classes, on JFT, ImageNe
 with softmax. Label smoothing is given as the two target values the authors' code uses: `on` for the labelled class,
 `off` for every other one (ImageNet-21k: 0.9999 and 0.0001).
 
-Both losses are linear in their targets, so neither builds a (B, K) target matrix: that would be 340 MB in fp32 for a
-global batch of 4,096 images and ImageNet-21k's 21,843 classes.
+All losses are linear in their targets, so none builds a (B, K) target matrix: that would be 340 MB in fp32 for a
+global batch of 4,096 images and ImageNet-21k's 21,843 classes. Images that are mixed have two labels.
 
 Shape legend: B batch, K classes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,6 +22,7 @@ from torch.nn import functional as F
 from vitscale import recipe as recipes
 from vitscale.errors import DataError, RecipeError
 from vitscale.models import Initialiser, Model, build_model, constant
+from vitscale.objectives.mixing import Mixer, Partners, partners_of
 from vitscale.objectives.objective import Losses, Objective, Plan
 from vitscale.recipe import Recipe
 
@@ -30,21 +33,26 @@ if TYPE_CHECKING:
 UNLABELLED = -1
 
 
-def sigmoid_cross_entropy(logits: Tensor, labels: Tensor, on: float = 1.0, off: float = 0.0) -> Tensor:
-    """Binary cross-entropy in nats, summed over classes: (B, K), (B,) int64 -> (B,) fp32.
+Share = tuple[Tensor, Tensor | float]
+"""Labels (B,) int64, and how far the targets of these classes lie above those of the others, (B,) or alike for all."""
 
-    A sample labelled -1 has no class to be `on`: its targets are `off` throughout. Any other label must lie in
-    [0, K). A device has no readable way to report one that does not; `CrossEntropy.check_labels` has, on the host.
+
+def sigmoid_cross_entropy(logits: Tensor, shares: Sequence[Share], off: float = 0.0) -> Tensor:
+    """Binary cross-entropy in nats, summed over classes: (B, K) -> (B,) fp32. All targets are `off` at least.
+
+    A label of -1 adds to no class: targets are `off` throughout. Any other label must lie in [0, K). A device has no
+    readable way to report one that does not; `CrossEntropy.check_labels` has, on the host.
     """
     logits = logits.float()
-    # With targets t: softplus(z) - t z, where t is `off` everywhere but for the labelled class.
-    every_class = (F.softplus(logits) - off * logits).sum(dim=1)
-    labelled = torch.where(labels == UNLABELLED, 0.0, _labelled_logit(logits, labels))
-    return every_class - (on - off) * labelled
+    # With targets t: softplus(z) - t z, where t is `off` everywhere but for labelled classes.
+    loss = (F.softplus(logits) - off * logits).sum(dim=1)
+    for labels, above in shares:
+        loss = loss - above * torch.where(labels == UNLABELLED, 0.0, _labelled_logit(logits, labels))
+    return loss
 
 
-def softmax_cross_entropy(logits: Tensor, labels: Tensor, on: float = 1.0, off: float = 0.0) -> Tensor:
-    """Cross-entropy of the softmax in nats: (B, K), (B,) int64 -> (B,) fp32.
+def softmax_cross_entropy(logits: Tensor, shares: Sequence[Share], off: float = 0.0) -> Tensor:
+    """Cross-entropy of the softmax in nats: (B, K) -> (B,) fp32. All targets are `off` at least.
 
     The targets need not sum to one: the loss is -sum(target * log p) whatever they are, as in the authors' code.
     Softmax says nothing about a sample without a label (-1): its loss is NaN, so that it stops the run instead of
@@ -52,10 +60,13 @@ def softmax_cross_entropy(logits: Tensor, labels: Tensor, on: float = 1.0, off: 
     """
     logits = logits.float()
     log_normaliser = logits.logsumexp(dim=1)
-    loss = (on - off) * (log_normaliser - _labelled_logit(logits, labels))
-    if off:
-        loss = loss + off * (logits.shape[1] * log_normaliser - logits.sum(dim=1))
-    return torch.where(labels == UNLABELLED, torch.nan, loss)
+    loss: Tensor | None = None
+    for labels, above in shares:
+        of_label = above * (log_normaliser - _labelled_logit(logits, labels))
+        of_label = torch.where(labels == UNLABELLED, torch.nan, of_label)
+        loss = of_label if loss is None else loss + of_label
+    assert loss is not None, "no label"
+    return loss + off * (logits.shape[1] * log_normaliser - logits.sum(dim=1)) if off else loss
 
 
 def _labelled_logit(logits: Tensor, labels: Tensor) -> Tensor:
@@ -68,36 +79,61 @@ class CrossEntropy:
     """The loss of supervised training.
 
     Args:
-        loss: `sigmoid` (every class on its own; the paper's pre-training) or `softmax` (its fine-tuning).
+        loss: `sigmoid` (every class on its own, summed; the paper's pre-training), `softmax` (its fine-tuning) or `bce`
+            (as sigmoid, but the mean over classes).
         on, off: target values of the labelled class and of the others; 1 and 0 without smoothing.
+        label_smoothing: s in place of them: 1 - s + s / K and s / K.
+        threshold: targets above it become 1, the others 0.
     """
 
-    loss: Literal["sigmoid", "softmax"]
+    loss: Literal["sigmoid", "softmax", "bce"]
     on: float = 1.0
     off: float = 0.0
+    label_smoothing: float = 0.0
+    threshold: float | None = None
 
     @classmethod
     def of(cls, recipe: Recipe) -> Self:
         """That of a recipe whose objective is classification."""
         settings = recipe.objective
         assert isinstance(settings, recipes.Classification), settings.kind
-        return cls(settings.loss, settings.on, settings.off)
+        return cls(settings.loss, settings.on, settings.off, settings.label_smoothing, settings.threshold)
 
-    def per_sample_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Losses (B,) in fp32 of logits (B, K) and labels (B,) int64."""
-        cross_entropy = sigmoid_cross_entropy if self.loss == "sigmoid" else softmax_cross_entropy
-        return cross_entropy(logits, labels, self.on, self.off)
+    def per_sample_loss(self, logits: Tensor, labels: Tensor, partners: Partners | None = None) -> Tensor:
+        """Losses (B,) in fp32 of logits (B, K) and labels (B,) int64, and of those that images are mixed with."""
+        num_classes = logits.shape[1]
+        shares, off = self._targets(labels, partners, num_classes)
+        if self.loss == "softmax":
+            return softmax_cross_entropy(logits, shares, off)
+        loss = sigmoid_cross_entropy(logits, shares, off)
+        return loss / num_classes if self.loss == "bce" else loss
+
+    def _targets(self, labels: Tensor, partners: Partners | None, num_classes: int) -> tuple[Sequence[Share], float]:
+        """The targets of labelled classes above those of the others, and those of the others."""
+        on, off = self.on, self.off
+        if self.label_smoothing:
+            off = self.label_smoothing / num_classes
+            on = 1 - self.label_smoothing + off
+        parts: list[Share] = [(labels, 1.0)]
+        if partners is not None:  # of one class they are as one
+            own = torch.where(labels == partners.labels, 1.0, partners.own)
+            parts = [(labels, own), (partners.labels, 1 - own)]
+        if self.threshold is None:
+            return [(of_class, (on - off) * part) for of_class, part in parts], off
+        least, threshold = float(off > self.threshold), self.threshold
+        above = [(of_class, (off + (on - off) * part) > threshold) for of_class, part in parts]
+        return [(of_class, is_on * 1.0 - least) for of_class, is_on in above], least
 
     def check_labels(self, labels: Tensor, num_classes: int) -> None:
-        """Raise `DataError` for labels (B,) outside the classes; -1 passes with the sigmoid loss only.
+        """Raise `DataError` for labels (B,) outside the classes; -1 passes but for softmax.
 
         Cheap in host memory. On a device it would wait for everything queued there, so call it before the batch is
         copied.
         """
-        lowest = UNLABELLED if self.loss == "sigmoid" else 0
+        lowest = 0 if self.loss == "softmax" else UNLABELLED
         wrong = labels[(labels < lowest) | (labels >= num_classes)]
         if wrong.numel():
-            unlabelled = "" if self.loss == "sigmoid" else " (-1 is an unlabelled sample: softmax cannot learn from it)"
+            unlabelled = " (-1 is an unlabelled sample: softmax cannot learn from it)" if lowest == 0 else ""
             raise DataError(
                 f"{wrong.numel()} of {labels.numel()} labels in a batch lie outside {lowest}..{num_classes - 1}, "
                 f"for example {int(wrong[0])}{unlabelled}. "
@@ -113,11 +149,20 @@ class Classification(Objective):
         cross_entropy: the loss.
         num_classes: K.
         head_bias: initial bias of the output layer.
+        mixer: of images and their targets; None to leave them alone.
     """
 
-    def __init__(self, backbone: Model, cross_entropy: CrossEntropy, num_classes: int, head_bias: float) -> None:
+    def __init__(
+        self,
+        backbone: Model,
+        cross_entropy: CrossEntropy,
+        num_classes: int,
+        head_bias: float,
+        mixer: Mixer | None = None,
+    ) -> None:
         super().__init__(backbone)
         self.cross_entropy, self.num_classes, self.head_bias = cross_entropy, num_classes, head_bias
+        self.mixer = mixer
 
     @classmethod
     def num_outputs(cls, recipe: Recipe, manifest: "Manifest") -> int:
@@ -140,20 +185,36 @@ class Classification(Objective):
     def of(cls, recipe: Recipe, num_classes: int) -> Self:
         """As `Objective.of`."""
         backbone = build_model(recipe, num_classes)
-        return cls(backbone, CrossEntropy.of(recipe), num_classes, initial_head_bias(recipe))
+        return cls(backbone, CrossEntropy.of(recipe), num_classes, initial_head_bias(recipe), mixer_of(recipe))
 
     def check(self, batch: "Batch") -> None:
         """As `Objective.check`: labels outside the classes."""
         self.cross_entropy.check_labels(batch.labels, self.num_classes)
 
+    def plan(self, keys: np.ndarray, step: int) -> Plan:
+        """As `Objective.plan`: how images are mixed."""
+        return () if self.mixer is None else self.mixer.plan(keys, step)
+
     def losses(self, images: Tensor, labels: Tensor, plan: Plan) -> Losses:
         """As `Objective.losses`."""
+        partners = None
+        if self.mixer is not None:
+            own, blend, boxes = plan
+            images = self.mixer.mix_images(images, blend, boxes)
+            partners = Partners(partners_of(labels), own)
         logits = self.backbone(images).logits
-        return Losses(self.cross_entropy.per_sample_loss(logits, labels))
+        return Losses(self.cross_entropy.per_sample_loss(logits, labels, partners))
 
     def initialiser(self, name: str) -> Initialiser:
         """As `Objective.initialiser`; the output layer begins with its bias."""
         return constant(self.head_bias) if name == "head.bias" else super().initialiser(name)
+
+
+def mixer_of(recipe: Recipe) -> Mixer | None:
+    """That of a recipe whose objective is classification."""
+    settings = recipe.objective
+    assert isinstance(settings, recipes.Classification), settings.kind
+    return None if settings.mixing is None else Mixer(settings.mixing, recipe.seed, recipe.data.image_size)
 
 
 def initial_head_bias(recipe: Recipe) -> float:

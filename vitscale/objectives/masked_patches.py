@@ -47,7 +47,7 @@ class MaskedPatchPrediction(Objective):
         assert isinstance(settings, MaskedPatches)
         return cls(backbone, settings.target, settings.counts(recipe), settings.outputs(backbone.shape.patch_size))
 
-    def plan(self, keys: np.ndarray) -> Plan:
+    def plan(self, keys: np.ndarray, step: int) -> Plan:
         """A random order of each image's patches, (B, N) int64: masked, replaced, kept, and those that are intact."""
         patches = self.backbone.shape.grid(self.backbone.image_size) ** 2
         of_sample = mix(keys.view(np.uint64) ^ combine(_PATCH_ORDER))

@@ -63,11 +63,13 @@ class Objective(nn.Module):
         """Raise `DataError` for a batch that cannot be learned from. It is in host memory still, where looking is
         cheap."""
 
-    def plan(self, keys: np.ndarray) -> Plan:
-        """What is drawn for samples with these keys, and for them alone: the same on every world and after resuming.
+    def plan(self, keys: np.ndarray, step: int) -> Plan:
+        """What is drawn for samples with these keys: the same on every world and after resuming.
 
         Args:
-            keys: the bits of each sample's randomness in this epoch, 64-bit integers (B,).
+            keys: the bits of each sample's randomness in this epoch, 64-bit integers (B,), in the order of the global
+                batch's slots; a rank's part begins with a multiple of the block's `together`.
+            step: which batch of the order this is, from 0.
         """
         return ()
 

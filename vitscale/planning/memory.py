@@ -107,7 +107,7 @@ def expected_memory(
 
     Raises `RecipeError` where the global batch does not divide by the ranks.
     """
-    micro, accumulation = recipe.batch.split(world_size)
+    micro, accumulation = recipe.split(world_size)
     if micro_batch is not None:
         micro, accumulation = micro_batch, -(-micro * accumulation // micro_batch)
     tensors = step_tensors(recipe, num_classes, micro, device)
@@ -139,10 +139,10 @@ def largest_micro_batch(
     recipe: Recipe, num_classes: int, world_size: int, available_bytes: int, device: DeviceType = "cpu"
 ) -> int | None:
     """The largest micro-batch, up to the recipe's, that needs at most `available_bytes`; None where not even 1 does."""
-    micro, accumulation = recipe.batch.split(world_size)
+    micro, accumulation = recipe.split(world_size)
     per_rank = micro * accumulation
     for size in range(micro, 0, -1):
-        if per_rank % size == 0:
+        if per_rank % size == 0 and size % recipe.objective.together == 0:
             memory = expected_memory(recipe, num_classes, world_size, size, device)
             if memory.device_bytes <= available_bytes:
                 return size

@@ -167,10 +167,14 @@ def make_plan(
 
 
 def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
-    """Sizes that divide a rank's part of the batch: all; where there are many, powers of two and the recipe's own."""
-    micro, accumulation = recipe.batch.split(world_size)
+    """Sizes that divide a rank's part of the batch: all; where there are many, powers of two and the recipe's own.
+
+    None parts what the objective computes together.
+    """
+    micro, accumulation = recipe.split(world_size)
     per_rank = micro * accumulation
-    divisors = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+    together = recipe.objective.together
+    divisors = [size for size in range(together, per_rank + 1, together) if per_rank % size == 0]
     if len(divisors) <= _MANY:
         return divisors
     return [size for size in divisors if size & (size - 1) == 0 or size in (micro, per_rank)]
@@ -185,7 +189,7 @@ def _with(recipe: Recipe, stage: int, again: int, micro_batch: int | None = None
 
 
 def _choice(recipe: Recipe, work: Work, parameters: Parameters, cluster: Cluster, memory: Memory) -> Choice:
-    micro, accumulation = recipe.batch.split(cluster.devices)
+    micro, accumulation = recipe.split(cluster.devices)
     collectives = tuple(communication(recipe, parameters, cluster.devices, accumulation)) if cluster.devices > 1 else ()
     time = step_time(recipe, work, parameters, cluster, collectives)
     images_per_s = recipe.batch.global_size / time.total

@@ -82,7 +82,7 @@ def _hides(recipe: Recipe, world_size: int, compute: float, recompute: float) ->
     if recipe.parallelism.zero_stage == 3:
         return HIDDEN * (compute + recompute)
     # Gradients alone, and in stage 1 only those of the last micro-batch.
-    _, accumulation = recipe.batch.split(world_size)
+    _, accumulation = recipe.split(world_size)
     backward = _BACKWARD * compute + recompute
     return HIDDEN * backward / (accumulation if recipe.parallelism.zero_stage == 1 else 1)
 

@@ -51,7 +51,7 @@ def step_tensors(recipe: Recipe, num_classes: int, micro_batch: int, device: Dev
         with _default_dtype(dtype):
             objective = build_objective(recipe, num_classes).train()
         parameters = list(objective.parameters())
-        plan = objective.plan(np.arange(micro_batch))
+        plan = objective.plan(np.arange(micro_batch), 0)
         if device == "cuda":
             _use_dropout_of_cuda(objective)
         for parameter in parameters:

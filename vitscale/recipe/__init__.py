@@ -9,7 +9,7 @@ from vitscale.recipe.datasets import DATA_ROOT_VARIABLE, find_dataset
 from vitscale.recipe.evaluators import Evaluator
 from vitscale.recipe.fields import explain_fields, json_schema
 from vitscale.recipe.image_operations import ImageOperation
-from vitscale.recipe.objectives import Classification, Objective
+from vitscale.recipe.objectives import Classification, Mixing, Objective
 from vitscale.recipe.optimizers import AdamW, Optimizer, group_of, is_frozen
 from vitscale.recipe.reading import (
     apply_setting,
@@ -58,6 +58,7 @@ __all__ = [
     "Evaluator",
     "ImageOperation",
     "Init",
+    "Mixing",
     "Normalise",
     "Objective",
     "Optimizer",

@@ -17,6 +17,34 @@ if TYPE_CHECKING:
 DEFAULT_KIND = "classification"
 
 
+class Mixing(Block):
+    """Mixup (Zhang et al., 2018) and CutMix (Yun et al., 2019): slots 2k and 2k + 1 of a global batch are mixed.
+
+    Images and targets are mixed by a weight that Beta(alpha, alpha) draws: mixup adds up all pixels, CutMix replaces a
+    box of that part of the area. A box that reaches beyond the border is cut, and its weight is of what is left.
+    """
+
+    mixup: float = Field(0.0, ge=0, le=1000, description="alpha of mixup; 0: no mixup")
+    cutmix: float = Field(0.0, ge=0, le=1000, description="alpha of CutMix; 0: no CutMix")
+    probability: float = Field(1.0, gt=0, le=1, description="of being mixed at all")
+    cutmix_share: float = Field(
+        0.5, gt=0, lt=1, description="where both are on: probability that what is mixed is mixed by CutMix"
+    )
+    per: Literal["batch", "pair", "element"] = Field(
+        "batch",
+        description="what is drawn once for: a global batch, the two of a pair, or each image (timm's batch, pair, "
+        "elem)",
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> "Mixing":
+        if self.mixup == self.cutmix == 0:
+            raise ValueError("give mixup, cutmix or both an alpha above 0, e.g. {mixup: 0.8, cutmix: 1.0}")
+        if self.cutmix_share != type(self).model_fields["cutmix_share"].default and not (self.mixup and self.cutmix):
+            raise ValueError("cutmix_share belongs to mixup and cutmix together, and one of them is 0")
+        return self
+
+
 class Objective(Block):
     """The base of every `objective` block; its keys are the fields of one kind.
 
@@ -39,26 +67,74 @@ class Objective(Block):
         """What one image costs beside the model: heads, decoders, and their parameters."""
         return ()
 
+    @property
+    def together(self) -> int:
+        """Slots of the global batch that are computed together: micro-batches are multiples of it."""
+        return 1
+
 
 class Classification(Objective):
-    """Cross-entropy over the classes; `on` and `off` are the target values of the true and the other classes."""
+    """Cross-entropy over the classes; `on` and `off` are the target values of the true and the other classes.
+
+    `label_smoothing` s says them as torch and timm do, by the number K of classes: 1 - s + s / K and s / K.
+    """
 
     implementation: ClassVar[str] = "vitscale.objectives.classification:Classification"
     has_classes: ClassVar[bool] = True
 
     kind: Literal["classification"] = Field("classification", description="chooses this objective")
-    loss: Literal["sigmoid", "softmax"] = Field(
+    loss: Literal["sigmoid", "softmax", "bce"] = Field(
         "sigmoid",
-        description="sigmoid: a yes or no for each class, as the paper pre-trains; softmax: one class an image",
+        description="sigmoid: a yes or no for each class, summed, as the paper pre-trains; softmax: one class an "
+        "image; bce: as sigmoid, but the mean over classes, as timm and DeiT-III have it",
     )
     on: float = Field(1.0, ge=0, le=1, description="target of the true class")
     off: float = Field(0.0, ge=0, le=1, description="target of the others; above 0 with on below 1: label smoothing")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=1, description="part of the target that all classes share alike, in place of on and off"
+    )
+    threshold: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="of sigmoid and bce: targets above it become 1, all others 0, after smoothing and mixing (timm's "
+        "bce_target_thresh)",
+    )
+    mixing: Mixing | None = None
 
     @model_validator(mode="after")
-    def _order(self) -> "Classification":
+    def _targets(self) -> "Classification":
         if self.on <= self.off:
             raise ValueError(f"on ({self.on}) must be greater than off ({self.off})")
+        if self.label_smoothing and (self.on, self.off) != (1.0, 0.0):
+            raise ValueError("label_smoothing says what on and off say; give one of the two")
+        if self.threshold is not None:
+            if self.loss == "softmax":
+                raise ValueError("threshold belongs to loss: sigmoid and bce, and loss is softmax")
+            if not self.off <= self.threshold < self.on:
+                raise ValueError(
+                    f"threshold {self.threshold}: expected at least off ({self.off}) and less than on ({self.on})"
+                )
         return self
+
+    def check(self, recipe: "Recipe") -> None:
+        """As `Objective.check`."""
+        if self.mixing is None:
+            return
+        if recipe.batch.global_size % 2:
+            raise ValueError(
+                f"batch.global {recipe.batch.global_size}: objective.mixing mixes images in pairs; use an even number"
+            )
+        if recipe.data.bad_samples == "mask":
+            raise ValueError(
+                "data.bad_samples: mask leaves the partner of a damaged image without one to be mixed with, and "
+                "objective.mixing is on; use substitute"
+            )
+
+    @property
+    def together(self) -> int:
+        """As `Objective.together`: the two that are mixed."""
+        return 1 if self.mixing is None else 2
 
 
 def with_kind(objective: Any) -> Any:

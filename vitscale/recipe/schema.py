@@ -606,6 +606,24 @@ class Recipe(Block):
         """The updates that a branch's trunk has done before it; 0 of other runs."""
         return self.init.step or 0 if self.init is not None and self.init.continues else 0
 
+    def split(self, world_size: int) -> tuple[int, int]:
+        """As `Batch.split`. Raises `RecipeError`, too, where it parts images that the objective mixes."""
+        micro, accumulation = self.batch.split(world_size)
+        together, per_rank = self.objective.together, micro * accumulation
+        if micro % together == 0:
+            return micro, accumulation
+        possible = [size for size in range(together, per_rank + 1, together) if per_rank % size == 0]
+        near = max((size for size in possible if size <= micro), default=min(possible, default=None))
+        remedy = (
+            f"set batch.micro_max to {near}"
+            if near is not None
+            else f"use a batch.global that is a multiple of {together} x {world_size}, or another number of ranks"
+        )
+        raise RecipeError(
+            f"batch.global {self.batch.global_size} on {world_size} ranks makes micro-batches of {micro}, which part "
+            f"images that the objective computes together, {together} at a time; {remedy}"
+        )
+
     def dump(self) -> dict[str, Any]:
         """Plain data of the whole recipe, defaults included, by the names that stand in YAML."""
         return self.model_dump(mode="json", by_alias=True)

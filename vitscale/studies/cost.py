@@ -132,7 +132,7 @@ def _cost(
     key = _key(known.recipe, _OF_NO_MATTER)
     if key not in plans:
         say(f"planning {known.model_name}")
-        recipe.batch.split(cluster.devices)
+        recipe.split(cluster.devices)
         plans[key] = make_plan(known, cluster)
     best = plans[key].best
     if best is None:

@@ -74,7 +74,7 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
 
     Raises `RecipeError` where the recipe's `deepspeed:` block holds an unknown key or contradicts the recipe.
     """
-    micro, accumulation = recipe.batch.split(world_size)
+    micro, accumulation = recipe.split(world_size)
     stage = recipe.parallelism.zero_stage
     zero: dict[str, Any] = {"stage": stage, "compute_grad_norm": True}  # by the norm the trainer sees a NaN
     if stage == 3:

@@ -169,7 +169,7 @@ class Learner:
         Raises `DataError` for a batch that cannot be learned from.
         """
         self.objective.check(batch)
-        plan = self.objective.plan(batch.keys.numpy())
+        plan = self.objective.plan(batch.keys.numpy(), batch.step)
         rates = self._plan.rates(step)
         set_rates(self.engine, rates)
         update = Update(

@@ -106,7 +106,7 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
 
     Raises `RecipeError` for what the recipe says, `DataError` for what the data hold.
     """
-    micro_batch, accumulation = recipe.batch.split(world_size)
+    micro_batch, accumulation = recipe.split(world_size)
     config = derive_config(recipe, world_size)
     manifest = Manifest.load(recipe.dataset_path(recipe.data.train))
     num_classes = objective_class(recipe).num_outputs(recipe, manifest)

@@ -24,7 +24,7 @@ class Rotation(Objective):
         """As `Objective.of`."""
         return cls(build_model(recipe, None))
 
-    def plan(self, keys: np.ndarray) -> Plan:
+    def plan(self, keys: np.ndarray, step: int) -> Plan:
         """As `Objective.plan`: quarter turns, (B,) int64."""
         return (torch.from_numpy(keys & 3),)
 

@@ -1,0 +1,99 @@
+"""Mixup and CutMix through the trainer: worlds of 1, 2 and 4, ZeRO stages, interrupted; against dense targets."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from outcomes import assert_same_run, column, error_of
+from ranks import SHARDS, launch, make_data, make_recipe
+from torch.nn import functional as F
+
+from vitscale.data import Loader, TrainOrder, TrainTransform, to_model_input
+from vitscale.models import initial_value
+from vitscale.objectives import build_objective
+from vitscale.objectives.mixing import partners_of
+from vitscale.shards import Manifest
+
+pytestmark = pytest.mark.slow
+
+DRAWN_FOR = ("batch", "pair", "element")
+
+
+def blocks(per: str, stage: int = 1, precision: str = "fp32", **others: Any) -> dict[str, Any]:
+    mixing = {"mixup": 0.8, "cutmix": 1.0, "probability": 0.8, "per": per}
+    return {
+        "precision": precision,
+        "objective": {"loss": "softmax", "label_smoothing": 0.1, "mixing": mixing},
+        "batch": {"micro_max": 4},
+        "parallelism": {"zero_stage": stage},
+        "checkpoint": {"every": {"steps": 2}},
+        **others,
+    }
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("mixing")
+    make_data(root)
+    for world in (1, 2, 4):
+        jobs = [{"name": f"{per}-{world}", "blocks": [blocks(per)], "stops": [None]} for per in DRAWN_FOR]
+        if world == 2:
+            of_stage = [blocks("pair", stage, "bf16") for stage in (0, 2, 3)]
+            for each in of_stage:
+                name = f"zero{each['parallelism']['zero_stage']}"
+                jobs.append({"name": name, "blocks": [each], "stops": [None]})
+                jobs.append({"name": f"{name}-resumed", "blocks": [each] * 2, "stops": [3, None]})
+            jobs.append({"name": "parted", "blocks": [blocks("pair", batch={"micro_max": 1})], "stops": [None]})
+            jobs.append({"name": "moved", "blocks": [blocks("pair", 3), blocks("pair", 0)], "stops": [3, None]})
+        launch(root, jobs, world)
+    return root
+
+
+@pytest.mark.parametrize("per", DRAWN_FOR)
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_world_mixes_the_same(root, world, per):
+    one, other = f"{per}-1", f"{per}-{world}"
+    assert column(root, one, "batch_digest") == column(root, other, "batch_digest")
+    assert column(root, other, "loss") == pytest.approx(column(root, one, "loss"), rel=2e-5)
+    assert column(root, other, "grad_norm") == pytest.approx(column(root, one, "grad_norm"), rel=1e-3)
+
+
+def test_a_run_that_moves_to_another_stage_mixes_the_same(root):
+    assert column(root, "moved", "loss") == pytest.approx(column(root, "pair-2", "loss"), rel=2e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_interrupted_run_equals_the_uninterrupted_one_to_the_last_bit(root, stage):
+    assert_same_run(root, f"zero{stage}", f"zero{stage}-resumed")
+
+
+def test_micro_batches_that_part_pairs_end_the_run_at_its_start(root):
+    error = error_of(root, "parted")
+    assert (error["kind"], error["saved"]) == ("RecipeError", []) and "batch.micro_max" in error["message"]
+
+
+@pytest.mark.parametrize("per", DRAWN_FOR)
+def test_the_first_losses_are_those_of_dense_targets(root, per):
+    """The weights are the initial ones up to the second update, whose learning rate is not 0."""
+    recipe = make_recipe(root, **blocks(per))
+    objective = build_objective(recipe, 7)
+    with torch.no_grad():
+        for name, parameter in objective.named_weights():
+            parameter.copy_(initial_value(objective, name, parameter.shape, recipe.seed))
+    losses = []
+    loader = Loader(
+        Manifest.load(root / "train"), TrainOrder(SHARDS, 16, 0), image_size=32, transform=TrainTransform(), stop_step=2
+    )
+    with loader, torch.no_grad():
+        for batch in loader:
+            own, blend, boxes = objective.plan(batch.keys.numpy(), batch.step)
+            images = to_model_input(batch.images, torch.device("cpu"), torch.float32)
+            labels = F.one_hot(batch.labels, 7) * 0.9 + 0.1 / 7
+            targets = own[:, None] * labels + (1 - own)[:, None] * partners_of(labels)
+            mixed = images.clone()
+            for row, (top, bottom, left, right) in enumerate(boxes.tolist()):
+                mixed[row] = blend[row] * images[row] + (1 - blend[row]) * images[row ^ 1]
+                mixed[row, top:bottom, left:right] = images[row ^ 1, top:bottom, left:right]
+            losses.append(F.cross_entropy(objective.backbone(mixed).logits, targets).item())
+    assert column(root, f"{per}-1", "loss")[:2] == pytest.approx(losses, rel=1e-5)
