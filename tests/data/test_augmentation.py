@@ -111,6 +111,14 @@ def test_keys_depend_on_seed_epoch_and_uid_alone():
     ]
 
 
+def test_views_of_a_sample_have_keys_of_their_own_and_the_first_has_the_samples():
+    uids, views = np.arange(1000).repeat(5), np.tile(np.arange(5), 1000)
+    keys = sample_keys(3, 4, uids, views)
+    assert len(np.unique(keys)) == 5000
+    assert np.array_equal(keys[views == 0], sample_keys(3, 4, np.arange(1000)))
+    assert np.array_equal(keys[1:3], sample_keys(3, 4, uids[1:3], views[1:3]))
+
+
 def test_what_a_key_shows_is_frozen():
     keys = sample_keys(3, 1, np.array([0, 1, 12345678901]))
     heights, widths = np.array([480, 32, 300]), np.array([640, 32, 40])

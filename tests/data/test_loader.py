@@ -103,6 +103,24 @@ def test_labels_uids_and_steps(manifest, reference):
     assert len(first_epoch.unique()) == len(first_epoch)
 
 
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_repeated_samples_have_a_view_for_each_time_whatever_the_world(manifest, world):
+    repeats, order = 3, TrainOrder(sizes_of(manifest), 12, 4, repeats=3)
+    settings = {"image_size": SIDE, "transform": TrainTransform(), "seed": SEED, "start_step": 35, "stop_step": 38}
+    ranks = []
+    for rank in range(world):
+        with Loader(manifest, order, rank=rank, world=world, **settings) as loader:
+            ranks.append(list(loader))
+    assert {batch.epoch for batch in ranks[0]} == {0, 1} and order.steps_per_epoch == sum(SHARDS) // 4
+    for parts in zip(*ranks, strict=True):
+        uids, images = (torch.cat([getattr(part, name) for part in parts]) for name in ("uids", "images"))
+        assert len(uids.unique()) == 4 and torch.equal(uids, uids[:4].repeat(repeats))
+        for slot, (uid, image) in enumerate(zip(uids.tolist(), images.numpy().astype(int), strict=True)):
+            expected = expected_view(uid, TrainTransform(), parts[0].epoch, SEED, SIDE, view=slot // 4)
+            assert np.abs(image - expected).max() <= 0.501
+        assert len(torch.cat([part.keys for part in parts]).unique()) == 12
+
+
 def test_epochs_show_other_views(reference):
     views = {}
     for batch in reference:

@@ -19,12 +19,12 @@ windows = st.sampled_from([1, 7, 20, 65_536])
 epochs = st.integers(0, 3) | st.integers(0, 10**9)
 
 
-def train_order(shard_samples, batch, seed, window):
+def train_order(shard_samples, batch, seed, window, repeats=1):
     """An order whose windows have at most `window` samples, one shard's too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(order_module, "WINDOW_SAMPLES", window)
         patch.setattr(order_module, "WHOLE_SAMPLES", window)
-        return TrainOrder(shard_samples, batch, seed)
+        return TrainOrder(shard_samples, batch, seed, repeats)
 
 
 def worlds(batch):
@@ -33,11 +33,11 @@ def worlds(batch):
 
 
 def batch_of_ranks(order, step, world):
-    """The slots that `world` ranks see of one step, joined: shards, positions, mask."""
+    """The slots that `world` ranks see of one step, joined: shards, positions, mask, views."""
     share = order.global_batch // world
     parts = [order.batch(step, rank * share, (rank + 1) * share) for rank in reversed(range(world))][::-1]
     assert len({part.epoch for part in parts}) == 1
-    return [np.concatenate([getattr(part, name) for part in parts]) for name in ("shard", "position", "mask")]
+    return [np.concatenate([getattr(part, name) for part in parts]) for name in ("shard", "position", "mask", "view")]
 
 
 @quick
@@ -101,13 +101,34 @@ def test_no_shard_is_needed_that_was_not_announced(shard_samples, batch, seed, w
 
 
 @quick
+@given(shard_lists, batches, st.integers(1, 4), seeds, windows, st.integers(0, 10**9), st.data())
+def test_a_repeated_batch_is_the_smaller_one_several_times(shard_samples, samples, repeats, seed, window, step, data):
+    batch = samples * repeats
+    shard_samples = [*shard_samples, batch]
+    order = train_order(shard_samples, batch, seed, window, repeats)
+    plain = train_order(shard_samples, samples, seed, window)
+    assert order.steps_per_epoch == plain.steps_per_epoch
+    whole, once = order.batch(step, 0, batch), plain.batch(step, 0, samples)
+    assert whole.epoch == once.epoch and whole.mask.all()
+    assert np.array_equal(whole.shard, np.tile(once.shard, repeats))
+    assert np.array_equal(whole.position, np.tile(once.position, repeats))
+    assert np.array_equal(whole.view, np.arange(repeats).repeat(samples))
+    world = data.draw(worlds(batch))
+    for joined, alone in zip(batch_of_ranks(order, step, world), whole[1:], strict=True):
+        assert np.array_equal(joined, alone)
+    first = data.draw(st.integers(0, world - 1)) * (batch // world)
+    slots = first, first + batch // world
+    assert set(order.batch(step, *slots).shard.tolist()) <= set(order.upcoming(step, *slots))
+
+
+@quick
 @given(shard_lists, st.integers(1, 30), st.integers(1, 9))
 def test_evaluation_has_every_sample_once_on_any_number_of_ranks(shard_samples, share, world):
     order = EvalOrder(shard_samples, share * world)
     assert (order.num_samples, order.steps) == (sum(shard_samples), -(-sum(shard_samples) // (share * world)))
     seen, fillers = [], 0
     for step in range(order.steps):
-        shard, position, mask = batch_of_ranks(order, step, world)
+        shard, position, mask, _ = batch_of_ranks(order, step, world)
         assert np.all(position < np.asarray(shard_samples)[shard])  # fillers are readable, too
         seen += list(zip(shard[mask].tolist(), position[mask].tolist(), strict=True))
         fillers += int(np.sum(~mask))

@@ -55,11 +55,11 @@ def area_mean(pixels, side):
     return along_first(along_first(pixels.astype(float)).transpose(1, 0, 2)).transpose(1, 0, 2)
 
 
-def expected_view(uid, transform, epoch, seed, side, decode=whole_picture):
+def expected_view(uid, transform, epoch, seed, side, decode=whole_picture, view=0):
     """What training sees of a picture of `picture_shards`, by other means: another decoder perhaps, another resizer."""
     content, height, width = picture(uid)
     pixels = decode(content, height, width)
-    key = sample_keys(seed, epoch, np.array([uid]))
+    key = sample_keys(seed, epoch, np.array([uid]), np.array([view]))
     top, left, h, w = transform.boxes(key, np.array([height]), np.array([width]))[0]
     seen = area_mean(pixels[top : top + h, left : left + w], side)
     return seen[:, ::-1] if transform.flips(key)[0] else seen

@@ -12,12 +12,15 @@ from vitscale import native
 from vitscale.data.hashing import combine, mix, uniform
 from vitscale.recipe import Crop
 
-_CROP, _FLIP, _TOP, _LEFT = 3, 4, 6, 7  # what a hash is for
+_CROP, _FLIP, _TOP, _LEFT, _VIEW = 3, 4, 6, 7, 27  # what a hash is for
 
 
-def sample_keys(seed: int, epoch: int, uids: np.ndarray) -> np.ndarray:
-    """uint64 (B,): the key of every sample's randomness in one epoch; int64 uids (B,)."""
-    return mix(mix(uids.astype(np.uint64)) ^ combine(seed, _CROP, epoch))
+def sample_keys(seed: int, epoch: int, uids: np.ndarray, views: np.ndarray | None = None) -> np.ndarray:
+    """uint64 (B,): the key of every sample's randomness in one epoch, one a view; int64 uids (B,) and views (B,)."""
+    keys = mix(mix(uids.astype(np.uint64)) ^ combine(seed, _CROP, epoch))
+    if views is None:
+        return keys
+    return np.where(views == 0, keys, mix(keys ^ mix(mix(views.astype(np.uint64)) ^ combine(_VIEW))))
 
 
 @dataclass(frozen=True)

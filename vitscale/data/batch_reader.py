@@ -85,6 +85,7 @@ class Work:
     epoch: int
     samples: Samples
     positions: np.ndarray
+    views: np.ndarray
     keys: np.ndarray
     boxes: np.ndarray
     flips: np.ndarray
@@ -141,7 +142,7 @@ class BatchReader:
         self._shards.prepare(self._order.upcoming(step, *self._slots))
         count = len(slots.shard)
         samples = Samples.of(shards, shard_of, slots.position)
-        keys = sample_keys(self._seed, slots.epoch, samples.uids)
+        keys = sample_keys(self._seed, slots.epoch, samples.uids, slots.view)
         # A rank's part may be small: at least two slices for every thread, so that none idles.
         length = max(1, min(_SLICE_SAMPLES, count // (2 * self._reading.threads)))
         slices = [slice(start, min(start + length, count)) for start in range(0, count, length)]
@@ -151,6 +152,7 @@ class BatchReader:
             epoch=slots.epoch,
             samples=samples,
             positions=slots.position,
+            views=slots.view,
             keys=keys,
             boxes=self._transform.boxes(keys, samples.heights, samples.widths),
             flips=self._transform.flips(keys),
@@ -289,7 +291,7 @@ class BatchReader:
         for step in range(1, shard.num_selected):
             position = (int(work.positions[row]) + step) % shard.num_selected
             samples.fill(np.array([row]), shard, np.array([position]))
-            work.keys[one] = sample_keys(self._seed, work.epoch, samples.uids[one])
+            work.keys[one] = sample_keys(self._seed, work.epoch, samples.uids[one], work.views[one])
             work.boxes[one] = self._transform.boxes(work.keys[one], samples.heights[one], samples.widths[one])
             work.flips[one] = self._transform.flips(work.keys[one])
             stored, status = self._buffer(int(samples.sizes[row])), np.zeros(1, np.int32)

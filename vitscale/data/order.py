@@ -38,13 +38,14 @@ class Slots(NamedTuple):
     """Samples of consecutive slots of one global batch.
 
     `shard` and `position` are int64 (slots,): the index of the shard, and the place among its selected samples. Where
-    `mask` (slots,) is False the slot is a filler.
+    `mask` (slots,) is False the slot is a filler. `view` int64 (slots,) counts the views of a sample in a batch.
     """
 
     epoch: int
     shard: np.ndarray
     position: np.ndarray
     mask: np.ndarray
+    view: np.ndarray
 
 
 class TrainOrder:
@@ -53,16 +54,21 @@ class TrainOrder:
     An epoch of N samples has floor(N / G) batches. The N mod G samples that it leaves out are others each time: the
     last of each shuffled segment, and the last N mod S of the epoch's sequence.
 
+    With n `repeats` a batch has G / n samples, and each of them n times: the slots of its n parts, of G / n each, have
+    the same samples in the same order. An epoch of the order, in which each sample comes once, then has n times as many
+    batches.
+
     Args:
         shard_samples: selected samples of every shard.
-        global_batch: G, samples a step.
+        global_batch: G, slots of a step.
         seed: of the shuffle.
+        repeats: n, views of each sample in a batch; it divides G.
 
     Raises:
         RecipeError: fewer samples than one global batch.
     """
 
-    def __init__(self, shard_samples: Sequence[int], global_batch: int, seed: int) -> None:
+    def __init__(self, shard_samples: Sequence[int], global_batch: int, seed: int, repeats: int = 1) -> None:
         samples = np.asarray(shard_samples, np.int64)
         self.num_samples = int(samples.sum())
         self.global_batch = global_batch
@@ -71,8 +77,10 @@ class TrainOrder:
                 f"the dataset has {self.num_samples} samples, fewer than one global batch of {global_batch}; "
                 f"use a smaller batch.global"
             )
-        self.segments = num_segments(len(shard_samples), global_batch)
-        self._per_segment = global_batch // self.segments
+        assert global_batch % repeats == 0, (global_batch, repeats)
+        self.repeats, self._distinct = repeats, global_batch // repeats
+        self.segments = num_segments(len(shard_samples), self._distinct)
+        self._per_segment = self._distinct // self.segments
         self._segment_length = self.num_samples // self.segments
         self.steps_per_epoch = self._segment_length // self._per_segment
         windows = -(-self._segment_length // (WHOLE_SAMPLES if len(samples) < _FEW_SHARDS else WINDOW_SAMPLES))
@@ -90,15 +98,25 @@ class TrainOrder:
         """Slots [first_slot, last_slot) of the global batch of `step` (updates done before it, from 0)."""
         epoch, index = divmod(step, self.steps_per_epoch)
         pieces = []
-        for segment in range(first_slot // self._per_segment, -(-last_slot // self._per_segment)):
-            low = max(first_slot - segment * self._per_segment, 0)
-            high = min(last_slot - segment * self._per_segment, self._per_segment)
-            start = index * self._per_segment
-            pieces.append(self._sequence_positions(epoch, segment, start + low, start + high))
+        for first, last in self._parts(first_slot, last_slot):
+            for segment in range(first // self._per_segment, -(-last // self._per_segment)):
+                low = max(first - segment * self._per_segment, 0)
+                high = min(last - segment * self._per_segment, self._per_segment)
+                start = index * self._per_segment
+                pieces.append(self._sequence_positions(epoch, segment, start + low, start + high))
         places = np.concatenate(pieces)
         shards, ends = self._epoch(epoch)
         at, position = _locate(ends, places)
-        return Slots(epoch, shards[at], position, np.ones(len(places), bool))
+        view = np.arange(first_slot, last_slot, dtype=np.int64) // self._distinct
+        return Slots(epoch, shards[at], position, np.ones(len(places), bool), view)
+
+    def _parts(self, first_slot: int, last_slot: int) -> list[tuple[int, int]]:
+        """Slots as ranges of the samples of the batch, from 0 to G / n, one range a view."""
+        views = range(first_slot // self._distinct, -(-last_slot // self._distinct))
+        return [
+            (max(first_slot - view * self._distinct, 0), min(last_slot - view * self._distinct, self._distinct))
+            for view in views
+        ]
 
     def upcoming(self, step: int, first_slot: int, last_slot: int) -> list[int]:
         """Shards that slots [first_slot, last_slot) draw on from `step` on, each once, those needed first in front.
@@ -108,6 +126,8 @@ class TrainOrder:
         """
         epoch, index = divmod(step, self.steps_per_epoch)
         start = index * self._per_segment
+        parts = self._parts(first_slot, last_slot)
+        first_slot, last_slot = parts[0] if len(parts) == 1 else (0, self._distinct)
         current = range(self._window_at(start), self._window_at(start + self._per_segment - 1) + 1)
         epoch_ends = self._bounds[current.stop] >= self.steps_per_epoch * self._per_segment
         following = (epoch + 1, 0) if epoch_ends else (epoch, current.stop)
@@ -165,7 +185,7 @@ class EvalOrder:
         places = step * self.global_batch + np.arange(first_slot, last_slot, dtype=np.int64)
         mask = places < self.num_samples
         at, position = _locate(self._ends, np.where(mask, places, 0))
-        return Slots(0, at, position, mask)
+        return Slots(0, at, position, mask, np.zeros(len(places), np.int64))
 
     def upcoming(self, step: int, first_slot: int, last_slot: int) -> list[int]:
         """Shards that slots [first_slot, last_slot) read from `step` on, each once, in the order of need.

@@ -148,6 +148,13 @@ class Data(Block):
     image_size: int = Field(224, ge=1, le=8192, description="side in pixels of what the model sees")
     crop: Crop = Crop()
     flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
+    repeats: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="views of each sample in a global batch, which then has as many times fewer samples (repeated "
+        "augmentation); epochs go on counting images",
+    )
     operations: list[Annotated[SerializeAsAny[ImageOperation], by_kind(ImageOperation, "data.operations.N")]] = Field(
         [],
         description="what happens to training images on the device, in this order, behind crop and flip; those on "
@@ -564,6 +571,11 @@ class Recipe(Block):
             self.model.check_image_size(self.data.image_size)
         except ValueError as error:
             raise ValueError(f"data.image_size {self.data.image_size}: {error}") from None
+        if self.batch.global_size % self.data.repeats:
+            raise ValueError(
+                f"data.repeats {self.data.repeats} does not divide batch.global {self.batch.global_size}: a batch has "
+                f"as many views of each of its samples"
+            )
         if self.optimizer.layer_decay is not None and self.model.num_blocks == 0:
             raise ValueError(
                 f"optimizer.layer_decay counts Transformer blocks, and a {self.model.title} has none; "

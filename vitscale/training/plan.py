@@ -111,7 +111,8 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
     manifest = Manifest.load(recipe.dataset_path(recipe.data.train))
     num_classes = objective_class(recipe).num_outputs(recipe, manifest)
     global_batch = recipe.batch.global_size
-    order = TrainOrder([shard.num_selected for shard in manifest.shards], global_batch, recipe.seed)
+    shard_samples = [shard.num_selected for shard in manifest.shards]
+    order = TrainOrder(shard_samples, global_batch, recipe.seed, recipe.data.repeats)
 
     def interval(key: str, duration: Duration | None) -> int | None:
         return None if duration is None else _steps(recipe, manifest.num_samples, key, duration)
