@@ -158,6 +158,27 @@ def test_recomputed_activations(model, every):
     assert recipe_work(plain, 1000).recomputed(0).macs == 0
 
 
+@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize(
+    "model", [{}, {"pool": "map", "registers": 3, "class_position": False}, {"pool": "normed_mean", **ROPE}]
+)
+def test_patches_that_are_left_out(model, every):
+    """All patches are embedded; blocks and pooling see those that are kept."""
+    content = recipe_of(SMALL | {"patch_size": 8, **model}, 64, every).dump()
+    content["objective"] |= {"keep": 0.4}
+    recipe = validate_recipe(content, "this test")
+    objective = build_objective(recipe, 1000).train()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        images, labels = torch.zeros(1, 64, 64, 3), torch.zeros(1, dtype=torch.int64)
+        losses = objective(images, labels, objective.plan(np.zeros(1, np.int64), 0)).per_sample
+        forward = counter.get_total_flops()
+        losses.sum().backward()
+    backward = counter.get_total_flops() - forward
+    work, count = recipe_work(recipe, 1000), sum(p.numel() for p in objective.parameters())
+    both = 2 * (work.backward_macs + work.recomputed(every).macs)
+    assert (2 * work.macs, both, work.params) == (forward, backward, count)
+
+
 @pytest.mark.parametrize("pool", ["cls", "mean"])
 @pytest.mark.parametrize("target", ["mean_colour", "cell_colours", "pixels"])
 @pytest.mark.parametrize("share", [0.5, 0.15])

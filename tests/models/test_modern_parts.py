@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from models.small_models import count, images, with_values
+from timm.layers import DropPath, calculate_drop_path_rates
 from torch.nn import functional as F
 
 from vitscale.families import UNSET, model_of
@@ -234,6 +235,19 @@ def test_drop_path_leaves_out_whole_branches_of_samples_and_keeps_the_mean():
     block.eval()
     assert not torch.allclose(block(x)[:1], found[:1])
     assert torch.equal(block(x), block(x))
+
+
+def test_drop_path_draws_and_scales_as_timms():
+    block, theirs = made(drop_path=0.5).blocks[1].train(), DropPath(0.25).train()
+    x = torch.randn(64, 5, 48, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(1)
+    found = block(x)
+    torch.manual_seed(1)
+    expected = x + theirs(block.attention(block.norm1(x)))
+    expected = expected + theirs(block.mlp(block.norm2(expected)))
+    torch.testing.assert_close(found, expected)
+    rates = calculate_drop_path_rates(0.5, 3)
+    assert [block.drop_path for block in made(drop_path=0.5).blocks] == pytest.approx(rates)
 
 
 @pytest.mark.parametrize("keys", [ALL, ALL | {"pool": "map"}, {"registers": 2, "class_position": False}, EVA])

@@ -1,4 +1,6 @@
-"""Mixup and CutMix through the trainer: worlds of 1, 2 and 4, ZeRO stages, interrupted; against dense targets."""
+"""Mixup, CutMix, repeated samples and kept patches through the trainer: worlds of 1, 2 and 4, ZeRO stages, interrupted;
+the first losses against dense targets.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,13 @@ pytestmark = pytest.mark.slow
 DRAWN_FOR = ("batch", "pair", "element")
 
 
+def everything(stage: int = 1, precision: str = "fp32", **others: Any) -> dict[str, Any]:
+    """All that is drawn for a sample, and that does not draw by rank."""
+    of_pairs = blocks("pair", stage, precision, **others)
+    more = {"loss": "bce", "label_smoothing": 0.0, "threshold": 0.3, "keep": 0.5}
+    return {**of_pairs, "objective": of_pairs["objective"] | more, "data": {"repeats": 2}}
+
+
 def blocks(per: str, stage: int = 1, precision: str = "fp32", **others: Any) -> dict[str, Any]:
     mixing = {"mixup": 0.8, "cutmix": 1.0, "probability": 0.8, "per": per}
     return {
@@ -38,19 +47,20 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_data(root)
     for world in (1, 2, 4):
         jobs = [{"name": f"{per}-{world}", "blocks": [blocks(per)], "stops": [None]} for per in DRAWN_FOR]
+        jobs.append({"name": f"all-{world}", "blocks": [everything()], "stops": [None]})
         if world == 2:
-            of_stage = [blocks("pair", stage, "bf16") for stage in (0, 2, 3)]
+            of_stage = [everything(stage, "bf16", model={"drop_path": 0.3}) for stage in (0, 2, 3)]
             for each in of_stage:
                 name = f"zero{each['parallelism']['zero_stage']}"
                 jobs.append({"name": name, "blocks": [each], "stops": [None]})
                 jobs.append({"name": f"{name}-resumed", "blocks": [each] * 2, "stops": [3, None]})
             jobs.append({"name": "parted", "blocks": [blocks("pair", batch={"micro_max": 1})], "stops": [None]})
-            jobs.append({"name": "moved", "blocks": [blocks("pair", 3), blocks("pair", 0)], "stops": [3, None]})
+            jobs.append({"name": "moved", "blocks": [everything(3), everything(0)], "stops": [3, None]})
         launch(root, jobs, world)
     return root
 
 
-@pytest.mark.parametrize("per", DRAWN_FOR)
+@pytest.mark.parametrize("per", [*DRAWN_FOR, "all"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_world_mixes_the_same(root, world, per):
     one, other = f"{per}-1", f"{per}-{world}"
@@ -60,7 +70,7 @@ def test_every_world_mixes_the_same(root, world, per):
 
 
 def test_a_run_that_moves_to_another_stage_mixes_the_same(root):
-    assert column(root, "moved", "loss") == pytest.approx(column(root, "pair-2", "loss"), rel=2e-5)
+    assert column(root, "moved", "loss") == pytest.approx(column(root, "all-2", "loss"), rel=2e-5)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -37,6 +37,13 @@ def uniform(keys: np.ndarray, *parts: int) -> np.ndarray:
     return (mix(keys ^ combine(*parts)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def orders(keys: np.ndarray, count: int, *parts: int) -> np.ndarray:
+    """A random order of 0 .. count - 1 for each key (B,) uint64, for the purpose named by `parts`; int64 (B, count)."""
+    own = mix(keys ^ combine(*parts))
+    # `mix` is a bijection: no two numbers have one hash.
+    return np.argsort(mix(own[:, None] ^ np.arange(count, dtype=np.uint64)), axis=1)
+
+
 def permutation(count: int, *parts: int) -> np.ndarray:
     """A permutation of 0 .. count - 1 as a function of `parts`; int64 (count,)."""
     # `mix` is a bijection, hence no two keys are equal and any sort gives this order; the default is the fastest.

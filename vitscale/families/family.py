@@ -138,6 +138,10 @@ class Model(Block):
     def operations(self, image_size: int, num_classes: int | None) -> Sequence[Operation]:
         """What one image costs, and the parameters, in order; `num_classes` None: without a head."""
 
+    def operations_of_part(self, image_size: int, num_classes: int | None, patches: int) -> Sequence[Operation]:
+        """As `operations`, where blocks see only so many patches. Raises `ValueError` where they need all of them."""
+        raise ValueError(f"a {self.title} does not go without some of its patches")
+
     # ---- What can be done with it ------------------------------------------------------------------------------------
 
     @property

@@ -420,8 +420,22 @@ class ViT(Model):
         Both products of attention are `scores`, products with embeddings of offsets `relative`. The number of heads
         does not enter.
         """
+        return self._operations(image_size, num_classes, self.shape().grid(image_size) ** 2)
+
+    def operations_of_part(self, image_size: int, num_classes: int | None, patches: int) -> Sequence[Operation]:
+        """As `Model.operations_of_part`: all patches are embedded."""
+        for key, is_set in {
+            "attention: axial": self.shape().attention == "axial",
+            f"position.kind: {self.position.kind}": self.position.kind == "relative",
+            f"position.at: {self.position.at}": self.position.at != "stem",
+        }.items():
+            if is_set:
+                raise ValueError(f"model.{key} needs all patches of an image, in their places")
+        return self._operations(image_size, num_classes, patches)
+
+    def _operations(self, image_size: int, num_classes: int | None, patches: int) -> list[Operation]:
         shape = self.shape()
-        D, n, T = shape.width, shape.grid(image_size), self.num_tokens(image_size)
+        D, n, T = shape.width, shape.grid(image_size), patches + shape.registers + self.has_class_token
         operations = [] if shape.stem is None else feature_operations(shape.stem, image_size)
         operations.append(dense("patch_embedding", n**2, shape.patch_dim, D, input_gradient=shape.stem is not None))
         class_token = D if self.has_class_token else 0

@@ -59,7 +59,7 @@ def model_work(model: Model, image_size: int, num_classes: int | None) -> Work:
 
 
 def recipe_work(recipe: Recipe, num_classes: int) -> Work:
-    """Work of a recipe's model and objective on one of its images; `num_classes` are those of the training data."""
+    """Work of a recipe's model and objective on one training image; `num_classes` are those of the training data."""
     outputs = num_classes if recipe.objective.has_classes else None
-    model = model_work(recipe.model, recipe.data.image_size, outputs)
-    return Work((*model.operations, *recipe.objective.operations(recipe)))
+    of_model = recipe.objective.model_operations(recipe, outputs)
+    return Work((*of_model, *recipe.objective.operations(recipe)))

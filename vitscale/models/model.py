@@ -62,7 +62,8 @@ class Model(nn.Module):
         return BlockTokens(self(images).pooled[:, None], None)
 
     # ---- Of a model that cuts the picture itself into patches: `patches` of its block --------------------------------
-    # Its `forward` takes `edit`: patch embeddings (B, N, D) -> those that are used instead.
+    # Its `forward` takes `edit`: patch embeddings (B, N, D) -> those that are used instead; and `kept`, the patches
+    # (B, C) that it goes on with, where `operations_of_part` of its block does not refuse.
 
     def patchify(self, images_BHWC: Tensor) -> Tensor:
         """The pixels of patches: (B, H, W, 3) -> (B, N, P * P * 3), rows of patches first, in each height first."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitscale import recipe as recipes
+from vitscale.data.hashing import orders
 from vitscale.errors import DataError, RecipeError
 from vitscale.models import Initialiser, Model, build_model, constant
 from vitscale.objectives.mixing import Mixer, Partners, partners_of
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from vitscale.shards import Manifest
 
 UNLABELLED = -1
+_KEPT = 28  # what a hash is for; see data/augmentation.py
 
 
 Share = tuple[Tensor, Tensor | float]
@@ -150,6 +152,7 @@ class Classification(Objective):
         num_classes: K.
         head_bias: initial bias of the output layer.
         mixer: of images and their targets; None to leave them alone.
+        kept: patches of each image that the backbone sees while it trains; None for all.
     """
 
     def __init__(
@@ -159,10 +162,11 @@ class Classification(Objective):
         num_classes: int,
         head_bias: float,
         mixer: Mixer | None = None,
+        kept: int | None = None,
     ) -> None:
         super().__init__(backbone)
         self.cross_entropy, self.num_classes, self.head_bias = cross_entropy, num_classes, head_bias
-        self.mixer = mixer
+        self.mixer, self.kept = mixer, kept
 
     @classmethod
     def num_outputs(cls, recipe: Recipe, manifest: "Manifest") -> int:
@@ -185,36 +189,38 @@ class Classification(Objective):
     def of(cls, recipe: Recipe, num_classes: int) -> Self:
         """As `Objective.of`."""
         backbone = build_model(recipe, num_classes)
-        return cls(backbone, CrossEntropy.of(recipe), num_classes, initial_head_bias(recipe), mixer_of(recipe))
+        settings = recipe.objective
+        assert isinstance(settings, recipes.Classification), settings.kind
+        mixer = None if settings.mixing is None else Mixer(settings.mixing, recipe.seed, recipe.data.image_size)
+        head_bias = initial_head_bias(recipe)
+        return cls(backbone, CrossEntropy.of(recipe), num_classes, head_bias, mixer, settings.kept(recipe))
 
     def check(self, batch: "Batch") -> None:
         """As `Objective.check`: labels outside the classes."""
         self.cross_entropy.check_labels(batch.labels, self.num_classes)
 
     def plan(self, keys: np.ndarray, step: int) -> Plan:
-        """As `Objective.plan`: how images are mixed."""
-        return () if self.mixer is None else self.mixer.plan(keys, step)
+        """As `Objective.plan`: how images are mixed, and which patches are kept, in order (B, C) int64."""
+        plan: Plan = () if self.mixer is None else self.mixer.plan(keys, step)
+        if self.kept is None:
+            return plan
+        patches = self.backbone.shape.grid(self.backbone.image_size) ** 2
+        kept = np.sort(orders(keys.view(np.uint64), patches, _KEPT)[:, : self.kept], axis=1)
+        return *plan, torch.from_numpy(kept)
 
     def losses(self, images: Tensor, labels: Tensor, plan: Plan) -> Losses:
         """As `Objective.losses`."""
         partners = None
         if self.mixer is not None:
-            own, blend, boxes = plan
+            own, blend, boxes, *plan = plan
             images = self.mixer.mix_images(images, blend, boxes)
             partners = Partners(partners_of(labels), own)
-        logits = self.backbone(images).logits
+        logits = (self.backbone(images) if self.kept is None else self.backbone(images, kept=plan[0])).logits
         return Losses(self.cross_entropy.per_sample_loss(logits, labels, partners))
 
     def initialiser(self, name: str) -> Initialiser:
         """As `Objective.initialiser`; the output layer begins with its bias."""
         return constant(self.head_bias) if name == "head.bias" else super().initialiser(name)
-
-
-def mixer_of(recipe: Recipe) -> Mixer | None:
-    """That of a recipe whose objective is classification."""
-    settings = recipe.objective
-    assert isinstance(settings, recipes.Classification), settings.kind
-    return None if settings.mixing is None else Mixer(settings.mixing, recipe.seed, recipe.data.image_size)
 
 
 def initial_head_bias(recipe: Recipe) -> float:

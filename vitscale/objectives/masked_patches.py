@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitscale.data.hashing import combine, mix
+from vitscale.data.hashing import orders
 from vitscale.models import Initialiser, Model, build_model, constant, normal
 from vitscale.models.layers import OutputLayer
 from vitscale.objectives.objective import Losses, Objective, Plan
@@ -50,10 +50,7 @@ class MaskedPatchPrediction(Objective):
     def plan(self, keys: np.ndarray, step: int) -> Plan:
         """A random order of each image's patches, (B, N) int64: masked, replaced, kept, and those that are intact."""
         patches = self.backbone.shape.grid(self.backbone.image_size) ** 2
-        of_sample = mix(keys.view(np.uint64) ^ combine(_PATCH_ORDER))
-        # `mix` is a bijection: no two patches of an image have one hash.
-        order = np.argsort(mix(of_sample[:, None] ^ np.arange(patches, dtype=np.uint64)), axis=1)
-        return (torch.from_numpy(order),)
+        return (torch.from_numpy(orders(keys.view(np.uint64), patches, _PATCH_ORDER)),)
 
     def losses(self, images: Tensor, labels: Tensor, plan: Plan) -> Losses:
         """As `Objective.losses`: the mean over corrupted patches, in nats, or of squares in units of half the range."""

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from vitscale.block import Block
 from vitscale.operations import Operation
+from vitscale.recipe.shares import by_largest_remainder
 
 if TYPE_CHECKING:
     from vitscale.recipe.schema import Recipe
@@ -67,6 +68,10 @@ class Objective(Block):
         """What one image costs beside the model: heads, decoders, and their parameters."""
         return ()
 
+    def model_operations(self, recipe: "Recipe", num_classes: int | None) -> Sequence[Operation]:
+        """What one image costs the model while it trains, and its parameters."""
+        return recipe.model.operations(recipe.data.image_size, num_classes)
+
     @property
     def together(self) -> int:
         """Slots of the global batch that are computed together: micro-batches are multiples of it."""
@@ -101,6 +106,13 @@ class Classification(Objective):
         "bce_target_thresh)",
     )
     mixing: Mixing | None = None
+    keep: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="part of each image's patches that a Transformer sees while it trains, drawn by sample; class "
+        "token and registers stay (PatchDropout)",
+    )
 
     @model_validator(mode="after")
     def _targets(self) -> "Classification":
@@ -119,6 +131,15 @@ class Classification(Objective):
 
     def check(self, recipe: "Recipe") -> None:
         """As `Objective.check`."""
+        if self.keep < 1:
+            if recipe.model.patches(recipe.data.image_size) is None:
+                raise ValueError("objective.keep needs a model that cuts the picture itself into patches")
+            if self.kept(recipe) == 0:
+                raise ValueError(f"objective.keep {self.keep:g}: no patch of an image would be kept")
+            try:
+                self.model_operations(recipe, None)
+            except ValueError as error:
+                raise ValueError(f"objective.keep {self.keep:g}: {error}") from None
         if self.mixing is None:
             return
         if recipe.batch.global_size % 2:
@@ -130,6 +151,20 @@ class Classification(Objective):
                 "data.bad_samples: mask leaves the partner of a damaged image without one to be mixed with, and "
                 "objective.mixing is on; use substitute"
             )
+
+    def kept(self, recipe: "Recipe") -> int | None:
+        """Patches of each image that the model sees while it trains, rounded; None for all."""
+        patches = recipe.model.patches(recipe.data.image_size)
+        if self.keep == 1 or patches is None:
+            return None
+        return by_largest_remainder(patches.grid**2, (self.keep, 1 - self.keep))[0]
+
+    def model_operations(self, recipe: "Recipe", num_classes: int | None) -> Sequence[Operation]:
+        """As `Objective.model_operations`: on the patches that are kept."""
+        kept = self.kept(recipe)
+        if kept is None:
+            return super().model_operations(recipe, num_classes)
+        return recipe.model.operations_of_part(recipe.data.image_size, num_classes, kept)
 
     @property
     def together(self) -> int:

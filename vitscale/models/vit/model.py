@@ -142,6 +142,7 @@ class ViT(Model):
         images_BHWC: Tensor,
         *,
         edit: Callable[[Tensor], Tensor] | None = None,
+        kept: Tensor | None = None,
         intermediates: dict[str, Tensor] | None = None,
     ) -> Outputs:
         """Tokens (B, T, D), representation (B, D), logits (B, K).
@@ -149,11 +150,13 @@ class ViT(Model):
         Args:
             images_BHWC: (B, H, W, 3).
             edit: patch embeddings (B, N, D) -> those that are used instead, before class token and positions are added.
+            kept: the patches (B, C) that blocks see, int64, each once; None for all. Positions that are told in every
+                block, other than rotations, and axial attention need all of them.
             intermediates: filled with `embedded` (B, T, D) and `block_0` ... (B, T, D).
         """
         keep = no_record if intermediates is None else intermediates.__setitem__
         x_BND = self.embed(images_BHWC)
-        tokens_BTD = self.encode(x_BND if edit is None else edit(x_BND), keep)
+        tokens_BTD = self.encode(x_BND if edit is None else edit(x_BND), keep, kept)
         pooled_BD = self.represent(tokens_BTD)
         tokens_BTD = tokens_BTD[:, 1:] if self.pool == "normed_mean" else tokens_BTD
         return Outputs(tokens_BTD, pooled_BD, self.classify(pooled_BD))
@@ -164,7 +167,9 @@ class ViT(Model):
         x_BHWC = images_BHWC if self.stem is None else self.stem(images_BHWC).permute(0, 2, 3, 1)
         return self.embedding(self.patchify(x_BHWC))
 
-    def encode(self, x_BTD: Tensor, keep: Callable[[str, Tensor], None] = no_record) -> Tensor:
+    def encode(
+        self, x_BTD: Tensor, keep: Callable[[str, Tensor], None] = no_record, kept_BC: Tensor | None = None
+    ) -> Tensor:
         """Patch embeddings (B, N, D) -> tokens (B, T, D) after the final norm: class token, registers, patches.
 
         With `normed_mean` one more comes before them: that of the patches' mean.
@@ -186,6 +191,12 @@ class ViT(Model):
         rotations = []
         if self.position in ("rope", "1d_rope"):
             rotations.append(patch_rotation(grid, self.shape.head_dim, self.position_base, x_BTD, self.position))
+        if kept_BC is not None:
+            patches_BND = self.patch_tokens(x_BTD)
+            others_BTD = x_BTD[:, : x_BTD.shape[1] - patches_BND.shape[1]]
+            at_BCD = kept_BC[..., None].expand(-1, -1, patches_BND.shape[2])
+            x_BTD = torch.cat([others_BTD, patches_BND.gather(1, at_BCD)], dim=1)
+            rotations = [rotation_2Nd[:, kept_BC][:, :, None] for rotation_2Nd in rotations]
         x_BTD = self.dropout(x_BTD)
         keep("embedded", x_BTD)
         for index, block in enumerate(self.blocks):

@@ -104,9 +104,12 @@ def patch_rotation(
 
 
 def rotate(x_BATd: Tensor, rotation_2Nd: Tensor) -> Tensor:
-    """Queries or keys (B, A, T, d), the last N of T turned: elements i and i + d / 2 are a point of a plane."""
+    """Queries or keys (B, A, T, d), the last N of T turned: elements i and i + d / 2 are a point of a plane.
+
+    `rotation_2Nd` may be (2, B, 1, N, d): images have patches of their own.
+    """
     cos_Nd, sin_Nd = rotation_2Nd
-    before = x_BATd.shape[2] - cos_Nd.shape[0]
+    before = x_BATd.shape[2] - cos_Nd.shape[-2]
     others, patches = x_BATd[:, :, :before], x_BATd[:, :, before:]
     first, second = patches.chunk(2, dim=-1)
     return torch.cat([others, patches * cos_Nd + torch.cat([-second, first], dim=-1) * sin_Nd], dim=2)
