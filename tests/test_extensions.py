@@ -110,7 +110,7 @@ def test_the_block_of_another_family_is_replaced_whole():
         ("objective.kind=example_vision.Mixer", "objective", "vitscale.recipe.objectives.Objective"),
         ("objective.kind=test_extensions.Nameless", "objective", "has_classes, implementation"),
         ("objective.angle=3", "objective.angle", "unknown"),
-        ("data.operations=[{kind: solarize}]", "data.operations.0", "'solarize'"),
+        ("data.operations=[{kind: solarise}]", "data.operations.0.kind", "'solarize'"),
         ("data.operations=[{kind: example_vision.Solarize, share: 2}]", "data.operations.0.share", "2"),
         ("evaluation.evaluators=[{kind: example_vision.FeatureNorm, name: n}]", "evaluation.evaluators.0.data", ""),
         ("evaluation.evaluators=[{name: n}]", "evaluation.evaluators.0.kind", ""),

@@ -1,10 +1,12 @@
-"""Stored images: headers, checksums, pixels, and whether an image is good. All of it is the C in `vitscale/native/`.
+"""Stored images: headers, checksums, pixels, whether an image is good; and operations on pixels. All of it is the C in
+`vitscale/native/`.
 
 Training, conversion, verification, de-duplication and contact sheets all call this module, so that they cannot disagree
 about an image. Calls release the interpreter's lock. They raise RecipeError where the C is not compiled.
 """
 
 import ctypes
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +19,39 @@ damaged, or of a kind that is not taken; it is of another size than stated; or m
 
 SUBSAMPLING = "4:4:4"  # of what `encode` writes
 MAX_SIDE = 65500  # pixels; what libjpeg reads and writes, less than the format's 65535
+
+
+class Code(IntEnum):
+    """The operations on pixels, each in place of Pillow's of that name, and what the values of an instruction are."""
+
+    NOTHING = 0
+    INVERT = 1
+    SOLARIZE = 2  # from which value on
+    SOLARIZE_ADD = 3  # what is added to values below 128
+    POSTERIZE = 4  # how many bits stay; 8 and more: all
+    AUTOCONTRAST = 5
+    EQUALIZE = 6
+    COLOR = 7  # the factor of ImageEnhance, and so below; 0 is gray
+    CONTRAST = 8
+    BRIGHTNESS = 9
+    SHARPNESS = 10
+    AFFINE = 11  # a, b, c, d, e, f of Image.transform; interpolation and fill
+    CUTOUT = 12  # first row, first column, end of the rows, end of the columns; fill
+    BLUR = 13  # the radius of ImageFilter.GaussianBlur, which is its standard deviation
+
+
+class Interpolation(IntEnum):
+    """How an affine transform finds values between pixels."""
+
+    NEAREST = 0
+    BILINEAR = 1
+    BICUBIC = 2
+
+
+INSTRUCTION = np.dtype(
+    [("code", np.int32), ("interpolation", np.int32), ("fill", np.int32, 3), ("spare", np.int32), ("values", "f8", 6)]
+)
+"""One operation, as C has it. Programs are arrays (B, L) of them: for each picture L, one after the other."""
 
 Bytes = bytes | bytearray | memoryview | np.ndarray
 
@@ -169,6 +204,27 @@ def decode_slice(
     )
 
 
+def operate(pixels: np.ndarray, programs: np.ndarray, status: np.ndarray) -> None:
+    """Change decoded pictures in place, each by its own program.
+
+    Whatever Pillow computes in whole numbers or in float32 has its result to the last bit; affine transforms that are
+    not NEAREST differ from Pillow's by one grey value at most.
+
+    Args:
+        pixels: uint8 (B, S, S, 3).
+        programs: INSTRUCTION (B, L), values between -32768 and 32768.
+        status: int32 (B,); a picture whose status is not OK stays as it is.
+
+    Raises MemoryError.
+    """
+    count, side = pixels.shape[:2]
+    assert pixels.dtype == np.uint8 and pixels.shape == (count, side, side, 3) and pixels.flags.c_contiguous
+    assert programs.dtype == INSTRUCTION and programs.shape[:1] == (count,) and programs.flags.c_contiguous
+    assert status.dtype == np.int32 and status.shape == (count,) and status.flags.c_contiguous
+    call = native.load().vitscale_operate
+    _known(call(pixels.ctypes.data, count, side, programs.ctypes.data, programs.shape[1], status.ctypes.data))
+
+
 def _header(jpeg: Bytes) -> native.Header:
     found, source = native.Header(), _bytes(jpeg)
     _known(native.load().vitscale_header(source.ctypes.data, source.size, found))
@@ -182,7 +238,7 @@ def _decode(jpeg: Bytes, height: int, width: int, exact: bool, pixels: int | Non
 
 def _known(status: int) -> int:
     if status == NO_MEMORY:
-        raise MemoryError("no memory to decode or encode an image")
+        raise MemoryError("no memory to decode, change or encode an image")
     return status
 
 

@@ -26,12 +26,32 @@ enum { MAX_PIXELS = 1 << 14 }; /* many small pictures find more than a few large
 #else
 enum { MAX_PIXELS = 1 << 20 };
 #endif
-enum { SLICE = 6 };
+enum { SLICE = 6, LENGTH = 3 };
 
 static void require(int holds, const char *what) {
     if (holds) return;
     fprintf(stderr, "%s\n", what);
     abort();
+}
+
+/* Any program of three operations for each picture. Values are what the recipe's operations draw, and beyond that. */
+static void change(uint8_t *images, int64_t side, const int32_t *statuses, uint32_t drawn) {
+    Instruction programs[SLICE][LENGTH];
+    memset(programs, 0, sizeof programs);
+    for (int i = 0; i < SLICE * LENGTH; i++) {
+        Instruction *one = &programs[i / LENGTH][i % LENGTH];
+        drawn = drawn * 1664525u + 1013904223u;
+        one->code = (int32_t)((drawn >> 24) % 15), one->interpolation = (int32_t)((drawn >> 16) % 3);
+        const double scale = one->code == 11 ? 1.0 / (1 << 22) : one->code == 12 ? 1.0 / (1 << 18) : 1.0 / (1 << 16);
+        for (int k = 0; k < 6; k++) {
+            drawn = drawn * 1664525u + 1013904223u;
+            one->values[k] = (double)(int32_t)(one->code > 10 && one->code < 13 ? drawn : drawn >> 8) * scale;
+        }
+        if (one->code == 11 && drawn & 1024) one->values[0] = one->values[4] = 1.0, one->values[2] = one->values[5] = 0.0;
+        if (one->code == 11 && drawn & 2048) one->values[1] = 0.0;
+        if (one->code == 11 && drawn & 4096) one->values[3] = 0.0;
+    }
+    require(vitscale_operate(images, SLICE, side, programs[0], LENGTH, statuses) == OK, "pictures are not changed");
 }
 
 /* Memory of exactly so many bytes, so that one more is found. */
@@ -82,6 +102,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
                               flips, may_scale, out, side, statuses);
         require(statuses[0] == status, "a view of the whole has another verdict");
         for (int i = 1; i < 3; i++) require(status != OK || statuses[i] == OK, "a view of a good image is refused");
+        change(out, side, statuses, drawn);
         free(out);
     }
     if (status == OK) {

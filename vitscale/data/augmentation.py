@@ -9,7 +9,8 @@ from typing import Literal
 import numpy as np
 
 from vitscale import native
-from vitscale.data.hashing import combine, mix, uniform
+from vitscale.data.draws import uniform
+from vitscale.data.hashing import combine, mix
 from vitscale.recipe import Crop
 
 _CROP, _FLIP, _TOP, _LEFT, _VIEW = 3, 4, 6, 7, 27  # what a hash is for

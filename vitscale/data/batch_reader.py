@@ -15,12 +15,13 @@ from vitscale.data.augmentation import Transform, sample_keys
 from vitscale.data.batch import Batch
 from vitscale.data.buffers import Buffers
 from vitscale.data.crew import Activity
-from vitscale.data.hashing import uniform
+from vitscale.data.draws import uniform
 from vitscale.data.open_shards import OpenedShard, OpenShards
 from vitscale.data.order import EvalOrder, TrainOrder
+from vitscale.data.pixel_programs import PixelPrograms
 from vitscale.data.settings import Reading
 from vitscale.errors import DataError, StorageError
-from vitscale.images import CRC_MISMATCH, NO_MEMORY, OK, WRONG_SIZE, decode_slice
+from vitscale.images import CRC_MISMATCH, NO_MEMORY, OK, WRONG_SIZE, decode_slice, operate
 
 _SLICE_SAMPLES = 16  # of 224 px: what is decoded is still in the cache of the core when its digest is taken
 _CHECK = 5  # what a hash is for
@@ -89,6 +90,7 @@ class Work:
     keys: np.ndarray
     boxes: np.ndarray
     flips: np.ndarray
+    programs: np.ndarray
     checked: np.ndarray
     mask: np.ndarray
     bad: np.ndarray
@@ -110,6 +112,7 @@ class BatchReader:
         order: which samples stand in which slot.
         image_size: side S of the output in pixels.
         transform: what of each picture is seen.
+        programs: what is done to its pixels then.
         slots: first and last of this rank's slots of every global batch.
         seed: of the augmentation.
         reading: how.
@@ -123,13 +126,15 @@ class BatchReader:
         order: TrainOrder | EvalOrder,
         image_size: int,
         transform: Transform,
+        programs: PixelPrograms,
         slots: tuple[int, int],
         seed: int,
         reading: Reading,
         digest: bool,
         activity: Activity,
     ) -> None:
-        self._shards, self._order, self._transform, self._slots = shards, order, transform, slots
+        self._shards, self._order, self._slots = shards, order, slots
+        self._transform, self._programs = transform, programs
         self._seed, self._reading, self._digest, self._activity = seed, reading, digest, activity
         self._buffers = Buffers((slots[1] - slots[0], image_size, image_size, 3), reading.pinned)
         self._memory = threading.local()
@@ -156,6 +161,7 @@ class BatchReader:
             keys=keys,
             boxes=self._transform.boxes(keys, samples.heights, samples.widths),
             flips=self._transform.flips(keys),
+            programs=self._programs(keys),
             checked=self._is_checked(keys) | np.array([shard.is_damaged for shard in shards], bool)[shard_of],
             mask=slots.mask,
             bad=np.zeros(count, bool),
@@ -268,6 +274,8 @@ class BatchReader:
         )
         if np.any(status == NO_MEMORY):
             raise MemoryError("no memory to decode an image")
+        if work.programs.size:
+            operate(work.pixels[rows], work.programs[rows], status)
 
     def _handle(self, work: Work, row: int, problem: DataError) -> None:
         """Do with a damaged sample what the policy says."""
@@ -294,6 +302,7 @@ class BatchReader:
             work.keys[one] = sample_keys(self._seed, work.epoch, samples.uids[one], work.views[one])
             work.boxes[one] = self._transform.boxes(work.keys[one], samples.heights[one], samples.widths[one])
             work.flips[one] = self._transform.flips(work.keys[one])
+            work.programs[one] = self._programs(work.keys[one])
             stored, status = self._buffer(int(samples.sizes[row])), np.zeros(1, np.int32)
             try:
                 self._read_into(stored, 0, samples, row)

@@ -32,11 +32,6 @@ def hashes(count: int, *parts: int) -> np.ndarray:
     return mix(mix(np.arange(count, dtype=np.uint64)) ^ combine(*parts))
 
 
-def uniform(keys: np.ndarray, *parts: int) -> np.ndarray:
-    """Uniform in [0, 1), float64 like `keys` uint64: what each key draws for the purpose that `parts` name."""
-    return (mix(keys ^ combine(*parts)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
 def orders(keys: np.ndarray, count: int, *parts: int) -> np.ndarray:
     """A random order of 0 .. count - 1 for each key (B,) uint64, for the purpose named by `parts`; int64 (B, count)."""
     own = mix(keys ^ combine(*parts))

@@ -1,4 +1,4 @@
-"""From a batch's uint8 images to the model's input in training: the recipe's operations, and normalisation."""
+"""From a batch's uint8 images to the model's input in training: operations on the device, and normalisation."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from vitscale.data.device import to_model_input
-from vitscale.data.hashing import combine, mix
+from vitscale.data.draws import operation_keys
 from vitscale.errors import RecipeError
 from vitscale.extensions import implementation
-from vitscale.recipe import Recipe
-
-_OPERATION = 9  # what a hash is for; see augmentation.py
+from vitscale.recipe import LoaderOperation, Recipe
 
 
 class ImageOperation:
@@ -48,8 +46,9 @@ class TrainingInput:
 
     def __init__(self, recipe: Recipe, normalise: Callable[..., Tensor] = to_model_input) -> None:
         operations = [
-            (block, implementation(block.implementation, ImageOperation).of(block), combine(_OPERATION, index))
+            (block, implementation(block.implementation, ImageOperation).of(block), index)
             for index, block in enumerate(recipe.data.operations)
+            if not isinstance(block, LoaderOperation)  # done when a batch arrives
         ]
         self._before = [each for each in operations if each[0].pixels == "uint8"]
         self._after = [each for each in operations if each[0].pixels == "float"]
@@ -68,9 +67,9 @@ class TrainingInput:
         return _operated(self._after, images, keys).to(dtype)
 
 
-def _operated(operations: list[tuple[Any, ImageOperation, np.uint64]], images: Tensor, keys: Tensor) -> Tensor:
-    for block, operation, own in operations:
-        result = operation(images, mix(keys.numpy().view(np.uint64) ^ own))
+def _operated(operations: list[tuple[Any, ImageOperation, int]], images: Tensor, keys: Tensor) -> Tensor:
+    for block, operation, index in operations:
+        result = operation(images, operation_keys(keys.numpy().view(np.uint64), index))
         if (result.shape, result.dtype) != (images.shape, images.dtype):
             raise RecipeError(
                 f"data.operations: {block.kind} made {tuple(result.shape)} {result.dtype} of "

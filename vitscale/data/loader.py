@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from vitscale.data.augmentation import Transform
 from vitscale.data.batch import Batch
@@ -20,8 +20,10 @@ from vitscale.data.batch_reader import BatchReader, Work
 from vitscale.data.crew import THREADS, Activity, Crew
 from vitscale.data.open_shards import OpenShards
 from vitscale.data.order import EvalOrder, TrainOrder
+from vitscale.data.pixel_programs import PixelPrograms
 from vitscale.data.settings import Reading
 from vitscale.errors import StorageError
+from vitscale.recipe import ImageOperation
 from vitscale.shards import Manifest
 
 _POLL_SECONDS = 0.1
@@ -36,6 +38,7 @@ class Loader:
         order: which samples stand in which slot.
         image_size: side S of the output in pixels.
         transform: what of each picture is seen.
+        operations: of the recipe, of which the loader does its own.
         rank, world: slots [rank G / world, (rank + 1) G / world) of every global batch of G are ours.
         seed: of the augmentation.
         reading: threads, checks, cache, what becomes of damaged samples.
@@ -55,6 +58,7 @@ class Loader:
         *,
         image_size: int,
         transform: Transform,
+        operations: Sequence[ImageOperation] = (),
         rank: int = 0,
         world: int = 1,
         seed: int = 0,
@@ -70,7 +74,8 @@ class Loader:
         stopping, activity = threading.Event(), Activity()
         shards = OpenShards(manifest, reading, activity, stopping.is_set)
         slots = (rank * share, (rank + 1) * share)
-        reader = BatchReader(shards, order, image_size, transform, slots, seed, reading, digest, activity)
+        programs = PixelPrograms(operations, image_size)
+        reader = BatchReader(shards, order, image_size, transform, programs, slots, seed, reading, digest, activity)
         stops = [stop for stop in (order.steps, stop_step) if stop is not None]
         steps = (start_step, min(stops, default=None))
         # The threads must not hold the loader, or an abandoned loader would never be collected.

@@ -69,6 +69,14 @@ typedef struct {
     int64_t height, width, top, left, box_height, box_width, flip, may_scale, side;
 } View;
 
+/* One operation on a decoded picture; operations.c lists them. Its values are below 32768. */
+typedef struct {
+    int32_t code, interpolation, fill[3], spare;
+    double values[6];
+} Instruction;
+
+int vitscale_operate(uint8_t *images, int64_t count, int64_t side, const Instruction *programs, int64_t length,
+                     const int32_t *status);
 int vitscale_header(const uint8_t *jpeg, uint64_t size, Header *header);
 int vitscale_decode(const uint8_t *jpeg, uint64_t size, int64_t height, int64_t width, int exact, uint8_t *out);
 int vitscale_encode(const uint8_t *rgb, int64_t height, int64_t width, int quality, uint8_t *out, uint64_t *size);

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitscale.data.hashing import combine, mix, uniform
+from vitscale.data.draws import uniform
+from vitscale.data.hashing import combine, mix
 from vitscale.recipe import Mixing
 
 _BATCH, _MIXED, _CUT, _RADIUS, _ANGLE, _ROW, _COLUMN = range(20, 27)  # what a hash is for; see data/augmentation.py

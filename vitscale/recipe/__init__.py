@@ -8,7 +8,17 @@ from vitscale.recipe.comparing import FREE_ON_BRANCHING, FREE_ON_RESUME, changes
 from vitscale.recipe.datasets import DATA_ROOT_VARIABLE, find_dataset
 from vitscale.recipe.evaluators import Evaluator
 from vitscale.recipe.fields import explain_fields, json_schema
-from vitscale.recipe.image_operations import ImageOperation
+from vitscale.recipe.image_operations import (
+    ColorJitter,
+    GaussianBlur,
+    Gray,
+    ImageOperation,
+    LoaderOperation,
+    RandAugment,
+    RandomErasing,
+    Solarize,
+    ThreeAugment,
+)
 from vitscale.recipe.objectives import Classification, Mixing, Objective
 from vitscale.recipe.optimizers import AdamW, Optimizer, group_of, is_frozen
 from vitscale.recipe.reading import (
@@ -49,6 +59,7 @@ __all__ = [
     "Anomalies",
     "Cache",
     "Classification",
+    "ColorJitter",
     "Course",
     "Crop",
     "Data",
@@ -56,15 +67,22 @@ __all__ = [
     "Ema",
     "EvalCrop",
     "Evaluator",
+    "GaussianBlur",
+    "Gray",
     "ImageOperation",
     "Init",
+    "LoaderOperation",
     "Mixing",
     "Normalise",
     "Objective",
     "Optimizer",
     "Policy",
+    "RandAugment",
+    "RandomErasing",
     "Recipe",
+    "Solarize",
     "Spike",
+    "ThreeAugment",
     "apply_setting",
     "changes",
     "describe_expected",

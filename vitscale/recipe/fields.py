@@ -92,8 +92,10 @@ def json_schema() -> dict[str, Any]:
             field.pop("discriminator")
     for name, tag in (("model", "family"), ("objective", "kind")):
         schema["properties"][name]["anyOf"].append(_named_by_path(tag))
-    for name in ("Evaluator", "ImageOperation"):
-        schema["$defs"][name] = _named_by_path("kind")
+    schema["$defs"]["Evaluator"] = _named_by_path("kind")
+    operations = schema["$defs"]["Data"]["properties"]["operations"]["items"]
+    operations["oneOf"].append(_named_by_path("kind"))
+    operations.pop("discriminator")
     schema["properties"]["extends"] = {"type": "string", "description": "the recipe that this one replaces a part of"}
     required = schema.pop("required")
     return {
@@ -230,9 +232,13 @@ def _variant(block: dict[str, Any]) -> str:
 
 def _inner_blocks(schema: dict[str, Any], field: dict[str, Any]) -> list[dict[str, Any]]:
     """The blocks that a field may hold; a duration counts as a value."""
-    options = [field.get("items", field), *field.get("anyOf", ()), *field.get("oneOf", ())]
+    item = field.get("items", field)
+    options = [
+        item,
+        *(option for place in (field, item) for key in ("anyOf", "oneOf") for option in place.get(key, ())),
+    ]
     names = [option["$ref"].rpartition("/")[2] for option in options if "$ref" in option]
-    return [schema["$defs"][name] for name in names if name != Duration.__name__]
+    return [schema["$defs"][name] for name in dict.fromkeys(names) if name != Duration.__name__]
 
 
 def _default(value: Any) -> str:

@@ -1,18 +1,151 @@
-"""What happens to training images on the device, as a recipe says it: the base of each block of `data.operations`."""
+"""What happens to training images behind crop and flip, as a recipe says it: one block a kind of operation.
 
-from typing import ClassVar, Literal
+Ours on uint8 pixels are done by the loader's threads, all others on the device.
+"""
 
-from pydantic import Field
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
 
 from vitscale.block import Block
 
+_Probability = Annotated[float, Field(ge=0, le=1)]
+_Range = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2, max_length=2)]
+_Colour = Annotated[list[Annotated[int, Field(ge=0, le=255)]], Field(min_length=3, max_length=3)]
+
 
 class ImageOperation(Block):
-    """An operation of another package on training images, which are on the device then."""
+    """The base of every block of `data.operations`."""
 
-    # `module:class` of the `vitscale.data.ImageOperation` that computes it.
+    # `module:class` of the `vitscale.data.ImageOperation` that computes it on the device.
     implementation: ClassVar[str]
     # What it works on: uint8 from 0 to 255, before images are normalised, or fp32 in [-1, 1] after that.
     pixels: ClassVar[Literal["uint8", "float"]]
 
     kind: str = Field(description="the dotted path of its block, such as my_package.Solarize, whose keys stand here")
+
+    @property
+    def place(self) -> int:
+        """Operations are done in the order of this: in the loader, on the device's uint8 pixels, on its floats."""
+        return {"uint8": 1, "float": 2}[self.pixels]
+
+
+class LoaderOperation(ImageOperation):
+    """The base of those that the loader does: `vitscale.data.pixel_programs` plans them, without torch."""
+
+    pixels: ClassVar[Literal["uint8", "float"]] = "uint8"
+
+    @property
+    def place(self) -> int:
+        """As `ImageOperation.place`."""
+        return 0
+
+
+class RandAugment(LoaderOperation):
+    """n operations, drawn from a set with replacement, of magnitude m (Cubuk et al., 2019; arXiv:1909.13719).
+
+    `timm_increasing` is timm's `inc1`; its rand-m9-mstd0.5-inc1 is {set: timm_increasing, m: 9, std: 0.5}.
+    `big_vision` is that of AugReg and big_vision, whose medium1 is {set: big_vision, m: 15}.
+    """
+
+    kind: Literal["randaugment"] = Field(description="chooses this operation")
+    set: Literal["timm", "timm_increasing", "big_vision"] = Field(
+        description="which operations, and what a magnitude means to them; in timm_increasing more is always stronger"
+    )
+    n: int = Field(2, ge=1, le=16, description="how many operations")
+    m: float = Field(9, ge=0, le=30, description="their magnitude, in timm's sets at most 10")
+    std: float = Field(
+        0, ge=0, le=10, description="standard deviation of the magnitude, which stays between 0 and 10 or 30"
+    )
+    probability: _Probability | None = Field(
+        None, description="with which each of the n is done; default: 0.5 in timm's sets, 1 in big_vision's"
+    )
+    interpolation: Literal["nearest", "bilinear", "bicubic", "random"] | None = Field(
+        None,
+        description="of what is moved; random: bilinear or bicubic; default: random in timm's sets, nearest in "
+        "big_vision's",
+    )
+    fill: _Colour = Field([128, 128, 128], description="red, green, blue of what is moved in; timm takes the mean")
+
+    @model_validator(mode="after")
+    def _as_in_timm(self) -> "RandAugment":
+        if self.set != "big_vision" and self.m > 10:
+            raise ValueError(f"m {self.m:g}: magnitudes of set: {self.set} end at 10")
+        return self
+
+
+class ThreeAugment(LoaderOperation):
+    """One of gray, solarization and Gaussian blur, and colour jitter after that (DeiT-III, arXiv:2204.07118)."""
+
+    kind: Literal["three_augment"] = Field(description="chooses this operation")
+    jitter: float = Field(
+        0.3,
+        ge=0,
+        le=1,
+        description="of brightness, contrast and saturation, each by a factor from 1 - this to 1 + this",
+    )
+
+
+class ColorJitter(LoaderOperation):
+    """Brightness, contrast and saturation, in any order, by a factor each, as torchvision's without hue."""
+
+    kind: Literal["color_jitter"] = Field(description="chooses this operation")
+    brightness: float = Field(0.4, ge=0, le=10, description="factors from 1 - this, at least 0, to 1 + this")
+    contrast: float = Field(0.4, ge=0, le=10, description="factors from 1 - this, at least 0, to 1 + this")
+    saturation: float = Field(0.4, ge=0, le=10, description="factors from 1 - this, at least 0, to 1 + this")
+    probability: _Probability = Field(1.0, description="with which an image is changed")
+
+
+class Gray(LoaderOperation):
+    """Gray images."""
+
+    kind: Literal["gray"] = Field(description="chooses this operation")
+    probability: _Probability = Field(0.2, description="with which an image is changed")
+
+
+class GaussianBlur(LoaderOperation):
+    """Blurred images, as by Pillow's GaussianBlur: three boxes that come near a Gaussian."""
+
+    kind: Literal["gaussian_blur"] = Field(description="chooses this operation")
+    probability: _Probability = Field(0.5, description="with which an image is changed")
+    radius: _Range = Field([0.1, 2.0], description="lowest and highest standard deviation in pixels, at most 50")
+
+    @model_validator(mode="after")
+    def _order(self) -> "GaussianBlur":
+        if not self.radius[0] <= self.radius[1] <= 50:
+            raise ValueError(f"radius must be [low, high] with 0 < low <= high <= 50, not {self.radius}")
+        return self
+
+
+class Solarize(LoaderOperation):
+    """Inverted where an image is bright."""
+
+    kind: Literal["solarize"] = Field(description="chooses this operation")
+    probability: _Probability = Field(0.2, description="with which an image is changed")
+    threshold: int = Field(128, ge=0, le=256, description="from which value on")
+
+
+class RandomErasing(ImageOperation):
+    """A rectangle is erased after normalisation (Zhong et al., 2017; arXiv:1708.04896), as timm does it."""
+
+    implementation: ClassVar[str] = "vitscale.data.random_erasing:RandomErasing"
+    pixels: ClassVar[Literal["uint8", "float"]] = "float"
+
+    kind: Literal["random_erasing"] = Field(description="chooses this operation")
+    probability: _Probability = Field(0.25, description="with which an image is changed")
+    mode: Literal["pixel", "mean"] = Field(
+        "pixel", description="what stands there: noise of mean 0 and variance 1, or 0, which is data.normalise.mean"
+    )
+    area: _Range = Field([0.02, 1 / 3], description="lowest and highest part of the image's area")
+    aspect: _Range = Field([0.3, 1 / 0.3], description="lowest and highest height / width")
+
+    @model_validator(mode="after")
+    def _order(self) -> "RandomErasing":
+        for name, (low, high), ceiling in (("area", self.area, 1.0), ("aspect", self.aspect, 100.0)):
+            if not low <= high <= ceiling:
+                raise ValueError(f"{name} must be [low, high] with 0 < low <= high <= {ceiling:g}, not {[low, high]}")
+        return self
+
+
+AnyOperation = RandAugment | ThreeAugment | ColorJitter | Gray | GaussianBlur | Solarize | RandomErasing
+"""Ours."""

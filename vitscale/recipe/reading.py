@@ -24,7 +24,12 @@ _Block = TypeVar("_Block")
 _MODEL: TypeAdapter[Model] = TypeAdapter(ModelBlock)
 
 # Blocks of several kinds -> the key that says which one, and what it is where it is missing.
-_TAGS = {"optimizer": ("name", None), "objective": ("kind", DEFAULT_KIND), "model": ("family", None)}
+_TAGS = {
+    "optimizer": ("name", None),
+    "objective": ("kind", DEFAULT_KIND),
+    "model": ("family", None),
+    "data.operations.N": ("kind", None),
+}
 _KINDS_OF = {key: [block.variant for block in blocks() if block.key == key] for key in _TAGS}
 _KINDS = {kind for kinds in _KINDS_OF.values() for kind in kinds}
 
@@ -220,9 +225,10 @@ def _describe(details: Any, inside: str) -> str:
     if kind == "missing":
         return f"{key}: missing; set it in the recipe or with --set {key}=..."
     if kind == "union_tag_not_found":
-        return f"{key}.{_TAGS[key][0]}: missing; expected {_any_of(sorted(_KINDS_OF[key]))}"
+        place = without_indices(key)
+        return f"{key}.{_TAGS[place][0]}: missing; expected {_any_of(sorted(_KINDS_OF[place]))}"
     if kind == "union_tag_invalid":
-        key, value = f"{key}.{_TAGS[key][0]}", facts["tag"]
+        key, value = f"{key}.{_TAGS[without_indices(key)][0]}", facts["tag"]
         kind, facts = "literal_error", {"expected": facts["expected_tags"]}
     if kind == "value_error":
         return f"{key or inside[:-1] or 'recipe'}: {facts['error']}"

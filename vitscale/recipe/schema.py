@@ -13,7 +13,7 @@ from vitscale.extensions import by_kind
 from vitscale.families import ModelBlock
 from vitscale.recipe.datasets import find_dataset
 from vitscale.recipe.evaluators import Evaluator
-from vitscale.recipe.image_operations import ImageOperation
+from vitscale.recipe.image_operations import AnyOperation, ImageOperation
 from vitscale.recipe.masked_patches import MaskedPatches
 from vitscale.recipe.objectives import Classification, Objective, with_kind
 from vitscale.recipe.optimizers import Optimizer
@@ -155,10 +155,15 @@ class Data(Block):
         description="views of each sample in a global batch, which then has as many times fewer samples (repeated "
         "augmentation); epochs go on counting images",
     )
-    operations: list[Annotated[SerializeAsAny[ImageOperation], by_kind(ImageOperation, "data.operations.N")]] = Field(
+    operations: list[
+        Annotated[
+            Annotated[SerializeAsAny[AnyOperation], Field(discriminator="kind")],
+            by_kind(ImageOperation, "data.operations.N"),
+        ]
+    ] = Field(
         [],
-        description="what happens to training images on the device, in this order, behind crop and flip; those on "
-        "uint8 pixels come before those on floats",
+        description="what happens to training images behind crop and flip, in this order: first what the loader does "
+        "(ours on uint8 pixels), then on the device other packages' operations on uint8 pixels, then all on floats",
     )
     normalise: Normalise = Normalise()
     eval_crop: EvalCrop = EvalCrop()
@@ -183,11 +188,12 @@ class Data(Block):
 
     @model_validator(mode="after")
     def _uint8_first(self) -> "Data":
+        places = ("in the loader", "on the device's uint8 pixels", "on floats")
         for operation, next_one in itertools.pairwise(self.operations):
-            if (operation.pixels, next_one.pixels) == ("float", "uint8"):
+            if operation.place > next_one.place:
                 raise ValueError(
-                    f"operations: {next_one.kind} works on uint8 pixels, and {operation.kind} before it on floats; "
-                    f"put it before all that work on floats"
+                    f"operations: {next_one.kind} works {places[next_one.place]}, and {operation.kind} before it "
+                    f"{places[operation.place]}; put it before all of those"
                 )
         return self
 

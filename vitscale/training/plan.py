@@ -91,6 +91,7 @@ def open_loader(recipe: Recipe, plan: Plan, world: World, start: int, stop: int)
         plan.order,
         image_size=data.image_size,
         transform=train_transform(data.crop, data.flip),
+        operations=data.operations,
         rank=world.rank,
         world=world.size,
         seed=recipe.seed,

@@ -1,0 +1,116 @@
+"""The operations that the loader does on decoded pixels: from samples' keys to a program of instructions for each."""
+
+from collections.abc import Sequence
+from functools import singledispatch
+from itertools import permutations
+
+import numpy as np
+
+from vitscale.data import randaugment
+from vitscale.data.draws import between, operation_keys, stratum, uniform
+from vitscale.images import INSTRUCTION, Code
+from vitscale.recipe import (
+    ColorJitter,
+    GaussianBlur,
+    Gray,
+    ImageOperation,
+    LoaderOperation,
+    RandAugment,
+    Solarize,
+    ThreeAugment,
+)
+
+_DONE, _CHOICE, _ORDER, _RADIUS, *_FACTORS = range(7)  # what a draw is for
+_JITTERS = np.array([Code.BRIGHTNESS, Code.CONTRAST, Code.COLOR], np.int32)
+_ORDERS = np.array(list(permutations(range(3))))
+_THREE = np.array([Code.COLOR, Code.SOLARIZE, Code.BLUR], np.int32)
+_THREE_RADIUS, _THREE_THRESHOLD = (0.1, 2.0), 128
+
+
+class PixelPrograms:
+    """What the loader does to pixels, as `data.operations` says.
+
+    A program depends on the sample's own key, so that pixels are the same on every world and after resuming.
+
+    Args:
+        operations: of the recipe; those that are not the loader's are left to the device.
+        side: of the images, in pixels.
+    """
+
+    def __init__(self, operations: Sequence[ImageOperation], side: int) -> None:
+        self._operations = [(i, each) for i, each in enumerate(operations) if isinstance(each, LoaderOperation)]
+        self._side = side
+
+    def __call__(self, keys: np.ndarray) -> np.ndarray:
+        """INSTRUCTION (B, L): the programs of samples with these keys, uint64 (B,)."""
+        planned = [plan(block, operation_keys(keys, index), self._side) for index, block in self._operations]
+        return np.concatenate([np.zeros((len(keys), 0), INSTRUCTION), *planned], axis=1)
+
+
+@singledispatch
+def plan(block: LoaderOperation, keys: np.ndarray, side: int) -> np.ndarray:
+    """INSTRUCTION (B, instructions of an image): one operation on images of `side` pixels.
+
+    Args:
+        block: of the recipe.
+        keys: uint64 (B,), the bits of each sample's randomness for this operation.
+        side: in pixels.
+    """
+    raise NotImplementedError(type(block).__name__)
+
+
+@plan.register
+def _(block: RandAugment, keys: np.ndarray, side: int) -> np.ndarray:
+    return randaugment.plan(block, keys, side)
+
+
+@plan.register
+def _(block: Gray, keys: np.ndarray, side: int) -> np.ndarray:
+    return _one(block.probability, keys, Code.COLOR, 0.0)
+
+
+@plan.register
+def _(block: Solarize, keys: np.ndarray, side: int) -> np.ndarray:
+    return _one(block.probability, keys, Code.SOLARIZE, block.threshold)
+
+
+@plan.register
+def _(block: GaussianBlur, keys: np.ndarray, side: int) -> np.ndarray:
+    return _one(block.probability, keys, Code.BLUR, between(*block.radius, uniform(keys, _RADIUS)))
+
+
+@plan.register
+def _(block: ColorJitter, keys: np.ndarray, side: int) -> np.ndarray:
+    return _jitter(keys, (block.brightness, block.contrast, block.saturation), block.probability)
+
+
+@plan.register
+def _(block: ThreeAugment, keys: np.ndarray, side: int) -> np.ndarray:
+    chosen = np.zeros((len(keys), 1), INSTRUCTION)
+    choice, radius = stratum(keys, len(_THREE), _CHOICE), between(*_THREE_RADIUS, uniform(keys, _RADIUS))
+    chosen["code"][:, 0] = _THREE[choice]
+    chosen["values"][:, 0, 0] = np.choose(
+        choice, [np.zeros_like(radius), np.full_like(radius, _THREE_THRESHOLD), radius]
+    )
+    return np.concatenate([chosen, _jitter(keys, (block.jitter,) * 3, 1.0)], axis=1)
+
+
+def _one(probability: float, keys: np.ndarray, code: Code, value: np.ndarray | float) -> np.ndarray:
+    programs = np.zeros((len(keys), 1), INSTRUCTION)
+    programs["code"][:, 0] = np.where(uniform(keys, _DONE) < probability, code, Code.NOTHING)
+    programs["values"][:, 0, 0] = value
+    return programs
+
+
+def _jitter(keys: np.ndarray, strengths: tuple[float, float, float], probability: float) -> np.ndarray:
+    """Brightness, contrast and saturation in one of their six orders; a strength of 0 leaves its own out."""
+    programs = np.zeros((len(keys), 3), INSTRUCTION)
+    ranges = [(max(0.0, 1 - strength), 1 + strength) for strength in strengths]
+    factors = np.stack(
+        [between(*range_, uniform(keys, purpose)) for range_, purpose in zip(ranges, _FACTORS, strict=True)], axis=1
+    )
+    order = _ORDERS[stratum(keys, len(_ORDERS), _ORDER)]
+    codes = np.where(np.array(strengths) > 0, _JITTERS, Code.NOTHING)
+    programs["code"] = np.where((uniform(keys, _DONE) < probability)[:, None], codes[order], Code.NOTHING)
+    programs["values"][..., 0] = np.take_along_axis(factors, order, axis=1)
+    return programs

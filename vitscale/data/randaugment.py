@@ -1,0 +1,207 @@
+"""RandAugment: the sets of operations of timm and of big_vision, and what a magnitude means to each of them.
+
+Facts from timm 1.0 (`data/auto_augment.py`) and big_vision (`pp/archive/autoaugment.py`). The operations themselves are
+Pillow's in both sets. big_vision computes its own in TensorFlow: its gray and its smoothing are rounded otherwise, it
+shears around the middle of the first pixel, and solarizes everything where a threshold above 255 wraps around; here
+nothing is solarized then, as by Pillow.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from vitscale.data.draws import normal, stratum, uniform
+from vitscale.images import INSTRUCTION, Code, Interpolation
+from vitscale.recipe import RandAugment
+
+_CHOICE, _DONE, _MAGNITUDE, _SIGN, _INTERPOLATION, _ROW, _COLUMN = range(7)  # what a draw is for
+_SOFT = np.array([Interpolation.BILINEAR, Interpolation.BICUBIC], np.int32)
+_DEGREE = 0.017453292519943295
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What is drawn for k images that one operation is done to.
+
+    Attributes:
+        part: float64 (k,), magnitude / 10.
+        sign: float64 (k,), -1 or 1.
+        keys: uint64 (k,), for more.
+        side: of the images, in pixels.
+    """
+
+    part: np.ndarray
+    sign: np.ndarray
+    keys: np.ndarray
+    side: int
+
+
+_Values = tuple[np.ndarray | float, ...]
+
+
+class _Operation(NamedTuple):
+    code: Code
+    values: Callable[[Drawn], _Values] = lambda drawn: ()
+
+
+class _Set(NamedTuple):
+    operations: Mapping[str, _Operation]
+    highest: float
+    """Magnitude that is possible."""
+    probability: float
+    interpolation: str
+
+
+def plan(block: RandAugment, keys: np.ndarray, side: int) -> np.ndarray:
+    """INSTRUCTION (B, n): for images of `side` pixels, by their keys for this operation, uint64 (B,)."""
+    named = SETS[block.set]
+    operations = list(named.operations.values())
+    probability = named.probability if block.probability is None else block.probability
+    interpolation = block.interpolation or named.interpolation
+    programs = np.zeros((len(keys), block.n), INSTRUCTION)
+    for layer in range(block.n):
+        chosen = stratum(keys, len(operations), layer, _CHOICE)
+        is_done = uniform(keys, layer, _DONE) < probability
+        magnitudes = np.full(len(keys), block.m)
+        if block.std:
+            magnitudes = np.clip(magnitudes + block.std * normal(keys, layer, _MAGNITUDE), 0, named.highest)
+        signs = 1.0 - 2 * stratum(keys, 2, layer, _SIGN)
+        column = programs[:, layer]
+        for index, operation in enumerate(operations):
+            rows = np.flatnonzero(is_done & (chosen == index))
+            drawn = Drawn(magnitudes[rows] / 10, signs[rows], keys[rows] + np.uint64(layer), side)
+            column["code"][rows] = operation.code
+            for number, values in enumerate(operation.values(drawn)):
+                column["values"][rows, number] = values
+        column["fill"] = block.fill
+        if interpolation == "random":
+            column["interpolation"] = _SOFT[stratum(keys, 2, layer, _INTERPOLATION)]
+        else:
+            column["interpolation"] = Interpolation[interpolation.upper()]
+    return programs
+
+
+# ---- What a magnitude means ------------------------------------------------------------------------------------------
+
+
+def _rotation(drawn: Drawn) -> _Values:
+    return rotation(drawn.sign * (drawn.part * 30), drawn.side)
+
+
+def _shear_x(drawn: Drawn) -> _Values:
+    return (1.0, drawn.sign * (drawn.part * 0.3), 0.0, 0.0, 1.0, 0.0)
+
+
+def _shear_y(drawn: Drawn) -> _Values:
+    return (1.0, 0.0, 0.0, drawn.sign * (drawn.part * 0.3), 1.0, 0.0)
+
+
+def _translation_x(pixels: np.ndarray) -> _Values:
+    return (1.0, 0.0, pixels, 0.0, 1.0, 0.0)
+
+
+def _translation_y(pixels: np.ndarray) -> _Values:
+    return (1.0, 0.0, 0.0, 0.0, 1.0, pixels)
+
+
+def _factor(drawn: Drawn) -> _Values:
+    return (drawn.part * 1.8 + 0.1,)
+
+
+def _factor_around_one(drawn: Drawn) -> _Values:
+    return (np.maximum(0.1, 1 + drawn.sign * (drawn.part * 0.9)),)
+
+
+def _whole(values: np.ndarray) -> np.ndarray:
+    return np.floor(values)
+
+
+def _cutout(drawn: Drawn) -> _Values:
+    reach = _whole(drawn.part * 40)
+    row, column = (_whole(uniform(drawn.keys, purpose) * drawn.side) for purpose in (_ROW, _COLUMN))
+    low, high = 0, drawn.side
+    return (
+        *(np.maximum(low, row - reach), np.maximum(low, column - reach)),
+        *(np.minimum(high, row + reach), np.minimum(high, column + reach)),
+    )
+
+
+_BOTH = {
+    "AutoContrast": _Operation(Code.AUTOCONTRAST),
+    "Equalize": _Operation(Code.EQUALIZE),
+    "Invert": _Operation(Code.INVERT),
+    "Rotate": _Operation(Code.AFFINE, _rotation),
+}
+_FACTORS = {"Color": Code.COLOR, "Contrast": Code.CONTRAST, "Brightness": Code.BRIGHTNESS, "Sharpness": Code.SHARPNESS}
+_SHEARS = {"ShearX": _Operation(Code.AFFINE, _shear_x), "ShearY": _Operation(Code.AFFINE, _shear_y)}
+_TIMM_MOVES = {
+    **_SHEARS,
+    "TranslateXRel": _Operation(Code.AFFINE, lambda d: _translation_x(d.sign * (d.part * 0.45) * d.side)),
+    "TranslateYRel": _Operation(Code.AFFINE, lambda d: _translation_y(d.sign * (d.part * 0.45) * d.side)),
+}
+_TIMM_ADD = _Operation(Code.SOLARIZE_ADD, lambda d: (np.minimum(128, _whole(d.part * 110)),))
+
+SETS = {
+    "timm": _Set(
+        {
+            **_BOTH,
+            "Posterize": _Operation(Code.POSTERIZE, lambda d: (_whole(d.part * 4),)),
+            "Solarize": _Operation(Code.SOLARIZE, lambda d: (np.minimum(256, _whole(d.part * 256)),)),
+            "SolarizeAdd": _TIMM_ADD,
+            **{name: _Operation(code, _factor) for name, code in _FACTORS.items()},
+            **_TIMM_MOVES,
+        },
+        highest=10,
+        probability=0.5,
+        interpolation="random",
+    ),
+    "timm_increasing": _Set(
+        {
+            **_BOTH,
+            "PosterizeIncreasing": _Operation(Code.POSTERIZE, lambda d: (4 - _whole(d.part * 4),)),
+            "SolarizeIncreasing": _Operation(Code.SOLARIZE, lambda d: (256 - np.minimum(256, _whole(d.part * 256)),)),
+            "SolarizeAdd": _TIMM_ADD,
+            **{f"{name}Increasing": _Operation(code, _factor_around_one) for name, code in _FACTORS.items()},
+            **_TIMM_MOVES,
+        },
+        highest=10,
+        probability=0.5,
+        interpolation="random",
+    ),
+    "big_vision": _Set(
+        {
+            **_BOTH,
+            "Posterize": _Operation(Code.POSTERIZE, lambda d: (_whole(d.part * 4),)),
+            "Solarize": _Operation(Code.SOLARIZE, lambda d: (_whole(d.part * 256),)),
+            **{name: _Operation(code, _factor) for name, code in _FACTORS.items()},
+            **_SHEARS,
+            "TranslateX": _Operation(Code.AFFINE, lambda d: _translation_x(d.sign * (d.part * 100))),
+            "TranslateY": _Operation(Code.AFFINE, lambda d: _translation_y(d.sign * (d.part * 100))),
+            "Cutout": _Operation(Code.CUTOUT, _cutout),
+            "SolarizeAdd": _Operation(Code.SOLARIZE_ADD, lambda d: (_whole(d.part * 110),)),
+        },
+        highest=30,
+        probability=1.0,
+        interpolation="nearest",
+    ),
+}
+"""Name in a recipe -> its operations by the names that their authors gave them, each as likely as the others."""
+
+
+def rotation(degrees: np.ndarray, side: int) -> _Values:
+    """The matrix that turns images of `side` pixels counterclockwise around their middle, as Pillow's `rotate` has it.
+
+    By Taylor's series, for up to 90 degrees: what NumPy and C know of sines differs from machine to machine.
+    """
+    angle = -degrees * _DEGREE
+    square, sine, cosine = angle * angle, np.ones_like(angle), np.ones_like(angle)
+    for order in range(11, 0, -1):
+        sine = 1 - square / (2 * order * (2 * order + 1)) * sine
+        cosine = 1 - square / (2 * order * (2 * order - 1)) * cosine
+    sine, middle = angle * sine, side / 2
+    return (
+        *(cosine, sine, middle - cosine * middle - sine * middle),
+        *(-sine, cosine, middle + sine * middle - cosine * middle),
+    )
