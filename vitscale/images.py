@@ -1,5 +1,4 @@
-"""Stored images: headers, checksums, pixels, whether an image is good; and operations on pixels. All of it is the C in
-`vitscale/native/`.
+"""Stored images: headers, checksums, pixels, operations on pixels, and whether an image is good; the C in `native/`.
 
 Training, conversion, verification, de-duplication and contact sheets all call this module, so that they cannot disagree
 about an image. Calls release the interpreter's lock. They raise RecipeError where the C is not compiled.

@@ -1,0 +1,348 @@
+"""The recipe's operations on pixels: how often each is drawn, with which magnitude, against timm's own code."""
+
+import random
+from collections import Counter
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+from pictures import make_picture
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+from timm.data import auto_augment
+from timm.data.random_erasing import RandomErasing as TimmsErasing
+
+from vitscale import recipe
+from vitscale.data.draws import between_ratios, normal, normal_quantiles, operation_keys, strata, stratum, uniform
+from vitscale.data.hashing import combine, hashes, mix
+from vitscale.data.pixel_programs import PixelPrograms
+from vitscale.data.randaugment import SETS, Drawn, rotation
+from vitscale.data.random_erasing import RandomErasing
+from vitscale.images import INSTRUCTION, OK, Code, Interpolation, operate
+
+SIDE = 48
+COUNT = 60_000
+KEYS = hashes(COUNT, 1)
+
+
+def programs(*blocks, keys: np.ndarray = KEYS, side: int = SIDE) -> np.ndarray:
+    return PixelPrograms(blocks, side)(keys)
+
+
+def randaugment(**keys) -> recipe.RandAugment:
+    return recipe.RandAugment(kind="randaugment", **keys)
+
+
+def assert_about(count: int, probability: float, of: int = COUNT) -> None:
+    """Within five standard deviations."""
+    assert abs(count - of * probability) < 5 * (of * probability * (1 - probability)) ** 0.5 + 1
+
+
+# ---- Draws -----------------------------------------------------------------------------------------------------------
+
+
+def test_strata_are_equally_wide():
+    """Of evenly spaced hashes each part gets the same number, but for one where it does not divide."""
+    evenly = np.arange(2**16, dtype=np.uint64) << np.uint64(48)
+    for count in (1, 2, 3, 14, 15, 16, 720):
+        found = np.bincount(strata(evenly, count), minlength=count)
+        assert len(found) == count and found.max() - found.min() <= 1
+        assert (np.diff(strata(evenly, count)) >= 0).all()
+    assert strata(np.array([2**64 - 1], np.uint64), 15).tolist() == [14]
+
+
+def test_draws_do_not_follow_from_each_other():
+    one, other = uniform(KEYS, 0, 1), uniform(KEYS, 1, 0)
+    assert abs(np.corrcoef(one, other)[0, 1]) < 5 / COUNT**0.5
+    assert abs(np.corrcoef(stratum(KEYS, 15, 0, 0), stratum(KEYS, 15, 1, 0))[0, 1]) < 5 / COUNT**0.5
+    assert not np.array_equal(operation_keys(KEYS, 0), operation_keys(KEYS, 1))
+
+
+def test_normal_numbers():
+    values = normal(KEYS, 3)
+    assert abs(values.mean()) < 5 / COUNT**0.5 and abs(values.std() - 1) < 5 / (2 * COUNT) ** 0.5
+    for limit, share in ((1, 0.317311), (2, 0.0455), (3, 0.0027)):
+        assert_about(int((abs(values) > limit).sum()), share)
+
+
+def test_no_normal_number_hangs_on_the_rounding_of_a_logarithm():
+    """Before they are rounded, none is nearly in the middle between two units: libraries differ by 1e-15 or so."""
+    exact = np.array([NormalDist().inv_cdf((index + 0.5) / 2**16) for index in range(2**16)])
+    assert np.abs(np.abs(exact) * 2**12 % 1 - 0.5).min() > 1e-6
+    assert np.abs(normal_quantiles() - exact).max() <= 2.0**-13 + 1e-12
+
+
+def test_ratios_are_powers():
+    drawn = np.array([0, 0.5, 0.25, 0.999, 0.123456])
+    assert np.allclose(between_ratios(0.3, 1 / 0.3, drawn), 0.3 * (1 / 0.09) ** drawn, rtol=1e-6)
+    assert np.array_equal(between_ratios(2.0, 2.0, drawn), np.full(5, 2.0))
+
+
+def test_rotations_are_pillows():
+    for degrees in (-90.0, -30.0, 0.0, 1e-3, 27.0, 90.0):
+        a, b, c, d, e, f = np.concatenate(rotation(np.array([degrees]), 7))
+        angle = -np.radians(degrees)
+        assert np.allclose((a, b, d, e), (np.cos(angle), np.sin(angle), -np.sin(angle), np.cos(angle)), atol=2e-16)
+        assert np.allclose((a * 3.5 + b * 3.5 + c, d * 3.5 + e * 3.5 + f), 3.5, atol=1e-14)
+
+
+# ---- RandAugment -----------------------------------------------------------------------------------------------------
+
+
+def test_the_sets_are_timms_and_big_visions():
+    assert list(SETS["timm"].operations) == auto_augment._RAND_TRANSFORMS
+    assert list(SETS["timm_increasing"].operations) == auto_augment._RAND_INCREASING_TRANSFORMS
+    of_big_vision = (
+        "AutoContrast Brightness Color Contrast Cutout Equalize Invert Posterize Rotate Sharpness ShearX ShearY "
+        "Solarize SolarizeAdd TranslateX TranslateY"
+    )
+    assert " ".join(sorted(SETS["big_vision"].operations)) == of_big_vision
+
+
+def timms(name: str, level: float, sign: float, side: int, image: Image.Image) -> Image.Image:
+    """What timm's own code makes of an image, its random sign given."""
+    negate, auto_augment._randomly_negate = auto_augment._randomly_negate, lambda value: value * sign
+    try:
+        options = {"img_mean": (128, 128, 128), "interpolation": Image.Resampling.BICUBIC, "translate_pct": 0.45}
+        return auto_augment.AugmentOp(name, prob=1.0, magnitude=level, hparams=options)(image)
+    finally:
+        auto_augment._randomly_negate = negate
+
+
+@pytest.mark.parametrize("named", ["timm", "timm_increasing"])
+def test_every_operation_of_any_magnitude_is_timms(named):
+    image = make_picture(7, SIDE, SIDE)
+    cases = [(level, sign) for level in (*range(11), 0.37, 8.61) for sign in (-1.0, 1.0)]
+    for name, operation in SETS[named].operations.items():
+        made = np.zeros((len(cases), 1), INSTRUCTION)
+        made["code"], made["interpolation"], made["fill"] = operation.code, Interpolation.BICUBIC, 128
+        levels, signs = np.array(cases).T
+        for number, values in enumerate(operation.values(Drawn(levels / 10, signs, KEYS[: len(cases)], SIDE))):
+            made["values"][:, 0, number] = values
+        found = np.repeat(np.asarray(image)[None], len(cases), axis=0)
+        operate(found, made, np.full(len(cases), OK, np.int32))
+        for (level, sign), ours, (instruction,) in zip(cases, found, made, strict=True):
+            if operation.code == Code.POSTERIZE and instruction["values"][0] == 0:
+                assert not ours.any()  # as by the Pillow of the published results; newer ones refuse 0 bits
+                continue
+            theirs = np.asarray(timms(name, level, sign, SIDE, image))
+            allowed = 1 if operation.code == Code.AFFINE else 0
+            assert np.abs(ours.astype(int) - theirs.astype(int)).max() <= allowed, (name, level, sign)
+
+
+def test_big_vision_magnitudes():
+    """By its published code: level / 10 times 30 degrees, 0.3, 100 pixels, 1.8 + 0.1, 4 bits, 256, 110, 40 pixels."""
+
+    def values(name: str, level: float, side: int = 224) -> list[float]:
+        operation = SETS["big_vision"].operations[name]
+        found = operation.values(Drawn(np.array([level / 10]), np.array([1.0]), KEYS[:1], side))
+        return [float(np.broadcast_to(value, (1,))[0]) for value in found]
+
+    assert values("Color", 15) == pytest.approx([2.8]) and values("Posterize", 15) == [6]
+    assert values("Solarize", 9) == [230] and values("Solarize", 15) == [384] and values("SolarizeAdd", 9) == [99]
+    assert values("ShearX", 15) == pytest.approx([1, 0.45, 0, 0, 1, 0])
+    assert values("TranslateY", 15) == pytest.approx([1, 0, 0, 0, 1, 150])
+    assert values("Rotate", 15)[0] == pytest.approx(np.cos(np.radians(45)))
+    top, left, bottom, right = values("Cutout", 10)
+    assert 0 <= top < bottom <= 224 and 0 <= left < right <= 224 and bottom - top <= 80 and right - left <= 80
+
+
+@pytest.mark.parametrize(("named", "size", "probability"), [("timm", 15, 0.5), ("big_vision", 16, 1.0)])
+def test_each_operation_is_drawn_equally_often_and_in_each_layer_anew(named, size, probability):
+    found = programs(randaugment(set=named, m=9))
+    assert found.shape == (COUNT, 2)
+    codes = Counter(operation.code for operation in SETS[named].operations.values())
+    for layer in range(2):
+        for code, ways in codes.items():
+            assert_about(int((found["code"][:, layer] == code).sum()), probability * ways / size)
+    both = (found["code"] == Code.INVERT).all(axis=1).sum()
+    assert_about(int(both), (probability / size) ** 2)
+
+
+def test_what_is_moved_goes_either_way_and_is_interpolated_either_way():
+    found = programs(randaugment(set="timm", n=1, probability=1.0, fill=[1, 2, 3]))[:, 0]
+    moved = found[(found["code"] == Code.AFFINE)]
+    sheared = moved[moved["values"][:, 1] != 0]
+    for share in (sheared["values"][:, 1] > 0, moved["interpolation"] == Interpolation.BICUBIC):
+        assert_about(int(share.sum()), 0.5, len(share))
+    assert set(moved["interpolation"].tolist()) == {Interpolation.BILINEAR, Interpolation.BICUBIC}
+    assert (moved["fill"] == (1, 2, 3)).all()
+    named = programs(randaugment(set="timm", interpolation="nearest"))
+    assert set(named["interpolation"].ravel().tolist()) == {Interpolation.NEAREST}
+    assert set(programs(randaugment(set="big_vision"))["interpolation"].ravel().tolist()) == {Interpolation.NEAREST}
+
+
+def test_magnitudes_spread_around_theirs_and_stay_in_their_range():
+    made = programs(randaugment(set="timm", n=1, probability=1.0, m=9, std=0.5))[:, 0]
+    magnitudes = (made["values"][made["code"] == Code.BRIGHTNESS, 0] - 0.1) / 0.18
+    assert magnitudes.max() == pytest.approx(10) and abs(np.median(magnitudes) - 9) < 0.05
+    assert_about(int((magnitudes > 9.999).sum()), 0.02275, len(magnitudes))  # cut at two standard deviations
+    fixed = programs(randaugment(set="timm", n=1, probability=1.0, m=9))[:, 0]
+    assert np.unique(fixed["values"][fixed["code"] == Code.BRIGHTNESS, 0]).tolist() == pytest.approx([1.72])
+
+
+# ---- The others ------------------------------------------------------------------------------------------------------
+
+
+def images(count: int) -> np.ndarray:
+    return np.stack([np.asarray(make_picture(number, SIDE, SIDE)) for number in range(count)])
+
+
+def changed(*blocks, keys: np.ndarray, pixels: np.ndarray) -> np.ndarray:
+    found = pixels.copy()
+    operate(found, programs(*blocks, keys=keys), np.full(len(keys), OK, np.int32))
+    return found
+
+
+def test_shares_are_those_of_the_recipe():
+    for block, code in (
+        (recipe.Gray(kind="gray", probability=0.2), Code.COLOR),
+        (recipe.Solarize(kind="solarize", probability=0.3), Code.SOLARIZE),
+        (recipe.GaussianBlur(kind="gaussian_blur", probability=0.7), Code.BLUR),
+        (recipe.ColorJitter(kind="color_jitter", probability=0.8), Code.CONTRAST),
+    ):
+        found = programs(block)["code"]
+        assert_about(int((found == code).any(axis=1).sum()), block.probability)
+        untouched = (found == Code.NOTHING).all(axis=1)
+        assert_about(int(untouched.sum()), 1 - block.probability)
+
+
+def test_gray_solarized_and_blurred_are_pillows():
+    pixels, keys = images(6), KEYS[:6]
+    gray = changed(recipe.Gray(kind="gray", probability=1.0), keys=keys, pixels=pixels)
+    solarized = changed(recipe.Solarize(kind="solarize", probability=1.0, threshold=90), keys=keys, pixels=pixels)
+    blur = recipe.GaussianBlur(kind="gaussian_blur", probability=1.0, radius=[1.3, 1.3])
+    blurred = changed(blur, keys=keys, pixels=pixels)
+    for number, image in enumerate(map(Image.fromarray, pixels)):
+        assert np.array_equal(gray[number], np.asarray(image.convert("L").convert("RGB")))
+        assert np.array_equal(solarized[number], np.asarray(ImageOps.solarize(image, 90)))
+        assert np.array_equal(blurred[number], np.asarray(image.filter(ImageFilter.GaussianBlur(1.3))))
+
+
+def test_jitter_takes_every_order_and_is_torchvisions():
+    """Its adjustments of Pillow's images are ImageEnhance's."""
+    block = recipe.ColorJitter(kind="color_jitter", brightness=0.4, contrast=1.5, saturation=0.2)
+    made = programs(block)
+    orders = Counter(map(tuple, made["code"].tolist()))
+    assert len(orders) == 6
+    for count in orders.values():
+        assert_about(count, 1 / 6)
+    for code, (low, high) in {
+        Code.BRIGHTNESS: (0.6, 1.4),
+        Code.CONTRAST: (0.0, 2.5),
+        Code.COLOR: (0.8, 1.2),
+    }.items():
+        factors = made["values"][..., 0][made["code"] == code]
+        assert len(factors) == COUNT and low <= factors.min() < low + 0.001 and high - 0.001 < factors.max() < high
+        assert abs(factors.mean() - (low + high) / 2) < 5 * (high - low) / (12 * COUNT) ** 0.5
+    enhancers = {
+        Code.BRIGHTNESS: ImageEnhance.Brightness,
+        Code.CONTRAST: ImageEnhance.Contrast,
+        Code.COLOR: ImageEnhance.Color,
+    }
+    pixels = images(12)
+    found = changed(block, keys=KEYS[:12], pixels=pixels)
+    for number, image in enumerate(map(Image.fromarray, pixels)):
+        for instruction in made[number]:
+            image = enhancers[Code(instruction["code"])](image).enhance(float(instruction["values"][0]))
+        assert np.array_equal(found[number], np.asarray(image))
+    without = programs(recipe.ColorJitter(kind="color_jitter", contrast=0, saturation=0))["code"]
+    assert set(without.ravel().tolist()) == {Code.NOTHING, Code.BRIGHTNESS}
+
+
+def test_three_augment_does_one_of_three_and_then_jitter():
+    made = programs(recipe.ThreeAugment(kind="three_augment"))
+    assert made.shape == (COUNT, 4)
+    first = made[:, 0]
+    for code, low, high in ((Code.COLOR, 0, 0), (Code.SOLARIZE, 128, 128), (Code.BLUR, 0.1, 2.0)):
+        chosen = first["values"][first["code"] == code, 0]
+        assert_about(len(chosen), 1 / 3)
+        assert low <= chosen.min() and chosen.max() <= high
+    factors = made["values"][:, 1:, 0]
+    assert 0.7 <= factors.min() < 0.701 and 1.299 < factors.max() < 1.3
+    assert {tuple(sorted(codes)) for codes in made["code"][:1000, 1:].tolist()} == {
+        tuple(sorted((Code.BRIGHTNESS, Code.CONTRAST, Code.COLOR)))
+    }
+
+
+def test_a_program_is_of_the_samples_own_key_and_of_the_place_in_the_recipe():
+    blocks = (randaugment(set="timm", std=0.5), recipe.ThreeAugment(kind="three_augment"))
+    whole, keys = programs(*blocks, keys=KEYS[:300]), KEYS[:300]
+    assert whole.shape == (300, 6)
+    order = np.random.default_rng(0).permutation(300)
+    assert np.array_equal(programs(*blocks, keys=keys[order]), whole[order])
+    assert np.array_equal(np.concatenate([programs(*blocks, keys=keys[i : i + 7]) for i in range(0, 300, 7)]), whole)
+    twice = programs(blocks[0], blocks[0], keys=keys)
+    assert not np.array_equal(twice[:, :2], twice[:, 2:])
+    assert programs(keys=keys).shape == (300, 0)
+
+
+# ---- Random erasing --------------------------------------------------------------------------------------------------
+
+
+def erasing(**keys):
+    return RandomErasing(recipe.RandomErasing(kind="random_erasing", **keys))
+
+
+def test_erased_rectangles_are_distributed_as_timms():
+    side, count = 64, 20_000
+    found = erasing(probability=0.5).rectangles(KEYS[:count], side)
+    is_erased = found.heights > 0
+    assert_about(int(is_erased.sum()), 0.5, count)
+    assert ((found.tops >= 0) & (found.tops + found.heights <= side)).all()
+    assert ((found.lefts >= 0) & (found.lefts + found.widths <= side)).all()
+
+    drawn = []
+
+    class Noting:
+        """In place of an image."""
+
+        def __setitem__(self, place, value):
+            drawn.append([each.indices(side) for each in place[1:]])
+
+    random.seed(0)
+    theirs = TimmsErasing(probability=1.0, device="cpu")
+    for _ in range(10_000):
+        theirs._erase(Noting(), 3, side, side, None)
+    (tops, bottoms), (lefts, rights) = np.array(drawn)[..., :2].transpose(1, 2, 0)
+    for ours, expected in (
+        (found.tops, tops),
+        (found.lefts, lefts),
+        (found.heights, bottoms - tops),
+        (found.widths, rights - lefts),
+        (found.heights * found.widths, (bottoms - tops) * (rights - lefts)),
+    ):
+        # Kolmogorov and Smirnov: the largest distance between the distributions, at a level of 1e-6.
+        points = np.unique(np.concatenate([ours[is_erased], expected]))
+        one = np.searchsorted(np.sort(ours[is_erased]), points, side="right") / is_erased.sum()
+        other = np.searchsorted(np.sort(expected), points, side="right") / len(expected)
+        assert np.abs(one - other).max() < 2.7 * (1 / is_erased.sum() + 1 / len(expected)) ** 0.5
+
+
+def test_erased_are_noise_or_the_mean_and_the_rest_is_intact():
+    pixels = torch.rand(64, 32, 32, 3, generator=torch.Generator().manual_seed(0)) + 5
+    before = pixels.clone()
+    noise = erasing(probability=0.5)
+    for operation in (noise, erasing(probability=0.5, mode="mean")):
+        found = operation(pixels, KEYS[:64])
+        assert torch.equal(pixels, before)
+        places = operation.rectangles(KEYS[:64], 32)
+        outside = torch.ones(64, 32, 32, dtype=torch.bool)
+        for row, (top, left, height, width) in enumerate(zip(*places, strict=True)):
+            outside[row, top : top + height, left : left + width] = False
+        assert torch.equal(found[outside], pixels[outside])
+        inside = found[~outside]
+        if operation is noise:
+            # The generator is the one of hashing.py.
+            row = int(np.flatnonzero(places.heights)[0])
+            count = int(places.heights[row] * places.widths[row] * 3)
+            with np.errstate(over="ignore"):
+                bits = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+                bits = mix(bits + (KEYS[row] ^ combine(5)))
+            expected = normal_quantiles()[bits >> np.uint64(48)].astype(np.float32)
+            assert np.array_equal(found[row][~outside[row]].numpy().ravel(), expected)
+            assert abs(inside.mean()) < 5 / inside.numel() ** 0.5 and abs(inside.std() - 1) < 0.02
+        else:
+            assert (inside == 0).all()
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(noise(pixels[order], KEYS[:64][order.numpy()]), noise(pixels, KEYS[:64])[order])
