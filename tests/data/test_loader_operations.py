@@ -1,0 +1,165 @@
+"""Operations that the loader does: the same pixels whatever the world, threads, slices and resumes."""
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from damage import flip_byte
+from picture_shards import write_pictures
+from PIL import Image, ImageOps
+
+from vitscale import recipe
+from vitscale.data import Loader, Reading, TrainOrder, TrainTransform
+from vitscale.data.draws import operation_keys, uniform
+from vitscale.errors import RecipeError
+from vitscale.recipe import Recipe, load_recipe
+
+SHARDS, BATCH, SIDE, STEPS = [40, 33, 40, 7, 25], 16, 24, 12  # nine steps an epoch
+AUGMENTED = (
+    recipe.RandAugment(kind="randaugment", set="timm_increasing", m=9, std=0.5),
+    recipe.ThreeAugment(kind="three_augment"),
+    recipe.RandomErasing(kind="random_erasing"),  # the device's, and not the loader's
+)
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory):
+    return write_pictures(tmp_path_factory.mktemp("operations") / "data", SHARDS)
+
+
+def train(manifest, operations=AUGMENTED, rank=0, world=1, start=0, stop=STEPS, side=SIDE, **reading):
+    with Loader(
+        manifest,
+        TrainOrder([shard.num_selected for shard in manifest.shards], BATCH, 4),
+        image_size=side,
+        transform=TrainTransform(),
+        operations=operations,
+        rank=rank,
+        world=world,
+        seed=9,
+        reading=Reading(**reading),
+        start_step=start,
+        stop_step=stop,
+        digest=True,
+    ) as loader:
+        return list(loader)
+
+
+@pytest.fixture(scope="module")
+def plain(manifest):
+    return train(manifest, ())
+
+
+@pytest.fixture(scope="module")
+def augmented(manifest):
+    return train(manifest, threads=1, prefetch=1)
+
+
+def test_every_world_number_of_threads_and_resume(manifest, augmented):
+    """A rank's slices have from 1 to 8 samples there."""
+    for world, start, threads in ((1, 0, 2), (1, 3, 4), (2, 0, 1), (2, 5, 4), (4, 0, 2), (4, 9, 1), (16, 1, 1)):
+        ranks = [train(manifest, rank=rank, world=world, start=start, threads=threads) for rank in range(world)]
+        for expected, *parts in zip(augmented[start:], *ranks, strict=True):
+            assert torch.equal(torch.cat([part.images for part in parts]), expected.images)
+            assert sum(part.digest for part in parts) % 2**64 == expected.digest
+
+
+def test_the_digest_is_of_the_pixels_that_come(plain, augmented):
+    for batch in (*plain, *augmented):
+        pairs = zip(batch.images.numpy(), batch.uids.tolist(), strict=True)
+        assert batch.digest == sum(xxhash.xxh3_64_intdigest(pixels, seed=uid) for pixels, uid in pairs) % 2**64
+
+
+def test_all_but_the_pixels_stays(plain, augmented):
+    changed = 0
+    for before, after in zip(plain, augmented, strict=True):
+        for name in ("labels", "uids", "keys", "mask"):
+            assert torch.equal(getattr(after, name), getattr(before, name))
+        changed += int((after.images != before.images).any(dim=(1, 2, 3)).sum())
+    assert changed > 0.95 * STEPS * BATCH
+
+
+def test_what_is_done_is_pillows_behind_crop_and_flip(manifest, plain):
+    """One operation after the other, each in its own share of the samples."""
+    blocks = (
+        recipe.Solarize(kind="solarize", probability=0.5, threshold=100),
+        recipe.Gray(kind="gray", probability=0.5),
+    )
+    seen = set()
+    for before, after in zip(plain, train(manifest, blocks), strict=True):
+        keys = before.keys.numpy().view(np.uint64)
+        done = [uniform(operation_keys(keys, index), 0) < 0.5 for index in range(2)]
+        for row, (solarized, grayed) in enumerate(zip(*done, strict=True)):
+            image = Image.fromarray(before.images[row].numpy())
+            if solarized:
+                image = ImageOps.solarize(image, 100)
+            if grayed:
+                image = image.convert("L").convert("RGB")
+            assert np.array_equal(after.images[row].numpy(), np.asarray(image))
+            seen.add((bool(solarized), bool(grayed)))
+    assert len(seen) == 4
+
+
+def test_a_sample_that_stands_in_is_changed_by_its_own_key(manifest, tmp_path):
+    """As it looks where it stands for itself in the same epoch."""
+    folder = write_pictures(tmp_path / "data", SHARDS)
+    damaged = flip_byte(folder, 2, [7, 8])
+    sound = {(batch.epoch, uid): image for batch in train(manifest, stop=18) for uid, image in _samples(batch)}
+    replaced = 0
+    for batch in train(damaged, stop=18, bad_samples="substitute", verify_shards=False):
+        replaced += batch.bad_samples
+        for uid, image in _samples(batch):
+            if (batch.epoch, uid) in sound:
+                assert torch.equal(image, sound[batch.epoch, uid])
+    assert replaced >= 3
+
+
+def test_a_sample_that_is_left_out_is_black(manifest, tmp_path):
+    damaged = flip_byte(write_pictures(tmp_path / "data", SHARDS), 2, [7, 8])
+    invert = recipe.Solarize(kind="solarize", probability=1.0, threshold=0)
+    masked = 0
+    for batch in train(damaged, (invert,), stop=18, bad_samples="mask", verify_shards=False):
+        assert not batch.images[~batch.mask].any()
+        masked += int((~batch.mask).sum())
+    assert masked >= 3
+
+
+def _samples(batch):
+    return zip(batch.uids.tolist(), batch.images, strict=True)
+
+
+# ---- Recipes ---------------------------------------------------------------------------------------------------------
+
+
+def with_operations(operations: str) -> Recipe:
+    return load_recipe("b16_i1k", [f"data.operations={operations}"])
+
+
+def test_a_resolved_recipe_means_the_same():
+    made = with_operations(
+        "[{kind: randaugment, set: big_vision, m: 15}, {kind: color_jitter}, {kind: random_erasing, mode: mean}]"
+    )
+    assert [type(block).__name__ for block in made.data.operations] == ["RandAugment", "ColorJitter", "RandomErasing"]
+    assert Recipe.model_validate(made.dump()) == made
+
+
+@pytest.mark.parametrize(
+    ("operations", "key", "told"),
+    [
+        ("[{kind: randaugment}]", "data.operations.0.set", "missing"),
+        ("[{kind: randaugment, set: torchvision}]", "data.operations.0.set", "big_vision"),
+        ("[{kind: randaugment, set: timm, m: 15}]", "data.operations.0", "10"),
+        ("[{kind: randaugment, set: timm, magnitude: 9}]", "data.operations.0.magnitude", "unknown"),
+        ("[{kind: randaugment, set: timm, fill: [1, 2, 256]}]", "data.operations.0.fill.2", "255"),
+        ("[{kind: gray}, {kind: grey}]", "data.operations.1.kind", "'gray'"),
+        ("[{probability: 0.5}]", "data.operations.0.kind", "randaugment"),
+        ("[{kind: gaussian_blur, radius: [2, 1]}]", "data.operations.0", "[2.0, 1.0]"),
+        ("[{kind: three_augment, jitter: 2}]", "data.operations.0.jitter", "1"),
+        ("[{kind: random_erasing}, {kind: gray}]", "data", "random_erasing"),
+    ],
+)
+def test_a_mistake_is_an_error_that_names_it(operations, key, told):
+    with pytest.raises(RecipeError) as error:
+        with_operations(operations)
+    (line,) = str(error.value).splitlines()[1:]
+    assert line.strip().startswith(f"{key}:") and told in line
