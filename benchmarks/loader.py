@@ -31,7 +31,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +48,7 @@ from data_tools.sources import SourceOptions
 from vitscale.data import Loader, Reading, TrainOrder
 from vitscale.data.hashing import combine, mix
 from vitscale.errors import VitscaleError
+from vitscale.recipe import ImageOperation
 from vitscale.shards import Manifest, ShardFile, StoredSample, write_shard
 
 SIDE, BATCH, AREA, ASPECT = 224, 256, (0.05, 1.0), (3 / 4, 4 / 3)
@@ -108,8 +109,10 @@ def random_box(width: int, height: int) -> tuple[int, int, int, int]:
 class Files(torch.utils.data.Dataset):
     """What torch's DataLoader takes: image files read by Pillow."""
 
-    def __init__(self, paths: list[Path], normalise: bool) -> None:
-        self.paths, self.normalise = paths, normalise
+    def __init__(
+        self, paths: list[Path], normalise: bool, change: Callable[[Image.Image], Image.Image] | None = None
+    ) -> None:
+        self.paths, self.normalise, self.change = paths, normalise, change
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -120,14 +123,18 @@ class Files(torch.utils.data.Dataset):
         seen = picture.resize((SIDE, SIDE), Image.Resampling.BILINEAR, box=random_box(picture.width, picture.height))
         if random.random() < 0.5:
             seen = seen.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        if self.change is not None:
+            seen = self.change(seen)
         pixels = torch.from_numpy(np.array(seen))
         if not self.normalise:
             return pixels, 0
         return (pixels.permute(2, 0, 1).float() / 255 - 0.5) / 0.5, 0
 
 
-def with_pillow(paths: list[Path], normalise: bool) -> Iterator[int]:
-    for images, _ in torch.utils.data.DataLoader(Files(paths, normalise), BATCH, shuffle=True):
+def with_pillow(
+    paths: list[Path], normalise: bool, change: Callable[[Image.Image], Image.Image] | None = None
+) -> Iterator[int]:
+    for images, _ in torch.utils.data.DataLoader(Files(paths, normalise, change), BATCH, shuffle=True):
         yield len(images)
 
 
@@ -157,13 +164,19 @@ def with_ffcv(shard: Path) -> Callable[[], Iterator[int]]:
 
 
 def with_ours(
-    manifest: Manifest, folder: Path, safe: bool = True, check: bool = True, scaled: bool = False
+    manifest: Manifest,
+    folder: Path,
+    safe: bool = True,
+    check: bool = True,
+    scaled: bool = False,
+    operations: Sequence[ImageOperation] = (),
 ) -> Iterator[int]:
     order = TrainOrder([shard.num_selected for shard in manifest.shards], BATCH, 0)
     reading = Reading(
         threads=1, verify_shards=safe, check_rate=float(safe and check), dct_scaling=scaled, cache=folder / "cache"
     )
-    settings = {"image_size": SIDE, "transform": TorchvisionCrop(), "reading": reading, "digest": safe}
+    settings = {"image_size": SIDE, "transform": TorchvisionCrop(), "operations": operations}
+    settings |= {"reading": reading, "digest": safe}
     with Loader(manifest, order, stop_step=order.steps_per_epoch, **settings) as loader:
         for batch in loader:
             yield len(batch.images)

@@ -74,8 +74,8 @@ def test_no_normal_number_hangs_on_the_rounding_of_a_logarithm():
 
 def test_ratios_are_powers():
     drawn = np.array([0, 0.5, 0.25, 0.999, 0.123456])
-    assert np.allclose(between_ratios(0.3, 1 / 0.3, drawn), 0.3 * (1 / 0.09) ** drawn, rtol=1e-6)
-    assert np.array_equal(between_ratios(2.0, 2.0, drawn), np.full(5, 2.0))
+    assert np.allclose(between_ratios((0.3, 1 / 0.3), drawn), 0.3 * (1 / 0.09) ** drawn, rtol=1e-6)
+    assert np.array_equal(between_ratios((2.0, 2.0), drawn), np.full(5, 2.0))
 
 
 def test_rotations_are_pillows():

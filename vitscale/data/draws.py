@@ -4,6 +4,7 @@ They take additions, multiplications and square roots, which every processor rou
 that may round in another way in its next version.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from statistics import NormalDist
 
@@ -53,15 +54,16 @@ def normal_quantiles() -> np.ndarray:
     return np.concatenate([-rounded[::-1], rounded])
 
 
-def between(low: float, high: float, drawn: np.ndarray) -> np.ndarray:
-    """Uniform numbers in [0, 1) as ones in [low, high)."""
+def between(limits: Sequence[float], drawn: np.ndarray) -> np.ndarray:
+    """Uniform numbers in [0, 1) as ones in [low, high), the limits."""
+    low, high = limits
     return low + (high - low) * drawn
 
 
-def between_ratios(low: float, high: float, drawn: np.ndarray) -> np.ndarray:
+def between_ratios(limits: Sequence[float], drawn: np.ndarray) -> np.ndarray:
     """The same, but that logarithms are uniform: low * (high / low) ** drawn, of which 24 bits count."""
-    power, found = np.float64(high / low), np.full(drawn.shape, low)
-    rest = drawn
+    low, high = limits
+    power, found, rest = np.float64(high / low), np.full(drawn.shape, low), drawn
     for _ in range(24):
         power, rest = np.sqrt(power), 2 * rest
         is_one = rest >= 1

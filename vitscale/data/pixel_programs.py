@@ -76,7 +76,7 @@ def _(block: Solarize, keys: np.ndarray, side: int) -> np.ndarray:
 
 @plan.register
 def _(block: GaussianBlur, keys: np.ndarray, side: int) -> np.ndarray:
-    return _one(block.probability, keys, Code.BLUR, between(*block.radius, uniform(keys, _RADIUS)))
+    return _one(block.probability, keys, Code.BLUR, between(block.radius, uniform(keys, _RADIUS)))
 
 
 @plan.register
@@ -87,7 +87,7 @@ def _(block: ColorJitter, keys: np.ndarray, side: int) -> np.ndarray:
 @plan.register
 def _(block: ThreeAugment, keys: np.ndarray, side: int) -> np.ndarray:
     chosen = np.zeros((len(keys), 1), INSTRUCTION)
-    choice, radius = stratum(keys, len(_THREE), _CHOICE), between(*_THREE_RADIUS, uniform(keys, _RADIUS))
+    choice, radius = stratum(keys, len(_THREE), _CHOICE), between(_THREE_RADIUS, uniform(keys, _RADIUS))
     chosen["code"][:, 0] = _THREE[choice]
     chosen["values"][:, 0, 0] = np.choose(
         choice, [np.zeros_like(radius), np.full_like(radius, _THREE_THRESHOLD), radius]
@@ -107,7 +107,7 @@ def _jitter(keys: np.ndarray, strengths: tuple[float, float, float], probability
     programs = np.zeros((len(keys), 3), INSTRUCTION)
     ranges = [(max(0.0, 1 - strength), 1 + strength) for strength in strengths]
     factors = np.stack(
-        [between(*range_, uniform(keys, purpose)) for range_, purpose in zip(ranges, _FACTORS, strict=True)], axis=1
+        [between(range_, uniform(keys, purpose)) for range_, purpose in zip(ranges, _FACTORS, strict=True)], axis=1
     )
     order = _ORDERS[stratum(keys, len(_ORDERS), _ORDER)]
     codes = np.where(np.array(strengths) > 0, _JITTERS, Code.NOTHING)

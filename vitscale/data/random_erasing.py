@@ -51,9 +51,10 @@ class RandomErasing(ImageOperation):
         for row in np.flatnonzero(found.heights):
             top, left, height, width = (int(each[row]) for each in found)
             part = erased[row, top : top + height, left : left + width]
-            part.copy_(
-                self._noise(int(noise_keys[row]), height, width, images)
-            ) if self._block.mode == "pixel" else part.zero_()
+            if self._block.mode == "pixel":
+                part.copy_(self._noise(int(noise_keys[row]), height, width, images.device))
+            else:
+                part.zero_()
         return erased
 
     def rectangles(self, keys: np.ndarray, side: int) -> Rectangles:
@@ -62,8 +63,8 @@ class RandomErasing(ImageOperation):
         found = Rectangles(*np.zeros((4, len(keys)), np.int64))
         is_open = uniform(keys, _DONE) < block.probability
         for attempt in range(_ATTEMPTS):
-            areas = between(*block.area, uniform(keys, attempt, _AREA)) * side**2
-            aspects = between_ratios(*block.aspect, uniform(keys, attempt, _ASPECT))
+            areas = between(block.area, uniform(keys, attempt, _AREA)) * side**2
+            aspects = between_ratios(block.aspect, uniform(keys, attempt, _ASPECT))
             heights, widths = np.rint(np.sqrt(areas * aspects)), np.rint(np.sqrt(areas / aspects))
             fits = is_open & (heights < side) & (widths < side) & (heights > 0) & (widths > 0)
             tops = np.floor(uniform(keys, attempt, _TOP) * (side - heights + 1))
@@ -73,10 +74,10 @@ class RandomErasing(ImageOperation):
             is_open &= ~fits
         return found
 
-    def _noise(self, key: int, height: int, width: int, images: Tensor) -> Tensor:
-        assert self._quantiles is not None
-        self._quantiles = self._quantiles.to(images.device)
-        counters = torch.arange(height * width * 3, device=images.device)
+    def _noise(self, key: int, height: int, width: int, device: torch.device) -> Tensor:
+        assert self._quantiles is not None, "of mode pixel"
+        self._quantiles = self._quantiles.to(device)
+        counters = torch.arange(height * width * 3, device=device)
         return self._quantiles[_mixed(counters * _GOLDEN + key) >> 48 & 0xFFFF].view(height, width, 3)
 
 
