@@ -27,6 +27,7 @@ from data_tools.sources import Kind, SourceOptions
 from data_tools.splits import parse_splits
 from data_tools.subset import write_subset
 from vitscale.cli.command_line import HELP, Version, run
+from vitscale.cli.embedding import Embedding, EmbeddingModel, EmbeddingSize, opened_embedder
 from vitscale.cli.entry import EXIT_INTERRUPTED
 from vitscale.errors import RecipeError, VitscaleError
 from vitscale.shards import DEFAULT_CAPACITY
@@ -99,6 +100,9 @@ def command(
         list[str] | None,
         typer.Option(help="Leave out copies of the test images in INDEX, of `vitscale dedup index`.", metavar="INDEX"),
     ] = None,
+    embedding: Embedding = None,
+    embedding_model: EmbeddingModel = None,
+    embedding_size: EmbeddingSize = None,
     is_dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be written: counts, bytes, time.")
     ] = False,
@@ -155,7 +159,9 @@ def command(
             images=ImageOptions(short_side, long_side, quality, pass_through),
             splits=parse_splits(split or []),
             limit=None if limit is None else parse_count(limit),
-            dedup=name_indexes(dedup_against or []),
+            dedup=name_indexes(
+                dedup_against or [], embedder=opened_embedder(embedding, embedding_model, embedding_size)
+            ),
         )
         tasks = ALL_TASKS if task_range is None else TaskRange.parse(task_range)
         machine = Machine(workers, engine, tasks, work, max_reject_rate, allow_unlabelled)

@@ -35,6 +35,13 @@ def make_photo(seed: int, height: int = 200, width: int = 260) -> Image.Image:
     return Image.fromarray(np.clip(128 + layers, 0, 255).astype(np.uint8))
 
 
+def unevenly_lit(photo: Image.Image) -> Image.Image:
+    """A copy with light and shade of its own: the hash stays near, but the pictures correlate by less than 0.92."""
+    light = Image.fromarray(np.random.default_rng(0).integers(0, 256, (12, 10), np.uint8))
+    pixels = np.asarray(light.resize(photo.size, Image.Resampling.BICUBIC), np.float64)[..., None] - 128
+    return Image.fromarray(np.clip(np.asarray(photo) + pixels / 2, 0, 255).astype(np.uint8))
+
+
 def write_photos(folder: Path, names: Iterable[str], seed: int = 0, size: tuple[int, int] = (200, 260)) -> list[Path]:
     """Files of these names in a folder, JPEG or what their suffix says, of height and width `size`.
 

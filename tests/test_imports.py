@@ -44,7 +44,6 @@ KNOWN_TO = {
 }
 # Modules that go against this today, with the room or package that they should not know, and why they do.
 EXCEPTIONS = {
-    ("data_tools.dedup.embedding", "torch"): "the network that finds near copies, loaded only where it is asked for",
     ("data_tools.convert", "cli"): "the entry point of vitscale-convert, which lies beside what it calls",
     ("vitscale.flops.command", "cli"): "the entry point of vitscale-flops, which lies beside what it calls",
 }

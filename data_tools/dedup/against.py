@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from data_tools.dedup.closest import Closest
 from data_tools.dedup.decisions import DECISIONS, decisions
+from data_tools.dedup.embedding import Embedder
 from data_tools.dedup.fingerprint import Fingerprint, fingerprint
 from data_tools.dedup.index import Index
 from data_tools.dedup.luma import Window
@@ -34,11 +35,15 @@ _BYTES_AT_ONCE = 64 << 20
 
 @dataclass(frozen=True)
 class NamedIndex:
-    """An index as it was when a person named it: where it is, its digest, its test sets. Travels to every worker."""
+    """An index as it was when a person named it: where it is, its digest, its test sets. Travels to every worker.
+
+    With it goes the model that its vectors are of, if it has some: no part of what it is.
+    """
 
     path: str
     sha256: str
     test_sets: tuple[str, ...]
+    embedder: Embedder | None = None
 
     @property
     def title(self) -> str:
@@ -57,11 +62,14 @@ class NamedIndex:
         return cls(content["path"], content["sha256"], tuple(content["test_sets"]))
 
 
-def name_indexes(paths: Sequence[str], what: str = "--dedup-against") -> tuple[NamedIndex, ...]:
+def name_indexes(
+    paths: Sequence[str], what: str = "--dedup-against", embedder: Embedder | None = None
+) -> tuple[NamedIndex, ...]:
     """The indexes in some folders, once each of them is found to be whole; `what` the command line calls them.
 
     Raises:
-        RecipeError: a URL; a test set that is in two of them.
+        RecipeError: a URL; a test set that is in two of them; vectors without the model that they are of, a model that
+            they are not of, or that none of them needs.
         DataError: an index that is missing, damaged or of another version.
     """
     named = []
@@ -73,9 +81,28 @@ def name_indexes(paths: Sequence[str], what: str = "--dedup-against") -> tuple[N
             )
         index = Index(os.path.abspath(path))  # noqa: PTH100 -- without following links: other machines may have others
         index.verify()
-        named.append(NamedIndex(str(index.folder), index.sha256, tuple(one.name for one in index.test_sets)))
+        _refuse_other_model(index, embedder, f"{what} {path}")
+        names, own = tuple(one.name for one in index.test_sets), None if index.embedding is None else embedder
+        named.append(NamedIndex(str(index.folder), index.sha256, names, own))
+    if embedder is not None and not any(index.embedder for index in named):
+        raise RecipeError("--embedding: no index has vectors; those of `vitscale dedup index --embedding` have")
     open_matcher(tuple(named))
     return tuple(named)
+
+
+def _refuse_other_model(index: Index, embedder: Embedder | None, what: str) -> None:
+    """Raise RecipeError for an index whose vectors are not this model's."""
+    made_by = index.embedding
+    if made_by is None:
+        return
+    if embedder is None:
+        raise RecipeError(f"{what}: was made with the model {made_by.title}: give it, --embedding RUN|WEIGHTS")
+    if made_by.sha256 != embedder.sha256:
+        raise RecipeError(
+            f"{what}: was made with the model {made_by.title} of sha256 {made_by.sha256[:16]}, and --embedding is "
+            f"{embedder.title} of {embedder.sha256[:16]}: other weights, or another size or crop of pictures. Give the "
+            "model that the index was made with, or make the index anew"
+        )
 
 
 @lru_cache(maxsize=1)
@@ -95,7 +122,7 @@ def open_matcher(indexes: tuple[NamedIndex, ...], settings: tuple[tuple[str, Set
                 f"{', '.join(named.test_sets)}, or remove the output and start anew"
             )
         opened.append(index)
-    return Matcher(opened, dict(settings))
+    return Matcher(opened, dict(settings), next((one.embedder for one in indexes if one.embedder is not None), None))
 
 
 class Named(Query, Protocol):

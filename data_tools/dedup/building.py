@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_tools.dedup.embedding import MODEL_NAME, Embedder, EmbeddingModel
+from data_tools.dedup.embedding import Embedder
 from data_tools.dedup.index import Embedding, TestSet, describe_index
 from data_tools.dedup.pieces import Piece, PieceTask, join_pieces, read_bytes
 from data_tools.dedup.settings import PRESETS, SMALL_SIDE, Preset, Settings
@@ -64,7 +64,7 @@ def build_index(
     out: str | Path,
     *,
     workers: int,
-    model: EmbeddingModel | None = None,
+    embedder: Embedder | None = None,
     tick: Tick = lambda done, rejected: None,
     told: Callable[[TestSet], None] = lambda test_set: None,
 ) -> None:
@@ -76,34 +76,28 @@ def build_index(
         test_sources: in order.
         out: a folder that does not exist, or is empty.
         workers: processes.
-        model: to embed the images with as well.
+        embedder: a model, to turn the images into vectors as well.
         tick: told several times a second how many images of the test set are done, and how many of these unreadable.
         told: what became of each test set.
 
     Raises:
-        RecipeError: an `out` that is taken or no path of this machine; two test sets of one name; a model that cannot
-            be loaded.
-        DataError: a test set without images, or one that cannot be read; a disk that refuses; a model of other shapes.
+        RecipeError: an `out` that is taken or no path of this machine; two test sets of one name.
+        DataError: a test set without images, or one that cannot be read; a disk that refuses; a model that has changed,
+            or gives no numbers.
         StorageError: a URL that does not answer.
     """
     names = Counter(one.name for one in test_sources)
     if twice := sorted(name for name, count in names.items() if count > 1):
         raise RecipeError(f"two test sets are called {twice[0]!r}: give them different names")
-    embedding = None
-    if model is not None:  # tried before anything long starts
-        embedding = Embedding(side=model.side, dimensions=Embedder(model.path, model.side).dimensions())
     with new_folder(out, "--out") as folder:
-        if model is not None:
-            shutil.copyfile(model.path, folder / MODEL_NAME)
-        _build(test_sources, folder, workers, model, embedding, tick, told)
+        _build(test_sources, folder, workers, embedder, tick, told)
 
 
 def _build(
     test_sources: Sequence[TestSource],
     folder: Path,
     workers: int,
-    model: EmbeddingModel | None,
-    embedding: Embedding | None,
+    embedder: Embedder | None,
     tick: Tick,
     told: Callable[[TestSet], None],
 ) -> None:
@@ -127,8 +121,7 @@ def _build(
                 number=number,
                 level=level if settings.near else None,
                 min_quality=settings.min_quality,
-                model=model,
-                dimensions=embedding.dimensions if embedding else 0,
+                embedder=embedder,
             )
             for number, (part, items) in enumerate(_pieces(one.source, ignored), len(pieces))
         )
@@ -149,6 +142,9 @@ def _build(
         test_sets.append(test_set)
         pieces += found
         told(test_set)
+    embedding = None
+    if embedder is not None:
+        embedding = Embedding(title=embedder.title, sha256=embedder.sha256, dimensions=embedder.dimensions)
     join_pieces(pieces, parts, folder, embedding)
     shutil.rmtree(parts)
     describe_index(folder, test_sets, embedding)

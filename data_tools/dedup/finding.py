@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from data_tools.dedup.against import Comparison, Findings, NamedIndex, name_indexes, open_matcher
 from data_tools.dedup.decisions import DECISIONS_NAME, read_decisions, write_decisions
+from data_tools.dedup.embedding import Embedder
 from data_tools.dedup.index import TestSet
 from data_tools.dedup.match import TIERS
 from data_tools.dedup.matching import Matcher
@@ -67,6 +68,7 @@ def find(
     run: Run,
     *,
     overrides: dict[str, Any] | None = None,
+    embedder: Embedder | None = None,
     tick: Tick = lambda done, rejected: None,
 ) -> Finding:
     """Compare a dataset with indexes and write what is found to a new folder; complete or not at all.
@@ -77,15 +79,17 @@ def find(
         out: a folder that does not exist, or is empty.
         run: where tasks, one a shard, are run.
         overrides: fields of `Settings`, for every test set in place of the index's.
+        embedder: the model of indexes that have vectors.
         tick: told several times a second how many samples are done.
 
     Raises:
-        RecipeError: an `out` that is taken; settings out of range; two test sets of one name.
+        RecipeError: an `out` that is taken; settings out of range; two test sets of one name; another model than the
+            indexes'.
         DataError: a dataset or an index that is missing or damaged; a disk that refuses.
         StorageError: a URL that does not answer.
     """
     manifest = Manifest.load(dataset)
-    named = name_indexes(indexes, "INDEX")
+    named = name_indexes(indexes, "INDEX", embedder)
     settings = _overridden(open_matcher(named).test_sets, overrides) if overrides else ()
     matcher = open_matcher(named, settings)
     searched = _Searched(manifest.where, manifest.sha256, named, settings)

@@ -6,7 +6,7 @@
     owners.npy        uint32 (H,): the row of each hash's image, ascending
     variants.npy      uint8 (H,): which variant it is, see `variants.variant_name`
     thumbnails.npy    uint8 (N, 64, 64): lumas
-    embeddings.npy    float32 (N, D), of length 1; only with a user's model
+    embeddings.npy    float32 (N, D), of length 1; only with a user's model, which is not in the folder
 
 Images of a test set follow one another. Test sets stand in the order in which they were given, images in that in which
 their source lists them.
@@ -25,7 +25,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from data_tools.dedup.embedding import MAX_SIDE, MODEL_NAME
 from data_tools.dedup.fingerprint import ALGORITHM
 from data_tools.dedup.luma import SIDE, Box
 from data_tools.dedup.settings import Preset, Settings
@@ -85,9 +84,10 @@ class _Strict(BaseModel):
 
 
 class Embedding(_Strict):
-    """What an index has of a user's model: the side of the pictures that it takes, and the length of its vectors, D."""
+    """What an index says of a user's model: what people call it, its digest, and the length of its vectors, D."""
 
-    side: Annotated[int, Field(ge=1, le=MAX_SIDE)]
+    title: str
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     dimensions: Annotated[int, Field(ge=1)]
 
 
@@ -242,7 +242,7 @@ def array_types(
 def file_names(embedding: Embedding | None) -> list[str]:
     """The files of an index besides `index.json`."""
     arrays = [f"{name}.npy" for name in array_types(0, 0, embedding)]
-    return [IMAGES_NAME, *arrays, *([MODEL_NAME] if embedding is not None else [])]
+    return [IMAGES_NAME, *arrays]
 
 
 def describe_index(folder: Path, test_sets: Iterable[TestSet], embedding: Embedding | None) -> None:

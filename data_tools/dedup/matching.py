@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from data_tools.dedup.alignment import correlation
-from data_tools.dedup.embedding import MODEL_NAME, Embedder
+from data_tools.dedup.embedding import Embedder, cosine, unit_vector
 from data_tools.dedup.hamming import near_pairs, words
 from data_tools.dedup.index import Index
 from data_tools.dedup.luma import Window
@@ -79,8 +79,10 @@ class Matcher:
         tally: what was counted since it was last taken away.
     """
 
-    def __init__(self, indexes: Sequence[Index], settings: dict[str, Settings] | None = None) -> None:
-        """Settings of a test set, by name, take the place of the index's.
+    def __init__(
+        self, indexes: Sequence[Index], settings: dict[str, Settings] | None = None, embedder: Embedder | None = None
+    ) -> None:
+        """Settings of a test set, by name, take the place of the index's; the embedder is that of indexes with vectors.
 
         Raises RecipeError where two test sets have one name.
         """
@@ -94,7 +96,7 @@ class Matcher:
         first = 0
         for index in indexes:
             count = len(index.test_sets)
-            self._searches.append(_Search(index, first, self._settings[first : first + count]))
+            self._searches.append(_Search(index, first, self._settings[first : first + count], embedder))
             first += count
         self.tally = Tally.empty(names)
 
@@ -121,13 +123,11 @@ class Matcher:
 class _Search:
     """One index, ready to be searched. Its test sets have the numbers from `first_set` on."""
 
-    def __init__(self, index: Index, first_set: int, settings: list[Settings]) -> None:
+    def __init__(self, index: Index, first_set: int, settings: list[Settings], embedder: Embedder | None) -> None:
         self.index, self.first_set, self._settings, self.sets = index, first_set, settings, len(settings)
         self._bytes = _Exact.of_digests(index.images["sha256"])
         self._pixels = _Exact.of_numbers(index.images["pixels"])
-        self._embedder: Embedder | None = None
-        if index.embedding is not None:
-            self._embedder = Embedder(index.folder / MODEL_NAME, index.embedding.side, index.embeddings)
+        self._embedder = None if index.embedding is None else embedder
 
     def add(self, queries: Sequence[Query], matches: list[list[Match]], tally: Tally) -> None:
         """Add the matches of each query."""
@@ -219,16 +219,16 @@ class _Search:
             # A frame can make a hash, so that one with it decides nothing by itself.
             is_bare = (trimmed or query.inside is None) and (inside is None or window == inside)
             decided = decided or (is_bare and distance <= settings.distance)
-        distance, cosine = pair.distances[0], None
+        distance, alike = pair.distances[0], None
         tier: Tier = "hash" if decided else "correlation"
         removed = decided or reached >= settings.correlation
         if tier == "correlation":
             tally.add_correlation(self.first_set + number, reached)
         if not removed and self._embedder is not None:
             tier = "embedding"
-            cosine = self._embedder.cosine(query.rgb(), image)
-            removed = cosine >= settings.cosine
-        is_far = reached < settings.correlation - NEAR_MISS and (cosine or 0.0) < settings.cosine - NEAR_MISS
+            alike = cosine(unit_vector(self._embedder, query.rgb()), index.embeddings[image])
+            removed = alike >= settings.cosine
+        is_far = reached < settings.correlation - NEAR_MISS and (alike or 0.0) < settings.cosine - NEAR_MISS
         if is_far and not removed:
             return None
         return Match(
@@ -238,7 +238,7 @@ class _Search:
             tier=tier,
             distance=distance,
             correlation=reached,
-            cosine=cosine,
+            cosine=alike,
             variant=pair.variants[0],
             removed=removed,
         )

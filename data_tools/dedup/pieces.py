@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_tools.dedup.embedding import Embedder, EmbeddingModel
+from data_tools.dedup.embedding import Embedder, unit_vector
 from data_tools.dedup.fingerprint import lumas_of, pixels_digest
 from data_tools.dedup.hamming import words
 from data_tools.dedup.index import IMAGES, IMAGES_NAME, Embedding, array_types
@@ -46,8 +46,7 @@ class PieceTask:
         number: the piece's; names its files.
         level: how many variants; None where hashes are not compared.
         min_quality: hashes of less are left out.
-        model: to embed the images with as well.
-        dimensions: of its vectors.
+        embedder: a model, to turn the images into vectors as well.
     """
 
     source: Source
@@ -57,8 +56,7 @@ class PieceTask:
     number: int
     level: int | None
     min_quality: int
-    model: EmbeddingModel | None
-    dimensions: int
+    embedder: Embedder | None
 
     @property
     def name(self) -> str:
@@ -73,11 +71,10 @@ class PieceTask:
         return None
 
     def run(self, progress: Progress) -> Piece:
-        """Write the piece. Raises DataError: an image that cannot be read, a disk that refuses; StorageError."""
-        embedder = None if self.model is None else Embedder(self.model.path, self.model.side)
+        """Write the piece. Raises DataError: an image that cannot be read, a disk that refuses; the model's errors."""
         rows: list[dict[str, Any]] = []
         images: list[_Image] = []
-        vectors = np.zeros((len(self.items), self.dimensions), np.float32)
+        vectors = np.zeros((len(self.items), self.embedder.dimensions if self.embedder else 0), np.float32)
         for position, (key, content) in enumerate(self.items):
             data = read_bytes(self.source, self.part, key, content)
             image = _fingerprinted(data, self.level, self.min_quality)
@@ -88,8 +85,8 @@ class PieceTask:
                     **image.row,
                 }
             )
-            if embedder is not None and image.rgb is not None:
-                vectors[position] = self._vector(embedder, image.rgb)
+            if self.embedder is not None and image.rgb is not None:
+                vectors[position] = unit_vector(self.embedder, image.rgb)
             images.append(replace(image, rgb=None))
             progress.advance(rejected=image.rgb is None)
         arrays: dict[str, Any] = {
@@ -106,13 +103,6 @@ class PieceTask:
             raise DataError(f"{self.folder}: cannot be written ({error.strerror or error})") from error
         unreadable = sum(row["pixels"] is None for row in rows)
         return Piece(self.number, len(images), len(arrays["owners"]), unreadable)
-
-    def _vector(self, embedder: Embedder, rgb: np.ndarray) -> np.ndarray:
-        vector = embedder.vector(rgb)
-        if len(vector) != self.dimensions:
-            assert self.model is not None
-            raise DataError(f"{self.model.path}: gives vectors of {self.dimensions:,} and of {len(vector):,} numbers")
-        return vector
 
 
 def read_bytes(source: Source, part: int, key: str, content: bytes) -> bytes:

@@ -1,11 +1,11 @@
 """`vitscale dedup`: which training images are copies of test images, and datasets without them."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from data_tools.dedup.settings import Preset
+from vitscale.cli.embedding import Embedding, EmbeddingModel, EmbeddingSize
 
 app = typer.Typer(help="Keep test images out of training data.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -15,6 +15,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Distance = Annotated[int | None, typer.Option(help="Bits of 256 up to which a hash alone decides.")]
 Candidates = Annotated[int | None, typer.Option(help="Bits up to which the pictures are compared, too.")]
 Correlation = Annotated[float | None, typer.Option(help="Which these must reach then, 0 to 1.")]
+Cosine = Annotated[float | None, typer.Option(help="Which the features of an --embedding must reach, 0 to 1.")]
 
 
 @app.command()
@@ -37,11 +38,10 @@ def index(
     min_quality: Annotated[
         int | None, typer.Option(help="Of a hash, 0 (flat) to 100; below, only equal pixels count.")
     ] = None,
-    embedding: Annotated[
-        Path | None, typer.Option(help="A TorchScript model that judges candidates as well.", metavar="FILE")
-    ] = None,
-    embedding_size: Annotated[int | None, typer.Option(help="Pixels a side that it takes.", show_default="288")] = None,
-    cosine: Annotated[float | None, typer.Option(help="Which its vectors must reach, 0 to 1.")] = None,
+    embedding: Embedding = None,
+    embedding_model: EmbeddingModel = None,
+    embedding_size: EmbeddingSize = None,
+    cosine: Cosine = None,
     kind: Annotated[str | None, typer.Option("--format", help="Of TESTSET.", show_default="found out")] = None,
     image_field: Annotated[
         str | None, typer.Option(help="Column, feature or suffix of the image.", show_default="found out")
@@ -50,6 +50,7 @@ def index(
 ) -> None:
     """Make an index, by which copies of these test images are recognised. Settings hold for all of them."""
     from vitscale.cli.dedup_output import run_index
+    from vitscale.cli.embedding import opened_embedder
 
     settings = {
         "distance": distance,
@@ -58,7 +59,8 @@ def index(
         "min_quality": min_quality,
         "cosine": cosine,
     }
-    run_index(testsets, out, preset, level, settings, embedding, embedding_size, kind, image_field, workers)
+    embedder = opened_embedder(embedding, embedding_model, embedding_size, cosine)
+    run_index(testsets, out, preset, level, settings, embedder, kind, image_field, workers)
 
 
 @app.command()
@@ -69,14 +71,20 @@ def find(
     distance: Distance = None,
     candidates: Candidates = None,
     correlation: Correlation = None,
+    embedding: Embedding = None,
+    embedding_model: EmbeddingModel = None,
+    embedding_size: EmbeddingSize = None,
+    cosine: Cosine = None,
     workers: Workers = None,
     as_json: Json = False,
 ) -> None:
     """Report which samples of a dataset are copies of test images."""
     from vitscale.cli.dedup_output import run_find
+    from vitscale.cli.embedding import opened_embedder
 
-    settings = {"distance": distance, "candidates": candidates, "correlation": correlation}
-    run_find(dataset, indexes, out, settings, workers, as_json)
+    settings = {"distance": distance, "candidates": candidates, "correlation": correlation, "cosine": cosine}
+    embedder = opened_embedder(embedding, embedding_model, embedding_size, cosine)
+    run_find(dataset, indexes, out, settings, embedder, workers, as_json)
 
 
 @app.command()

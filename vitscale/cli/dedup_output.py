@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from data_tools.conversion import Machine
+from data_tools.dedup.embedding import Embedder
 from data_tools.dedup.settings import PRESETS, Preset, Settings
 from data_tools.report import ProgressView
 from data_tools.sources.source import Source
@@ -26,7 +27,6 @@ from vitscale.errors import DataError, RecipeError
 from vitscale.shards import MANIFEST_NAME, Manifest
 from vitscale.wording import counted
 
-_EMBEDDING_SIZE = 288
 _NAMED = re.compile(r"([^/=:]+)=(.+)", re.DOTALL)
 _SUFFIXES = re.compile(r"(\.[A-Za-z][A-Za-z0-9]*)+$")
 
@@ -37,21 +37,16 @@ def run_index(
     preset: Preset | None,
     level: int | None,
     settings: dict[str, Any],
-    embedding: Path | None,
-    embedding_size: int | None,
+    embedder: Embedder | None,
     kind: str | None,
     image_field: str | None,
     workers: int | None,
 ) -> None:
     """Make an index and print a table. Raises RecipeError, DataError and StorageError, as all of these functions."""
     from data_tools.dedup.building import TestSource, build_index
-    from data_tools.dedup.embedding import EmbeddingModel
     from data_tools.dedup.index import TestSet
 
-    if embedding is None and (embedding_size is not None or settings["cosine"] is not None):
-        raise RecipeError("--embedding-size and --cosine are of a model: give it with --embedding FILE")
     given, console = _settings(preset, settings), Console()
-    model = None if embedding is None else EmbeddingModel(str(embedding), embedding_size or _EMBEDDING_SIZE)
     sources = []
     for name, src in _named(testsets):
         sources.append(TestSource(name, src, _opened(src, kind, image_field), preset, level, given))
@@ -61,7 +56,7 @@ def run_index(
             sources,
             out,
             workers=Machine(workers).processes,
-            model=model,
+            embedder=embedder,
             tick=lambda images, bad: view.update(sum(one.images for one in done) + images, bad),
             told=done.append,
         )
@@ -73,7 +68,7 @@ def run_index(
     table.add_column("copies are", overflow="fold")
     for one in done:
         counts = (f"{one.images:,}", f"{one.hashes:,}", str(one.level))
-        table.add_row(plain(one.name), *counts, one.preset, _rule(one.settings, model is not None))
+        table.add_row(plain(one.name), *counts, one.preset, _rule(one.settings, embedder is not None))
     console.print(table)
     if preset is None:
         _say(console, "presets were chosen by the size of the images; --preset photo|small|exact says otherwise")
@@ -87,7 +82,13 @@ def run_index(
 
 
 def run_find(
-    dataset: str, indexes: Sequence[str], out: str, settings: dict[str, Any], workers: int | None, as_json: bool
+    dataset: str,
+    indexes: Sequence[str],
+    out: str,
+    settings: dict[str, Any],
+    embedder: Embedder | None,
+    workers: int | None,
+    as_json: bool,
 ) -> None:
     """Compare and print what was found."""
     from data_tools.dedup.finding import find
@@ -102,6 +103,7 @@ def run_find(
             out,
             Machine(workers).runner(dataset),
             overrides={name: value for name, value in settings.items() if value is not None},
+            embedder=embedder,
             tick=view.update,
         )
     if found.made_anew:

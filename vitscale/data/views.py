@@ -15,17 +15,29 @@ def views_of(jpegs: Sequence[tuple[bytes, int, int]], transform: EvalTransform, 
 
     They are good ones: whoever made them has looked.
     """
-    count = len(jpegs)
-    sizes, heights, widths = np.array([(len(file), *size) for file, *size in jpegs], np.int64).T
+    return _views(jpegs, False, transform, image_size)
+
+
+def view_of_pixels(rgb: np.ndarray, transform: EvalTransform, image_size: int) -> Tensor:
+    """uint8 (1, S, S, 3) of a picture, uint8 (height, width, 3), as evaluation sees it."""
+    height, width, _ = rgb.shape
+    return _views([(rgb.tobytes(), height, width)], True, transform, image_size)
+
+
+def _views(
+    stored: Sequence[tuple[bytes, int, int]], are_raw: bool, transform: EvalTransform, image_size: int
+) -> Tensor:
+    count = len(stored)
+    sizes, heights, widths = np.array([(len(content), *size) for content, *size in stored], np.int64).T
     out, status = np.empty((count, image_size, image_size, 3), np.uint8), np.full(count, OK, np.int32)
     keys = np.zeros(count, np.uint64)
     decode_slice(
-        np.frombuffer(b"".join(file for file, _, _ in jpegs), np.uint8),
+        np.frombuffer(b"".join(content for content, _, _ in stored), np.uint8),
         np.cumsum(sizes) - sizes,
         sizes,
         np.zeros(count, np.uint32),
         np.zeros(count, bool),
-        np.zeros(count, bool),
+        np.full(count, are_raw),
         heights,
         widths,
         transform.boxes(keys, heights, widths),

@@ -4,7 +4,7 @@ Every process of `accelerate launch` has the model, or the part of the devices t
 of the images.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -130,6 +130,7 @@ class FinishedModel:
         use_average: of a run's weights, where it keeps one.
         weights: of weights, what their file does not tell.
         max_memory_gb: as in `placing.place`.
+        on_cpu: compute there, whatever else there is.
 
     Attributes:
         accelerator: this process among the others.
@@ -158,8 +159,9 @@ class FinishedModel:
         use_average: bool = True,
         weights: "OfWeights | None" = None,
         max_memory_gb: float | None = None,
+        on_cpu: bool = False,
     ) -> None:
-        self.source, self.accelerator = source, join()
+        self.source, self.accelerator = source, join(on_cpu)
         self.recipe: Recipe | None = None
         self.positions: str | None = None
         self.positions_of_origin: str | None = None
@@ -222,6 +224,11 @@ class FinishedModel:
         assert isinstance(backbone, Model), type(backbone)
         pixels = to_model_input(images, self.accelerator.device, self._dtype, self.normalise)
         return backbone.block_tokens(pixels, count)
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter by its name, on the meta device where the model is spread and its value is elsewhere."""
+        for name, parameter in self._model.named_parameters():
+            yield name, parameter.detach()
 
     def dataset(self, name: str) -> Manifest:
         """The dataset `NAME[/SPLIT] | PATH | URL`, of a run under its `data.root`.

@@ -19,13 +19,13 @@ _ROOM = 0.8
 """Part of a device's free memory that weights may take; the rest is for activations."""
 
 
-def join() -> Accelerator:
-    """This process, alone or among those that `accelerate launch` started.
+def join(on_cpu: bool = False) -> Accelerator:
+    """This process, alone or among those that `accelerate launch` started; `on_cpu`, whatever else there is.
 
     Accelerate takes the processes of a machine without an accelerator for strangers unless it is told to use the CPU:
     each of them would evaluate everything.
     """
-    return Accelerator(cpu=not torch.accelerator.is_available())
+    return Accelerator(cpu=on_cpu or not torch.accelerator.is_available())
 
 
 def is_main() -> bool:

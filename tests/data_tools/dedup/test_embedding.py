@@ -1,85 +1,47 @@
-import pickle
-from dataclasses import replace
+"""The fifth tier, with a model that is a few lines: what it decides, and that an index belongs to one model."""
+
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from dedup_data import build_here, make_photo, source_of, write_photos
+from dedup_data import build_here, candidate, make_photo, source_of, unevenly_lit, write_photos
 from PIL import Image
-from torch import nn
 
 from data_tools.dedup import building
-from data_tools.dedup.building import EmbeddingModel, build_index
-from data_tools.dedup.embedding import MODEL_NAME, Embedder
+from data_tools.dedup.against import name_indexes, open_matcher
+from data_tools.dedup.building import build_index
+from data_tools.dedup.embedding import cosine, unit_vector
 from data_tools.dedup.index import Index
+from data_tools.dedup.matching import Matcher
 from vitscale.errors import DataError, RecipeError
 
-SIDE = 32
+
+@dataclass(frozen=True)
+class Pooled:
+    """Means of 4 x 4 parts of a picture less its mean colour: (48,)."""
+
+    title: str = "pooled pixels"
+    sha256: str = "5" * 64
+    dimensions: int = 48
+
+    def __call__(self, rgb: np.ndarray) -> np.ndarray:
+        parts = np.asarray(Image.fromarray(rgb).resize((4, 4), Image.Resampling.BOX), np.float32)
+        return (parts - parts.mean((0, 1))).flatten()
 
 
-class Pooled(nn.Module):
-    """Means of 4 x 4 parts: (1, 48)."""
+@dataclass(frozen=True)
+class Constant(Pooled):
+    """The same number everywhere: every picture is like every other, unlike any, or nonsense."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.adaptive_avg_pool2d(x, 4).flatten(1)
+    value: float = 1.0
 
-
-class Zeros(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(1, 5)
+    def __call__(self, rgb: np.ndarray) -> np.ndarray:
+        return np.full(self.dimensions, self.value, np.float32)
 
 
-class NoNumbers(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.full((1, 5), float("nan"))
-
-
-class Map(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-class Pair(nn.Module):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x, x
-
-
-class Fixed(nn.Module):
-    """Takes 16 x 16 pixels only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(3 * 16 * 16, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x.flatten(1))
-
-
-def saved(module: nn.Module, folder: Path) -> Path:
-    path = folder / f"{type(module).__name__}.pt"
-    torch.jit.script(module).save(str(path))
-    return path
-
-
-def pooled(image: Image.Image) -> np.ndarray:
-    """What `Pooled` gives for a picture normalised as ImageNet's are, by torch alone."""
-    pixels = np.asarray(image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR))
-    values = torch.from_numpy(pixels.copy()).double().permute(2, 0, 1) / 255
-    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-    values = (values - mean[:, None, None]) / std[:, None, None]
-    return values.reshape(3, 4, SIDE // 4, 4, SIDE // 4).mean((2, 4)).flatten().numpy()
-
-
-def cosine(a: np.ndarray, b: np.ndarray) -> float:
+def cosine_of(a: np.ndarray, b: np.ndarray) -> float:
     return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
-
-
-@pytest.fixture(autouse=True)
-def one_thread_only_here():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -87,34 +49,25 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     build_here(monkeypatch)
 
 
-def test_vectors_are_what_torch_computes(tmp_path):
-    embedder = Embedder(saved(Pooled(), tmp_path), SIDE)
-    assert embedder.dimensions() == 48
-    for seed in range(3):
-        photo = make_photo(seed)
-        vector = embedder.vector(np.asarray(photo))
-        assert vector.dtype == np.float32 and vector.shape == (48,)
-        expected = pooled(photo)
-        np.testing.assert_allclose(vector, expected / np.linalg.norm(expected), atol=1e-5)
+def index_with(embedder: Pooled | None, photos: Path, out: Path) -> Index:
+    build_index([source_of(photos, preset="photo", level=0)], out, workers=1, embedder=embedder)
+    return Index(out)
 
 
-def test_cosines_with_the_images_of_an_index(inline, tmp_path):
+def test_vectors_of_an_index_and_cosines_with_them(inline, tmp_path):
     paths = write_photos(tmp_path / "photos", ["a.png", "b.png", "c.png"])
     (tmp_path / "photos" / "broken.jpg").write_bytes(b"no")
-    model = saved(Pooled(), tmp_path)
-    build_index(
-        [source_of(tmp_path / "photos", level=0)], tmp_path / "index", workers=1, model=EmbeddingModel(str(model), SIDE)
-    )
-    model.unlink()  # the index has its own
-    index = Index(tmp_path / "index")
+    model = Pooled()
+    index = index_with(model, tmp_path / "photos", tmp_path / "index")
     index.verify()
-    assert (index.embedding.side, index.embedding.dimensions) == (SIDE, 48) and index.embeddings.shape == (4, 48)
-    embedder, query = Embedder(index.folder / MODEL_NAME, SIDE, index.embeddings), make_photo(1).rotate(2)
-    rows = {key: row for row, key in enumerate(index.keys.to_pylist())}
+    assert index.embedding.model_dump() == {"title": model.title, "sha256": model.sha256, "dimensions": 48}
+    assert index.embeddings.shape == (4, 48) and index.embeddings.dtype == np.float32
+    query, rows = make_photo(1).rotate(2), {key: row for row, key in enumerate(index.keys.to_pylist())}
+    vector = unit_vector(model, np.asarray(query))
     for path in paths:
-        expected = cosine(pooled(query), pooled(Image.open(path)))
-        assert embedder.cosine(np.asarray(query), rows[path.name]) == pytest.approx(expected, abs=0.002)
-    assert embedder.cosine(np.asarray(query), rows["broken.jpg"]) == 0
+        expected = cosine_of(model(np.asarray(query)), model(np.asarray(Image.open(path))))
+        assert cosine(vector, index.embeddings[rows[path.name]]) == pytest.approx(expected, abs=0.001)
+    assert cosine(vector, index.embeddings[rows["broken.jpg"]]) == 0
 
 
 def test_unreadable_images_of_a_whole_piece_fit_in(inline, monkeypatch, tmp_path):
@@ -122,48 +75,57 @@ def test_unreadable_images_of_a_whole_piece_fit_in(inline, monkeypatch, tmp_path
     write_photos(tmp_path / "photos", ["a.jpg", "b.jpg"])
     for name in ("c.jpg", "d.jpg"):
         (tmp_path / "photos" / name).write_bytes(b"no")
-    model = EmbeddingModel(str(saved(Pooled(), tmp_path)), SIDE)
-    build_index([source_of(tmp_path / "photos", level=0)], tmp_path / "index", workers=1, model=model)
-    index = Index(tmp_path / "index")
+    index = index_with(Pooled(), tmp_path / "photos", tmp_path / "index")
     is_readable = index.images["pixels"].is_valid().to_numpy()
     np.testing.assert_allclose(np.linalg.norm(index.embeddings, axis=1), is_readable, atol=1e-5)
 
 
-def test_a_picture_of_which_the_model_sees_nothing_is_like_none(tmp_path):
-    embedder = Embedder(saved(Zeros(), tmp_path), SIDE, np.ones((1, 5), np.float32))
-    assert embedder.cosine(np.asarray(make_photo(0)), 0) == 0
+def test_a_picture_of_which_the_model_sees_nothing_is_like_none():
+    vector = unit_vector(Constant(value=0.0), np.asarray(make_photo(0)))
+    assert np.array_equal(vector, np.zeros(48)) and cosine(vector, np.ones(48, np.float32)) == 0
 
 
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (Fixed(), r"does not take float32 \(1, 3, 32, 32\)"),
-        (Map(), r"gives shape \(1, 3, 32, 32\) for one picture; expected a tensor of shape \(1, D\)"),
-        (Pair(), "gives tuple for one picture"),
-        (NoNumbers(), "gives a vector of length nan"),
-    ],
-)
-def test_models_of_other_shapes_are_refused_at_once(tmp_path, module, message):
+def test_a_model_of_no_numbers_is_refused(inline, tmp_path):
     write_photos(tmp_path / "photos", ["a.jpg"])
-    model = EmbeddingModel(str(saved(module, tmp_path)), SIDE)
-    with pytest.raises(DataError, match=f"{type(module).__name__}.pt: {message}"):
-        build_index([source_of(tmp_path / "photos")], tmp_path / "index", workers=1, model=model)
-    assert not (tmp_path / "index").exists()
+    for value in (np.nan, np.inf):
+        with pytest.raises(DataError, match="pooled pixels"):
+            index_with(Constant(value=value), tmp_path / "photos", tmp_path / "index")
+        assert not (tmp_path / "index").exists()
 
 
-def test_files_that_are_no_model_are_refused(tmp_path):
-    files = {name: tmp_path / name for name in ("missing.pt", "empty.pt", "text.pt", "weights.pt", "pickle.pt")}
-    files["empty.pt"].write_bytes(b"")
-    files["text.pt"].write_text("a model, some day")
-    torch.save({"weight": torch.zeros(3)}, files["weights.pt"])
-    files["pickle.pt"].write_bytes(pickle.dumps(Path))
-    for path in (*files.values(), tmp_path):
-        with pytest.raises(RecipeError, match="not a TorchScript model"):
-            Embedder(path, SIDE)
+@pytest.fixture
+def shaded(inline, tmp_path) -> tuple[Path, Path]:
+    """A test set, and a copy of one of its photos that correlates too little."""
+    write_photos(tmp_path / "photos", ["a.png", "b.png"])
+    unevenly_lit(make_photo(0)).save(tmp_path / "query.png")
+    return tmp_path / "photos", tmp_path / "query.png"
 
 
-def test_a_side_that_no_model_has():
-    with pytest.raises(RecipeError, match="0 pixels a side; expected 1 to 4,096"):
-        EmbeddingModel("model.pt", 0)
-    with pytest.raises(RecipeError, match="4097 pixels"):
-        replace(EmbeddingModel("model.pt", 4096), side=4097)
+def test_the_model_decides_what_the_correlation_does_not(shaded, tmp_path):
+    photos, query = shaded[0], candidate(shaded[1].read_bytes())
+    of = {name: index_with(model, photos, tmp_path / name) for name, model in (("none", None), ("pooled", Pooled()))}
+    (((alone,),),) = (Matcher([of["none"]]).match([query]),)
+    assert (alone.tier, alone.removed, alone.cosine) == ("correlation", False, None)
+    assert alone.distance <= 80 and alone.correlation < 0.92
+    (((judged,),),) = (Matcher([of["pooled"]], embedder=Pooled()).match([query]),)
+    assert (judged.tier, judged.key, judged.removed) == ("embedding", "a.png", True)
+    assert judged.cosine >= 0.75 and judged.correlation == alone.correlation
+    strict = {"photos": replace(of["pooled"].test_sets[0].settings, cosine=1.0)}
+    (((kept,),),) = (Matcher([of["pooled"]], strict, Pooled()).match([query]),)
+    assert (kept.tier, kept.removed, kept.cosine) == ("embedding", False, judged.cosine)
+
+
+def test_an_index_belongs_to_one_model(shaded, tmp_path):
+    made, without = tmp_path / "made", tmp_path / "without"
+    index_with(Pooled(), shaded[0], made)
+    build_index([source_of(shaded[0], "others", preset="photo", level=0)], without, workers=1)
+    (named, other) = name_indexes([str(made), str(without)], embedder=Pooled())
+    assert (named.embedder, other.embedder) == (Pooled(), None)
+    assert "embedder" not in named.to_json() and Pooled().title not in named.title
+    open_matcher.cache_clear()
+    with pytest.raises(RecipeError, match="pooled pixels: give it"):
+        name_indexes([str(made)])
+    with pytest.raises(RecipeError, match="6666666666666666"):
+        name_indexes([str(made)], embedder=Pooled(sha256="6" * 64))
+    with pytest.raises(RecipeError, match="--embedding"):
+        name_indexes([str(without)], embedder=Pooled())

@@ -1,0 +1,183 @@
+"""`vitscale dedup --embedding` and `vitscale-convert --embedding`: models of every source, one worker and two."""
+
+import hashlib
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from dedup_data import build_here, make_photo, unevenly_lit, write_photos
+from evaluation.test_finished_models import command
+from models.weights.exported import NAMES, TINY, described, finished_run, valued, write
+from typer.testing import CliRunner
+
+from data_tools.conversion import convert
+from data_tools.convert import app as convert_app
+from data_tools.dedup.against import open_matcher
+from data_tools.dedup.decisions import DECISIONS_NAME, read_decisions
+from data_tools.dedup.index import Index
+from data_tools.request import Request
+from data_tools.sources import SourceOptions
+from vitscale.errors import DataError
+from vitscale.evaluation.embedding import Embedder
+from vitscale.evaluation.features import extract_features
+from vitscale.evaluation.finished import FinishedModel
+from vitscale.shards import Manifest
+
+DATA = "memory://own-model"  # for this process, which then needs no workers
+SETTINGS = ("--preset", "photo", "--level", 0, "--cosine", 0.5)
+
+
+@pytest.fixture(autouse=True)
+def threads_and_matcher_as_before():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    open_matcher.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A model as a run and in three formats, a test set, and training images: one is a test image in another light."""
+    root = tmp_path_factory.mktemp("own-model")
+    description = described(TINY, 64, len(NAMES), NAMES)
+    model = valued(description)
+    finished_run(root / "run", model, TINY | {"head": "linear"}, precision="fp32")
+    for form in ("timm", "hf", "safetensors"):
+        write(model, description, form, root)
+    write(valued(description, seed=1), description, "npz", root)
+    write_photos(root / "tests", ["a.jpg", "b.jpg", "c.jpg", "d.jpg"])
+    write_photos(root / "train", [f"{i}.jpg" for i in range(3)], seed=100)
+    unevenly_lit(make_photo(0)).save(root / "train" / "shaded.jpg", quality=95)
+    convert(Request(str(root / "train"), source=SourceOptions(unlabelled=True)), f"{DATA}/train")
+    fsspec.filesystem("memory").get(f"{DATA}/train/", f"{root / 'data'}/", recursive=True)
+    return root
+
+
+@pytest.fixture
+def inline(monkeypatch) -> None:
+    build_here(monkeypatch)
+
+
+def sha256_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def provenance(dataset: str, folder: Path) -> list[dict]:
+    """Rows of the only shard of a dataset at a URL."""
+    fsspec.filesystem("memory").get(f"{dataset}/shard-00000.idx.parquet", str(folder / "table.parquet"))
+    return pq.read_table(folder / "table.parquet", columns=["uid", "key"]).to_pylist()
+
+
+def index(place: Path, out: Path, source: str, *options: object) -> Index:
+    code, text = command(
+        *("dedup", "index", place / "tests", "--out", out, "--embedding", place / source), *SETTINGS, *options
+    )
+    assert (code, "or cosine 0.5" in " ".join(text.split())) == (0, True), text
+    return Index(out)
+
+
+def test_vectors_are_the_features_that_evaluation_sees(place, inline, tmp_path):
+    """Of the run's own loader, over the test set as a converted dataset; those of every source are the run's."""
+    convert(Request(str(place / "tests"), source=SourceOptions(unlabelled=True)), f"{DATA}/tests")
+    model = FinishedModel(place / "run")
+    found = extract_features(model.loader(model.dataset(f"{DATA}/tests")), model.predict)
+    keys = {row["uid"]: row["key"] for row in provenance(f"{DATA}/tests", tmp_path)}
+    vectors = (found.features / found.features.norm(dim=1, keepdim=True)).numpy()
+    expected = {keys[uid]: vector for uid, vector in zip(found.uids.tolist(), vectors, strict=True)}
+    recipe = place / "run" / "recipe.yaml"
+    for source, *options in (
+        ["run"],
+        ["safetensors.safetensors"],
+        ["hf", "--embedding-model", recipe],
+        ["timm.safetensors", "--embedding-model", recipe],
+    ):
+        made = index(place, tmp_path / source, source, *options)
+        assert made.embedding.dimensions == TINY["width"] and set(made.keys.to_pylist()) == set(expected)
+        for key, vector in zip(made.keys.to_pylist(), made.embeddings, strict=True):
+            np.testing.assert_allclose(vector, expected[key], atol=1e-5)
+
+
+@pytest.mark.slow  # four workers load torch and what goes with it
+def test_one_worker_and_two_write_the_same(place, tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        build_here(patch)
+        index(place, tmp_path / "here", "run")
+    index(place, tmp_path / "two", "run", "--workers", 2)
+    digests = [{path.name: sha256_of(path) for path in (tmp_path / name).iterdir()} for name in ("here", "two")]
+    assert digests[0] == digests[1]
+    for name, dataset in (("found-here", f"{DATA}/train"), ("found-two", place / "data")):
+        code, text = command(
+            *("dedup", "find", dataset, tmp_path / "here", "--out", tmp_path / name),
+            *("--embedding", place / "run", "--workers", 2, "--json"),
+        )
+        assert code == 0 and json.loads(text)["removed"] == 1
+    assert sha256_of(tmp_path / "found-here" / DECISIONS_NAME) == sha256_of(tmp_path / "found-two" / DECISIONS_NAME)
+    (row,) = [row for row in read_decisions(tmp_path / "found-two" / DECISIONS_NAME).to_pylist() if row["removed"]]
+    assert (row["train_key"], row["test_key"], row["tier"]) == ("shaded.jpg", "a.jpg", "embedding")
+    code, text = command(
+        *("dedup", "find", f"{DATA}/train", tmp_path / "here", "--out", tmp_path / "strict"),
+        *("--embedding", place / "run", "--cosine", 1.0, "--json"),
+    )
+    assert code == 0 and json.loads(text)["removed"] == 0
+
+
+def test_conversion_leaves_out_what_the_model_finds(place, inline, tmp_path):
+    made = index(place, tmp_path / "index", "run")
+    against = ("--unlabelled", "--dedup-against", str(made.folder))
+    arguments = (str(place / "train"), f"{DATA}/kept", *against, "--embedding", str(place / "run"))
+    done = CliRunner().invoke(convert_app, arguments)
+    assert done.exit_code == 0 and Manifest.load(f"{DATA}/kept").num_removed == 1, done.output
+    refused = CliRunner().invoke(convert_app, [str(place / "train"), str(tmp_path / "out"), *against])
+    assert refused.exit_code == 2 and "--embedding RUN|WEIGHTS" in " ".join(refused.stderr.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_index_of_other_weights_is_refused(place, inline, tmp_path):
+    made = index(place, tmp_path / "index", "run")
+    of_recipe = ("--embedding-model", place / "run" / "recipe.yaml")
+    for options in ((), ("--embedding", place / "npz.npz", *of_recipe)):
+        code, text = command("dedup", "find", place / "data", made.folder, "--out", tmp_path / "found", *options)
+        assert code == 2 and "--embedding" in text and not (tmp_path / "found").exists()
+
+
+def test_weights_that_change_while_a_command_runs_are_noticed(place):
+    embedder = Embedder.of(place / "run")
+    changed = replace(embedder, sha256="0" * 64)
+    pixels = np.asarray(make_photo(0))
+    assert embedder(pixels).shape == (TINY["width"],)
+    with pytest.raises(DataError, match="have changed"):
+        changed(pixels)
+    assert hash(pickle.loads(pickle.dumps(embedder))) == hash(embedder)
+
+
+def test_mistakes(place, inline, tmp_path):
+    arguments = ("dedup", "index", place / "tests", "--out", tmp_path / "index")
+    (tmp_path / "pickle.bin").write_bytes(pickle.dumps(Path))
+    torch.save({"weight": torch.zeros(3)}, tmp_path / "torch.pt")
+    (tmp_path / "text.safetensors").write_text("a model, some day")
+    torch.jit.trace(torch.nn.Linear(2, 2), torch.zeros(1, 2)).save(str(tmp_path / "script.pt"))
+    recipe, timm = place / "run" / "recipe.yaml", place / "timm.safetensors"
+    for options, exit_code, words in (
+        (("--embedding", tmp_path / "no"), 2, "there is no recipe.yaml"),
+        (("--embedding", place / "tests"), 2, "there is no recipe.yaml"),
+        (("--embedding", tmp_path / "pickle.bin", "--embedding-model", recipe), None, "pickle.bin"),
+        (("--embedding", tmp_path / "torch.pt", "--embedding-model", recipe), None, "torch.pt"),
+        (("--embedding", tmp_path / "script.pt", "--embedding-model", recipe), None, "script.pt"),
+        (("--embedding", tmp_path / "text.safetensors", "--embedding-model", recipe), None, "text.safetensors"),
+        (("--embedding", timm), 2, "--embedding-model NAME"),
+        (("--embedding", timm, "--embedding-model", "ViT-B/16"), None, "timm.safetensors"),
+        (("--embedding", timm, "--embedding-model", recipe, "--embedding-size", 7), 2, "patch"),
+        (("--embedding", place / "run", "--embedding-size", 64), 2, "--embedding-size: no effect"),
+        (("--embedding-model", "ViT-B/16"), 2, "--embedding-model: of a model"),
+        (("--cosine", 0.5, "--preset", "photo"), 2, "--cosine: of a model"),
+    ):
+        code, text = command(*arguments, *options)
+        assert code in ((2, 3, 4) if exit_code is None else (exit_code,)), (options, code, text)
+        assert words in text, (options, text)
+    assert not (tmp_path / "index").exists()
