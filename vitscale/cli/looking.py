@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 NoEma = Annotated[bool, typer.Option("--no-ema", help="Of a run: its last weights, where it keeps an average of them.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's field.")]
 _Source = Annotated[Path, typer.Argument(help="A run's directory, or weights of any format.")]
-_Step = Annotated[int | None, typer.Option(help="Of a run's checkpoint; the newest by default.")]
-_Model = Annotated[
+Step = Annotated[int | None, typer.Option(help="Of a run's checkpoint; the newest by default.")]
+ModelName = Annotated[
     str | None, typer.Option(help="What weights in another format are of: ViT-B/16, or a recipe, whose model it is.")
 ]
-_ImageSize = Annotated[
+ImageSize = Annotated[
     int | None, typer.Option(min=1, max=8192, help="Of weights: pixels, to which positions are resampled.")
 ]
 _Batch = Annotated[
     int | None, typer.Option(min=1, max=2**20, help="Of weights: images a process forwards at once; default 64.")
 ]
-_Precision = Annotated[Literal["fp32", "bf16"] | None, typer.Option(help="Of weights; default fp32.")]
+Precision = Annotated[Literal["fp32", "bf16"] | None, typer.Option(help="Of weights; default fp32.")]
 _ClassNames = Annotated[
     Path | None, typer.Option(help="Of weights: a file of class names, one a line, in the order of the outputs.")
 ]
-_MaxMemory = Annotated[
+MaxMemory = Annotated[
     float | None,
     typer.Option(metavar="GB", help="Of each device for weights; the rest goes to host memory and disk."),
 ]
@@ -42,11 +42,11 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 def evaluate(
     source: _Source,
-    step: _Step = None,
+    step: Step = None,
     no_ema: NoEma = False,
     settings: Settings = None,
-    model: _Model = None,
-    image_size: _ImageSize = None,
+    model: ModelName = None,
+    image_size: ImageSize = None,
     class_names: _ClassNames = None,
     data: Annotated[
         str | None, typer.Option(metavar="DATASET", help="Evaluate on it, and not as the run's recipe says.")
@@ -64,8 +64,8 @@ def evaluate(
         typer.Option(metavar="FILE", help="With --data: as ObjectNet; a JSON of its classes -> the model's."),
     ] = None,
     batch: _Batch = None,
-    precision: _Precision = None,
-    max_memory: _MaxMemory = None,
+    precision: Precision = None,
+    max_memory: MaxMemory = None,
     as_json: _Json = False,
 ) -> None:
     """Evaluate a run, as its recipe says, or any weights on --data.
@@ -76,7 +76,7 @@ def evaluate(
 
     if data is None:
         _refuse("there is no --data", {"--metrics": metrics, "--real": real, "--objectnet": objectnet})
-    with _opened(
+    with opened(
         source, step, no_ema, settings, model, image_size, class_names, batch, precision, max_memory
     ) as finished:
         policy = finished.policy()
@@ -147,14 +147,14 @@ def features(
     view: Annotated[
         Literal["evaluation", "fewshot"], typer.Option(help="See images as evaluate does, or as fewshot does.")
     ] = "evaluation",
-    step: _Step = None,
+    step: Step = None,
     no_ema: NoEma = False,
     settings: Settings = None,
-    model: _Model = None,
-    image_size: _ImageSize = None,
+    model: ModelName = None,
+    image_size: ImageSize = None,
     batch: _Batch = None,
-    precision: _Precision = None,
-    max_memory: _MaxMemory = None,
+    precision: Precision = None,
+    max_memory: MaxMemory = None,
 ) -> None:
     """Write a dataset's representations: .npy files.
 
@@ -166,7 +166,7 @@ def features(
     from vitscale.evaluation.features import write_features
 
     crop = FEWSHOT_CROP if view == "fewshot" else None
-    with _opened(source, step, no_ema, settings, model, image_size, None, batch, precision, max_memory) as finished:
+    with opened(source, step, no_ema, settings, model, image_size, None, batch, precision, max_memory) as finished:
         manifest = finished.dataset(dataset)
         about = {
             "source": str(source),
@@ -185,15 +185,15 @@ def predict(
     source: _Source,
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files, and folders of them.")],
     top: Annotated[int, typer.Option(min=1, max=10**6, help="Classes of each image, the most probable first.")] = 5,
-    step: _Step = None,
+    step: Step = None,
     no_ema: NoEma = False,
     settings: Settings = None,
-    model: _Model = None,
-    image_size: _ImageSize = None,
+    model: ModelName = None,
+    image_size: ImageSize = None,
     class_names: _ClassNames = None,
     batch: _Batch = None,
-    precision: _Precision = None,
-    max_memory: _MaxMemory = None,
+    precision: Precision = None,
+    max_memory: MaxMemory = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each image.")] = False,
 ) -> None:
     """Say what is in images: classes and their probabilities.
@@ -204,7 +204,7 @@ def predict(
     from vitscale.cli.prediction import image_files, predict_files
 
     files = image_files(images)
-    with _opened(
+    with opened(
         source, step, no_ema, settings, model, image_size, class_names, batch, precision, max_memory
     ) as finished:
         failed = 0
@@ -249,14 +249,14 @@ def fewshot(
             help="Of ridge: a number, default 1024; or by mean rank on all tasks (shared) or on the others (others).",
         ),
     ] = None,
-    step: _Step = None,
+    step: Step = None,
     no_ema: NoEma = False,
     settings: Settings = None,
-    model: _Model = None,
-    image_size: _ImageSize = None,
+    model: ModelName = None,
+    image_size: ImageSize = None,
     batch: _Batch = None,
-    precision: _Precision = None,
-    max_memory: _MaxMemory = None,
+    precision: Precision = None,
+    max_memory: MaxMemory = None,
     as_json: _Json = False,
 ) -> None:
     """Measure the representation by simple classifiers on it.
@@ -287,14 +287,14 @@ def fewshot(
             if accelerator.is_main_process:
                 print(json.dumps(found) if as_json else table_of(found))
         return
-    with _opened(source, step, no_ema, settings, model, image_size, None, batch, precision, max_memory) as finished:
+    with opened(source, step, no_ema, settings, model, image_size, None, batch, precision, max_memory) as finished:
         found = measure(finished, tasks, method, counts, seeds, strength)
         if finished.accelerator.is_main_process:
             print(json.dumps(found) if as_json else table_of(found))
 
 
 @contextmanager
-def _opened(
+def opened(
     source: Path,
     step: int | None,
     no_ema: bool,

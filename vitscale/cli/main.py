@@ -10,6 +10,7 @@ from typer.core import TyperCommand
 
 from vitscale.cli import dedup, looking, shards, study, vtab
 from vitscale.cli.command_line import HELP, Version, readable_command, run
+from vitscale.cli.inspect import InspectCommand, inspect
 from vitscale.cli.launch import launch
 from vitscale.cli.looking import NoEma, Settings
 from vitscale.cli.plan import plan
@@ -109,6 +110,7 @@ app.command(short_help="Evaluate a run, or any weights on a dataset.")(looking.e
 app.command(short_help="Measure the representation by simple classifiers.")(looking.fewshot)
 app.command(short_help="Write the representations of a dataset.")(looking.features)
 app.command(short_help="Say what is in images: classes and probabilities.")(looking.predict)
+app.command(cls=InspectCommand, short_help="Look inside models; and how fast they are.")(inspect)
 
 
 @app.command()

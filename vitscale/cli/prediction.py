@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from data_tools.images import ImageOptions, Reject, store_image
 from data_tools.sources import IMAGE_SUFFIXES
@@ -68,6 +69,16 @@ def predict_files(model: FinishedModel, files: Sequence[Path], top: int) -> Iter
         part = _predicted(model, group[own::processes], top)
         parts = gather(part) if dist.is_initialized() else [part]
         yield from (parts[at % processes][at // processes] for at in range(len(group)))
+
+
+def pictures_of(model: FinishedModel, files: Sequence[Path]) -> Tensor:
+    """uint8 (n, S, S, 3) of image files, as the model sees them. Raises `DataError` for what is no image."""
+    stored = {file: _stored(file) for file in files}
+    if bad := [(file, why) for file, why in stored.items() if isinstance(why, str)]:
+        others = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        raise DataError(f"{bad[0][0]}: {bad[0][1]}{others}; take it out, or name another folder")
+    jpegs = [found for found in stored.values() if not isinstance(found, str)]
+    return views_of(jpegs, EvalTransform(model.eval_crop.kind, model.eval_crop.fraction), model.image_size)
 
 
 def _predicted(model: FinishedModel, files: Sequence[Path], top: int) -> list[Prediction]:

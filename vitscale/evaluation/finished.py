@@ -4,14 +4,15 @@ Every process of `accelerate launch` has the model, or the part of the devices t
 of the images.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate.utils import align_module_device
 from torch import nn
 
 from vitscale.checkpoint import MASTER, CheckpointReader, CheckpointStore, checkpoint_place
@@ -117,7 +118,7 @@ def _data_root(recipe: Recipe, reader: CheckpointReader) -> str | None:
     return str(then) if then.exists() else root
 
 
-_Opened = tuple[nn.Module, Mapping[str, ReadTensor], torch.dtype]
+_Opened = tuple[Model | Objective, Mapping[str, ReadTensor], torch.dtype]
 
 
 class FinishedModel:
@@ -211,6 +212,21 @@ class FinishedModel:
         self.loss = "softmax"
         self._batch, self._data = weights.batch, Data(train="")
         return model, values, torch.float32 if weights.precision == "fp32" else torch.bfloat16
+
+    @property
+    def backbone(self) -> Model:
+        """The model itself, which `predict` computes with; where it is spread, some of its parameters are elsewhere."""
+        found = self._model.backbone if isinstance(self._model, Objective) else self._model
+        assert isinstance(found, Model)
+        return found
+
+    @contextmanager
+    def reading(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """In here all parameters of some modules of the backbone are at hand, wherever they are kept."""
+        with ExitStack() as stack:
+            for part in {part: None for module in modules for part in module.modules()}:
+                stack.enter_context(align_module_device(part))
+            yield
 
     @torch.no_grad()
     def predict(self, images: torch.Tensor) -> Outputs:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 
+from vitscale.models.anatomy import Anatomy
 from vitscale.models.initialise import Initialiser
 from vitscale.models.layers import OutputLayer
 from vitscale.models.outputs import BlockTokens
@@ -72,3 +73,17 @@ class Model(nn.Module):
     def patch_tokens(self, tokens_BTD: Tensor) -> Tensor:
         """The tokens of patches (B, N, D) among all (B, T, D)."""
         raise NotImplementedError
+
+    # ---- What can be seen of it without a picture, and where to look when it sees one --------------------------------
+
+    def anatomy(self) -> Anatomy:
+        """Its parts. By default the units are its layers, and no more is known."""
+        return Anatomy({str(index): unit for index, unit in enumerate(self.units(), 1)})
+
+    def filters(self) -> Tensor | None:
+        """The filters that see the pixels (F, h, w, 3); None where it has none."""
+        return None
+
+    def positions(self) -> dict[str, Tensor]:
+        """Position embeddings of the patches (N, D), learned or fixed, by where they are added."""
+        return {}

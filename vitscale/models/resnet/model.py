@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from vitscale import families
 from vitscale.families.resnet import GROUPS, ResNetShape
+from vitscale.models.anatomy import Anatomy
 from vitscale.models.initialise import Initialiser, constant, lecun_normal, normal
 from vitscale.models.layers import CHANNELS, OutputLayer, check_size, run_block
 from vitscale.models.model import Model
@@ -56,10 +57,11 @@ class StdConv(nn.Conv2d):
         if self.variant == "v1" and self.stride[0] == 2 and self.kernel_size[0] > 1 and (h % 2 == 0 or w % 2 == 0):
             k = self.kernel_size[0] // 2
             padded = F.pad(x_BChw, (k - (w % 2 == 0), k, k - (h % 2 == 0), k))
-            return F.conv2d(padded, self._standardised(), None, self.stride)
-        return F.conv2d(x_BChw, self._standardised(), None, self.stride, self.padding)
+            return F.conv2d(padded, self.standardised(), None, self.stride)
+        return F.conv2d(x_BChw, self.standardised(), None, self.stride, self.padding)
 
-    def _standardised(self) -> Tensor:
+    def standardised(self) -> Tensor:
+        """The weights that it convolves with (outputs, inputs, k, k)."""
         if self.variant == "v2":
             weight = F.layer_norm(self.weight.flatten(1), [self.weight[0].numel()], eps=1e-10)
             return weight.view_as(self.weight)
@@ -169,6 +171,18 @@ class Features(nn.Module):
         """The units of all stages, in order."""
         return [unit for stage in self.stages for unit in stage.children()]
 
+    def layers(self) -> dict[str, nn.Module]:
+        """The units by stage and place, both from 1: `stage 2.1`."""
+        return {
+            f"stage {at}.{place}": unit
+            for at, stage in enumerate(self.stages, 1)
+            for place, unit in enumerate(stage.children(), 1)
+        }
+
+    def filters(self) -> Tensor:
+        """Those of the root (F, 7, 7, 3), standardised."""
+        return self.root.conv.standardised().permute(0, 2, 3, 1)
+
     def forward(self, images_BHWC: Tensor) -> Tensor:
         x_BChw = self.root(images_BHWC.permute(0, 3, 1, 2))
         for index, unit in enumerate(self.units()):
@@ -221,6 +235,19 @@ class ResNet(Model):
     def units(self) -> Sequence[nn.Module]:
         """As `Model.units`."""
         return self.features.units()
+
+    def anatomy(self) -> Anatomy:
+        """As `Model.anatomy`: the positions of the last feature map take the place of patches."""
+        return Anatomy(
+            self.features.layers(),
+            grid=self.shape.feature_size(self.image_size),
+            stride=self.shape.stride,
+            embedding=(self.features.root.conv,),
+        )
+
+    def filters(self) -> Tensor:
+        """As `Model.filters`: those of the root."""
+        return self.features.filters()
 
     def foreign(self) -> ResNetWeights:
         """As `Model.foreign`."""

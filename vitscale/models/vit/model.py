@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vitscale import families
 from vitscale.families import Pool, ViTShape
+from vitscale.models.anatomy import Anatomy, AttentionLayer
 from vitscale.models.initialise import (
     Initialiser,
     constant,
@@ -23,7 +24,7 @@ from vitscale.models.initialise import (
     xavier_uniform,
     xavier_uniform_stacked,
 )
-from vitscale.models.layers import Linear, OutputLayer, check_size, no_record, run_block
+from vitscale.models.layers import CHANNELS, Linear, OutputLayer, check_size, no_record, run_block
 from vitscale.models.model import Model
 from vitscale.models.outputs import BlockTokens, Outputs
 from vitscale.models.resnet.model import Features, resnet_initialiser
@@ -248,6 +249,48 @@ class ViT(Model):
     def units(self) -> Sequence[nn.Module]:
         """As `Model.units`."""
         return [*(self.stem.units() if self.stem is not None else []), *self.blocks]
+
+    def anatomy(self) -> Anatomy:
+        """As `Model.anatomy`: a hybrid's units come first, then the embedding, then the blocks, counted from 1."""
+        layers: dict[str, nn.Module] = {} if self.stem is None else self.stem.layers()
+        layers["embedding"] = self.embedding
+        attention = []
+        for index, block in enumerate(self.blocks, 1):
+            layers[str(index)] = block
+            if isinstance(block, AxialBlock):
+                attention.append(AttentionLayer(f"{index} rows", block.rows.attention, "rows"))
+                attention.append(AttentionLayer(f"{index} columns", block.columns.attention, "columns"))
+            else:
+                attention.append(AttentionLayer(str(index), block.attention, "grid"))
+        first = self.embedding if self.stem is None else self.stem.root.conv
+        positions = (self.pos_embedding, *(block.pos_embedding for block in self.blocks))
+        return Anatomy(
+            layers,
+            attention,
+            self.map,
+            "pooling" if self.map is not None else "class token" if self.pool == "cls" else "patches",
+            self.shape.grid(self.image_size),
+            self.shape.stride,
+            (self.cls is not None) + self.shape.registers,
+            (first, *(module for module in positions if isinstance(module, nn.Module))),
+        )
+
+    def filters(self) -> Tensor:
+        """As `Model.filters`: those of the embedding (D, P, P, 3), or of a hybrid's root."""
+        if self.stem is not None:
+            return self.stem.filters()
+        P = self.shape.patch_size
+        return self.embedding.weight.view(-1, P, P, CHANNELS)
+
+    def positions(self) -> dict[str, Tensor]:
+        """As `Model.positions`."""
+        grid = self.shape.grid(self.image_size)
+        if self.position == "sincos":
+            return {"fixed": sincos_positions(grid, self.shape.width, like=self.embedding.weight)[0]}
+        found = {"shared by all blocks" if self.position_at == "shared" else "learned": self.pos_embedding}
+        found |= {f"of block {index}": block.pos_embedding for index, block in enumerate(self.blocks, 1)}
+        values = {where: position_values(own) for where, own in found.items()}
+        return {where: value_1TD[0, -(grid**2) :] for where, value_1TD in values.items() if value_1TD is not None}
 
     def foreign(self) -> ViTWeights:
         """As `Model.foreign`."""

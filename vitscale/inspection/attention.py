@@ -1,0 +1,139 @@
+"""What attention does: how far it reaches, how spread it is, what it looks at (section 4.5, appendices D.6 and D.7).
+
+Shape legend: B images, k pictures of which maps are made, A heads, T tokens, N patches, n of a side, L layers.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from vitscale.inspection.capture import Attending, chunks
+from vitscale.models.anatomy import Along, Anatomy
+
+POOLING = "pooling"
+"""What the attention of a model's pooling is called."""
+
+
+@dataclass
+class Reach:
+    """How far the heads of one layer look; all are means over the patches that ask, one row an image.
+
+    Attributes:
+        distance: (B, A), pixels from the asking patch to those that it attends to, weighted by attention; what goes to
+            other tokens does not count.
+        entropy: (B, A), nats, over all tokens.
+        on_patches: (B, A), the part of attention that goes to patches.
+    """
+
+    distance: Tensor
+    entropy: Tensor
+    on_patches: Tensor
+
+
+def distances(grid: int, stride: int, along: Along) -> Tensor:
+    """Pixels between the centres of patches: (N, N), or (n, n) along one line."""
+    steps = torch.arange(grid, dtype=torch.float32) * stride
+    if along != "grid":
+        return (steps[:, None] - steps).abs()
+    places = torch.cartesian_prod(steps, steps)
+    return torch.cdist(places, places, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+@dataclass
+class AttentionMeter:
+    """Measures attention, call by call, as `capture.watching` shows it, of one batch of images after another.
+
+    Args:
+        anatomy: of the model.
+        pictures: of how many of the first images maps are made.
+
+    Attributes:
+        reach: name of a layer -> of each batch.
+        maps: name of a layer -> (k, N): what the class token attends to, as a mean over heads, or where the
+            representation is read from the patches, what they attend to.
+        rollout: (k, N), what the representation is made of, by attention alone.
+    """
+
+    anatomy: Anatomy
+    pictures: int = 0
+    reach: dict[str, list[Reach]] = field(default_factory=dict)
+    maps: dict[str, list[Tensor]] = field(default_factory=dict)
+    rollout: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._along = {layer.name: layer.along for layer in self.anatomy.attention}
+        self._product: Tensor | None = None  # of the layers so far (k, T, T): row i is what token i is made of
+        self._mapped = 0  # pictures that are done
+
+    def begin(self, images: int) -> None:
+        """A batch of so many images follows."""
+        self._images = images
+        self._wanted = max(0, min(images, self.pictures - self._mapped))
+        self._product = None
+
+    def observe(self, name: str, attending: Attending) -> None:
+        """Measure one layer's attention."""
+        if name != POOLING:
+            reach, averaged = self._measure(attending, self._along[name])
+            self.reach.setdefault(name, []).append(reach)
+            if self._wanted:
+                self.maps.setdefault(name, []).append(self._mix(averaged, self._along[name]).cpu())
+        elif self._wanted:
+            first = Attending(attending.query[: self._wanted], attending.key[: self._wanted], None)
+            probe = torch.cat([chunk.weights.mean(dim=1) for chunk in chunks(first)])  # (k, 1, T)
+            self._finish((probe @ self._product)[:, 0])
+
+    def end(self) -> None:
+        """The batch has been through all layers."""
+        if self._product is None or self.anatomy.pooling is not None:
+            return
+        is_first = self.anatomy.reads == "class token"
+        self._finish(self._product[:, 0] if is_first else self._product[:, self.anatomy.before :].mean(dim=1))
+
+    def _measure(self, attending: Attending, along: Along) -> tuple[Reach, Tensor]:
+        """The reach, and of the first images the mean over heads: (k, T, T), or (k n, n, n) of lines."""
+        B, A, T, _ = attending.query.shape
+        before, grid = self.anatomy.before, self.anatomy.grid
+        assert grid is not None, "a model with attention has a grid"
+        apart = distances(grid, self.anatomy.stride, along).to(attending.query.device)
+        lines = B // self._images
+        sums, averaged = apart.new_zeros(3, B, A), apart.new_empty(self._wanted * lines, T, T)
+        for images, queries, weights, entropy in chunks(attending):
+            first = max(before - queries.start, 0)  # query of a patch
+            patches = slice(queries.start + first - before, queries.stop - before)
+            to_patches = weights[:, :, first:, before:]
+            on_patches = to_patches.sum(dim=-1)
+            reached = torch.einsum("baqt,qt->baq", to_patches, apart[patches])
+            sums[0, images] += (reached / on_patches.clamp_min(1e-30)).sum(dim=-1)
+            sums[1, images] += entropy[:, :, first:].sum(dim=-1)
+            sums[2, images] += on_patches.sum(dim=-1)
+            if images.start < len(averaged):
+                mapped = slice(images.start, min(images.stop, len(averaged)))
+                averaged[mapped, queries] = weights[: mapped.stop - mapped.start].mean(dim=1)
+        means = (sums / (T - before)).view(3, self._images, lines, A).mean(dim=2).cpu()
+        return Reach(*means), averaged
+
+    def _mix(self, averaged: Tensor, along: Along) -> Tensor:
+        """Take one more layer into the rollout; its map (k, N)."""
+        k, n, anatomy = self._wanted, averaged.shape[-1], self.anatomy
+        if self._product is None:
+            tokens = n if along == "grid" else n * n
+            self._product = torch.eye(tokens, device=averaged.device).expand(k, -1, -1)
+        product = self._product
+        if along == "grid":
+            asked = averaged[:, 0] if anatomy.reads == "class token" else averaged[:, anatomy.before :].mean(dim=1)
+            shown, mixed = asked[:, anatomy.before :], averaged @ product
+        else:
+            lines = averaged.view(k, n, n, n)  # line, asking, asked
+            formula = "brij,brjt->brit" if along == "rows" else "bcij,bjct->bict"
+            mixed = torch.einsum(formula, lines, product.view(k, n, n, n * n)).reshape(k, n * n, n * n)
+            received = lines.mean(dim=2) / n
+            shown = (received if along == "rows" else received.transpose(1, 2)).reshape(k, n * n)
+        self._product = (mixed + product) / 2
+        return shown
+
+    def _finish(self, rows: Tensor) -> None:
+        self.rollout.append(rows[:, self.anatomy.before :].cpu())
+        self._mapped += self._wanted
+        self._product = None

@@ -1,0 +1,44 @@
+"""An inspection as files: each figure as PNG and SVG with its numbers as CSV, and a page of all of them.
+
+Equal findings are equal bytes: there are no dates and no paths in them.
+"""
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from vitscale.inspection.figures import InspectionFigure
+from vitscale.page import Drawing, Facts, Part, Section, Text, draw, page_text, standalone
+
+PAGE = "index.html"
+
+
+def drawing(figure: InspectionFigure) -> Drawing:
+    """A figure for a page."""
+    name = figure.key.replace("_", "-")
+    return draw(name, figure.title, figure.put, width=figure.width, height=figure.height, caption=figure.caption)
+
+
+def sections(figures: Sequence[InspectionFigure]) -> list[Section]:
+    """Figures as sections of a page, this one's or a report's."""
+    return [Section(figure.title, [drawing(figure)]) for figure in figures]
+
+
+def write(
+    folder: Path, figures: Sequence[InspectionFigure], facts: Sequence[tuple[str, str]], notes: Sequence[str]
+) -> None:
+    """Write all figures and the page into a folder that exists. Raises OSError."""
+    for figure in figures:
+        for form in ("png", "svg"):
+            content = standalone(figure.put, form, width=figure.width, height=figure.height)
+            (folder / f"{figure.key}.{form}").write_bytes(content)
+        text = io.StringIO(newline="")
+        csv.writer(text, lineterminator="\n").writerows([figure.columns, *figure.rows])
+        (folder / f"{figure.key}.csv").write_text(text.getvalue(), encoding="utf-8")
+    about: list[Part] = [Facts(facts), *(Text(note, "note") for note in notes)]
+    title = "Inside " + " and ".join(value for name, value in facts if name.startswith("model"))
+    page = page_text(
+        title, "what it sees and how it attends", [Section("What was looked at", about), *sections(figures)]
+    )
+    (folder / PAGE).write_text(page, encoding="utf-8")
