@@ -25,6 +25,10 @@ version="$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])
 "$python" -c 'import ensurepip' 2>/dev/null || missing+=("$version-venv")
 "$python" -c 'import os, sysconfig; raise SystemExit(not os.path.exists(sysconfig.get_paths()["include"] + "/Python.h"))' ||
     missing+=("$version-dev")
+if [ -n "${2:-}" ]; then  # pages are opened in it
+    command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null ||
+        missing+=(chromium)
+fi
 if [ ${#missing[@]} -gt 0 ]; then
     command -v apt-get >/dev/null ||
         fail "missing: ${missing[*]} (Debian's names). Install them with your system's package manager, then repeat."

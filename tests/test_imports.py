@@ -19,7 +19,7 @@ LAYERS = (
     {"extensions"},
     {"families", "interruption", "native", "ranks", "ray_cluster", "storage", "vtab"},
     {"files", "images", "recipe", "versions"},
-    {"runs", "shards"},
+    {"page", "runs", "shards"},
     {"data", "flops", "models"},
     {"checkpoint", "objectives", "status"},
     {"evaluation", "planning"},

@@ -15,6 +15,7 @@ from vitscale.families import model_of
 from vitscale.files.durable import durable_file
 from vitscale.flops.published import Scaling, table_6
 from vitscale.flops.records import Run
+from vitscale.page import check_drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,14 +72,10 @@ def draw(path: Path, points: Sequence[Point]) -> None:
     """
     if path.suffix.lower() not in SUFFIXES:
         raise RecipeError(f"--plot {path}: expected a name that ends with {' or '.join(SUFFIXES)}")
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise RecipeError("--plot needs matplotlib: pip install matplotlib") from None
-    except ValueError as error:
-        # It wants to know the backend of MPLBACKEND, though nothing is shown in a window.
-        raise RecipeError(f"--plot: matplotlib refuses its settings (MPLBACKEND, matplotlibrc): {error}") from None
+    check_drawing("--plot")
+    import matplotlib
+    from matplotlib.figure import Figure
+
     others = [point for point in points if not point.is_on_imagenet]
     panels = 3 if others else 2
     figure = Figure(figsize=(5.5 * panels, 4.6), layout="constrained", dpi=150)

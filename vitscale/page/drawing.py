@@ -1,0 +1,115 @@
+"""Figures as SVG within a page: text as text, colours that follow the page's light, dark or print.
+
+matplotlib draws each with its own defaults, not with the settings of whoever runs it, and without pyplot: equal figures
+are equal bytes.
+"""
+
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vitscale.errors import RecipeError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SERIES = ("#1f6fb4", "#c2571a", "#2a8a4a", "#8a4fb0", "#b8860b", "#c23b6b", "#3a8f9c", "#7a6a58")
+"""Colours for lines and points. Each becomes the page's variable `--series-N`, which has another value in the dark."""
+FAINT = "#7b8087"
+"""For what is in the background: grid lines, figures of others. Becomes `--faint`."""
+
+_INK = "#010203"  # all else; becomes the colour of the page's text
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "vitscale",
+    "savefig.transparent": True,
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.labelsize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": FAINT,
+    "grid.alpha": 0.25,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 6,
+    **dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), _INK
+    ),
+    "xtick.labelcolor": _INK,
+    "ytick.labelcolor": _INK,
+}
+_DROPPED = re.compile(r'<!--.*?-->|<style.*?</style>| xmlns(?::\w+)?="[^"]*"', re.DOTALL)
+_FONT = re.compile(r'font-family: [^;"]*')
+_ID = re.compile(r'(\bid="|xlink:href="#|url\(#)')
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure to be put into a page.
+
+    Attributes:
+        svg: an element, from `draw`.
+        alt: what it shows, in words.
+        width: in CSS pixels, at most.
+    """
+
+    svg: str
+    alt: str
+    width: int
+    caption: str = ""
+    kind: ClassVar[str] = "drawing"
+
+
+def check_drawing(what: str) -> None:
+    """Raise `RecipeError` where matplotlib is missing or refuses its settings. `what` needs it: `vitscale report`."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise RecipeError(f"{what} needs matplotlib: pip install matplotlib") from None
+    except ValueError as error:
+        # It wants to know the backend of MPLBACKEND, though nothing is shown in a window.
+        raise RecipeError(f"{what}: matplotlib refuses its settings (MPLBACKEND, matplotlibrc): {error}") from None
+
+
+def draw(
+    name: str, alt: str, put: "Callable[[Figure], None]", *, width: int = 720, height: int = 300, caption: str = ""
+) -> Drawing:
+    """Make a figure.
+
+    Args:
+        name: of letters, digits and `-`; no two figures of a page have the same.
+        alt: what it shows, in words.
+        put: gets an empty figure and draws into it, with `SERIES`, `FAINT` and the default colour of text alone.
+        width, height: in CSS pixels.
+
+    Raises `RecipeError` as `check_drawing` does.
+    """
+    check_drawing("the page")
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    defaults: dict[str, Any] = {key: matplotlib.rcParamsDefault[key] for key in matplotlib.rcParamsDefault}
+    defaults.pop("backend")
+    file = io.StringIO()
+    with matplotlib.rc_context({**defaults, **_STYLE}):
+        figure = Figure(figsize=(width / 96, height / 96), dpi=96, layout="constrained")
+        put(figure)
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    return Drawing(_inline(file.getvalue(), name), alt, width, caption)
+
+
+def _inline(svg: str, name: str) -> str:
+    """The element alone, with ids of its own, and colours that are the page's."""
+    svg = _DROPPED.sub("", svg[svg.index("<svg") :])
+    svg = _ID.sub(lambda found: f"{found[0]}{name}-", svg).replace("xlink:href", "href")
+    svg = re.sub(r'^<svg [^>]*?(viewBox="[^"]*")[^>]*>', r"<svg \1>", svg)
+    for index, colour in enumerate(SERIES, start=1):
+        svg = svg.replace(colour, f"var(--series-{index})")
+    svg = svg.replace(FAINT, "var(--faint)").replace(_INK, "currentColor")
+    return _FONT.sub("font-family: var(--sans)", svg).strip()
