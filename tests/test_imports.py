@@ -23,6 +23,7 @@ LAYERS = (
     {"data", "flops", "models"},
     {"checkpoint", "objectives", "status"},
     {"evaluation", "planning"},
+    {"inspection"},
     {"launch", "training"},
     {"pretrain", "studies"},
     {"data_tools"},
@@ -38,7 +39,18 @@ KNOWS_ONLY = {
 }
 # Packages that only these rooms know. Whatever else has to start at once does not load them.
 KNOWN_TO = {
-    "torch": {"checkpoint", "cli", "data", "evaluation", "models", "objectives", "planning", "ranks", "training"},
+    "torch": {
+        "checkpoint",
+        "cli",
+        "data",
+        "evaluation",
+        "inspection",
+        "models",
+        "objectives",
+        "planning",
+        "ranks",
+        "training",
+    },
     "deepspeed": {"training"},
     "accelerate": {"evaluation", "training"},
 }

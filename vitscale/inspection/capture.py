@@ -89,7 +89,8 @@ def chunks(attending: Attending) -> Iterator[Chunk]:
             rows = slice(start, min(start + queries, T))
             logits = scaled[:, :, rows] @ transposed
             if bias is not None:
-                logits = logits + bias[these, :, rows].float()
+                # A bias of -inf forbids; 0 x -inf would make the entropy NaN.
+                logits = (logits + bias[these, :, rows].float()).clamp_min_(-1e30)
             norm = logits.logsumexp(dim=-1, keepdim=True)
             weights = torch.exp(logits - norm)
             entropy = norm.squeeze(-1) - torch.linalg.vecdot(weights, logits)

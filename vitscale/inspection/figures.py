@@ -358,6 +358,8 @@ def _norms(findings: dict[str, Findings]) -> InspectionFigure | None:
     columns = ["model", "layer", "median", "percentile_99", "largest", "share_of_outliers", "first_token"]
 
     def put(figure: Figure) -> None:
+        from matplotlib.ticker import LogLocator, NullFormatter
+
         panels = _panels(figure, len(found), shared=True)
         for (name, table), axes in zip(found.items(), panels, strict=True):
             layers = range(1, len(table) + 1)
@@ -367,9 +369,9 @@ def _norms(findings: dict[str, Findings]) -> InspectionFigure | None:
             if not all(math.isnan(first) for first in firsts):
                 axes.plot(layers, firsts, ":", color=SERIES[3], label="first token")
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("{x:g}")
-            axes.tick_params(axis="y", which="minor", labelsize=7)
+            axes.yaxis.set_minor_formatter(NullFormatter())
             _layers_below(axes, list(table))
             _titled(axes, name, findings)
         panels[0].set_ylabel("norm of a token")
@@ -464,6 +466,7 @@ def _neighbours(findings: dict[str, Findings]) -> InspectionFigure | None:
         return None
 
     def put(figure: Figure) -> None:
+        figure.get_layout_engine().set(wspace=0.06)
         for (name, near), axes in zip(found.items(), _panels(figure, len(found)), strict=True):
             pictures = findings[name].pictures.numpy()
             lines = [
@@ -485,7 +488,7 @@ def _neighbours(findings: dict[str, Findings]) -> InspectionFigure | None:
     ]
     (some, *_) = found.values()
     caption = "Pictures, and beside each the most similar of the dataset: cosines of their representations."
-    width, height = _PANEL * len(found) + 100, 74 * len(some.images) + 40
+    width, height = 60 * (some.images.shape[1] + 2) * len(found), 64 * len(some.images) + 40
     columns = ["model", "picture", "rank", "uid", "cosine"]
     return InspectionFigure("neighbours", "Nearest neighbours", caption, put, width, height, columns, rows)
 

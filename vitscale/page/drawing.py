@@ -8,7 +8,7 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from vitscale.errors import RecipeError
 
@@ -90,18 +90,32 @@ def draw(
 
     Raises `RecipeError` as `check_drawing` does.
     """
+    svg = _rendered(put, width, height, "svg", {}).decode()
+    return Drawing(_inline(svg, name), alt, width, caption)
+
+
+def standalone(put: "Callable[[Figure], None]", form: Literal["png", "svg"], *, width: int, height: int) -> bytes:
+    """The same figure as a file of its own, on white; a PNG has two pixels for one of CSS."""
+    on_white = {"savefig.transparent": False, "savefig.facecolor": "white", "savefig.dpi": 192}
+    return _rendered(put, width, height, form, on_white | ({} if form == "png" else {"savefig.dpi": "figure"}))
+
+
+def _rendered(
+    put: "Callable[[Figure], None]", width: int, height: int, form: Literal["png", "svg"], style: dict[str, Any]
+) -> bytes:
     check_drawing("the page")
     import matplotlib
     from matplotlib.figure import Figure
 
     defaults: dict[str, Any] = {key: matplotlib.rcParamsDefault[key] for key in matplotlib.rcParamsDefault}
     defaults.pop("backend")
-    file = io.StringIO()
-    with matplotlib.rc_context({**defaults, **_STYLE}):
+    file = io.BytesIO()
+    with matplotlib.rc_context({**defaults, **_STYLE, **style}):
         figure = Figure(figsize=(width / 96, height / 96), dpi=96, layout="constrained")
         put(figure)
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    return Drawing(_inline(file.getvalue(), name), alt, width, caption)
+        unsaid = ("Date", "Creator", "Format", "Type") if form == "svg" else ("Software",)
+        figure.savefig(file, format=form, metadata=dict.fromkeys(unsaid))
+    return file.getvalue()
 
 
 def _inline(svg: str, name: str) -> str:

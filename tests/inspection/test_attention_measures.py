@@ -1,0 +1,186 @@
+"""How far attention reaches, how spread it is, its rollout: against NumPy, timm, and attention of a known radius."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from inspection.numpy_attention import attention_distance, attention_of_blocks, rollout
+from models.weights.exported import TINY, described, valued, write
+from torch.nn import functional as F
+
+from vitscale.inspection import capture
+from vitscale.inspection.attention import AttentionMeter, distances
+from vitscale.inspection.capture import Attending, chunks, watching
+from vitscale.inspection.looking import look, parts_of
+from vitscale.models.anatomy import Anatomy, AttentionLayer
+
+IMAGES = torch.randint(0, 256, (7, 64, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+HYBRID = {"blocks": [1, 1], "width_factor": 1, "patch_size": 1, "width": 48, "depth": 2, "mlp_dim": 96, "num_heads": 3}
+VARIANTS = {
+    "plain": TINY,
+    "registers": TINY | {"registers": 2},
+    "mean": TINY | {"pool": "mean"},
+    "map": TINY | {"pool": "map"},
+    "normed_mean": TINY | {"pool": "normed_mean", "position": {"kind": "1d_rope"}, "qkv_bias": "no_key"},
+    "rope": TINY | {"position": {"kind": "rope"}, "registers": 1, "qk_norm": True},
+    "relative": TINY | {"position": {"kind": "relative"}},
+    "every_layer": TINY | {"position": {"kind": "2d", "at": "every_layer"}},
+    "axial": TINY | {"attention": "axial"},
+    "axial_relative": TINY | {"attention": "axial", "position": {"kind": "relative"}},
+    "hybrid": HYBRID,
+}
+
+
+def inside(block, images=IMAGES, parts=("attention", "rollout"), batch=3, pictures=5):
+    model = valued(described(block))
+    return model, look(model, predictor(model), images, "a model", parts, pictures=pictures, batch=batch)
+
+
+def predictor(model):
+    return lambda images: model(images.float() / 127.5 - 1)
+
+
+def test_distance_entropy_and_rollout_are_those_of_numpy():
+    model, found = inside(TINY | {"registers": 2})
+    kept = {}
+    with torch.no_grad():
+        model(IMAGES.float() / 127.5 - 1, intermediates=kept)
+    expected = attention_of_blocks(model, [kept["embedded"], kept["block_0"]])
+    for weights, (layer, reach) in zip(expected, found.reach.items(), strict=True):
+        assert layer in ("1", "2")
+        np.testing.assert_allclose(reach.distance, attention_distance(weights, 8, 8, 3), rtol=1e-4)
+        entropy = -(weights * np.log(weights)).sum(-1)[:, :, 3:].mean(-1)
+        np.testing.assert_allclose(reach.entropy, entropy, rtol=1e-4)
+        np.testing.assert_allclose(reach.on_patches, weights[:, :, 3:, 3:].sum(-1).mean(-1), rtol=1e-4)
+    np.testing.assert_allclose(found.rollout, rollout(expected, 3)[:5], rtol=1e-3)
+    for weights, shown in zip(expected, found.maps.values(), strict=True):
+        np.testing.assert_allclose(shown, weights.mean(1)[:5, 0, 3:], rtol=1e-3)
+
+
+def test_attention_is_what_timm_extracts(tmp_path):
+    timm_utils = pytest.importorskip("timm.utils")
+    import timm
+
+    block = TINY | {"qk_norm": True, "registers": 2, "class_position": False}
+    description = described(block)
+    model = valued(description)
+    config_of = model.foreign().timm()
+    from safetensors.torch import load_file
+
+    theirs = timm.create_model(config_of.name, num_classes=7, **config_of.arguments).eval()
+    theirs.load_state_dict(load_file(write(model, description, "timm", tmp_path)))
+    for layer in theirs.blocks:
+        layer.attn.fused_attn = False
+    extract = timm_utils.AttentionExtract(theirs, names=["blocks.*.attn.attn_drop"], mode="eval", method="hook")
+    with torch.no_grad():
+        expected = list(extract((IMAGES.float() / 127.5 - 1).permute(0, 3, 1, 2)).values())
+    _, found = inside(block)
+    for weights, reach in zip(expected, found.reach.values(), strict=True):
+        np.testing.assert_allclose(reach.distance, attention_distance(weights.numpy(), 8, 8, 3), rtol=1e-3)
+
+
+@pytest.mark.parametrize("radius", [1, 2, 3])
+def test_attention_of_a_known_radius_reaches_so_far(radius):
+    """Every patch attends, evenly, to those `radius` steps away in its row or column, and to the first token."""
+    grid, stride = 7, 16
+    apart = distances(grid, stride, "grid")
+    allowed = (apart == radius * stride).float()
+    bias = torch.zeros(1, 1, 1 + grid**2, 1 + grid**2)
+    bias[0, 0, 1:, 1:] = allowed.log()
+    zero = torch.zeros(2, 3, 1 + grid**2, 4)
+    meter = AttentionMeter(
+        Anatomy({}, [AttentionLayer("1", torch.nn.Identity(), "grid")], grid=grid, stride=stride, before=1)
+    )
+    meter.begin(2)
+    meter.observe("1", Attending(zero, zero, bias))
+    (reach,) = meter.reach["1"]
+    torch.testing.assert_close(reach.distance, torch.full((2, 3), float(radius * stride)))
+    neighbours = allowed.sum(dim=1)
+    torch.testing.assert_close(reach.entropy[0, 0], (neighbours + 1).log().mean())
+    torch.testing.assert_close(reach.on_patches[0, 0], (neighbours / (neighbours + 1)).mean())
+
+
+def test_even_attention_reaches_the_mean_distance_of_a_square():
+    """0.5214 of a side for a continuous square (Robbins' constant); a fine grid comes near to it."""
+    side = 48
+    robbins = (2 + math.sqrt(2) + 5 * math.asinh(1)) / 15
+    assert distances(side, 1, "grid").mean().item() / side == pytest.approx(robbins, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_is_captured_is_what_attention_computes(name):
+    """Torch's own kernel gives the weights where the values are the identity. Rows sum to 1, so rollouts do."""
+    model = valued(described(VARIANTS[name]))
+    anatomy, seen = model.anatomy(), {}
+
+    def compare(layer, attending):
+        query, key, bias = attending
+        values = torch.eye(key.shape[2]).expand(*key.shape[:2], -1, -1)
+        expected = F.scaled_dot_product_attention(query, key, values, attn_mask=bias)
+        ours = torch.empty_like(expected)
+        for chunk in chunks(attending):
+            ours[chunk.images, :, chunk.queries] = chunk.weights
+        torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-4)
+        seen[layer] = seen.get(layer, 0) + 1
+
+    modules = {layer.module: layer.name for layer in anatomy.attention} | (
+        {anatomy.pooling: "pooling"} if anatomy.pooling else {}
+    )
+    with torch.no_grad(), watching(modules, compare):
+        predictor(model)(IMAGES)
+    assert seen == dict.fromkeys(modules.values(), 1)
+    _, found = inside(VARIANTS[name])
+    assert found.rollout.shape == (5, anatomy.grid**2) and (found.rollout >= 0).all()
+    assert list(found.reach) == list(found.maps) == [layer.name for layer in anatomy.attention]
+    assert all(reach.distance.shape == (7, 3) for reach in found.reach.values())
+    on_others = 1 - found.rollout.sum(dim=1)
+    assert (on_others.abs() < 1e-5).all() if not anatomy.before else (on_others > 0).all()
+
+
+def test_axial_attention_is_that_of_a_grid_which_sees_lines_alone():
+    """The rollout of row and column attention is that of the same weights as (N, N), zeros outside lines."""
+    model = valued(described(VARIANTS["axial"]))
+    n, whole = model.anatomy().grid, []
+
+    def keep(layer, attending):
+        lines = torch.cat([chunk.weights for chunk in chunks(attending)]).view(len(IMAGES), n, -1, n, n).mean(dim=2)
+        dense = torch.zeros(len(IMAGES), n, n, n, n)  # row, column of the asking patch, of the other
+        for line in range(n):
+            if layer.endswith("rows"):
+                dense[:, line, :, line, :] = lines[:, line]
+            else:
+                dense[:, :, line, :, line] = lines[:, line]
+        whole.append(dense.reshape(len(IMAGES), 1, n * n, n * n).double().numpy())
+
+    with torch.no_grad(), watching({layer.module: layer.name for layer in model.anatomy().attention}, keep):
+        predictor(model)(IMAGES)
+    identity = np.eye(n * n)
+    joint = identity
+    for weights in whole:
+        joint = (weights[:, 0] + identity) / 2 @ joint
+    _, found = inside(VARIANTS["axial"])
+    np.testing.assert_allclose(found.rollout, joint.mean(axis=1)[:5], rtol=1e-4)
+    for weights, reach in zip(whole, found.reach.values(), strict=True):
+        heads = reach.distance.mean(dim=1, keepdim=True)
+        np.testing.assert_allclose(heads, attention_distance(weights, n, 8, 0), rtol=1e-4)
+    for weights, shown in zip(whole, found.maps.values(), strict=True):
+        np.testing.assert_allclose(shown, weights[:5, 0].mean(axis=1), rtol=1e-4)
+
+
+def test_figures_do_not_depend_on_chunks_and_batches(monkeypatch):
+    _, expected = inside(VARIANTS["relative"], batch=7)
+    monkeypatch.setattr(capture, "_CHUNK", 999)  # a part of one image's queries
+    _, found = inside(VARIANTS["relative"], batch=2)
+    torch.testing.assert_close(found.rollout, expected.rollout)
+    for layer, reach in found.reach.items():
+        torch.testing.assert_close(reach.distance, expected.reach[layer].distance)
+        torch.testing.assert_close(reach.entropy, expected.reach[layer].entropy)
+
+
+def test_nothing_is_left_behind_and_outputs_are_those_of_a_plain_pass():
+    model = valued(described(TINY))
+    before = predictor(model)(IMAGES).logits
+    look(model, predictor(model), IMAGES, "a model", parts_of(model, "a model", None))
+    assert torch.equal(predictor(model)(IMAGES).logits, before)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

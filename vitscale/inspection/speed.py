@@ -1,0 +1,180 @@
+"""How fast models are on this device: images/s and the largest batch by image size (appendix D.4, Figure 11).
+
+A forward pass without gradients, of random weights, with all of a batch's pixels on the device. A batch's size doubles
+as long as it pays: with CUDA until memory ends, and then the largest that fits is found between the last two; on CPUs,
+where memory has no such end, until the time is up.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from vitscale import families
+from vitscale.errors import RecipeError
+from vitscale.families import model_of
+from vitscale.models import Model, initialise
+from vitscale.models.build import build_of_block
+from vitscale.models.layers import CHANNELS
+
+Precision = Literal["bf16", "fp32"]
+_NUM_CLASSES = 1000
+_LARGEST = 2**17
+_FINENESS = 16
+"""The largest batch is found to one part in so many."""
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """One model at one size.
+
+    Attributes:
+        images_per_s: the best of all batch sizes.
+        batch: that was the fastest.
+        largest_batch: that fits into memory; None where that was not tried, on CPUs.
+        problem: why there is nothing, if so.
+    """
+
+    model: str
+    image_size: int
+    images_per_s: float | None = None
+    batch: int | None = None
+    largest_batch: int | None = None
+    problem: str = ""
+
+
+def throughputs(
+    names: Sequence[str],
+    sizes: Sequence[int],
+    device: torch.device,
+    precision: Precision,
+    seconds: float,
+    report: Callable[[Throughput], None],
+) -> list[Throughput]:
+    """Measure every model at every size, and tell `report` each as it comes.
+
+    Args:
+        seconds: for each model and size; with CUDA for each batch size.
+
+    Raises `RecipeError` for a name that is none.
+    """
+    blocks = {}
+    for name in names:
+        try:
+            blocks[name] = model_of(name=name, head="linear")
+        except ValueError as error:
+            raise RecipeError(str(error)) from None
+    found = []
+    for name, block in blocks.items():
+        for size in sizes:
+            found.append(_throughput(name, block, size, device, precision, seconds))
+            _release(device)
+            report(found[-1])
+    return found
+
+
+def _throughput(
+    name: str, block: families.Model, size: int, device: torch.device, precision: Precision, seconds: float
+) -> Throughput:
+    try:
+        block.check_image_size(size)
+    except ValueError as error:
+        return Throughput(name, size, problem=str(error))
+    try:
+        model = _built(block, size, device, precision)
+    except torch.OutOfMemoryError:
+        return Throughput(name, size, problem="the weights do not fit into memory")
+    best, largest = _measured(model, size, device, seconds)
+    if best is None:
+        return Throughput(name, size, largest_batch=0, problem="not one image fits into memory")
+    return Throughput(name, size, *best, largest if device.type == "cuda" else None)
+
+
+def _built(block: families.Model, size: int, device: torch.device, precision: Precision) -> Model:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    with torch.device("meta"):
+        model = build_of_block(block, image_size=size, num_classes=_NUM_CLASSES)
+    model = model.to(dtype).to_empty(device=device).eval()
+    initialise(model, 0)
+    return model
+
+
+@torch.no_grad()
+def _measured(model: Model, size: int, device: torch.device, seconds: float) -> tuple[tuple[float, int] | None, int]:
+    """The best (images/s, batch), and the largest batch that was computed."""
+    best: tuple[float, int] | None = None
+    largest, batch, until = 0, 1, time.monotonic() + seconds
+    while batch <= _LARGEST:
+        speed = _speed(model, _images(batch, size, model, device), device, seconds, until)
+        if speed is None:
+            break
+        largest = batch
+        best = max(best or (0.0, 0), (speed, batch))
+        if device.type != "cuda" and time.monotonic() + 2 * batch / speed > until:
+            return best, largest
+        batch *= 2
+    return best, _largest_between(largest, batch, lambda count: _fits(model, size, count, device))
+
+
+def _largest_between(fits: int, too_large: int, try_it: Callable[[int], bool]) -> int:
+    """The largest batch that fits, to one part in `_FINENESS`."""
+    while too_large - fits > max(1, fits // _FINENESS):
+        middle = (fits + too_large) // 2
+        fits, too_large = (middle, too_large) if try_it(middle) else (fits, middle)
+    return fits
+
+
+def _images(batch: int, size: int, model: Model, device: torch.device) -> Callable[[], Tensor]:
+    dtype = next(model.parameters()).dtype
+    return lambda: torch.zeros(batch, size, size, CHANNELS, dtype=dtype, device=device)
+
+
+def _speed(
+    model: Model, make: Callable[[], Tensor], device: torch.device, seconds: float, until: float
+) -> float | None:
+    """Images/s: the median of several passes, after one that does not count; None where memory is too small."""
+    try:
+        images = make()
+        _timed(model, images, device)
+        taken = list(_passes(model, images, device, seconds, until))
+    except torch.OutOfMemoryError:
+        images = None
+        _release(device)
+        return None
+    return len(images) / sorted(taken)[len(taken) // 2]
+
+
+def _passes(model: Model, images: Tensor, device: torch.device, seconds: float, until: float) -> Iterator[float]:
+    end = time.monotonic() + seconds / 4 if device.type == "cuda" else until
+    for _ in range(9):
+        yield _timed(model, images, device)
+        if time.monotonic() > end:
+            return
+
+
+def _timed(model: Model, images: Tensor, device: torch.device) -> float:
+    start = time.monotonic()
+    model(images)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.monotonic() - start
+
+
+def _fits(model: Model, size: int, batch: int, device: torch.device) -> bool:
+    try:
+        _timed(model, _images(batch, size, model, device)(), device)
+    except torch.OutOfMemoryError:
+        _release(device)
+        return False
+    return True
+
+
+def _release(device: torch.device) -> None:
+    """Give memory back: what an exception held is garbage now, and torch's cache may be in pieces."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
