@@ -26,6 +26,7 @@ LAYERS = (
     {"inspection"},
     {"launch", "training"},
     {"pretrain", "studies"},
+    {"report"},
     {"data_tools"},
     {"cli"},
     {"__main__"},

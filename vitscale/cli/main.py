@@ -14,6 +14,7 @@ from vitscale.cli.inspect import InspectCommand, inspect
 from vitscale.cli.launch import launch
 from vitscale.cli.looking import NoEma, Settings
 from vitscale.cli.plan import plan
+from vitscale.cli.report import report
 from vitscale.cli.status import status
 from vitscale.errors import RecipeError
 from vitscale.weight_formats import Format
@@ -104,6 +105,7 @@ app.command()(plan)
 app.command()(launch)
 app.command("train", short_help="Same as launch.")(launch)
 app.command()(status)
+app.command()(report)
 
 
 app.command(short_help="Evaluate a run, or any weights on a dataset.")(looking.evaluate)

@@ -45,12 +45,11 @@ from vitscale.recipe import (
     validate_recipe,
 )
 from vitscale.recipe.datasets import find_dataset
+from vitscale.runs.index import data_root
 from vitscale.runs.names import RECIPE_FILE
 from vitscale.shards import Manifest
-from vitscale.storage import is_url
+from vitscale.weight_formats import POSITIONS_RULE
 
-POSITIONS_RULE = "resampled, bilinear with corners aligned"
-"""How position embeddings of another resolution become ours: the authors' way, whatever library the weights are of."""
 _BICUBIC, _ANTIALIASED = "resampled, bicubic with edges in one place", "resampled, bicubic and antialiased"
 
 
@@ -107,15 +106,6 @@ def _stored_values(objective: Objective, reader: CheckpointReader, use_average: 
     stored = [name for name, _ in objective.named_weights()]
     own = [name for name, _ in objective.named_parameters()]
     return {ours: partial(reader.parameter, theirs, kind) for ours, theirs in zip(own, stored, strict=True)}
-
-
-def _data_root(recipe: Recipe, reader: CheckpointReader) -> str | None:
-    """`data.root`; a relative one as the run, which may have begun in another folder, had it, if it is still there."""
-    root, began_in = recipe.data.root, reader.index.data.get("working_directory")
-    if root is None or began_in is None or is_url(root) or root.startswith("~"):
-        return root
-    then = Path(began_in, root)
-    return str(then) if then.exists() else root
 
 
 _Opened = tuple[Model | Objective, Mapping[str, ReadTensor], torch.dtype]
@@ -179,7 +169,7 @@ class FinishedModel:
         recipe, reader = open_run(self.source, step, tell)
         trained = trained_recipe(reader).dump()
         as_trained = recipe.dump() | {"model": trained["model"]}
-        as_trained["data"] |= {"root": _data_root(recipe, reader), "normalise": trained["data"]["normalise"]}
+        as_trained["data"] |= {"root": data_root(recipe, reader.index), "normalise": trained["data"]["normalise"]}
         self.recipe = recipe = override(as_trained, settings, "the recipe of the run")
         self.title = Description(as_trained["model"], recipe.data.image_size, None).title
         self.step: int | None = reader.index.step

@@ -4,7 +4,7 @@
 anything starts. Nothing is silently ignored.
 """
 
-from vitscale.recipe.comparing import FREE_ON_BRANCHING, FREE_ON_RESUME, changes, differences
+from vitscale.recipe.comparing import FREE_ON_BRANCHING, FREE_ON_RESUME, changes, differences, recipe_sha256
 from vitscale.recipe.datasets import DATA_ROOT_VARIABLE, find_dataset
 from vitscale.recipe.evaluators import Evaluator
 from vitscale.recipe.fields import explain_fields, json_schema
@@ -98,6 +98,7 @@ __all__ = [
     "override",
     "read_content",
     "read_recipe",
+    "recipe_sha256",
     "recipes_dir",
     "smoke_form",
     "validate_model",

@@ -1,5 +1,7 @@
 """Whether two recipes describe the same run: their differences, and the fields that are free to differ on resuming."""
 
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,6 +28,11 @@ FREE_ON_RESUME = (
 
 # What may differ besides between a run and the one that it branches off: what it does from there.
 FREE_ON_BRANCHING = (*FREE_ON_RESUME, "schedule", "init", "selection")
+
+
+def recipe_sha256(dumped: dict[str, Any]) -> str:
+    """SHA-256 of all fields of a dumped recipe, defaults included, in hexadecimal: the identity of a run."""
+    return hashlib.sha256(json.dumps(dumped, sort_keys=True).encode()).hexdigest()
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

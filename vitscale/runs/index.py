@@ -15,8 +15,10 @@ from typing import Annotated, Any
 import pydantic
 
 from vitscale.errors import CheckpointError
+from vitscale.recipe import Recipe
 from vitscale.runs.names import INDEX_FILE, step_folder
 from vitscale.runs.reading import count
+from vitscale.storage import is_url
 
 SCHEMA_VERSION = 3
 MASTER = "master"
@@ -154,6 +156,15 @@ def read_index(folder: Path, step: int | None = None) -> Index:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
     return parse_index(text, str(path), step)
+
+
+def data_root(recipe: Recipe, index: Index) -> str | None:
+    """`data.root`; a relative one as the run, which may have begun in another folder, had it, if it is still there."""
+    root, began_in = recipe.data.root, index.data.get("working_directory")
+    if root is None or not isinstance(began_in, str) or is_url(root) or root.startswith("~"):
+        return root
+    then = Path(began_in, root)
+    return str(then) if then.exists() else root
 
 
 def _checksum(content: dict[str, Any]) -> str:

@@ -1,7 +1,6 @@
 """From a study to its entries: a pure function, which validates every recipe that may come to run."""
 
 import difflib
-import hashlib
 import itertools
 import json
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vitscale.errors import RecipeError, VitscaleError
-from vitscale.recipe import Recipe, find_recipe, override, read_content
+from vitscale.recipe import Recipe, find_recipe, override, read_content, recipe_sha256
 from vitscale.recipe.strict_yaml import parse_yaml
 from vitscale.storage import is_url
 from vitscale.studies.schema import DEV, DataSet, Part, Selection, Study
@@ -42,7 +41,7 @@ class Option:
     @cached_property
     def recipe_sha256(self) -> str:
         """Of all fields, defaults included; in hexadecimal."""
-        return hashlib.sha256(json.dumps(self.recipe.dump(), sort_keys=True).encode()).hexdigest()
+        return recipe_sha256(self.recipe.dump())
 
 
 @dataclass(frozen=True)

@@ -2,30 +2,53 @@
 
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vitscale.errors import DataError
+from vitscale.runs.reading import read_object
 from vitscale.studies.choosing import mean_scores
 from vitscale.studies.expansion import Choice, Entry
+from vitscale.vtab import TASKS, vtab_means
 
 if TYPE_CHECKING:
     from vitscale.studies.running import StudyRun
 
 RESULTS_FILE = "results.json"
 _VERSION = 1
+_TOP1 = "validation/top1"
 
 
 def results_text(about: dict[str, Any], run: "StudyRun") -> str:
     """The content of results.json: `about` beside entries, choices and summaries."""
     entries = run.expansion.entries.values()
+    summaries = list(_summaries(entries, run))
     content = {
         "version": _VERSION,
         **about,
         "entries": [_entry(entry, run) for entry in entries],
         "choices": [_choice(choice, run) for choice in run.expansion.choices.values()],
-        "summaries": list(_summaries(entries, run)),
+        "summaries": summaries,
+        "vtab": list(_vtab(summaries, run)),
     }
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+def read_results(folder: Path) -> dict[str, Any] | None:
+    """What results.json of a study's folder says; None where there is none of a study.
+
+    Raises `DataError` for another version.
+    """
+    content = read_object(folder / RESULTS_FILE)
+    if content is None or "entries" not in content:
+        return None
+    if content.get("version") != _VERSION:
+        raise DataError(
+            f"{folder / RESULTS_FILE}: version {content.get('version')!r}; this vitscale reads {_VERSION}: run the "
+            f"study's command again, which writes it anew"
+        )
+    return content
 
 
 def _entry(entry: Entry, run: "StudyRun") -> dict[str, Any]:
@@ -100,4 +123,41 @@ def _summaries(entries: Iterable[Entry], run: "StudyRun") -> Any:
             "seeds": [entry.seed for entry in group],
             "entries": [entry.name for entry in group],
             "metrics": metrics,
+        }
+
+
+def _vtab(summaries: list[dict[str, Any]], run: "StudyRun") -> Iterator[dict[str, Any]]:
+    """VTAB-1k's score of every part that has all 19 tasks: the means of each group, over tasks and over groups.
+
+    Each is the mean and sample standard deviation over seeds of a mean over tasks, as in the paper's Table 2.
+    """
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for summary in summaries:
+        if summary["split"] != "dev" and summary["dataset"] in TASKS and _TOP1 in summary["metrics"]:
+            groups.setdefault((summary["part"], summary["from"], summary["label"]), []).append(summary)
+    for (part, parent, label), group in groups.items():
+        seeds = {tuple(summary["seeds"]) for summary in group}
+        if {summary["dataset"] for summary in group} != TASKS.keys() or len(group) != len(TASKS) or len(seeds) > 1:
+            continue
+        found: dict[str, list[float]] = {}
+        for names in zip(*(summary["entries"] for summary in group), strict=True):
+            outcomes = [run.progress[name].outcome for name in names]
+            top1 = [None if outcome is None else outcome.metrics.get(_TOP1) for outcome in outcomes]
+            known = {s["dataset"]: value for s, value in zip(group, top1, strict=True) if value is not None}
+            if len(known) == len(TASKS):
+                for what, mean in vtab_means(known).items():
+                    found.setdefault(what, []).append(mean)
+        yield {
+            "part": part,
+            "from": parent,
+            "label": label,
+            "metric": _TOP1,
+            "means": {
+                what: {
+                    "mean": statistics.fmean(values),
+                    "std": statistics.stdev(values) if len(values) > 1 else None,
+                    "n": len(values),
+                }
+                for what, values in found.items()
+            },
         }

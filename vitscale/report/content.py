@@ -1,0 +1,327 @@
+"""What the report says, as data: all that the page shows, numbers first."""
+
+import json
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vitscale.errors import RecipeError, VitscaleError
+from vitscale.report.datasets import Dataset, deduplication, open_dataset
+from vitscale.report.paper import beside_the_paper
+from vitscale.report.records import Record, read_record
+from vitscale.runs.names import RECIPE_FILE
+from vitscale.studies.results import read_results
+from vitscale.versions import versions
+
+KIND = "vitscale report"
+_VERSION = 1
+_FEWSHOT = "fewshot/"
+_VALIDATION = "validation/"
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A run of the report: what its study says of it, and its directory where it has begun."""
+
+    name: str
+    record: Record | None
+    entry: Mapping[str, Any]
+    problem: str = ""
+
+    @property
+    def split(self) -> str:
+        """`dev`, `test`, or `evaluation` where no study says which of them."""
+        return (self.entry.get("evaluated_on") or {}).get("split") or "evaluation"
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Of its end; none before."""
+        if self.entry:
+            return self.entry["metrics"] if self.entry["state"] == "done" else {}
+        return self.record.metrics if self.record is not None and self.record.is_done else {}
+
+    @property
+    def state(self) -> str:
+        """In a word, as people read it."""
+        if self.entry and self.entry["state"] not in ("waiting", "running"):
+            return str(self.entry["state"])
+        if self.record is None:
+            return "not begun"
+        return "done" if self.record.is_done else "unfinished"
+
+
+def gather(sources: Sequence[Path], title: str | None = None) -> dict[str, Any]:
+    """The content of the report's results.json.
+
+    Args:
+        sources: directories of runs, and at most one of a study.
+        title: of the page; by default the study's name, or the runs'.
+
+    Raises `RecipeError` for what is neither, or is named twice, and `DataError` where records are broken.
+    """
+    study, items = _items(sources)
+    records = _all_records(items)
+    given = {item.record.directory.resolve() for item in items if item.record is not None}
+    policies: list[dict[str, Any]] = []
+    datasets: dict[tuple[str, str | None], Dataset] = {}
+    results = list(_results(items, policies, datasets))
+    named = title or (study and str(study.get("study"))) or ", ".join(item.name for item in items)
+    return {
+        "kind": KIND,
+        "version": _VERSION,
+        "title": named,
+        "sources": [str(source) for source in sources],
+        "study": None if study is None else {key: study.get(key) for key in ("study", "file", "engine", "settings")},
+        "made_by": versions(),
+        "states": _counted(item.state for item in items),
+        "results": results,
+        "policies": policies,
+        "choices": [] if study is None else study.get("choices", []),
+        "vtab": [] if study is None else study.get("vtab", []),
+        "paper": beside_the_paper(results),
+        "deduplication": _deduplications(items, datasets),
+        "datasets": [dataset.content() for dataset in datasets.values()],
+        "compute": _compute(records, given),
+        "runs": [_run(item) for item in items]
+        + [
+            {"role": "begun with", "state": "done" if record.is_done else "unfinished", "why": "", **record.content()}
+            for record in records
+            if record.directory.resolve() not in given
+        ],
+    }
+
+
+def _items(sources: Sequence[Path]) -> tuple[dict[str, Any] | None, list[_Item]]:
+    study: dict[str, Any] | None = None
+    items: list[_Item] = []
+    for source in sources:
+        found = read_results(source) if not (source / RECIPE_FILE).is_file() else None
+        if found is None:
+            record = read_record(source)
+            if record.run is None:
+                raise RecipeError(f"{source}: nothing to report yet: the run has not written its first metrics")
+            items.append(_Item(record.name, record, {}))
+            continue
+        if study is not None:
+            raise RecipeError(f"{source} is a second study; a report is of one study, and of any number of runs")
+        study = found
+        items += [_entry_item(source, entry) for entry in found["entries"]]
+    names = [item.record.directory.resolve() for item in items if item.record is not None]
+    if len(set(names)) < len(names):
+        raise RecipeError("a run is named twice")
+    return study, items
+
+
+def _entry_item(folder: Path, entry: Mapping[str, Any]) -> _Item:
+    directory = folder / str(entry["name"])
+    if not (directory / RECIPE_FILE).is_file():
+        return _Item(str(entry["name"]), None, entry)
+    try:
+        return _Item(str(entry["name"]), read_record(directory), entry)
+    except VitscaleError as error:  # of one entry: the page says so, beside the others
+        return _Item(str(entry["name"]), None, entry, str(error))
+
+
+def _all_records(items: Sequence[_Item]) -> list[Record]:
+    """Of all runs, and of those that they go back to, each once."""
+    found = {}
+    for item in items:
+        for record in item.record.chain if item.record is not None else []:
+            found.setdefault(record.directory.resolve(), record)
+    return list(found.values())
+
+
+def _run(item: _Item) -> dict[str, Any]:
+    entry, record = item.entry, item.record
+    content: dict[str, Any] = {
+        "role": "entry" if entry else "run",
+        "name": item.name,
+        "state": item.state,
+        "why": item.problem or str(entry.get("why") or ""),
+        "recipe": entry.get("recipe"),
+        "settings": entry.get("settings") or [],
+        "recipe_sha256": entry.get("recipe_sha256"),
+    }
+    if record is not None:
+        content |= {**record.content(), "name": item.name}
+    return content
+
+
+# ---- Results ---------------------------------------------------------------------------------------------------------
+
+
+def _results(
+    items: Sequence[_Item], policies: list[dict[str, Any]], datasets: dict[tuple[str, str | None], Dataset]
+) -> Iterator[dict[str, Any]]:
+    """Mean and sample standard deviation (n - 1) over runs that differ in nothing but their seed, metric by metric."""
+    groups: dict[str, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(_but_for_the_seed(item), []).append(item)
+    for group in groups.values():
+        first = next((item for item in group if item.record is not None), None)
+        if first is None or first.record is None:
+            continue
+        done = [item for item in group if item.metrics]
+        for metric in sorted({key for item in done for key in item.metrics}):
+            values = [item.metrics[metric] for item in done if metric in item.metrics]
+            named, crop = _dataset_of(first.record, metric)
+            policy = None if crop is None else _letter(policies, first.record.policy(crop))
+            dataset = None if named is None else _dataset(datasets, first.record, named)
+            yield {
+                "label": _label(first),
+                "part": first.entry.get("part"),
+                "model": first.record.recipe.model.describe(),
+                "begins_with": first.record.begins_with,
+                "pretraining_data": None if first.record.parent is None else first.record.chain[-1].recipe.data.train,
+                "pretraining_samples": _samples(first.record.chain[-1]),
+                "exaflops": _exaflops(first.record.chain),
+                "task": None if named is None else task_of(named),
+                "dataset": named,
+                "split": item_split(first, metric),
+                "metric": metric,
+                "policy": policy,
+                "mean": statistics.fmean(values),
+                "std": statistics.stdev(values) if len(values) > 1 else None,
+                "n": len(values),
+                "n_planned": len(group),
+                "seeds": [_seed(item) for item in done if metric in item.metrics],
+                "samples": None if dataset is None or dataset.manifest is None else dataset.manifest.num_samples,
+                "runs": [item.name for item in done if metric in item.metrics],
+            }
+
+
+def item_split(item: _Item, metric: str) -> str:
+    """Which split a metric is of: a study says it of the validation alone."""
+    return item.split if metric.startswith(_VALIDATION) else "evaluation"
+
+
+def _but_for_the_seed(item: _Item) -> str:
+    if item.entry:
+        keys = ("part", "from", "dataset", "choice", "grid", "recipe")
+        return json.dumps([{key: item.entry.get(key) for key in keys}, item.split], sort_keys=True)
+    assert item.record is not None
+    return json.dumps(item.record.recipe.dump() | {"seed": None}, sort_keys=True)
+
+
+def _label(item: _Item) -> str:
+    if not item.entry:
+        return item.name
+    grid = item.entry.get("grid") or {}
+    parts = [str(item.entry["part"]), *(f"{key} {json.dumps(value)}" for key, value in grid.items())]
+    return ", ".join(parts)
+
+
+def _seed(item: _Item) -> int | None:
+    if item.entry.get("seed") is not None:
+        return int(item.entry["seed"])
+    return None if item.record is None else item.record.recipe.seed
+
+
+def _exaflops(chain: Sequence[Record]) -> float | None:
+    """Of a run and of those that it goes back to, together."""
+    spent = [None if record.run is None else record.run.exaflops for record in chain]
+    known = [one for one in spent if one is not None]
+    return sum(known) if len(known) == len(spent) else None
+
+
+def _samples(record: Record) -> int | None:
+    return None if record.index is None else record.index.num_samples
+
+
+def _dataset_of(record: Record, metric: str) -> tuple[str | None, Any]:
+    """The dataset that a metric is of, and the crop; (None, None) for what an evaluator of another package says."""
+    settings = record.recipe.evaluation
+    if metric.startswith(_VALIDATION):
+        return settings.validation, record.recipe.data.eval_crop
+    if settings.fewshot is not None and metric.startswith(_FEWSHOT):
+        for task in settings.fewshot.tasks:
+            if metric.startswith(f"{_FEWSHOT}{task.name}/"):
+                return task.test, settings.fewshot.crop
+    return None, None
+
+
+def task_of(dataset: str) -> str:
+    """What a dataset is called without its split: `pets` for `pets/test`, `vtab/dtd` for `vtab/dtd/test`."""
+    parts = [part for part in dataset.split("/") if part not in ("", ".", "..", "~")]
+    named = parts[-2:-1] if dataset.startswith(("/", ".", "~")) or "://" in dataset else parts[:-1]
+    return "/".join(named or parts)
+
+
+def _letter(policies: list[dict[str, Any]], policy: dict[str, Any]) -> str:
+    for known in policies:
+        if {key: value for key, value in known.items() if key != "name"} == policy:
+            return str(known["name"])
+    name = chr(ord("A") + len(policies)) if len(policies) < 26 else f"A{len(policies)}"
+    policies.append({"name": name, **policy})
+    return name
+
+
+# ---- Data ------------------------------------------------------------------------------------------------------------
+
+
+def _dataset(datasets: dict[tuple[str, str | None], Dataset], record: Record, name: str) -> Dataset:
+    """Opened once: two runs may mean other folders by one name."""
+    key = name, record.recipe.data.root
+    if key not in datasets:
+        datasets[key] = open_dataset(record, name)
+    return datasets[key]
+
+
+def _deduplications(items: Sequence[_Item], datasets: dict[tuple[str, str | None], Dataset]) -> list[dict[str, Any]]:
+    """Every pair of a training set and a set that the trained model, or one that goes back to it, is evaluated on."""
+    found: dict[tuple[str, str, str, str], dict[str, Any]] = {}
+    for item in items:
+        if item.record is None:
+            continue
+        fewshot = item.record.recipe.evaluation.fewshot
+        names = [task.test for task in fewshot.tasks] if fewshot is not None else []
+        validation = item.record.recipe.evaluation.validation
+        if validation is not None and item.split == "dev":
+            _dataset(datasets, item.record, validation)  # its manifest is listed; a part of the training set is no test
+        elif validation is not None:
+            names.append(validation)
+        trained = [(record, record.recipe.data.train, "training") for record in item.record.chain[:1]]
+        trained += [(record, record.recipe.data.train, "pre-training") for record in item.record.chain[1:]]
+        for record, train, role in trained:
+            opened = _dataset(datasets, record, train)
+            for name in names:
+                test = _dataset(datasets, item.record, name)
+                where = [one.manifest.where if one.manifest is not None else one.name for one in (opened, test)]
+                key = where[0], where[1], role, name
+                if key not in found:
+                    found[key] = deduplication(opened, test, role)
+    return sorted(found.values(), key=lambda row: (row["test"], row["role"], row["train"]))
+
+
+# ---- Compute ---------------------------------------------------------------------------------------------------------
+
+
+def _compute(records: Sequence[Record], given: Iterable[Path]) -> dict[str, Any]:
+    """What all runs together have spent, and what those before them."""
+    inside = set(given)
+
+    def of(chosen: Sequence[Record]) -> dict[str, Any]:
+        runs = [record.run for record in chosen if record.run is not None]
+        seconds = [run.device_seconds for run in runs]
+        return {
+            "runs": len(runs),
+            "images": sum(run.images for run in runs),
+            "exaflops": sum(run.exaflops for run in runs),
+            "device_hours": sum(one for one in seconds if one is not None) / 3600,
+            "runs_without_device_hours": sum(one is None for one in seconds),
+        }
+
+    return {
+        "reported": of([record for record in records if record.directory.resolve() in inside]),
+        "begun_with": of([record for record in records if record.directory.resolve() not in inside]),
+        "all": of(records),
+    }
+
+
+def _counted(states: Iterable[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for state in states:
+        found[state] = found.get(state, 0) + 1
+    return found

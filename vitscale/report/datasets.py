@@ -1,0 +1,103 @@
+"""The datasets that runs have seen: which manifests they are, and what was left out of training sets for test sets."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from vitscale.errors import VitscaleError
+from vitscale.report.records import Record
+from vitscale.shards import Manifest
+from vitscale.shards.opening import local_copy
+from vitscale.storage import base_name, size_of
+
+_DECISIONS = "dedup.parquet"  # beside a manifest, where it was made by de-duplication itself
+_AGAINST = "dedup_against"  # of a manifest's options
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset as recipes name it; `manifest` is None where it cannot be read, and `problem` says why."""
+
+    name: str
+    manifest: Manifest | None
+    problem: str = ""
+
+    def content(self) -> dict[str, Any]:
+        """What results.json says of it."""
+        manifest = self.manifest
+        return {
+            "name": self.name,
+            "where": None if manifest is None else manifest.where,
+            "manifest_sha256": None if manifest is None else manifest.sha256,
+            "samples": None if manifest is None else manifest.num_samples,
+            "classes": None if manifest is None else len(manifest.class_names),
+            "rejected": None if manifest is None else manifest.num_rejected,
+            "left_out": None if manifest is None else manifest.num_removed,
+            "compared_with": [] if manifest is None else [dict(one) for one in _indexes(manifest)],
+            "problem": self.problem,
+        }
+
+
+def open_dataset(record: Record, name: str) -> Dataset:
+    """A dataset of a run's recipe. Raises nothing: a report of runs whose data have gone still says all the rest."""
+    try:
+        return Dataset(name, Manifest.load(record.place_of(name)))
+    except VitscaleError as error:
+        return Dataset(name, None, str(error))
+
+
+def deduplication(train: Dataset, test: Dataset, role: str) -> dict[str, Any]:
+    """What a training set's manifest records of a test set.
+
+    `status` is "recorded", "none recorded" or "unknown", where the manifest cannot be read. Test sets are compared by
+    name: that of an index covers the dataset of the same name, or the one whose first part is its name (`pets` for
+    `pets/test`).
+    """
+    found: dict[str, Any] = {
+        "train": train.name,
+        "role": role,
+        "test": test.name,
+        "status": "unknown",
+        "index_test_set": None,
+        "index_sha256": None,
+        "left_out_for_it": None,
+        "left_out_in_all": None,
+        "samples_left": None,
+    }
+    if train.manifest is None:
+        return found
+    found |= {"left_out_in_all": train.manifest.num_removed, "samples_left": train.manifest.num_samples}
+    names = {test.name, test.name.rpartition("/")[0], base_name(test.name)} - {""}
+    for index in _indexes(train.manifest):
+        for covered in index.get("test_sets", []):
+            if covered in names:
+                return found | {
+                    "status": "recorded",
+                    "index_test_set": covered,
+                    "index_sha256": index.get("sha256"),
+                    "left_out_for_it": _left_out(train.manifest, covered),
+                }
+    return found | {"status": "none recorded"}
+
+
+def _indexes(manifest: Manifest) -> Iterable[dict[str, Any]]:
+    recorded = manifest.options.get(_AGAINST)
+    return [one for one in recorded if isinstance(one, dict)] if isinstance(recorded, list) else []
+
+
+def _left_out(manifest: Manifest, test_set: str) -> int | None:
+    """Training images left out as copies of a test set's; None where no list of them lies beside the manifest."""
+    try:
+        where = manifest.location(_DECISIONS)
+        if size_of(where) is None:
+            return None
+        with local_copy(where) as path:
+            table = pq.read_table(path, columns=["train_uid", "test_set", "removed"])
+    except (VitscaleError, OSError, pa.ArrowException):
+        return None
+    chosen = table.filter(pc.and_(table["removed"], pc.equal(table["test_set"], test_set)))
+    return len(pc.unique(chosen["train_uid"]))

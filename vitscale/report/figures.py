@@ -1,0 +1,244 @@
+"""The report's figures, drawn from its results.json alone."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vitscale.flops.published import table_5, table_6
+from vitscale.page import SERIES, Drawing, draw
+from vitscale.report.paper import TOP1, transfers
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Content = Mapping[str, Any]
+_MOST_LINES = 8
+_PRETRAINING = {"imagenet": "ImageNet", "imagenet21k": "ImageNet-21k", "jft300m": "JFT-300M"}
+_FIVE_SHOT = re.compile(r"fewshot/imagenet[^/]*/5shot")
+
+
+def glance(content: Content, policy: str) -> Drawing | None:
+    """Top-1 by task, a mark for each result under one policy, with its deviation; None for fewer than two."""
+    rows = [
+        result
+        for result in content["results"]
+        if result["metric"] == TOP1 and result["split"] != "dev" and result["policy"] == policy and result["task"]
+    ]
+    if len(rows) < 2:
+        return None
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    labels = list(dict.fromkeys(described(row) for row in rows))
+    if len(labels) > len(SERIES):
+        return None
+
+    def put(figure: "Figure") -> None:
+        axes = figure.subplots()
+        for number, label in enumerate(labels):
+            offset = (number - (len(labels) - 1) / 2) * min(0.18, 0.7 / len(labels))
+            own = [row for row in rows if described(row) == label]
+            axes.errorbar(
+                [100 * row["mean"] for row in own],
+                [tasks.index(row["task"]) + offset for row in own],
+                xerr=[100 * (row["std"] or 0) for row in own],
+                fmt="osD^vPXd"[number % 8],
+                color=SERIES[number],
+                label=label,
+                capsize=3,
+            )
+        axes.set_yticks(range(len(tasks)), tasks)
+        axes.set_ylim(len(tasks) - 0.5, -0.5)
+        axes.set_xlabel("top-1 (%)")
+        figure.legend(loc="outside lower left", ncols=1 if max(map(len, labels)) > 40 else 2)
+
+    height = 90 + len(tasks) * max(34, 16 * len(labels)) + 22 * len(labels)
+    caption = f"Top-1 of every finished result under policy {policy}: mean, and standard deviation over seeds."
+    alt = "; ".join(f"{row['task']}, {described(row)}: {100 * row['mean']:.2f} %" for row in rows)
+    return draw(f"glance-{policy}", f"Top-1 by task. {alt}", put, width=860, height=height, caption=caption)
+
+
+def described(result: Mapping[str, Any]) -> str:
+    """A result's model and beginning, in a line."""
+    begins = result["begins_with"]
+    return f"{result['label']}: {'from scratch' if begins is None else f'begins with {begins}'}"
+
+
+def curves(content: Content) -> Iterator[Drawing]:
+    """Loss, learning rate and evaluations over steps; runs in figures of at most eight."""
+    runs = [run for run in content["runs"] if run.get("curves", {}).get("loss")]
+    for start in range(0, len(runs), _MOST_LINES):
+        chosen = runs[start : start + _MOST_LINES]
+        shown = ["loss", "lr", *_evaluated(chosen)]
+
+        def put(figure: "Figure", chosen: Sequence[Mapping[str, Any]] = chosen, shown: Sequence[str] = shown) -> None:
+            panels = figure.subplots(1, len(shown), squeeze=False)[0]
+            for axes, what in zip(panels, shown, strict=True):
+                for index, run in enumerate(chosen):
+                    found = run["curves"]
+                    points = found[what] if what in ("loss", "lr") else found["evaluations"].get(what, [])
+                    style = ".-" if len(points) < 30 else "-"
+                    label = run["name"] if axes is panels[0] else None
+                    axes.plot(*zip(*points, strict=True), style, color=SERIES[index], label=label) if points else None
+                _finish(axes, what)
+            figure.legend(loc="outside lower left", ncols=2 if max(len(run["name"]) for run in chosen) < 45 else 1)
+
+        rows = len(chosen) if max(len(run["name"]) for run in chosen) >= 45 else -(-len(chosen) // 2)
+        names = ", ".join(run["name"] for run in chosen)
+        of = f" {start + 1} to {start + len(chosen)} of {len(runs)}" if len(runs) > _MOST_LINES else ""
+        yield draw(
+            f"curves-{start}",
+            f"Curves over steps of {', '.join(shown)} for {names}",
+            put,
+            width=1080,
+            height=290 + 20 * rows,
+            caption=f"Runs{of}: {', '.join(_title(what) for what in shown)}, over steps.",
+        )
+
+
+def _evaluated(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """At most two curves of evaluations, top-1 first, of which any run has a point."""
+    keys = sorted({key for run in runs for key in run["curves"]["evaluations"]})
+    keys.sort(key=lambda key: (key != TOP1, not key.endswith("shot"), key != "validation/loss"))
+    return keys[:2]
+
+
+def _finish(axes: "Axes", what: str) -> None:
+    axes.set_title(_title(what))
+    axes.set_xlabel("step")
+    axes.ticklabel_format(axis="x", style="plain", useOffset=False)
+    axes.margins(x=0.03)
+    axes.set_ylim(bottom=0) if what in ("loss", "lr") else None
+    axes.locator_params(axis="x", nbins=5)
+
+
+def _title(what: str) -> str:
+    return {"loss": "training loss", "lr": "learning rate"}.get(what, what)
+
+
+# ---- Beside the paper's figures --------------------------------------------------------------------------------------
+
+
+def figure_3(content: Content) -> Drawing | None:
+    """Top-1 on ImageNet after fine-tuning against the pre-training set: Table 5's, and own results of these sets."""
+    own = [
+        (result, (result["pretraining_data"] or "").partition("/")[0])
+        for result in transfers(content["results"])
+        if result["task"] == "imagenet"
+    ]
+    own = [(result, data) for result, data in own if data in _PRETRAINING]
+    if not own:
+        return None
+
+    def put(figure: "Figure") -> None:
+        axes = figure.subplots()
+        places = list(_PRETRAINING)
+        for index, model in enumerate(dict.fromkeys(row.model for row in table_5())):
+            rows = [row for row in table_5() if row.model == model]
+            xs = [places.index(row.pretraining) for row in rows]
+            axes.plot(
+                xs, [row.imagenet for row in rows], "o--", color=SERIES[index], label=f"{model} (Table 5)", alpha=0.7
+            )
+        for result, data in own:
+            label = f"{described(result)}, policy {result['policy']}"
+            axes.plot(places.index(data), 100 * result["mean"], "*", color=SERIES[7], markersize=13, label=label)
+        axes.set_xticks(range(3), _PRETRAINING.values())
+        axes.set_ylabel("ImageNet top-1 (%)")
+        axes.legend(loc="lower right")
+
+    caption = "As Figure 3: ImageNet top-1 after fine-tuning, by pre-training data. Stars: this report's own."
+    return draw("figure-3", caption, put, width=760, height=380, caption=caption)
+
+
+def figure_4(content: Content) -> Drawing | None:
+    """5-shot accuracy on ImageNet against pre-training images; the paper prints no numbers of this figure."""
+    own = [
+        result
+        for result in content["results"]
+        if _FIVE_SHOT.fullmatch(result["metric"]) and result["pretraining_samples"]
+    ]
+    if len({result["pretraining_samples"] for result in own}) < 2:
+        return None
+
+    def put(figure: "Figure") -> None:
+        axes = figure.subplots()
+        for index, model in enumerate(list(dict.fromkeys(result["model"] for result in own))[: len(SERIES)]):
+            points = sorted((r["pretraining_samples"], 100 * r["mean"]) for r in own if r["model"] == model)
+            axes.plot(*zip(*points, strict=True), "o-", color=SERIES[index], label=model)
+        _log(axes)
+        axes.set_xlabel("pre-training images")
+        axes.set_ylabel("ImageNet 5-shot top-1 (%)")
+        axes.legend()
+
+    caption = (
+        "As Figure 4, which the paper draws without numbers: 5-shot accuracy on ImageNet against pre-training images."
+    )
+    return draw("figure-4", caption, put, width=760, height=380, caption=caption)
+
+
+def figure_5(content: Content) -> Drawing | None:
+    """Top-1 after fine-tuning against compute: Table 6's ImageNet, and own results of ImageNet beside it."""
+    own = [
+        result
+        for result in transfers(content["results"])
+        if result["task"] == "imagenet" and result["exaflops"] is not None
+    ]
+    if not own:
+        return None
+
+    def put(figure: "Figure") -> None:
+        axes = figure.subplots()
+        kinds = {"ViT (Table 6)": lambda m: m.startswith("ViT"), "ResNet (Table 6)": lambda m: m.startswith("ResNet")}
+        kinds["hybrid (Table 6)"] = lambda m: "+" in m
+        for index, (label, is_kind) in enumerate(kinds.items()):
+            rows = [
+                row for row in table_6() if is_kind(row.model) and (("+" in row.model) == label.startswith("hybrid"))
+            ]
+            axes.plot([r.exaflops for r in rows], [r.imagenet for r in rows], "o", color=SERIES[index], label=label)
+        for result in own:
+            label = f"{described(result)}, policy {result['policy']}"
+            axes.plot(result["exaflops"], 100 * result["mean"], "*", color=SERIES[7], markersize=13, label=label)
+        _log(axes)
+        axes.set_xlabel("compute (exaFLOPs)")
+        axes.set_ylabel("ImageNet top-1 (%)")
+        axes.legend(loc="lower right")
+
+    caption = (
+        "As Figure 5: ImageNet top-1 after fine-tuning against compute. Stars: this report's own; their "
+        "compute is that of pre-training and fine-tuning together."
+    )
+    return draw("figure-5", caption, put, width=760, height=380, caption=caption)
+
+
+def against_compute(content: Content) -> Drawing | None:
+    """As Figure 5 for the report's own tasks: top-1 against all compute that went in, task by task."""
+    own = [
+        result
+        for result in content["results"]
+        if result["metric"] == TOP1 and result["split"] != "dev" and result["exaflops"] and result["task"]
+    ]
+    places = {(result["task"], result["policy"]): None for result in own}
+    if len({result["exaflops"] for result in own}) < 2 or len(places) > len(SERIES):
+        return None
+
+    def put(figure: "Figure") -> None:
+        axes = figure.subplots()
+        for index, (task, policy) in enumerate(places):
+            points = sorted((r["exaflops"], 100 * r["mean"]) for r in own if (r["task"], r["policy"]) == (task, policy))
+            axes.plot(*zip(*points, strict=True), "o", color=SERIES[index], label=f"{task}, policy {policy}")
+        _log(axes)
+        axes.set_xlabel("compute, pre-training included (exaFLOPs)")
+        axes.set_ylabel("top-1 (%)")
+        figure.legend(loc="outside right upper")
+
+    caption = "As Figure 5, on this report's tasks: top-1 against compute, that of the runs begun with included."
+    return draw("against-compute", caption, put, width=760, height=340, caption=caption)
+
+
+def _log(axes: "Axes") -> None:
+    """A logarithmic axis whose ticks are plain numbers."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}" if math.isfinite(value) else ""))
+    axes.xaxis.set_minor_formatter(NullFormatter())
