@@ -277,7 +277,7 @@ def fewshot(
         raise RecipeError("--train: two tasks have one training set, by which they are called")
     tasks = list(zip(train, test, strict=True))
     if source is None:
-        of_models = {"--step": step, "--no-ema": no_ema or None, "--set": settings, "--model": model}
+        of_models: dict[str, Any] = {"--step": step, "--no-ema": no_ema or None, "--set": settings, "--model": model}
         of_models |= {"--image-size": image_size, "--batch": batch}
         of_models |= {"--precision": precision, "--max-memory": max_memory}
         _refuse("there is no SOURCE, and no model is run", of_models)
