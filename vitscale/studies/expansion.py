@@ -250,6 +250,7 @@ class _PartOfOneParent:
 
     def add(self) -> None:
         part = self._part
+        self._validate()
         candidates: dict[str | None, dict[str, tuple[str, ...]]] = {}
         seeds: list[int | None] = [*part.seeds] or [None]
         for dataset in part.datasets or [None]:
@@ -271,6 +272,20 @@ class _PartOfOneParent:
             for dataset, choice in choices.items():
                 for seed in part.refit.seeds:
                     self._refit(dataset, choice, seed)
+
+    def _validate(self) -> None:
+        """Raise one `RecipeError` for all recipes of the part that are not valid."""
+        problems: dict[str, None] = {}  # in their order, each once
+        for dataset in self._part.datasets or [None]:
+            splits = None if dataset is None else self._part.datasets[dataset]
+            last = {} if splits is None else {"data.train": splits.train, "evaluation.validation": splits.dev}
+            for label, recipe, values in _combinations(self._part):
+                try:
+                    self._option(self._named(dataset, label, None), label, recipe, values, dataset, splits, last, None)
+                except RecipeError as error:
+                    problems[str(error)] = None
+        if problems:
+            raise RecipeError("\n".join(problems))
 
     def _candidate(
         self, dataset: str | None, label: str, recipe: str, values: Mapping[str, Any], seed: int | None
