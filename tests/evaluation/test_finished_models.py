@@ -118,6 +118,8 @@ def test_a_model_larger_than_its_device_is_spread(parts, dtype):
     assert {"cpu", "disk"} == set(spread.hf_device_map.values())
     assert any(parameter.is_meta for parameter in spread.parameters())
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(spread(pixels), whole(pixels), strict=True))
+    with torch.no_grad():
+        assert torch.equal(spread.block_tokens(pixels, 4).tokens, whole.block_tokens(pixels, 4).tokens)
 
 
 def on_processes(processes: int, *arguments: object) -> str:
