@@ -60,8 +60,8 @@ class _Poisoned:
     def check_labels(self, labels: Tensor, num_classes: int) -> None:
         self.real.check_labels(labels, num_classes)
 
-    def per_sample_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        losses = self.real.per_sample_loss(logits, labels)
+    def per_sample_loss(self, logits: Tensor, labels: Tensor, *mixed: Any) -> Tensor:
+        losses = self.real.per_sample_loss(logits, labels, *mixed)
         is_bad = torch.arange(self.rows_seen, self.rows_seen + len(losses)) == self.row
         self.rows_seen += len(losses)
         match self.how:
