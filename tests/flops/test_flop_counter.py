@@ -146,6 +146,7 @@ def test_sizes_that_do_not_divide(model, size):
         STEM | {"depth": 3},
         RESNET | {"variant": "v1"},
         RESNET | {"variant": "v2"},
+        RESNET | {"variant": "v2", "drop_path": 0.5},
         RESNET | {"variant": "v1", "mixing": "axial"},
         RESNET | {"variant": "v2", "mixing": "axial"},
     ],

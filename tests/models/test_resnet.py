@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from vitscale.families import ResNetShape, ViTShape
 from vitscale.models import initial_value
-from vitscale.models.resnet.model import GroupNorm, StdConv
+from vitscale.models.resnet.model import GroupNorm, ResNet, StdConv
 from vitscale.models.weights.table import table
 from vitscale.objectives import build_objective
 from vitscale.recipe import validate_recipe
@@ -68,25 +68,46 @@ def large_weights(model):
     return model
 
 
-@pytest.mark.parametrize("size", [64, 97, 98, 225])
-@pytest.mark.parametrize("variant", ["v1", "v2"])
-def test_logits_equal_timm_s_at_even_and_odd_sizes(variant, size):
+def model_and_peer(variant, size, drop_path=0.0):
+    """A small ResNet and timm's of the same weights, in fp64."""
     pytest.importorskip("timm")
     from timm.layers import GroupNormAct, StdConv2d, StdConv2dSame
     from timm.models.resnetv2 import ResNetV2
 
     blocks = (2, 1, 1, 1)
-    model = with_values(build(ResNetShape(blocks, variant=variant), image_size=size, num_classes=7))
-    model = large_weights(model).double().eval()
+    model = ResNet(ResNetShape(blocks, variant=variant), image_size=size, num_classes=7, drop_path=drop_path)
+    model = large_weights(with_values(model)).double()
     norm = partial(GroupNormAct, num_groups=32, eps=1e-6 if variant == "v1" else 1e-5)
     kind = {"preact": False, "stem_type": "same"} if variant == "v1" else {"preact": True, "stem_type": "fixed"}
     conv = partial(StdConv2dSame if variant == "v1" else StdConv2d, eps=1e-10)
-    peer = ResNetV2(layers=blocks, num_classes=7, norm_layer=norm, conv_layer=conv, **kind).double().eval()
+    peer = ResNetV2(
+        layers=blocks, num_classes=7, norm_layer=norm, conv_layer=conv, drop_path_rate=drop_path, **kind
+    ).double()
     peer.load_state_dict(values_for(model))
+    return model, peer
+
+
+@pytest.mark.parametrize("size", [64, 97, 98, 225])
+@pytest.mark.parametrize("variant", ["v1", "v2"])
+def test_logits_equal_timm_s_at_even_and_odd_sizes(variant, size):
+    model, peer = model_and_peer(variant, size)
     with torch.no_grad():
         pixels = images(size).double()
-        difference = model(pixels).logits - peer(pixels.permute(0, 3, 1, 2))
+        difference = model.eval()(pixels).logits - peer.eval()(pixels.permute(0, 3, 1, 2))
     assert difference.abs().max() < 2e-5  # logits are fp32
+
+
+@pytest.mark.parametrize("variant", ["v1", "v2"])
+def test_units_are_left_out_as_timm_s(variant):
+    model, peer = model_and_peer(variant, 64, drop_path=0.5)
+    pixels, found = images(64, batch=16).double(), []
+    with torch.no_grad():
+        for forward in (lambda: model(pixels).logits, lambda: peer(pixels.permute(0, 3, 1, 2))):
+            torch.manual_seed(2)
+            found.append(forward())
+        assert (found[0] - found[1]).abs().max() < 2e-5
+        assert (model(pixels).logits - found[0]).abs().amax(1).gt(1e-3).sum() > 5
+        assert torch.equal(model.eval()(pixels).logits, model(pixels).logits)
 
 
 def in_a_recipe(model: dict):

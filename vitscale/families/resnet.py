@@ -56,6 +56,10 @@ class ResNetShape:
         """Pixels of the image for one step in the last feature map."""
         return 4 * 2 ** max(len(self.blocks) - 1, 0)
 
+    def drop_path_of(self, index: int, of_last: float) -> float:
+        """Share of samples for which unit `index` is its shortcut alone: from 0, in equal steps, to the last's."""
+        return of_last * index / max(sum(self.blocks) - 1, 1)
+
     def feature_size(self, image_size: int) -> int:
         """Side of the last feature map: every halving rounds up."""
         return -(-image_size // self.stride)
@@ -81,12 +85,20 @@ class ResNet(Model):
     )
     patterns: ClassVar[str] = f"ResNetDEPTHxWIDTH or AxialResNetDEPTHxWIDTH with DEPTH one of {', '.join(_BLOCKS)}"
     dimensions: ClassVar[tuple[str, ...]] = ("blocks", "width_factor", "variant", "mixing")
+    optional: ClassVar[tuple[str, ...]] = ("drop_path",)
 
     blocks: Blocks = None
     width_factor: WidthFactor = None
     variant: Literal["v1", "v2"] | None = Field(None, description="post- or pre-activation, default v2")
     mixing: Literal["conv", "axial"] | None = Field(
         None, description="how the units mix pixels: by 3 x 3 convolution or axial attention; default conv"
+    )
+    drop_path: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of samples for which the last unit is its shortcut alone while training; it grows from 0 in "
+        "the first unit",
     )
     pool: Literal["cls", "mean"] | None = Field(None, description="how the feature map becomes one vector: by its mean")
 
@@ -129,6 +141,11 @@ class ResNet(Model):
         """As `Model.kind`."""
         return "resnet" if self.shape().mixing == "conv" else "axial"
 
+    @property
+    def draws(self) -> bool:
+        """As `Model.draws`."""
+        return self.drop_path > 0
+
     def small(self) -> tuple[dict[str, Any], int]:
         """As `Model.small`."""
         return small_stages(self.shape()), 64
@@ -136,7 +153,7 @@ class ResNet(Model):
     def operations(self, image_size: int, num_classes: int | None) -> Sequence[Operation]:
         """As `Model.operations`."""
         shape = self.shape()
-        operations = feature_operations(shape, image_size)
+        operations = feature_operations(shape, image_size, self.drop_path)
         if shape.variant == "v2":
             operations.append(parameters("norms", 2 * shape.channels))
         if num_classes is not None:
@@ -152,7 +169,7 @@ def small_stages(shape: ResNetShape) -> dict[str, Any]:
 # ---- Operations ------------------------------------------------------------------------------------------------------
 
 
-def feature_operations(shape: ResNetShape, image_size: int) -> list[Operation]:
+def feature_operations(shape: ResNetShape, image_size: int, drop_path: float = 0.0) -> list[Operation]:
     """From the image to the last feature map: `root` and `stage1` to `stage4`, their norms included."""
     channels, size = shape.root_channels, -(-image_size // 4)
     operations = [convolution("root", image_size, 3, channels, 7, stride=2, input_gradient=False)]
@@ -164,8 +181,10 @@ def feature_operations(shape: ResNetShape, image_size: int) -> list[Operation]:
         for index in range(length):
             stride = 2 if stage > 0 and index == 0 else 1
             unit = _unit(shape, f"stage{stage + 1}", channels, outputs, size, stride)
-            # v1 ends with a norm, which needs its input to go back; v2 with a sum, which does not.
-            operations += block_of(unit, units, needs_output=shape.variant == "v1")
+            # v1 ends with a norm, which needs its input to go back; v2 with a sum, which does not, or with a mask that
+            # is drawn behind it.
+            draws = shape.drop_path_of(units, drop_path) > 0
+            operations += block_of(unit, units, needs_output=draws or shape.variant == "v1")
             units += 1
             channels, size = outputs, -(-size // stride)
     return operations

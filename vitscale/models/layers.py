@@ -73,5 +73,14 @@ def run_block(block: Callable[..., Tensor], *inputs: Tensor | None, recompute: b
     return block(*inputs)
 
 
+def drop_path(branch: Tensor, share: float) -> Tensor:
+    """What a branch (B, ...) adds while training, where it is left out for a `share` of the samples, each by itself.
+
+    Those that stay weigh more, so that the mean is that of evaluation.
+    """
+    keep = 1 - share
+    return branch / keep * branch.new_empty(len(branch), *[1] * (branch.ndim - 1)).bernoulli_(keep)
+
+
 def no_record(name: str, value: Tensor) -> None:
     """Where the intermediate results of a forward pass go while nobody asks for them."""

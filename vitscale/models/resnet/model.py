@@ -18,7 +18,7 @@ from vitscale import families
 from vitscale.families.resnet import GROUPS, ResNetShape
 from vitscale.models.anatomy import Anatomy
 from vitscale.models.initialise import Initialiser, constant, lecun_normal, normal
-from vitscale.models.layers import CHANNELS, OutputLayer, check_size, run_block
+from vitscale.models.layers import CHANNELS, OutputLayer, check_size, drop_path, run_block
 from vitscale.models.model import Model
 from vitscale.models.outputs import Outputs
 from vitscale.models.resnet.axial import AxialAttention2d
@@ -79,8 +79,11 @@ def _mixing(shape: ResNetShape, channels: int, size: int, stride: int) -> nn.Mod
 class PreActivationUnit(nn.Module):
     """A bottleneck unit of v2: norm and ReLU before each convolution."""
 
-    def __init__(self, shape: ResNetShape, inputs: int, outputs: int, size: int, stride: int) -> None:
+    def __init__(
+        self, shape: ResNetShape, inputs: int, outputs: int, size: int, stride: int, drop_path: float = 0.0
+    ) -> None:
         super().__init__()
+        self.drop_path = drop_path
         middle = outputs // 4
         self.norm1 = GroupNorm(inputs, "v2")
         self.conv1 = StdConv(inputs, middle, 1, 1, "v2")
@@ -95,14 +98,18 @@ class PreActivationUnit(nn.Module):
         shortcut = x_BChw if self.proj is None else self.proj(active)
         out = self.conv1(active)
         out = self.conv2(F.relu(self.norm2(out), inplace=True))
-        return shortcut + self.conv3(F.relu(self.norm3(out), inplace=True))
+        out = self.conv3(F.relu(self.norm3(out), inplace=True))
+        return shortcut + (drop_path(out, self.drop_path) if self.training and self.drop_path > 0 else out)
 
 
 class PostActivationUnit(nn.Module):
     """A bottleneck unit of v1: norm behind each convolution, ReLU behind the sum."""
 
-    def __init__(self, shape: ResNetShape, inputs: int, outputs: int, size: int, stride: int) -> None:
+    def __init__(
+        self, shape: ResNetShape, inputs: int, outputs: int, size: int, stride: int, drop_path: float = 0.0
+    ) -> None:
         super().__init__()
+        self.drop_path = drop_path
         middle = outputs // 4
         self.conv1 = StdConv(inputs, middle, 1, 1, "v1")
         self.norm1 = GroupNorm(middle, "v1")
@@ -120,7 +127,9 @@ class PostActivationUnit(nn.Module):
             shortcut = self.proj_norm(self.proj(x_BChw))
         out = F.relu(self.norm1(self.conv1(x_BChw)), inplace=True)
         out = F.relu(self.norm2(self.conv2(out)), inplace=True)
-        return F.relu(shortcut + self.norm3(self.conv3(out)), inplace=True)
+        out = self.norm3(self.conv3(out))
+        out = drop_path(out, self.drop_path) if self.training and self.drop_path > 0 else out
+        return F.relu(shortcut + out, inplace=True)
 
 
 class Root(nn.Module):
@@ -151,20 +160,22 @@ class Features(nn.Module):
     The images come in channels-last memory, and convolutions and CPU norms keep it.
     """
 
-    def __init__(self, shape: ResNetShape, *, image_size: int, checkpoint_every: int) -> None:
+    def __init__(self, shape: ResNetShape, *, image_size: int, checkpoint_every: int, drop_path: float = 0.0) -> None:
         super().__init__()
         self.checkpoint_every = checkpoint_every
         self.root = Root(shape.root_channels, shape.variant)
         unit = PreActivationUnit if shape.variant == "v2" else PostActivationUnit
-        inputs, size = shape.root_channels, -(-image_size // 4)
+        inputs, size, before = shape.root_channels, -(-image_size // 4), 0
         self.stages = nn.ModuleList()
         for stage, length in enumerate(shape.blocks):
             outputs = shape.stage_channels(stage)
             units = nn.ModuleList()
             for index in range(length):
                 stride = 2 if stage > 0 and index == 0 else 1
-                units.append(unit(shape, inputs, outputs, size, stride))
+                share = shape.drop_path_of(before + index, drop_path)
+                units.append(unit(shape, inputs, outputs, size, stride, share))
                 inputs, size = outputs, -(-size // stride)
+            before += length
             self.stages.append(units)
 
     def units(self) -> list[nn.Module]:
@@ -198,6 +209,8 @@ class ResNet(Model):
         shape: the dimensions.
         image_size: side of the square input in pixels.
         num_classes: K; None for a backbone without a head.
+        drop_path: share of samples for which the last unit is its shortcut alone while training; that of the units
+            before it grows from 0 in equal steps.
         checkpoint_every: recompute every k-th unit's activations in the backward pass; 0 keeps all of them.
     """
 
@@ -207,19 +220,26 @@ class ResNet(Model):
         *,
         image_size: int,
         num_classes: int | None,
+        drop_path: float = 0.0,
         checkpoint_every: int = 0,
     ) -> None:
         super().__init__()
         self.shape = shape
         self.image_size = image_size
-        self.features = Features(shape, image_size=image_size, checkpoint_every=checkpoint_every)
+        self.features = Features(shape, image_size=image_size, checkpoint_every=checkpoint_every, drop_path=drop_path)
         self.norm = GroupNorm(shape.channels, "v2") if shape.variant == "v2" else None
         self.head = OutputLayer(shape.channels, num_classes) if num_classes is not None else None
 
     @classmethod
     def of(cls, block: families.ResNet, *, image_size: int, num_classes: int | None, checkpoint_every: int) -> Self:
         """As `Model.of`."""
-        return cls(block.shape(), image_size=image_size, num_classes=num_classes, checkpoint_every=checkpoint_every)
+        return cls(
+            block.shape(),
+            image_size=image_size,
+            num_classes=num_classes,
+            drop_path=block.drop_path,
+            checkpoint_every=checkpoint_every,
+        )
 
     def forward(self, images_BHWC: Tensor) -> Outputs:
         """Tokens (B, h w, C): the last feature map, row by row; its mean (B, C); logits (B, K)."""

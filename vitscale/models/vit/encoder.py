@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitscale.families import ViTShape
-from vitscale.models.layers import LayerNorm, Linear, RMSNorm, relative_table
+from vitscale.models.layers import LayerNorm, Linear, RMSNorm, drop_path, relative_table
 from vitscale.models.vit.positions import TwoDPositions, position_values, relative_logits, rotate
 
 
@@ -124,11 +124,7 @@ class Block(nn.Module):
         """What is added of attention or MLP."""
         if scale_D is not None:
             x_BTD = x_BTD * scale_D
-        if self.training and self.drop_path > 0:
-            # Those that stay weigh more, so that the mean is that of evaluation.
-            keep = 1 - self.drop_path
-            x_BTD = x_BTD / keep * x_BTD.new_empty(len(x_BTD), 1, 1).bernoulli_(keep)
-        return x_BTD
+        return drop_path(x_BTD, self.drop_path) if self.training and self.drop_path > 0 else x_BTD
 
 
 class AxialBlock(nn.Module):
