@@ -102,17 +102,18 @@ def test_no_shard_is_needed_that_was_not_announced(shard_samples, batch, seed, w
 
 @quick
 @given(shard_lists, batches, st.integers(1, 4), seeds, windows, st.integers(0, 10**9), st.data())
-def test_a_repeated_batch_is_the_smaller_one_several_times(shard_samples, samples, repeats, seed, window, step, data):
-    batch = samples * repeats
+def test_a_repeated_batch_is_the_smaller_one_several_times(shard_samples, batch, repeats, seed, window, step, data):
+    samples = -(-batch // repeats)
     shard_samples = [*shard_samples, batch]
     order = train_order(shard_samples, batch, seed, window, repeats)
     plain = train_order(shard_samples, samples, seed, window)
     assert order.steps_per_epoch == plain.steps_per_epoch
+    assert order.epochs(order.steps_per_epoch) == batch / samples and plain.epochs(step) == step / plain.steps_per_epoch
     whole, once = order.batch(step, 0, batch), plain.batch(step, 0, samples)
     assert whole.epoch == once.epoch and whole.mask.all()
-    assert np.array_equal(whole.shard, np.tile(once.shard, repeats))
-    assert np.array_equal(whole.position, np.tile(once.position, repeats))
-    assert np.array_equal(whole.view, np.arange(repeats).repeat(samples))
+    assert np.array_equal(whole.shard, np.tile(once.shard, repeats)[:batch])
+    assert np.array_equal(whole.position, np.tile(once.position, repeats)[:batch])
+    assert np.array_equal(whole.view, np.arange(repeats).repeat(samples)[:batch])
     world = data.draw(worlds(batch))
     for joined, alone in zip(batch_of_ranks(order, step, world), whole[1:], strict=True):
         assert np.array_equal(joined, alone)

@@ -26,7 +26,7 @@ def everything(stage: int = 1, precision: str = "fp32", **others: Any) -> dict[s
     """All that is drawn for a sample, and that does not draw by rank."""
     of_pairs = blocks("pair", stage, precision, **others)
     more = {"loss": "bce", "label_smoothing": 0.0, "threshold": 0.3, "keep": 0.5}
-    return {**of_pairs, "objective": of_pairs["objective"] | more, "data": {"repeats": 2}}
+    return {**of_pairs, "objective": of_pairs["objective"] | more, "data": {"repeats": 3}}
 
 
 def blocks(per: str, stage: int = 1, precision: str = "fp32", **others: Any) -> dict[str, Any]:

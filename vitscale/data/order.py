@@ -54,15 +54,15 @@ class TrainOrder:
     An epoch of N samples has floor(N / G) batches. The N mod G samples that it leaves out are others each time: the
     last of each shuffled segment, and the last N mod S of the epoch's sequence.
 
-    With n `repeats` a batch has G / n samples, and each of them n times: the slots of its n parts, of G / n each, have
-    the same samples in the same order. An epoch of the order, in which each sample comes once, then has n times as many
-    batches.
+    With n `repeats` a batch has G / n samples, rounded up, and each of them n times: it consists of n parts, of the same
+    samples in the same order, and the last ends early where n does not divide G. An epoch of the order, in which each
+    sample is drawn once, then has n times as many batches.
 
     Args:
         shard_samples: selected samples of every shard.
         global_batch: G, slots of a step.
         seed: of the shuffle.
-        repeats: n, views of each sample in a batch; it divides G.
+        repeats: n, views of each sample in a batch.
 
     Raises:
         RecipeError: fewer samples than one global batch.
@@ -77,8 +77,7 @@ class TrainOrder:
                 f"the dataset has {self.num_samples} samples, fewer than one global batch of {global_batch}; "
                 f"use a smaller batch.global"
             )
-        assert global_batch % repeats == 0, (global_batch, repeats)
-        self.repeats, self._distinct = repeats, global_batch // repeats
+        self._distinct = -(-global_batch // repeats)
         self.segments = num_segments(len(shard_samples), self._distinct)
         self._per_segment = self._distinct // self.segments
         self._segment_length = self.num_samples // self.segments
@@ -93,6 +92,10 @@ class TrainOrder:
     def steps(self) -> None:
         """Training has no last step of its own."""
         return None
+
+    def epochs(self, step: int) -> float:
+        """How often the batches before `step` have shown each sample on average, views counted one by one."""
+        return step * self.global_batch / (self._distinct * self.steps_per_epoch)
 
     def batch(self, step: int, first_slot: int, last_slot: int) -> Slots:
         """Slots [first_slot, last_slot) of the global batch of `step` (updates done before it, from 0)."""

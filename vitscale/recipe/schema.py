@@ -577,10 +577,9 @@ class Recipe(Block):
             self.model.check_image_size(self.data.image_size)
         except ValueError as error:
             raise ValueError(f"data.image_size {self.data.image_size}: {error}") from None
-        if self.batch.global_size % self.data.repeats:
+        if self.data.repeats > self.batch.global_size:
             raise ValueError(
-                f"data.repeats {self.data.repeats} does not divide batch.global {self.batch.global_size}: a batch has "
-                f"as many views of each of its samples"
+                f"data.repeats {self.data.repeats}: batch.global {self.batch.global_size} has not as many views"
             )
         if self.optimizer.layer_decay is not None and self.model.num_blocks == 0:
             raise ValueError(

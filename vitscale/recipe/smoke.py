@@ -22,7 +22,7 @@ def smoke_form(recipe: Recipe, data_root: Path, world_size: int = 1) -> Recipe:
     small, image_size = recipe.model.small()
     content["model"] |= small | {"num_classes": None}
     content["data"] |= {"train": TRAIN, "root": str(data_root), "image_size": image_size, "threads": 1}
-    content["batch"] = {"global": max(8, 4 * world_size) * recipe.data.repeats, "micro_max": 2}
+    content["batch"] = {"global": max(8, 4 * world_size), "micro_max": 2}
     content["schedule"] |= {
         "duration": {"steps": SMOKE_STEPS},
         "warmup": {"steps": 1},

@@ -113,7 +113,7 @@ class Report:
         loss = rows[:, 0].sum().item() / update.samples
         images_per_s = global_batch / seconds
         line: dict[str, float | str] = {
-            "epoch": state.position * self._plan.order.repeats / self._plan.order.steps_per_epoch,
+            "epoch": self._plan.order.epochs(state.position),
             "images_seen": state.step * global_batch,
             "loss": loss,
             **{name: rows[:, 5 + at].sum().item() / update.samples for at, name in enumerate(shown)},
