@@ -25,7 +25,7 @@ LAYERS = (
     {"evaluation", "planning"},
     {"inspection"},
     {"launch", "training"},
-    {"pretrain", "studies"},
+    {"pretrain", "replay", "studies"},
     {"report"},
     {"data_tools"},
     {"cli"},

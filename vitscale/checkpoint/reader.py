@@ -1,6 +1,7 @@
 """Reading parameters, or any piece of them, from a checkpoint that was written on any number of ranks."""
 
 import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,9 @@ from torch import Tensor
 from vitscale.checkpoint.format import Layout, parse_key, read_layout
 from vitscale.checkpoint.place import Files, LocalFiles
 from vitscale.errors import CheckpointError
-from vitscale.runs.index import MASTER, FileEntry, Index, read_index
+from vitscale.files.durable import write_text
+from vitscale.runs.index import MASTER, FileEntry, Index, index_text, read_index
+from vitscale.runs.names import INDEX_FILE
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,17 @@ class CheckpointReader:
                 f"{self.folder}: {kind}/{name} should be covered exactly once from 0 to {length}; "
                 f"the fragments break off at {position}"
             )
+
+    def copy(self, folder: Path) -> None:
+        """Make a folder of this machine that holds this checkpoint; hard links where they can be. Raises OSError."""
+        folder.mkdir(parents=True)
+        for entry in self.index.files:
+            source = self._files.path(entry)
+            try:
+                (folder / entry.path).hardlink_to(source)
+            except OSError:  # another file system
+                shutil.copyfile(source, folder / entry.path)
+        write_text(folder / INDEX_FILE, index_text(self.index))
 
     def read(self, kind: str, name: str, start: int, length: int) -> Tensor:
         """Elements [start, start + length) of one flattened parameter's `kind`: fp32, on the CPU.

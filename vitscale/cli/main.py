@@ -15,7 +15,9 @@ from vitscale.cli.launch import launch
 from vitscale.cli.looking import NoEma, Settings
 from vitscale.cli.plan import plan
 from vitscale.cli.report import report
+from vitscale.cli.seen import seen
 from vitscale.cli.status import status
+from vitscale.cli.verify import verify
 from vitscale.errors import RecipeError
 from vitscale.weight_formats import Format
 
@@ -106,6 +108,8 @@ app.command()(launch)
 app.command("train", short_help="Same as launch.")(launch)
 app.command()(status)
 app.command()(report)
+app.command()(seen)
+app.command()(verify)
 
 
 app.command(short_help="Evaluate a run, or any weights on a dataset.")(looking.evaluate)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vitscale.data.hashing import permutation
+from vitscale.data.hashing import permutation, place_in_permutation
 from vitscale.errors import RecipeError
 
 # 2: fewer than four shards are shuffled as a whole; 1 had windows of 65,536 samples there as well.
@@ -71,7 +71,7 @@ class TrainOrder:
     def __init__(self, shard_samples: Sequence[int], global_batch: int, seed: int, repeats: int = 1) -> None:
         samples = np.asarray(shard_samples, np.int64)
         self.num_samples = int(samples.sum())
-        self.global_batch = global_batch
+        self.global_batch, self._seed = global_batch, seed
         if self.num_samples < global_batch:
             raise RecipeError(
                 f"the dataset has {self.num_samples} samples, fewer than one global batch of {global_batch}; "
@@ -121,6 +121,33 @@ class TrainOrder:
             for view in views
         ]
 
+    def find(self, shard: int, position: int, epoch: int) -> tuple[int, int] | None:
+        """The inverse of `batch`: (step, slot) of a sample in an epoch, or None where the epoch leaves it out.
+
+        The slot is that of its first view; those of the others follow at every G / n-th slot.
+
+        It costs the hashes of one window, whatever the size of the dataset.
+
+        Args:
+            shard, position: of the sample, as in `Slots`.
+            epoch: from 0.
+        """
+        shards, ends = self._epoch(epoch)
+        at = int(np.flatnonzero(shards == shard)[0])
+        place = position + (int(ends[at - 1]) if at else 0)
+        segment, inside = divmod(place, self._segment_length)
+        if segment == self.segments:  # the last N mod S of the sequence
+            return None
+        window = self._window_at(inside)
+        low, high = int(self._bounds[window]), int(self._bounds[window + 1])
+        shuffled = low + place_in_permutation(
+            inside - low, high - low, *_window_key(self._seed, segment, epoch, window)
+        )
+        index, slot = divmod(shuffled, self._per_segment)
+        if index >= self.steps_per_epoch:
+            return None
+        return epoch * self.steps_per_epoch + index, segment * self._per_segment + slot
+
     def upcoming(self, step: int, first_slot: int, last_slot: int) -> list[int]:
         """Shards that slots [first_slot, last_slot) draw on from `step` on, each once, those needed first in front.
 
@@ -160,7 +187,11 @@ class TrainOrder:
 
 
 def _shuffled_window(seed: int, segment: int, epoch: int, window: int, size: int) -> np.ndarray:
-    return permutation(size, seed, _WINDOW, epoch, segment, window).astype(np.uint32)
+    return permutation(size, *_window_key(seed, segment, epoch, window)).astype(np.uint32)
+
+
+def _window_key(seed: int, segment: int, epoch: int, window: int) -> tuple[int, ...]:
+    return seed, _WINDOW, epoch, segment, window
 
 
 def _shuffled_shards(seed: int, samples: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:

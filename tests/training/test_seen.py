@@ -1,0 +1,160 @@
+"""What a run has seen, told from its files: the inverse of the order, and the pixels once more.
+
+Compared with a log of what the run's loader handed out, and with the digests in its metrics.
+"""
+
+import json
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from outcomes import metrics
+from PIL import Image
+from rank_faults import poison
+from ranks import STEPS, launch, make_data
+from typer.testing import CliRunner
+
+from vitscale.cli.main import app
+from vitscale.data import TrainOrder
+from vitscale.errors import CheckpointError, DataError, RecipeError
+from vitscale.replay.seen import History, step_of
+from vitscale.shards import Manifest
+from vitscale.shards.opening import open_shard
+from vitscale.training.anomalies import SkippedData
+
+SKIPPED = 3  # the batch with a bad loss
+WORD = 2**64
+
+
+@given(
+    shards=st.lists(st.integers(0, 90), min_size=1, max_size=9).filter(lambda shards: sum(shards) >= 16),
+    seed=st.integers(0, 5),
+    epoch=st.integers(0, 3),
+)
+def test_find_is_the_inverse_of_batch(shards, seed, epoch):
+    order = TrainOrder(shards, 16, seed)
+    stood = {}
+    for step in range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch):
+        slots = order.batch(step, 0, 16)
+        stood |= {(s, p): (step, slot) for slot, (s, p) in enumerate(zip(slots.shard, slots.position, strict=True))}
+    for shard, count in enumerate(shards):
+        for position in range(count):
+            assert order.find(shard, position, epoch) == stood.get((shard, position))
+
+
+def test_a_dataset_of_several_windows_is_inverted_as_well():
+    order = TrainOrder([70_000] * 12, 64, 1)
+    slots = order.batch(order.steps_per_epoch + 2500, 0, 64)
+    for slot, (shard, position) in enumerate(zip(slots.shard.tolist(), slots.position.tolist(), strict=True)):
+        assert order.find(shard, position, 1) == (order.steps_per_epoch + 2500, slot)
+
+
+def test_steps_are_counted_without_batches_that_were_left_out():
+    skipped = SkippedData(((2, 4), (7, 8)))
+    assert [step_of(batch, skipped) for batch in range(9)] == [1, 2, None, None, 3, 4, 5, None, 6]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has left a batch out, over more than an epoch of 6 batches."""
+    root = tmp_path_factory.mktemp("seen")
+    make_data(root)
+    blocks = {
+        "schedule": {"duration": {"steps": 2 * STEPS}},
+        "checkpoint": {"every": {"steps": 2}, "keep": 20},
+        "evaluation": {"validation": None},
+        "anomalies": {"non_finite": "skip"},
+    }
+    bad = partial(poison, positions={SKIPPED: "nan"}, rank=0, row=1)
+    launch(root, [{"name": "run", "stops": [None], "blocks": [blocks], "faults": [bad]}], 1)
+    return root
+
+
+@pytest.fixture(scope="module")
+def history(root) -> History:
+    return History.of(root / "runs" / "run")
+
+
+@pytest.fixture(scope="module")
+def uids(root) -> list[int]:
+    manifest = Manifest.load(root / "train")
+    found = []
+    for index in range(len(manifest.shards)):
+        with open_shard(manifest, index) as shard:
+            found += shard.file.uid[shard.slots].tolist()
+    return found
+
+
+def test_sightings_and_pixels_are_those_of_the_run(root, history, uids):
+    digests, seen = defaultdict(int), defaultdict(int)
+    for uid in uids:
+        for sighting in history.sightings(history.find(uid)):
+            batch = history.pixels(sighting)
+            assert batch.uids.tolist() == [uid]
+            digests[sighting.step] = (digests[sighting.step] + batch.digest) % WORD
+            seen[sighting.step] += 1
+    lines = metrics(root, "run")
+    assert set(seen.values()) == {16} and set(seen) == {None, *(line["step"] for line in lines)}
+    assert [f"{digests[line['step']]:016x}" for line in lines] == [line["batch_digest"] for line in lines]
+
+
+def run_seen(root, *arguments):
+    result = CliRunner().invoke(app, ["seen", *map(str, arguments), "--run", str(root / "runs" / "run"), "--json"])
+    if isinstance(result.exception, Exception):
+        raise result.exception
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_an_image_is_found_by_its_bytes_and_shown_as_it_was_seen(root, history, uids, tmp_path):
+    place = history.find(uids[30])
+    with open_shard(history.manifest, place.shard) as shard:
+        slot = int(np.flatnonzero(shard.file.uid == place.uid)[0])
+        (tmp_path / "photo.jpg").write_bytes(shard.file.read(slot))
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "other.png")
+    found, other, by_uid = run_seen(
+        root, tmp_path / "photo.jpg", tmp_path / "other.png", place.uid, "--out", tmp_path / "pixels"
+    )
+    assert found["uid"] == place.uid and found["seen"] == by_uid["seen"] and len(found["seen"]) > 0
+    assert other["uid"] is None and other["seen"] == []
+    pictures = sorted((tmp_path / "pixels").iterdir())
+    assert len(pictures) == len(found["seen"])
+    batches = [history.pixels(each) for each in history.sightings(place)]
+    assert {np.asarray(Image.open(file)).tobytes() for file in pictures} == {
+        batch.images[0].numpy().tobytes() for batch in batches
+    }
+
+
+def test_a_copy_is_found_by_de_duplication(root, history, uids, tmp_path):
+    place = history.find(uids[5])
+    with open_shard(history.manifest, place.shard) as shard:
+        slot = int(np.flatnonzero(shard.file.uid == place.uid)[0])
+        (tmp_path / "original.jpg").write_bytes(shard.file.read(slot))
+    with Image.open(tmp_path / "original.jpg") as image:
+        image.save(tmp_path / "again.png")  # the same pixels, other bytes
+    rows = run_seen(root, tmp_path / "again.png", "--near")
+    assert place.uid in [row["uid"] for row in rows]
+
+
+def test_what_cannot_be_told_is_said(root, tmp_path, uids):
+    with pytest.raises(DataError):
+        run_seen(root, max(uids) + 1)
+    with pytest.raises(DataError):
+        run_seen(root, tmp_path / "nothing.jpg")
+    with pytest.raises(RecipeError):
+        run_seen(root, uids[0], "--near")
+    with pytest.raises(RecipeError):
+        History.of(tmp_path)
+    (tmp_path / "recipe.yaml").write_text((root / "runs" / "run" / "recipe.yaml").read_text())
+    with pytest.raises(CheckpointError):
+        History.of(tmp_path)
+    make_other = tmp_path / "data"
+    make_other.mkdir()
+    make_data(make_other)
+    manifest = json.loads((make_other / "train" / "manifest.json").read_text())
+    (make_other / "train" / "manifest.json").write_text(json.dumps(manifest | {"shuffle_seed": 77}))
+    with pytest.raises(DataError):
+        History.of(root / "runs" / "run", str(make_other))
