@@ -34,12 +34,13 @@ WORD = 2**64
     shards=st.lists(st.integers(0, 90), min_size=1, max_size=9).filter(lambda shards: sum(shards) >= 16),
     seed=st.integers(0, 5),
     epoch=st.integers(0, 3),
+    repeats=st.sampled_from([1, 1, 4]),
 )
-def test_find_is_the_inverse_of_batch(shards, seed, epoch):
-    order = TrainOrder(shards, 16, seed)
+def test_find_is_the_inverse_of_batch(shards, seed, epoch, repeats):
+    order = TrainOrder(shards, 16, seed, repeats)
     stood = {}
     for step in range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch):
-        slots = order.batch(step, 0, 16)
+        slots = order.batch(step, 0, 16 // repeats)  # the first view of each sample
         stood |= {(s, p): (step, slot) for slot, (s, p) in enumerate(zip(slots.shard, slots.position, strict=True))}
     for shard, count in enumerate(shards):
         for position in range(count):
@@ -70,7 +71,16 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "anomalies": {"non_finite": "skip"},
     }
     bad = partial(poison, positions={SKIPPED: "nan"}, rank=0, row=1)
-    launch(root, [{"name": "run", "stops": [None], "blocks": [blocks], "faults": [bad]}], 1)
+    mixed = {
+        "data": {"repeats": 2, "operations": [{"kind": "randaugment", "set": "timm"}]},
+        "objective": {"mixing": {"mixup": 0.8}},
+        "evaluation": {"validation": None},
+    }
+    jobs = [
+        {"name": "run", "stops": [None], "blocks": [blocks], "faults": [bad]},
+        {"name": "mixed", "stops": [None], "blocks": [mixed]},
+    ]
+    launch(root, jobs, 1)
     return root
 
 
@@ -89,16 +99,22 @@ def uids(root) -> list[int]:
     return found
 
 
-def test_sightings_and_pixels_are_those_of_the_run(root, history, uids):
-    digests, seen = defaultdict(int), defaultdict(int)
+@pytest.mark.parametrize("name", ["run", "mixed"])
+def test_sightings_and_pixels_are_those_of_the_run(root, uids, name):
+    history = History.of(root / "runs" / name)
+    digests, seen, slots = defaultdict(int), defaultdict(int), {}
     for uid in uids:
         for sighting in history.sightings(history.find(uid)):
             batch = history.pixels(sighting)
             assert batch.uids.tolist() == [uid]
             digests[sighting.step] = (digests[sighting.step] + batch.digest) % WORD
             seen[sighting.step] += 1
-    lines = metrics(root, "run")
-    assert set(seen.values()) == {16} and set(seen) == {None, *(line["step"] for line in lines)}
+            slots[sighting.batch, sighting.slot] = uid, sighting.partner
+    lines = metrics(root, name)
+    left_out = {None} if name == "run" else set()
+    assert set(seen.values()) == {16} and set(seen) == {*left_out, *(line["step"] for line in lines)}
+    for (batch, slot), (_, partner) in slots.items():
+        assert partner == (slots[batch, slot ^ 1][0] if name == "mixed" else None)
     assert [f"{digests[line['step']]:016x}" for line in lines] == [line["batch_digest"] for line in lines]
 
 

@@ -159,13 +159,13 @@ def _same_run(recipe: Recipe, readers: dict[int, CheckpointReader]) -> Iterator[
 def _metrics(plan: Plan, recipe: Recipe, log: MetricsLog, rows: dict[int, Row], newest: Index) -> Iterator[Finding]:
     """That every line is there, and says what follows from its step."""
     wrong = [f"{log.damaged} lines cannot be read"] if log.damaged else []
-    expected = {step for step in range(1, newest.step + 1) if plan.due(step, newest.step).log}
+    expected = {step for step in range(recipe.first_step + 1, newest.step + 1) if plan.due(step, newest.step).log}
     missing = sorted(expected - rows.keys())
     if missing:
         wrong.append(f"no line of step {missing[0]:,}" + (f" and {len(missing) - 1:,} more" if missing[1:] else ""))
     global_batch = recipe.batch.global_size
     for step, row in rows.items():
-        for key, value in (("lr", plan.learning_rate(step - 1)), ("images_seen", step * global_batch)):
+        for key, value in (("lr", plan.rates(step - 1).learning_rate), ("images_seen", step * global_batch)):
             if row.get(key) != value:
                 wrong.append(f"step {step:,}: {key} is {row.get(key)!r}; {value!r} follows from the recipe")
     yield Finding(METRICS_FILE, not wrong, "; ".join(wrong[:5]) or f"{len(rows):,} lines, as the recipe has it")
