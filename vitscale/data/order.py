@@ -54,9 +54,9 @@ class TrainOrder:
     An epoch of N samples has floor(N / G) batches. The N mod G samples that it leaves out are others each time: the
     last of each shuffled segment, and the last N mod S of the epoch's sequence.
 
-    With n `repeats` a batch has G / n samples, rounded up, and each of them n times: it consists of n parts, of the same
-    samples in the same order, and the last ends early where n does not divide G. An epoch of the order, in which each
-    sample is drawn once, then has n times as many batches.
+    With n `repeats` a batch has G / n samples, rounded up, and each of them n times: it consists of n parts, of the
+    same samples in the same order, and the last ends early where n does not divide G. An epoch of the order, in which
+    each sample is drawn once, then has n times as many batches.
 
     Args:
         shard_samples: selected samples of every shard.
@@ -121,10 +121,8 @@ class TrainOrder:
             for view in views
         ]
 
-    def find(self, shard: int, position: int, epoch: int) -> tuple[int, int] | None:
-        """The inverse of `batch`: (step, slot) of a sample in an epoch, or None where the epoch leaves it out.
-
-        The slot is that of its first view; those of the others follow at every G / n-th slot.
+    def find(self, shard: int, position: int, epoch: int) -> tuple[int, range] | None:
+        """The inverse of `batch`: (step, slots) of a sample in an epoch, a slot a view; None where it is left out.
 
         It costs the hashes of one window, whatever the size of the dataset.
 
@@ -146,7 +144,8 @@ class TrainOrder:
         index, slot = divmod(shuffled, self._per_segment)
         if index >= self.steps_per_epoch:
             return None
-        return epoch * self.steps_per_epoch + index, segment * self._per_segment + slot
+        first = segment * self._per_segment + slot
+        return epoch * self.steps_per_epoch + index, range(first, self.global_batch, self._distinct)
 
     def upcoming(self, step: int, first_slot: int, last_slot: int) -> list[int]:
         """Shards that slots [first_slot, last_slot) draw on from `step` on, each once, those needed first in front.

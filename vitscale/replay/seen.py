@@ -147,14 +147,13 @@ class History:
             found = self._order.find(place.shard, place.position, epoch)
             if found is None or found[0] >= self.batches:
                 continue
-            for view in range(self._order.repeats):
-                yield self._sighting(place, epoch, found[0], found[1], view)
+            for view, slot in enumerate(found[1]):
+                yield self._sighting(place, epoch, found[0], slot, view)
 
     def _sighting(self, place: Place, epoch: int, batch: int, slot: int, view: int) -> Sighting:
         heights, widths = np.array([place.height], np.int64), np.array([place.width], np.int64)
         keys = sample_keys(self.recipe.seed, epoch, np.array([place.uid]), np.array([view]))
         top, left, height, width = self._transform.boxes(keys, heights, widths)[0].tolist()
-        slot += view * (self._order.global_batch // self._order.repeats)
         partner = self._uid_in(batch, slot ^ 1) if self.recipe.objective.together == 2 else None
         step, is_flipped = step_of(batch, self._skipped), bool(self._transform.flips(keys)[0])
         return Sighting(step, batch, epoch, slot, (top, left, height, width), is_flipped, partner)
