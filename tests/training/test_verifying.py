@@ -72,6 +72,7 @@ def write_again(checkpoint, path):
     (checkpoint / "index.json").write_text(index_text(replace(index, files=[entry])))
 
 
+@pytest.mark.slow  # takes steps in processes of their own
 def test_a_run_as_it_is(copied):
     rows, bad = verified(copied, "run", "--steps", 2 * STEPS)
     assert not bad, rows
@@ -103,6 +104,7 @@ def test_a_line_that_is_gone_and_one_with_another_rate(copied):
     assert verified(copied, "run", "--steps", 0, "--no-shards")[1] == ["metrics.jsonl"]
 
 
+@pytest.mark.slow  # takes steps in processes of their own
 def test_one_weight_and_an_index_that_fits_it(copied):
     checkpoint = copied / "run" / "checkpoints" / f"step-{SAVED:08d}"
     path = checkpoint / "rank-00000.safetensors"
