@@ -32,8 +32,8 @@ def page(content: Content) -> str:
     return page_text(str(content["title"]), _subtitle(content), sections)
 
 
-def _text(key: str, heading: str) -> Column:
-    return Column(key, heading, is_text=True)
+def _text(key: str, heading: str, *, folds: bool = False) -> Column:
+    return Column(key, heading, is_text=True, folds=folds)
 
 
 def _view(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], **more: Any) -> View:
@@ -333,7 +333,7 @@ def _deduplication(content: Content) -> Iterator[Part]:
         Column("left_out_for_it", "left out for\nthis test set", number(0)),
         Column("left_out_in_all", "left out\nin all", number(0)),
         Column("samples_left", "training\nimages left", number(0)),
-        _text("index_sha256", "index (SHA-256)"),
+        _text("index_sha256", "index (SHA-256)", folds=True),
     )
     yield Table(_view(columns, rows, groups=_groups([row["test"] for row in rows])))
     none = [row for row in rows if row["status"] == "none recorded"]
@@ -341,7 +341,7 @@ def _deduplication(content: Content) -> Iterator[Part]:
         pairs = "; ".join(f"{row['train']} against {row['test']}" for row in none)
         yield Text(f"None recorded: {pairs}. Copies of test images may be among these training images.", "warning")
     yield Text(
-        "By the training sets' manifests: `vitscale dedup apply` and `vitscale convert --dedup-against` record there "
+        "By the training sets' manifests: vitscale dedup apply and vitscale convert --dedup-against record there "
         "which index of test images was used. A test set of the index is taken for the dataset of its name. The number "
         "left out for one test set is known where dedup.parquet lies beside the manifest; a part cut from such a "
         "dataset has the total alone. A development split is a part of the training set and no test.",
@@ -406,8 +406,8 @@ def _data(content: Content) -> Iterator[Part]:
         Column("classes", "classes", number(0)),
         Column("rejected", "not\nreadable", number(0)),
         Column("left_out", "left out as\ncopies", number(0)),
-        _text("manifest_sha256", "manifest (SHA-256)"),
-        _text("where_or_why", "where"),
+        _text("manifest_sha256", "manifest (SHA-256)", folds=True),
+        _text("where_or_why", "where", folds=True),
     )
     rows = [{**one, "where_or_why": one["where"] or one["problem"]} for one in content["datasets"]]
     yield Table(_view(columns, rows)) if rows else Text("No dataset is named by a run that has begun.")

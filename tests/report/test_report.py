@@ -1,0 +1,288 @@
+"""The report: what stands on the page is in results.json, the page opens, and bad input is told before any work."""
+
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from browser import Read, open_page
+from report.made_runs import RECIPE, WritingEngine, numbers_in, part, write_data, write_run, write_study
+from typer.testing import CliRunner
+
+from vitscale.cli.main import app
+from vitscale.errors import DataError, RecipeError
+from vitscale.flops.published import table_2, table_9
+from vitscale.report import gather, page, write_report
+from vitscale.vtab import TASKS
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    write_data(root, "pets", against=["pets"])
+    write_data(root, "flowers")
+    write_data(root, "imagenet21k", against=["pets"], splits=("full",))
+    return root
+
+
+@pytest.fixture(scope="module")
+def pretrained(root, tmp_path_factory) -> Path:
+    """A run that others begin with."""
+    folder = tmp_path_factory.mktemp("before")
+    (folder / "tiny.yaml").write_text(RECIPE)
+    write_run(folder / "i21k", folder / "tiny.yaml", [f"data.root={root}", "data.train=imagenet21k/full"])
+    return folder / "i21k"
+
+
+@pytest.fixture(scope="module")
+def study(root, pretrained, tmp_path_factory) -> Path:
+    """Fine-tuned and from scratch on two data sets; one entry has failed, one is in the middle."""
+    transfer = part(root, ["pets", "flowers"])
+    transfer["settings"] |= {"init.from": str(pretrained), "data.image_size": 32}
+    engine = WritingEngine(failing=["scratch-flowers-lr0.3"], halves=["transfer-flowers-full-seed1"])
+    return write_study(
+        tmp_path_factory.mktemp("study"), {"transfer": transfer, "scratch": part(root, ["pets", "flowers"])}, engine
+    )
+
+
+def reported(*sources: Path) -> tuple[dict, str, Read]:
+    """results.json, the page, and the page taken apart."""
+    content = gather(sources)
+    text = page(content)
+    return json.loads(json.dumps(content, allow_nan=False)), text, Read(text)
+
+
+def value_of(shown: str) -> float:
+    return float(shown.replace(",", "").removesuffix("%").strip())
+
+
+def check_numbers(content: dict, read: Read) -> None:
+    """Each number of the tables is one of results.json, and what is shown is that number, rounded, or in percent."""
+    known = numbers_in(content)
+    assert read.numbers
+    for shown, digits in read.numbers:
+        if digits not in known:  # means of vtab's groups, told apart below
+            raise AssertionError(f"{shown} ({digits}) is not in results.json")
+        exact = float(digits)
+        assert any(value_of(shown) == pytest.approx(exact * scale, rel=6e-3, abs=6e-3) for scale in (1, 100))
+    untitled = [row for row in read.rows for cell in row if re.fullmatch(r"[-+]?[\d,]+\.\d+", cell) and not row]
+    assert untitled == []
+
+
+def test_a_study_with_a_failed_and_an_unfinished_entry(study, tmp_path):
+    content, text, read = reported(study)
+    assert content["states"] == {"done": 12, "failed": 1, "not run": 2, "unfinished": 1}
+    assert "script" not in read.tags and "b" not in read.tags and read.outside == [] and read.holes == []
+    check_numbers(content, read)
+    (tmp_path / "index.html").write_text(text)
+    opened = open_page(tmp_path / "index.html", tmp_path / "profile")
+    assert opened.console == [] and Read(opened.document).rows == read.rows
+
+
+def test_equal_records_are_equal_bytes(study):
+    assert reported(study)[:2] == reported(study)[:2]
+
+
+def test_means_are_the_studys(study):
+    own = json.loads((study / "results.json").read_text())
+    content, _, _ = reported(study)
+    (summary,) = [s for s in own["summaries"] if (s["part"], s["dataset"], s["split"]) == ("transfer", "pets", "test")]
+    (result,) = [
+        r
+        for r in content["results"]
+        if (r["part"], r["task"], r["split"], r["metric"]) == ("transfer", "pets", "test", "validation/top1")
+    ]
+    values = summary["metrics"]["validation/top1"]
+    assert (result["mean"], result["std"], result["n"]) == (values["mean"], values["std"], 2)
+    assert result["seeds"] == [0, 1] and result["runs"] == summary["entries"]
+    (half,) = [
+        r
+        for r in content["results"]
+        if (r["part"], r["task"], r["split"], r["metric"]) == ("transfer", "flowers", "test", "validation/top1")
+    ]
+    assert (half["n"], half["n_planned"], half["std"]) == (1, 2, None)
+
+
+def test_policies_are_apart(study):
+    content, _, read = reported(study)
+    sizes = {policy["name"]: (policy["image_size"], policy["positions"]) for policy in content["policies"]}
+    assert sorted(sizes.values()) == [(16, "as trained"), (32, "resampled, bilinear with corners aligned")]
+    for result in content["results"]:
+        assert sizes[result["policy"]][0] == (32 if result["part"] == "transfer" else 16)
+    captions = [word for word in read.words if word.startswith("Policy ") and "normalised by" in word]
+    assert len(captions) == 2
+
+
+def test_what_was_left_out_for_which_test_set(study):
+    rows = {(r["test"], r["train"], r["role"]): r for r in reported(study)[0]["deduplication"]}
+    pets = rows["pets/test", "pets/full", "training"]
+    assert (pets["status"], pets["left_out_for_it"], pets["left_out_in_all"]) == ("recorded", 2, 3)
+    assert rows["pets/test", "imagenet21k/full", "pre-training"]["status"] == "recorded"
+    assert rows["flowers/test", "flowers/full", "training"]["status"] == "none recorded"
+    assert rows["flowers/test", "imagenet21k/full", "pre-training"]["status"] == "none recorded"
+    assert not any(test.endswith("/dev") for test, _, _ in rows)
+
+
+def test_compute_counts_each_run_once(study):
+    compute = reported(study)[0]["compute"]
+    assert compute["begun_with"] == {
+        "runs": 1,
+        "images": 640,
+        "exaflops": pytest.approx(0.04),
+        "device_hours": pytest.approx(40 * 1.5 * 2 / 3600),
+        "runs_without_device_hours": 0,
+    }
+    assert compute["all"]["runs"] == compute["reported"]["runs"] + 1 == 14
+
+
+def test_choices_name_what_decided(study):
+    content, _, read = reported(study)
+    by = {choice["name"]: choice["decided_by"] for choice in content["choices"]}
+    assert by["transfer-pets"] == {"split": "dev", "datasets": ["pets/dev"]}
+    sha = next(one["manifest_sha256"] for one in content["datasets"] if one["name"] == "pets/dev")
+    assert any("pets/dev" in word and sha in word for word in read.words)
+
+
+def test_beside_table_2(study):
+    content, _, read = reported(study)
+    tables = {table["table"]: table for table in content["paper"]}
+    assert set(tables) == {"2", "5", "6"} and tables["2"]["tasks"] == ["pets", "flowers"]
+    assert {r["part"] for r in tables["2"]["results"]} == {"transfer"}  # from scratch is another protocol
+    (huge,) = [row for row in table_2() if row.model == "ViT-H/14"]
+    (row,) = [row for row in read.rows if row[:2] == ["Ours-JFT", "ViT-H/14"]]
+    assert row[3:7] == [f"{value:.2f}" for value in (huge.pets, huge.pets_std, huge.flowers, huge.flowers_std)]
+    assert any("not the paper's test images" in word.lower() for word in read.words)
+
+
+def test_vtab_has_both_means(root, tmp_path):
+    for task in TASKS:
+        write_data(root, f"vtab/{task}", against=[f"vtab/{task}"])
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    write_run(tmp_path / "before", tmp_path / "tiny.yaml", [f"data.root={root}", "data.train=pets/full"])
+    parts = part(root, [f"vtab/{task}" for task in TASKS], selection={"metric": "dev/top1", "shared": True})
+    parts["settings"]["init.from"] = str(tmp_path / "before")
+    out = write_study(tmp_path, {"vtab": parts})
+    content, _, read = reported(out)
+    (score,) = content["vtab"]
+    runs = json.loads((out / "results.json").read_text())["entries"]
+    by_seed = [
+        {run["dataset"]: run["metrics"]["validation/top1"] for run in runs if run["name"].endswith(f"full-seed{seed}")}
+        for seed in (0, 1)
+    ]
+    over_tasks = [statistics.fmean(values.values()) for values in by_seed]
+    of = lambda values, group: statistics.fmean(v for k, v in values.items() if TASKS[k].group == group)  # noqa: E731
+    over_groups = [
+        statistics.fmean(of(values, group) for group in ("natural", "specialized", "structured")) for values in by_seed
+    ]
+    for name, values in (("mean over 19 tasks", over_tasks), ("mean of the 3 group means", over_groups)):
+        found = score["means"][name]
+        assert (found["mean"], found["n"]) == (pytest.approx(statistics.fmean(values)), 2)
+        assert found["std"] == pytest.approx(statistics.stdev(values))
+        assert any(name in row for row in read.rows)
+    check_numbers(content, read)
+    clevr = next(row for row in read.rows if "clevr_count" in row)
+    assert clevr[-len(table_9()) :] == [f"{row['clevr_count']:.2f}" for row in table_9().values()]
+
+
+def test_runs_of_two_seeds_are_one_result(root, tmp_path):
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    settings = [f"data.root={root}", "data.train=pets/full", "evaluation.validation=pets/test"]
+    for seed in (3, 4):
+        write_run(tmp_path / f"seed{seed}", tmp_path / "tiny.yaml", [*settings, f"seed={seed}"])
+    content, _, read = reported(tmp_path / "seed3", tmp_path / "seed4")
+    (result,) = [r for r in content["results"] if r["metric"] == "validation/top1"]
+    assert result["n"] == 2 and result["seeds"] == [3, 4] and content["paper"] == []
+    check_numbers(content, read)
+
+
+def test_odd_names_stay_text(root, tmp_path):
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    odd = tmp_path / "<script>alert(1)</script> $x$ & \"'"
+    odd.parent.mkdir(parents=True, exist_ok=True)
+    settings = [f"data.root={root}", "data.train=pets/full", "evaluation.validation=pets/test"]
+    (tmp_path / "made").mkdir()
+    write_run(tmp_path / "made" / "run", tmp_path / "tiny.yaml", settings)
+    odd = tmp_path / 'a <script>alert(1)<b> $x$ & "'
+    (tmp_path / "made" / "run").rename(odd)
+    _, text, read = reported(odd)
+    assert "script" not in read.tags and "<script" not in text and odd.name in read.words
+    (tmp_path / "index.html").write_text(text)
+    assert open_page(tmp_path / "index.html", tmp_path / "profile").console == []
+
+
+def test_an_edited_recipe_and_a_changed_manifest_are_told(root, tmp_path):
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    write_data(tmp_path, "mine", splits=("full",))
+    write_run(tmp_path / "run", tmp_path / "tiny.yaml", [f"data.root={tmp_path}", "data.train=mine/full"])
+    recipe = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
+    recipe["optimizer"]["lr"] = 0.5
+    (tmp_path / "run" / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    path = tmp_path / "mine" / "full" / "manifest.json"
+    path.write_text(path.read_text() + "\n")
+    content, _, read = reported(tmp_path / "run")
+    assert any("optimizer.lr" in note for note in content["runs"][0]["notes"])
+    assert any(word.startswith("Trained on a manifest that is not there") for word in read.words)
+
+
+def test_data_that_have_gone_are_told(root, tmp_path):
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    write_data(tmp_path, "gone", splits=("full",))
+    settings = [f"data.root={tmp_path}", "data.train=gone/full", "evaluation.validation=gone/test"]
+    write_run(tmp_path / "run", tmp_path / "tiny.yaml", settings)
+    (tmp_path / "gone").rename(tmp_path / "away")
+    content, _, read = reported(tmp_path / "run")
+    assert all(one["problem"] for one in content["datasets"])
+    assert [row["status"] for row in content["deduplication"]] == ["unknown"] and read.holes == []
+
+
+@pytest.mark.parametrize("torn", ["metrics", "DONE", "nothing", "no run", "missing", "twice", "two studies"])
+def test_bad_input_is_told(study, pretrained, root, tmp_path, torn):
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    run = tmp_path / "run"
+    write_run(run, tmp_path / "tiny.yaml", [f"data.root={root}", "data.train=pets/full"])
+    sources, expected = [run], RecipeError
+    if torn == "metrics":
+        (run / "metrics.jsonl").write_text('{"step": 10, "los')
+    elif torn == "DONE":
+        (run / "DONE").write_text('{"step": 4')
+        expected = DataError
+    elif torn == "nothing":
+        (run / "metrics.jsonl").unlink()
+    elif torn == "no run":
+        sources = [tmp_path]
+    elif torn == "missing":
+        sources = [tmp_path / "nowhere"]
+    elif torn == "twice":
+        sources = [run, run]
+    else:
+        sources = [study, study]
+    with pytest.raises(expected):
+        gather(sources)
+
+
+def test_the_command_writes_both_files_and_replaces_only_a_report(study, tmp_path):
+    def call(*arguments: object) -> tuple[int, BaseException | None]:
+        done = CliRunner().invoke(app, ["report", *map(str, arguments)])
+        return done.exit_code, done.exception
+
+    out = tmp_path / "report"
+    assert call(study, "-o", out)[0] == 0 and call(study, "-o", out, "--title", "Again")[0] == 0
+    content = json.loads((out / "results.json").read_text())
+    assert content["title"] == "Again" and "Again" in Read((out / "index.html").read_text()).words
+    before = (study / "results.json").read_bytes()
+    assert isinstance(call(study, "-o", study)[1], RecipeError) and (study / "results.json").read_bytes() == before
+    assert isinstance(call(study, "-o", study / "transfer-pets-lr0.3")[1], RecipeError)
+    assert isinstance(call(study, "-o", out / "index.html")[1], RecipeError)
+    with pytest.raises(RecipeError):
+        write_report(study, content, "")
+
+
+def test_without_matplotlib_nothing_is_read(study, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    done = CliRunner().invoke(app, ["report", str(study), "-o", str(tmp_path / "out")])
+    assert isinstance(done.exception, RecipeError) and not (tmp_path / "out").exists()
