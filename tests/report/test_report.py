@@ -1,7 +1,6 @@
 """The report: what stands on the page is in results.json, the page opens, and bad input is told before any work."""
 
 import json
-import re
 import statistics
 import sys
 from pathlib import Path
@@ -66,12 +65,9 @@ def check_numbers(content: dict, read: Read) -> None:
     known = numbers_in(content)
     assert read.numbers
     for shown, digits in read.numbers:
-        if digits not in known:  # means of vtab's groups, told apart below
-            raise AssertionError(f"{shown} ({digits}) is not in results.json")
+        assert digits in known, shown
         exact = float(digits)
         assert any(value_of(shown) == pytest.approx(exact * scale, rel=6e-3, abs=6e-3) for scale in (1, 100))
-    untitled = [row for row in read.rows for cell in row if re.fullmatch(r"[-+]?[\d,]+\.\d+", cell) and not row]
-    assert untitled == []
 
 
 def test_a_study_with_a_failed_and_an_unfinished_entry(study, tmp_path):

@@ -1,6 +1,5 @@
 """The report's figures, drawn from its results.json alone."""
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,10 @@ def glance(content: Content, policy: str) -> Drawing | None:
     if len(rows) < 2:
         return None
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    labels = list(dict.fromkeys(described(row) for row in rows))
+    by_part = [(row["part"], row["begins_with"], row["task"]) for row in rows]
+    # What a choice has set differs from task to task: winners of one part are one series.
+    by = "part" if all(row["part"] for row in rows) and len(set(by_part)) == len(rows) else "label"
+    labels = list(dict.fromkeys(described(row, by) for row in rows))
     if len(labels) > len(SERIES):
         return None
 
@@ -37,7 +39,7 @@ def glance(content: Content, policy: str) -> Drawing | None:
         axes = figure.subplots()
         for number, label in enumerate(labels):
             offset = (number - (len(labels) - 1) / 2) * min(0.18, 0.7 / len(labels))
-            own = [row for row in rows if described(row) == label]
+            own = [row for row in rows if described(row, by) == label]
             axes.errorbar(
                 [100 * row["mean"] for row in own],
                 [tasks.index(row["task"]) + offset for row in own],
@@ -58,10 +60,10 @@ def glance(content: Content, policy: str) -> Drawing | None:
     return draw(f"glance-{policy}", f"Top-1 by task. {alt}", put, width=860, height=height, caption=caption)
 
 
-def described(result: Mapping[str, Any]) -> str:
-    """A result's model and beginning, in a line."""
+def described(result: Mapping[str, Any], by: str = "label") -> str:
+    """A result's name, or another key of it, and what it begins with, in a line."""
     begins = result["begins_with"]
-    return f"{result['label']}: {'from scratch' if begins is None else f'begins with {begins}'}"
+    return f"{result[by]}: {'from scratch' if begins is None else f'begins with {begins}'}"
 
 
 def curves(content: Content) -> Iterator[Drawing]:
@@ -165,7 +167,7 @@ def figure_4(content: Content) -> Drawing | None:
         for index, model in enumerate(list(dict.fromkeys(result["model"] for result in own))[: len(SERIES)]):
             points = sorted((r["pretraining_samples"], 100 * r["mean"]) for r in own if r["model"] == model)
             axes.plot(*zip(*points, strict=True), "o-", color=SERIES[index], label=model)
-        _log(axes)
+        _log(axes, [result["pretraining_samples"] for result in own])
         axes.set_xlabel("pre-training images")
         axes.set_ylabel("ImageNet 5-shot top-1 (%)")
         axes.legend()
@@ -198,7 +200,7 @@ def figure_5(content: Content) -> Drawing | None:
         for result in own:
             label = f"{described(result)}, policy {result['policy']}"
             axes.plot(result["exaflops"], 100 * result["mean"], "*", color=SERIES[7], markersize=13, label=label)
-        _log(axes)
+        _log(axes, [*(row.exaflops for row in table_6()), *(result["exaflops"] for result in own)])
         axes.set_xlabel("compute (exaFLOPs)")
         axes.set_ylabel("ImageNet top-1 (%)")
         axes.legend(loc="lower right")
@@ -226,7 +228,7 @@ def against_compute(content: Content) -> Drawing | None:
         for index, (task, policy) in enumerate(places):
             points = sorted((r["exaflops"], 100 * r["mean"]) for r in own if (r["task"], r["policy"]) == (task, policy))
             axes.plot(*zip(*points, strict=True), "o", color=SERIES[index], label=f"{task}, policy {policy}")
-        _log(axes)
+        _log(axes, [result["exaflops"] for result in own])
         axes.set_xlabel("compute, pre-training included (exaFLOPs)")
         axes.set_ylabel("top-1 (%)")
         figure.legend(loc="outside right upper")
@@ -235,10 +237,13 @@ def against_compute(content: Content) -> Drawing | None:
     return draw("against-compute", caption, put, width=760, height=340, caption=caption)
 
 
-def _log(axes: "Axes") -> None:
-    """A logarithmic axis whose ticks are plain numbers."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+def _log(axes: "Axes", values: Sequence[float]) -> None:
+    """A logarithmic axis with ticks of plain numbers, where the values are of different magnitudes."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+    if max(values) < 10 * min(values):
+        return
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}" if math.isfinite(value) else ""))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())

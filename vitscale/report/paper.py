@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from vitscale.flops.published import table_2, table_5, table_6, table_9
-from vitscale.vtab import TASKS
+from vitscale.vtab import TASKS, vtab_table
 
 TOP1 = "validation/top1"
 VTAB = "vtab/"
@@ -57,19 +57,22 @@ def beside_the_paper(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         )
     of_vtab = [result for result in own if result["task"].removeprefix(VTAB) in TASKS and VTAB in result["task"]]
     if of_vtab:
-        found.append(
-            {
-                "table": "9",
-                "about": "VTAB-1k, 1,000 training images a task",
-                "tasks": [task for task in TASKS if any(result["task"] == f"{VTAB}{task}" for result in of_vtab)],
-                "results": of_vtab,
-                "rows": [
-                    {"model": model, "pretraining": pretraining, **values}
-                    for (model, pretraining), values in table_9().items()
-                ],
-            }
-        )
+        found.append({"table": "9", "about": "VTAB-1k, 1,000 training images a task", **_of_vtab(of_vtab)})
     return found
+
+
+def _of_vtab(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Top-1 in percent by task and group: a column for each model here, with its policies, and the paper's three."""
+    columns: dict[str, dict[str, float]] = {}
+    policies: dict[str, list[str]] = {}
+    for result in results:
+        title = f"{result['part'] or result['label']}: begins with {result['begins_with']}"
+        columns.setdefault(title, {})[result["task"].removeprefix(VTAB)] = 100 * result["mean"]
+        policies[title] = sorted({*policies.get(title, []), result["policy"]})
+    for (model, pretraining), row in table_9().items():
+        columns[f"{model}, {pretraining}\n(Table 9)"] = {task: row[task] for task in TASKS}
+    view = vtab_table(columns)
+    return {"columns": list(columns), "policies": policies, "by_group": view.bare_rows(), "results": list(results)}
 
 
 def _concerns(key: str, tasks: Sequence[str]) -> bool:

@@ -5,9 +5,9 @@ from typing import Any
 
 from vitscale.page import Facts, Folded, Part, Section, Table, Text, check_drawing, page_text
 from vitscale.report import figures
-from vitscale.report.paper import TOP1, VTAB
+from vitscale.report.paper import TOP1
 from vitscale.table import Column, Row, View, number, short
-from vitscale.vtab import TASKS, vtab_table
+from vitscale.vtab import OVER_GROUPS, OVER_TASKS
 from vitscale.wording import counted
 
 Content = Mapping[str, Any]
@@ -198,7 +198,7 @@ def _paper(content: Content) -> Iterator[Part]:
             "CIFAR-100, Pets, Flowers, the 19 of VTAB-1k; by the data set's name): none of its figures is of the same."
         )
     for table in tables:
-        yield from _of_vtab(content, table) if table["table"] == "9" else _of_table(table)
+        yield from _of_vtab(content, table) if table["table"] == "9" else _of_table(table, repeats=table != tables[0])
     drawings: list[Callable[[Content], Any]] = [
         figures.figure_3,
         figures.figure_4,
@@ -219,8 +219,10 @@ _COMPARED = (
 )
 
 
-def _of_table(table: Mapping[str, Any]) -> Iterator[Part]:
-    for policy in sorted({r["policy"] for r in table["results"]}):
+def _of_table(table: Mapping[str, Any], *, repeats: bool) -> Iterator[Part]:
+    """Own results and the paper's; own ones that an earlier table `repeats` only where this one has their model."""
+    is_shown = not repeats or any(r["published"] is not None for r in table["results"])
+    for policy in sorted({r["policy"] for r in table["results"]}) if is_shown else []:
         rows = [_row(r) for r in table["results"] if r["policy"] == policy]
         yield Table(_view(_COMPARED, rows), f"Here, policy {policy}, tasks of Table {table['table']}")
         other = sorted({r["task"] for r in rows if r["samples"] not in (None, r["test_images_of_the_paper"])})
@@ -244,27 +246,21 @@ def _of_table(table: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def _of_vtab(content: Content, table: Mapping[str, Any]) -> Iterator[Part]:
-    own: dict[str, dict[str, float]] = {}
-    policies: dict[str, set[str]] = {}
-    for result in table["results"]:
-        title = figures.described({**result, "label": result["part"] or result["label"]})
-        own.setdefault(title, {})[result["task"].removeprefix(VTAB)] = 100 * result["mean"]
-        policies.setdefault(title, set()).add(result["policy"])
-    for title, used in policies.items():
+    for title, used in table["policies"].items():
         if len(used) > 1:
-            yield Text(
-                f"{title}: tasks under different policies ({', '.join(sorted(used))}) are in one column.", "warning"
-            )
-    published = {
-        f"{row['model']}, {row['pretraining']}\n(Table 9)": {task: row[task] for task in TASKS} for row in table["rows"]
-    }
-    yield Table(vtab_table({**own, **published}), "VTAB-1k by group beside the paper's Table 9, top-1 in percent")
+            yield Text(f"{title}: its tasks are under different policies ({', '.join(used)}).", "warning")
+    columns = [_text("group", "group"), _text("task", "task")]
+    columns += [Column(title, title, number(2)) for title in table["columns"]]
+    note = f"The paper's score is the {OVER_TASKS}; most later papers print the {OVER_GROUPS}."
+    title = "VTAB-1k by group beside the paper's Table 9, top-1 in percent"
+    ends = _groups([row["group"] for row in table["by_group"]])
+    yield Table(_view(columns, table["by_group"], notes=[note], groups=ends), title)
     rows = [
         {"what": what, "part": score["part"], "from": score["from"], "label": score["label"], **values}
         for score in content["vtab"]
         for what, values in score["means"].items()
     ]
-    columns = (
+    scores = (
         _text("part", "part"),
         _text("from", "begins with"),
         _text("what", "score"),
@@ -273,7 +269,7 @@ def _of_vtab(content: Content, table: Mapping[str, Any]) -> Iterator[Part]:
         Column("n", "runs", str),
     )
     if rows:
-        yield Table(_view(columns, rows), "The score over seeds; the paper's is the mean over 19 tasks")
+        yield Table(_view(scores, rows), "The score over seeds; the paper's is the mean over 19 tasks")
 
 
 # ---- What decided ----------------------------------------------------------------------------------------------------
@@ -339,7 +335,7 @@ def _deduplication(content: Content) -> Iterator[Part]:
     none = [row for row in rows if row["status"] == "none recorded"]
     if none:
         pairs = "; ".join(f"{row['train']} against {row['test']}" for row in none)
-        yield Text(f"None recorded: {pairs}. Copies of test images may be among these training images.", "warning")
+        yield Text(f"Not recorded: {pairs}. Copies of test images may be among these training images.", "warning")
     yield Text(
         "By the training sets' manifests: vitscale dedup apply and vitscale convert --dedup-against record there "
         "which index of test images was used. A test set of the index is taken for the dataset of its name. The number "
