@@ -56,6 +56,12 @@ def reported(*sources: Path) -> tuple[dict, str, Read]:
     return json.loads(json.dumps(content, allow_nan=False)), text, Read(text)
 
 
+@pytest.fixture(scope="module")
+def made(study) -> tuple[dict, str, Read]:
+    """The study, reported."""
+    return reported(study)
+
+
 def value_of(shown: str) -> float:
     return float(shown.replace(",", "").removesuffix("%").strip())
 
@@ -70,8 +76,8 @@ def check_numbers(content: dict, read: Read) -> None:
         assert any(value_of(shown) == pytest.approx(exact * scale, rel=6e-3, abs=6e-3) for scale in (1, 100))
 
 
-def test_a_study_with_a_failed_and_an_unfinished_entry(study, tmp_path):
-    content, text, read = reported(study)
+def test_a_study_with_a_failed_and_an_unfinished_entry(made, tmp_path):
+    content, text, read = made
     assert content["states"] == {"done": 12, "failed": 1, "not run": 2, "unfinished": 1}
     assert "script" not in read.tags and "b" not in read.tags and read.outside == [] and read.holes == []
     check_numbers(content, read)
@@ -80,13 +86,13 @@ def test_a_study_with_a_failed_and_an_unfinished_entry(study, tmp_path):
     assert opened.console == [] and Read(opened.document).rows == read.rows
 
 
-def test_equal_records_are_equal_bytes(study):
-    assert reported(study)[:2] == reported(study)[:2]
+def test_equal_records_are_equal_bytes(study, made):
+    assert reported(study)[:2] == made[:2]
 
 
-def test_means_are_the_studys(study):
+def test_means_are_the_studys(study, made):
     own = json.loads((study / "results.json").read_text())
-    content, _, _ = reported(study)
+    content, _, _ = made
     (summary,) = [s for s in own["summaries"] if (s["part"], s["dataset"], s["split"]) == ("transfer", "pets", "test")]
     (result,) = [
         r
@@ -104,8 +110,8 @@ def test_means_are_the_studys(study):
     assert (half["n"], half["n_planned"], half["std"]) == (1, 2, None)
 
 
-def test_policies_are_apart(study):
-    content, _, read = reported(study)
+def test_policies_are_apart(made):
+    content, _, read = made
     sizes = {policy["name"]: (policy["image_size"], policy["positions"]) for policy in content["policies"]}
     assert sorted(sizes.values()) == [(16, "as trained"), (32, "resampled, bilinear with corners aligned")]
     for result in content["results"]:
@@ -114,8 +120,8 @@ def test_policies_are_apart(study):
     assert len(captions) == 2
 
 
-def test_what_was_left_out_for_which_test_set(study):
-    rows = {(r["test"], r["train"], r["role"]): r for r in reported(study)[0]["deduplication"]}
+def test_what_was_left_out_for_which_test_set(made):
+    rows = {(r["test"], r["train"], r["role"]): r for r in made[0]["deduplication"]}
     pets = rows["pets/test", "pets/full", "training"]
     assert (pets["status"], pets["left_out_for_it"], pets["left_out_in_all"]) == ("recorded", 2, 3)
     assert rows["pets/test", "imagenet21k/full", "pre-training"]["status"] == "recorded"
@@ -124,8 +130,8 @@ def test_what_was_left_out_for_which_test_set(study):
     assert not any(test.endswith("/dev") for test, _, _ in rows)
 
 
-def test_compute_counts_each_run_once(study):
-    compute = reported(study)[0]["compute"]
+def test_compute_counts_each_run_once(made):
+    compute = made[0]["compute"]
     assert compute["begun_with"] == {
         "runs": 1,
         "images": 640,
@@ -136,16 +142,16 @@ def test_compute_counts_each_run_once(study):
     assert compute["all"]["runs"] == compute["reported"]["runs"] + 1 == 14
 
 
-def test_choices_name_what_decided(study):
-    content, _, read = reported(study)
+def test_choices_name_what_decided(made):
+    content, _, read = made
     by = {choice["name"]: choice["decided_by"] for choice in content["choices"]}
     assert by["transfer-pets"] == {"split": "dev", "datasets": ["pets/dev"]}
     sha = next(one["manifest_sha256"] for one in content["datasets"] if one["name"] == "pets/dev")
     assert any("pets/dev" in word and sha in word for word in read.words)
 
 
-def test_beside_table_2(study):
-    content, _, read = reported(study)
+def test_beside_table_2(made):
+    content, _, read = made
     tables = {table["table"]: table for table in content["paper"]}
     assert set(tables) == {"2", "5", "6"} and tables["2"]["tasks"] == ["pets", "flowers"]
     assert {r["part"] for r in tables["2"]["results"]} == {"transfer"}  # from scratch is another protocol
@@ -155,6 +161,7 @@ def test_beside_table_2(study):
     assert any("not the paper's test images" in word.lower() for word in read.words)
 
 
+@pytest.mark.slow
 def test_vtab_has_both_means(root, tmp_path):
     for task in TASKS:
         write_data(root, f"vtab/{task}", against=[f"vtab/{task}"])
