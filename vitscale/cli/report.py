@@ -13,9 +13,10 @@ def report(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="The page and results.json go there.")],
     title: Annotated[str | None, typer.Option(help="Of the page.", show_default="the study's or runs' names")] = None,
 ) -> None:
-    """Write one page from which the results of runs or a study can be checked.
+    """Put the results of runs or a study on one page.
 
-    It has the results beside the paper's, curves, compute, what decided, de-duplication, data, versions and recipes.
+    From it every claim can be checked: results beside the paper's, curves, compute, what decided, de-duplication, data,
+    versions and recipes.
     """
     from vitscale.page import check_drawing
     from vitscale.report import PAGE_FILE, gather, page, write_report
