@@ -66,9 +66,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     trunk = root / "runs" / "trunk-1"
     jobs += [
         job("rewound", branch(trunk, **late), faults=[partial(poison, positions={5: "gradient"})]),
-        job(
-            "cosine", branch(trunk, {**SHORT, "decay": "cosine", "cooldown": {"steps": 0}, "cooldown_shape": "linear"})
-        ),
+        job("other-past", branch(trunk, {**SHORT, "warmup": {"steps": 1}})),
         job(
             "evaluated",
             branch(
@@ -127,7 +125,7 @@ def test_a_branch_without_a_checkpoint_of_its_own_goes_back_to_its_trunk(root):
 
 
 def test_a_schedule_that_was_not_the_trunks_is_told(root):
-    assert re.search(r"WARNING: up to step 3 the trunk's schedule", " ".join(printed(root, "cosine").split()))
+    assert re.search(r"WARNING: up to step 3 the trunk's schedule", " ".join(printed(root, "other-past").split()))
     assert_equal(state(root, "trunk-1", AT), state(root, "whole-1", AT))
 
 
