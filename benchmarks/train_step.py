@@ -5,16 +5,18 @@
 
 Contenders, each a process of its own: `trainer`, ours as a recipe runs it, with fp32 masters under DeepSpeed;
 `recomputed`, the same with the activations of every block recomputed; `fp8`, the same with products in float8, which
-only `--contenders` brings in (CPUs emulate it) and which has no MFU; `bare`, our model with bf16 weights and fp32
-masters in a loop without DeepSpeed; `plain`, our model in the loop that people write: fp32 weights under bf16 autocast,
-torch's fused AdamW, clipping; `timm`, that loop with timm's model; `before`, the trainer of the other checkout of this
-project that `--against` names, its extension built. One rank, every core, 224 x 224 pixels that are in memory, uint8
-for the trainer and normalised for the loops; a step ends with the loss read. On a CPU they take turns of a few steps,
-in changing order, and a ratio is the median over rounds; on a CUDA device they run one after the other, to be compiled
+only `--contenders` brings in (CPUs emulate it) and which has no MFU; `muon`, `lamb` and `adafactor`, the same with
+those optimizers, by `--contenders` too; `bare`, our model with bf16 weights and fp32 masters in a loop without
+DeepSpeed; `plain`, our model in the loop that people write: fp32 weights under bf16 autocast, torch's fused AdamW,
+clipping; `timm`, that loop with timm's model; `before`, the trainer of the other checkout of this project that
+`--against` names, its extension built. One rank, every core, 224 x 224 pixels that are in memory, uint8 for the trainer
+and normalised for the loops; a step ends with the loss read. On a CPU they take turns of a few steps, in changing
+order, and a ratio is the median over rounds; on a CUDA device they run one after the other, to be compiled
 (`--compile`), with the MFU against the datasheet.
 
 `time` and `memory`: of the trainer by timm; `deepspeed` and `plain_time`: time of the trainer by those two loops, of
-which the first computes the same; `recompute_time` and `fp8_time`: of those two by the trainer; `against_time` and
+which the first computes the same; `recompute_time`, `fp8_time`, `muon_time`, `lamb_time` and `adafactor_time`: of those
+by the trainer; `against_time` and
 `against_memory`: of the trainer by the one before; `recompute_saved`: the memory that recomputing saves, by what is
 planned (vitscale.planning). Memory is the peak above what the process held before it made its model; on a CUDA device,
 what torch allocated.
@@ -55,7 +57,8 @@ from vitscale.training.attention import preferred_attention
 
 CLASSES = 7
 CONTENDERS = ("trainer", "recomputed", "bare", "plain", "timm")
-OURS = ("trainer", "recomputed", "fp8")
+OPTIMIZERS = ("muon", "lamb", "adafactor")
+OURS = ("trainer", "recomputed", "fp8", *OPTIMIZERS)
 LIMITS = {"memory": 1.0, "recompute_time": 1.38, "deepspeed": 1.03, "against_time": 1.0, "against_memory": 1.01}
 LEAST_SAVED = 0.8  # of the memory that recomputing is to save
 LEAST_MFU = {("ViT-H/14", "cls"): 0.52, ("ViT-H/14", "mean"): 0.54, ("ViT-L/16", "cls"): 0.50}
@@ -66,6 +69,7 @@ TIMES = (
     ("plain_time", "trainer", "plain"),
     ("recompute_time", "recomputed", "trainer"),
     ("fp8_time", "fp8", "trainer"),
+    *((f"{who}_time", who, "trainer") for who in OPTIMIZERS),
     ("against_time", "trainer", "before"),
 )
 MEMORIES = (("memory", "trainer", "timm"), ("against_memory", "trainer", "before"))
@@ -82,6 +86,7 @@ def recipe_of(who: str, model: str, folder: str, options: argparse.Namespace) ->
     parallelism = {"zero_stage": options.zero, "compile": options.compile, "activation_checkpointing": recompute}
     precision = "fp8" if who == "fp8" else "bf16"
     blocks = {"model": {"pool": options.pool}, "parallelism": parallelism}
+    blocks |= {"optimizer": {"name": who}} if who in OPTIMIZERS else {}
     return make_recipe(model, options.batch, folder=folder, precision=precision, **blocks)
 
 
@@ -312,7 +317,7 @@ def compare(model: str, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["ViT-Ti/16", "ViT-B/16"])
-    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=(*CONTENDERS, "fp8"))
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=(*CONTENDERS, "fp8", *OPTIMIZERS))
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--zero", type=int, default=0, choices=range(4))
     parser.add_argument("--pool", default="cls", choices=("cls", "mean"))
