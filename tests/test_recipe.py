@@ -142,7 +142,7 @@ def test_a_model_is_a_name_or_dimensions_or_both(tmp_path, model, shape):
         ("schedule.weight_decay={to: 0.4}", ["schedule.weight_decay", "optimizer.weight_decay"]),
         ("schedule.duration={steps: 1, epochs: 2}", ["schedule.duration", "exactly one"]),
         ("optimizer={lr: 1.0, name: null}", ["optimizer", "adamw", "sgd"]),
-        ("optimizer.name=lamb", ["optimizer", "adamw", "sgd"]),
+        ("optimizer.name=lion", ["optimizer", "adamw", "sgd"]),
         ("data.image_size=8", ["data.image_size 8", "patch"]),
         ("data.crop.area=[0.5, 0.1]", ["data.crop", "area"]),
         ("objective={on: 0.1, off: 0.2}", ["objective", "greater than off"]),

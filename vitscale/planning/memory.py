@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 from vitscale.models.layers import CHANNELS
 from vitscale.planning.parameters import Parameters, model_parameters
 from vitscale.planning.tensors import DeviceType, StepTensors, step_tensors
-from vitscale.recipe import AdamW, Recipe
+from vitscale.recipe import Adafactor, Lamb, Muon, Recipe
 
 _CPU_RUNTIME = 160 << 20  # threads, kernels and buffers of libraries, measured from the imports to the third step
 _BATCHES_BESIDE_PREFETCH = 3  # one in the planner's hands, one awaited, one in use
 _BATCHES_ON_CUDA = 3  # see data/device.py
+_ADAM_AT_ONCE = 1 << 24  # elements of which training/whole_tensors.py has copies
 _ALL_REDUCE_ELEMENTS = 500_000_000  # that DeepSpeed sums at once in stage 0
 # What training asks of DeepSpeed where a recipe does not (training/engine.py), and for the last its own default.
 _ELEMENTS = {
@@ -160,11 +161,12 @@ def _model_states(
     elements = elements_in_flight(recipe)
     word = 2 if is_bf16 else 4
     share = optimizer_share(trained, stage, world_size)
-    moments = num_moments(recipe)
     has_masters = stage > 0 or is_bf16
-    state_word = moment_bytes(recipe) + 4 * has_masters
+    held = share * parameters.kept_bytes // total  # as if all parameters had as much
     ema_word = 4 if recipe.ema is not None else 0
-    copied_word = 4 + 4 * moments + ema_word if recipe.checkpoint.background else 0
+    copied_word = 4 + ema_word if recipe.checkpoint.background else 0
+    per_rank = math.ceil(total / world_size)
+    copied_moments = 4 * per_rank * parameters.kept // total if recipe.checkpoint.background else 0
     copied_frozen_word = 4 + ema_word if recipe.checkpoint.background else 0
 
     bucket = elements["reduce_bucket_size"] if device == "cuda" else min(elements["reduce_bucket_size"], total)
@@ -182,8 +184,8 @@ def _model_states(
             # DeepSpeed's BF16_Optimizer: a whole fp32 sum besides the gradients, reduced where it lies.
             accumulated, gradients, update, workspace = 4 * total, 6 * total, 0, 0
         case 1 | 2:
-            held = 4 * total if stage == 1 else accumulated_word * share
-            accumulated = held if accumulates else 0
+            summed = 4 * total if stage == 1 else accumulated_word * share
+            accumulated = summed if accumulates else 0
             gradients = (word if stage == 1 else accumulated_word) * share
             update = 0 if is_bf16 and accumulates else (6 if is_bf16 else 4) * share
         case _:
@@ -198,7 +200,7 @@ def _model_states(
     memory = Memory(
         device=device,
         weights=weights,
-        optimizer=state_word * share,
+        optimizer=held + 4 * has_masters * share,
         ema=ema_word * share,
         images=0,
         runtime=0,
@@ -206,10 +208,10 @@ def _model_states(
         workspace=workspace,
         accumulated=accumulated,
         gradients=gradients,
-        update=update,
+        update=update + _while_updating(recipe, trained, share, stage, world_size),
         host_optimizer=4 * frozen,
         host_loader=0,
-        host_checkpoint=copied_word * math.ceil(total / world_size) + copied_frozen_word * frozen,
+        host_checkpoint=copied_word * per_rank + copied_moments + copied_frozen_word * frozen,
     )
     if recipe.parallelism.offload == "none":
         return memory
@@ -224,19 +226,23 @@ def _model_states(
         accumulated=accumulated if stage == 1 else 0,
         gradients=0,
         update=0,
-        host_optimizer=memory.host_optimizer + (state_word + ema_word + 4 + arriving) * share,
+        host_optimizer=memory.host_optimizer + memory.optimizer + (ema_word + 4 + arriving) * share,
     )
 
 
-def num_moments(recipe: Recipe) -> int:
-    """Values that the optimizer keeps for each parameter besides its master."""
-    return 2 if isinstance(recipe.optimizer, AdamW) else int(recipe.optimizer.momentum > 0)
-
-
-def moment_bytes(recipe: Recipe) -> int:
-    """Bytes of what `num_moments` counts, as the optimizer holds it; checkpoints hold fp32."""
-    of_each = 2 if getattr(recipe.optimizer, "momentum_dtype", "fp32") == "bf16" else 4
-    return of_each * num_moments(recipe)
+def _while_updating(recipe: Recipe, trained: Sequence[int], share: int, stage: int, world_size: int) -> int:
+    """Bytes that an optimizer of whole tensors takes besides, for a moment."""
+    largest = max(trained, default=0)
+    match recipe.optimizer:
+        case Lamb():
+            return 4 * min(largest, _ADAM_AT_ONCE)
+        case Adafactor():  # a piece of a gradient, its squares, and one of the two times its factors
+            return 12 * min(largest, share)
+        case Muon():  # bf16: what is sent and comes, whole matrices; and of one matrix the steps of its iteration
+            exchanged = 2 * 4 * share if stage > 0 and world_size > 1 else 0
+            return exchanged + 2 * 4 * largest
+        case _:
+            return 0
 
 
 def elements_in_flight(recipe: Recipe) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """The parameters of a recipe's model, layer by layer, without their values."""
 
+import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,9 +30,16 @@ class Layer:
 
 @dataclass(frozen=True)
 class Parameters:
-    """All layers of a model, in the order in which an image meets them."""
+    """All layers of a model, in the order in which an image meets them.
+
+    Attributes:
+        kept: elements that the optimizer keeps besides the values of what is trained.
+        kept_bytes: of these, as it holds them; checkpoints hold fp32.
+    """
 
     layers: tuple[Layer, ...]
+    kept: int
+    kept_bytes: int
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -54,11 +62,16 @@ def model_parameters(recipe: Recipe, num_classes: int) -> Parameters:
     with torch.device("meta"):
         objective = build_objective(recipe, num_classes)
     called = {parameter: name for name, parameter in objective.named_weights()}
-    layers = []
+    layers, kept, kept_bytes = [], 0, 0
+    for called_name, parameter in objective.named_weights():
+        if not is_frozen(recipe.optimizer, called_name):
+            for kind, shape in recipe.optimizer.kept(called_name, tuple(parameter.shape)).items():
+                kept += math.prod(shape)
+                kept_bytes += math.prod(shape) * (2 if kind in recipe.optimizer.kept_in_bf16 else 4)
     for name, module in objective.named_modules():
         own = list(module.parameters(recurse=False))
         found = _IN_A_BLOCK.match(name)
         if own:
             trained = tuple(p.numel() for p in own if not is_frozen(recipe.optimizer, called[p]))
             layers.append(Layer(int(found[1]) if found else None, tuple(p.numel() for p in own), trained))
-    return Parameters(tuple(layers))
+    return Parameters(tuple(layers), kept, kept_bytes)

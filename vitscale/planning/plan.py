@@ -11,11 +11,11 @@ from vitscale.flops.training_set import training_set
 from vitscale.flops.work import Work
 from vitscale.planning.cluster import GB, Cluster
 from vitscale.planning.communication import Collective, communication
-from vitscale.planning.memory import Memory, memory_of, num_moments
+from vitscale.planning.memory import Memory, memory_of
 from vitscale.planning.micro_batches import tensors_by_micro_batch
 from vitscale.planning.parameters import Parameters, model_parameters
 from vitscale.planning.step_time import HIDDEN, StepTime, overlaps, step_time
-from vitscale.recipe import Recipe
+from vitscale.recipe import Muon, Recipe
 from vitscale.shards import Manifest
 
 STAGES = (0, 1, 2, 3)
@@ -268,7 +268,7 @@ def _totals(
     image_bytes, said = _image_bytes(recipe)
     per_node = best.images_per_s / cluster.nodes
     weights = (1 + (recipe.ema is not None)) * parameters.total
-    size = 4 * (weights + num_moments(recipe) * sum(parameters.trained))
+    size = 4 * (weights + parameters.kept)
     writes = size / (storage or STORAGE)
     assumed = [said] if said else []
     if storage is None:
@@ -319,5 +319,7 @@ def _assumed_of_time(recipe: Recipe, cluster: Cluster) -> list[str]:
         said.append(f"no time for the optimizer's update: the bandwidth of {cluster.device.name} is not known")
     if recipe.parallelism.offload != "none":
         said.append("no time for the offloaded optimizer and its way to the host and back, which may be most of a step")
+    if isinstance(recipe.optimizer, Muon):
+        said.append("no time for making matrices orthogonal and for sending them to and fro for that")
     said.append("data, evaluations and checkpoints keep nobody waiting")
     return said

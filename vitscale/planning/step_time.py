@@ -11,7 +11,7 @@ from vitscale.flops.accounting import FLOPS_PER_MAC, training_flops_per_image
 from vitscale.flops.work import Work
 from vitscale.planning.cluster import Cluster
 from vitscale.planning.communication import Collective, Phase
-from vitscale.planning.memory import moment_bytes, optimizer_share
+from vitscale.planning.memory import optimizer_share
 from vitscale.planning.parameters import Parameters
 from vitscale.recipe import Recipe
 
@@ -92,6 +92,6 @@ def _update(recipe: Recipe, parameters: Parameters, cluster: Cluster) -> float:
     if cluster.device.board.bandwidth is None or recipe.parallelism.offload != "none":
         return 0.0
     word = 4 if recipe.precision == "fp32" else 2
-    bytes_each = 2 * (moment_bytes(recipe) + 4) + 4 + word
+    bytes_each = 2 * (parameters.kept_bytes / sum(parameters.trained) + 4) + 4 + word
     share = optimizer_share(parameters.trained, recipe.parallelism.zero_stage, cluster.devices)
     return bytes_each * share / cluster.device.board.bandwidth

@@ -20,7 +20,7 @@ from vitscale.recipe.image_operations import (
     ThreeAugment,
 )
 from vitscale.recipe.objectives import Classification, Mixing, Objective
-from vitscale.recipe.optimizers import AdamW, Optimizer, group_of, is_frozen
+from vitscale.recipe.optimizers import SGD, Adafactor, AdamW, Kept, Lamb, Muon, Optimizer, group_of, is_frozen
 from vitscale.recipe.reading import (
     apply_setting,
     describe_expected,
@@ -55,6 +55,8 @@ __all__ = [
     "DATA_ROOT_VARIABLE",
     "FREE_ON_BRANCHING",
     "FREE_ON_RESUME",
+    "SGD",
+    "Adafactor",
     "AdamW",
     "Anomalies",
     "Cache",
@@ -71,8 +73,11 @@ __all__ = [
     "Gray",
     "ImageOperation",
     "Init",
+    "Kept",
+    "Lamb",
     "LoaderOperation",
     "Mixing",
+    "Muon",
     "Normalise",
     "Objective",
     "Optimizer",

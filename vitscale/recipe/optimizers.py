@@ -1,7 +1,8 @@
 """The `optimizer` block of a recipe: how weights are updated, and which of them in a way of their own."""
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -64,14 +65,22 @@ LayerDecay = Annotated[
 ]
 
 
+Shape = tuple[int, ...]
+Kept = Mapping[str, Shape]
+"""What an optimizer keeps of a parameter: kind, as in checkpoints -> shape."""
+Betas = Annotated[
+    list[Annotated[float, Field(ge=0, lt=1)]],
+    Field(min_length=2, max_length=2, description="decay of the mean of gradients, and of their squares"),
+]
+
+
 class AdamW(Block):
     """Adam with decoupled weight decay times the current learning rate, as in the authors' code."""
 
+    kept_in_bf16: ClassVar[frozenset[str]] = frozenset()
     name: Literal["adamw"] = Field("adamw", description="chooses this optimizer")
     lr: LearningRate
-    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
-        [0.9, 0.999], min_length=2, max_length=2, description="decay of the mean of gradients, and of their squares"
-    )
+    betas: Betas = Field([0.9, 0.999])
     eps: float = Field(1e-8, gt=0, description="added to the root of the mean square")
     weight_decay: float = Field(0.0, ge=0, description="times the learning rate, taken off each weight at each update")
     decay_exclude: DecayExclude = None
@@ -83,6 +92,10 @@ class AdamW(Block):
     def first_momentum(self) -> float:
         """The part of the mean gradient that an update keeps, before a schedule changes it."""
         return self.betas[0]
+
+    def kept(self, name: str, shape: Shape) -> Kept:
+        """What is kept of a parameter besides its value."""
+        return {"exp_avg": shape, "exp_avg_sq": shape}
 
 
 class SGD(Block):
@@ -111,8 +124,124 @@ class SGD(Block):
         """The part of the last update that is kept, before a schedule changes it."""
         return self.momentum
 
+    @property
+    def kept_in_bf16(self) -> frozenset[str]:
+        """Kinds of what is kept that are not of fp32."""
+        return frozenset({"momentum_buffer"} if self.momentum_dtype == "bf16" else ())
 
-Optimizer = AdamW | SGD
+    def kept(self, name: str, shape: Shape) -> Kept:
+        """What is kept of a parameter besides its value."""
+        return {"momentum_buffer": shape} if self.momentum else {}
+
+
+class Lamb(Block):
+    """Adam whose update of a parameter is scaled to the parameter's norm (You et al. 2020), for large batches.
+
+    In the form that DeiT-III trains with: the weight decay is part of the update, which is not scaled where there is
+    none.
+    """
+
+    kept_in_bf16: ClassVar[frozenset[str]] = frozenset()
+    name: Literal["lamb"] = Field(description="chooses this optimizer")
+    lr: LearningRate
+    betas: Betas = Field([0.9, 0.999])
+    eps: float = Field(1e-6, gt=0, description="added to the root of the mean square")
+    weight_decay: float = Field(0.0, ge=0, description="times each weight, added to its update before that is scaled")
+    decay_exclude: DecayExclude = None
+    clip_norm: ClipNorm = None
+    groups: Groups = Field([])
+    layer_decay: LayerDecay = None
+
+    @property
+    def first_momentum(self) -> float:
+        """The part of the mean gradient that an update keeps, before a schedule changes it."""
+        return self.betas[0]
+
+    def kept(self, name: str, shape: Shape) -> Kept:
+        """What is kept of a parameter besides its value."""
+        return {"exp_avg": shape, "exp_avg_sq": shape}
+
+
+class Adafactor(Block):
+    """Adam with little memory, as "Scaling Vision Transformers" has it (big_vision's): 2 bytes a parameter and masters.
+
+    The mean squares of a matrix are kept as the means of its rows and columns (Shazeer and Stern 2018), the momentum in
+    bf16. At update t they decay by the lesser of `beta2_cap` and 1 - t^-0.8.
+    """
+
+    kept_in_bf16: ClassVar[frozenset[str]] = frozenset({"exp_avg"})
+    name: Literal["adafactor"] = Field(description="chooses this optimizer")
+    lr: LearningRate
+    momentum: float = Field(0.9, gt=0, lt=1, description="part of the mean update that an update keeps")
+    beta2_cap: float = Field(0.999, gt=0, lt=1, description="highest decay of the mean squares")
+    factored_from: int = Field(
+        32, ge=2, description="tensors are factored whose two longest sides are at least so long; timm has 16"
+    )
+    weight_decay: float = Field(0.0, ge=0, description="times the learning rate, taken off each weight at each update")
+    decay_exclude: DecayExclude = None
+    clip_norm: ClipNorm = None
+    groups: Groups = Field([])
+    layer_decay: LayerDecay = None
+
+    @property
+    def first_momentum(self) -> float:
+        """The part of the mean update that is kept, before a schedule changes it."""
+        return self.momentum
+
+    def factored_dims(self, shape: Shape) -> tuple[int, int] | None:
+        """The second longest side of a tensor and the longest, the later of equal ones; None where it is too small."""
+        if len(shape) < 2:
+            return None
+        *_, second, longest = sorted(range(len(shape)), key=lambda side: (shape[side], side))
+        return None if shape[second] < self.factored_from else (second, longest)
+
+    def kept(self, name: str, shape: Shape) -> Kept:
+        """What is kept of a parameter besides its value."""
+        dims = self.factored_dims(shape)
+        if dims is None:
+            return {"exp_avg": shape, "exp_avg_sq": shape}
+        rows, columns = ([1 if side == dim else size for side, size in enumerate(shape)] for dim in reversed(dims))
+        return {"exp_avg": shape, "exp_avg_sq_r": tuple(rows), "exp_avg_sq_c": tuple(columns)}
+
+
+class Muon(Block):
+    """Momentum made orthogonal for the matrices of the blocks, AdamW for all else (Jordan et al. 2024).
+
+    The update of an m x n matrix is scaled by 0.2 sqrt(max(m, n)), after which it is as large as AdamW's, so that both
+    have the same learning rate and weight decay (Liu et al. 2025).
+    """
+
+    kept_in_bf16: ClassVar[frozenset[str]] = frozenset()
+    name: Literal["muon"] = Field(description="chooses this optimizer")
+    lr: LearningRate
+    momentum: float = Field(0.95, ge=0, lt=1, description="of the matrices: part of the mean gradient that is kept")
+    matrices: Pattern = Field(
+        r"(^|\.)blocks\.\d+\..*weight$",
+        description="a regular expression; parameters of two dimensions or more whose name it finds are matrices",
+    )
+    betas: Betas = Field([0.9, 0.95])
+    eps: float = Field(1e-7, gt=0, description="of AdamW, and the least norm that a matrix is divided by")
+    weight_decay: float = Field(0.0, ge=0, description="times the learning rate, taken off each weight at each update")
+    decay_exclude: DecayExclude = None
+    clip_norm: ClipNorm = None
+    groups: Groups = Field([])
+    layer_decay: LayerDecay = None
+
+    @property
+    def first_momentum(self) -> float:
+        """The part of the mean gradient that is kept, before a schedule changes it."""
+        return self.momentum
+
+    def kept(self, name: str, shape: Shape) -> Kept:
+        """What is kept of a parameter besides its value."""
+        if len(shape) > 1 and re.search(self.matrices, name):
+            return {"momentum_buffer": shape}
+        return {"exp_avg": shape, "exp_avg_sq": shape}
+
+
+Optimizer = AdamW | SGD | Lamb | Adafactor | Muon
+WHOLE_TENSOR_OPTIMIZERS = (Lamb, Adafactor, Muon)
+"""Those whose update of an element depends on others of its parameter, which may lie on another rank."""
 
 
 def group_of(optimizer: Optimizer, name: str) -> ParameterGroup | None:

@@ -16,7 +16,7 @@ from vitscale.recipe.evaluators import Evaluator
 from vitscale.recipe.image_operations import AnyOperation, ImageOperation
 from vitscale.recipe.masked_patches import MaskedPatches
 from vitscale.recipe.objectives import Classification, Objective, with_kind
-from vitscale.recipe.optimizers import Optimizer
+from vitscale.recipe.optimizers import WHOLE_TENSOR_OPTIMIZERS, Optimizer
 from vitscale.storage import is_url
 
 CACHE_VARIABLE = "VITSCALE_CACHE"
@@ -594,6 +594,8 @@ class Recipe(Block):
             raise ValueError("precision: fp8 needs parallelism.zero_stage 0, 1 or 2")
         if self.precision == "fp32" and self.parallelism.reduce_dtype == "bf16":
             raise ValueError("parallelism.reduce_dtype: bf16 belongs to precision: bf16, and precision is fp32")
+        if self.parallelism.offload != "none" and isinstance(self.optimizer, WHOLE_TENSOR_OPTIMIZERS):
+            raise ValueError(f"parallelism.offload is for optimizers adamw and sgd, and this is {self.optimizer.name}")
         evaluation = self.evaluation
         if evaluation.every is not None and not (evaluation.validation or evaluation.fewshot or evaluation.evaluators):
             raise ValueError("evaluation.every is set, and none of evaluation.validation, .fewshot and .evaluators")

@@ -18,10 +18,12 @@ from torch import nn
 
 from vitscale.errors import RecipeError
 from vitscale.objectives import Objective
-from vitscale.recipe import AdamW, Recipe
+from vitscale.recipe import SGD, Adafactor, AdamW, Lamb, Muon, Recipe, is_frozen
+from vitscale.training import adafactor, fragments, lamb, muon
 from vitscale.training.bf16_momentum import Bf16MomentumSGD
 from vitscale.training.parameter_groups import BASE_DECAY, LR_FACTOR, freeze, parameter_groups
 from vitscale.training.schedule import Rates
+from vitscale.training.whole_tensors import WholeTensorOptimizer
 
 # What a `deepspeed:` block may hold: DeepSpeed itself accepts any unknown top-level key without a word.
 _TOP_LEVEL_KEYS = (
@@ -170,41 +172,69 @@ def _check_blocks(config: dict[str, Any]) -> None:
 
 
 def build_optimizer(recipe: Recipe, objective: Objective) -> torch.optim.Optimizer:
-    """torch's optimizer, or our SGD, over the groups of `parameter_groups`, whose errors it raises.
+    """torch's optimizer, or one of ours, over the groups of `parameter_groups`, whose errors it raises.
 
     The learning rate is 0 until `set_rates`, before each step: DeepSpeed makes some of its state by a step with
     zero gradients, which must not decay the weights.
     """
     settings, groups = recipe.optimizer, parameter_groups(recipe, objective)
-    if isinstance(settings, AdamW):
-        # Offloaded state lives on the CPU, whatever the device: `fused` works on both.
-        betas = (settings.betas[0], settings.betas[1])
-        return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=settings.eps, fused=True)
-    if settings.momentum_dtype == "bf16":
-        return Bf16MomentumSGD(groups, lr=0.0, momentum=settings.momentum)
-    return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=True)
+    match settings:
+        case AdamW():
+            # Offloaded state lives on the CPU, whatever the device: `fused` works on both.
+            return torch.optim.AdamW(groups, lr=0.0, betas=_pair(settings.betas), eps=settings.eps, fused=True)
+        case SGD(momentum_dtype="bf16"):
+            return Bf16MomentumSGD(groups, lr=0.0, momentum=settings.momentum)
+        case SGD():
+            return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=True)
+        case Lamb():
+            return lamb.Lamb(groups, _pair(settings.betas), settings.eps)
+        case Adafactor():
+            return adafactor.Adafactor(groups, settings)
+        case Muon():
+            return muon.Muon(groups, settings)
+
+
+def _pair(betas: list[float]) -> tuple[float, float]:
+    return betas[0], betas[1]
 
 
 def set_rates(engine: Any, rates: Rates) -> None:
     """Give every group of the optimizer its part of the learning rate, and of what else a schedule changes."""
     for group in engine.optimizer.param_groups:
-        group["lr"] = rates.learning_rate * group[LR_FACTOR]
+        group["lr"], group["updates"] = rates.learning_rate * group[LR_FACTOR], rates.updates + 1
         if rates.weight_decay_factor is not None:
             group["weight_decay"] = rates.weight_decay_factor * group[BASE_DECAY]
         if rates.momentum is not None:
-            if "betas" in group:
-                group["betas"] = (rates.momentum, group["betas"][1])
-            else:
+            if "momentum" in group:
                 group["momentum"] = rates.momentum
+            else:
+                group["betas"] = (rates.momentum, group["betas"][1])
 
 
 def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -> Any:
-    """A DeepSpeed engine around an objective. Its values are still unset: `fragments.load` gives them."""
+    """A DeepSpeed engine around an objective. Its values are still unset: `fragments.load` gives them.
+
+    Besides its own it has what `fragments` needs to know of an optimizer: `whole_shapes`, `kept` (parameter -> kind ->
+    shape, of those that are trained) and `kept_in_bf16` (kinds).
+    """
     _quieten()
     freeze(recipe, objective)
-    engine, *_ = deepspeed.initialize(
-        model=objective, optimizer=build_optimizer(recipe, objective), config=config, dist_init_required=False
-    )
+    optimizer = build_optimizer(recipe, objective)
+    engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=config, dist_init_required=False)
+    engine.whole_shapes = {name: tuple(shape) for name, shape in fragments.shapes(engine).items()}
+    engine.kept_in_bf16 = recipe.optimizer.kept_in_bf16
+    engine.kept = {
+        name: recipe.optimizer.kept(name, shape)
+        for name, shape in engine.whole_shapes.items()
+        if not is_frozen(recipe.optimizer, name)
+    }
+    if isinstance(optimizer, WholeTensorOptimizer):
+        optimizer.attach(
+            fragments.masters(engine),
+            fragments.pieces_of(engine),
+            engine.whole_shapes,
+            are_shared=recipe.parallelism.zero_stage > 0,
+        )
     if recipe.parallelism.zero_stage == 0 and engine.world_size == 1:
         engine.enable_backward_allreduce = False  # it copies every gradient twice, also where nobody else has one
     if recipe.parallelism.zero_stage == 0 and not is_plain(recipe):

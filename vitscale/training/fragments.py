@@ -18,15 +18,12 @@ from torch import Tensor, nn
 
 from vitscale.checkpoint import EMA, MASTER, Fragment, bytes_needed
 from vitscale.objectives import build_objective
-from vitscale.recipe import AdamW, Recipe, is_frozen
-from vitscale.training.bf16_momentum import Bf16MomentumSGD
+from vitscale.recipe import Recipe, is_frozen
+from vitscale.training.pieces import Piece
+from vitscale.training.whole_tensors import WholeTensorOptimizer
 
 Source = Callable[[str, str, int, int], Tensor]
 """(kind, parameter, start, length) -> the 1-D fp32 values of that piece."""
-
-
-_PLAIN = ("AdamW", "SGD", Bf16MomentumSGD.__name__)
-"""Optimizers that DeepSpeed leaves as they are: stage 0 in fp32."""
 
 
 class InPieces:
@@ -52,20 +49,6 @@ Average = Mapping[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A part of one parameter in this rank's optimizer: elements [start, start + length), at `offset` of `flat`."""
-
-    name: str
-    start: int
-    length: int
-    flat: Tensor
-    offset: int
-
-    def view(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().view(-1).narrow(0, self.offset, self.length)
-
-
-@dataclass(frozen=True)
 class _Share:
     """What this rank keeps of a frozen parameter: its fp32 values from `start` on, perhaps none."""
 
@@ -81,32 +64,45 @@ def shapes(engine: Any) -> dict[str, list[int]]:
 
 def state_shapes(engine: Any) -> dict[str, dict[str, list[int] | None]]:
     """Kind -> parameter -> shape of its state, as far as that is not the parameter's; None where it has no state."""
-    frozen = [name for name, _ in _frozen(engine)]
-    return {kind: dict.fromkeys(frozen) for kind in moment_kinds(engine)} if frozen else {}
+    found: dict[str, dict[str, list[int] | None]] = {}
+    whole = shapes(engine)
+    for kind in moment_kinds(engine):
+        kept = {name: engine.kept.get(name, {}).get(kind) for name in whole}
+        other = {name: shape and list(shape) for name, shape in kept.items() if shape != tuple(whole[name])}
+        found |= {kind: other} if other else {}
+    return found
 
 
 def owned(engine: Any, rank: int, world_size: int, average: Average | None = None) -> list[Fragment]:
     """What this rank saves: over all ranks every element of every parameter exactly once. Tensors are views."""
     state = _base_optimizer(engine).state
-    kinds = moment_kinds(engine)
-    pieces = list(_pieces(engine))
+    pieces = list(pieces_of(engine))
     if _is_replicated(engine):
         pieces = pieces[rank::world_size]
     frozen_kinds = [MASTER, *([EMA] if average is not None else [])]  # the average of what never changes
-    return [
-        Fragment(
-            piece.name,
-            piece.start,
-            {MASTER: piece.view(piece.flat)}
-            | {kind: piece.view(state[piece.flat][kind]) for kind in kinds}
-            | ({EMA: piece.view(average[piece.flat])} if average is not None else {}),
-        )
-        for piece in pieces
-    ] + [
-        Fragment(share.name, share.start, dict.fromkeys(frozen_kinds, share.values))
-        for share in engine.frozen_shares
-        if share.values.numel()
-    ]
+    return (
+        [
+            Fragment(
+                piece.name,
+                piece.start,
+                {MASTER: piece.view(piece.flat)}
+                | {kind: piece.view(state[piece.flat][kind]) for kind in _as_parameter(engine, piece.name)}
+                | ({EMA: piece.view(average[piece.flat])} if average is not None else {}),
+            )
+            for piece in pieces
+        ]
+        + [
+            Fragment(piece.name, 0, {kind: state[piece.flat][_own_key(kind, piece.name)].view(-1)})
+            for piece in pieces
+            if piece.start == 0  # every rank with a piece has the whole of these
+            for kind in _of_other_shape(engine, piece.name)
+        ]
+        + [
+            Fragment(share.name, share.start, dict.fromkeys(frozen_kinds, share.values))
+            for share in engine.frozen_shares
+            if share.values.numel()
+        ]
+    )
 
 
 @torch.no_grad()
@@ -118,11 +114,14 @@ def load(engine: Any, source: Source, *, optimizer_steps: int) -> None:
     """
     _create_state(engine, optimizer_steps)
     state = _base_optimizer(engine).state
-    for piece in _pieces(engine):
+    for piece in pieces_of(engine):
         piece.view(piece.flat).copy_(source(MASTER, piece.name, piece.start, piece.length))
         if optimizer_steps:
-            for kind in moment_kinds(engine):
+            for kind in _as_parameter(engine, piece.name):
                 piece.view(state[piece.flat][kind]).copy_(source(kind, piece.name, piece.start, piece.length))
+            for kind in _of_other_shape(engine, piece.name):
+                whole = state[piece.flat][_own_key(kind, piece.name)].view(-1)
+                whole.copy_(source(kind, piece.name, 0, whole.numel()))
     engine.frozen_shares = [_load_frozen(name, parameter, source) for name, parameter in _frozen(engine)]
     refresh_weights(engine)
 
@@ -130,7 +129,7 @@ def load(engine: Any, source: Source, *, optimizer_steps: int) -> None:
 @torch.no_grad()
 def load_average(engine: Any, average: Average, source: Source) -> None:
     """Fill an average of the masters from `source`."""
-    for piece in _pieces(engine):
+    for piece in pieces_of(engine):
         piece.view(average[piece.flat]).copy_(source(EMA, piece.name, piece.start, piece.length))
 
 
@@ -138,23 +137,36 @@ def checkpoint_bytes(recipe: Recipe, num_classes: int) -> int:
     """Size of a checkpoint, before there is a model."""
     with torch.device("meta"):
         objective = build_objective(recipe, num_classes)
-    optimizer = recipe.optimizer
     whole = {name: list(parameter.shape) for name, parameter in objective.named_weights()}
-    trained = {name: shape for name, shape in whole.items() if not is_frozen(optimizer, name)}
-    moments = _kinds(isinstance(optimizer, AdamW), getattr(optimizer, "momentum", 0.0))
-    return bytes_needed(whole, [MASTER, *([EMA] if recipe.ema is not None else [])]) + bytes_needed(trained, moments)
+    weights = bytes_needed(whole, [MASTER, *([EMA] if recipe.ema is not None else [])])
+    by_kind: dict[str, dict[str, list[int]]] = {}
+    for name, shape in whole.items():
+        if not is_frozen(recipe.optimizer, name):
+            for kind, kept in recipe.optimizer.kept(name, tuple(shape)).items():
+                by_kind.setdefault(kind, {})[name] = list(kept)
+    return weights + sum(bytes_needed(shapes, [kind]) for kind, shapes in by_kind.items())
 
 
 def moment_kinds(engine: Any) -> list[str]:
-    """The tensors that the optimizer keeps for each parameter that it updates."""
-    base = _base_optimizer(engine)
-    return _kinds(isinstance(base, torch.optim.AdamW), base.param_groups[0].get("momentum", 0.0))
+    """The tensors that the optimizer keeps for parameters that it updates."""
+    return sorted({kind for kept in engine.kept.values() for kind in kept})
 
 
-def _kinds(is_adam: bool, momentum: float) -> list[str]:
-    if is_adam:
-        return ["exp_avg", "exp_avg_sq"]
-    return ["momentum_buffer"] if momentum else []
+def _as_parameter(engine: Any, name: str) -> list[str]:
+    """Kinds that are kept of a parameter in its shape, divided as itself."""
+    whole = engine.whole_shapes[name]
+    return [kind for kind, shape in engine.kept[name].items() if shape == whole]
+
+
+def _of_other_shape(engine: Any, name: str) -> list[str]:
+    """Kinds that are kept of a parameter in another shape, whole on every rank that has a part of it."""
+    whole = engine.whole_shapes[name]
+    return [kind for kind, shape in engine.kept[name].items() if shape != whole]
+
+
+def _own_key(kind: str, name: str) -> str:
+    """Under which the optimizer has state of another shape than its parameter's."""
+    return f"{kind}/{name}"
 
 
 def _wrapper(engine: Any) -> str:
@@ -167,7 +179,7 @@ def _base_optimizer(engine: Any) -> torch.optim.Optimizer:
 
 
 def _is_replicated(engine: Any) -> bool:
-    return _wrapper(engine) in (*_PLAIN, "FP16_UnfusedOptimizer")
+    return isinstance(engine.optimizer, torch.optim.Optimizer) or _wrapper(engine) == "FP16_UnfusedOptimizer"
 
 
 def masters(engine: Any) -> list[Tensor]:
@@ -178,40 +190,53 @@ def masters(engine: Any) -> list[Tensor]:
 
 
 def _create_state(engine: Any, optimizer_steps: int) -> None:
-    state = _base_optimizer(engine).state
-    has_step = isinstance(_base_optimizer(engine), torch.optim.AdamW)
-    for flat in masters(engine):
-        of_flat = state[flat]
-        if has_step:
-            of_flat["step"] = torch.tensor(float(optimizer_steps), dtype=torch.float32, device=flat.device)
-        for kind in moment_kinds(engine):
-            if of_flat.get(kind) is None:
-                dtype = torch.bfloat16 if isinstance(_base_optimizer(engine), Bf16MomentumSGD) else flat.dtype
-                of_flat[kind] = torch.zeros_like(flat.detach(), dtype=dtype)
-            else:
-                of_flat[kind].zero_()  # padding between and behind the parameters too
+    """Have zeros for everything that the optimizer keeps, whatever there is."""
+    base = _base_optimizer(engine)
+    has_step = isinstance(base, torch.optim.AdamW)
+    if isinstance(base, WholeTensorOptimizer):
+        for piece in pieces_of(engine):
+            for kind in _as_parameter(engine, piece.name):
+                _zero(engine, piece.flat, kind, kind, tuple(piece.flat.shape))
+            for kind in _of_other_shape(engine, piece.name):
+                _zero(engine, piece.flat, _own_key(kind, piece.name), kind, engine.kept[piece.name][kind])
+    else:
+        for flat in masters(engine):  # torch's optimizers update padding as well
+            if has_step:
+                step = torch.tensor(float(optimizer_steps), dtype=torch.float32, device=flat.device)
+                base.state[flat]["step"] = step
+            for kind in moment_kinds(engine):
+                _zero(engine, flat, kind, kind, tuple(flat.shape))
     if _wrapper(engine) in ("BF16_Optimizer", "DeepSpeedZeroOptimizer"):
         engine.optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def _pieces(engine: Any) -> Iterator[_Piece]:
+def _zero(engine: Any, flat: Tensor, key: str, kind: str, shape: tuple[int, ...]) -> None:
+    of_flat = _base_optimizer(engine).state[flat]
+    if of_flat.get(key) is None:
+        dtype = torch.bfloat16 if kind in engine.kept_in_bf16 else flat.dtype
+        of_flat[key] = torch.zeros(shape, dtype=dtype, device=flat.device)
+    else:
+        of_flat[key].zero_()  # padding between and behind the parameters too
+
+
+def pieces_of(engine: Any) -> Iterator[Piece]:
     names = {parameter: name for name, parameter in engine.module.named_weights()}
     optimizer = engine.optimizer
     match _wrapper(engine):
-        case plain if plain in _PLAIN:
+        case _ if isinstance(optimizer, torch.optim.Optimizer):  # stage 0 in fp32: DeepSpeed leaves it as it is
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    yield _Piece(names[parameter], 0, parameter.numel(), parameter, 0)
+                    yield Piece(names[parameter], 0, parameter.numel(), parameter, 0)
         case "FP16_UnfusedOptimizer":
             for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
                 for weight, master in zip(weights, masters, strict=True):
-                    yield _Piece(names[weight], 0, master.numel(), master, 0)
+                    yield Piece(names[weight], 0, master.numel(), master, 0)
         case "BF16_Optimizer":
             for group, flat in zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True):
                 for weight in group:
                     if (mapping := weight._hp_mapping) is not None:
                         place, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-                        yield _Piece(names[weight], place.start, place.numel, flat, there.start)
+                        yield Piece(names[weight], place.start, place.numel, flat, there.start)
         case "DeepSpeedZeroOptimizer":
             # Not by `_hp_mapping`, which names the wrong places when DeepSpeed has re-ordered the parameters.
             for index, flat in enumerate(optimizer.single_partition_of_fp32_groups):
@@ -221,7 +246,7 @@ def _pieces(engine: Any) -> Iterator[_Piece]:
                 for weight, at in zip(group, places, strict=True):
                     begin, end = max(at, low), min(at + weight.numel(), low + size)
                     if begin < end:
-                        yield _Piece(names[weight], begin - at, end - begin, flat, begin - low)
+                        yield Piece(names[weight], begin - at, end - begin, flat, begin - low)
         case "DeepSpeedZeroOptimizer_Stage3":
             for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
                 for weight in group:
@@ -229,7 +254,7 @@ def _pieces(engine: Any) -> Iterator[_Piece]:
                     start = size * weight.ds_zero_partition_rank
                     length = min(size, weight.ds_numel - start)
                     if length > 0:  # the last ranks of a small parameter hold padding only
-                        yield _Piece(names[weight], start, length, flat, offset)
+                        yield Piece(names[weight], start, length, flat, offset)
         case other:
             raise TypeError(f"no way to the fragments of DeepSpeed's {other}")
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from vitscale.errors import RecipeError
 from vitscale.objectives import Objective
-from vitscale.recipe import Optimizer, Recipe, group_of, is_frozen
+from vitscale.recipe import Muon, Optimizer, Recipe, group_of, is_frozen
 
 LR_FACTOR = "lr_factor"
 """The key of a group of torch's optimizer that holds its factor of the learning rate."""
@@ -27,7 +27,8 @@ def parameter_groups(recipe: Recipe, objective: Objective) -> list[dict[str, Any
     """Groups for torch's optimizer with `params`, `weight_decay` and `lr_factor`; frozen parameters are in none.
 
     First those of parameters that `decay_exclude` does not find, then those of the others: each in the order in which
-    the model meets them, as the parameters in them.
+    the model meets them, as the parameters in them. Of all parameters of a group the optimizer keeps the same, as far
+    as that has their shape: under ZeRO 1 to 3 they lie side by side in one tensor, and so does it.
 
     Raises `RecipeError` for an exclusion or a group that finds no parameter, and where nothing is left to train.
     """
@@ -35,9 +36,13 @@ def parameter_groups(recipe: Recipe, objective: Objective) -> list[dict[str, Any
     names = [name for name, _ in objective.named_weights()]
     if settings.decay_exclude is not None and not any(_is_excluded(settings, name) for name in names):
         raise RecipeError(f"optimizer.decay_exclude: {settings.decay_exclude!r} finds none of the model's parameters")
+    if isinstance(settings, Muon) and not any(
+        "momentum_buffer" in settings.kept(name, _shape(parameter)) for name, parameter in objective.named_weights()
+    ):
+        raise RecipeError(f"optimizer.matrices: {settings.matrices!r} finds no matrix among the model's parameters")
     for problem in _idle_groups(settings, names):
         raise RecipeError(problem)
-    groups: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, float, float, tuple[str, ...]], list[nn.Parameter]] = {}
     for name, parameter in objective.named_weights():
         group, is_excluded = group_of(settings, name), _is_excluded(settings, name)
         if group is not None and group.frozen:
@@ -49,13 +54,19 @@ def parameter_groups(recipe: Recipe, objective: Objective) -> list[dict[str, Any
         if group is not None:
             decay = decay if group.weight_decay is None else group.weight_decay
             factor *= group.lr_factor
-        groups.setdefault((is_excluded, decay, factor), []).append(parameter)
+        shape = _shape(parameter)
+        kept = tuple(kind for kind, of_kept in settings.kept(name, shape).items() if of_kept == shape)
+        groups.setdefault((is_excluded, decay, factor, kept), []).append(parameter)
     if not groups:
         raise RecipeError("optimizer.groups: every parameter is frozen, and nothing is left to train")
     return [
         {"params": parameters, "weight_decay": decay, BASE_DECAY: decay, LR_FACTOR: factor}
-        for (_, decay, factor), parameters in sorted(groups.items(), key=lambda item: item[0][0])
+        for (_, decay, factor, _), parameters in sorted(groups.items(), key=lambda item: item[0][0])
     ]
+
+
+def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO 3 keeps that of the whole there
 
 
 def _is_excluded(settings: Optimizer, name: str) -> bool:

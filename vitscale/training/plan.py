@@ -185,7 +185,7 @@ def schedule_in_steps(recipe: Recipe, num_samples: int) -> tuple[int, Callable[[
 
     def rates(step: int) -> Rates:
         decayed = decay(step)
-        return Rates(rate(step), None if decayed is None else decayed / optimizer.weight_decay, momentum(step))
+        return Rates(step, rate(step), None if decayed is None else decayed / optimizer.weight_decay, momentum(step))
 
     return total, rates
 

@@ -11,11 +11,13 @@ class Rates(NamedTuple):
     """What the optimizer is given for one update.
 
     Attributes:
+        updates: done before.
         learning_rate: before a group's factor.
         weight_decay_factor: multiplies every group's weight decay; None where no schedule changes it.
         momentum: of every group; None where no schedule changes it.
     """
 
+    updates: int
     learning_rate: float
     weight_decay_factor: float | None = None
     momentum: float | None = None

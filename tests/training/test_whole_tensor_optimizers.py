@@ -1,0 +1,282 @@
+"""LAMB, Adafactor and Muon, whose updates need whole tensors: against timm's, on every world and ZeRO stage; resumed,
+and moved to others; their recipes, checkpoints and memory.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from outcomes import assert_same_run, checkpoint, column, everything
+from rank_faults import save_at_once
+from ranks import STEPS, asked, launch, make_data, make_recipe, start
+from whole_tensor_ranks import RATE, UPDATES, LinearLoss, gradient, initial, update_tensors
+
+from vitscale.checkpoint.format import parse_key
+from vitscale.errors import RecipeError
+from vitscale.objectives import build_objective
+from vitscale.planning.memory import expected_memory
+from vitscale.recipe import load_recipe
+from vitscale.training.fragments import checkpoint_bytes
+from vitscale.training.muon import orthogonal
+from vitscale.training.parameter_groups import parameter_groups
+
+OPTIMIZERS = {
+    "lamb": {"name": "lamb", "lr": 1.0, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1},
+    "adafactor": {"name": "adafactor", "lr": 1.0, "factored_from": 16, "weight_decay": 0.1},
+    "muon": {"name": "muon", "lr": 1.0, "weight_decay": 0.1},
+}
+GROUPED = {
+    "decay_exclude": "bias$",
+    "layer_decay": 0.5,
+    "groups": [
+        {"match": r"norm\.bias", "frozen": True},
+        {"match": "^head", "lr_factor": 10.0, "weight_decay": 0.3},
+    ],
+}
+# By the text above, by hand: (factor of the learning rate, weight decay).
+HOW = {
+    "embedding.weight": (0.125, 0.1),
+    "embedding.bias": (0.125, 0.0),
+    "blocks.0.qkv.weight": (0.25, 0.1),
+    "blocks.0.qkv.bias": (0.25, 0.0),
+    "blocks.1.fc.weight": (0.5, 0.1),
+    "blocks.1.conv.weight": (0.5, 0.1),
+    "blocks.1.norm.weight": (0.5, 0.1),
+    "head.weight": (10.0, 0.3),
+    "head.bias": (10.0, 0.3),
+}
+FROZEN = "blocks.1.norm.bias"
+MATRICES = {"blocks.0.qkv.weight", "blocks.1.fc.weight", "blocks.1.conv.weight"}
+WORLDS = [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+CASES = {
+    f"{name}-{precision}-zero{stage}{'-accumulated' * accumulates}": (name, precision, stage, accumulates)
+    for name in OPTIMIZERS
+    for precision in ("fp32", "bf16")
+    for stage in range(4)
+    for accumulates in ((False, True) if (precision, stage) == ("bf16", 1) else (False,))
+}
+
+
+def content(case: str, world: int) -> dict[str, Any]:
+    name, precision, stage, accumulates = CASES[case]
+    return {
+        "precision": precision,
+        "model": {"depth": 2},
+        "batch": {"global": world * (1 + accumulates), "micro_max": 1},
+        "optimizer": {**OPTIMIZERS[name], **GROUPED},
+        "parallelism": {"zero_stage": stage},
+    }
+
+
+def timms(name: str) -> dict[tuple[str, str], np.ndarray]:
+    """Weights and state after ten updates by timm's optimizer, of one process, in fp32."""
+    optimizers = pytest.importorskip("timm.optim")
+    weights = {each: torch.nn.Parameter(torch.from_numpy(initial(each))) for each in HOW}
+    groups: list[dict[str, Any]] = [
+        {"params": [weights[each]], "lr": RATE * factor, "weight_decay": decay} for each, (factor, decay) in HOW.items()
+    ]
+    if name == "lamb":
+        optimizer = optimizers.Lamb(groups, betas=(0.9, 0.98), eps=1e-6, max_grad_norm=None)
+    elif name == "adafactor":
+        optimizer = optimizers.AdafactorBigVision(groups)
+    else:
+        for group, each in zip(groups, HOW, strict=True):
+            group["use_fallback"] = each not in MATRICES
+        optimizer = optimizers.Muon(groups)
+    for step in range(UPDATES):
+        for each, parameter in weights.items():
+            parameter.grad = torch.from_numpy(gradient(step, each))
+        optimizer.step()
+    found = {("master", each): parameter.detach().numpy().ravel() for each, parameter in weights.items()}
+    for each, parameter in weights.items():
+        for kind, value in optimizer.state[parameter].items():
+            if isinstance(value, torch.Tensor) and kind != "step":
+                found[kind, each] = value.float().numpy().ravel()
+    return found
+
+
+@pytest.fixture(scope="module")
+def updated(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    root = tmp_path_factory.mktemp("whole")
+    for world in sorted({params["world"] for params in asked(request) if "world" in params}):
+        start(update_tensors, root, {case: content(case, world) for case in CASES}, world)
+    return root
+
+
+def whole(root: Path, case: str, world: int) -> dict[tuple[str, str], np.ndarray]:
+    """What the ranks own, put together; every element of every tensor must be there exactly once."""
+    pieces: dict[tuple[str, str], dict[int, np.ndarray]] = {}
+    for rank in range(world):
+        for key, values in np.load(root / f"{case}-world{world}-{rank}.npz").items():
+            kind, name, begin = parse_key(key)
+            assert begin not in pieces.setdefault((kind, name), {})
+            pieces[kind, name][begin] = values
+    for of_one in pieces.values():
+        end = 0
+        for begin in sorted(of_one):
+            assert begin == end
+            end += of_one[begin].size
+    return {key: np.concatenate([of_one[begin] for begin in sorted(of_one)]) for key, of_one in pieces.items()}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("case", CASES)
+def test_ten_updates_are_timms(updated, case, world):
+    expected = timms(CASES[case][0]) | {("master", FROZEN): initial(FROZEN)}
+    found = whole(updated, case, world)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        # Of a difference in the last bit of fp32, the rounding to bf16 may make one of its own.
+        coarse = {"adafactor": "exp_avg", "muon": ""}.get(CASES[case][0]) == key[0]
+        np.testing.assert_allclose(found[key], value, rtol=1e-2 if coarse else 1e-5, atol=1e-5, err_msg=str(key))
+
+
+# ---- In training -----------------------------------------------------------------------------------------------------
+
+MOVES = {
+    f"{name}-{one[0]}x{one[1]}-to-{other[0]}x{other[1]}": (name, one, other)
+    for name in OPTIMIZERS
+    for one, other in (((2, 1), (1, 3)), ((2, 2), (4, 1)), ((2, 3), (4, 0)), ((2, 0), (4, 2)), ((2, 3), (1, 0)))
+}
+QUICK_MOVES = {"lamb-2x1-to-1x3", "adafactor-2x1-to-1x3", "muon-2x1-to-1x3"}
+QUICK_RESUMED = {("lamb", 2), ("adafactor", 1), ("adafactor", 3), ("muon", 1), ("muon", 3)}
+RESUMED = [(name, stage) for name in OPTIMIZERS for stage in range(4)]
+
+
+def training(name: str, stage: int, precision: str = "bf16", **others: Any) -> dict[str, Any]:
+    settings = {**OPTIMIZERS[name], "lr": 3e-3, "clip_norm": 1.0, "decay_exclude": "bias|norm", "layer_decay": 0.8}
+    return {
+        "precision": precision,
+        "batch": {"global": 12, "micro_max": 4},
+        "optimizer": {**settings, "groups": [{"match": r"blocks\.1\.mlp", "frozen": True}]},
+        "schedule": {"momentum": {"to": 0.8}},
+        "parallelism": {"zero_stage": stage},
+        "ema": {"decay": 0.4},
+        "evaluation": {"validation": None},
+        "checkpoint": {"keep": 20},
+        **others,
+    }
+
+
+def job(name: str, blocks: dict[str, Any], *stops: int | None, **others: Any) -> dict[str, Any]:
+    return {"name": name, "stops": stops, "blocks": [blocks] * len(stops), **others}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    root = tmp_path_factory.mktemp("training")
+    make_data(root)
+    parameters = asked(request)
+    jobs = [job(f"{name}-fp32", training(name, 1, "fp32"), None) for name in OPTIMIZERS]
+    for name, stage in dict.fromkeys((params["name"], params["stage"]) for params in parameters if "stage" in params):
+        jobs.append(job(f"{name}-zero{stage}", training(name, stage, model={"dropout": 0.2}), None))
+        jobs.append(job(f"{name}-zero{stage}-stopped", training(name, stage, model={"dropout": 0.2}), 1, 4, None))
+    moves = {params["move"]: MOVES[params["move"]] for params in parameters if "move" in params}
+    for name, one, _ in dict.fromkeys(moves.values()):
+        if not any(each["name"] == f"{name}-from-{one[1]}" for each in jobs):
+            jobs.append(job(f"{name}-from-{one[1]}", training(name, one[1], "fp32"), 3))
+    launch(root, jobs, 2)
+    for world in (1, 4):
+        jobs = [
+            job(move, training(name, other[1], "fp32"), None, begins_as=f"{name}-from-{one[1]}", faults=[save_at_once])
+            for move, (name, one, other) in moves.items()
+            if other[0] == world
+        ]
+        launch(root, jobs, world) if jobs else None
+    return root
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [pytest.param(*each, marks=[] if each in QUICK_RESUMED else pytest.mark.slow) for each in RESUMED],
+)
+def test_a_run_that_was_stopped_goes_on_to_the_last_bit(root, name, stage):
+    assert_same_run(root, f"{name}-zero{stage}-stopped", f"{name}-zero{stage}")
+
+
+@pytest.mark.parametrize(
+    "move", [pytest.param(move, marks=[] if move in QUICK_MOVES else pytest.mark.slow) for move in MOVES]
+)
+def test_on_another_world_and_stage_it_goes_on_as_it_was(root, move):
+    name, one, _ = MOVES[move]
+    before, after = checkpoint(root, f"{name}-from-{one[1]}", 3), checkpoint(root, move, 3)
+    taken = everything(before)
+    assert taken.keys() == everything(after).keys()
+    assert all(torch.equal(taken[key], value) for key, value in everything(after).items()), "what it was given"
+    np.testing.assert_allclose(column(root, move, "loss"), column(root, f"{name}-fp32", "loss"), atol=1e-4)
+    assert column(root, move, "step") == list(range(1, STEPS + 1))
+
+
+def test_a_checkpoint_of_factors_tells_their_shapes(root):
+    index = checkpoint(root, "adafactor-fp32").index
+    assert index.kinds == ["master", "exp_avg", "exp_avg_sq", "exp_avg_sq_c", "exp_avg_sq_r", "ema"]
+    weight = "blocks.0.attention.qkv.weight"
+    assert index.shapes[weight] == [96, 32]
+    assert [index.shape_of(f"exp_avg_sq{kind}", weight) for kind in ("_r", "_c", "")] == [[1, 32], [96, 1], None]
+    assert index.shape_of("exp_avg_sq", "norm.bias") == [32] and index.shape_of("exp_avg_sq_r", "norm.bias") is None
+    muon = checkpoint(root, "muon-fp32").index
+    assert muon.shape_of("momentum_buffer", weight) == [96, 32] and muon.shape_of("exp_avg", weight) is None
+    for name in OPTIMIZERS:
+        found, recipe = checkpoint(root, f"{name}-fp32").index, make_recipe(root, **training(name, 1, "fp32"))
+        assert 0 <= checkpoint_bytes(recipe, 7) / found.bytes - 1 < 0.7, "small tensors, whose keys count"
+
+
+# ---- Before training -------------------------------------------------------------------------------------------------
+
+
+def test_groups_of_muon_are_of_matrices_or_of_none(tmp_path):
+    recipe = make_recipe(tmp_path, model={"depth": 2}, optimizer={**OPTIMIZERS["muon"], **GROUPED})
+    model = LinearLoss()
+    names = {parameter: name for name, parameter in model.named_weights()}
+    for group in parameter_groups(recipe, model):
+        found = {names[parameter] for parameter in group["params"]}
+        assert found <= MATRICES or not found & MATRICES
+    nothing = make_recipe(tmp_path, model={"depth": 2}, optimizer={**OPTIMIZERS["muon"], "matrices": "nowhere"})
+    with pytest.raises(RecipeError, match=r"optimizer\.matrices"):
+        parameter_groups(nothing, model)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "words"),
+    [
+        ({"optimizer": {**OPTIMIZERS["muon"], "matrices": "a(b"}}, r"optimizer\.matrices"),
+        ({"optimizer": {**OPTIMIZERS["lamb"], "momentum": 0.9}}, r"optimizer\.momentum"),
+        ({"optimizer": {**OPTIMIZERS["adafactor"], "momentum": 0.0}}, r"optimizer\.momentum"),
+        ({"optimizer": OPTIMIZERS["muon"], "parallelism": {"offload": "optimizer"}}, "offload.*muon"),
+    ],
+)
+def test_mistakes_name_their_key(tmp_path, blocks, words):
+    with pytest.raises(RecipeError, match=words):
+        make_recipe(tmp_path, **blocks)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (32, 96), (96, 32)])
+def test_orthogonal_is_near_to_the_matrix_with_the_same_singular_vectors(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+    found = orthogonal(matrix.bfloat16(), 1e-7).float()
+    singular = torch.linalg.svdvals(found)
+    assert singular.min() > 0.5 and singular.max() < 1.3
+    assert torch.nn.functional.cosine_similarity(found.flatten(), (u @ vh).flatten(), dim=0) > 0.98
+
+
+def test_memory_and_checkpoints_follow_from_what_is_kept():
+    """Of ViT-B/16: Adafactor has a half of fp32 momentum and next to nothing else, Muon one number of each matrix."""
+    adamw = load_recipe("b16_i1k")
+    with torch.device("meta"):
+        parameters = dict(build_objective(adamw, 1000).named_weights())
+    total = sum(p.numel() for p in parameters.values())
+    matrices = sum(p.numel() for name, p in parameters.items() if "blocks." in name and p.ndim == 2)
+    held, saved = {}, {}
+    for name, settings in {"adamw": {"name": "adamw", "lr": 1.0}, **OPTIMIZERS}.items():
+        recipe = adamw.model_copy(update={"optimizer": make_recipe(Path(), optimizer=settings).optimizer})
+        recipe = recipe.model_copy(update={"precision": "bf16"})
+        held[name] = expected_memory(recipe, 1000, 4, device="cuda").optimizer * 4 / total
+        saved[name] = checkpoint_bytes(recipe, 1000) / total
+    assert held["adamw"] == held["lamb"] == pytest.approx(12, abs=0.01)
+    assert held["adafactor"] == pytest.approx(6, abs=0.05)
+    assert held["muon"] == pytest.approx(12 - 4 * matrices / total, abs=0.01)
+    assert saved["adafactor"] == pytest.approx(8, abs=0.05), "checkpoints are fp32"
+    assert saved["muon"] == pytest.approx(held["muon"], abs=0.05)
