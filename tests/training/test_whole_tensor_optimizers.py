@@ -50,23 +50,26 @@ HOW = {
 FROZEN = "blocks.1.norm.bias"
 MATRICES = {"blocks.0.qkv.weight", "blocks.1.fc.weight", "blocks.1.conv.weight"}
 WORLDS = [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+# Other wrappers of DeepSpeed's, and one of several calls of the optimizer for a group's parameters.
+VARIANTS = {("bf16", 1): ["", "-accumulated"], ("bf16", 3): ["", "-sub-groups"]}
 CASES = {
-    f"{name}-{precision}-zero{stage}{'-accumulated' * accumulates}": (name, precision, stage, accumulates)
+    f"{name}-{precision}-zero{stage}{variant}": (name, precision, stage, variant)
     for name in OPTIMIZERS
     for precision in ("fp32", "bf16")
     for stage in range(4)
-    for accumulates in ((False, True) if (precision, stage) == ("bf16", 1) else (False,))
+    for variant in VARIANTS.get((precision, stage), [""])
 }
 
 
 def content(case: str, world: int) -> dict[str, Any]:
-    name, precision, stage, accumulates = CASES[case]
+    name, precision, stage, variant = CASES[case]
     return {
         "precision": precision,
         "model": {"depth": 2},
-        "batch": {"global": world * (1 + accumulates), "micro_max": 1},
+        "batch": {"global": world * (2 if variant == "-accumulated" else 1), "micro_max": 1},
         "optimizer": {**OPTIMIZERS[name], **GROUPED},
         "parallelism": {"zero_stage": stage},
+        "deepspeed": {"zero_optimization": {"sub_group_size": 400}} if variant == "-sub-groups" else {},
     }
 
 
