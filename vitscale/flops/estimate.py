@@ -62,8 +62,9 @@ class Estimate:
     @property
     def own_exaflops(self) -> float | None:
         """The same of `own_images`."""
-        known = self.work is not None and self.own_images is not None
-        return exaflops(self.work.accounting_macs, self.own_images) if known else None
+        if self.work is None or self.own_images is None:
+            return None
+        return exaflops(self.work.accounting_macs, self.own_images)
 
     @cached_property
     def recomputed(self) -> Work:

@@ -601,9 +601,9 @@ class Recipe(Block):
             raise ValueError("evaluation.every is set, and none of evaluation.validation, .fewshot and .evaluators")
         if self.selection is not None:
             self._check_selection(self.selection)
-        begins_anew = self.init is not None and not self.init.continues
-        if begins_anew and self.init.head != "initial" and self.model.head_bias is not None:
-            raise ValueError(f"model.head_bias belongs to init.head: initial, and that is {self.init.head}")
+        init = self.init
+        if init is not None and not init.continues and init.head != "initial" and self.model.head_bias is not None:
+            raise ValueError(f"model.head_bias belongs to init.head: initial, and that is {init.head}")
         self.schedule.check_optimizer(self.optimizer)
         self.objective.check(self)
         return self
