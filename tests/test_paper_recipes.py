@@ -1,7 +1,12 @@
 """The recipes of the paper's grid against its Table 3, appendices B.1 and D, written out once more."""
 
-import pytest
+import re
 
+import pytest
+import torch
+
+from vitscale.flops import recipe_work
+from vitscale.models import build_model
 from vitscale.recipe import load_recipe, recipes_dir
 
 # Table 3: recipe -> model, epochs, base learning rate. All of JFT: linear decay, weight decay 0.1, no dropout.
@@ -46,6 +51,10 @@ TABLE_8 = {
     "pos2d_shared": ("2d", "shared"),
     "relpos": ("relative", "stem"),
 }
+
+
+# What came after the paper.
+LATER = ("s16_i1k_90ep", "s16_i1k_300ep", "deit_ti16_i1k", "deit_s16_i1k", "deit_b16_i1k")
 
 
 def check_adam(recipe, lr, weight_decay, clip=None):
@@ -255,6 +264,8 @@ def test_fine_tuning_of_resnets_is_bit_s(name):
     assert recipe.schedule.decay == "stairs" and recipe.schedule.factor == 0.1
     assert [boundary.steps for boundary in recipe.schedule.boundaries] == boundaries
     assert (recipe.data.crop.kind, recipe.data.crop.fraction) == ("resize", image_size / square)
+    mixing = recipe.objective.mixing  # of tasks of 20,000 examples and more
+    assert mixing is None if steps == 500 else (mixing.mixup, mixing.cutmix, mixing.per) == (0.1, 0, "batch")
 
 
 def test_no_recipe_of_the_paper_is_left_out():
@@ -263,5 +274,48 @@ def test_no_recipe_of_the_paper_is_left_out():
     known |= {f"b16_{short}_jft" for short in TABLE_8}
     known |= {"b16_i21k_masked", *(f"b16_jft_masked{ablation}" for ablation in ("", "_cells", "_pixels", "_15pct"))}
     others = {path.stem for path in recipes_dir().glob("*.yaml")} - known
-    assert {stem for stem in others if not stem.startswith("shape_")} == {"demo", "vit4_cifar10"}
+    assert {stem for stem in others if not stem.startswith("shape_")} == {"demo", "vit4_cifar10", *LATER}
     assert {path.stem for path in recipes_dir().glob("finetune/*.yaml")} == {*TABLE_4, *HYPERRULE}
+
+
+@pytest.mark.parametrize("epochs", [90, 300])
+def test_better_plain_baselines(epochs):
+    """Beyer et al. (2022) by big_vision's configs/vit_s16_i1k.py; its weight decay is not multiplied by the rate."""
+    recipe = load_recipe(f"s16_i1k_{epochs}ep")
+    assert (recipe.model.name, recipe.model.pool, recipe.model.head) == ("ViT-S/16", "mean", "pretrain")
+    assert recipe.model.position.kind == "sincos" and recipe.model.dropout == recipe.model.drop_path == 0
+    assert (recipe.batch.global_size, recipe.schedule.duration.epochs) == (1024, epochs)
+    assert (recipe.schedule.warmup.steps, recipe.schedule.decay) == (10_000, "cosine")
+    optimizer = recipe.optimizer
+    assert (optimizer.lr, optimizer.weight_decay * optimizer.lr, optimizer.clip_norm) == (1e-3, pytest.approx(1e-4), 1)
+    (augmentation,) = recipe.data.operations
+    assert (augmentation.set, augmentation.n, augmentation.m) == ("big_vision", 2, 10)
+    mixing = recipe.objective.mixing
+    assert (recipe.objective.loss, recipe.objective.label_smoothing) == ("softmax", 0)
+    assert (mixing.mixup, mixing.cutmix, mixing.probability, mixing.per) == (0.2, 0, 1, "batch")
+
+
+@pytest.mark.parametrize(("size", "params"), [("ti", 5_717_416), ("s", 22_050_664), ("b", 86_567_656)])
+def test_deit(size, params):
+    """Touvron et al. (2021) by the defaults of their main.py; parameters are those of their models."""
+    recipe = load_recipe(f"deit_{size}16_i1k")
+    assert recipe_work(recipe, 1000).params == params
+    assert (recipe.model.drop_path, recipe.model.dropout, recipe.data.repeats) == (0.1, 0, 3)
+    assert (recipe.batch.global_size, recipe.schedule.duration.epochs, recipe.schedule.warmup.epochs) == (1024, 300, 5)
+    optimizer = recipe.optimizer
+    assert (optimizer.lr, optimizer.weight_decay, optimizer.clip_norm) == (5e-4 * 1024 / 512, 0.05, None)
+    mixing, (augmentation, erasing) = recipe.objective.mixing, recipe.data.operations
+    assert (mixing.mixup, mixing.cutmix, mixing.cutmix_share, mixing.per) == (0.8, 1, 0.5, "batch")
+    assert (recipe.objective.loss, recipe.objective.label_smoothing) == ("softmax", 0.1)
+    assert (augmentation.set, augmentation.n, augmentation.m, augmentation.std) == ("timm_increasing", 2, 9, 0.5)
+    assert (erasing.kind, erasing.probability, erasing.mode) == ("random_erasing", 0.25, "pixel")
+    assert recipe.data.crop.area == [0.08, 1]
+
+
+def test_nothing_is_decayed_but_matrices():
+    for stem in LATER:
+        recipe = load_recipe(stem)
+        with torch.device("meta"):
+            model = build_model(recipe, 1000)
+        decayed = {name for name, _ in model.named_parameters() if not re.search(recipe.optimizer.decay_exclude, name)}
+        assert decayed == {name for name, each in model.named_parameters() if each.ndim == 2}, stem

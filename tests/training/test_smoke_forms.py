@@ -16,7 +16,7 @@ RECIPES = sorted(list_recipes())
 IN_EVERY_RUN = {
     *("h14_jft", "l16_i1k", "b16_i21k", "r50x1_sgd_jft", "r50_b16_jft", "b32_jft9m"),
     *("axial_b32_jft", "axial_r50_jft", "b16_relpos_jft", "b16_pos2d_every_jft", "b16_jft_masked"),
-    *("finetune/imagenet_512", "finetune/vtab", "finetune/bit_pets"),
+    *("finetune/imagenet_512", "finetune/vtab", "finetune/bit_pets", "deit_s16_i1k"),
 }
 
 
