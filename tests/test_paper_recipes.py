@@ -54,7 +54,21 @@ TABLE_8 = {
 
 
 # What came after the paper.
-LATER = ("s16_i1k_90ep", "s16_i1k_300ep", "deit_ti16_i1k", "deit_s16_i1k", "deit_b16_i1k")
+# AugReg: the file of the weights -> the recipe.
+AUGREG = {
+    "Ti_16-i21k-300ep-lr_0.001-aug_none-wd_0.03-do_0.0-sd_0.0": "augreg_ti16_i21k",
+    "S_32-i21k-300ep-lr_0.001-aug_none-wd_0.1-do_0.0-sd_0.0": "augreg_s32_i21k",
+    "S_16-i21k-300ep-lr_0.001-aug_light1-wd_0.03-do_0.0-sd_0.0": "augreg_s16_i21k",
+    "B_32-i21k-300ep-lr_0.001-aug_light1-wd_0.1-do_0.0-sd_0.0": "augreg_b32_i21k",
+    "B_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.0-sd_0.0": "augreg_b16_i21k",
+    "L_16-i21k-300ep-lr_0.001-aug_strong1-wd_0.1-do_0.0-sd_0.0": "augreg_l16_i21k",
+    "R_Ti_16-i21k-300ep-lr_0.001-aug_none-wd_0.03-do_0.0-sd_0.0": "augreg_r_ti16_i21k",
+    "R26_S_32-i21k-300ep-lr_0.001-aug_light1-wd_0.1-do_0.0-sd_0.0": "augreg_r26_s32_i21k",
+    "R50_L_32-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.1-sd_0.1": "augreg_r50_l32_i21k",
+}
+# Magnitude of RandAugment, alpha of mixup, of the levels of AugReg that are used.
+LEVELS = {"none": (None, None), "light1": (0, None), "medium1": (15, 0.2), "strong1": (20, 0.5)}
+LATER = ("s16_i1k_90ep", "s16_i1k_300ep", "deit_ti16_i1k", "deit_s16_i1k", "deit_b16_i1k", *AUGREG.values())
 
 
 def check_adam(recipe, lr, weight_decay, clip=None):
@@ -312,10 +326,34 @@ def test_deit(size, params):
     assert recipe.data.crop.area == [0.08, 1]
 
 
+@pytest.mark.parametrize("file", AUGREG)
+def test_augreg(file):
+    """The published weights are called by the settings that they were trained with."""
+    recipe = load_recipe(AUGREG[file])
+    name, settings = file.split("-", 1)
+    said = dict(part.split("_") for part in settings.split("-")[2:])
+    *stem, size, patch = name.split("_")
+    assert recipe.model.name == f"{''.join(f'{part}+' for part in stem)}ViT-{size}/{patch}"
+    assert (recipe.model.head, recipe.model.head_bias, recipe.model.num_classes) == ("linear", -10, 21_843)
+    assert (recipe.model.dropout, recipe.model.drop_path) == (float(said["do"]), float(said["sd"]))
+    check_adam_of_later(recipe, float(said["lr"]), float(said["wd"]))
+    assert (recipe.batch.global_size, recipe.schedule.duration.epochs) == (4096, 300)
+    assert (recipe.schedule.warmup.steps, recipe.schedule.decay, recipe.objective.loss) == (10_000, "cosine", "sigmoid")
+    magnitudes = [(each.set, each.n, each.m) for each in recipe.data.operations]
+    magnitude, alpha = LEVELS[said["aug"]]
+    assert magnitudes == ([] if magnitude is None else [("big_vision", 2, magnitude)])
+    assert (recipe.objective.mixing.mixup if recipe.objective.mixing else None) == alpha
+
+
+def check_adam_of_later(recipe, lr, weight_decay):
+    optimizer = recipe.optimizer
+    assert (optimizer.name, optimizer.lr, optimizer.weight_decay, optimizer.clip_norm) == ("adamw", lr, weight_decay, 1)
+
+
 def test_nothing_is_decayed_but_matrices():
     for stem in LATER:
         recipe = load_recipe(stem)
         with torch.device("meta"):
             model = build_model(recipe, 1000)
         decayed = {name for name, _ in model.named_parameters() if not re.search(recipe.optimizer.decay_exclude, name)}
-        assert decayed == {name for name, each in model.named_parameters() if each.ndim == 2}, stem
+        assert decayed == {name for name, each in model.named_parameters() if each.ndim in (2, 4)}, stem
