@@ -9,7 +9,7 @@ from picture_shards import write_pictures
 from PIL import Image, ImageOps
 
 from vitscale import recipe
-from vitscale.data import Loader, Reading, TrainOrder, TrainTransform
+from vitscale.data import Loader, Reading, TrainingInput, TrainOrder, TrainTransform, to_model_input
 from vitscale.data.draws import operation_keys, uniform
 from vitscale.errors import RecipeError
 from vitscale.recipe import Recipe, load_recipe
@@ -141,6 +141,17 @@ def test_a_resolved_recipe_means_the_same():
     )
     assert [type(block).__name__ for block in made.data.operations] == ["RandAugment", "ColorJitter", "RandomErasing"]
     assert Recipe.model_validate(made.dump()) == made
+
+
+def test_on_the_device_only_the_others_are_done():
+    images, device = torch.arange(3 * 16 * 16 * 3).view(3, 16, 16, 3).to(torch.uint8), torch.device("cpu")
+    keys = torch.arange(3)
+    for operations, erased in (("[{kind: solarize, probability: 1}]", 0), ("[{kind: gray}, ERASE]", 3)):
+        erase = "{kind: random_erasing, probability: 1, mode: mean}"
+        prepare = TrainingInput(with_operations(operations.replace("ERASE", erase)))
+        found = prepare(images, keys, device, torch.float32)
+        differs = (found != to_model_input(images, device, torch.float32)).any(dim=(1, 2, 3))
+        assert int(differs.sum()) == erased
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,12 @@
 import sys
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
+from vitscale import recipe
+from vitscale.data.random_erasing import RandomErasing
 from vitscale.families import architecture
 from vitscale.models import compile_blocks, initialise
 from vitscale.models.vit import ViT
@@ -87,7 +90,7 @@ def memory(device: torch.device) -> None:
     """Saved activations of ViT-B/16 are within 5 % of what is planned."""
     from toy_recipes import make_recipe
 
-    recipe = make_recipe({"name": "ViT-B/16"}, micro_batch=32)
+    planned = make_recipe({"name": "ViT-B/16"}, micro_batch=32)
     model = ViT(architecture("ViT-B/16"), image_size=224, num_classes=1000)
     initialise(model, seed=0)
     model.to(device, torch.bfloat16)
@@ -96,14 +99,24 @@ def memory(device: torch.device) -> None:
     before = torch.cuda.memory_allocated(device)
     loss = model(images).logits.sum()
     saved = torch.cuda.memory_allocated(device) - before
-    expected = expected_memory(recipe, 1000, 1, device="cuda").activations
+    expected = expected_memory(planned, 1000, 1, device="cuda").activations
     assert abs(saved / expected - 1) < 0.05, (saved, expected)
     del loss
+
+
+def erasing(device: torch.device) -> None:
+    """Random erasing has the same bits as on the CPU."""
+    keys = np.random.default_rng(0).integers(0, 2**64, 64, dtype=np.uint64)
+    images = torch.rand(64, 32, 32, 3, generator=torch.Generator().manual_seed(0))
+    for mode in ("pixel", "mean"):
+        operation = RandomErasing.of(recipe.RandomErasing(kind="random_erasing", probability=0.7, mode=mode))
+        assert torch.equal(operation(images.to(device), keys).cpu(), operation(images, keys))
 
 
 CHECKS: dict[str, Callable[[torch.device], None]] = {
     "attention": attention,
     "compiled": compiled,
+    "erasing": erasing,
     "float8": float8,
     "memory": memory,
 }

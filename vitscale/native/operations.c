@@ -400,6 +400,11 @@ static inline int is_inside(double place, int64_t side) { return place >= 0.0 &&
 /* In units of 1 / STEPS, from the middle of the first pixel on; -STEPS / 2 at least. */
 static inline int32_t in_steps(double place) { return (int32_t)((place + 0.5) * STEPS + 0.5) - STEPS; }
 
+/* In units of 2^-32 pixels. */
+static inline int64_t in_fractions(double value) { return (int64_t)floor(value * 0x1p32 + 0.5); }
+
+enum { HALF_A_STEP = 1 << 21 };
+
 /* First and end of the output pixels that show `place(1, x, rest, c)` inside. */
 static void inside(int64_t side, double rest, double c, int64_t *first, int64_t *end) {
     int64_t x = within(-(rest + c), side);
@@ -460,15 +465,14 @@ static ALWAYS_INLINE Pixel pixel_at(const float *values) { /* and the next one's
     return pixel;
 }
 
-static ALWAYS_INLINE void add_values_at(const float *values, float weight, Lanes *total) {
-    Lanes eight;
-    memcpy(&eight, values, sizeof eight);
-    *total += weight * eight;
-}
+typedef int32_t Whole __attribute__((vector_size(16)));
 
 static ALWAYS_INLINE void put(uint8_t *out, Pixel total) {
-    for (int c = 0; c < 3; c++)
-        out[c] = (uint8_t)(int32_t)(total[c] > 0.0f ? (total[c] < 255.0f ? total[c] : 255.0f) : 0.0f);
+    const Pixel white = {255, 255, 255, 255};
+    const Whole above_zero = total > 0.0f, below_white = total < white;
+    const Whole clipped = ((Whole)total & above_zero & below_white) | ((Whole)white & ~below_white);
+    const Whole values = __builtin_convertvector((Pixel)clipped, Whole);
+    out[0] = (uint8_t)values[0], out[1] = (uint8_t)values[1], out[2] = (uint8_t)values[2];
 }
 
 /* Each column is moved as a whole, up or down. */
@@ -512,44 +516,39 @@ static void shift_columns_bicubic(Picture *p, const Instruction *given, const fl
     shift_columns(p, given, middle, stride, table, columns, 0, 4);
 }
 
-/* Any transform, pixel by pixel: first down, over all values of the pixels that count, then across. */
+/* Any transform, pixel by pixel: of four weights in each direction, those from `first_weight` on. */
 static ALWAYS_INLINE void move_pixels(Picture *p, const Instruction *given, const float *middle, int64_t stride,
-                                      const Weights *table, int is_cubic) {
+                                      const Weights *table, int first_weight, int end_weight) {
     const double *a = given->values;
+    const int64_t right = in_fractions(a[0]), down = in_fractions(a[3]);
     for (int64_t y = 0; y < p->side; y++) {
         uint8_t *out = p->pixels + y * p->row;
         const double column_rest = a[1] * ((double)y + 0.5), row_rest = a[4] * ((double)y + 0.5);
-        for (int64_t x = 0; x < p->side; x++, out += 3) {
-            const double column = place(a[0], x, column_rest, a[2]), row = place(a[3], x, row_rest, a[5]);
-            if (!is_inside(column, p->side) || !is_inside(row, p->side)) {
-                fill_pixels(out, 1, given->fill);
-                continue;
+        int64_t first = 0, end = p->side; /* what lies inside is a stretch of the row */
+        for (; first < end; first++)
+            if (is_inside(place(a[0], first, column_rest, a[2]), p->side) &&
+                is_inside(place(a[3], first, row_rest, a[5]), p->side))
+                break;
+        for (; end > first; end--)
+            if (is_inside(place(a[0], end - 1, column_rest, a[2]), p->side) &&
+                is_inside(place(a[3], end - 1, row_rest, a[5]), p->side))
+                break;
+        fill_pixels(out, first, given->fill);
+        fill_pixels(out + 3 * end, p->side - end, given->fill);
+        int64_t column = in_fractions(place(a[0], first, column_rest, a[2]) + 0.5) + HALF_A_STEP;
+        int64_t row = in_fractions(place(a[3], first, row_rest, a[5]) + 0.5) + HALF_A_STEP;
+        out += 3 * first;
+        for (int64_t x = first; x < end; x++, out += 3, column += right, row += down) {
+            const float *wide = table[column >> 22 & (STEPS - 1)].of, *high = table[row >> 22 & (STEPS - 1)].of;
+            const float *source = middle + ((row >> 32) - 1) * stride + 3 * ((column >> 32) - 1);
+            Pixel total = {0, 0, 0, 0};
+            for (int k = first_weight; k < end_weight; k++) {
+                const float *from = source + (k - 1) * stride;
+                Pixel mixed = {0, 0, 0, 0};
+                for (int i = first_weight; i < end_weight; i++) mixed += wide[i] * pixel_at(from + 3 * (i - 1));
+                total += high[k] * mixed;
             }
-            const int32_t at_column = in_steps(column), at_row = in_steps(row);
-            const float *wide = table[at_column & (STEPS - 1)].of, *high = table[at_row & (STEPS - 1)].of;
-            const float *source = middle + (int64_t)(at_row >> 10) * stride + 3 * (int64_t)(at_column >> 10);
-            if (is_cubic) {
-                source -= stride + 3;
-                Lanes left = {0}, right = {0};
-                for (int k = 0; k < 4; k++) {
-                    add_values_at(source + k * stride, high[k], &left);
-                    add_values_at(source + k * stride + 6, high[k], &right);
-                }
-                Pixel pixels[4];
-                memcpy(pixels, &left, sizeof(Pixel));
-                memcpy(pixels + 1, (float *)&left + 3, sizeof(Pixel));
-                memcpy(pixels + 2, &right, sizeof(Pixel));
-                memcpy(pixels + 3, (float *)&right + 3, sizeof(Pixel));
-                put(out, wide[0] * pixels[0] + wide[1] * pixels[1] + wide[2] * pixels[2] + wide[3] * pixels[3]);
-            } else {
-                Lanes both = {0};
-                add_values_at(source, high[1], &both);
-                add_values_at(source + stride, high[2], &both);
-                Pixel pixels[2];
-                memcpy(pixels, &both, sizeof(Pixel));
-                memcpy(pixels + 1, (float *)&both + 3, sizeof(Pixel));
-                put(out, wide[1] * pixels[0] + wide[2] * pixels[1]);
-            }
+            put(out, total);
         }
     }
 }
@@ -557,13 +556,13 @@ static ALWAYS_INLINE void move_pixels(Picture *p, const Instruction *given, cons
 FOR_EVERY_PROCESSOR
 static void move_pixels_bilinear(Picture *p, const Instruction *given, const float *middle, int64_t stride,
                                  const Weights *table) {
-    move_pixels(p, given, middle, stride, table, 0);
+    move_pixels(p, given, middle, stride, table, 1, 3);
 }
 
 FOR_EVERY_PROCESSOR
 static void move_pixels_bicubic(Picture *p, const Instruction *given, const float *middle, int64_t stride,
                                 const Weights *table) {
-    move_pixels(p, given, middle, stride, table, 1);
+    move_pixels(p, given, middle, stride, table, 0, 4);
 }
 
 FOR_EVERY_PROCESSOR
