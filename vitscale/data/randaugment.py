@@ -1,9 +1,9 @@
 """RandAugment: the sets of operations of timm and of big_vision, and what a magnitude means to each of them.
 
 Facts from timm 1.0 (`data/auto_augment.py`) and big_vision (`pp/archive/autoaugment.py`). The operations themselves are
-Pillow's in both sets. big_vision computes its own in TensorFlow: its gray and its smoothing are rounded otherwise, it
-shears around the middle of the first pixel, and solarizes everything where a threshold above 255 wraps around; here
-nothing is solarized then, as by Pillow.
+Pillow's in both sets. big_vision has its own in TensorFlow: gray and smoothed values are rounded otherwise there, and
+shears leave the middle of the first pixel where it is. What TensorFlow makes of a threshold above 255, and of more than
+8 bits, was not tried; here such an operation changes nothing, as by Pillow.
 """
 
 from collections.abc import Callable, Mapping
