@@ -6,7 +6,8 @@
     owners.npy        uint32 (H,): the row of each hash's image, ascending
     variants.npy      uint8 (H,): which variant it is, see `variants.variant_name`
     thumbnails.npy    uint8 (N, 64, 64): lumas
-    embeddings.npy    float32 (N, D), of length 1; only with a user's model, which is not in the folder
+    embeddings.npy    float32 (N, D), whitened, of length 1; only with a user's model, which is not in the folder
+    whitening.npy     float32 (D + 1, D): how they were, see `embedding.whitening_of`; so, too
 
 Images of a test set follow one another. Test sets stand in the order in which they were given, images in that in which
 their source lists them.
@@ -125,7 +126,8 @@ class Index:
         test_sets: in order.
         embedding: None without a user's model.
         images: a table of schema IMAGES without the pictures.
-        hashes, owners, variants, thumbnails, embeddings: as the files of these names; the last None without a model.
+        hashes, owners, variants, thumbnails, embeddings, whitening: as the files of these names; the last two None
+            without a model.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -147,6 +149,7 @@ class Index:
         mapped = {name: self._map(name, *kind) for name, kind in arrays.items()}
         self.hashes, self.owners, self.variants = mapped["hashes"], mapped["owners"], mapped["variants"]
         self.thumbnails, self.embeddings = mapped["thumbnails"], mapped.get("embeddings")
+        self.whitening = mapped.get("whitening")
         self._check_owners()
 
     def verify(self) -> None:
@@ -236,6 +239,7 @@ def array_types(
     }
     if embedding is not None:
         types["embeddings"] = np.dtype(np.float32), (images, embedding.dimensions)
+        types["whitening"] = np.dtype(np.float32), (embedding.dimensions + 1, embedding.dimensions)
     return types
 
 

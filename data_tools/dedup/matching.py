@@ -9,13 +9,13 @@ import numpy as np
 import pyarrow as pa
 
 from data_tools.dedup.alignment import correlation
-from data_tools.dedup.embedding import Embedder, cosine, unit_vector
+from data_tools.dedup.embedding import Embedder, cosine, unit_vector, whitened
 from data_tools.dedup.hamming import near_pairs, words
 from data_tools.dedup.index import Index
 from data_tools.dedup.luma import Window
 from data_tools.dedup.match import TIERS, Match, Tier
 from data_tools.dedup.pdq import HASH_BYTES
-from data_tools.dedup.settings import COUNTED, Settings
+from data_tools.dedup.settings import COUNTED, EMBEDDED, Settings
 from data_tools.dedup.tally import Tally
 from data_tools.dedup.variants import window_of
 from vitscale.errors import RecipeError
@@ -183,7 +183,7 @@ class _Search:
         tally.add_distances(self.first_set + number, distances[begins])
         pairs = []
         for begin, after in pairwise([*begins.tolist(), len(images)]):
-            if distances[begin] > settings.candidates:
+            if distances[begin] > self._limit(settings):
                 continue
             some = slice(begin, min(after, begin + _ALIGNED))
             pairs.append(
@@ -202,9 +202,9 @@ class _Search:
         settings, index, image = self._settings[number], self.index, pair.image
         height, width, trim = index.size(image)
         inside = None if trim is None else Window.of(trim, height, width)
-        reached, decided = -1.0, False
+        reached, counted, decided = -1.0, -1.0, False
         for distance, variant, trimmed in zip(pair.distances, pair.variants, pair.trimmed, strict=True):
-            if distance > settings.candidates:
+            if distance > self._limit(settings):
                 continue
             window = window_of(variant, height, width, trim)
             fit = correlation(
@@ -216,17 +216,18 @@ class _Search:
                 inside_image=inside,
             )
             reached = max(reached, fit)
+            counted = max(counted, fit if distance <= settings.candidates else -1.0)
             # A frame can make a hash, so that one with it decides nothing by itself.
             is_bare = (trimmed or query.inside is None) and (inside is None or window == inside)
             decided = decided or (is_bare and distance <= settings.distance)
         distance, alike = pair.distances[0], None
         tier: Tier = "hash" if decided else "correlation"
-        removed = decided or reached >= settings.correlation
-        if tier == "correlation":
-            tally.add_correlation(self.first_set + number, reached)
+        removed = decided or counted >= settings.correlation
+        if tier == "correlation" and distance <= settings.candidates:
+            tally.add_correlation(self.first_set + number, counted)
         if not removed and self._embedder is not None:
             tier = "embedding"
-            alike = cosine(unit_vector(self._embedder, query.rgb()), index.embeddings[image])
+            alike = self._cosine(query, image, is_mirrored=pair.variants[0] % 2 == 1)
             removed = alike >= settings.cosine
         is_far = reached < settings.correlation - NEAR_MISS and (alike or 0.0) < settings.cosine - NEAR_MISS
         if is_far and not removed:
@@ -242,6 +243,17 @@ class _Search:
             variant=pair.variants[0],
             removed=removed,
         )
+
+    def _limit(self, settings: Settings) -> int:
+        """Bits up to which pairs are judged at all: those that are too far for the correlation only a model judges."""
+        return settings.candidates if self._embedder is None else max(settings.candidates, EMBEDDED)
+
+    def _cosine(self, query: Query, image: int, is_mirrored: bool) -> float:
+        """By the model, three decimals; of the query's mirror image where it is that of a test image that is near."""
+        assert self._embedder is not None
+        rgb = query.rgb()[:, ::-1] if is_mirrored else query.rgb()
+        vector = unit_vector(self._embedder, rgb)
+        return cosine(whitened(vector[None], self.index.whitening)[0], self.index.embeddings[image])
 
 
 class _Exact:

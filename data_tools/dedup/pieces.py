@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_tools.dedup.embedding import Embedder, unit_vector
+from data_tools.dedup.embedding import Embedder, unit_vector, whitened, whitening_of
 from data_tools.dedup.fingerprint import lumas_of, pixels_digest
 from data_tools.dedup.hamming import words
 from data_tools.dedup.index import IMAGES, IMAGES_NAME, Embedding, array_types
@@ -120,13 +120,16 @@ def join_pieces(pieces: Sequence[Piece], parts: Path, folder: Path, embedding: E
     tables = (pq.read_table(_table_path(parts, piece.number), schema=IMAGES) for piece in pieces)
     write_tables(folder / IMAGES_NAME, tables, IMAGES)
     images, hashes = sum(piece.images for piece in pieces), sum(piece.hashes for piece in pieces)
+    whitening = np.empty(0)
+    if embedding is not None:
+        whitening = whitening_of((_array("embeddings", one, parts) for one in pieces), embedding.dimensions)
     for name, (dtype, shape) in array_types(images, hashes, embedding).items():
         # Not through a map of the file: a full disk would kill the process.
         with (folder / f"{name}.npy").open("wb") as file:
             header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(file, header)
-            for array in _in_order(name, pieces, parts):
-                file.write(array.tobytes())
+            for array in [whitening] if name == "whitening" else _in_order(name, pieces, parts):
+                file.write((whitened(array, whitening) if name == "embeddings" else array).tobytes())
 
 
 def _in_order(name: str, pieces: Sequence[Piece], parts: Path) -> Iterator[np.ndarray]:

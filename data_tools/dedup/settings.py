@@ -11,6 +11,8 @@ FLAT = 50  # a quality below which hashes say little, as PDQ's authors advise
 
 # Up to here all pairs are counted, so that the tail of those that are no copies can be seen.
 COUNTED = 90
+# Up to here a user's model judges, also where the preset lets the correlation decide about nearer pairs alone.
+EMBEDDED = 80
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Settings:
         candidates: bits up to which the pictures themselves are compared.
         correlation: which they must reach.
         min_quality: pictures with a hash of less are too flat; only equal bytes and pixels decide.
-        cosine: which the embeddings of candidates must reach instead, where the index has embeddings.
+        cosine: which the whitened features of candidates, and of pairs up to 80 bits, must reach instead, where the
+            index was made with a model.
 
     Raises RecipeError for values out of range.
     """

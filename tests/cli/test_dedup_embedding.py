@@ -20,13 +20,14 @@ from data_tools.conversion import convert
 from data_tools.convert import app as convert_app
 from data_tools.dedup.against import open_matcher
 from data_tools.dedup.decisions import DECISIONS_NAME, read_decisions
+from data_tools.dedup.embedding import whitened
 from data_tools.dedup.index import Index
 from data_tools.request import Request
 from data_tools.sources import SourceOptions
 from vitscale.errors import DataError
 from vitscale.evaluation.embedding import Embedder
 from vitscale.evaluation.features import extract_features
-from vitscale.evaluation.finished import FinishedModel
+from vitscale.evaluation.finished import FinishedModel, OfWeights
 from vitscale.shards import Manifest
 
 DATA = "memory://own-model"  # for this process, which then needs no workers
@@ -82,25 +83,21 @@ def index(place: Path, out: Path, source: str, *options: object) -> Index:
     return Index(out)
 
 
-def test_vectors_are_the_features_that_evaluation_sees(place, inline, tmp_path):
-    """Of the run's own loader, over the test set as a converted dataset; those of every source are the run's."""
-    convert(Request(str(place / "tests"), source=SourceOptions(unlabelled=True)), f"{DATA}/tests")
-    model = FinishedModel(place / "run")
-    found = extract_features(model.loader(model.dataset(f"{DATA}/tests")), model.predict)
-    keys = {row["uid"]: row["key"] for row in provenance(f"{DATA}/tests", tmp_path)}
+@pytest.mark.parametrize("source", ["run", "safetensors.safetensors", "hf", "timm.safetensors"])
+def test_vectors_are_the_features_that_evaluation_sees(place, inline, tmp_path, source):
+    """Of the loader of `vitscale features`, over the test set as a converted dataset."""
+    url, recipe = f"{DATA}/tests-{source}", place / "run" / "recipe.yaml"
+    convert(Request(str(place / "tests"), source=SourceOptions(unlabelled=True)), url)
+    names_itself = source in ("run", "safetensors.safetensors")
+    made = index(place, tmp_path / "index", source, *([] if names_itself else ["--embedding-model", recipe]))
+    model = FinishedModel(place / source, weights=OfWeights(model=None if names_itself else TINY))
+    found = extract_features(model.loader(model.dataset(url)), model.predict)
+    keys = {row["uid"]: row["key"] for row in provenance(url, tmp_path)}
     vectors = (found.features / found.features.norm(dim=1, keepdim=True)).numpy()
-    expected = {keys[uid]: vector for uid, vector in zip(found.uids.tolist(), vectors, strict=True)}
-    recipe = place / "run" / "recipe.yaml"
-    for source, *options in (
-        ["run"],
-        ["safetensors.safetensors"],
-        ["hf", "--embedding-model", recipe],
-        ["timm.safetensors", "--embedding-model", recipe],
-    ):
-        made = index(place, tmp_path / source, source, *options)
-        assert made.embedding.dimensions == TINY["width"] and set(made.keys.to_pylist()) == set(expected)
-        for key, vector in zip(made.keys.to_pylist(), made.embeddings, strict=True):
-            np.testing.assert_allclose(vector, expected[key], atol=1e-5)
+    rows = [made.keys.to_pylist().index(keys[uid]) for uid in found.uids.tolist()]
+    assert made.embedding.dimensions == TINY["width"] and sorted(rows) == list(range(len(vectors)))
+    np.testing.assert_allclose(made.whitening[0], vectors.mean(0), atol=1e-5)
+    np.testing.assert_allclose(made.embeddings[rows], whitened(vectors, made.whitening), atol=1e-4)
 
 
 @pytest.mark.slow  # four workers load torch and what goes with it

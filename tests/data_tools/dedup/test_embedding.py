@@ -1,17 +1,19 @@
 """The fifth tier, with a model that is a few lines: what it decides, and that an index belongs to one model."""
 
+import io
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from dedup_data import build_here, candidate, make_photo, source_of, unevenly_lit, write_photos
-from PIL import Image
+from PIL import Image, ImageOps
+from sklearn.covariance import ShrunkCovariance
 
 from data_tools.dedup import building
 from data_tools.dedup.against import name_indexes, open_matcher
 from data_tools.dedup.building import build_index
-from data_tools.dedup.embedding import cosine, unit_vector
+from data_tools.dedup.embedding import cosine, unit_vector, whitened, whitening_of
 from data_tools.dedup.index import Index
 from data_tools.dedup.matching import Matcher
 from vitscale.errors import DataError, RecipeError
@@ -40,10 +42,6 @@ class Constant(Pooled):
         return np.full(self.dimensions, self.value, np.float32)
 
 
-def cosine_of(a: np.ndarray, b: np.ndarray) -> float:
-    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
-
-
 @pytest.fixture
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     build_here(monkeypatch)
@@ -54,20 +52,31 @@ def index_with(embedder: Pooled | None, photos: Path, out: Path) -> Index:
     return Index(out)
 
 
-def test_vectors_of_an_index_and_cosines_with_them(inline, tmp_path):
-    paths = write_photos(tmp_path / "photos", ["a.png", "b.png", "c.png"])
+def test_vectors_of_an_index(inline, tmp_path):
+    """Cosines are those by the inverse of scikit-learn's covariance, shrunk by as much as D in N + D."""
+    paths = write_photos(tmp_path / "photos", [f"{i:02d}.png" for i in range(40)], size=(64, 80))
     (tmp_path / "photos" / "broken.jpg").write_bytes(b"no")
     model = Pooled()
     index = index_with(model, tmp_path / "photos", tmp_path / "index")
     index.verify()
     assert index.embedding.model_dump() == {"title": model.title, "sha256": model.sha256, "dimensions": 48}
-    assert index.embeddings.shape == (4, 48) and index.embeddings.dtype == np.float32
-    query, rows = make_photo(1).rotate(2), {key: row for row, key in enumerate(index.keys.to_pylist())}
-    vector = unit_vector(model, np.asarray(query))
-    for path in paths:
-        expected = cosine_of(model(np.asarray(query)), model(np.asarray(Image.open(path))))
-        assert cosine(vector, index.embeddings[rows[path.name]]) == pytest.approx(expected, abs=0.001)
-    assert cosine(vector, index.embeddings[rows["broken.jpg"]]) == 0
+    assert index.embeddings.shape == (41, 48) and index.whitening.shape == (49, 48)
+    raw = np.stack([unit_vector(model, np.asarray(Image.open(path))) for path in paths]).astype(np.float64)
+    covariance = ShrunkCovariance(shrinkage=48 / (40 + 48)).fit(raw).covariance_
+    centred = raw - raw.mean(0)
+    products = centred @ np.linalg.inv(covariance) @ centred.T
+    lengths = np.sqrt(np.diag(products))
+    rows = [index.keys.to_pylist().index(path.name) for path in paths]
+    found = index.embeddings[rows] @ index.embeddings[rows].T
+    np.testing.assert_allclose(found, products / np.outer(lengths, lengths), atol=1e-4)
+    assert not index.embeddings[index.keys.to_pylist().index("broken.jpg")].any()
+    np.testing.assert_allclose(whitened(raw.astype(np.float32), index.whitening), index.embeddings[rows], atol=1e-5)
+
+
+@pytest.mark.parametrize("vectors", [np.zeros((0, 3)), np.ones((1, 3)), np.ones((5, 3))])
+def test_vectors_that_do_not_differ_stay_as_they_are(vectors):
+    whitening = whitening_of([vectors.astype(np.float32)], 3)
+    np.testing.assert_array_equal(whitening, np.concatenate([np.zeros((1, 3)), np.eye(3)]))
 
 
 def test_unreadable_images_of_a_whole_piece_fit_in(inline, monkeypatch, tmp_path):
@@ -113,6 +122,28 @@ def test_the_model_decides_what_the_correlation_does_not(shaded, tmp_path):
     strict = {"photos": replace(of["pooled"].test_sets[0].settings, cosine=1.0)}
     (((kept,),),) = (Matcher([of["pooled"]], strict, Pooled()).match([query]),)
     assert (kept.tier, kept.removed, kept.cosine) == ("embedding", False, judged.cosine)
+
+
+def test_a_mirrored_copy_is_compared_as_the_test_image_lies(shaded, tmp_path):
+    index = index_with(Pooled(), shaded[0], tmp_path / "index")
+    matcher = Matcher([index], embedder=Pooled())
+    picture, mirrored = Image.open(shaded[1]), io.BytesIO()
+    ImageOps.mirror(picture).save(mirrored, "PNG")
+    (((plain,),), ((other,),)) = (
+        matcher.match([candidate(content)]) for content in (shaded[1].read_bytes(), mirrored.getvalue())
+    )
+    assert (other.tier, other.removed) == ("embedding", True) and other.variant % 2 == 1
+    assert other.cosine == pytest.approx(plain.cosine, abs=0.01)
+
+
+def test_a_model_judges_pairs_that_are_too_far_for_the_correlation(shaded, tmp_path):
+    """Of a preset for small pictures with fewer candidates: without the model nothing is told of such a pair."""
+    index = index_with(Pooled(), shaded[0], tmp_path / "index")
+    near = {"photos": replace(index.test_sets[0].settings, candidates=35)}
+    query = candidate(shaded[1].read_bytes())
+    (((found,),),) = (Matcher([index], near, Pooled()).match([query]),)
+    assert (found.tier, found.removed) == ("embedding", True) and 35 < found.distance <= 80
+    assert Matcher([index], near).match([query]) == [[]]
 
 
 def test_an_index_belongs_to_one_model(shaded, tmp_path):
