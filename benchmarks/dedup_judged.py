@@ -1,6 +1,6 @@
 """De-duplication against what people have judged: CIFAR-10's near-duplicates, and hand signs that only look alike.
 
-    python benchmarks/dedup_judged.py OUT [--data FOLDER]
+    python benchmarks/dedup_judged.py OUT [--embedding RUN|WEIGHTS] [--data FOLDER]
 
 FOLDER holds cifar10 (with half of ciFAIR's list: Barz and Denzler, "Do We Train on Test Data?", 2020) and signdigits;
 VITSCALE_TEST_DATA names it, too. The training set of each is converted against its test set, as people would do it,
@@ -25,6 +25,7 @@ from data_tools.dedup.alignment import correlation
 from data_tools.dedup.building import TestSource, build_index
 from data_tools.dedup.closest import Pair
 from data_tools.dedup.decisions import DECISIONS_NAME, read_decisions
+from data_tools.dedup.embedding import Embedder
 from data_tools.dedup.fingerprint import fingerprint
 from data_tools.dedup.hamming import BITS, near_pairs, words
 from data_tools.dedup.index import Index
@@ -34,6 +35,7 @@ from data_tools.dedup.variants import window_of
 from data_tools.images import StoredImage, store_image
 from data_tools.request import Request
 from data_tools.sources import SourceOptions, open_source
+from vitscale.cli.embedding import opened_embedder
 
 DRAWN = 48  # pairs of a sheet
 
@@ -70,12 +72,13 @@ class Judged:
         return "correlation", int(distances.min()), reached
 
 
-def deduplicate(name: str, test: Path, train: Path, out: Path) -> Judged:
-    """Convert a training set against a test set with nothing but defaults."""
+def deduplicate(name: str, test: Path, train: Path, out: Path, embedder: Embedder | None = None) -> Judged:
+    """Convert a training set against a test set with nothing but defaults, and a model if there is one."""
     workers = len(os.sched_getaffinity(0))
     index = out / f"{name}.index"
-    build_index([TestSource(name, str(test), open_source(str(test), None, SourceOptions()))], index, workers=workers)
-    named = name_indexes([str(index)])
+    source = TestSource(name, str(test), open_source(str(test), None, SourceOptions()))
+    build_index([source], index, workers=workers, embedder=embedder)
+    named = name_indexes([str(index)], embedder=embedder)
     outcome = convert(Request(str(train), dedup=named), out / name, Machine(workers))
     rows = read_decisions(out / name / DECISIONS_NAME).filter(pc.field("removed")).to_pylist()
     manifest = outcome.manifests[""]
@@ -135,11 +138,13 @@ def main() -> None:
     """Print what was found, and draw what people should look at."""
     parser = photos_parser(__doc__)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--embedding", type=Path)
     options = parser.parse_args()
     cifar, signs = options.data / "cifar10", options.data / "signdigits"
 
     test, train = cifar / "test_dev.tar.xz", cifar / "train.tar.xz"
-    judged, listed = deduplicate("cifar10", test, train, options.out), listed_pairs(options.data)
+    embedder = opened_embedder(options.embedding, None, None)
+    judged, listed = deduplicate("cifar10", test, train, options.out, embedder), listed_pairs(options.data)
     found = [pair for pair in listed if pair in judged.removed_pairs]
     missed = [pair for pair in listed if pair not in judged.removed_pairs]
     unlisted = sorted(judged.removed_pairs.keys() - listed.keys(), key=lambda pair: judged.removed_pairs[pair][2])
@@ -153,7 +158,7 @@ def main() -> None:
     draw(options.out / "cifar10-missed.png", "listed, not removed", judged, missed, train, test)
 
     test, train = signs / "test_dev.tar.xz", signs / "train.tar.xz"
-    judged = deduplicate("signdigits", test, train, options.out)
+    judged = deduplicate("signdigits", test, train, options.out, embedder)
     print(f"signdigits: {judged.removed:,} of {judged.images:,} training images removed")
     print(f"  {judged.flagged:,} of {judged.test_images:,} test images have a copy")
     for (train_key, test_key), facts in list(judged.removed_pairs.items())[:20]:
