@@ -250,10 +250,10 @@ class _Search:
 
     def _cosine(self, query: Query, image: int, is_mirrored: bool) -> float:
         """By the model, three decimals; of the query's mirror image where it is that of a test image that is near."""
-        assert self._embedder is not None
+        whitening, vectors = self.index.whitening, self.index.embeddings
+        assert self._embedder is not None and whitening is not None and vectors is not None
         rgb = query.rgb()[:, ::-1] if is_mirrored else query.rgb()
-        vector = unit_vector(self._embedder, rgb)
-        return cosine(whitened(vector[None], self.index.whitening)[0], self.index.embeddings[image])
+        return cosine(whitened(unit_vector(self._embedder, rgb)[None], whitening)[0], vectors[image])
 
 
 class _Exact:

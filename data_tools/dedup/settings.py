@@ -36,7 +36,7 @@ class Settings:
     candidates: int = 80
     correlation: float = 0.92
     min_quality: int = FLAT
-    cosine: float = 0.75
+    cosine: float = 0.85
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
