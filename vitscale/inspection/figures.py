@@ -403,7 +403,7 @@ def _statistics(found: Findings) -> dict[str, tuple[float, ...]]:
 
 
 def _norm_maps(findings: dict[str, Findings]) -> InspectionFigure | None:
-    found = {name: each for name, each in findings.items() if each.norms}
+    found = {name: each for name, each in findings.items() if each.norms and len(each.pictures)}
     if not found:
         return None
     last = {name: list(each.norms.values())[-1] for name, each in found.items()}

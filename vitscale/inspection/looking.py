@@ -158,7 +158,8 @@ def look(
         found.norms[name] = of_tokens[:, before:]
         if before:
             found.first_norms[name] = of_tokens[:, 0]
-    found.representations = torch.cat(pooled)
+    if pooled:
+        found.representations = torch.cat(pooled)
     if "colours" in parts and anatomy.grid is not None:
         found.colours, found.shares = colours(torch.cat(shown)[:, -(anatomy.grid**2) :])
     return found

@@ -400,6 +400,16 @@ class FewShot(Block):
         return self
 
 
+class Inspect(Block):
+    """Figures of what the model does inside, drawn into the trackers: attention distance and entropy, norms of tokens,
+    filters.
+    """
+
+    every: Interval = Field(description="how often")
+    images: str = Field(description="a dataset, as data.train: the model sees its first images")
+    count: int = Field(128, ge=1, le=10_000, description="images, rounded up to whole batches of all ranks")
+
+
 class Evaluation(Block):
     """What is measured during training, and when; always at the end as well."""
 
@@ -413,6 +423,7 @@ class Evaluation(Block):
     overlap: Literal["refuse", "allow"] = Field(
         "refuse", description="evaluated samples that are among the training samples: an error, or told"
     )
+    inspect: Inspect | None = None
 
 
 class Selection(Block):
@@ -599,6 +610,8 @@ class Recipe(Block):
         evaluation = self.evaluation
         if evaluation.every is not None and not (evaluation.validation or evaluation.fewshot or evaluation.evaluators):
             raise ValueError("evaluation.every is set, and none of evaluation.validation, .fewshot and .evaluators")
+        if evaluation.inspect is not None and not self.logging.trackers:
+            raise ValueError("evaluation.inspect draws into trackers, and logging.trackers is empty")
         if self.selection is not None:
             self._check_selection(self.selection)
         init = self.init

@@ -5,7 +5,7 @@ With engine.py, fragments.py and averaging.py all that knows DeepSpeed. It keeps
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -272,6 +272,15 @@ class Learner:
 
     def _normalised(self, images: Tensor) -> Tensor:
         return to_model_input(images, self._world.device, self._dtype, self._recipe.data.normalise)
+
+    def reading(self, modules: Sequence[torch.nn.Module]) -> contextlib.AbstractContextManager[None]:
+        """In here the parameters of some modules are whole on every rank."""
+        if self._recipe.parallelism.zero_stage < 3:
+            return contextlib.nullcontext()
+        gathered: contextlib.AbstractContextManager[None] = deepspeed.zero.GatheredParameters(
+            [parameter for module in modules for parameter in module.parameters()]
+        )
+        return gathered
 
     def compare_replicas(self, step: int) -> None:
         """See that all ranks hold the same weights; stage 3 has no replicas. Raises `ReplicaError`."""

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from vitscale.runs.metrics import OF_EVALUATIONS, MetricsLines
 from vitscale.runs.names import METRICS_FILE
 from vitscale.training.trackers import Trackers
@@ -30,6 +32,10 @@ class MetricsWriter:
         """Write what `evaluation.evaluate` returned after `step` updates."""
         self._lines.evaluation(step, values)
         self._trackers.log(step, {f"{OF_EVALUATIONS}{key}": value for key, value in values.items()})
+
+    def pictures(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
+        """Hand pictures uint8 (height, width, 3) to the trackers."""
+        self._trackers.draw(step, pictures)
 
     def close(self) -> None:
         """Write out what trackers still hold in memory."""

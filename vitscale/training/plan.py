@@ -4,6 +4,7 @@ All of it is a function of the recipe, the manifests and the world size, so that
 without a process group, a model or a first step.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +14,13 @@ from typing import Any, NamedTuple
 from vitscale.data import Loader, Reading, TrainOrder, train_transform
 from vitscale.errors import RecipeError
 from vitscale.evaluation import Evaluator, build_evaluators
+from vitscale.evaluation.build import evaluation_loader
 from vitscale.objectives import objective_class
 from vitscale.recipe import Course, Duration, Recipe
 from vitscale.shards import Manifest
 from vitscale.training.distributed import World
 from vitscale.training.engine import derive_config
+from vitscale.training.inspections import Inspections
 from vitscale.training.schedule import Rates, course, learning_rate
 
 
@@ -29,6 +32,7 @@ class Due(NamedTuple):
     compare_computation: bool
     save: bool
     evaluate: bool
+    inspect: bool
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,10 @@ class Plan:
         micro_batch, accumulation: of each rank.
         config: DeepSpeed's.
         evaluators: in the order in which they run.
+        inspections: of `evaluation.inspect`.
         total_steps: of the whole run.
         evaluate_every, checkpoint_every: steps; None for at the end only.
+        inspect_every: steps; None for never.
         keep_every: steps whose checkpoints are kept for good; None for none.
         log_every, compare_replicas_every, compare_computation_every: steps; None for never.
         rates: of the update that follows so many steps.
@@ -57,8 +63,10 @@ class Plan:
     accumulation: int
     config: dict[str, Any]
     evaluators: list[Evaluator]
+    inspections: Inspections | None
     total_steps: int
     evaluate_every: int | None
+    inspect_every: int | None
     checkpoint_every: int | None
     keep_every: int | None
     log_every: int
@@ -80,6 +88,7 @@ class Plan:
             compare_computation=is_at(self.compare_computation_every),
             save=step == last or is_at(self.checkpoint_every),
             evaluate=step == self.total_steps or is_at(self.evaluate_every),
+            inspect=is_at(self.inspect_every),
         )
 
 
@@ -122,6 +131,7 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
     warnings = _schedule_warnings(recipe, total, manifest.num_samples)
     border = recipe.describe_border()
     warnings += [border] if border else []
+    inspect = recipe.evaluation.inspect
 
     return Plan(
         manifest=manifest,
@@ -131,8 +141,10 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
         accumulation=accumulation,
         config=config,
         evaluators=build_evaluators(recipe, manifest.class_names, rank=rank, world=world_size),
+        inspections=_inspections(recipe, rank, world_size),
         total_steps=total,
         evaluate_every=interval("evaluation.every", recipe.evaluation.every),
+        inspect_every=interval("evaluation.inspect.every", None if inspect is None else inspect.every),
         checkpoint_every=interval("checkpoint.every", recipe.checkpoint.every),
         keep_every=interval("checkpoint.keep_every", recipe.checkpoint.keep_every),
         log_every=recipe.logging.every,
@@ -210,6 +222,15 @@ def _schedule_warnings(recipe: Recipe, total: int, num_samples: int) -> list[str
             f"reaches optimizer.lr"
         ]
     return []
+
+
+def _inspections(recipe: Recipe, rank: int, world_size: int) -> Inspections | None:
+    inspect = recipe.evaluation.inspect
+    if inspect is None:
+        return None
+    manifest = Manifest.load(recipe.dataset_path(inspect.images))
+    make_loader = evaluation_loader(recipe, manifest, recipe.data.eval_crop, rank=rank, world=world_size)
+    return Inspections(make_loader, math.ceil(inspect.count / (recipe.evaluation.batch * world_size)))
 
 
 def _working_directory() -> str | None:

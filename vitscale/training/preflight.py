@@ -27,6 +27,7 @@ from vitscale.checkpoint import LocalPlace, checkpoint_place
 from vitscale.errors import RecipeError, StorageError
 from vitscale.evaluation.splits import check_splits
 from vitscale.machine import available_memory, has_bf16_instructions
+from vitscale.page import check_drawing
 from vitscale.planning import Memory, expected_memory, largest_micro_batch
 from vitscale.planning.tensors import DeviceType
 from vitscale.ranks import gather, on_rank_zero, write_on_rank_zero
@@ -257,6 +258,8 @@ def _check_trackers(recipe: Recipe) -> None:
         raise RecipeError(
             f"logging.trackers: rank 0 lacks what they need: pip install {' '.join(absent)}, or leave them out"
         ).on_all_ranks()
+    if recipe.evaluation.inspect is not None:
+        on_rank_zero(lambda: check_drawing("evaluation.inspect"))
 
 
 def _host_memory(ranks: Sequence[_Rank]) -> list[int | None]:

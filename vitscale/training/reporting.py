@@ -17,6 +17,7 @@ from vitscale.ranks import gather, gather_numbers, sum_integers
 from vitscale.recipe import Recipe
 from vitscale.runs.done import write_done
 from vitscale.training import distributed
+from vitscale.training.inspections import Pictures
 from vitscale.training.learner import Update
 from vitscale.training.metrics import MetricsWriter
 from vitscale.training.pace import Pace
@@ -154,6 +155,11 @@ class Report:
         if self._metrics is not None and values:
             self._metrics.evaluation(step, values)
             self.say(f"step {step:,}  " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()))
+
+    def pictures(self, step: int, pictures: Pictures) -> None:
+        """Figures of what the model does inside after so many updates, for the trackers."""
+        if self._metrics is not None and pictures:
+            self._metrics.pictures(step, pictures)
 
     def done(self, state: RunState, values: Mapping[str, float], *, stopped_early: bool) -> None:
         """Write the file that says that the run is done; of rank 0 alone. Raises OSError."""

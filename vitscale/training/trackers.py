@@ -21,6 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from vitscale.files.durable import write_text
 from vitscale.runs.metrics import OF_EVALUATIONS, rows_up_to
 from vitscale.runs.names import METRICS_FILE
@@ -67,12 +69,21 @@ class Trackers:
         for follower in self._followers:
             follower.items.put((step, named(line)))
 
+    def draw(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
+        """Hand over pictures uint8 (height, width, 3) by their names. What is done again draws them again."""
+        for follower in self._followers:
+            follower.items.put((step, pictures))
+
     def close(self) -> None:
         """Have the trackers write out what they still hold."""
         for follower in self._followers:
             follower.items.put(None)
         for follower, seconds in _within(_ENDED_WITHIN_S, self._followers):
             follower.leave(seconds)
+
+
+_Values = Mapping[str, Any]
+"""Numbers, or pictures."""
 
 
 class _Known(NamedTuple):
@@ -86,17 +97,18 @@ class _Follower:
     """One tracker and its thread.
 
     Attributes:
-        items: to be logged, (step, values); None for the end.
+        items: to be logged, (step, numbers or pictures); None for the end.
         has_begun: set when the tracker has been started, or has failed.
     """
 
     def __init__(self, name: str, run_dir: Path, resume_step: int) -> None:
-        self.items: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+        self.items: queue.SimpleQueue[tuple[int, _Values] | None] = queue.SimpleQueue()
         self.has_begun = threading.Event()
         self._name, self._run_dir, self._resume_step = name, run_dir, resume_step
         self._known_file = run_dir / _FOLDER / f"{name}.json"
         self._known = _Known(None, 0)
         self._is_left = False
+        self._has_told = False  # that it takes no pictures
         # A daemon: the process can end while a server does not answer.
         self._thread = threading.Thread(target=self._follow, name=f"tracker {name}", daemon=True)
         self._thread.start()
@@ -167,7 +179,7 @@ class _Follower:
         tracker.start()
         return tracker
 
-    def _log(self, tracker: Any, step: int, values: dict[str, float]) -> None:
+    def _log(self, tracker: Any, step: int, values: _Values) -> None:
         if self._is_left:  # another one may follow the run by now
             return
         if self._name != "tensorboard" and step > self._known.step:
@@ -175,7 +187,20 @@ class _Follower:
             self._known = self._known._replace(step=step)
             self._known_file.parent.mkdir(exist_ok=True)
             write_text(self._known_file, json.dumps(self._known._asdict()) + "\n")
-        tracker.log(values, step=step)
+        pictures = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+        if not pictures:
+            tracker.log(values, step=step)
+        elif self._name == "mlflow":
+            from mlflow import MlflowClient
+
+            for name, picture in pictures.items():
+                MlflowClient().log_image(_run_of(tracker), picture, f"{name}/{step:08d}.png")
+        elif hasattr(tracker, "log_images"):
+            layout = {"dataformats": "NHWC"} if self._name == "tensorboard" else {}
+            tracker.log_images({name: picture[None] for name, picture in pictures.items()}, step=step, **layout)
+        elif not self._has_told:
+            self._has_told = True
+            _log.warning("logging.trackers: %s takes no pictures: evaluation.inspect is not drawn there", self._name)
 
     def _read_known(self) -> _Known:
         found = read_object(self._known_file) or {}
