@@ -10,7 +10,7 @@ from vitscale.cli.command_line import HELP, readable_command
 from vitscale.cli.looking import ImageSize, MaxMemory, ModelName, NoEma, Precision, Settings, Step
 
 _SPEED = "speed"
-_speed_app = typer.Typer(context_settings=HELP, rich_markup_mode=None, pretty_exceptions_enable=False)
+_speed_app = typer.Typer(context_settings=HELP, add_completion=False, rich_markup_mode=None)
 
 
 @_speed_app.command()
@@ -20,14 +20,15 @@ def speed(
     sizes: Annotated[
         str, typer.Option("--sizes", metavar="PIXELS,...", help="Sides of the images.")
     ] = "64,128,224,384,512",
-    precision: Annotated[str, typer.Option(help="bf16 or fp32; auto: bf16 on devices that compute it fast.")] = "auto",
+    precision: Precision = None,
     seconds: Annotated[
-        float, typer.Option(min=0.1, max=3600, help="For each model and size; with CUDA for each batch size.")
+        float, typer.Option(min=0.1, max=3600, help="For each model and size, or with CUDA for each batch size.")
     ] = 10.0,
 ) -> None:
     """Measure images/s and the largest batch by image size on this device: a table, a figure and its CSV.
 
-    A forward pass, as in appendix D.4. With CUDA batches grow until memory ends; on CPUs until the time is up.
+    A forward pass, as in appendix D.4, in bf16 with CUDA and in fp32 elsewhere. With CUDA batches grow until memory
+    ends; on CPUs until the time is up.
     """
     from vitscale.cli.inspect_output import run_speed
 

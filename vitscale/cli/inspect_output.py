@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from rich.console import Console
@@ -13,11 +13,13 @@ from torch import Tensor
 from vitscale.cli.prediction import image_files, pictures_of
 from vitscale.errors import DataError, RecipeError
 from vitscale.evaluation.finished import FinishedModel
+from vitscale.evaluation.placing import join
 from vitscale.files.durable import new_folder
 from vitscale.inspection.figures import inspection_figures
 from vitscale.inspection.looking import PARTS, Findings, Part, look, parts_of
 from vitscale.inspection.output import PAGE, write
 from vitscale.inspection.representation import nearest
+from vitscale.inspection.speed import Throughput, speed_figure, throughputs
 from vitscale.page import check_drawing
 from vitscale.shards import MANIFEST_NAME
 
@@ -54,7 +56,8 @@ def run_inspect(
             if wanted is None and (absent := [part for part in PARTS if part not in found.parts]):
                 notes.append(f"{name} has no {' and no '.join(absent)}.")
         figures = inspection_figures(findings)
-        write(folder, figures, facts, notes)
+        title = "Inside " + " and ".join(names)
+        write(folder, figures, title, ", ".join(each.title for each in findings.values()), facts, notes)
     for figure in figures:
         print(f"{figure.key:<20} {figure.title}")
     print(f"wrote {out / PAGE}: {len(figures)} figures, each as PNG, SVG and CSV")
@@ -145,3 +148,39 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=total)
         yield lambda count: progress.advance(task, count)
+
+
+def run_speed(
+    names: Sequence[str], out: Path, sizes: str, precision: Literal["bf16", "fp32"] | None, seconds: float
+) -> None:
+    """Measure models and write the folder. Raises `RecipeError` for what people gave."""
+    check_drawing("vitscale inspect speed")
+    sides = _sizes(sizes)
+    device = join().device
+    precision = precision or ("bf16" if device.type == "cuda" else "fp32")
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    print(f"{where}, {precision}")
+    with new_folder(out, "--out") as folder:
+        found = throughputs(names, sides, device, precision, seconds, _print)
+        figure = speed_figure(found, where, precision)
+        write(folder, [figure], figure.title, where, [("device", where), ("precision", precision)])
+    print(f"wrote {out / PAGE}")
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = [0]
+    if not all(0 < size <= 8192 for size in sizes) or len(set(sizes)) < len(sizes):
+        raise RecipeError(f"--sizes {text}: expected different numbers of pixels, such as 64,128,224")
+    return sizes
+
+
+def _print(found: Throughput) -> None:
+    if found.images_per_s is None:
+        print(f"{found.model:<16} {found.image_size:>5}  {found.problem}", flush=True)
+        return
+    largest = "" if found.largest_batch is None else f"  largest batch {found.largest_batch:,}"
+    speed = f"{found.images_per_s:>10,.4g} images/s at batch {found.batch:,}"
+    print(f"{found.model:<16} {found.image_size:>5} {speed}{largest}", flush=True)

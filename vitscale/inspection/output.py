@@ -26,7 +26,12 @@ def sections(figures: Sequence[InspectionFigure]) -> list[Section]:
 
 
 def write(
-    folder: Path, figures: Sequence[InspectionFigure], facts: Sequence[tuple[str, str]], notes: Sequence[str]
+    folder: Path,
+    figures: Sequence[InspectionFigure],
+    title: str,
+    subtitle: str,
+    facts: Sequence[tuple[str, str]],
+    notes: Sequence[str] = (),
 ) -> None:
     """Write all figures and the page into a folder that exists. Raises OSError."""
     for figure in figures:

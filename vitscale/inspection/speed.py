@@ -9,7 +9,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -17,9 +17,14 @@ from torch import Tensor
 from vitscale import families
 from vitscale.errors import RecipeError
 from vitscale.families import model_of
+from vitscale.inspection.figures import InspectionFigure
 from vitscale.models import Model, initialise
 from vitscale.models.build import build_of_block
 from vitscale.models.layers import CHANNELS
+from vitscale.page import SERIES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Precision = Literal["bf16", "fp32"]
 _NUM_CLASSES = 1000
@@ -142,7 +147,7 @@ def _speed(
         _timed(model, images, device)
         taken = list(_passes(model, images, device, seconds, until))
     except torch.OutOfMemoryError:
-        images = None
+        images = None  # type: ignore[assignment]
         _release(device)
         return None
     return len(images) / sorted(taken)[len(taken) // 2]
@@ -178,3 +183,46 @@ def _release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def speed_figure(found: Sequence[Throughput], device: str, precision: str) -> InspectionFigure:
+    """Images/s by image size, and where it was measured the largest batch beside it (Figure 11)."""
+    has_largest = any(each.largest_batch for each in found)
+    names = list(dict.fromkeys(each.model for each in found))
+
+    def put(figure: "Figure") -> None:
+        from matplotlib.ticker import NullFormatter
+
+        panels = figure.subplots(1, 1 + has_largest, squeeze=False)[0]
+        kinds = [("images_per_s", "images/s"), ("largest_batch", "largest batch")]
+        for axes, (key, label) in zip(panels, kinds, strict=False):
+            for index, name in enumerate(names):
+                points = [
+                    (each.image_size, value) for each in found if each.model == name and (value := getattr(each, key))
+                ]
+                colour = SERIES[index % len(SERIES)]
+                style = "-" if index < len(SERIES) else "--"
+                axes.plot(*zip(*points, strict=True), f"o{style}", color=colour, label=name) if points else None
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            sizes = sorted({each.image_size for each in found})
+            axes.set_xticks(sizes, map(str, sizes))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.set_xlabel("side of the image (pixels)")
+            axes.set_ylabel(label)
+        if any(each.images_per_s for each in found):
+            panels[0].legend()
+
+    rows = [
+        ["" if value is None else value for value in (each.model, each.image_size, each.images_per_s, each.batch)]
+        + ["" if each.largest_batch is None else each.largest_batch, device, precision, each.problem]
+        for each in found
+    ]
+    columns = ["model", "image_size", "images_per_s", "batch", "largest_batch", "device", "precision", "problem"]
+    caption = (
+        f"A forward pass on {device} in {precision}: the best of all batch sizes"
+        f"{', and the largest batch that fits into memory' if has_largest else ''} (appendix D.4)."
+    )
+    title = "Speed by image size"
+    return InspectionFigure("speed", title, caption, put, 820 if has_largest else 520, 340, columns, rows)
