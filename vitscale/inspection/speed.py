@@ -122,10 +122,10 @@ def _measured(model: Model, size: int, device: torch.device, seconds: float) -> 
         if device.type != "cuda" and time.monotonic() + 2 * batch / speed > until:
             return best, largest
         batch *= 2
-    return best, _largest_between(largest, batch, lambda count: _fits(model, size, count, device))
+    return best, largest_between(largest, batch, lambda count: _fits(model, size, count, device))
 
 
-def _largest_between(fits: int, too_large: int, try_it: Callable[[int], bool]) -> int:
+def largest_between(fits: int, too_large: int, try_it: Callable[[int], bool]) -> int:
     """The largest batch that fits, to one part in `_FINENESS`."""
     while too_large - fits > max(1, fits // _FINENESS):
         middle = (fits + too_large) // 2

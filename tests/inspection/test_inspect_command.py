@@ -1,0 +1,166 @@
+"""`vitscale inspect` and `vitscale inspect speed`, as people type them: files, pages, and bad input."""
+
+import csv
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from browser import Read, open_page
+from evaluation.test_finished_models import command
+from models.weights.exported import TINY, described, finished_run, valued, write
+from pictures import encoded, make_picture
+
+from vitscale.inspection.speed import largest_between
+from vitscale.shards.generated import CLASS_NAMES, write_generated_dataset
+
+pytest.importorskip("matplotlib")
+OF_ATTENTION = {"attention_distance", "attention_entropy", "attention_maps", "attention_rollout"}
+OF_ALL = {"filters", "layer_alignment", "token_norms", "token_norm_maps", "patch_colours"}
+OF_VITS = OF_ALL | OF_ATTENTION | {"position_similarity"}
+RESNET = {"blocks": [1, 1], "width_factor": 1}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A run, its weights in two formats under one name, those of a ResNet, a dataset, and a folder of pictures."""
+    root = tmp_path_factory.mktemp("inspect")
+    write_generated_dataset(root / "data" / "test", [13, 24], seed=2)
+    description = described(TINY, 64, len(CLASS_NAMES), list(CLASS_NAMES))
+    model = valued(description)
+    where = {"root": str(root / "data")}
+    finished_run(root / "run", model, TINY | {"head": "linear"}, names=CLASS_NAMES, data=where, precision="fp32")
+    for form, folder in (("safetensors", "ours"), ("npz", "google")):
+        (root / folder).mkdir()
+        write(model, description, form, root).rename(root / folder / f"model.{form}")
+    of_resnet = described(RESNET, 64)
+    write(valued(of_resnet), of_resnet, "safetensors", root).rename(root / "resnet.safetensors")
+    for at in range(9):
+        (root / "pictures" / str(at % 2)).mkdir(parents=True, exist_ok=True)
+        (root / "pictures" / str(at % 2) / f"{at}.png").write_bytes(encoded(make_picture(at, 70, 90), "PNG"))
+    return root
+
+
+def inspect(home: Path, out: Path, *arguments: object, images: str = "pictures") -> tuple[int, str]:
+    return command("inspect", *arguments, "--images", home / images, "--out", out)
+
+
+def figures(out: Path) -> set[str]:
+    """The figures of a folder, each of which is there in three forms."""
+    kinds = {kind: {path.stem for path in out.glob(f"*.{kind}")} for kind in ("png", "svg", "csv")}
+    assert kinds["png"] == kinds["svg"] == kinds["csv"]
+    return kinds["csv"]
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_two_exports_of_one_model_give_equal_bytes(home, tmp_path):
+    block = home / "run" / "recipe.yaml"
+    assert inspect(home, tmp_path / "ours", home / "ours" / "model.safetensors")[0] == 0
+    assert inspect(home, tmp_path / "google", home / "google" / "model.npz", "--model", block)[0] == 0
+    assert figures(tmp_path / "ours") == OF_VITS
+    for path in (tmp_path / "ours").iterdir():
+        assert path.read_bytes() == (tmp_path / "google" / path.name).read_bytes(), path.name
+
+
+def test_a_model_beside_itself_on_a_page(home, tmp_path):
+    out = tmp_path / "out"
+    sources = (home / "ours" / "model.safetensors", tmp_path / "again.safetensors")
+    shutil.copy(*sources)
+    code, said = inspect(home, out, *sources, "--neighbours", home / "data/test", images="data/test")
+    assert code == 0 and figures(out) == OF_VITS | {"neighbours"}, said
+    assert all(key in said for key in OF_VITS)
+    page = Read((out / "index.html").read_text())
+    assert page.outside == [] and page.holes == []
+    assert {"Attention distance", "again", "model"} <= set(page.words)
+    opened = open_page(out / "index.html", tmp_path / "browser")
+    assert opened.console == [] and opened.document.count("<svg") == len(OF_VITS) + 1
+    distances = rows(out / "attention_distance.csv")
+    assert [(row["model"], row["layer"], row["head"]) for row in distances] == [
+        (model, layer, head) for model in ("model", "again") for layer in "12" for head in "123"
+    ]
+    assert [row["distance_px"] for row in distances[:6]] == [row["distance_px"] for row in distances[6:]]
+    of_two = [row for row in rows(out / "layer_alignment.csv") if row["model"] != row["other_model"]]
+    assert all(
+        float(row["alignment"]) == pytest.approx(1, abs=1e-5) for row in of_two if row["layer"] == row["other_layer"]
+    )
+    near = rows(out / "neighbours.csv")
+    assert len(near) == 2 * 6 * 6 and all(float(row["cosine"]) < 0.999999 for row in near)  # not a picture itself
+
+
+def test_resnets_have_no_attention_and_show_the_rest(home, tmp_path):
+    code, _ = inspect(home, tmp_path / "all", home / "resnet.safetensors")
+    assert code == 0 and figures(tmp_path / "all") == OF_ALL
+    assert "has no positions and no attention and no rollout" in (tmp_path / "all" / "index.html").read_text()
+    code, message = inspect(home, tmp_path / "some", home / "resnet.safetensors", "--show", "filters,attention")
+    assert code == 2 and "--show attention" in message and "filters, alignment" in message
+    assert not (tmp_path / "some").exists()
+
+
+def test_only_what_is_asked_for_is_shown(home, tmp_path):
+    arguments = ("--show", "rollout,filters", "--count", 3, "--pictures", 2)
+    assert inspect(home, tmp_path / "out", home / "run", *arguments)[0] == 0
+    assert figures(tmp_path / "out") == {"filters", "attention_rollout", "attention_maps"}
+    of_pictures = rows(tmp_path / "out" / "attention_rollout.csv")
+    assert len(of_pictures) == 2 and all(len(row) == 2 + 64 for row in of_pictures)
+
+
+def test_bad_input_is_told_and_leaves_nothing(home, tmp_path):
+    out, run = tmp_path / "out", home / "run"
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(home / "pictures", tmp_path / "damaged")
+    (tmp_path / "damaged" / "0" / "no.jpg").write_text("no picture")
+    torch.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "pickle.pth")
+    cases = [
+        (3, "no image in this folder", inspect(tmp_path, out, run, images="empty")),
+        (3, "no.jpg", inspect(tmp_path, out, run, images="damaged")),
+        (3, "nowhere", inspect(tmp_path, out, run, images="nowhere")),
+        (2, "expected some of filters", inspect(home, out, run, "--show", "attentoin")),
+        (3, "pickle.pth", inspect(home, out, tmp_path / "pickle.pth", "--model", run / "recipe.yaml")),
+        (2, "smaller", inspect(home, out, home / "ours/model.safetensors", "--image-size", 4)),
+        (2, "no run directory", inspect(home, out, tmp_path / "empty")),
+        (2, "twice", inspect(home, out, run, run)),
+        (2, "already exists", inspect(home, home / "pictures", run)),
+        (3, "nowhere", inspect(home, out, run, "--neighbours", tmp_path / "nowhere")),
+    ]
+    for expected, words, (code, message) in cases:
+        assert code == expected and words in message, (words, code, message)
+    assert not out.exists() and not list(tmp_path.glob(".out*"))
+
+
+def test_speed_is_measured_until_the_time_is_up(tmp_path):
+    names = ("ViT-Ti/16", "R+ViT-Ti/16")
+    code, said = command("inspect", "speed", *names, "--sizes", "8,32", "--seconds", 0.2, "--out", tmp_path / "out")
+    assert code == 0 and "ViT-Ti/16" in said and figures(tmp_path / "out") == {"speed"}
+    found = rows(tmp_path / "out" / "speed.csv")
+    assert [(row["model"], row["image_size"]) for row in found] == [
+        (name, size) for name in names for size in ("8", "32")
+    ]
+    for row in found:
+        is_possible = row["image_size"] == "32"
+        assert bool(row["problem"]) != is_possible and row["largest_batch"] == ""
+        assert not is_possible or (float(row["images_per_s"]) > 0 and int(row["batch"]) >= 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["ViT-Q/16"], "ViT-Q/16"),
+        (["ViT-Ti/16", "--sizes", "a"], "--sizes"),
+        (["ViT-Ti/16", "--sizes", "64,64"], "--sizes"),
+    ],
+)
+def test_speed_of_what_is_none(tmp_path, arguments, words):
+    code, message = command("inspect", "speed", *arguments, "--out", tmp_path / "out")
+    assert code == 2 and words in message and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("limit", [1, 7, 96, 1000, 4097])
+def test_the_largest_batch_is_found_to_one_part_in_sixteen(limit):
+    fits = 2 ** (limit.bit_length() - 1)
+    tried: list[int] = []
+    found = largest_between(fits, 2 * fits, lambda count: not tried.append(count) and count <= limit)
+    assert limit - max(1, limit // 16) <= found <= limit and len(tried) <= 5
