@@ -45,17 +45,19 @@ def run_inspect(
     wanted = _parts(show)
     names = _names(sources)
     with new_folder(out, "--out") as folder:
-        findings, facts, notes = {}, [], []
+        findings: dict[str, Findings] = {}
+        facts, notes = [], []
         for source, name in zip(sources, names, strict=True):
             with open_model(source) as model:
                 if model.accelerator.num_processes > 1:
                     raise RecipeError("vitscale inspect is one process; start it without accelerate launch")
                 found, about = _look(model, name, images, wanted, count, pictures, neighbours)
             findings[name] = found
-            facts += about
+            facts.append((name, about))
             if wanted is None and (absent := [part for part in PARTS if part not in found.parts]):
                 notes.append(f"{name} has no {' and no '.join(absent)}.")
         figures = inspection_figures(findings)
+        facts.append(("pictures", f"{', '.join(str(each.images) for each in findings.values())} of {images}"))
         title = "Inside " + " and ".join(names)
         write(folder, figures, title, ", ".join(each.title for each in findings.values()), facts, notes)
     for figure in figures:
@@ -89,7 +91,7 @@ def _look(
     count: int,
     pictures: int,
     neighbours: str | None,
-) -> tuple[Findings, list[tuple[str, str]]]:
+) -> tuple[Findings, str]:
     with model.reading(model.backbone.anatomy().embedding):
         parts = parts_of(model.backbone, model.title, wanted)
         shown, uids, dataset = _pictures(model, images, count)
@@ -102,11 +104,7 @@ def _look(
         with _progress(f"{name}: neighbours", among.num_samples) as seen:
             found.neighbours = nearest(found.representations, own, _represented(model, among, seen), _NEIGHBOURS)
     where = f"{model.title}, {model.image_size} pixels"
-    facts = [
-        (f"model {name}", where if model.step is None else f"{where}, step {model.step:,}"),
-        ("pictures", f"{len(shown)} of {images}"),
-    ]
-    return found, facts
+    return found, where if model.step is None else f"{where}, step {model.step:,}"
 
 
 def _pictures(model: FinishedModel, where: str, count: int) -> tuple[Tensor, Tensor, "Manifest | None"]:

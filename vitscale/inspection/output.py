@@ -42,8 +42,5 @@ def write(
         csv.writer(text, lineterminator="\n").writerows([figure.columns, *figure.rows])
         (folder / f"{figure.key}.csv").write_text(text.getvalue(), encoding="utf-8")
     about: list[Part] = [Facts(facts), *(Text(note, "note") for note in notes)]
-    title = "Inside " + " and ".join(value for name, value in facts if name.startswith("model"))
-    page = page_text(
-        title, "what it sees and how it attends", [Section("What was looked at", about), *sections(figures)]
-    )
+    page = page_text(title, subtitle, [Section("What was looked at", about), *sections(figures)])
     (folder / PAGE).write_text(page, encoding="utf-8")
