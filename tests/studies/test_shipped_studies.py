@@ -143,3 +143,17 @@ def test_one_trunk_buys_the_runs_of_7_epochs_and_saves_11_percent_of_the_18_runs
     assert all_of_them == pytest.approx(15_721, rel=0.015)
     assert (all_of_them - paid) / all_of_them == pytest.approx(0.8 * (783 + 563 + 859) / 15_721, abs=0.003)
     assert (all_of_them - paid) / all_of_them == pytest.approx(0.11, abs=0.005)
+
+
+# ---- Small data sets -------------------------------------------------------------------------------------------------
+
+
+def test_from_scratch_differs_from_fine_tuning_by_the_first_weights_alone():
+    entries = expand(load_study("transfer_small"), Path("runs")).entries
+    pairs = [(entry, entries[name.replace("finetune", "scratch")]) for name, entry in entries.items()]
+    pairs = [(tuned, scratch) for tuned, scratch in pairs if tuned is not scratch]
+    assert len(pairs) * 2 == len(entries) == 40
+    for tuned, scratch in pairs:
+        for first, second in zip(tuned.options, scratch.options, strict=True):
+            assert first.recipe.init is not None and second.recipe.init is None
+            assert first.recipe.model_copy(update={"init": None}) == second.recipe
