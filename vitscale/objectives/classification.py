@@ -212,7 +212,7 @@ class Classification(Objective):
         """As `Objective.losses`."""
         partners = None
         if self.mixer is not None:
-            own, blend, boxes, *plan = plan
+            (own, blend, boxes), plan = plan[:3], plan[3:]
             images = self.mixer.mix_images(images, blend, boxes)
             partners = Partners(partners_of(labels), own)
         logits = (self.backbone(images) if self.kept is None else self.backbone(images, kept=plan[0])).logits

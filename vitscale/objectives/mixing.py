@@ -59,8 +59,8 @@ class Mixer:
         else:
             drawn = keys
         own, blend, boxes = (np.repeat(each, len(keys) // len(drawn), axis=0) for each in self._draw(drawn))
-        as_fp32 = (torch.from_numpy(each.astype(np.float32)) for each in (own, blend))
-        return *as_fp32, torch.from_numpy(boxes)
+        own, blend = own.astype(np.float32), blend.astype(np.float32)
+        return torch.from_numpy(own), torch.from_numpy(blend), torch.from_numpy(boxes)
 
     def _draw(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """`plan` for as many draws as there are keys; float64 in place of fp32."""

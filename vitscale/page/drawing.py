@@ -110,7 +110,8 @@ def _rendered(
     defaults: dict[str, Any] = {key: matplotlib.rcParamsDefault[key] for key in matplotlib.rcParamsDefault}
     defaults.pop("backend")
     file = io.BytesIO()
-    with matplotlib.rc_context({**defaults, **_STYLE, **style}):
+    settings: Any = {**defaults, **_STYLE, **style}
+    with matplotlib.rc_context(settings):
         figure = Figure(figsize=(width / 96, height / 96), dpi=96, layout="constrained")
         put(figure)
         unsaid = ("Date", "Creator", "Format", "Type") if form == "svg" else ("Software",)

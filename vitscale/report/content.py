@@ -126,7 +126,7 @@ def _entry_item(folder: Path, entry: Mapping[str, Any]) -> _Item:
 
 def _all_records(items: Sequence[_Item]) -> list[Record]:
     """Of all runs, and of those that they go back to, each once."""
-    found = {}
+    found: dict[Path, Record] = {}
     for item in items:
         for record in item.record.chain if item.record is not None else []:
             found.setdefault(record.directory.resolve(), record)

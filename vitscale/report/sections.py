@@ -360,7 +360,7 @@ def _compute(content: Content) -> Iterator[Part]:
     )
     rows = [{"what": names[key], **values} for key, values in content["compute"].items()]
     yield Table(_view(columns, rows))
-    columns = (
+    of_runs = (
         _text("name", "run"),
         _text("model", "model"),
         _text("state", "state"),
@@ -375,7 +375,7 @@ def _compute(content: Content) -> Iterator[Part]:
         _text("worlds", "devices"),
     )
     rows = [{**run, "worlds": ", ".join(map(str, run.get("world_sizes", [])))} for run in content["runs"]]
-    yield Folded(f"Run by run ({len(rows)})", [Table(_view(columns, rows))])
+    yield Folded(f"Run by run ({len(rows)})", [Table(_view(of_runs, rows))])
     yield Text(
         "ExaFLOPs: model FLOPs of training, without evaluation. Hours: of training steps. Device-hours: the same times "
         "the devices. MFU: where the peak of the device is known.",
