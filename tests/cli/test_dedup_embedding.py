@@ -3,6 +3,7 @@
 import hashlib
 import json
 import pickle
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,10 +36,11 @@ SETTINGS = ("--preset", "photo", "--level", 0, "--cosine", 0.5)
 
 
 @pytest.fixture(autouse=True)
-def threads_and_matcher_as_before():
-    threads = torch.get_num_threads()
+def process_as_before():
+    threads, on_end = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
     yield
     torch.set_num_threads(threads)
+    signal.signal(signal.SIGTERM, on_end)
     open_matcher.cache_clear()
 
 
