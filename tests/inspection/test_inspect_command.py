@@ -66,6 +66,24 @@ def test_two_exports_of_one_model_give_equal_bytes(home, tmp_path):
         assert path.read_bytes() == (tmp_path / "google" / path.name).read_bytes(), path.name
 
 
+def test_a_model_that_is_spread_over_memory_and_disk_gives_the_same_bytes(home, tmp_path):
+    source = home / "ours" / "model.safetensors"
+    assert inspect(home, tmp_path / "whole", source)[0] == 0
+    assert inspect(home, tmp_path / "spread", source, "--max-memory", 1e-4)[0] == 0
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "spread" / path.name).read_bytes(), path.name
+
+
+def test_names_tell_models_apart(home, tmp_path):
+    files = [tmp_path / name for name in ("a/model.safetensors", "a/model.pt.safetensors", "b/model.safetensors")]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        shutil.copy(home / "ours" / "model.safetensors", file)
+    assert inspect(home, tmp_path / "out", *files, "--show", "filters", "--count", 1)[0] == 0
+    named = {row["model"] for row in rows(tmp_path / "out" / "filters.csv")}
+    assert named == {"a/model", "a/model.pt", "b/model"}
+
+
 def test_a_model_beside_itself_on_a_page(home, tmp_path):
     out = tmp_path / "out"
     sources = (home / "ours" / "model.safetensors", tmp_path / "again.safetensors")

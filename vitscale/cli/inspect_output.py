@@ -1,32 +1,28 @@
 """What `vitscale inspect` does and prints."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
 
 from vitscale.cli.prediction import image_files, pictures_of
-from vitscale.errors import DataError, RecipeError
+from vitscale.errors import RecipeError
 from vitscale.evaluation.finished import FinishedModel
 from vitscale.evaluation.placing import join
 from vitscale.files.durable import new_folder
 from vitscale.inspection.figures import inspection_figures
-from vitscale.inspection.looking import PARTS, Findings, Part, look, parts_of
+from vitscale.inspection.finished import Pictures, first_of, inspect_model
+from vitscale.inspection.looking import PARTS, Findings, Part
 from vitscale.inspection.output import PAGE, write
-from vitscale.inspection.representation import nearest
 from vitscale.inspection.speed import Throughput, speed_figure, throughputs
 from vitscale.page import check_drawing
 from vitscale.shards import MANIFEST_NAME
 
-if TYPE_CHECKING:
-    from vitscale.shards import Manifest
-
-_NEIGHBOURS = 6
 Open = Callable[[Path], AbstractContextManager[FinishedModel]]
 
 
@@ -49,11 +45,11 @@ def run_inspect(
         facts, notes = [], []
         for source, name in zip(sources, names, strict=True):
             with open_model(source) as model:
-                if model.accelerator.num_processes > 1:
-                    raise RecipeError("vitscale inspect is one process; start it without accelerate launch")
-                found, about = _look(model, name, images, wanted, count, pictures, neighbours)
+                seen, progress = _pictures(model, images, count), partial(_progress, name)
+                found = inspect_model(model, seen, wanted, pictures=pictures, neighbours=neighbours, progress=progress)
+                step = "" if model.step is None else f", step {model.step:,}"
             findings[name] = found
-            facts.append((name, about))
+            facts.append((name, f"{found.title}, {found.image_size} pixels{step}"))
             if wanted is None and (absent := [part for part in PARTS if part not in found.parts]):
                 notes.append(f"{name} has no {' and no '.join(absent)}.")
         figures = inspection_figures(findings)
@@ -75,76 +71,34 @@ def _parts(show: str | None) -> list[Part] | None:
 
 def _names(sources: Sequence[Path]) -> list[str]:
     """What the models are called in the figures: the shortest ends of their paths that tell them apart."""
-    parts = [source.absolute().with_suffix("").parts for source in sources]
-    for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-length:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    raise RecipeError(f"{sources[0]}: the same model twice; expected different ones")
+    whole = [source.absolute() for source in sources]
+    if len(set(whole)) < len(whole):
+        raise RecipeError(f"{max(whole, key=whole.count)} is given twice; expected different models")
+    for paths in ([path.with_suffix("") if path.is_file() else path for path in whole], whole):
+        for length in range(1, max(len(path.parts) for path in paths) + 1):
+            names = ["/".join(path.parts[-length:]) for path in paths]
+            if len(set(names)) == len(names):
+                return names
+    raise AssertionError("different paths have different names")
 
 
-def _look(
-    model: FinishedModel,
-    name: str,
-    images: str,
-    wanted: list[Part] | None,
-    count: int,
-    pictures: int,
-    neighbours: str | None,
-) -> tuple[Findings, str]:
-    with model.reading(model.backbone.anatomy().embedding):
-        parts = parts_of(model.backbone, model.title, wanted)
-        shown, uids, dataset = _pictures(model, images, count)
-        among = model.dataset(neighbours) if neighbours is not None else None
-        with _progress(f"{name}: pictures", len(shown)) as seen:
-            found = look(model.backbone, model.predict, shown, model.title, parts, pictures=pictures, seen=seen)
-    if among is not None and found.representations is not None:
-        own = uids[: len(found.pictures)] if dataset is not None and dataset.sha256 == among.sha256 else None
-        own = torch.full((len(found.pictures),), -1) if own is None else own
-        with _progress(f"{name}: neighbours", among.num_samples) as seen:
-            found.neighbours = nearest(found.representations, own, _represented(model, among, seen), _NEIGHBOURS)
-    where = f"{model.title}, {model.image_size} pixels"
-    return found, where if model.step is None else f"{where}, step {model.step:,}"
-
-
-def _pictures(model: FinishedModel, where: str, count: int) -> tuple[Tensor, Tensor, "Manifest | None"]:
-    """uint8 (n, S, S, 3) as the model sees them, their uids (n,), and the dataset where they are of one."""
+def _pictures(model: FinishedModel, where: str, count: int) -> Pictures:
+    """Of a folder of images, evenly over it, or the first of a dataset."""
     path = Path(where)
-    if path.is_file() or (path.is_dir() and not (path / MANIFEST_NAME).exists()):
-        files = image_files([path])
-        files = [files[at * len(files) // count] for at in range(count)] if len(files) > count else files
-        shown = pictures_of(model, files)
-        return shown, torch.full((len(shown),), -1), None
-    manifest = model.dataset(where)
-    images, uids, found = [], [], 0
-    with closing(model.loader(manifest)()) as loader:
-        for batch in loader:
-            images.append(batch.images[batch.mask].clone())
-            uids.append(batch.uids[batch.mask].clone())
-            found += len(images[-1])
-            if found >= count:
-                break
-    if not found:
-        raise DataError(f"--images {where}: no picture in it can be read")
-    return torch.cat(images)[:count], torch.cat(uids)[:count], manifest
-
-
-def _represented(
-    model: FinishedModel, manifest: "Manifest", seen: Callable[[int], None]
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    for batch in model.loader(manifest)():
-        pooled = model.predict(batch.images).pooled.cpu()
-        yield batch.images[batch.mask], pooled[batch.mask], batch.uids[batch.mask]
-        seen(int(batch.mask.sum()))
+    if not path.is_file() and (not path.is_dir() or (path / MANIFEST_NAME).exists()):
+        return first_of(model, where, count)
+    files = image_files([path])
+    files = [files[at * len(files) // count] for at in range(count)] if len(files) > count else files
+    return Pictures(pictures_of(model, files), torch.full((len(files),), -1), None)
 
 
 @contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def _progress(name: str, what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A live line at a terminal, on standard error."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=total)
+        task = progress.add_task(f"{name}: {what}", total=total)
         yield lambda count: progress.advance(task, count)
 
 

@@ -41,7 +41,6 @@ class Findings:
         colours, shares: of the patches (k, N, 3), and the share of the variance of each colour.
         parts: that were looked at.
         pictures: uint8 (k, S, S, 3), as the model sees them.
-        representations: (k, D), of the pictures.
         neighbours: of the pictures, where a dataset was given.
     """
 
@@ -62,7 +61,6 @@ class Findings:
     grams: dict[str, list[Tensor]] = field(default_factory=dict)
     colours: Tensor | None = None
     shares: Tensor | None = None
-    representations: Tensor | None = None
     neighbours: Neighbours | None = None
 
 
@@ -130,7 +128,6 @@ def look(
             norms.setdefault(name, []).append(output.float().norm(dim=1 if is_map else -1).flatten(1).cpu())
 
     shown: list[Tensor] = []
-    pooled: list[Tensor] = []
     with ExitStack() as stack:
         stack.enter_context(_hearing(anatomy.layers, observe_layer))
         if {"attention", "rollout"} & set(parts):
@@ -145,7 +142,6 @@ def look(
             if first < pictures:
                 rows = min(len(part), pictures - first)
                 shown.append(outputs.tokens[:rows].float().cpu())
-                pooled.append(outputs.pooled[:rows].float().cpu())
             seen(len(part))
     if "attention" in parts:
         found.reach = {name: _joined(values) for name, values in meter.reach.items()}
@@ -158,8 +154,6 @@ def look(
         found.norms[name] = of_tokens[:, before:]
         if before:
             found.first_norms[name] = of_tokens[:, 0]
-    if pooled:
-        found.representations = torch.cat(pooled)
     if "colours" in parts and anatomy.grid is not None:
         found.colours, found.shares = colours(torch.cat(shown)[:, -(anatomy.grid**2) :])
     return found

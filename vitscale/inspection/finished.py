@@ -1,0 +1,88 @@
+"""Finished models of any source, looked at: what `vitscale inspect` and pages of results make figures of."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vitscale.errors import DataError, RecipeError
+from vitscale.evaluation.finished import FinishedModel
+from vitscale.inspection.looking import Findings, Part, look, parts_of
+from vitscale.inspection.representation import nearest
+from vitscale.shards import Manifest
+
+_NEIGHBOURS = 6
+
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+"""What is being done and how many images it has; in it, a function that is told how many more are done."""
+
+
+class Pictures(NamedTuple):
+    """What a model is to see: uint8 (n, S, S, 3), their uids (n,), and the dataset where they are of one."""
+
+    images: Tensor
+    uids: Tensor
+    dataset: Manifest | None
+
+
+def first_of(model: FinishedModel, dataset: str, count: int) -> Pictures:
+    """The first pictures of a dataset, whose order is a shuffled one. Raises `RecipeError` and `DataError`."""
+    manifest = model.dataset(dataset)
+    images: list[Tensor] = []
+    uids: list[Tensor] = []
+    with closing(model.loader(manifest)()) as loader:  # type: ignore[type-var]
+        for batch in loader:
+            images.append(batch.images[batch.mask].clone())
+            uids.append(batch.uids[batch.mask].clone())
+            if sum(map(len, images)) >= count:
+                break
+    if not sum(map(len, images)):
+        raise DataError(f"{manifest.where}: no picture in it can be read")
+    return Pictures(torch.cat(images)[:count], torch.cat(uids)[:count], manifest)
+
+
+def inspect_model(
+    model: FinishedModel,
+    seen: Pictures,
+    wanted: Sequence[Part] | None = None,
+    *,
+    pictures: int = 6,
+    neighbours: str | None = None,
+    progress: Progress = lambda what, total: nullcontext(lambda count: None),
+) -> Findings:
+    """Look at a model while it sees pictures.
+
+    Args:
+        wanted: what to look at; all that there is by default.
+        pictures: of how many of the first pictures maps, colours and neighbours are made.
+        neighbours: a dataset in which to look for pictures that are like them.
+
+    Raises `RecipeError` for what the model has not, and for several processes.
+    """
+    if model.accelerator.num_processes > 1:
+        raise RecipeError("inspection is one process: start it without accelerate launch").on_all_ranks()
+    among = None if neighbours is None else model.dataset(neighbours)
+    backbone = model.backbone
+    with model.reading(backbone.anatomy().embedding), progress("pictures", len(seen.images)) as done:
+        parts = parts_of(backbone, model.title, wanted)
+        found = look(backbone, model.predict, seen.images, model.title, parts, pictures=pictures, seen=done)
+    if among is None:
+        return found
+    shown = found.pictures
+    is_own = seen.dataset is not None and seen.dataset.sha256 == among.sha256
+    own = seen.uids[: len(shown)] if is_own else torch.full((len(shown),), -1)
+    with progress("neighbours", among.num_samples) as done:
+        queries = model.predict(shown).pooled
+        found.neighbours = nearest(queries, own, _represented(model, among, done), _NEIGHBOURS)
+    return found
+
+
+def _represented(
+    model: FinishedModel, manifest: Manifest, done: Callable[[int], None]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    for batch in model.loader(manifest)():
+        pooled = model.predict(batch.images).pooled.cpu()
+        yield batch.images[batch.mask], pooled[batch.mask], batch.uids[batch.mask]
+        done(int(batch.mask.sum()))
