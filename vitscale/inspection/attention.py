@@ -79,7 +79,7 @@ class AttentionMeter:
             self.reach.setdefault(name, []).append(reach)
             if self._wanted:
                 self.maps.setdefault(name, []).append(self._mix(averaged, self._along[name]).cpu())
-        elif self._wanted:
+        elif self._product is not None:
             first = Attending(attending.query[: self._wanted], attending.key[: self._wanted], None)
             probe = torch.cat([chunk.weights.mean(dim=1) for chunk in chunks(first)])  # (k, 1, T)
             self._finish((probe @ self._product)[:, 0])

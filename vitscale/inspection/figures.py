@@ -77,7 +77,7 @@ def _filters(findings: dict[str, Findings]) -> InspectionFigure | None:
     sizes = {components.filters.shape[1:] for components in found.values()}
     h, w, c = max(sizes)
     columns = ["model", "component", "share_of_variance", *_grid_names("value", h, w, c)]
-    rows = [
+    rows: list[list[Value]] = [
         [name, index, _short(share), *map(_short, component.flatten().tolist())]
         for name, components in found.items()
         for index, (component, share) in enumerate(zip(components.filters, components.shares.tolist(), strict=True), 1)
@@ -241,7 +241,7 @@ def _rollout(findings: dict[str, Findings]) -> InspectionFigure | None:
             lit = [lit_tile(p, _square(w)) for p, w in zip(pictures, each.rollout, strict=True)]
             _show(axes, mosaic([[picture_tile(p) for p in pictures], lit]), name, findings)
 
-    rows = [
+    rows: list[list[Value]] = [
         [name, picture, *map(_short, weights.tolist())]
         for name, each in found.items()
         for picture, weights in enumerate(each.rollout if each.rollout is not None else (), 1)
@@ -281,7 +281,7 @@ def _maps(findings: dict[str, Findings]) -> InspectionFigure | None:
             axes.tick_params(length=0)
             axes.set_xlabel("layer")
 
-    rows = [
+    rows: list[list[Value]] = [
         [name, picture + 1, layer, *map(_short, values[picture].tolist())]
         for name, each in found.items()
         for layer, values in each.maps.items()
@@ -332,7 +332,7 @@ def _alignment(findings: dict[str, Findings]) -> InspectionFigure | None:
             axes.set_axis_off()
         figure.colorbar(_scale(0, 1), ax=list(panels), label="alignment", shrink=0.8)
 
-    rows = [
+    rows: list[list[Value]] = [
         [a, layer, b, other, _short(value)]
         for (a, b), table in values.items()
         for layer, line in zip(found[a].grams, table.tolist(), strict=True)
@@ -377,7 +377,7 @@ def _norms(findings: dict[str, Findings]) -> InspectionFigure | None:
         panels[0].set_ylabel("norm of a token")
         panels[0].legend(loc="upper left")
 
-    rows = [
+    rows: list[list[Value]] = [
         [name, layer, *("" if math.isnan(number) else _short(number) for number in line)]
         for name, table in found.items()
         for layer, line in table.items()
@@ -392,7 +392,7 @@ def _norms(findings: dict[str, Findings]) -> InspectionFigure | None:
 
 def _statistics(found: Findings) -> dict[str, tuple[float, ...]]:
     """Layer -> median, 99th percentile and largest norm of a patch, share of outliers, mean of the first token."""
-    table = {}
+    table: dict[str, tuple[float, ...]] = {}
     for layer, norms in found.norms.items():
         values = np.sort(norms.numpy(), axis=None)
         median = float(np.median(values))
@@ -415,7 +415,7 @@ def _norm_maps(findings: dict[str, Findings]) -> InspectionFigure | None:
             tiles = [heat_tile(values, 0, high) for values in maps]
             _show(axes, mosaic([[picture_tile(p) for p in each.pictures.numpy()], tiles]), name, findings)
 
-    rows = [
+    rows: list[list[Value]] = [
         [name, picture, *map(_short, values.tolist())]
         for name, each in found.items()
         for picture, values in enumerate(last[name][: len(each.pictures)], 1)
@@ -466,7 +466,7 @@ def _neighbours(findings: dict[str, Findings]) -> InspectionFigure | None:
         return None
 
     def put(figure: Figure) -> None:
-        figure.get_layout_engine().set(wspace=0.06)
+        figure.set_layout_engine("constrained", wspace=0.06)
         for (name, near), axes in zip(found.items(), _panels(figure, len(found)), strict=True):
             pictures = findings[name].pictures.numpy()
             lines = [
@@ -480,7 +480,7 @@ def _neighbours(findings: dict[str, Findings]) -> InspectionFigure | None:
                     place = (column * step + TILE // 4, row * step + TILE // 2 + 1)
                     axes.text(*place, f"{cosine:.3f}", fontsize=7, ha="center", va="top")
 
-    rows = [
+    rows: list[list[Value]] = [
         [name, picture, rank, uid, _short(cosine)]
         for name, near in found.items()
         for picture, (uids, cosines) in enumerate(zip(near.uids.tolist(), near.cosines.tolist(), strict=True), 1)

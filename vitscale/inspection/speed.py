@@ -145,12 +145,12 @@ def _speed(
     try:
         images = make()
         _timed(model, images, device)
-        taken = list(_passes(model, images, device, seconds, until))
+        taken = sorted(_passes(model, images, device, seconds, until))
+        return len(images) / taken[len(taken) // 2]
     except torch.OutOfMemoryError:
-        images = None  # type: ignore[assignment]
+        images = torch.empty(0)  # what it held is given back
         _release(device)
         return None
-    return len(images) / sorted(taken)[len(taken) // 2]
 
 
 def _passes(model: Model, images: Tensor, device: torch.device, seconds: float, until: float) -> Iterator[float]:

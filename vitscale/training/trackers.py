@@ -194,7 +194,7 @@ class _Follower:
             from mlflow import MlflowClient
 
             for name, picture in pictures.items():
-                MlflowClient().log_image(_run_of(tracker), picture, f"{name}/{step:08d}.png")
+                MlflowClient().log_image(str(_run_of(tracker)), picture, f"{name}/{step:08d}.png")
         elif hasattr(tracker, "log_images"):
             layout = {"dataformats": "NHWC"} if self._name == "tensorboard" else {}
             tracker.log_images({name: picture[None] for name, picture in pictures.items()}, step=step, **layout)

@@ -8,7 +8,7 @@ registers, where there are some, and the patches), D width, d that of a head, K 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -255,7 +255,8 @@ class ViT(Model):
         layers: dict[str, nn.Module] = {} if self.stem is None else self.stem.layers()
         layers["embedding"] = self.embedding
         attention = []
-        for index, block in enumerate(self.blocks, 1):
+        blocks: list[Block | AxialBlock] = list(self.blocks)  # type: ignore[arg-type]
+        for index, block in enumerate(blocks, 1):
             layers[str(index)] = block
             if isinstance(block, AxialBlock):
                 attention.append(AttentionLayer(f"{index} rows", block.rows.attention, "rows"))
@@ -263,7 +264,7 @@ class ViT(Model):
             else:
                 attention.append(AttentionLayer(str(index), block.attention, "grid"))
         first = self.embedding if self.stem is None else self.stem.root.conv
-        positions = (self.pos_embedding, *(block.pos_embedding for block in self.blocks))
+        positions = (self.pos_embedding, *(block.pos_embedding for block in blocks))
         return Anatomy(
             layers,
             attention,
@@ -287,7 +288,9 @@ class ViT(Model):
         grid = self.shape.grid(self.image_size)
         if self.position == "sincos":
             return {"fixed": sincos_positions(grid, self.shape.width, like=self.embedding.weight)[0]}
-        found = {"shared by all blocks" if self.position_at == "shared" else "learned": self.pos_embedding}
+        found: dict[str, Any] = {
+            "shared by all blocks" if self.position_at == "shared" else "learned": self.pos_embedding
+        }
         found |= {f"of block {index}": block.pos_embedding for index, block in enumerate(self.blocks, 1)}
         values = {where: position_values(own) for where, own in found.items()}
         return {where: value_1TD[0, -(grid**2) :] for where, value_1TD in values.items() if value_1TD is not None}
