@@ -1,7 +1,7 @@
 """What looking at attention costs: time by that of a plain forward pass, and the memory of a large model.
 
-    $ python benchmarks/inspection.py
-    $ python benchmarks/inspection.py --model ViT-H/14 --image-size 518 --images 16 --rounds 1
+    $ python benchmarks/looking_inside.py
+    $ python benchmarks/looking_inside.py --model ViT-H/14 --image-size 518 --images 16 --rounds 1
 
 Both see the same pictures in the same batches, in turns. Goals: all that `vitscale inspect` measures within three times
 the time of a plain pass (ViT-B/16, 128 pictures), and the process within 6 GB (ViT-H/14 at 518 pixels).
