@@ -113,12 +113,24 @@ def erasing(device: torch.device) -> None:
         assert torch.equal(operation(images.to(device), keys).cpu(), operation(images, keys))
 
 
+def speed(device: torch.device) -> None:
+    """Batches grow until memory ends, twice; the largest that fits is found, and the device is as usable as before."""
+    from vitscale.inspection.speed import throughputs
+
+    torch.cuda.set_per_process_memory_fraction(0.05)
+    first, second = (throughputs(["ViT-Ti/16"], [224], device, "bf16", 0.2, lambda found: None)[0] for _ in range(2))
+    assert first.largest_batch and second.largest_batch and first.images_per_s and first.images_per_s > 0
+    assert abs(first.largest_batch - second.largest_batch) <= first.largest_batch // 8
+    torch.zeros(2**20, device=device)
+
+
 CHECKS: dict[str, Callable[[torch.device], None]] = {
     "attention": attention,
     "compiled": compiled,
     "erasing": erasing,
     "float8": float8,
     "memory": memory,
+    "speed": speed,
 }
 
 if __name__ == "__main__":
