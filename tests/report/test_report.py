@@ -130,6 +130,18 @@ def test_what_was_left_out_for_which_test_set(made):
     assert not any(test.endswith("/dev") for test, _, _ in rows)
 
 
+def test_data_below_the_current_folder_are_named_without_it(root, study, made, monkeypatch):
+    assert {one["where"].removeprefix(f"{root}/") for one in made[0]["datasets"]} == {
+        f"{one['name']}/manifest.json" for one in made[0]["datasets"]
+    }
+    monkeypatch.chdir(root.parent)
+    content, text, _ = reported(study)
+    assert {one["where"] for one in content["datasets"]} == {
+        f"{root.name}/{one['name']}/manifest.json" for one in content["datasets"]
+    }
+    assert f"{root}/" not in text
+
+
 def test_compute_counts_each_run_once(made):
     compute = made[0]["compute"]
     assert compute["begun_with"] == {

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -31,7 +32,7 @@ class Dataset:
         manifest = self.manifest
         return {
             "name": self.name,
-            "where": None if manifest is None else manifest.where,
+            "where": None if manifest is None else _shown(manifest.where),
             "manifest_sha256": None if manifest is None else manifest.sha256,
             "samples": None if manifest is None else manifest.num_samples,
             "classes": None if manifest is None else len(manifest.class_names),
@@ -82,6 +83,12 @@ def deduplication(train: Dataset, test: Dataset, role: str) -> dict[str, Any]:
                     "left_out_for_it": _left_out(train.manifest, covered),
                 }
     return found | {"status": "none recorded"}
+
+
+def _shown(where: str) -> str:
+    """A path below the current folder without that folder, as people name it: a report goes to other machines."""
+    here = Path.cwd()
+    return str(Path(where).relative_to(here)) if Path(where).is_relative_to(here) else where
 
 
 def _indexes(manifest: Manifest) -> Iterable[dict[str, Any]]:
