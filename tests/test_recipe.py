@@ -14,9 +14,11 @@ from vitscale.recipe import (
     Recipe,
     differences,
     explain_fields,
+    find_recipe,
     json_schema,
     list_recipes,
     load_recipe,
+    recipe_name,
     recipes_dir,
     validate_recipe,
 )
@@ -445,3 +447,9 @@ def test_the_schema_for_editors_takes_what_is_shipped_and_no_typo():
     for bad in ({"modle": {}}, {"seed": -1}, {"data": {"train": 3}}, {"optimizer": {"name": "adamW", "lr": 1.0}}):
         assert validator.is_valid(good) and not validator.is_valid(good | bad)
     assert not validator.is_valid({key: value for key, value in good.items() if key != "model"})
+
+
+def test_a_recipe_that_comes_along_is_called_by_its_name_others_by_their_path(tmp_path):
+    for name in list_recipes():
+        assert recipe_name(find_recipe(name)) == name
+    assert recipe_name(tmp_path / "b16_jft.yaml") == str(tmp_path / "b16_jft.yaml")

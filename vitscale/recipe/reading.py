@@ -74,6 +74,14 @@ def _recipes_near(path: Path) -> list[str]:
     return (same or difflib.get_close_matches(str(path), beside, n=1, cutoff=0.8) or shipped)[:1]
 
 
+def recipe_name(recipe: str | Path) -> str:
+    """How people call a recipe's file: by its name if it comes with vitscale, else by its path."""
+    path = Path(recipe)
+    if path.is_relative_to(recipes_dir()):
+        return path.relative_to(recipes_dir()).with_suffix("").as_posix()
+    return str(recipe)
+
+
 def list_recipes() -> dict[str, str]:
     """The recipes that come with vitscale: name, such as `h14_jft` or `finetune/pets` -> what its first line says."""
     folder = recipes_dir()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitscale.errors import DataError
+from vitscale.recipe import recipe_name
 from vitscale.runs.reading import read_object
 from vitscale.studies.choosing import mean_scores
 from vitscale.studies.expansion import Choice, Entry
@@ -66,7 +67,7 @@ def _entry(entry: Entry, run: "StudyRun") -> dict[str, Any]:
         "seed": entry.seed,
         "from": entry.parent,
         "choice": entry.choice,
-        "recipe": None if option is None else option.source,
+        "recipe": None if option is None else recipe_name(option.source),
         "recipe_sha256": None if option is None else option.recipe_sha256,
         "settings": None if option is None else list(option.settings),
         "grid": None if option is None else dict(option.values),
