@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from vitscale.cli import dedup, looking, shards, study, vtab
+from vitscale.cli.certificate import certificate
 from vitscale.cli.command_line import HELP, Version, readable_command, run
 from vitscale.cli.inspect import InspectCommand, inspect
 from vitscale.cli.launch import launch
@@ -110,6 +111,7 @@ app.command()(status)
 app.command()(report)
 app.command()(seen)
 app.command()(verify)
+app.command()(certificate)
 
 
 app.command(short_help="Evaluate a run, or any weights on a dataset.")(looking.evaluate)

@@ -1,0 +1,102 @@
+"""A certificate: one file that lists everything that a finished run's claims rest on, with one root hash.
+
+It is checked by `check_certificate.py`, a program of Python's standard library alone, which is written beside it.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from vitscale.errors import CheckpointError, DataError, RecipeError
+from vitscale.files.digests import file_digests
+from vitscale.files.durable import write_text
+from vitscale.recipe import Recipe, read_recipe, recipe_sha256
+from vitscale.recipe.datasets import find_dataset
+from vitscale.replay import check_certificate
+from vitscale.replay.seen import newest_index
+from vitscale.runs.done import read_done
+from vitscale.runs.index import Index, data_root
+from vitscale.runs.names import DONE_FILE, LAUNCH_FILE, METRICS_FILE, RECIPE_FILE, checkpoints_root
+from vitscale.shards import Manifest
+from vitscale.storage import is_url
+from vitscale.versions import versions
+
+NAME = "certificate.json"
+_OF_RUN = (RECIPE_FILE, METRICS_FILE, LAUNCH_FILE, DONE_FILE)
+_TABLE = ".idx.parquet"  # of provenance: large, and a shard's own bytes are in the manifest
+
+
+def write_certificate(run_dir: Path, report: Path | None = None, root: str | None = None) -> tuple[Path, str]:
+    """Write the certificate of a finished run into its directory, and the program that checks it beside it.
+
+    Args:
+        run_dir: of the run.
+        report: the folder of a report that goes with it.
+        root: where the data are now; by default where the recipe says.
+
+    Returns its path, and the root hash.
+
+    Raises `RecipeError` where there is no run, or it is not finished; `CheckpointError` and `DataError` for what is
+    missing or lies at a URL; OSError.
+    """
+    saved = run_dir / RECIPE_FILE
+    if not saved.is_file():
+        raise RecipeError(f"{run_dir} is no run directory: there is no {saved.name} in it")
+    recipe, done = read_recipe(saved), read_done(run_dir)
+    if done is None:
+        raise RecipeError(
+            f"{run_dir} is not finished (there is no {DONE_FILE} in it): only finished runs are certified"
+        )
+    index = newest_index(recipe, run_dir)
+    files = [*_of_run(recipe, run_dir), *_of_datasets(recipe, index, root)]
+    if report is not None:
+        files += [(f"report/{path.relative_to(report)}", path) for path in sorted(report.rglob("*")) if path.is_file()]
+    about = {
+        "run": run_dir.resolve().name,
+        "recipe_sha256": recipe_sha256(recipe.dump()),
+        "versions": versions(),
+        "trained_with": dict(index.versions),
+        "done": done,
+        "begun_with": index.data.get("init"),
+    }
+    entries = []
+    for name, path in files:
+        digests = file_digests(path)
+        entries.append({"name": name, "bytes": digests.bytes, "sha256": digests.sha256})
+    certificate = {"version": check_certificate.VERSION, "about": about, "files": entries}
+    certificate["root"] = check_certificate.root_of(certificate)
+    out = run_dir / NAME
+    write_text(out, json.dumps(certificate, indent=1, sort_keys=True) + "\n")
+    shutil.copyfile(check_certificate.__file__, run_dir / "check_certificate.py")
+    return out, str(certificate["root"])
+
+
+def _of_run(recipe: Recipe, run_dir: Path) -> Iterator[tuple[str, Path]]:
+    """(name, path) of what a run left; of checkpoints all that are kept."""
+    for name in _OF_RUN:
+        if (run_dir / name).is_file():
+            yield f"run/{name}", run_dir / name
+    root = checkpoints_root(recipe, run_dir)
+    if is_url(root):
+        raise CheckpointError(f"{root}: checkpoints at a URL; copy them into {run_dir / 'checkpoints'} first")
+    for path in sorted(Path(root).glob("step-*/*")):
+        place = "run/checkpoints" if Path(root).parent == run_dir else "checkpoints"
+        yield f"{place}/{path.relative_to(root)}", path
+
+
+def _of_datasets(recipe: Recipe, index: Index, root: str | None) -> Iterator[tuple[str, Path]]:
+    """Manifests, and what lies beside them of de-duplication; shards are in their manifests."""
+    evaluation = recipe.evaluation
+    named = {"train": recipe.data.train}
+    named |= {} if evaluation.validation is None else {"validation": evaluation.validation}
+    for task in evaluation.fewshot.tasks if evaluation.fewshot is not None else ():
+        named |= {f"fewshot_{task.name}_train": task.train, f"fewshot_{task.name}_test": task.test}
+    for place, dataset in named.items():
+        manifest = Manifest.load(find_dataset(dataset, root or data_root(recipe, index)))
+        if is_url(manifest.where):
+            raise DataError(f"{manifest.where}: a manifest at a URL; --data-root names a copy on this machine")
+        shards = {entry.path for entry in manifest.shards}
+        for path in sorted(manifest.directory.iterdir()):
+            if path.is_file() and path.name not in shards and not path.name.endswith(_TABLE):
+                yield f"{place}/{path.name}", path
