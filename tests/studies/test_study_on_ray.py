@@ -52,6 +52,6 @@ def test_entries_run_side_by_side_are_told_to_end_and_go_on(tmp_path):
 
 def test_what_no_cluster_can_give_is_refused(tmp_path):
     write_study(tmp_path, {"a": {}})
-    with study(tmp_path, "--engine-option", "gpus=1000000") as process:
+    with study(tmp_path, "--no-check", "--engine-option", "gpus=1000000") as process:
         said = process.stderr.read()
     assert process.returncode == 2 and "gpus=1000000" in said

@@ -34,8 +34,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copied(root, tmp_path) -> Path:
-    """The run and its data, to be tampered with."""
+def copied(root, tmp_path, monkeypatch) -> Path:
+    """The run and its data, to be tampered with; steps are taken again by as many threads as the run had."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     shutil.copytree(root / "runs" / "run", tmp_path / "run")
     shutil.copytree(root / "train", tmp_path / "data" / "train")
     shutil.copytree(root / "test", tmp_path / "data" / "test")

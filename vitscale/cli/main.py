@@ -109,9 +109,9 @@ app.command()(launch)
 app.command("train", short_help="Same as launch.")(launch)
 app.command()(status)
 app.command()(report)
-app.command()(seen)
-app.command()(verify)
-app.command()(certificate)
+app.command(short_help="Say when a run has seen an image, and how.")(seen)
+app.command(short_help="Check a run against its files and its own steps.")(verify)
+app.command(short_help="Put what a run's claims rest on under one hash.")(certificate)
 
 
 app.command(short_help="Evaluate a run, or any weights on a dataset.")(looking.evaluate)
