@@ -106,7 +106,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{arguments[0]}: not a certificate: {type(error).__name__}: {error}")
         return 2
     places = {"run": str(Path(arguments[0]).resolve().parent)}
-    places.update(each.split("=", 1) for each in arguments[1:])
+    for given in arguments[1:]:
+        place, _, folder = given.partition("=")
+        places[place] = folder
     wrong, unseen = check(certificate, places)
     for line in wrong:
         print(f"BAD  {line}")
