@@ -7,6 +7,7 @@ from vitscale.data.image_operations import ImageOperation, TrainingInput
 from vitscale.data.loader import Loader
 from vitscale.data.order import ORDER_VERSION, EvalOrder, TrainOrder
 from vitscale.data.settings import Reading
+from vitscale.data.training import training_loader, training_order
 
 __all__ = [
     "ORDER_VERSION",
@@ -23,4 +24,6 @@ __all__ = [
     "on_device",
     "to_model_input",
     "train_transform",
+    "training_loader",
+    "training_order",
 ]

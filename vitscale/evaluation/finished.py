@@ -41,10 +41,10 @@ from vitscale.recipe import (
     Normalise,
     Recipe,
     override,
-    read_recipe,
     validate_recipe,
 )
 from vitscale.recipe.datasets import find_dataset
+from vitscale.runs.directory import recipe_of_run
 from vitscale.runs.index import data_root
 from vitscale.runs.names import RECIPE_FILE
 from vitscale.shards import Manifest
@@ -61,10 +61,7 @@ def open_run(
     Raises `RecipeError` where there is no run, `CheckpointError` where there is no such checkpoint, and `StorageError`
     where they are at a URL that does not answer.
     """
-    saved = run_dir / RECIPE_FILE
-    if not saved.is_file():
-        raise RecipeError(f"{run_dir} is no run directory: there is no {saved.name} in it")
-    recipe = read_recipe(saved)
+    recipe = recipe_of_run(run_dir)
     store = CheckpointStore(checkpoint_place(recipe, run_dir))
     if step is None:
         reader = store.newest(report=report)

@@ -11,10 +11,11 @@ from pathlib import Path
 from vitscale.errors import CheckpointError, DataError, RecipeError
 from vitscale.files.digests import file_digests
 from vitscale.files.durable import write_text
-from vitscale.recipe import Recipe, read_recipe, recipe_sha256
+from vitscale.recipe import Recipe, recipe_sha256
 from vitscale.recipe.datasets import find_dataset
 from vitscale.replay import check_certificate
 from vitscale.replay.seen import newest_index
+from vitscale.runs.directory import recipe_of_run
 from vitscale.runs.done import read_done
 from vitscale.runs.index import Index, data_root
 from vitscale.runs.names import DONE_FILE, LAUNCH_FILE, METRICS_FILE, RECIPE_FILE, checkpoints_root
@@ -40,10 +41,7 @@ def write_certificate(run_dir: Path, report: Path | None = None, root: str | Non
     Raises `RecipeError` where there is no run, or it is not finished; `CheckpointError` and `DataError` for what is
     missing or lies at a URL; OSError.
     """
-    saved = run_dir / RECIPE_FILE
-    if not saved.is_file():
-        raise RecipeError(f"{run_dir} is no run directory: there is no {saved.name} in it")
-    recipe, done = read_recipe(saved), read_done(run_dir)
+    recipe, done = recipe_of_run(run_dir), read_done(run_dir)
     if done is None:
         raise RecipeError(
             f"{run_dir} is not finished (there is no {DONE_FILE} in it): only finished runs are certified"

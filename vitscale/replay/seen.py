@@ -9,14 +9,14 @@ from typing import Self
 import numpy as np
 
 from vitscale.checkpoint import Index, checkpoint_place
-from vitscale.data import Batch, Loader, Reading, TrainOrder, train_transform
+from vitscale.data import Batch, train_transform, training_loader, training_order
 from vitscale.data.augmentation import sample_keys
 from vitscale.data.order import ORDER_VERSION
-from vitscale.errors import CheckpointError, DataError, RecipeError
-from vitscale.recipe import Recipe, read_recipe, validate_recipe
+from vitscale.errors import CheckpointError, DataError
+from vitscale.recipe import Recipe, validate_recipe
 from vitscale.recipe.datasets import find_dataset
+from vitscale.runs.directory import recipe_of_run
 from vitscale.runs.index import data_root
-from vitscale.runs.names import RECIPE_FILE
 from vitscale.shards import Manifest
 from vitscale.shards.opening import OpenShard, open_shard
 from vitscale.training.anomalies import AnomalyRecord, SkippedData
@@ -68,7 +68,7 @@ class History:
         steps: updates done.
         batches: of the order that were consumed: `steps`, and those that were left out.
 
-    Raises `CheckpointError` for a checkpoint of another order, `DataError` for other data.
+    Raises `DataError` for other data than the run's, or a checkpoint of another order.
     """
 
     def __init__(self, recipe: Recipe, index: Index, manifest: Manifest) -> None:
@@ -84,8 +84,7 @@ class History:
         self.recipe, self.manifest = recipe, manifest
         self.steps, self.batches = index.step, index.position
         self._skipped = AnomalyRecord.of(index.anomalies).skipped
-        samples = [each.num_selected for each in manifest.shards]
-        self._order = TrainOrder(samples, recipe.batch.global_size, recipe.seed, recipe.data.repeats)
+        self._order = training_order(recipe, manifest)
         self._transform = train_transform(recipe.data.crop, recipe.data.flip)
         self._first_uids = [each.first_uid for each in manifest.shards]
 
@@ -100,10 +99,7 @@ class History:
         Raises `RecipeError` where there is no run, `CheckpointError` where it has no checkpoint, `DataError` where its
         data are not there or have changed, `StorageError`.
         """
-        saved = run_dir / RECIPE_FILE
-        if not saved.is_file():
-            raise RecipeError(f"{run_dir} is no run directory: there is no {saved.name} in it")
-        index = newest_index(read_recipe(saved), run_dir)
+        index = newest_index(recipe_of_run(run_dir), run_dir)
         recipe = validate_recipe(index.recipe, f"the recipe in the checkpoint of step {index.step}")
         dataset = find_dataset(recipe.data.train, root or data_root(recipe, index))
         return cls(recipe, index, Manifest.load(dataset))
@@ -169,18 +165,14 @@ class History:
 
         Raises as `Loader`.
         """
-        with Loader(
+        with training_loader(
+            self.recipe,
             self.manifest,
             self._order,
-            image_size=self.recipe.data.image_size,
-            transform=self._transform,
-            operations=self.recipe.data.operations,
             rank=sighting.slot,  # one rank a slot
             world=self._order.global_batch,
-            seed=self.recipe.seed,
-            reading=Reading.of(self.recipe.data),
-            start_step=sighting.batch,
-            stop_step=sighting.batch + 1,
+            start=sighting.batch,
+            stop=sighting.batch + 1,
             digest=True,
         ) as loader:
             return next(loader)

@@ -24,11 +24,13 @@ from pathlib import Path
 import yaml
 
 from vitscale.checkpoint import CheckpointReader, CheckpointStore, Index, checkpoint_place
-from vitscale.errors import CheckpointError, DataError, RecipeError
+from vitscale.errors import CheckpointError, DataError
+from vitscale.evaluation.finished import trained_recipe
 from vitscale.launch import Pretraining, count_devices
 from vitscale.launch.clusters import Job, launch_command
-from vitscale.recipe import Recipe, differences, override, read_recipe, validate_recipe
+from vitscale.recipe import Recipe, differences, override, validate_recipe
 from vitscale.recipe.datasets import find_dataset
+from vitscale.runs.directory import recipe_of_run
 from vitscale.runs.done import read_done
 from vitscale.runs.index import data_root
 from vitscale.runs.metrics import MetricsLog, Row
@@ -88,7 +90,7 @@ def verify_run(
 
     Raises `RecipeError`, `CheckpointError`, `DataError` and `StorageError` where there is nothing to compare.
     """
-    recipe = _recipe_of(run_dir)
+    recipe = recipe_of_run(run_dir)
     store = CheckpointStore(checkpoint_place(recipe, run_dir))
     readers: dict[int, CheckpointReader] = {}
     for step in store.steps():
@@ -102,7 +104,7 @@ def verify_run(
     yield Finding("checkpoints", True, f"{len(readers)}: every byte is that of their indices")
     yield from _same_run(recipe, readers)
     newest = readers[max(readers)].index
-    trained = validate_recipe(newest.recipe, f"the recipe in {readers[max(readers)].folder}")
+    trained = trained_recipe(readers[max(readers)])
     trained = override(trained.dump(), [f"data.root={root or data_root(trained, newest) or 'null'}"], "the recipe")
     manifest = Manifest.load(find_dataset(trained.data.train, trained.data.root))
     is_same = manifest.sha256 == newest.data.get("manifest_sha256")
@@ -127,13 +129,6 @@ def verify_run(
     for first, last in _segments([*([0] if trained.init is None else []), *sorted(readers)], steps, seed):
         say(f"taking steps {first + 1:,} to {last:,} again")
         yield from _again(trained, readers, rows, first, last, ranks)
-
-
-def _recipe_of(run_dir: Path) -> Recipe:
-    saved = run_dir / RECIPE_FILE
-    if not saved.is_file():
-        raise RecipeError(f"{run_dir} is no run directory: there is no {saved.name} in it")
-    return read_recipe(saved)
 
 
 # ---- What the files say of each other --------------------------------------------------------------------------------

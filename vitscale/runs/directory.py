@@ -26,6 +26,17 @@ _PAUSES = (0.1, 0.5)  # seconds before the second and third try to take a lock
 # ---- Which run -------------------------------------------------------------------------------------------------------
 
 
+def recipe_of_run(run_dir: Path) -> Recipe:
+    """The recipe in a run directory, which can be edited; a checkpoint's index has its own, with a checksum.
+
+    Raises `RecipeError` where there is none.
+    """
+    saved = run_dir / RECIPE_FILE
+    if not saved.is_file():
+        raise RecipeError(f"{run_dir} is no run directory: there is no {saved.name} in it")
+    return read_recipe(saved)
+
+
 def check_run_dir(recipe: Recipe, run_dir: Path, *, may_resume: bool) -> str | None:
     """What a finished run says of itself, or None where there is something to train.
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vitscale.data import Loader, Reading, TrainOrder, train_transform
+from vitscale.data import Loader, TrainOrder, training_loader, training_order
 from vitscale.errors import RecipeError
 from vitscale.evaluation import Evaluator, build_evaluators
 from vitscale.evaluation.build import evaluation_loader
@@ -94,19 +94,15 @@ class Plan:
 
 def open_loader(recipe: Recipe, plan: Plan, world: World, start: int, stop: int) -> Loader:
     """A rank's batches at positions [start, stop) of the order."""
-    data = recipe.data
-    return Loader(
+    return training_loader(
+        recipe,
         plan.manifest,
         plan.order,
-        image_size=data.image_size,
-        transform=train_transform(data.crop, data.flip),
-        operations=data.operations,
         rank=world.rank,
         world=world.size,
-        seed=recipe.seed,
-        reading=Reading.of(data, pinned=world.device.type == "cuda"),
-        start_step=start,
-        stop_step=stop,
+        start=start,
+        stop=stop,
+        pinned=world.device.type == "cuda",
         digest=recipe.logging.batch_digest,
     )
 
@@ -120,9 +116,7 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
     config = derive_config(recipe, world_size)
     manifest = Manifest.load(recipe.dataset_path(recipe.data.train))
     num_classes = objective_class(recipe).num_outputs(recipe, manifest)
-    global_batch = recipe.batch.global_size
-    shard_samples = [shard.num_selected for shard in manifest.shards]
-    order = TrainOrder(shard_samples, global_batch, recipe.seed, recipe.data.repeats)
+    order = training_order(recipe, manifest)
 
     def interval(key: str, duration: Duration | None) -> int | None:
         return None if duration is None else _steps(recipe, manifest.num_samples, key, duration)
