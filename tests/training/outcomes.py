@@ -1,13 +1,16 @@
 """What runs have left in their directories, for tests that compare them."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from ranks import STEPS
 
 from vitscale.checkpoint import CheckpointReader, CheckpointStore
+from vitscale.checkpoint.format import parse_key
 
 
 def metrics(root: Path, name: str) -> list[dict[str, Any]]:
@@ -68,3 +71,19 @@ def error_of(root: Path, name: str) -> dict[str, Any]:
 def printed(root: Path, name: str) -> str:
     """What rank 0 has said during a run."""
     return (root / "runs" / f"{name}.out").read_text()
+
+
+def put_together(files: Iterable[Path]) -> dict[tuple[str, str], np.ndarray]:
+    """(kind, name) -> what the ranks own, a .npz each; every element of every tensor must be there exactly once."""
+    pieces: dict[tuple[str, str], dict[int, np.ndarray]] = {}
+    for file in files:
+        for key, values in np.load(file).items():
+            kind, name, begin = parse_key(key)
+            assert begin not in pieces.setdefault((kind, name), {})
+            pieces[kind, name][begin] = values
+    for of_one in pieces.values():
+        end = 0
+        for begin in sorted(of_one):
+            assert begin == end
+            end += of_one[begin].size
+    return {key: np.concatenate([of_one[begin] for begin in sorted(of_one)]) for key, of_one in pieces.items()}

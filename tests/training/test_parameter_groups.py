@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from outcomes import put_together
 from parameter_group_ranks import PARAMETERS, RANKS, SIZES, UPDATES, LinearLoss, initial, numbers, rate, update_all
 from ranks import make_recipe, start
 
-from vitscale.checkpoint.format import parse_key
 from vitscale.errors import RecipeError
 from vitscale.recipe import validate_recipe
 from vitscale.runs.directory import check_recipe
@@ -136,19 +136,8 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def whole(root: Path, case: str) -> dict[tuple[str, str], np.ndarray]:
-    """What the ranks own, put together; every element of every tensor must be there exactly once."""
-    pieces: dict[tuple[str, str], dict[int, np.ndarray]] = {}
-    for rank in range(RANKS):
-        for key, values in np.load(root / f"{case}-{rank}.npz").items():
-            kind, name, begin = parse_key(key)
-            assert begin not in pieces.setdefault((kind, name), {})
-            pieces[kind, name][begin] = values
-    for of_one in pieces.values():
-        end = 0
-        for begin in sorted(of_one):
-            assert begin == end
-            end += of_one[begin].size
-    return {key: np.concatenate([of_one[begin] for begin in sorted(of_one)]) for key, of_one in pieces.items()}
+    """What the ranks own, put together."""
+    return put_together(root / f"{case}-{rank}.npz" for rank in range(RANKS))
 
 
 @pytest.mark.parametrize(("case", "settings", "precision", "stage"), CASES, ids=[case[0] for case in CASES])

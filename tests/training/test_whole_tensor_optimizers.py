@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from outcomes import assert_same_run, checkpoint, column, everything
+from outcomes import assert_same_run, checkpoint, column, everything, put_together
 from rank_faults import save_at_once
 from ranks import STEPS, asked, launch, make_data, make_recipe, start
 from whole_tensor_ranks import RATE, UPDATES, LinearLoss, gradient, initial, update_tensors
 
-from vitscale.checkpoint.format import parse_key
 from vitscale.errors import RecipeError
 from vitscale.objectives import build_objective
 from vitscale.planning.memory import expected_memory
@@ -109,19 +108,8 @@ def updated(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 
 
 def whole(root: Path, case: str, world: int) -> dict[tuple[str, str], np.ndarray]:
-    """What the ranks own, put together; every element of every tensor must be there exactly once."""
-    pieces: dict[tuple[str, str], dict[int, np.ndarray]] = {}
-    for rank in range(world):
-        for key, values in np.load(root / f"{case}-world{world}-{rank}.npz").items():
-            kind, name, begin = parse_key(key)
-            assert begin not in pieces.setdefault((kind, name), {})
-            pieces[kind, name][begin] = values
-    for of_one in pieces.values():
-        end = 0
-        for begin in sorted(of_one):
-            assert begin == end
-            end += of_one[begin].size
-    return {key: np.concatenate([of_one[begin] for begin in sorted(of_one)]) for key, of_one in pieces.items()}
+    """What the ranks own, put together."""
+    return put_together(root / f"{case}-world{world}-{rank}.npz" for rank in range(world))
 
 
 @pytest.mark.parametrize("world", WORLDS)
