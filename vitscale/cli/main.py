@@ -37,7 +37,7 @@ HeadKind = Literal["linear", "pretrain"]
 ListFormat = Literal["table", "json"]
 
 
-@app.command()
+@app.command(short_help="Check a recipe and print it in full; or list all.")
 def recipe(
     name: Annotated[
         str | None,
@@ -94,7 +94,7 @@ def options(version: Version = False) -> None:
     """What goes before a command."""
 
 
-@app.command(cls=_Convert)
+@app.command(cls=_Convert, short_help="Turn images into a dataset of shards.")
 def convert() -> None:
     """Turn images into a dataset of shards; same as vitscale-convert."""
 
@@ -144,7 +144,7 @@ def demo(
     run_demo(out)
 
 
-@app.command()
+@app.command(short_help="Write weights for timm, transformers, Google's code or ours.")
 def export(
     source: Annotated[str, typer.Argument(help="A run's directory, a model's name, or weights of any format.")],
     form: Annotated[Format, typer.Option("--format", help="What to write.")],

@@ -17,7 +17,7 @@ Tasks = Annotated[
 ]
 
 
-@app.command()
+@app.command(short_help="Make datasets of all tasks whose images are found.")
 def prepare(
     folders: Annotated[list[str], typer.Argument(metavar="FOLDER...", help="Where copies are: docs/vtab.md.")],
     out: Annotated[Path, typer.Option(help="Folder of the tasks' datasets.")],
@@ -37,7 +37,7 @@ def prepare(
     run_prepare([Path(folder) for folder in folders], out, tasks or [], ids, workers)
 
 
-@app.command()
+@app.command(short_help="List the tasks: prepared, found or still to be had.")
 def doctor(
     folders: Annotated[
         list[str] | None, typer.Argument(metavar="[FOLDER...]", help="With copies, or with what `prepare` made.")
