@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import deepspeed
 import torch
 import torch.distributed as dist
 
 from vitscale.errors import PeerLostError, RecipeError
 from vitscale.heartbeat import HEARTBEAT_VARIABLE
+from vitscale.training.lean_deepspeed import deepspeed
 from vitscale.training.progress import tell
 
 _STALE_LOCK_SECONDS = 1800

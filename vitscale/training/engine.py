@@ -9,11 +9,8 @@ import logging
 import warnings
 from typing import Any
 
-import deepspeed
 import pydantic
 import torch
-from deepspeed.runtime.precision_config import DeepSpeedBF16Config
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import nn
 
 from vitscale.errors import RecipeError
@@ -21,6 +18,7 @@ from vitscale.objectives import Objective
 from vitscale.recipe import SGD, Adafactor, AdamW, Lamb, Muon, Recipe, is_frozen
 from vitscale.training import adafactor, fragments, lamb, muon
 from vitscale.training.bf16_momentum import Bf16MomentumSGD
+from vitscale.training.lean_deepspeed import deepspeed
 from vitscale.training.parameter_groups import BASE_DECAY, LR_FACTOR, freeze, parameter_groups
 from vitscale.training.schedule import Rates
 from vitscale.training.whole_tensors import WholeTensorOptimizer
@@ -162,7 +160,12 @@ def _sizes(stage: int) -> dict[str, int]:
 
 def _check_blocks(config: dict[str, Any]) -> None:
     """DeepSpeed's own check of the blocks it has a schema for, as one readable error."""
-    for block, schema in (("zero_optimization", DeepSpeedZeroConfig), ("bf16", DeepSpeedBF16Config)):
+    runtime = deepspeed.runtime
+    schemas = {
+        "zero_optimization": runtime.zero.config.DeepSpeedZeroConfig,
+        "bf16": runtime.precision_config.DeepSpeedBF16Config,
+    }
+    for block, schema in schemas.items():
         try:
             schema(**config.get(block, {}))
         except pydantic.ValidationError as error:

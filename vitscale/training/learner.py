@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import deepspeed
 import torch
 import xxhash
 from torch import Tensor
@@ -26,6 +25,7 @@ from vitscale.training.anomalies import Anomaly, Kind, Suspects
 from vitscale.training.averaging import WeightAverage
 from vitscale.training.engine import Fp32Accumulation, build_engine, forget_gradients, is_plain, set_rates
 from vitscale.training.initial_weights import initial_source
+from vitscale.training.lean_deepspeed import deepspeed
 from vitscale.training.pace import OwnWork
 from vitscale.training.plan import Plan
 from vitscale.training.profile import part

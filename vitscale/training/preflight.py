@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import deepspeed
 import torch
 
 import vitscale
@@ -33,6 +32,7 @@ from vitscale.planning.tensors import DeviceType
 from vitscale.ranks import gather, on_rank_zero, write_on_rank_zero
 from vitscale.recipe import Recipe, changes
 from vitscale.training import distributed
+from vitscale.training.lean_deepspeed import deepspeed
 from vitscale.training.plan import Plan
 from vitscale.training.precision import slowness_of_bf16
 from vitscale.training.trackers import absent_packages

@@ -4,7 +4,6 @@ import platform
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import deepspeed
 import torch
 
 import vitscale
@@ -13,6 +12,7 @@ from vitscale.data import ORDER_VERSION, Batch
 from vitscale.native import libjpeg_turbo_version
 from vitscale.recipe import Recipe
 from vitscale.training.anomalies import AnomalyRecord
+from vitscale.training.lean_deepspeed import deepspeed
 from vitscale.training.learner import Learner
 from vitscale.training.plan import Plan
 from vitscale.training.selection import Selection
