@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import errno
+import gc
 import os
 import socket
 import sys
@@ -81,6 +82,9 @@ def start(rank: int, size: int, local_rank: int, timeout: timedelta = timedelta(
             f"right, every rank started? Where a machine has several networks, or its name means 127.0.1.1 to itself, "
             f"set {backend.upper()}_SOCKET_IFNAME to the interface of that address; here are {', '.join(_interfaces())}"
         ) from None
+    # What the imports have made stays to the end. Collections that look at it take half a second; DeepSpeed's stage 3
+    # makes one when it is set up.
+    gc.freeze()
     return World(rank, size, device)
 
 
