@@ -1,7 +1,8 @@
-"""DeepSpeed, imported without what it looks for in vain: an accelerator on CPUs, and MLflow.
+"""DeepSpeed, imported without what nothing here uses of it and every rank would wait for at its start (0.19.8).
 
-Its autotuner, which nothing here uses, imports MLflow wherever that is installed: half of the seconds that the import
-takes, at the start of every rank.
+Its autotuner imports MLflow wherever that is installed: half of the seconds that the import takes. Its Muon, which the
+first engine imports, is decorated by `torch.compile`: a quarter of what a rank does before its first step is the import
+of that compiler. And on CPUs it looks for an accelerator.
 """
 
 import os
@@ -21,5 +22,7 @@ else:
         import deepspeed
     finally:
         del sys.modules["mlflow"]
+
+deepspeed.runtime.compiler.compile = lambda: deepspeed.runtime.compiler.dummy_decorator
 
 __all__ = ["deepspeed"]
