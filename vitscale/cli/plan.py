@@ -29,6 +29,15 @@ def plan(
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, max=2**53, help="Training samples, without a dataset.")] = None,
     price: Annotated[float | None, typer.Option(help="Of one device for one hour.")] = None,
+    mtbf: Annotated[
+        float | None, typer.Option(metavar="HOURS", help="Between two failures of one node, on average.")
+    ] = None,
+    restart: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="With --mtbf: from a failure to the next step.")
+    ] = None,
+    repair: Annotated[
+        float | None, typer.Option(metavar="HOURS", help="With --mtbf: until a failed node can be used again.")
+    ] = None,
     every_micro_batch: Annotated[
         bool, typer.Option("--all", help="Show every micro-batch, not the best one of each stage and recomputation.")
     ] = False,
@@ -49,7 +58,7 @@ def plan(
     from vitscale.flops.reports import check_known
     from vitscale.recipe import load_recipe
 
-    for option, value in {"--network": network, "--memory": memory, "--storage": storage}.items():
+    for option, value in {"--network": network, "--memory": memory, "--storage": storage, "--mtbf": mtbf}.items():
         if value is not None and not 0 < value <= 1e9:
             raise RecipeError(f"{option} {value:g}: {_POSITIVE}")
     if price is not None and not 0 <= price <= 1e9:
@@ -57,6 +66,11 @@ def plan(
     if mfu is not None and not 0 < mfu <= 1:
         percent = f"; {mfu:g} % is --mfu {mfu / 100:g}" if 1 < mfu <= 100 else ""
         raise RecipeError(f"--mfu {mfu:g}: expected a fraction above 0, at most 1{percent}")
+    for option, value in {"--restart": restart, "--repair": repair}.items():
+        if value is not None and mtbf is None:
+            raise RecipeError(f"{option} says nothing without --mtbf HOURS")
+        if value is not None and not 0 <= value <= 1e9:
+            raise RecipeError(f"{option} {value:g}: expected a number from 0 to 1e9")
     device = find_device(hardware)
     estimated = estimate(Path(recipe).stem, load_recipe(recipe, settings or []), samples)
     if estimated.work is None:
@@ -65,6 +79,7 @@ def plan(
 
     with Console(stderr=True).status("planning, which takes some seconds"):  # seen on a terminal only
         from vitscale.planning.cluster import make_cluster
+        from vitscale.planning.failures import make_failures
         from vitscale.planning.plan import make_plan
 
         cluster = make_cluster(
@@ -76,5 +91,11 @@ def plan(
             memory=None if memory is None else memory * _GB,
             efficiency=mfu,
         )
-        made = make_plan(estimated, cluster, price=price, storage=None if storage is None else storage * _GB)
+        made = make_plan(
+            estimated,
+            cluster,
+            price=price,
+            storage=None if storage is None else storage * _GB,
+            failures=None if mtbf is None else make_failures(cluster.nodes, mtbf, restart, repair),
+        )
     show_plan(made, every_micro_batch=every_micro_batch, as_json=as_json)

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from vitscale.planning.cluster import GB, Cluster
-from vitscale.planning.plan import Choice, Plan, Totals, find_best
+from vitscale.planning.plan import Choice, Goodput, Plan, Totals, find_best
 from vitscale.table import Column, Row, View, number, percent, render, short
 from vitscale.wording import counted
 
@@ -29,6 +29,8 @@ def show_plan(plan: Plan, *, every_micro_batch: bool, as_json: bool) -> None:
         print("Nothing fits. More devices, stage 3, parallelism.offload=optimizer or a smaller model may.")
     else:
         print("\n".join(_of_the_best(plan, best)))
+        if plan.goodput is not None:
+            print("\n".join(_of_failures(plan, plan.goodput)))
     print("\nAssumed:")
     for assumption in plan.assumptions:
         print(f"  {assumption}")
@@ -154,6 +156,24 @@ def _of_the_best(plan: Plan, best: Choice) -> list[str]:
     return lines
 
 
+def _of_failures(plan: Plan, goodput: Goodput) -> list[str]:
+    assert plan.totals is not None, "there is a best choice"
+    share = percent(1)
+    best, now = goodput.by_spares[0], ""
+    if goodput.useful is not None and plan.totals.checkpoint_every_s is not None:
+        now = f"; every {plan.totals.checkpoint_every_s / 60:,.1f} minutes {share(goodput.useful)}"
+    lines = [
+        f"failures        one every {short(goodput.failure_every_s / 3600)} hours",
+        f"useful time     {share(best.useful)} with a checkpoint every {goodput.best_every_s / 60:,.1f} minutes{now}; "
+        f"--set checkpoint.every.steps={goodput.best_every_steps}",
+    ]
+    for row in goodput.by_spares:
+        whole = "" if row.days is None else f", {short(row.days)} days"
+        hours = "" if row.device_hours is None else f", {row.device_hours:,.0f} device-hours"
+        lines.append(f"{counted(row.spares, 'spare node'):<15} {share(row.useful)}{whole}{hours}")
+    return lines
+
+
 def _whole_run(totals: Totals) -> str:
     assert totals.days is not None and totals.exaflops is not None and totals.device_hours is not None
     parts = [f"{short(totals.days)} days", f"{short(totals.exaflops)} exaFLOPs"]
@@ -192,6 +212,7 @@ def _as_data(plan: Plan) -> dict[str, Any]:
             for one in plan.choices
         ],
         "totals": None if plan.totals is None else asdict(plan.totals),
+        "goodput": None if plan.goodput is None else asdict(plan.goodput),
         "assumptions": list(plan.assumptions),
         "on_paper": _ON_PAPER,
     }

@@ -1,5 +1,6 @@
 """A recipe on a cluster: every way to spread it, what each needs and takes, and what the best one comes to."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from vitscale.flops.training_set import training_set
 from vitscale.flops.work import Work
 from vitscale.planning.cluster import GB, Cluster
 from vitscale.planning.communication import Collective, communication
+from vitscale.planning.failures import Failures, Saving
 from vitscale.planning.memory import Memory, memory_of
 from vitscale.planning.micro_batches import tensors_by_micro_batch
 from vitscale.planning.parameters import Parameters, model_parameters
@@ -24,6 +26,7 @@ STORAGE = 2 * GB
 _USABLE = 0.95  # of a device's memory: the rest is taken by CUDA and NCCL, and lost to fragments
 _AS_FAST = 0.01  # no model on paper tells apart what differs by less
 _MANY = 8
+_SPARES = 3
 _IMAGE_BYTES = 110_000
 _HOST_COPY = 10 * GB
 
@@ -102,8 +105,46 @@ class Totals:
 
 
 @dataclass(frozen=True)
+class WithSpares:
+    """What the run comes to with so many nodes beside those that compute.
+
+    Attributes:
+        spares: nodes.
+        useful: share of the time that brings the run forward, saving at the best interval.
+        days: until the run ends, failures and waiting for nodes included; None where the run's length is not known or
+            it never ends.
+        device_hours: of all nodes, spares included.
+    """
+
+    spares: int
+    useful: float
+    days: float | None
+    device_hours: float | None
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What failures take from a run.
+
+    Attributes:
+        failure_every_s: mean time between two failures of any node.
+        useful: share of the time that brings the run forward, saving as the recipe says, without spares; None where it
+            is not known how often it saves.
+        best_every_s: seconds between two checkpoints with which that share is largest.
+        best_every_steps: the same in steps.
+        by_spares: with 0, 1, 2 and 3 spare nodes.
+    """
+
+    failure_every_s: float
+    useful: float | None
+    best_every_s: float
+    best_every_steps: int
+    by_spares: tuple[WithSpares, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
-    """All choices, what the best one comes to, and what was assumed."""
+    """All choices, what the best one comes to, and what was assumed; `goodput` where it was asked for."""
 
     name: str
     cluster: Cluster
@@ -111,6 +152,7 @@ class Plan:
     choices: tuple[Choice, ...]
     totals: Totals | None
     assumptions: tuple[str, ...]
+    goodput: Goodput | None = None
 
     @property
     def best(self) -> Choice | None:
@@ -119,13 +161,19 @@ class Plan:
 
 
 def make_plan(
-    estimate: Estimate, cluster: Cluster, *, price: float | None = None, storage: float | None = None
+    estimate: Estimate,
+    cluster: Cluster,
+    *,
+    price: float | None = None,
+    storage: float | None = None,
+    failures: Failures | None = None,
 ) -> Plan:
     """Work out every choice of an estimated recipe.
 
     Args:
         price: of one device for one hour.
         storage: bytes/s that all nodes together write checkpoints at.
+        failures: of the cluster's nodes; None to leave them out.
 
     Raises `RecipeError` for fp32, and where the devices do not divide the global batch.
     """
@@ -160,7 +208,11 @@ def make_plan(
     if best is not None:
         totals, said = _totals(estimate, cluster, best, parameters, price, storage)
         assumptions += said
-    return Plan(estimate.name, cluster, parameters.total, judged, totals, tuple(assumptions))
+    goodput = None
+    if best is not None and totals is not None and failures is not None:
+        goodput = _goodput(totals, best, cluster, failures)
+        assumptions += failures.assumptions
+    return Plan(estimate.name, cluster, parameters.total, judged, totals, tuple(assumptions), goodput)
 
 
 # ---- Choices ---------------------------------------------------------------------------------------------------------
@@ -296,6 +348,27 @@ def _totals(
         checkpoint_every_s=save_every_s,
     )
     return totals, assumed
+
+
+def _goodput(totals: Totals, best: Choice, cluster: Cluster, failures: Failures) -> Goodput:
+    saving = Saving(totals.stall_s, max(totals.stall_s, totals.checkpoint_s))
+    steps = math.ceil(failures.best_interval(saving) / best.time.total)
+    every = steps * best.time.total
+    rows = []
+    for spares in range(_SPARES + 1):
+        useful = failures.useful(every, saving, spares)
+        days = None if totals.days is None or useful == 0 else totals.days / useful
+        nodes = cluster.nodes + spares
+        hours = None if days is None else 24 * days * nodes * cluster.devices_per_node
+        rows.append(WithSpares(spares, useful, days, hours))
+    now = totals.checkpoint_every_s
+    return Goodput(
+        failure_every_s=1 / failures.rate,
+        useful=None if now is None else failures.useful(max(now, saving.write), saving),
+        best_every_s=every,
+        best_every_steps=steps,
+        by_spares=tuple(rows),
+    )
 
 
 def _image_bytes(recipe: Recipe) -> tuple[float, str]:
