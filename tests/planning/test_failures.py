@@ -1,4 +1,4 @@
-"""Failures on paper, against a simulation of the same cluster that knows events and no formula, and what is published."""
+"""Failures on paper, against a simulation of the same cluster that knows events alone, and what is published."""
 
 import heapq
 import json
@@ -80,7 +80,7 @@ def test_what_cannot_end_has_no_useful_time():
 
 
 def test_interruptions_of_a_published_run():
-    """Llama 3 (Dubey et al. 2024, 3.3.4): 419 unplanned ones in 54 days of 16,384 GPUs, over 90 % of the time useful."""
+    """Llama 3 (Dubey et al. 2024, 3.3.4): 419 in 54 days of 16,384 GPUs, over 90 % of the time useful."""
     failures = Failures(2048, 54 * 24 * HOUR * 2048 / 419, 10 * 60, 0)
     assert 1 / failures.rate == pytest.approx(3.09 * HOUR, rel=0.01)
     assert 0.9 < failures.useful(failures.best_interval(Saving(1, 30)), Saving(1, 30)) < 0.97
