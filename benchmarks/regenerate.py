@@ -1,4 +1,4 @@
-"""Runs all benchmarks of training and loading, and writes what they print into benchmarks/README.md.
+"""Runs the benchmarks of training, loading and looking, and writes what they print into benchmarks/README.md.
 
     python benchmarks/regenerate.py [--images DIR] [--only NAME ...]
 
@@ -31,6 +31,8 @@ COMMANDS = {
     "order_scale": "--rounds 1",
     "loader": "",
     "feeding": "",
+    "looking_inside": "",
+    "looking_inside_h14": "--model ViT-H/14 --image-size 518 --images 16 --rounds 0",
 }
 _AS_PRE_TRAINED = "--zero 1 --compile --contenders trainer bare timm"
 ON_A_GPU = {
