@@ -27,6 +27,13 @@ class RecipeError(VitscaleError):
     exit_code = 2
 
 
+class MachineError(RecipeError):
+    """Something that this machine lacks, or has in a state that nothing runs with."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n(`vitscale doctor` says what else this machine lacks)"
+
+
 class OutOfMemoryError(RecipeError):
     """A recipe that needs more memory than a device has."""
 

@@ -65,7 +65,7 @@ def _of_the_machine(root: Path) -> list[int]:
 def _of_groups(root: Path) -> list[int]:
     """What is left below the limit of each control group, version 1 or 2, from ours up to the top."""
     found = []
-    for version, folder in _memory_groups(root):
+    for version, folder in _groups("memory", root):
         limit, current, cache = _MEMORY_FILES[version]
         with suppress(OSError, ValueError):  # "max" is no limit
             at_most, used = int((folder / limit).read_text()), int((folder / current).read_text())
@@ -74,9 +74,25 @@ def _of_groups(root: Path) -> list[int]:
     return found
 
 
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Cores that the control groups we are in let us use, the least of them; None where they set no limit."""
+    quotas = [quota for version, folder in _groups("cpu", root) for quota in _quota_of(version, folder)]
+    return min(quotas, default=None)
+
+
+def _quota_of(version: int, folder: Path) -> list[float]:
+    with suppress(OSError, ValueError):  # "max" is no limit
+        if version == 2:
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return [int(quota) / int(period)] if int(quota) > 0 else []  # -1 is none
+    return []
+
+
 def out_of_memory_kills(root: Path = Path("/")) -> int | None:
     """Processes of this control group that the kernel has killed for want of memory; None where it does not say."""
-    for version, folder in _memory_groups(root):
+    for version, folder in _groups("memory", root):
         with suppress(OSError):
             events = (folder / ("memory.events" if version == 2 else "memory.oom_control")).read_text()
             if kills := re.search(r"^oom_kill (\d+)$", events, re.MULTILINE):
@@ -84,8 +100,8 @@ def out_of_memory_kills(root: Path = Path("/")) -> int | None:
     return None
 
 
-def _memory_groups(root: Path) -> Iterator[tuple[int, Path]]:
-    """Version, 1 or 2, and folder of each control group that counts memory, from ours up to the top."""
+def _groups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
+    """Version, 1 or 2, and folder of each control group that such a controller governs, from ours up to the top."""
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -94,8 +110,8 @@ def _memory_groups(root: Path) -> Iterator[tuple[int, Path]]:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             version, top = 2, root / "sys/fs/cgroup"
-        elif "memory" in controllers.split(","):
-            version, top = 1, root / "sys/fs/cgroup/memory"
+        elif controller in controllers.split(","):
+            version, top = 1, root / "sys/fs/cgroup" / controller
         else:
             continue
         own = top / path.lstrip("/")

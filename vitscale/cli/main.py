@@ -11,6 +11,7 @@ from typer.core import TyperCommand
 from vitscale.cli import dedup, looking, shards, study, vtab
 from vitscale.cli.certificate import certificate
 from vitscale.cli.command_line import HELP, Version, readable_command, run
+from vitscale.cli.doctor import doctor
 from vitscale.cli.inspect import InspectCommand, inspect
 from vitscale.cli.launch import launch
 from vitscale.cli.looking import NoEma, Settings
@@ -109,6 +110,7 @@ app.command()(launch)
 app.command("train", short_help="Same as launch.")(launch)
 app.command()(status)
 app.command()(report)
+app.command(short_help="Say what this machine has, and what would stop a run.")(doctor)
 app.command(short_help="Say when a run has seen an image, and how.")(seen)
 app.command(short_help="Check a run against its files and its own steps.")(verify)
 app.command(short_help="Put what a run's claims rest on under one hash.")(certificate)

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-from vitscale.errors import RecipeError
+from vitscale.errors import MachineError
 
 _VERSION = 4  # of the C files: a checkout may be newer than what was compiled in it
 _BUILD = "sudo apt-get install -y gcc libjpeg-dev && pip install --editable ."
@@ -38,10 +38,10 @@ _FUNCTIONS = {
 
 @cache
 def load() -> ctypes.CDLL:
-    """The library, its functions declared. Raises RecipeError where it was not compiled, or from other C files."""
+    """The library, its functions declared. Raises MachineError where it was not compiled, or from other C files."""
     found = [library for suffix in EXTENSION_SUFFIXES if (library := _FOLDER / f"_images{suffix}").is_file()]
     if not found:
-        raise RecipeError(f"the part of vitscale that decodes images is not compiled. Build it with: {_BUILD}")
+        raise MachineError(f"the part of vitscale that decodes images is not compiled. Build it with: {_BUILD}")
     try:
         loaded = ctypes.CDLL(str(found[0]))
         version = loaded.vitscale_version()
@@ -49,18 +49,18 @@ def load() -> ctypes.CDLL:
             function = getattr(loaded, name)
             function.argtypes, function.restype = arguments, result
     except (OSError, AttributeError) as error:
-        raise RecipeError(
+        raise MachineError(
             f"{found[0]} cannot be loaded ({error}). It needs libjpeg-turbo (sudo apt-get install -y libjpeg62-turbo); "
             f"if that is there, build it anew with: {_BUILD}"
         ) from error
     if version != _VERSION:
-        raise RecipeError(f"{found[0]} was compiled from another version of its C files. Build it anew with: {_BUILD}")
+        raise MachineError(f"{found[0]} was compiled from another version of its C files. Build it anew with: {_BUILD}")
     return loaded
 
 
 @cache
 def libjpeg_turbo_version() -> str:
-    """The version of libjpeg-turbo that images are decoded with, as "2.1.5". Raises RecipeError as `load` does.
+    """The version of libjpeg-turbo that images are decoded with, as "2.1.5". Raises MachineError as `load` does.
 
     Pixels are promised to be the same for one version.
     """

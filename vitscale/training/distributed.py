@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from vitscale.errors import PeerLostError, RecipeError
+from vitscale.errors import MachineError, PeerLostError, RecipeError
 from vitscale.heartbeat import HEARTBEAT_VARIABLE
 from vitscale.training.lean_deepspeed import deepspeed
 from vitscale.training.progress import tell
@@ -52,7 +52,7 @@ def start(rank: int, size: int, local_rank: int, timeout: timedelta = timedelta(
         tell(f"WARNING: {lock}: a killed build left this lock; whatever needs that build waits forever: rm {lock}")
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
-            raise RecipeError(
+            raise MachineError(
                 f"local rank {local_rank} has no device: this machine has {torch.cuda.device_count()} CUDA devices; "
                 f"start at most one rank a device"
             )

@@ -23,7 +23,7 @@ import torch
 
 import vitscale
 from vitscale.checkpoint import LocalPlace, checkpoint_place
-from vitscale.errors import RecipeError, StorageError
+from vitscale.errors import MachineError, RecipeError, StorageError
 from vitscale.evaluation.splits import check_splits
 from vitscale.machine import available_memory, has_bf16_instructions
 from vitscale.page import check_drawing
@@ -121,7 +121,7 @@ def _look_around(recipe: Recipe, plan: Plan, world: distributed.World) -> _Rank:
     free, has_bf16 = None, has_bf16_instructions()
     if world.device.type == "cuda":
         free, has_bf16 = torch.cuda.mem_get_info(world.device)[0], torch.cuda.is_bf16_supported(False)
-    can_compile = not recipe.parallelism.compile or _can_compile(world.device)
+    can_compile = not recipe.parallelism.compile or has_compiler(world.device)
     without_float8 = _without_float8(world.device) if recipe.precision == "fp8" else ""
     return _Rank(socket.gethostname(), identity, free, available_memory(), has_bf16, can_compile, without_float8)
 
@@ -136,7 +136,8 @@ def _without_float8(device: torch.device) -> str:
     return ""
 
 
-def _can_compile(device: torch.device) -> bool:
+def has_compiler(device: torch.device) -> bool:
+    """Whether this machine has what `parallelism.compile` needs."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
@@ -224,7 +225,7 @@ def _check_bf16(recipe: Recipe, world: distributed.World, ranks: Sequence[_Rank]
         return []
     where, advice = _describe(without, ranks), "--set precision=fp32"
     if world.device.type == "cuda":
-        raise RecipeError(
+        raise MachineError(
             f"precision {recipe.precision}: the device of {where} does not compute in it; use {advice}"
         ).on_all_ranks()
     slowness = slowness_of_bf16()
@@ -242,7 +243,7 @@ def _check_compiler(world: distributed.World, ranks: Sequence[_Rank]) -> None:
         missing = "Triton with a C compiler (gcc, or what CC names)"
         if world.device.type == "cpu":
             missing = "C++ compiler (g++, or what CXX names) with the header files of Python and the program openssl"
-        raise RecipeError(
+        raise MachineError(
             f"parallelism.compile: {_describe(without, ranks)} has no {missing}; install it, or leave compile out"
         ).on_all_ranks()
 
@@ -250,7 +251,7 @@ def _check_compiler(world: distributed.World, ranks: Sequence[_Rank]) -> None:
 def _check_float8(ranks: Sequence[_Rank]) -> None:
     for reason in sorted({rank.without_float8 for rank in ranks} - {""}):
         where = _describe([index for index, rank in enumerate(ranks) if rank.without_float8 == reason], ranks)
-        raise RecipeError(f"precision fp8: {where} {reason}").on_all_ranks()
+        raise MachineError(f"precision fp8: {where} {reason}").on_all_ranks()
 
 
 def _check_trackers(recipe: Recipe) -> None:

@@ -1,0 +1,34 @@
+"""`vitscale doctor`: the command line of vitscale.doctor."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def doctor(
+    folder: Annotated[Path, typer.Option(help="Where runs are going to be written.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
+) -> None:
+    """Say what this machine has, what would stop or slow a run, and how to mend it.
+
+    Ends with 0, or with 2 where something would stop runs.
+    """
+    from rich.console import Console
+
+    from vitscale.doctor import examine
+    from vitscale.errors import RecipeError
+    from vitscale.table import Column, View, printable, render
+
+    with Console(stderr=True).status("looking"):  # seen on a terminal only
+        findings = list(examine(folder))
+    columns = [
+        Column("state", "", is_text=True, style=lambda state: {"stops": "red", "slows": "yellow"}.get(state, "")),
+        Column("what", "what", is_text=True),
+        Column("found", "found", printable, is_text=True, folds=True),
+        Column("mend", "what to do", printable, is_text=True, folds=True),
+    ]
+    rows = [{**vars(finding), "mend": finding.mend or None} for finding in findings]
+    render(View(columns, rows), "json" if as_json else "table")
+    if any(finding.state == "stops" for finding in findings):
+        raise typer.Exit(RecipeError.exit_code)
