@@ -1,4 +1,4 @@
-"""`vitscale doctor` on this machine, and on others: few open files, a build that was killed, packages that do not fit."""
+"""`vitscale doctor` here, and where something is wrong: few open files, a killed build, packages that do not fit."""
 
 import json
 import os
