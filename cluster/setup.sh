@@ -28,6 +28,7 @@ version="$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])
 if [ -n "${2:-}" ]; then  # pages are opened in it
     command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null ||
         missing+=(chromium)
+    command -v djpeg >/dev/null || missing+=(libjpeg-turbo-progs)  # a peer that decodes
 fi
 if [ ${#missing[@]} -gt 0 ]; then
     command -v apt-get >/dev/null ||
