@@ -47,6 +47,19 @@ class Interpolation(IntEnum):
     BICUBIC = 2
 
 
+class Resize(IntEnum):
+    """How a part of a picture becomes the model's input.
+
+    By the mean over the area that each pixel covers; between the two nearest pixels each way, however much the picture
+    shrinks, as TensorFlow does unless it is told otherwise; or as Pillow does, with its antialiased kernels.
+    """
+
+    AREA = 0
+    TF_BILINEAR = 1
+    PIL_BILINEAR = 2
+    PIL_BICUBIC = 3
+
+
 INSTRUCTION = np.dtype(
     [("code", np.int32), ("interpolation", np.int32), ("fill", np.int32, 3), ("spare", np.int32), ("values", "f8", 6)]
 )
@@ -170,6 +183,7 @@ def decode_slice(
     may_scale: bool,
     out: np.ndarray,
     status: np.ndarray,
+    resize: Resize = Resize.AREA,
 ) -> None:
     """The loader's heart: stored bytes -> checked, decoded, cropped, resized, flipped pixels of B samples.
 
@@ -184,9 +198,10 @@ def decode_slice(
         heights, widths: int64 (B,), size of the stored picture.
         boxes: int32 (B, 4), top, left, height, width of what is seen.
         flips: bool (B,).
-        may_scale: whether the decoder may halve a picture that is large enough.
+        may_scale: whether the decoder may halve a picture that is large enough, and is resized by area.
         out: uint8 (B, S, S, 3), the result; zeros where the status is not OK.
         status: int32 (B,); a sample that comes with another status than OK stays as it is.
+        resize: how what is seen gets its size.
     """
     count, side = out.shape[:2]
     kinds = [np.int64, np.int64, np.uint32, bool, bool, np.int64, np.int64, np.int32, bool]
@@ -199,7 +214,7 @@ def decode_slice(
     native.load().vitscale_decode_slice(
         *(stored.ctypes.data, stored.size, count),
         *(column.ctypes.data for column in columns),
-        *(may_scale, out.ctypes.data, side, status.ctypes.data),
+        *(may_scale, resize, out.ctypes.data, side, status.ctypes.data),
     )
 
 

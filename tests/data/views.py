@@ -8,7 +8,7 @@ from vitscale.data.augmentation import sample_keys
 from vitscale.images import crc32c, decode_slice
 
 
-def kernel_views(content, height, width, boxes, side, flips=None, may_scale=False, raw=False, crc=None):
+def kernel_views(content, height, width, boxes, side, flips=None, may_scale=False, raw=False, crc=None, **more):
     """Status (n,) and pixels (n, side, side, 3) of n views of one picture; `boxes` as (n, 4)."""
     boxes = np.asarray(boxes, np.int32).reshape(-1, 4)
     count = len(boxes)
@@ -30,6 +30,7 @@ def kernel_views(content, height, width, boxes, side, flips=None, may_scale=Fals
         may_scale,
         out,
         status,
+        **more,
     )
     assert (around[0] == 201).all() and (around[-1] == 201).all()  # nothing is written beside
     return status, out

@@ -19,7 +19,7 @@ uint32_t vitscale_crc32c_by_tables(const uint8_t *data, uint64_t size);
 void vitscale_decode_slice(const uint8_t *stored, int64_t stored_bytes, int64_t count, const int64_t *starts,
                            const int64_t *sizes, const uint32_t *crcs, const uint8_t *checked, const uint8_t *raw,
                            const int64_t *heights, const int64_t *widths, const int32_t *boxes, const uint8_t *flips,
-                           int may_scale, uint8_t *out, int64_t side, int32_t *status);
+                           int may_scale, int resize, uint8_t *out, int64_t side, int32_t *status);
 
 #ifdef LIBFUZZER
 enum { MAX_PIXELS = 1 << 14 }; /* many small pictures find more than a few large ones */
@@ -95,11 +95,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     boxes[3][drawn % 4] = (int32_t)drawn;       /* any box, */
     starts[4] = (int64_t)(drawn % (size + 2)); /* and any place */
     raw[5] = 1;
-    for (int may_scale = 0; may_scale < 2; may_scale++) {
+    for (int way = 0; way < 5; way++) { /* by area at full size and at less, and by the three kernels */
         uint8_t *out = exactly((size_t)(SLICE * side * side * 3));
         memset(statuses, 0, sizeof statuses);
         vitscale_decode_slice(file, (int64_t)size, SLICE, starts, sizes, crcs, checked, raw, heights, widths, boxes[0],
-                              flips, may_scale, out, side, statuses);
+                              flips, way == 1, way < 2 ? AREA : way - 1, out, side, statuses);
         require(statuses[0] == status, "a view of the whole has another verdict");
         for (int i = 1; i < 3; i++) require(status != OK || statuses[i] == OK, "a view of a good image is refused");
         change(out, side, statuses, drawn);

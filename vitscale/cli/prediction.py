@@ -78,7 +78,7 @@ def pictures_of(model: FinishedModel, files: Sequence[Path]) -> Tensor:
         others = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         raise DataError(f"{bad[0][0]}: {bad[0][1]}{others}; take it out, or name another folder")
     jpegs = [found for found in stored.values() if not isinstance(found, str)]
-    return views_of(jpegs, EvalTransform(model.eval_crop.kind, model.eval_crop.fraction), model.image_size)
+    return views_of(jpegs, EvalTransform.of(model.eval_crop), model.image_size)
 
 
 def _predicted(model: FinishedModel, files: Sequence[Path], top: int) -> list[Prediction]:
@@ -91,8 +91,7 @@ def _predicted(model: FinishedModel, files: Sequence[Path], top: int) -> list[Pr
         else:
             jpegs[at] = stored
     if jpegs:
-        crop = model.eval_crop
-        views = views_of(list(jpegs.values()), EvalTransform(crop.kind, crop.fraction), model.image_size)
+        views = views_of(list(jpegs.values()), EvalTransform.of(model.eval_crop), model.image_size)
         logits = model.predict(views).logits
         assert logits is not None, "a model with classes has logits"
         logits = logits.float()

@@ -4,14 +4,15 @@ A box is (top, left, height, width) in pixels of the stored picture; the kernel 
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from vitscale import native
 from vitscale.data.draws import uniform
 from vitscale.data.hashing import combine, mix
-from vitscale.recipe import Crop
+from vitscale.images import Resize
+from vitscale.recipe import Crop, EvalCrop
 
 _CROP, _FLIP, _TOP, _LEFT, _VIEW = 3, 4, 6, 7, 27  # what a hash is for
 
@@ -27,6 +28,8 @@ def sample_keys(seed: int, epoch: int, uids: np.ndarray, views: np.ndarray | Non
 @dataclass(frozen=True)
 class TrainTransform:
     """The paper's augmentation: a random crop (inception crop), and a horizontal flip with probability `flip`."""
+
+    resize: ClassVar = Resize.AREA
 
     area: tuple[float, float] = (0.05, 1.0)
     aspect: tuple[float, float] = (3 / 4, 4 / 3)
@@ -47,6 +50,8 @@ class ResizeTransform:
 
     `fraction` of each side is seen: 480 / 512, or 128 / 160 for small pictures (BiT-HyperRule; Kolesnikov et al. 2020).
     """
+
+    resize: ClassVar = Resize.AREA
 
     fraction: float = 480 / 512
     flip: float = 0.5
@@ -70,12 +75,19 @@ class EvalTransform:
     `central` takes the square of `fraction` of the short side in the middle: with 224/256 what resizing the short side
     to 256 and cropping 224 shows. `square` takes `fraction` of each side and loses the aspect ratio: with 224/256 the
     few-shot evaluation's resize to 256 x 256 and crop, with 1 the whole picture. Before that `border` pixels are cut
-    off each side (ObjectNet's pictures have a red frame of 2), fewer where a pixel would not be left.
+    off each side (ObjectNet's pictures have a red frame of 2), fewer where a pixel would not be left. `resize` says how
+    that becomes the model's input; kernels that reach beyond it see the picture there.
     """
 
     kind: Literal["central", "square"] = "central"
     fraction: float = 224 / 256
     border: int = 0
+    resize: Resize = Resize.AREA
+
+    @classmethod
+    def of(cls, crop: EvalCrop, border: int = 0) -> "EvalTransform":
+        """What a recipe asks for."""
+        return cls(crop.kind, crop.fraction, border, Resize[crop.resize.upper()])
 
     def __post_init__(self) -> None:
         assert 0 < self.fraction <= 1 and self.border >= 0, (self.fraction, self.border)

@@ -67,7 +67,7 @@ def evaluation_loader(
     """Makes loaders over all samples of a dataset, in the recipe's image size. Raises `DataError` where it has none."""
     reading = Reading.of(recipe.data, pinned=torch.cuda.is_available())
     size, batch = recipe.data.image_size, recipe.evaluation.batch
-    return exact_pass(manifest, EvalTransform(crop.kind, crop.fraction), size, batch, reading, rank=rank, world=world)
+    return exact_pass(manifest, EvalTransform.of(crop), size, batch, reading, rank=rank, world=world)
 
 
 def exact_pass(

@@ -66,8 +66,7 @@ def _opened(embedder: Embedder) -> FinishedModel:
 
 @torch.inference_mode()
 def _representation(model: FinishedModel, rgb: np.ndarray) -> np.ndarray:
-    crop = model.eval_crop
-    view = view_of_pixels(rgb, EvalTransform(crop.kind, crop.fraction), model.image_size)
+    view = view_of_pixels(rgb, EvalTransform.of(model.eval_crop), model.image_size)
     return model.predict(view).pooled[0].float().numpy()
 
 

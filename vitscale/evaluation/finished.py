@@ -248,7 +248,7 @@ class FinishedModel:
         crop = crop or self.eval_crop
         return exact_pass(
             manifest,
-            EvalTransform(crop.kind, crop.fraction, border),
+            EvalTransform.of(crop, border),
             self.image_size,
             self._batch,
             Reading.of(self._data, pinned=self.accelerator.device.type == "cuda"),
@@ -266,7 +266,7 @@ class FinishedModel:
             "crop": crop.kind,
             "crop_fraction": crop.fraction,
             "border": border,
-            "resize": "area",
+            "resize": crop.resize,
             "mean": self.normalise.mean,
             "std": self.normalise.std,
             "positions": self.positions or "as trained",

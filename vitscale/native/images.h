@@ -53,6 +53,35 @@ int resizer_open(Resizer *r, Axis rows, Axis columns, int64_t left, int64_t widt
 void resizer_take(Resizer *r, int64_t pixel, const uint8_t *row); /* the next row; its number in the source */
 void resizer_close(Resizer *r);
 
+/* A part of a picture of height x width pixels as (side, side, 3), and how it is shown. */
+typedef struct {
+    int64_t height, width, top, left, box_height, box_width, flip, may_scale, side, resize;
+} View;
+
+enum { AREA, TF_BILINEAR, PIL_BILINEAR, PIL_BICUBIC }; /* how it is resized; as in vitscale/images.py */
+
+/* ----------------------------------------------------------------------------------------- resizing by other kernels */
+
+/* Of one axis: which pixels each of `side` output pixels is made of, and their weights (side, most). */
+typedef struct {
+    int64_t most, *first, *count;
+    int32_t *weights;
+} Taps;
+
+/* Takes the rows [first_row, end_row) of the columns [first_column, end_column), gives the output at the end. */
+typedef struct {
+    Taps down, across;
+    int64_t side, first_row, end_row, first_column, end_column;
+    int flip;
+    uint8_t *rows; /* (end_row - first_row, side, 3): resized across, not yet down */
+    uint8_t *out;  /* (side, side, 3) */
+} Resampler;
+
+int resampler_open(Resampler *r, const View *view, uint8_t *out); /* a zeroed one; returns 0 where there is no memory */
+void resampler_take(Resampler *r, int64_t pixel, const uint8_t *row); /* the next row; its number in the picture */
+void resampler_finish(Resampler *r);
+void resampler_close(Resampler *r);
+
 /* ------------------------------------------------------------------------------------------------ what Python calls */
 
 /* A JPEG's header as its decoder reads it. `marker`: second byte of the start of frame, 0 if none was found, else with
@@ -63,11 +92,6 @@ typedef struct {
     int32_t two_frames;   /* refused for that */
     int32_t is_endless;   /* refused for its number of segments */
 } Header;
-
-/* A part of a picture of height x width pixels as (side, side, 3), and how it is shown. */
-typedef struct {
-    int64_t height, width, top, left, box_height, box_width, flip, may_scale, side;
-} View;
 
 /* One operation on a decoded picture; operations.c lists them. Its values are below 32768. */
 typedef struct {

@@ -92,6 +92,7 @@ typedef struct {
     uint8_t *out;
     uint8_t *rows;
     Resizer resizer;
+    Resampler resampler;
 } Job;
 
 static int finish(Job *job, int (*work)(void *)) {
@@ -99,6 +100,7 @@ static int finish(Job *job, int (*work)(void *)) {
     const int status = guarded(&job->errors, work, job);
     jpeg_destroy_decompress(&job->decoder);
     resizer_close(&job->resizer);
+    resampler_close(&job->resampler);
     free(job->rows);
     return status;
 }
@@ -158,15 +160,24 @@ static int decode_view(void *what) {
     const int status = open_jpeg(job);
     if (status != OK) return status;
     int64_t scale = 1;
-    if (view->may_scale)
+    const int by_area = view->resize == AREA;
+    if (view->may_scale && by_area)
         while (scale < 8 && view->box_height >= 2 * scale * side && view->box_width >= 2 * scale * side) scale *= 2;
     decoder->scale_num = 1, decoder->scale_denom = (unsigned)scale;
     jpeg_start_decompress(decoder);
 
     const Axis down = axis_of(view->top, view->box_height, side, scale);
     const Axis across = axis_of(view->left, view->box_width, side, scale);
-    const int64_t first_row = first_pixel(&down, 0), end_row = end_pixel(&down, side - 1);
-    const int64_t first_column = first_pixel(&across, 0), end_column = end_pixel(&across, side - 1);
+    int64_t first_row = first_pixel(&down, 0), end_row = end_pixel(&down, side - 1);
+    int64_t first_column = first_pixel(&across, 0), end_column = end_pixel(&across, side - 1);
+    if (!by_area) {
+        Resampler *r = &job->resampler;
+        if (!resampler_open(r, view, job->out)) return NO_MEMORY;
+        first_row = r->first_row;
+        /* A kernel that leaves out the last rows is given them still: the verdict is of all that the box holds. */
+        end_row = r->end_row > end_row ? r->end_row : end_row;
+        first_column = r->first_column, end_column = r->end_column;
+    }
     /* Upsampling of colour looks at one neighbour, which is two pixels: with them the edges are those of the picture. */
     JDIMENSION from = first_column > 2 ? (JDIMENSION)first_column - 2 : 0;
     JDIMENSION count = decoder->output_width - from;
@@ -179,15 +190,23 @@ static int decode_view(void *what) {
     if (!job->rows) return NO_MEMORY;
     JSAMPROW pointers[ROWS_A_CALL];
     for (uint64_t i = 0; i < ROWS_A_CALL; i++) pointers[i] = job->rows + row_bytes * i;
-    if (!resizer_open(&job->resizer, down, across, first_column, end_column - first_column, view->flip != 0, job->out))
+    const int64_t columns = end_column - first_column;
+    if (by_area && !resizer_open(&job->resizer, down, across, first_column, columns, view->flip != 0, job->out))
         return NO_MEMORY;
     if (first_row > 0) jpeg_skip_scanlines(decoder, (JDIMENSION)first_row);
     while ((int64_t)decoder->output_scanline < end_row) {
         const int64_t row = decoder->output_scanline, wanted = end_row - row;
         const int read =
             (int)jpeg_read_scanlines(decoder, pointers, wanted < ROWS_A_CALL ? (JDIMENSION)wanted : ROWS_A_CALL);
-        for (int i = 0; i < read; i++) resizer_take(&job->resizer, row + i, pointers[i] + skipped_bytes);
+        for (int i = 0; i < read; i++) {
+            const uint8_t *pixels = pointers[i] + skipped_bytes;
+            if (by_area)
+                resizer_take(&job->resizer, row + i, pixels);
+            else
+                resampler_take(&job->resampler, row + i, pixels);
+        }
     }
+    if (!by_area) resampler_finish(&job->resampler);
     if (decoder->output_scanline == decoder->output_height) jpeg_finish_decompress(decoder);
     return OK;
 }

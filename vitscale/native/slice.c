@@ -8,6 +8,15 @@ enum { MAX_SIDE = 65535 };
 /* A view of a picture that is stored as packed RGB rows. */
 int view_raw(const uint8_t *pixels, uint64_t size, const View *view, uint8_t *out) {
     if (size != (uint64_t)view->height * (uint64_t)view->width * 3) return WRONG_SIZE;
+    if (view->resize != AREA) {
+        Resampler resampler = {0};
+        const int is_open = resampler_open(&resampler, view, out);
+        for (int64_t row = resampler.first_row; is_open && row < resampler.end_row; row++)
+            resampler_take(&resampler, row, pixels + (row * view->width + resampler.first_column) * 3);
+        if (is_open) resampler_finish(&resampler);
+        resampler_close(&resampler);
+        return is_open ? OK : NO_MEMORY;
+    }
     const Axis down = axis_of(view->top, view->box_height, view->side, 1);
     const Axis across = axis_of(view->left, view->box_width, view->side, 1);
     Resizer resizer;
@@ -28,10 +37,11 @@ static int is_possible(const View *view) {
 void vitscale_decode_slice(const uint8_t *stored, int64_t stored_bytes, int64_t count, const int64_t *starts,
                            const int64_t *sizes, const uint32_t *crcs, const uint8_t *checked, const uint8_t *raw,
                            const int64_t *heights, const int64_t *widths, const int32_t *boxes, const uint8_t *flips,
-                           int may_scale, uint8_t *out, int64_t side, int32_t *status) {
+                           int may_scale, int resize, uint8_t *out, int64_t side, int32_t *status) {
     const uint64_t out_bytes = (uint64_t)side * (uint64_t)side * 3;
     for (int64_t b = 0; b < count; b++, boxes += 4, out += out_bytes) {
-        const View view = {heights[b], widths[b], boxes[0], boxes[1], boxes[2], boxes[3], flips[b], may_scale, side};
+        const View view = {heights[b], widths[b], boxes[0],  boxes[1], boxes[2],
+                           boxes[3],   flips[b],  may_scale, side,     resize};
         const int is_there = sizes[b] >= 0 && starts[b] >= 0 && starts[b] <= stored_bytes - sizes[b];
         if (status[b] == OK && !is_there) status[b] = REFUSED;
         if (status[b] == OK) {
@@ -49,4 +59,4 @@ void vitscale_decode_slice(const uint8_t *stored, int64_t stored_bytes, int64_t 
 }
 
 /* Of all functions here; vitscale/native/__init__.py expects the same. */
-int vitscale_version(void) { return 4; }
+int vitscale_version(void) { return 5; }

@@ -89,6 +89,11 @@ class EvalCrop(Block):
 
     kind: Literal["central", "square"] = Field("central", description="which of the two")
     fraction: float = Field(224 / 256, gt=0, le=1, description="part of the side or sides that is seen")
+    resize: Literal["area", "tf_bilinear", "pil_bilinear", "pil_bicubic"] = Field(
+        "area",
+        description="how that becomes image_size: by the mean over areas; between neighbours without antialiasing, as "
+        "TensorFlow and the authors' code do; or as Pillow does, antialiased. All but area decode at full size",
+    )
 
 
 _Channels = Annotated[list[Annotated[float, Field(ge=-1e3, le=1e3)]], Field(min_length=3, max_length=3)]

@@ -100,7 +100,7 @@ class Record:
             "image_size": data.image_size,
             "crop": crop.kind,
             "crop_fraction": crop.fraction,
-            "resize": "area",
+            "resize": crop.resize,
             "mean": list(data.normalise.mean),
             "std": list(data.normalise.std),
             "positions": self.positions,

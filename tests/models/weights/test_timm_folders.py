@@ -76,16 +76,22 @@ def test_every_model_has_a_name_or_is_refused(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("crop", "mode"), [(EvalCrop(), "center"), (EvalCrop(kind="square", fraction=0.9), "squash"), (None, "squash")]
+    ("crop", "mode", "interpolation"),
+    [
+        (EvalCrop(), "center", "bilinear"),
+        (EvalCrop(resize="pil_bicubic"), "center", "bicubic"),
+        (EvalCrop(kind="square", fraction=0.9, resize="pil_bilinear"), "squash", "bilinear"),
+        (None, "squash", "bilinear"),
+    ],
 )
-def test_what_the_folder_says(crop, mode, tmp_path):
+def test_what_the_folder_says(crop, mode, interpolation, tmp_path):
     normalise = Normalise(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225]) if crop else None
     description = Description(TINY | {"head": "linear"}, SIZE, 7, NAMES, eval_crop=crop, normalise=normalise)
     out = written(valued(description), description, tmp_path / "timm")
     peer = timm.create_model(f"local-dir:{out}", pretrained=True)
     assert peer.pretrained_cfg["label_names"] == NAMES
     config = timm.data.resolve_model_data_config(peer)
-    assert (config["crop_mode"], config["interpolation"]) == (mode, "bilinear")
+    assert (config["crop_mode"], config["interpolation"]) == (mode, interpolation)
     resize, cut, *_, normalises = timm.data.create_transform(**config).transforms
     normalise = normalise or Normalise()
     torch.testing.assert_close(normalises.mean, torch.tensor(normalise.mean))
@@ -97,17 +103,21 @@ def test_what_the_folder_says(crop, mode, tmp_path):
     assert found.class_names == NAMES and found.eval_crop is not None and found.normalise == normalise
     assert found.eval_crop.kind == ("central" if mode == "center" else "square")
     assert found.eval_crop.fraction == pytest.approx(SIZE / edge)
+    assert found.eval_crop.resize == f"pil_{interpolation}"
 
 
 def test_what_a_folder_leaves_out_is_what_timm_takes(tmp_path):
     description = described(TINY)
     out = written(valued(description), description, tmp_path / "timm")
     content = json.loads((out / "config.json").read_text())
-    del content["pretrained_cfg"]["mean"], content["pretrained_cfg"]["std"]
+    for key in ("mean", "std", "interpolation"):
+        del content["pretrained_cfg"][key]
     (out / "config.json").write_text(json.dumps(content))
     config = timm.data.resolve_model_data_config(timm.create_model(f"local-dir:{out}", pretrained=True))
     expected = Normalise(mean=list(config["mean"]), std=list(config["std"]))
-    assert describe(open_weights(out), TINY).normalise == expected != Normalise()
+    found = describe(open_weights(out), TINY)
+    assert found.normalise == expected != Normalise()
+    assert found.eval_crop is not None and found.eval_crop.resize == f"pil_{config['interpolation']}" == "pil_bicubic"
 
 
 def test_the_printed_line_opens_a_file(tmp_path, monkeypatch, capsys):

@@ -9,7 +9,7 @@ from typing import Any
 from vitscale.errors import CheckpointError
 from vitscale.models.layers import CHANNELS
 from vitscale.models.model import Model
-from vitscale.models.weights.preprocessing import crop_of, normalise_of, resized_edge
+from vitscale.models.weights.preprocessing import crop_of, filter_of, normalise_of, resize_of, resized_edge
 from vitscale.models.weights.source import Entry, Source, read_json, rename
 from vitscale.models.weights.torch_files import CONFIG, read_beside_config
 from vitscale.recipe import EvalCrop, Normalise
@@ -36,6 +36,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # model_type -> what transformers take
 }
 _LANDMARKS = ("embeddings.patch_embeddings.projection.weight", "embeddings.patch_embeddings.weight")
 _MASK = "embeddings.mask_token"
+_FILTERS = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers, which files of transformers name them by
 _RENAMES = (  # the modules of transformers 5 -> the names in its files and version 4's
     (r"^vit\.layers\.(\d+)\.", r"vit.encoder.layer.\1."),
     (r"\.attention\.q_proj\.", ".attention.attention.query."),
@@ -118,7 +119,8 @@ def _crop(preprocessor: dict[str, Any]) -> EvalCrop | None:
         crop = size if len(size) == 2 else []  # the shortest edge alone is no square
     if len(set(size)) != 1 or len(set(crop)) != 1 or not preprocessor.get("do_resize", True):
         return None
-    return crop_of(size[0], crop[0], is_square=len(size) == 2)
+    named = [name for name, number in _FILTERS.items() if preprocessor.get("resample") == number]
+    return crop_of(size[0], crop[0], is_square=len(size) == 2, resize=resize_of(*named or [None]))
 
 
 def _normalise(preprocessor: dict[str, Any]) -> Normalise | None:
@@ -160,8 +162,7 @@ def configuration(model: Model, labels: list[str], crop: EvalCrop, normalise: No
         "do_convert_rgb": True,
         "do_resize": True,
         "size": {"shortest_edge": edge} if crop.kind == "central" else {"height": edge, "width": edge},
-        # Bilinear with antialiasing: of what it has with and without torchvision the nearest to our mean over areas.
-        "resample": 2,
+        "resample": _FILTERS[filter_of(crop)],
         "do_center_crop": True,
         "crop_size": {"height": size, "width": size},
         "do_rescale": True,

@@ -8,6 +8,7 @@ from vitscale.recipe import EvalCrop, Normalise
 
 WHOLE_PICTURE = EvalCrop(kind="square", fraction=1)
 """The crop written where a source names none: the whole picture as a square, as Google's fine-tuned models see it."""
+_RESIZE_OF = {"bilinear": "pil_bilinear", "bicubic": "pil_bicubic"}
 
 
 def resized_edge(image_size: int, crop: EvalCrop) -> int:
@@ -19,12 +20,26 @@ def resized_edge(image_size: int, crop: EvalCrop) -> int:
     return image_size + 2 * round((image_size / crop.fraction - image_size) / 2)
 
 
-def crop_of(edge: object, side: object, *, is_square: bool) -> EvalCrop | None:
+def resize_of(filter_name: object) -> str:
+    """How pictures are resized by what other libraries call so; as we do it where that is none of Pillow's two."""
+    return _RESIZE_OF.get(str(filter_name), "area")
+
+
+def filter_of(crop: EvalCrop) -> str:
+    """What is nearest to a crop's way of resizing in other libraries, which all have Pillow's filters.
+
+    Bilinear with antialiasing is the nearest to our mean over areas; none is without antialiasing.
+    """
+    return "bicubic" if crop.resize == "pil_bicubic" else "bilinear"
+
+
+def crop_of(edge: object, side: object, *, is_square: bool, resize: str) -> EvalCrop | None:
     """The crop that keeps the central `side` of `edge` pixels; None where these are no such numbers."""
     numbers = [number for number in (edge, side) if isinstance(number, int | float) and math.isfinite(number)]
     if len(numbers) < 2 or not 0 < numbers[1] <= numbers[0]:
         return None
-    return EvalCrop(kind="square" if is_square else "central", fraction=numbers[1] / numbers[0])
+    content = {"kind": "square" if is_square else "central", "fraction": numbers[1] / numbers[0], "resize": resize}
+    return EvalCrop.model_validate(content)
 
 
 def normalise_of(mean: object, std: object) -> Normalise | None:

@@ -10,13 +10,14 @@ from typing import Any
 from vitscale.errors import RecipeError
 from vitscale.models.layers import CHANNELS
 from vitscale.models.model import Model
-from vitscale.models.weights.preprocessing import crop_of, normalise_of, resized_edge
+from vitscale.models.weights.preprocessing import crop_of, filter_of, normalise_of, resize_of, resized_edge
 from vitscale.models.weights.source import Source
 from vitscale.models.weights.torch_files import SAFETENSORS, read_beside_config
 from vitscale.recipe import EvalCrop, Normalise
 
-# Of ImageNet's pixels: what timm takes where a folder says nothing.
+# What timm takes where a folder says nothing; of ImageNet's pixels.
 _MEAN, _STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+_INTERPOLATION = "bicubic"
 
 
 def configuration(
@@ -37,7 +38,7 @@ def configuration(
         "pretrained_cfg": {
             "input_size": [CHANNELS, model.image_size, model.image_size],
             "fixed_input_size": found.fixed_size,
-            "interpolation": "bilinear",
+            "interpolation": filter_of(crop),
             "crop_pct": _crop_pct(model.image_size, crop),
             "crop_mode": "center" if crop.kind == "central" else "squash",
             **normalise.model_dump(),
@@ -97,7 +98,10 @@ def _class_names(names: Any) -> list[str] | None:
 
 def _crop(data: dict[str, Any]) -> EvalCrop | None:
     mode = data.get("crop_mode", "center")
-    return crop_of(1, data.get("crop_pct"), is_square=mode == "squash") if mode in ("center", "squash") else None
+    if mode not in ("center", "squash"):
+        return None
+    resize = resize_of(data.get("interpolation", _INTERPOLATION))
+    return crop_of(1, data.get("crop_pct"), is_square=mode == "squash", resize=resize)
 
 
 def _crop_pct(image_size: int, crop: EvalCrop) -> float:

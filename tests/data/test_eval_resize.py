@@ -1,0 +1,116 @@
+"""Each way of resizing against another implementation: Pillow, PyTorch, and a plain mean over areas."""
+
+import numpy as np
+import pytest
+import torch
+from data.views import area_mean, kernel_views, whole_picture
+from images.test_exact_decoding import noisy
+from pictures import encoded
+from PIL import Image
+
+from vitscale.data import EvalTransform
+from vitscale.data.views import view_of_pixels, views_of
+from vitscale.errors import RecipeError
+from vitscale.images import OK, REFUSED, Resize
+from vitscale.recipe import EvalCrop, load_recipe
+
+# Height and width of the picture, and a box in it: shrinking by a lot and a little, growing, one of each, one pixel.
+BOXES = [
+    ((120, 201), (0, 0, 120, 201)),
+    ((120, 201), (7, 30, 90, 161)),
+    ((61, 47), (3, 2, 50, 44)),
+    ((20, 25), (0, 0, 20, 25)),
+    ((20, 25), (5, 6, 9, 8)),
+    ((130, 12), (4, 1, 126, 11)),
+    ((9, 9), (4, 4, 1, 1)),
+]
+SIDES = (32, 31)
+
+
+def by_pillow(pixels, box, side, resample):
+    """Across, then down, as Pillow 12 does in one call; 13 chooses the order by the picture's shape."""
+    top, left, height, width = box
+    picture = Image.fromarray(pixels)
+    across = picture.resize((side, pixels.shape[0]), resample, (left, 0, left + width, pixels.shape[0]))
+    found = np.asarray(across.resize((side, side), resample, (0, top, side, top + height))).astype(int)
+    at_once = np.asarray(picture.resize((side, side), resample, (left, top, left + width, top + height))).astype(int)
+    assert np.abs(found - at_once).max() <= 4  # where a first pass overshoots 0 or 255
+    return found
+
+
+def by_torch(pixels, box, side):
+    """`grid_sample` between the four nearest pixels at the centres of the output's, as TensorFlow 2 places them."""
+    top, left, height, width = box
+    rows = top + (torch.arange(side, dtype=torch.float64) + 0.5) * height / side
+    columns = left + (torch.arange(side, dtype=torch.float64) + 0.5) * width / side
+    picture = torch.from_numpy(pixels.astype(float)).permute(2, 0, 1)[None]
+    grid = torch.stack(torch.meshgrid(columns / pixels.shape[1], rows / pixels.shape[0], indexing="xy"), -1) * 2 - 1
+    found = torch.nn.functional.grid_sample(picture, grid[None], "bilinear", "border", align_corners=False)
+    return found[0].permute(1, 2, 0).numpy()
+
+
+REFERENCES = {
+    Resize.AREA: lambda pixels, box, side: area_mean(
+        pixels[box[0] : box[0] + box[2], box[1] : box[1] + box[3]].astype(float), side
+    ),
+    Resize.TF_BILINEAR: by_torch,
+    Resize.PIL_BILINEAR: lambda *view: by_pillow(*view, Image.Resampling.BILINEAR),
+    Resize.PIL_BICUBIC: lambda *view: by_pillow(*view, Image.Resampling.BICUBIC),
+}
+
+
+@pytest.mark.parametrize("resize", Resize)
+def test_pixels_are_those_of_another_implementation(resize):
+    for (height, width), box in BOXES:
+        jpeg = encoded(noisy(height, width), quality=90)
+        pixels = whole_picture(jpeg, height, width)
+        for side in SIDES:
+            expected = REFERENCES[resize](pixels, box, side)
+            status, views = kernel_views(jpeg, height, width, [box, box], side, flips=[False, True], resize=resize)
+            assert (status == OK).all()
+            if resize in (Resize.PIL_BILINEAR, Resize.PIL_BICUBIC):
+                assert np.array_equal(views[0], expected), (height, width, box)
+            else:  # in two steps of 8 bits, and in floats
+                most = 0.51 if resize is Resize.AREA else 1.01
+                assert np.abs(views[0] - expected).max() <= most, (height, width, box)
+            assert np.array_equal(views[1], views[0][:, ::-1])
+            raw, stored = kernel_views(pixels.tobytes(), height, width, [box], side, raw=True, resize=resize)
+            assert raw[0] == OK and np.array_equal(stored[0], views[0])
+
+
+def test_the_ways_differ():
+    """By as much as the note on traps says, or the references above have told nothing apart."""
+    pixels = np.asarray(noisy(300, 300))
+    box = (0, 0, 300, 300)
+    found = {way: REFERENCES[way](pixels, box, 64).astype(float) for way in Resize}
+    for one in Resize:
+        for other in Resize:
+            assert one == other or np.abs(found[one] - found[other]).mean() > 0.5, (one, other)
+
+
+@pytest.mark.parametrize("resize", Resize)
+def test_a_view_of_the_whole_has_the_verdict_of_the_whole(resize):
+    """Also by a kernel that leaves out the last rows."""
+    jpeg = encoded(noisy(400, 400), quality=95)
+    for content, expected in ((jpeg, OK), (jpeg[:-40], REFUSED)):
+        assert kernel_views(content, 400, 400, [(0, 0, 400, 400)], 8, resize=resize)[0][0] == expected
+
+
+@pytest.mark.parametrize("resize", Resize)
+def test_crops_of_recipes_resize_so(resize):
+    """Of pictures in files and in memory alike."""
+    height, width = 90, 70
+    jpeg = encoded(noisy(height, width))
+    pixels = whole_picture(jpeg, height, width)
+    transform = EvalTransform.of(EvalCrop(kind="square", fraction=0.8, resize=resize.name.lower()))
+    expected = REFERENCES[resize](pixels, (9, 7, 72, 56), 32)
+    for views in (view_of_pixels(pixels, transform, 32), views_of([(jpeg, height, width)], transform, 32)):
+        assert np.abs(views[0].numpy() - expected).max() <= 1.01
+
+
+def test_the_recipe_names_it():
+    recipe = load_recipe("demo", ["data.eval_crop.resize=pil_bicubic"])
+    assert EvalTransform.of(recipe.data.eval_crop).resize is Resize.PIL_BICUBIC
+    assert EvalTransform.of(load_recipe("demo").data.eval_crop).resize is Resize.AREA
+    with pytest.raises(RecipeError, match=r"data\.eval_crop\.resize.*pil_bicubic"):
+        load_recipe("demo", ["data.eval_crop.resize=bicubic"])
