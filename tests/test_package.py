@@ -79,7 +79,7 @@ def test_a_wheel_holds_every_module_and_recipe_and_nothing_else(wheel):
     modules = {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("vitscale/**/*.py")}
     modules |= {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("data_tools/**/*.py")}
     modules |= {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("vitscale/**/*.csv")}
-    modules.add("vitscale/page/page.html")
+    modules |= {"vitscale/page/page.html", "vitscale/evaluation/imagenet_synsets.txt"}
     recipes = {f"vitscale/{path.relative_to(REPOSITORY).as_posix()}" for path in REPOSITORY.glob("recipes/**/*.yaml")}
     compiled = {f"vitscale/native/_images{sysconfig.get_config_var('EXT_SUFFIX')}"}
     assert inside == modules | recipes | compiled

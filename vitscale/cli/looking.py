@@ -31,7 +31,11 @@ _Batch = Annotated[
 ]
 Precision = Annotated[Literal["fp32", "bf16"] | None, typer.Option(help="Of weights; default fp32.")]
 _ClassNames = Annotated[
-    Path | None, typer.Option(help="Of weights: a file of class names, one a line, in the order of the outputs.")
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Of weights: a file of class names, one a line, in the order of the outputs; imagenet: its WordNet ids.",
+    ),
 ]
 MaxMemory = Annotated[
     float | None,
@@ -355,6 +359,10 @@ def _refuse(why: str, options: dict[str, Any]) -> None:
 
 
 def _read_names(path: Path) -> list[str]:
+    from vitscale.evaluation.imagenet import imagenet_synsets
+
+    if str(path) == "imagenet" and not path.exists():
+        return list(imagenet_synsets())
     try:
         names = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:

@@ -271,7 +271,7 @@ class BatchReader:
             self._reading.dct_scaling,
             work.pixels[rows],
             status,
-            self._transform.resize,
+            resize=self._transform.resize,
         )
         if np.any(status == NO_MEMORY):
             raise MemoryError("no memory to decode an image")

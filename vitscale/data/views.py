@@ -45,7 +45,7 @@ def _views(
         False,
         out,
         status,
-        transform.resize,
+        resize=transform.resize,
     )
     assert (status == OK).all(), f"statuses {status.tolist()} of pictures that were found good"
     return torch.from_numpy(out)

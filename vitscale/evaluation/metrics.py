@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from vitscale.errors import DataError, RecipeError
 from vitscale.evaluation.classification import check_count, rank_of_label
 from vitscale.evaluation.contract import Evaluator, MakeLoader, Predict
+from vitscale.evaluation.imagenet import imagenet_synsets
 from vitscale.ranks import reduce_sum
 from vitscale.shards import Manifest
 
@@ -268,15 +269,21 @@ class Scores(Evaluator):
 
 
 def columns_of(manifest: Manifest, class_names: Sequence[str] | None, num_classes: int) -> tuple[Tensor | None, str]:
-    """Which of the model's classes are a dataset's, by name, and how to call that: `same`, or `160 of 1000`.
+    """Which of the model's classes are a dataset's, by name, and how to call that: `same`, or `160 of 1000, by name`.
 
-    ImageNet-A and -R have 200 of the thousand classes: the others are left out of the model's answers. The columns are
-    None where both have the same classes in the same order, or where nobody knows the model's names and the numbers
+    ImageNet-A and -R have 200 of the thousand classes: the others are left out of the model's answers. A thousand
+    outputs without names are ImageNet's where a class of the dataset is called by one of its WordNet ids. The columns
+    are None where both have the same classes in the same order, or where nobody knows the model's names and the numbers
     agree.
 
     Raises `DataError` where the dataset has a class that the model has not.
     """
-    theirs = manifest.class_names
+    theirs, how, hint = manifest.class_names, "by name", ""
+    if num_classes == len(imagenet_synsets()) and not set(theirs).isdisjoint(imagenet_synsets()):
+        if class_names is None:
+            class_names, how = imagenet_synsets(), "by WordNet id"
+        else:
+            hint = "; if its outputs are ImageNet's thousand classes in their order: --class-names imagenet"
     if class_names is None:
         if len(theirs) != num_classes:
             raise DataError(
@@ -285,15 +292,15 @@ def columns_of(manifest: Manifest, class_names: Sequence[str] | None, num_classe
             )
         return None, "as many; the weights have no names"
     if tuple(theirs) == tuple(class_names):
-        return None, "same"
+        return None, "same" if how == "by name" else f"same, {how}"
     places = {name: at for at, name in enumerate(class_names)}
     foreign = [name for name in theirs if name not in places]
     if foreign or not theirs:
         raise DataError(
             f"{manifest.where}: {len(foreign)} of its {len(theirs)} classes are none of the model's, the first "
-            f"{(foreign or ['none'])[0]!r}; the model's first is {class_names[0]!r}"
+            f"{(foreign or ['none'])[0]!r}; the model's first is {class_names[0]!r}{hint}"
         )
-    return torch.tensor([places[name] for name in theirs]), f"{len(theirs)} of {num_classes}, by name"
+    return torch.tensor([places[name] for name in theirs]), f"{len(theirs)} of {num_classes}, {how}"
 
 
 def real_labels_of_timm() -> Path:
