@@ -1,13 +1,18 @@
 """The recipes of the paper's grid against its Table 3, appendices B.1 and D, written out once more."""
 
+import itertools
 import re
+from pathlib import Path
 
 import pytest
 import torch
+from timm.data import IMAGENET_DEFAULT_MEAN
 
 from vitscale.flops import recipe_work
 from vitscale.models import build_model
-from vitscale.recipe import load_recipe, recipes_dir
+from vitscale.recipe import load_recipe, override, recipes_dir
+from vitscale.studies.expansion import expand
+from vitscale.studies.reading import load_study
 
 # Table 3: recipe -> model, epochs, base learning rate. All of JFT: linear decay, weight decay 0.1, no dropout.
 JFT = {
@@ -66,9 +71,30 @@ AUGREG = {
     "R26_S_32-i21k-300ep-lr_0.001-aug_light1-wd_0.1-do_0.0-sd_0.0": "augreg_r26_s32_i21k",
     "R50_L_32-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.1-sd_0.1": "augreg_r50_l32_i21k",
 }
-# Magnitude of RandAugment, alpha of mixup, of the levels of AugReg that are used.
-LEVELS = {"none": (None, None), "light1": (0, None), "medium1": (15, 0.2), "strong1": (20, 0.5)}
-LATER = ("s16_i1k_90ep", "s16_i1k_300ep", "deit_ti16_i1k", "deit_s16_i1k", "deit_b16_i1k", *AUGREG.values())
+# On ImageNet: the two published as timm's augreg_in1k, and levels of big_vision's configs/vit_i1k.py.
+AUGREG_I1K = {
+    "Ti_16-i1k-300ep-lr_0.001-aug_light1-wd_0.1-do_0.0-sd_0.0": "augreg_ti16_i1k",
+    "S_16-i1k-300ep-lr_0.001-aug_medium2-wd_0.1-do_0.0-sd_0.0": "augreg_s16_i1k",
+    "B_16-i1k-300ep-lr_0.001-aug_strong2-wd_0.1-do_0.1-sd_0.1": "augreg_b16_i1k",
+    "L_16-i1k-300ep-lr_0.001-aug_medium2-wd_0.1-do_0.0-sd_0.0": "augreg_l16_i1k",
+}
+# Magnitude of RandAugment, alpha of mixup, of the levels of AugReg, in order.
+LEVELS = {
+    **{"none": (None, None), "light1": (0, None), "light2": (10, 0.2), "medium1": (15, 0.2)},
+    **{"medium2": (15, 0.5), "strong1": (20, 0.5), "strong2": (20, 0.8)},
+}
+# DeiT-III: the recipe -> side of its images, learning rate, drop-path, parameters in millions (README_revenge.md).
+DEIT3 = {
+    "deit3_s16_i1k": (224, 4e-3, 0.05, 22.0),
+    "deit3_b16_i1k": (192, 3e-3, 0.2, 86.6),
+    "deit3_l16_i1k": (192, 3e-3, 0.45, 304.4),
+    "deit3_h14_i1k": (160, 3e-3, 0.6, 632.1),
+}
+DEIT3_FINETUNING = {"deit3_b16": 0.2, "deit3_l16": 0.45, "deit3_h14": 0.55}
+LATER = (
+    *("s16_i1k_90ep", "s16_i1k_300ep", "deit_ti16_i1k", "deit_s16_i1k", "deit_b16_i1k"),
+    *(*AUGREG.values(), *AUGREG_I1K.values(), *DEIT3),
+)
 
 
 def check_adam(recipe, lr, weight_decay, clip=None):
@@ -289,7 +315,7 @@ def test_no_recipe_of_the_paper_is_left_out():
     known |= {"b16_i21k_masked", *(f"b16_jft_masked{ablation}" for ablation in ("", "_cells", "_pixels", "_15pct"))}
     others = {path.stem for path in recipes_dir().glob("*.yaml")} - known
     assert {stem for stem in others if not stem.startswith("shape_")} == {"demo", "vit4_cifar10", *LATER}
-    assert {path.stem for path in recipes_dir().glob("finetune/*.yaml")} == {*TABLE_4, *HYPERRULE}
+    assert {path.stem for path in recipes_dir().glob("finetune/*.yaml")} == {*TABLE_4, *HYPERRULE, *DEIT3_FINETUNING}
 
 
 @pytest.mark.parametrize("epochs", [90, 300])
@@ -326,23 +352,81 @@ def test_deit(size, params):
     assert recipe.data.crop.area == [0.08, 1]
 
 
-@pytest.mark.parametrize("file", AUGREG)
+@pytest.mark.parametrize("file", [*AUGREG, *AUGREG_I1K])
 def test_augreg(file):
     """The published weights are called by the settings that they were trained with."""
-    recipe = load_recipe(AUGREG[file])
     name, settings = file.split("-", 1)
+    is_i1k = settings.startswith("i1k")
+    recipe = load_recipe((AUGREG_I1K if is_i1k else AUGREG)[file])
     said = dict(part.split("_") for part in settings.split("-")[2:])
     *stem, size, patch = name.split("_")
     assert recipe.model.name == f"{''.join(f'{part}+' for part in stem)}ViT-{size}/{patch}"
-    assert (recipe.model.head, recipe.model.head_bias, recipe.model.num_classes) == ("linear", -10, 21_843)
+    expected = ("pretrain", None, 1000, "softmax") if is_i1k else ("linear", -10, 21_843, "sigmoid")
+    model = recipe.model
+    assert (model.head, model.head_bias, model.num_classes, recipe.objective.loss) == expected
     assert (recipe.model.dropout, recipe.model.drop_path) == (float(said["do"]), float(said["sd"]))
     check_adam_of_later(recipe, float(said["lr"]), float(said["wd"]))
     assert (recipe.batch.global_size, recipe.schedule.duration.epochs) == (4096, 300)
-    assert (recipe.schedule.warmup.steps, recipe.schedule.decay, recipe.objective.loss) == (10_000, "cosine", "sigmoid")
-    magnitudes = [(each.set, each.n, each.m) for each in recipe.data.operations]
-    magnitude, alpha = LEVELS[said["aug"]]
-    assert magnitudes == ([] if magnitude is None else [("big_vision", 2, magnitude)])
-    assert (recipe.objective.mixing.mixup if recipe.objective.mixing else None) == alpha
+    assert (recipe.schedule.warmup.steps, recipe.schedule.decay) == (10_000, "cosine")
+    assert level_of(recipe) == LEVELS[said["aug"]]
+
+
+def level_of(recipe):
+    """(magnitude of RandAugment, alpha of mixup), as `LEVELS` has them."""
+    mixing = recipe.objective.mixing
+    if not recipe.data.operations:
+        return None, mixing
+    (augmentation,) = recipe.data.operations
+    assert (augmentation.set, augmentation.n) == ("big_vision", 2)
+    return augmentation.m, None if mixing is None else mixing.mixup
+
+
+def test_all_levels_of_augreg_are_a_study():
+    entries = expand(load_study("augreg_levels"), Path("runs")).entries
+    assert len(entries) == 56
+    for data, size in itertools.product(("i1k", "i21k"), ("ti16", "s16", "b16", "l16")):
+        runs = [entry.options[0].recipe for name, entry in entries.items() if f"-augreg_{size}_{data}-" in name]
+        assert [level_of(recipe) for recipe in runs] == list(LEVELS.values())
+        assert {recipe.model.drop_path for recipe in runs} == {recipe.model.dropout for recipe in runs} == {0}
+
+
+def check_deit3(recipe, drop_path):
+    model, data = recipe.model, recipe.data
+    assert [recipe.model.drop_path_rule, recipe.model.drop_path] == ["uniform", drop_path]
+    assert (model.layer_scale, model.class_position, model.mlp, model.head) == (1e-4, False, "exact_gelu", "linear")
+    assert (data.crop.area, data.normalise.mean) == ([0.08, 1], list(IMAGENET_DEFAULT_MEAN))
+    mixing = recipe.objective.mixing
+    assert (mixing.mixup, mixing.cutmix, mixing.cutmix_share, mixing.per) == (0.8, 1, 0.5, "batch")
+    assert recipe.schedule.warmup.epochs == 5 and recipe.schedule.decay == "cosine"
+
+
+@pytest.mark.parametrize("stem", DEIT3)
+def test_deit3(stem):
+    """Touvron et al. (2022) by the commands of README_revenge.md; parameters are those of its table, at 224 pixels."""
+    side, lr, drop_path, params = DEIT3[stem]
+    recipe = load_recipe(stem)
+    check_deit3(recipe, drop_path)
+    at_224 = override(recipe.dump(), ["data.image_size=224"], stem)
+    assert recipe_work(at_224, 1000).params / 1e6 == pytest.approx(params, abs=0.06)
+    assert (recipe.data.image_size, recipe.data.repeats, recipe.schedule.duration.epochs) == (side, 3, 800)
+    optimizer = recipe.optimizer
+    assert (optimizer.name, optimizer.lr, optimizer.weight_decay, optimizer.clip_norm) == ("lamb", lr, 0.05, 1)
+    assert recipe.batch.global_size == 2048
+    assert (recipe.objective.loss, recipe.objective.threshold, recipe.objective.label_smoothing) == ("bce", 0, 0)
+    assert [(each.kind, each.jitter) for each in recipe.data.operations] == [("three_augment", 0.3)]
+
+
+@pytest.mark.parametrize("stem", DEIT3_FINETUNING)
+def test_the_last_epochs_of_deit3(stem):
+    recipe = load_recipe(f"finetune/{stem}")
+    check_deit3(recipe, DEIT3_FINETUNING[stem])
+    assert (recipe.model.name, recipe.init.head) == (load_recipe(f"{stem}_i1k").model.name, "keep")
+    assert (recipe.data.image_size, recipe.data.repeats, recipe.schedule.duration.epochs) == (224, 1, 20)
+    optimizer = recipe.optimizer
+    assert (optimizer.name, optimizer.lr, optimizer.weight_decay, optimizer.clip_norm) == ("adamw", 1e-5, 0.1, None)
+    assert (recipe.batch.global_size, recipe.objective.loss, recipe.objective.label_smoothing) == (512, "softmax", 0.1)
+    (augmentation,) = recipe.data.operations
+    assert (augmentation.set, augmentation.n, augmentation.m, augmentation.std) == ("timm_increasing", 2, 9, 0.5)
 
 
 def check_adam_of_later(recipe, lr, weight_decay):

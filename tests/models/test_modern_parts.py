@@ -404,6 +404,7 @@ def test_a_resolved_recipe_has_a_part_only_where_it_is_set():
         ({"width": 54, **SINCOS}, "width 54 has to be a multiple of 4"),
         ({"attention": "axial", "registers": 1}, "registers: axial"),
         ({"attention": "axial", "drop_path": 0.1}, "drop_path: axial"),
+        ({"drop_path_rule": "uniform"}, "drop_path_rule: uniform belongs to drop_path"),
         ({"attention": "axial", **ROPE}, "rope: axial"),
         ({"attention": "axial", "position": {"kind": "1d_rope"}}, "1d_rope: axial"),
         ({"attention": "axial", "pool": "normed_mean"}, "no class token; use pool: mean"),
@@ -424,3 +425,8 @@ def test_the_share_of_drop_path_grows_in_equal_steps():
     steps = np.diff([shape.drop_path_of(i, 0.3) for i in range(12)])
     assert shape.drop_path_of(0, 0.3) == 0 and shape.drop_path_of(11, 0.3) == pytest.approx(0.3)
     assert all(a == pytest.approx(b) for a, b in pairwise(steps))
+
+
+def test_uniform_drop_path_is_as_often_in_every_block():
+    model = made(drop_path=0.5, drop_path_rule="uniform")
+    assert [block.drop_path for block in model.blocks] == [0.5, 0.5, 0.5]

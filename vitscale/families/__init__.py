@@ -11,7 +11,7 @@ from pydantic import PlainSerializer, WrapValidator
 from vitscale.extensions import block_class
 from vitscale.families.family import Model, Patches, Pool, Shape
 from vitscale.families.resnet import ResNet, ResNetShape
-from vitscale.families.vit import Position, ViT, ViTShape, has_class_token
+from vitscale.families.vit import DropPathRule, Position, ViT, ViTShape, has_class_token
 
 FAMILIES: tuple[type[Model], ...] = (ViT, ResNet)
 REGISTRY = tuple(name for family in FAMILIES for name in family.names)
@@ -113,6 +113,7 @@ __all__ = [
     "FAMILIES",
     "REGISTRY",
     "UNSET",
+    "DropPathRule",
     "Model",
     "ModelBlock",
     "Patches",

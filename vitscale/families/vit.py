@@ -74,6 +74,7 @@ _OF_PARTS = ("norm", "norm_eps", "sub_norm", "mlp", "qkv_bias", "qk_norm", "laye
 _ROPE_BASES = {"rope": 100.0, "1d_rope": 10_000.0}
 _OF_EMBEDDINGS = re.compile(r"(stem|embedding|cls|registers|pos_embedding)(\.|$)")
 _OF_BLOCK = re.compile(r"blocks\.(\d+)\.")
+DropPathRule = Literal["growing", "uniform"]
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,11 @@ class ViTShape:
         """Values in one patch: P * P * channels."""
         return self.patch_size**2 * (3 if self.stem is None else self.stem.channels)
 
-    def drop_path_of(self, index: int, of_last: float) -> float:
-        """Share of samples for which a branch of block `index` is left out: from 0, in equal steps, to the last's."""
-        return of_last * index / max(self.depth - 1, 1)
+    def drop_path_of(self, index: int, of_last: float, rule: DropPathRule = "growing") -> float:
+        """Share of samples for which a branch of block `index` is left out: from 0, in equal steps, to the last's, or
+        the last's throughout.
+        """
+        return of_last if rule == "uniform" else of_last * index / max(self.depth - 1, 1)
 
     @property
     def head_dim(self) -> int:
@@ -217,7 +220,7 @@ class ViT(Model):
         *("blocks", "width_factor"),
         *_OF_PARTS,
     )
-    optional: ClassVar[tuple[str, ...]] = (*_OF_PARTS, "drop_path")
+    optional: ClassVar[tuple[str, ...]] = (*_OF_PARTS, "drop_path", "drop_path_rule")
 
     patch_size: int | None = Field(None, ge=1, le=8192, description="side of a patch in pixels")
     width: int | None = Field(None, ge=1, le=2**17, description="size of a token")
@@ -267,8 +270,10 @@ class ViT(Model):
         0.0,
         ge=0,
         lt=1,
-        description="share of samples for which the last block's attention, and its MLP, is left out while training; "
-        "it grows from 0 in the first block",
+        description="share of samples for which the last block's attention, and its MLP, is left out while training",
+    )
+    drop_path_rule: DropPathRule = Field(
+        "growing", description="of drop_path: growing from 0 in the first block, or uniform, as in DeiT-III"
     )
     position: Position = Position()
 
@@ -291,6 +296,8 @@ class ViT(Model):
                 f"position.kind sincos: width {shape.width} has to be a multiple of 4, at least 8, for sines and "
                 "cosines by row and by column"
             )
+        if self.drop_path_rule != "growing" and self.drop_path == 0:
+            raise ValueError(f"drop_path_rule: {self.drop_path_rule} belongs to drop_path, and that is 0")
         if shape.attention == "axial":
             self._possible_on_a_grid(shape)
         if self.position.kind in _ROPE_BASES and shape.head_dim % 4:
@@ -454,7 +461,7 @@ class ViT(Model):
             block = _block(shape, sequences=1, T=T, relative=relative)
         for index in range(shape.depth):
             # A block ends with the output of its MLP. Only masks are drawn behind it, and a factor's gradient needs it.
-            draws = self.dropout > 0 or shape.drop_path_of(index, self.drop_path) > 0
+            draws = self.dropout > 0 or shape.drop_path_of(index, self.drop_path, self.drop_path_rule) > 0
             operations += block_of(block, index, needs_output=draws or shape.layer_scale is not None)
         operations.append(parameters("norms", _norm(shape, D)))
         if self.pool_or_default() == "map":

@@ -54,8 +54,8 @@ class ViT(Model):
         head: `pretrain` has a dense layer of width D with tanh before the output layer (section 3.1), `linear` has the
             output layer alone (fine-tuning).
         dropout: rate after position embedding, attention output and both MLP layers (appendix B.1).
-        drop_path: share of samples for which the last block's attention, and its MLP, is left out while training; that
-            of the blocks before it grows from 0 in equal steps.
+        drop_path, drop_path_rule: share of samples for which the last block's attention, and its MLP, is left out while
+            training; that of the blocks before it grows from 0 in equal steps, or is the same.
         position, position_at: how and where positions are told (appendix D.3). `relative` and `rope` are told in every
             attention, `1d_rope` there too.
         position_base: of `rope` and `1d_rope`.
@@ -73,6 +73,7 @@ class ViT(Model):
         head: Literal["pretrain", "linear"] = "pretrain",
         dropout: float = 0.0,
         drop_path: float = 0.0,
+        drop_path_rule: families.DropPathRule = "growing",
         position: PositionKind = "1d",
         position_at: PositionAt = "stem",
         position_base: float = 100.0,
@@ -105,7 +106,7 @@ class ViT(Model):
                 self.blocks.append(AxialBlock(shape, dropout, grid=grid, relative=relative, pos_embedding=own))
             else:
                 relative_tokens = grid**2 + class_token if relative else None
-                share = shape.drop_path_of(index, drop_path)
+                share = shape.drop_path_of(index, drop_path, drop_path_rule)
                 self.blocks.append(
                     Block(shape, dropout, drop_path=share, relative_tokens=relative_tokens, pos_embedding=own)
                 )
@@ -125,6 +126,7 @@ class ViT(Model):
             head=block.head,
             dropout=block.dropout,
             drop_path=block.drop_path,
+            drop_path_rule=block.drop_path_rule,
             position=block.position.kind,
             position_at=block.position.at,
             position_base=block.position.base or 0.0,
