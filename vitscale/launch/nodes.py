@@ -7,6 +7,7 @@ goes over a connection is lines of JSON. Nothing here waits for the network: `ex
 import contextlib
 import errno
 import json
+import resource
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ _CONNECT_SECONDS = 3.0
 _RECONNECT_SECONDS = 0.5
 _FAREWELL_SECONDS = 5.0
 _MOST_BYTES = 1 << 20
+_OTHER_FILES = 256  # those of the ranks' output, and of strangers
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,7 @@ class FirstNode:
         self, place: Place, global_batch: int | None, supervisor: Supervisor, *, silence_s: float = _SILENCE_SECONDS
     ) -> None:
         self._place, self._global_batch, self._supervisor, self._silence = place, global_batch, supervisor, silence_s
+        _allow_connections(place.nodes)
         self._listener = _listen(place, _resolve(place, supervisor))
         self._strangers: list[_Connection] = []
         self._others: dict[int, _Other] = {}
@@ -255,9 +258,13 @@ class FirstNode:
         ]
 
     def _poll(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        try:
             while True:
                 self._strangers.append(_Connection(self._listener.accept()[0], self._silence))
+        except OSError as error:
+            # Whoever finds no room waits until a stranger that says nothing is lost.
+            if error.errno not in (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ECONNABORTED):
+                raise
         for stranger in list(self._strangers):
             messages = stranger.receive()
             if messages:
@@ -575,6 +582,19 @@ def _listen(place: Place, own: _Address | None) -> socket.socket:
                     f"cannot listen at {place.address}:{place.port}: {error.strerror}. Does another launch run on this "
                     f"node? Choose another port for it, --master {place.address}:PORT on all nodes"
                 ) from None
+
+
+def _allow_connections(nodes: int) -> None:
+    """Have this process open a file for each node. Raises `RecipeError` where the system allows fewer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = nodes + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise RecipeError(
+            f"node 0 opens a connection to each of {nodes:,} nodes, and may open {hard:,} files: ulimit -n {needed}, "
+            f"as root or in /etc/security/limits.conf"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _another_port(before: socket.socket | None) -> socket.socket:
