@@ -135,6 +135,19 @@ def test_labels_outside_the_classes_are_refused(which):
         dict(evaluator.run(model(K)))
 
 
+@pytest.mark.parametrize("which", ["training", "test"])
+@pytest.mark.parametrize("evaluate", [lambda task: task, lambda task: SharedL2FewShot("fewshot", [task])])
+def test_another_number_of_samples_than_the_manifest_s_is_no_result(which, evaluate):
+    train, test = split(60, 4, seed=1), split(30, 4, seed=2)
+    loaders = train.loader(16), test.loader(16)
+    counts = {"train_samples": 60, "test_samples": 30}
+    sound = FewShot("one", *loaders, list("abcd"), shots=(1,), **counts)
+    assert "1shot" in "".join(dict(evaluate(sound).run(model(4))))
+    counts["train_samples" if which == "training" else "test_samples"] += 1
+    with pytest.raises(DataError, match=rf"'one', {which}: .* samples were evaluated"):
+        dict(evaluate(FewShot("one", *loaders, list("abcd"), shots=(1,), **counts)).run(model(4)))
+
+
 def test_an_empty_split_is_refused():
     with pytest.raises(DataError, match="its training split has no samples"):
         dict(FewShot("one", lambda: [], lambda: [], list("abcd")).run(model(K)))

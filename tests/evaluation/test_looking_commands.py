@@ -10,6 +10,7 @@ import torch
 from evaluation.test_finished_models import SAMPLES, command, on_processes
 from models.weights.exported import TINY, described, finished_run, valued, write
 
+from data_tools.subset import write_subset
 from vitscale.errors import DataError
 from vitscale.evaluation.features import extract_features
 from vitscale.evaluation.finished import FinishedModel
@@ -157,6 +158,31 @@ def test_folders_of_features_that_do_not_serve(home, tmp_path):
     assert code == 3 and "labels.npy" in message and "sha256" in message
     (test / "meta.json").write_text("{}")
     assert command("fewshot", "--train", train, "--test", test)[0] == 3
+
+
+def test_test_samples_among_the_training_samples_are_refused(home, tmp_path):
+    """By a run, by weights and by folders of features; `--overlap allow` tells how many, and goes on."""
+    weights = [home / "timm.safetensors", "--model", home / "run" / "recipe.yaml"]
+    train, test, part = (home / "data" / name for name in ("train", "test", "part"))
+    write_subset(str(train), str(part), 20)
+    for name in (train, test, part):
+        command("features", home / "run", name, "--out", tmp_path / name.name, "--view", "fewshot")
+    shots = ["--shots", "1", "--seeds", "1"]
+    for source, place in (([home / "run"], home / "data"), (weights, home / "data"), ([], tmp_path)):
+        common = ["--train", place / "train", "--test", place / "part"]
+        code, message = command("fewshot", *source, *common, *shots)
+        assert code == 3 and "20 of the 20" in message and "--overlap allow" in message, (source, message)
+        # One task of two is enough.
+        assert command("fewshot", *source, "--train", place / "part", "--test", place / "test", *common, *shots)[0] == 3
+        assert command("fewshot", *source, *common, *shots, "--overlap", "allow")[0] == 0
+    allowed = ["--train", train, "--test", part, *shots, "--set", "evaluation.overlap=allow"]
+    assert command("fewshot", home / "run", *allowed)[0] == 0
+    assert command("fewshot", home / "run", *allowed, "--overlap", "refuse")[0] == 3
+    # Folders whose data have gone are still compared where they are of one dataset.
+    meta = json.loads((tmp_path / "train" / "meta.json").read_text()) | {"dataset": "gone"}
+    (tmp_path / "train" / "meta.json").write_text(json.dumps(meta))
+    assert command("fewshot", "--train", tmp_path / "train", "--test", tmp_path / "train", *shots)[0] == 3
+    assert command("fewshot", "--train", tmp_path / "train", "--test", tmp_path / "test", *shots)[0] == 0
 
 
 def test_a_shared_strength_is_chosen_on_all_tasks_or_on_the_others(home):

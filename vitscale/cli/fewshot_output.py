@@ -9,17 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitscale.errors import DataError, RecipeError
+from vitscale.errors import DataError, RecipeError, VitscaleError
 from vitscale.evaluation.build import check_class_names, samples_expected
 from vitscale.evaluation.features import Features, extract_features, read_features
 from vitscale.evaluation.fewshot import PAPER_L2S, check_labels, hash_of, select_shots
-from vitscale.evaluation.finished import FinishedModel
+from vitscale.evaluation.finished import FinishedModel, tell_common_samples
 from vitscale.evaluation.heads import Layout, best_of_bank, extract_blocks
 from vitscale.evaluation.logistic import DEVELOPMENT, logistic_probe
 from vitscale.evaluation.neighbours import neighbour_accuracies
+from vitscale.evaluation.placing import tell
 from vitscale.evaluation.ridge import best_shared_l2, fewshot_accuracy
+from vitscale.evaluation.splits import Overlap, common_samples, judge
 from vitscale.ranks import on_rank_zero
 from vitscale.recipe import EvalCrop
+from vitscale.shards import Manifest
 
 Method = Literal["ridge", "knn", "logistic", "heads"]
 Strength = float | Literal["shared", "others"]
@@ -29,6 +32,8 @@ FEWSHOT_CROP = EvalCrop(kind="square")
 """What the paper's few-shot evaluation sees: the central 224 / 256 of each side."""
 _Split = tuple[str, Sequence[str], Features | None, Features | None]
 """Of a task: its name, its classes, what is trained on and what is tested on."""
+_Folder = tuple[str, Features, dict[str, Any]]
+"""Of features: its name, what is in it, and its meta.json."""
 
 
 def counts_of(shots: str | None, method: Method) -> list[int | None]:
@@ -69,16 +74,22 @@ def measure(
     counts: Sequence[int | None],
     seeds: int,
     strength: Strength,
+    overlap: Overlap | None,
 ) -> dict[str, Any]:
     """Accuracies of each task for each number of shots, with mean and deviation over the draws, for JSON.
 
-    Raises `DataError` for datasets whose classes differ, or with labels outside them.
+    `overlap` is by default what the recipe of a run says. Raises `DataError` for datasets whose classes differ, with
+    labels outside them, or with samples in common where these are refused.
     """
     splits: list[_Split] = []
     layout = None
-    for train, test in tasks:
-        manifests = [model.dataset(name) for name in (train, test)]
+    opened = [[model.dataset(name) for name in task] for task in tasks]
+    for (_, test), manifests in zip(tasks, opened, strict=True):
         check_class_names(test, manifests[1].class_names, manifests[0].class_names)
+        tell_common_samples(model, manifests[1])
+    default: Overlap = "refuse" if model.recipe is None else model.recipe.evaluation.overlap
+    _judge([common_samples(test, train) for train, test in opened], overlap or default)
+    for (train, _), manifests in zip(tasks, opened, strict=True):
         found = []
         for manifest in manifests:
             loader, expected = model.loader(manifest, FEWSHOT_CROP), samples_expected(model.recipe, manifest)
@@ -99,13 +110,14 @@ def measure_features(
     counts: Sequence[int | None],
     seeds: int,
     strength: Strength,
+    overlap: Overlap | None,
     device: torch.device,
 ) -> dict[str, Any]:
     """As `measure`, by folders of `vitscale features`; linear heads are trained on `device`.
 
     Raises `DataError` for folders of different models, views or classes, too.
     """
-    return on_rank_zero(lambda: _measured_features(tasks, method, counts, seeds, strength, device))
+    return on_rank_zero(lambda: _measured_features(tasks, method, counts, seeds, strength, overlap or "refuse", device))
 
 
 def _measured_features(
@@ -114,9 +126,11 @@ def _measured_features(
     counts: Sequence[int | None],
     seeds: int,
     strength: Strength,
+    overlap: Overlap,
     device: torch.device,
 ) -> dict[str, Any]:
     splits: list[_Split] = []
+    common: list[str | None] = []
     first: tuple[str, dict[str, Any]] | None = None
     for train, test in tasks:
         found = []
@@ -130,11 +144,42 @@ def _measured_features(
                     f"{name} and {first[0]} do not go together: {key} is {about[key]!r} here and {first[1].get(key)!r} "
                     "there"
                 )
-            found.append((features, meta["class_names"]))
-        check_class_names(test, found[1][1], found[0][1])
-        splits.append((train, found[0][1], found[0][0], found[1][0]))
+            found.append((name, features, meta))
+        class_names = found[0][2]["class_names"]
+        check_class_names(test, found[1][2]["class_names"], class_names)
+        common.append(_common_features(*found))
+        splits.append((train, class_names, found[0][1], found[1][1]))
+    _judge(common, overlap)
     solve = _solver(method, Layout(1, meta["width"], has_patches=False), device)
     return _measured(splits, method, solve, counts, seeds, strength) | {"policy": meta["policy"]}
+
+
+def _judge(found: Sequence[str | None], overlap: Overlap) -> None:
+    """Tell of test samples that are among those of their task's training set, or raise `DataError` on all processes."""
+    lines = [line for line in found if line is not None]
+    try:
+        judge(lines, overlap, "--overlap allow")
+    except DataError as error:
+        raise error.on_all_ranks() from None
+    for line in lines:
+        tell(line)
+
+
+def _common_features(train: _Folder, test: _Folder) -> str | None:
+    """As `common_samples`, of two folders of features, by the datasets that they are of."""
+    (train_name, ours, train_meta), (test_name, theirs, test_meta) = train, test
+    digests = [meta.get("dataset_sha256") for meta in (train_meta, test_meta)]
+    if digests[0] is not None and digests[0] == digests[1]:
+        count = int(np.isin(theirs.uids.numpy(), ours.uids.numpy()).sum())
+        return f"{count:,} of the {len(theirs.uids):,} samples of {test_name} are among those of {train_name}"
+    try:
+        manifests = [Manifest.load(str(meta.get("dataset"))) for meta in (train_meta, test_meta)]
+        if [manifest.sha256 for manifest in manifests] == digests:
+            return common_samples(manifests[1], manifests[0])
+    except VitscaleError:
+        pass
+    tell(f"{test_name}: its dataset, or that of {train_name}, has gone or changed: no samples were compared")
+    return None
 
 
 def _measured(

@@ -253,6 +253,13 @@ def fewshot(
             help="Of ridge: a number, default 1024; or by mean rank on all tasks (shared) or on the others (others).",
         ),
     ] = None,
+    overlap: Annotated[
+        Literal["refuse", "allow"] | None,
+        typer.Option(
+            help="Test samples that are among the training samples: an error, or told. Default: a run's "
+            "evaluation.overlap, else refuse."
+        ),
+    ] = None,
     step: Step = None,
     no_ema: NoEma = False,
     settings: Settings = None,
@@ -287,12 +294,12 @@ def fewshot(
         _refuse("there is no SOURCE, and no model is run", of_models)
         with _one_speaks():
             accelerator = join()
-            found = measure_features(tasks, method, counts, seeds, strength, accelerator.device)
+            found = measure_features(tasks, method, counts, seeds, strength, overlap, accelerator.device)
             if accelerator.is_main_process:
                 print(json.dumps(found) if as_json else table_of(found))
         return
     with opened(source, step, no_ema, settings, model, image_size, None, batch, precision, max_memory) as finished:
-        found = measure(finished, tasks, method, counts, seeds, strength)
+        found = measure(finished, tasks, method, counts, seeds, strength, overlap)
         if finished.accelerator.is_main_process:
             print(json.dumps(found) if as_json else table_of(found))
 

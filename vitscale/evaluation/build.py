@@ -50,6 +50,8 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
                     shots=fewshot.shots,
                     seeds=tuple(range(fewshot.seeds)),
                     l2=PAPER_L2S[0] if fewshot.l2 == "shared" else fewshot.l2,
+                    train_samples=samples_expected(recipe, train),
+                    test_samples=samples_expected(recipe, test),
                 )
             )
         evaluators += [SharedL2FewShot("fewshot", tasks)] if fewshot.l2 == "shared" else tasks

@@ -54,15 +54,17 @@ def gathered(make_loader: MakeLoader, predict: Predict) -> Iterator[Rows | None]
         yield gather_rows(features[mask], labels[mask], uids[mask])
 
 
-def extract_features(make_loader: MakeLoader, predict: Predict, num_samples: int | None = None) -> Features | None:
+def extract_features(
+    make_loader: MakeLoader, predict: Predict, num_samples: int | None = None, what: str = "features"
+) -> Features | None:
     """Representations of every sample that the loader passes over, on rank 0; None elsewhere, or if there are none.
 
     Batches are gathered one by one, so that the split has to fit into the host memory of rank 0 only. Raises
-    `DataError` on all ranks for another number of samples than `num_samples`, where that is given.
+    `DataError` on all ranks for another number of samples than `num_samples`, where that is given; `what` opens it.
     """
     parts = [rows for rows in gathered(make_loader, predict) if rows is not None]
     if num_samples is not None:
-        on_rank_zero(lambda: check_count("features", sum(len(uids) for _, _, uids in parts), num_samples))
+        on_rank_zero(lambda: check_count(what, sum(len(uids) for _, _, uids in parts), num_samples))
     if not parts:
         return None
     features, labels, uids = (torch.cat(column) for column in zip(*parts, strict=True))

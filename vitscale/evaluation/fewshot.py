@@ -29,6 +29,8 @@ class FewShot(Evaluator):
         seeds: of the draws. Which samples are drawn depends on (seed, uid) alone, and fewer shots draw a subset of
             more.
         l2: regularisation strength; 2^10 is that of the authors' newer code.
+        train_samples, test_samples: of the two splits; another number is an error. None where damaged samples may be
+            left out.
     """
 
     name: str
@@ -38,11 +40,14 @@ class FewShot(Evaluator):
     shots: Sequence[int] = (1, 5, 10, 25)
     seeds: Sequence[int] = (0, 1, 2)
     l2: float = 2.0**10
+    train_samples: int | None = None
+    test_samples: int | None = None
 
     def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
         """As `Evaluator.run`; where classes have too few training samples, `<shots>shot_scarce` says how many.
 
-        Raises `DataError` for labels outside the classes and a split without samples.
+        Raises `DataError` for labels outside the classes, a split without samples, and samples that are lost or counted
+        twice.
         """
         drawn = self.draws(predict, [self.l2])
         for shots, table, scarce in zip(self.shots, drawn.accuracies, drawn.scarce, strict=True):
@@ -52,8 +57,9 @@ class FewShot(Evaluator):
 
     def draws(self, predict: Predict, l2s: Sequence[float]) -> "Draws":
         """Accuracy of every draw for every strength, on every rank. Raises as `run` does."""
-        train = extract_features(self.make_train_loader, predict)
-        test = extract_features(self.make_test_loader, predict)
+        what = f"few-shot evaluator {self.name!r}"
+        train = extract_features(self.make_train_loader, predict, self.train_samples, f"{what}, training")
+        test = extract_features(self.make_test_loader, predict, self.test_samples, f"{what}, test")
         return on_rank_zero(lambda: self._solve(train, test, l2s))
 
     def _solve(self, train: Features | None, test: Features | None, l2s: Sequence[float]) -> "Draws":

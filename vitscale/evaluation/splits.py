@@ -1,11 +1,15 @@
 """Whether what a model is evaluated on is among what it learns from."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from vitscale.errors import DataError
 from vitscale.recipe import Recipe
 from vitscale.shards import Manifest
 from vitscale.shards.overlap import overlap
+
+Overlap = Literal["refuse", "allow"]
+"""What becomes of samples that two splits have in common: an error, or they are told."""
 
 
 def check_splits(recipe: Recipe, train: Manifest) -> list[str]:
@@ -18,14 +22,22 @@ def check_splits(recipe: Recipe, train: Manifest) -> list[str]:
     missing or damaged; `StorageError` for a URL that does not answer.
     """
     found = list(_overlaps(recipe, train))
-    if found and recipe.evaluation.overlap == "refuse":
+    judge(found, recipe.evaluation.overlap, "--set evaluation.overlap=allow")
+    return found
+
+
+def judge(found: Sequence[str], overlap: Overlap, allow: str) -> None:
+    """Raise `DataError` where splits have samples in common and that is refused; `allow` is what lets them.
+
+    `found` are the lines that tell of it.
+    """
+    if found and overlap == "refuse":
         raise DataError(
             "\n".join(found)
             + "\nWhat a model has learned by heart says nothing of what it has not seen. Evaluate on a "
             "split of its own (vitscale shards split), or leave the copies out of training (vitscale dedup, which also "
-            "finds those with other bytes). If it is meant: --set evaluation.overlap=allow"
+            f"finds those with other bytes). If it is meant: {allow}"
         )
-    return found
 
 
 def common_samples(dataset: Manifest, train: Manifest) -> str | None:
