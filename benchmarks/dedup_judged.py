@@ -24,7 +24,6 @@ from data_tools.dedup.against import name_indexes
 from data_tools.dedup.alignment import correlation
 from data_tools.dedup.building import TestSource, build_index
 from data_tools.dedup.closest import Pair
-from data_tools.dedup.decisions import DECISIONS_NAME, read_decisions
 from data_tools.dedup.embedding import Embedder
 from data_tools.dedup.fingerprint import fingerprint
 from data_tools.dedup.hamming import BITS, near_pairs, words
@@ -36,6 +35,7 @@ from data_tools.images import StoredImage, store_image
 from data_tools.request import Request
 from data_tools.sources import SourceOptions, open_source
 from vitscale.cli.embedding import opened_embedder
+from vitscale.shards.decisions import DECISIONS_NAME, read_decisions
 
 DRAWN = 48  # pairs of a sheet
 

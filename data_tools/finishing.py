@@ -13,7 +13,6 @@ import pyarrow as pa
 from rich.table import Table
 
 from data_tools.dedup.against import Findings, NamedIndex, open_matcher
-from data_tools.dedup.decisions import DECISIONS_NAME, read_decisions, write_decisions
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.report import tables, write_report
 from data_tools.output import REPORT_FOLDER, Output
@@ -23,6 +22,7 @@ from data_tools.shard_task import ShardReport
 from vitscale import storage
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import MANIFEST_NAME, Manifest, field_names
+from vitscale.shards.decisions import DECISIONS_NAME, read_decisions, write_decisions
 from vitscale.shards.opening import local_copy
 from vitscale.shards.provenance import REJECTS_NAME, read_rejects, write_rejects
 from vitscale.wording import counted, ranges

@@ -24,11 +24,11 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any
 
-from data_tools.dedup.decisions import DECISIONS_NAME
 from vitscale import storage
 from vitscale.errors import RecipeError
 from vitscale.files.durable import durable_file, write_text
 from vitscale.shards import MANIFEST_NAME
+from vitscale.shards.decisions import DECISIONS_NAME
 from vitscale.shards.provenance import REJECTS_NAME
 from vitscale.wording import counted
 

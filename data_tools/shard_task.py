@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 
 from data_tools.dedup.against import Candidate, Comparison, NamedIndex, open_matcher
-from data_tools.dedup.decisions import write_decisions
 from data_tools.dedup.fingerprint import ALGORITHM, Fingerprint, fingerprint
 from data_tools.engines.task import Progress
 from data_tools.images import ImageOptions, Reject, StoredImage, store_image
@@ -24,6 +23,7 @@ from data_tools.output import Output
 from data_tools.sources.source import TooLarge, without_surrogates
 from vitscale.errors import DataError
 from vitscale.shards import NO_LABEL, ShardEntry, ShardStats, StoredSample, write_shard
+from vitscale.shards.decisions import write_decisions
 from vitscale.shards.provenance import PROVENANCE, REJECTS, provenance_path, write_provenance, write_rejects
 
 # What stays so: the file is not there, or is not for us.

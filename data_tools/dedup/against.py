@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from data_tools.dedup.closest import Closest
-from data_tools.dedup.decisions import DECISIONS, decisions
+from data_tools.dedup.decisions import decisions
 from data_tools.dedup.embedding import Embedder
 from data_tools.dedup.fingerprint import Fingerprint, fingerprint
 from data_tools.dedup.index import Index
@@ -27,6 +27,7 @@ from data_tools.images import StoredImage
 from vitscale import storage
 from vitscale.errors import DataError, RecipeError
 from vitscale.images import decode
+from vitscale.shards.decisions import DECISIONS
 
 # What is held until it is compared.
 _IMAGES_AT_ONCE = 64

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from data_tools.dedup.decisions import DECISIONS, DECISIONS_NAME, read_decisions, write_decisions
 from data_tools.dedup.finding import FOUND_NAME, VERSION
 from data_tools.views import View
 from vitscale import storage
 from vitscale.errors import DataError, RecipeError
 from vitscale.files.digests import file_digests
 from vitscale.shards import Manifest, ShardEntry, field_names, schema_version_of
+from vitscale.shards.decisions import DECISIONS, DECISIONS_NAME, read_decisions, write_decisions
 from vitscale.shards.opening import local_copy, open_shard
 from vitscale.shards.provenance import provenance_path, read_provenance, read_table
 

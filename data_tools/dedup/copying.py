@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from data_tools.dedup.applying import Removal, slots_without
-from data_tools.dedup.decisions import DECISIONS_NAME
 from data_tools.engines.task import Progress, Tick
 from data_tools.finishing import reports_of
 from data_tools.locks import ALL_TASKS, claimed
@@ -23,6 +22,7 @@ from vitscale import storage
 from vitscale.errors import DataError, RecipeError
 from vitscale.files.durable import durable_file
 from vitscale.shards import MANIFEST_NAME, Manifest, ShardEntry, StoredSample, write_shard
+from vitscale.shards.decisions import DECISIONS_NAME
 from vitscale.shards.opening import OpenShard, known_manifest, local_copy, open_shard
 from vitscale.shards.provenance import REJECTS_NAME, provenance_path, read_provenance, write_tables
 

@@ -19,7 +19,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.dedup.against import Comparison, Findings, NamedIndex, name_indexes, open_matcher
-from data_tools.dedup.decisions import DECISIONS_NAME, read_decisions, write_decisions
 from data_tools.dedup.embedding import Embedder
 from data_tools.dedup.index import TestSet
 from data_tools.dedup.match import TIERS
@@ -34,6 +33,7 @@ from vitscale.errors import DataError, RecipeError
 from vitscale.files.digests import file_digests
 from vitscale.files.durable import new_folder
 from vitscale.shards import Manifest
+from vitscale.shards.decisions import DECISIONS_NAME, read_decisions, write_decisions
 from vitscale.shards.opening import known_manifest
 from vitscale.storage import without_secrets
 

@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 from data_tools.conversion import convert
 from data_tools.convert import app as convert_app
 from data_tools.dedup.against import open_matcher
-from data_tools.dedup.decisions import DECISIONS_NAME, read_decisions
 from data_tools.dedup.embedding import whitened
 from data_tools.dedup.index import Index
 from data_tools.request import Request
@@ -30,6 +29,7 @@ from vitscale.evaluation.embedding import Embedder
 from vitscale.evaluation.features import extract_features
 from vitscale.evaluation.finished import FinishedModel, OfWeights
 from vitscale.shards import Manifest
+from vitscale.shards.decisions import DECISIONS_NAME, read_decisions
 
 DATA = "memory://own-model"  # for this process, which then needs no workers
 SETTINGS = ("--preset", "photo", "--level", 0, "--cosine", 0.5)

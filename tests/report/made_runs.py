@@ -8,13 +8,13 @@ from pathlib import Path
 
 import yaml
 
-from data_tools.dedup.decisions import DECISIONS, write_decisions
 from vitscale.launch import Pretraining
 from vitscale.recipe import load_recipe
 from vitscale.runs.done import write_done
 from vitscale.runs.index import Index, index_text
 from vitscale.runs.metrics import MetricsLines
 from vitscale.shards import Manifest
+from vitscale.shards.decisions import DECISIONS, write_decisions
 from vitscale.shards.generated import write_generated_dataset
 from vitscale.studies.expansion import expand
 from vitscale.studies.reading import load_study

@@ -108,9 +108,9 @@ def _copies(history: History, images: Sequence[Path]) -> Iterator[_Asked]:
     """Samples that de-duplication takes for copies of the images."""
     from data_tools.conversion import Machine
     from data_tools.dedup.building import TestSource, build_index
-    from data_tools.dedup.decisions import DECISIONS_NAME, read_decisions
     from data_tools.dedup.finding import find
     from data_tools.sources import SourceOptions, open_source
+    from vitscale.shards.decisions import DECISIONS_NAME, read_decisions
 
     with tempfile.TemporaryDirectory(prefix="vitscale-") as temporary:
         listed, index, found = (Path(temporary, name) for name in ("images.jsonl", "index", "found"))

@@ -5,17 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from vitscale.errors import VitscaleError
 from vitscale.report.records import Record
 from vitscale.shards import Manifest
+from vitscale.shards.decisions import DECISIONS_NAME, read_decisions
 from vitscale.shards.opening import local_copy
 from vitscale.storage import base_name, size_of
 
-_DECISIONS = "dedup.parquet"  # beside a manifest, where it was made by de-duplication itself
 _AGAINST = "dedup_against"  # of a manifest's options
 
 
@@ -99,12 +97,12 @@ def _indexes(manifest: Manifest) -> Iterable[dict[str, Any]]:
 def _left_out(manifest: Manifest, test_set: str) -> int | None:
     """Training images left out as copies of a test set's; None where no list of them lies beside the manifest."""
     try:
-        where = manifest.location(_DECISIONS)
+        where = manifest.location(DECISIONS_NAME)
         if size_of(where) is None:
             return None
         with local_copy(where) as path:
-            table = pq.read_table(path, columns=["train_uid", "test_set", "removed"])
-    except (VitscaleError, OSError, pa.ArrowException):
+            table = read_decisions(path, ["train_uid", "test_set", "removed"])
+    except (VitscaleError, OSError):
         return None
     chosen = table.filter(pc.and_(table["removed"], pc.equal(table["test_set"], test_set)))
     return len(pc.unique(chosen["train_uid"]))
