@@ -184,6 +184,46 @@ def test_all_mistakes_are_told_at_once(tmp_path):
     assert all(word in message for word in ("optimizer.lrr", "batch.globl", "seed"))
 
 
+# Each alone is an error of another part, or of two parts together.
+ACROSS = {
+    "data.image_size=8": "data.image_size 8",
+    "precision=fp32": "parallelism.reduce_dtype: bf16",
+    "parallelism.reduce_dtype=bf16": "parallelism.reduce_dtype: bf16",
+    "selection.metric=validation/top9": "selection.metric 'validation/top9'",
+    "selection.mode=max": "selection needs evaluation.every",
+    "evaluation.inspect={every: {steps: 5}, images: photos}": "evaluation.inspect",
+    "logging.trackers=[]": "evaluation.inspect",
+    "schedule.momentum={to: 2}": "momentum.to 2",
+    "schedule.end_lr=0.5": "end_lr belongs",
+    "schedule.decay=cosine": "end_lr belongs",
+}
+
+
+@pytest.mark.parametrize(
+    ("broken", "hidden"),
+    [
+        ([], ["end_lr belongs", "momentum.to 2"]),  # a block's own lines come before what it has to do with others
+        (["data.image_size=tall"], ["end_lr belongs", "parallelism.reduce_dtype", "selection.metric", "inspect"]),
+        (["selection.mode=most"], ["end_lr belongs", "parallelism.reduce_dtype", "data.image_size 8", "inspect"]),
+        (["model.patch=9", "logging.evry=1"], ["parallelism.reduce_dtype", "selection.metric", "selection needs"]),
+    ],
+)
+def test_a_part_s_mistakes_hide_none_of_the_others(tmp_path, broken, hidden):
+    """And nothing is told of parts together with one that is broken itself."""
+    message = refused(tmp_path, MINIMAL, *ACROSS, *broken)
+    told = [*hidden, *(setting.partition("=")[0] for setting in broken), "momentum.to 2"]
+    assert all(word in message for word in told), message
+    assert len(set(message.splitlines())) == len(message.splitlines())
+    gone = {"data.image_size=tall": "data.image_size 8", "selection.mode=most": "top9", "model.patch=9": "size 8"}
+    assert not any(gone[setting] in message for setting in broken if setting in gone), message
+
+
+def test_what_parts_say_together_is_told_at_once(tmp_path):
+    settings = [setting for setting in ACROSS if not setting.startswith("schedule")]
+    message = refused(tmp_path, MINIMAL, *settings)
+    assert all(word in message for setting, word in ACROSS.items() if setting in settings), message
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -6,14 +6,15 @@ valid one.
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pydantic
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, create_model
 
-from vitscale.errors import RecipeError
+from vitscale.block import Block
+from vitscale.errors import Contradictions, RecipeError
 from vitscale.families import Model, ModelBlock
 from vitscale.recipe.fields import blocks, keys, keys_in, nearest, without_indices
 from vitscale.recipe.objectives import DEFAULT_KIND
@@ -195,7 +196,17 @@ def read_recipe(path: Path) -> Recipe:
 
 def validate_recipe(content: dict[str, Any], where: str) -> Recipe:
     """A recipe from plain data; `where` opens the error message."""
-    return _validate(Recipe.model_validate, content, f"{where} is not a valid recipe")
+    return _validate(Recipe.model_validate, content, f"{where} is not a valid recipe", more=_contradictions)
+
+
+def _contradictions(content: dict[str, Any], broken: Collection[str]) -> Iterator[str]:
+    """Lines on what does not go together among the fields of a recipe that are sound, where others are `broken`."""
+    sound = {}
+    for name, field in Recipe.model_fields.items():
+        if name in content and name not in broken:
+            alone = create_model(name, __base__=Block, **{name: (field.annotation, field)})  # type: ignore[call-overload]
+            sound[name] = getattr(alone.model_validate({name: content[name]}), name)
+    yield from Recipe.model_construct(**sound).contradictions(broken)
 
 
 def validate_model(content: dict[str, Any], image_size: int, where: str) -> Model:
@@ -209,17 +220,31 @@ def validate_model(content: dict[str, Any], image_size: int, where: str) -> Mode
 
 
 def _validate(
-    validate: Callable[[dict[str, Any]], _Block], content: dict[str, Any], complaint: str, inside: str = ""
+    validate: Callable[[dict[str, Any]], _Block],
+    content: dict[str, Any],
+    complaint: str,
+    inside: str = "",
+    more: Callable[[dict[str, Any], Collection[str]], Iterator[str]] | None = None,
 ) -> _Block:
+    """A block from plain data. `more` are lines on fields that are sound, for where others are broken."""
     try:
         return validate(content)
     except pydantic.ValidationError as error:
-        lines = [_describe(details, inside) for details in error.errors()]
+        lines = [line for details in error.errors() for line in _describe(details, inside)]
+        broken = {str(details["loc"][0]) for details in error.errors() if details["loc"]}
+        if broken and more is not None:
+            lines += [f"recipe: {line}" for line in more(content, broken)]
         raise RecipeError(f"{complaint}:\n" + "\n".join(f"  {line}" for line in lines)) from None
 
 
-def _describe(details: Any, inside: str) -> str:
-    """One line on a mistake that pydantic found in a block, `inside` the dotted key before those in it."""
+def _describe(details: Any, inside: str) -> Sequence[str]:
+    """Lines on a mistake that pydantic found in a block, `inside` the dotted key before those in it."""
+    error = details.get("ctx", {}).get("error")
+    found = error.lines if isinstance(error, Contradictions) else [error]
+    return [_line({**details, "ctx": {**details.get("ctx", {}), "error": one}}, inside) for one in found]
+
+
+def _line(details: Any, inside: str) -> str:
     parts = [part for part in details["loc"] if part not in _KINDS]
     kind, value, facts = details["type"], details["input"], details.get("ctx", {})
     if kind != "extra_forbidden":

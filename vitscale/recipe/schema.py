@@ -2,13 +2,14 @@
 
 import itertools
 import os
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
 from vitscale.block import Block
-from vitscale.errors import RecipeError
+from vitscale.errors import Contradictions, RecipeError
 from vitscale.extensions import by_kind
 from vitscale.families import ModelBlock
 from vitscale.recipe.datasets import find_dataset
@@ -73,14 +74,17 @@ class Crop(Block):
 
     @model_validator(mode="after")
     def _ranges(self) -> "Crop":
+        found = []
         for name, (bounds, ceiling) in {"area": (self.area, 1.0), "aspect": (self.aspect, float("inf"))}.items():
             if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] <= ceiling:
                 limit = " <= 1" if ceiling == 1.0 else ""
-                raise ValueError(f"{name} must be [low, high] with 0 < low <= high{limit}, not {bounds}")
+                found.append(f"{name} must be [low, high] with 0 < low <= high{limit}, not {bounds}")
         for key, owner in (("area", "inception"), ("aspect", "inception"), ("fraction", "resize")):
             # A dumped recipe sets every field, so that a default is no sign of intent.
             if getattr(self, key) != type(self).model_fields[key].default and self.kind != owner:
-                raise ValueError(f"{key} belongs to kind: {owner}, and kind is {self.kind}")
+                found.append(f"{key} belongs to kind: {owner}, and kind is {self.kind}")
+        if found:
+            raise Contradictions(found)
         return self
 
 
@@ -333,23 +337,26 @@ class Schedule(Block):
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> "Schedule":
+        found = []
         for key, owners in _OWNERS.items():
             # A dumped recipe sets every field, so that a default is no sign of intent.
             is_set = getattr(self, key) != type(self).model_fields[key].default
             if is_set and self.decay not in owners:
-                raise ValueError(f"{key} belongs to decay: {' or '.join(owners)}, and decay is {self.decay}")
+                found.append(f"{key} belongs to decay: {' or '.join(owners)}, and decay is {self.decay}")
             if not is_set and _NEEDED.get(self.decay) == key:
-                raise ValueError(f"decay: {self.decay} needs {key}")
+                found.append(f"decay: {self.decay} needs {key}")
         if self.momentum is not None and not 0 < self.momentum.to < 1:
-            raise ValueError(f"momentum.to {self.momentum.to:g}: expected a number above 0 and below 1")
+            found.append(f"momentum.to {self.momentum.to:g}: expected a number above 0 and below 1")
+        if found:
+            raise Contradictions(found)
         return self
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise ValueError where what is to change is not there."""
+    def check_optimizer(self, optimizer: Optimizer) -> Iterator[str]:
+        """Lines on what is to change and is not there."""
         if self.weight_decay is not None and optimizer.weight_decay == 0:
-            raise ValueError("schedule.weight_decay changes optimizer.weight_decay by a factor, and that is 0")
+            yield "schedule.weight_decay changes optimizer.weight_decay by a factor, and that is 0"
         if self.momentum is not None and optimizer.first_momentum == 0:
-            raise ValueError(f"schedule.momentum: optimizer {optimizer.name} has none at the beginning")
+            yield f"schedule.momentum: optimizer {optimizer.name} has none at the beginning"
 
 
 class Parallelism(Block):
@@ -367,6 +374,7 @@ class Parallelism(Block):
 
     @model_validator(mode="after")
     def _possible(self) -> "Parallelism":
+        # One at most: of stages 0 and 3.
         if self.offload == "optimizer" and self.zero_stage == 0:
             raise ValueError("offload: optimizer needs zero_stage 1, 2 or 3")
         if self.compile and self.zero_stage == 3:
@@ -554,6 +562,14 @@ class Profile(Block):
     steps: int = Field(0, ge=0, le=100, description="how many, from the fourth step of a process on; 0: none")
 
 
+def _complaint(check: Callable[[], None]) -> Iterator[str]:
+    """The line of a check that raises ValueError."""
+    try:
+        check()
+    except ValueError as error:
+        yield str(error)
+
+
 class Recipe(Block):
     """One run."""
 
@@ -589,44 +605,57 @@ class Recipe(Block):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
-        try:
-            self.model.check_image_size(self.data.image_size)
-        except ValueError as error:
-            raise ValueError(f"data.image_size {self.data.image_size}: {error}") from None
-        if self.data.repeats > self.batch.global_size:
-            raise ValueError(
-                f"data.repeats {self.data.repeats}: batch.global {self.batch.global_size} has not as many views"
-            )
-        if self.optimizer.layer_decay is not None and self.model.num_blocks == 0:
-            raise ValueError(
+        if found := list(self.contradictions()):
+            raise Contradictions(found)
+        return self
+
+    def contradictions(self, broken: Collection[str] = ()) -> Iterator[str]:
+        """Lines on what does not go together, but for what depends on `broken` fields, which need not be there."""
+
+        def known(*fields: str) -> bool:
+            return not any(field in broken for field in fields)
+
+        if known("model", "data"):
+            size = self.data.image_size
+            for line in _complaint(lambda: self.model.check_image_size(size)):
+                yield f"data.image_size {size}: {line}"
+        if known("data", "batch") and self.data.repeats > self.batch.global_size:
+            yield f"data.repeats {self.data.repeats}: batch.global {self.batch.global_size} has not as many views"
+        if known("model", "optimizer") and self.optimizer.layer_decay is not None and self.model.num_blocks == 0:
+            yield (
                 f"optimizer.layer_decay counts Transformer blocks, and a {self.model.title} has none; "
                 f"give its stages a lr_factor in optimizer.groups"
             )
-        if self.precision == "fp8" and self.model.num_blocks == 0:
-            raise ValueError(
-                f"precision: fp8 is for the dense layers of Transformer blocks, and a {self.model.title} has none"
-            )
-        if self.precision == "fp8" and self.parallelism.zero_stage == 3:
-            raise ValueError("precision: fp8 needs parallelism.zero_stage 0, 1 or 2")
-        if self.precision == "fp32" and self.parallelism.reduce_dtype == "bf16":
-            raise ValueError("parallelism.reduce_dtype: bf16 belongs to precision: bf16, and precision is fp32")
-        if self.parallelism.offload != "none" and isinstance(self.optimizer, WHOLE_TENSOR_OPTIMIZERS):
-            raise ValueError(f"parallelism.offload is for optimizers adamw and sgd, and this is {self.optimizer.name}")
-        evaluation = self.evaluation
-        if evaluation.every is not None and not (evaluation.validation or evaluation.fewshot or evaluation.evaluators):
-            raise ValueError("evaluation.every is set, and none of evaluation.validation, .fewshot and .evaluators")
-        if evaluation.inspect is not None and not self.logging.trackers:
-            raise ValueError("evaluation.inspect draws into trackers, and logging.trackers is empty")
-        if self.selection is not None:
-            self._check_selection(self.selection)
-        init = self.init
+        if known("model", "precision") and self.precision == "fp8" and self.model.num_blocks == 0:
+            yield f"precision: fp8 is for the dense layers of Transformer blocks, and a {self.model.title} has none"
+        if known("precision", "parallelism"):
+            if self.precision == "fp8" and self.parallelism.zero_stage == 3:
+                yield "precision: fp8 needs parallelism.zero_stage 0, 1 or 2"
+            if self.precision == "fp32" and self.parallelism.reduce_dtype == "bf16":
+                yield "parallelism.reduce_dtype: bf16 belongs to precision: bf16, and precision is fp32"
+        if (
+            known("parallelism", "optimizer")
+            and self.parallelism.offload != "none"
+            and isinstance(self.optimizer, WHOLE_TENSOR_OPTIMIZERS)
+        ):
+            yield f"parallelism.offload is for optimizers adamw and sgd, and this is {self.optimizer.name}"
+        if known("evaluation"):
+            measured = self.evaluation.validation or self.evaluation.fewshot or self.evaluation.evaluators
+            if self.evaluation.every is not None and not measured:
+                yield "evaluation.every is set, and none of evaluation.validation, .fewshot and .evaluators"
+        if known("evaluation", "logging") and self.evaluation.inspect is not None and not self.logging.trackers:
+            yield "evaluation.inspect draws into trackers, and logging.trackers is empty"
+        if known("selection", "evaluation") and self.selection is not None:
+            yield from self._check_selection(self.selection)
+        init = self.init if known("init", "model") else None
         if init is not None and not init.continues and init.head != "initial" and self.model.head_bias is not None:
-            raise ValueError(f"model.head_bias belongs to init.head: initial, and that is {init.head}")
-        self.schedule.check_optimizer(self.optimizer)
-        self.objective.check(self)
-        return self
+            yield f"model.head_bias belongs to init.head: initial, and that is {init.head}"
+        if known("schedule", "optimizer"):
+            yield from self.schedule.check_optimizer(self.optimizer)
+        if not broken:  # which fields it looks at is the objective's own business
+            yield from _complaint(lambda: self.objective.check(self))
 
-    def _check_selection(self, selection: Selection) -> None:
+    def _check_selection(self, selection: Selection) -> Iterator[str]:
         offered = [f"validation/{metric}" for metric in ("top1", "top5", "loss") if self.evaluation.validation]
         if self.evaluation.fewshot is not None:
             tasks, shots = self.evaluation.fewshot.tasks, self.evaluation.fewshot.shots
@@ -634,9 +663,9 @@ class Recipe(Block):
         for evaluator in self.evaluation.evaluators:
             offered += [f"{evaluator.name}/{metric}" for metric in evaluator.metrics()]
         if selection.metric not in offered:
-            raise ValueError(f"selection.metric {selection.metric!r} is not evaluated; offered: {offered or 'none'}")
+            yield f"selection.metric {selection.metric!r} is not evaluated; offered: {offered or 'none'}"
         if self.evaluation.every is None:
-            raise ValueError("selection needs evaluation.every")
+            yield "selection needs evaluation.every"
 
     @property
     def first_step(self) -> int:
