@@ -58,17 +58,34 @@ def write_data(root: Path, name: str, *, against: Sequence[str] = (), splits: Se
             write_decisions(folder / "dedup.parquet", [DECISIONS.empty_table().from_pylist(rows, DECISIONS)])
 
 
-def write_run(directory: Path, recipe: str | Path, settings: Sequence[str] = (), *, until: int = STEPS) -> None:
-    """The directory of a run, finished unless `until` is before its end; its metrics follow from its name."""
+def write_run(
+    directory: Path,
+    recipe: str | Path,
+    settings: Sequence[str] = (),
+    *,
+    until: int = STEPS,
+    metrics: Mapping[str, float] | None = None,
+    exaflops: float = 1e-3,
+) -> None:
+    """The directory of a run, finished unless `until` is before its end.
+
+    Its metrics follow from its name unless they are given, its compute is so many `exaflops` a step.
+    """
     loaded = load_recipe(str(recipe), list(settings))
     directory.mkdir(parents=True)
     (directory / "recipe.yaml").write_text(yaml.safe_dump(loaded.dump(), sort_keys=False))
     top1 = int(hashlib.sha256(directory.name.encode()).hexdigest()[:6], 16) / 16**6
     lines = MetricsLines(directory / "metrics.jsonl", 0)
     for step in range(10, until + 1, 10):
-        values = {"loss": 2.0 / step, "lr": 1e-3 * step, "step_time_s": 1.5, "exaflops": 1e-3 * step, "world_size": 2}
+        values = {
+            "loss": 2.0 / step,
+            "lr": 1e-3 * step,
+            "step_time_s": 1.5,
+            "exaflops": exaflops * step,
+            "world_size": 2,
+        }
         lines.training(step, values)
-    evaluation = {"validation/top1": top1, "validation/loss": 1 - top1}
+    evaluation = {"validation/top1": top1, "validation/loss": 1 - top1} if metrics is None else dict(metrics)
     lines.evaluation(until, evaluation)
     manifest = Manifest.load(loaded.dataset_path(loaded.data.train))
     data = {
@@ -81,7 +98,7 @@ def write_run(directory: Path, recipe: str | Path, settings: Sequence[str] = (),
     folder.mkdir(parents=True)
     (folder / "index.json").write_text(index_text(index))
     if until == STEPS:
-        summary = {"step": STEPS, "total_steps": STEPS, "best_step": None, "exaflops": 1e-3 * STEPS}
+        summary = {"step": STEPS, "total_steps": STEPS, "best_step": None, "exaflops": exaflops * STEPS}
         write_done(directory, {**summary, "evaluation": evaluation})
 
 
