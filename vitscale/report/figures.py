@@ -1,5 +1,6 @@
 """The report's figures, drawn from its results.json alone."""
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 Content = Mapping[str, Any]
 _MOST_LINES = 8
 _PRETRAINING = {"imagenet": "ImageNet", "imagenet21k": "ImageNet-21k", "jft300m": "JFT-300M"}
+_OWN = "*XPDsv^p"  # marks of the report's own results beside the paper's dots
 _FIVE_SHOT = re.compile(r"fewshot/imagenet[^/]*/5shot")
 
 
@@ -141,15 +143,15 @@ def figure_3(content: Content) -> Drawing | None:
             axes.plot(
                 xs, [row.imagenet for row in rows], "o--", color=SERIES[index], label=f"{model} (Table 5)", alpha=0.7
             )
-        for result, data in own:
+        for (result, data), mark in zip(own, itertools.cycle(_OWN)):
             label = f"{described(result)}, policy {result['policy']}"
-            axes.plot(places.index(data), 100 * result["mean"], "*", color=SERIES[7], markersize=13, label=label)
+            axes.plot(places.index(data), 100 * result["mean"], mark, color=SERIES[7], markersize=11, label=label)
         axes.set_xticks(range(3), _PRETRAINING.values())
         axes.set_ylabel("ImageNet top-1 (%)")
-        axes.legend(loc="lower right")
+        figure.legend(loc="outside lower left")  # in the axes it would lie on marks
 
-    caption = "As Figure 3: ImageNet top-1 after fine-tuning, by pre-training data. Stars: this report's own."
-    return draw("figure-3", caption, put, width=760, height=380, caption=caption)
+    caption = "As Figure 3: ImageNet top-1 after fine-tuning, by pre-training data. Large marks: this report's own."
+    return draw("figure-3", caption, put, width=760, height=400 + 17 * len(own), caption=caption)
 
 
 def figure_4(content: Content) -> Drawing | None:
@@ -159,14 +161,17 @@ def figure_4(content: Content) -> Drawing | None:
         for result in content["results"]
         if _FIVE_SHOT.fullmatch(result["metric"]) and result["pretraining_samples"]
     ]
-    if len({result["pretraining_samples"] for result in own}) < 2:
+    lines = list(dict.fromkeys((result["model"], result["policy"]) for result in own))
+    if len({result["pretraining_samples"] for result in own}) < 2 or len(lines) > len(SERIES):
         return None
 
     def put(figure: "Figure") -> None:
         axes = figure.subplots()
-        for index, model in enumerate(list(dict.fromkeys(result["model"] for result in own))[: len(SERIES)]):
-            points = sorted((r["pretraining_samples"], 100 * r["mean"]) for r in own if r["model"] == model)
-            axes.plot(*zip(*points, strict=True), "o-", color=SERIES[index], label=model)
+        for index, (model, policy) in enumerate(lines):
+            points = sorted(
+                (r["pretraining_samples"], 100 * r["mean"]) for r in own if (r["model"], r["policy"]) == (model, policy)
+            )
+            axes.plot(*zip(*points, strict=True), "o-", color=SERIES[index], label=f"{model}, policy {policy}")
         _log(axes, [result["pretraining_samples"] for result in own])
         axes.set_xlabel("pre-training images")
         axes.set_ylabel("ImageNet 5-shot top-1 (%)")
@@ -197,19 +202,19 @@ def figure_5(content: Content) -> Drawing | None:
                 row for row in table_6() if is_kind(row.model) and (("+" in row.model) == label.startswith("hybrid"))
             ]
             axes.plot([r.exaflops for r in rows], [r.imagenet for r in rows], "o", color=SERIES[index], label=label)
-        for result in own:
+        for result, mark in zip(own, itertools.cycle(_OWN)):
             label = f"{described(result)}, policy {result['policy']}"
-            axes.plot(result["exaflops"], 100 * result["mean"], "*", color=SERIES[7], markersize=13, label=label)
+            axes.plot(result["exaflops"], 100 * result["mean"], mark, color=SERIES[7], markersize=11, label=label)
         _log(axes, [*(row.exaflops for row in table_6()), *(result["exaflops"] for result in own)])
         axes.set_xlabel("compute (exaFLOPs)")
         axes.set_ylabel("ImageNet top-1 (%)")
-        axes.legend(loc="lower right")
+        figure.legend(loc="outside lower left")
 
     caption = (
-        "As Figure 5: ImageNet top-1 after fine-tuning against compute. Stars: this report's own; their "
+        "As Figure 5: ImageNet top-1 after fine-tuning against compute. Large marks: this report's own; their "
         "compute is that of pre-training and fine-tuning together."
     )
-    return draw("figure-5", caption, put, width=760, height=380, caption=caption)
+    return draw("figure-5", caption, put, width=760, height=380 + 17 * len(own), caption=caption)
 
 
 def against_compute(content: Content) -> Drawing | None:
