@@ -146,3 +146,6 @@ def test_the_page_says_the_difference_from_table_5(reported):
         assert any(f"{result['difference']:+.2f}" in row and f"{published[name]:.2f}" in row for row in read.rows), name
     assert all(any(f"As Figure {number}" in word for word in read.words) for number in (3, 4, 5))
     assert read.holes == [] and read.outside == []
+    # Flips and crops change what some tasks ask for: each run says its own.
+    crops = [word for word in read.words if "area [0.5, 1.0]" in word and word.endswith("flipped by 0.5")]
+    assert len(crops) == len(content["runs"]) == 6
