@@ -119,8 +119,8 @@ def _crop(preprocessor: dict[str, Any]) -> EvalCrop | None:
         crop = size if len(size) == 2 else []  # the shortest edge alone is no square
     if len(set(size)) != 1 or len(set(crop)) != 1 or not preprocessor.get("do_resize", True):
         return None
-    named = [name for name, number in _FILTERS.items() if preprocessor.get("resample") == number]
-    return crop_of(size[0], crop[0], is_square=len(size) == 2, resize=resize_of(*named or [None]))
+    named = next((name for name, number in _FILTERS.items() if preprocessor.get("resample") == number), None)
+    return crop_of(size[0], crop[0], is_square=len(size) == 2, resize=resize_of(named))
 
 
 def _normalise(preprocessor: dict[str, Any]) -> Normalise | None:
