@@ -11,14 +11,15 @@ import numpy as np
 import pyarrow.compute as pc
 
 from data_tools.dedup.finding import FOUND_NAME, VERSION
+from data_tools.leaving_out import entries_without, remaining_shards, uids_in_shard
 from data_tools.views import View
 from vitscale import storage
 from vitscale.errors import DataError, RecipeError
 from vitscale.files.digests import file_digests
 from vitscale.shards import Manifest, ShardEntry, field_names, schema_version_of
 from vitscale.shards.decisions import DECISIONS, DECISIONS_NAME, read_decisions, write_decisions
-from vitscale.shards.opening import local_copy, open_shard
-from vitscale.shards.provenance import provenance_path, read_provenance, read_table
+from vitscale.shards.opening import local_copy
+from vitscale.shards.provenance import read_table
 
 _OPTION = "dedup_against"  # of the manifest, as conversion writes it, too
 
@@ -79,16 +80,11 @@ class Removal:
 
     def of_shard(self, index: int) -> np.ndarray:
         """Those of `uids` that a shard of the dataset has."""
-        shards = self.manifest.shards
-        start = int(np.searchsorted(self.uids, shards[index].first_uid)) if index else 0
-        end = int(np.searchsorted(self.uids, shards[index + 1].first_uid)) if index + 1 < len(shards) else None
-        return self.uids[start:end]
+        return uids_in_shard(self.manifest, index, self.uids)
 
     def remaining(self) -> Iterator[int]:
         """The shards of which anything is left."""
-        for index, entry in enumerate(self.manifest.shards):
-            if entry.num_selected > len(self.of_shard(index)):
-                yield index
+        return remaining_shards(self.manifest, self.uids)
 
     def all_decisions(self) -> bytes:
         """The content of `dedup.parquet` for what is left: earlier decisions of the dataset, and these.
@@ -136,55 +132,13 @@ def write_view(removal: Removal, out: str) -> Manifest:
         DataError: a shard that is missing or damaged; a disk that refuses.
         StorageError: a URL that does not answer.
     """
-    manifest, entries = removal.manifest, []
     try:
-        with View(manifest, out) as view:
-            for index in removal.remaining():
-                uids, kept = removal.of_shard(index), None
-                if len(uids):
-                    entry, selected = manifest.shards[index], manifest.selected_slots(index)
-                    slots = np.arange(entry.samples) if selected is None else selected
-                    kept = slots_without(slots, _uids_of(manifest, index), uids, entry.path)
-                entries.append(view.entry(index, kept))
+        with View(removal.manifest, out) as view:
+            entries = entries_without(view, removal.manifest, removal.uids)
             view.add(DECISIONS_NAME, removal.all_decisions())
             return view.save(removal.new_manifest(entries))
     except OSError as error:
         raise DataError(f"OUT {out}: cannot be written ({error.strerror or error})") from error
-
-
-def slots_without(slots: np.ndarray, uid_of: np.ndarray, uids: np.ndarray, where: str) -> np.ndarray:
-    """Those slots that have none of some uids.
-
-    Args:
-        slots: int64 (n,), that are selected.
-        uid_of: int64 (samples,), of all slots.
-        uids: to leave out.
-        where: what people call the shard.
-
-    Raises DataError if not every uid is that of a slot.
-    """
-    removed = np.isin(uid_of[slots], uids)
-    if removed.sum() != len(uids):
-        raise DataError(
-            f"{where}: has {int(removed.sum()):,} of the {len(uids):,} uids that are to be removed from it. `vitscale "
-            "shards verify` tells whether the dataset is damaged"
-        )
-    return slots[~removed]
-
-
-def _uids_of(manifest: Manifest, index: int) -> np.ndarray:
-    """Uids of all slots of a shard. At a URL from the table beside it, if there is one: the shard is a large file."""
-    entry = manifest.shards[index]
-    where = manifest.location(entry.path)
-    beside = provenance_path(where)
-    if not storage.is_url(where) or storage.size_of(beside) is None:
-        with open_shard(manifest, index, with_keys=False) as shard:
-            return shard.file.uid
-    with local_copy(beside) as path:
-        table = read_provenance(path, ["uid"])
-    if table.num_rows != entry.samples:
-        raise DataError(f"{beside}: {table.num_rows:,} rows; the manifest says {entry.samples:,} samples")
-    return table["uid"].to_numpy()
 
 
 def _described(folder: Path) -> dict[str, Any]:

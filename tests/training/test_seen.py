@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from vitscale.cli.main import app
 from vitscale.data import TrainOrder
 from vitscale.errors import CheckpointError, DataError, RecipeError
-from vitscale.replay.seen import History, step_of
+from vitscale.replay.seen import History, steps_of
 from vitscale.shards import Manifest
 from vitscale.shards.opening import open_shard
 from vitscale.training.anomalies import SkippedData
@@ -46,20 +46,25 @@ def test_find_is_the_inverse_of_batch(shards, seed, epoch, repeats):
             stood.setdefault(sample, (step, []))[1].append(slot)
     for shard, count in enumerate(shards):
         for position in range(count):
-            found = order.find(shard, position, epoch)
-            assert (found and (found[0], list(found[1]))) == stood.get((shard, position))
+            steps, slots = order.find(np.array([shard]), np.array([position]), epoch)
+            found = None if steps[0] < 0 else (int(steps[0]), list(order.views(int(slots[0]))))
+            assert found == stood.get((shard, position))
+    everything = [(shard, position) for shard, count in enumerate(shards) for position in range(count)]
+    steps, slots = order.find(*np.array(everything, np.int64).T, epoch)
+    for sample, step, slot in zip(everything, steps.tolist(), slots.tolist(), strict=True):
+        assert (None if step < 0 else (step, list(order.views(slot)))) == stood.get(sample)
 
 
 def test_a_dataset_of_several_windows_is_inverted_as_well():
     order = TrainOrder([70_000] * 12, 64, 1)
     slots = order.batch(order.steps_per_epoch + 2500, 0, 64)
-    for slot, (shard, position) in enumerate(zip(slots.shard.tolist(), slots.position.tolist(), strict=True)):
-        assert order.find(shard, position, 1) == (order.steps_per_epoch + 2500, range(slot, 64, 64))
+    steps, found = order.find(slots.shard, slots.position, 1)
+    assert set(steps.tolist()) == {order.steps_per_epoch + 2500} and found.tolist() == list(range(64))
 
 
 def test_steps_are_counted_without_batches_that_were_left_out():
     skipped = SkippedData(((2, 4), (7, 8)))
-    assert [step_of(batch, skipped) for batch in range(9)] == [1, 2, None, None, 3, 4, 5, None, 6]
+    assert steps_of(np.arange(9), skipped).tolist() == [1, 2, 0, 0, 3, 4, 5, 0, 6]
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +111,8 @@ def uids(root) -> list[int]:
 def test_sightings_and_pixels_are_those_of_the_run(root, uids, name):
     history = History.of(root / "runs" / name)
     digests, seen, slots = defaultdict(int), defaultdict(int), {}
-    for uid in uids:
-        for sighting in history.sightings(history.find(uid)):
+    for uid, sightings in zip(uids, history.sightings(history.find(uids)), strict=True):
+        for sighting in sightings:
             batch = history.pixels(sighting)
             assert batch.uids.tolist() == [uid]
             digests[sighting.step] = (digests[sighting.step] + batch.digest) % WORD
@@ -129,8 +134,8 @@ def run_seen(root, *arguments):
 
 
 def test_an_image_is_found_by_its_bytes_and_shown_as_it_was_seen(root, history, uids, tmp_path):
-    place = history.find(uids[30])
-    with open_shard(history.manifest, place.shard) as shard:
+    (place,) = history.find([uids[30]])
+    with open_shard(history.manifest, place.at[0][0]) as shard:
         slot = int(np.flatnonzero(shard.file.uid == place.uid)[0])
         (tmp_path / "photo.jpg").write_bytes(shard.file.read(slot))
     Image.new("RGB", (40, 30), "red").save(tmp_path / "other.png")
@@ -141,15 +146,15 @@ def test_an_image_is_found_by_its_bytes_and_shown_as_it_was_seen(root, history, 
     assert other["uid"] is None and other["seen"] == []
     pictures = sorted((tmp_path / "pixels").iterdir())
     assert len(pictures) == len(found["seen"])
-    batches = [history.pixels(each) for each in history.sightings(place)]
+    batches = [history.pixels(each) for each in history.sightings([place])[0]]
     assert {np.asarray(Image.open(file)).tobytes() for file in pictures} == {
         batch.images[0].numpy().tobytes() for batch in batches
     }
 
 
 def test_a_copy_is_found_by_de_duplication(root, history, uids, tmp_path):
-    place = history.find(uids[5])
-    with open_shard(history.manifest, place.shard) as shard:
+    (place,) = history.find([uids[5]])
+    with open_shard(history.manifest, place.at[0][0]) as shard:
         slot = int(np.flatnonzero(shard.file.uid == place.uid)[0])
         (tmp_path / "original.jpg").write_bytes(shard.file.read(slot))
     with Image.open(tmp_path / "original.jpg") as image:

@@ -20,6 +20,7 @@ from vitscale.cli.report import report
 from vitscale.cli.seen import seen
 from vitscale.cli.status import status
 from vitscale.cli.verify import verify
+from vitscale.cli.without import without
 from vitscale.errors import RecipeError
 from vitscale.weight_formats import Format
 
@@ -112,6 +113,7 @@ app.command()(status)
 app.command()(report)
 app.command(short_help="Say what this machine has, and what would stop a run.")(doctor)
 app.command(short_help="Say when a run has seen an image, and how.")(seen)
+app.command(short_help="Go on without some images: from which step, at what cost.")(without)
 app.command(short_help="Check a run against its files and its own steps.")(verify)
 app.command(short_help="Put what a run's claims rest on under one hash.")(certificate)
 

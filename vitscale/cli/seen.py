@@ -7,7 +7,10 @@ import typer
 
 
 def seen(
-    samples: Annotated[list[str], typer.Argument(metavar="IMAGE|UID...", help="Files of images, or uids.")],
+    samples: Annotated[
+        list[str],
+        typer.Argument(metavar="IMAGE|UID|LIST...", help="Images, folders, uids, lists of uids; - for a list."),
+    ],
     run: Annotated[Path, typer.Option(metavar="RUN", help="A run's directory.")],
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="New: for the pixels that were seen, as PNG.")

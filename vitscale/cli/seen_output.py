@@ -1,34 +1,23 @@
 """What `vitscale seen` does and prints."""
 
 import json
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 from rich.console import Console
 
-from data_tools.images import ImageOptions, Reject, store_image
-from vitscale.errors import DataError, RecipeError
+from vitscale.cli.asked import Asked, asked_samples
+from vitscale.errors import RecipeError
 from vitscale.files.durable import new_folder
-from vitscale.images import crc32c
 from vitscale.replay.seen import History, Place, Sighting
 from vitscale.wording import counted
 
 _SHOWN = 20  # sightings of a sample that are printed
 _RENDERED = 1000  # of all samples together, as PNG
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A sample of the dataset, and why it is shown: it was named, it is the image, or a copy of it."""
-
-    what: str
-    why: str
-    place: Place | None
 
 
 def show_seen(
@@ -38,7 +27,7 @@ def show_seen(
     history = History.of(run, root)
     console, rendered = Console(), 0
     if not as_json:
-        unseen = f", {history.batches - history.steps:,} left out" if history.batches > history.steps else ""
+        unseen = f", {counted(history.left_out, 'batch')} left out" if history.left_out else ""
         _say(
             console,
             f"{run}: {counted(history.steps, 'step')} up to its newest checkpoint{unseen}, in "
@@ -46,8 +35,10 @@ def show_seen(
         )
     with ExitStack() as stack:
         folder = None if out is None else stack.enter_context(new_folder(str(out), "--out"))
-        for asked in _asked(history, samples, near=near):
-            sightings = [] if asked.place is None else list(history.sightings(asked.place))
+        all_asked = asked_samples(history, samples, near=near)
+        seen = iter(history.sightings([asked.place for asked in all_asked if asked.place is not None]))
+        for asked in all_asked:
+            sightings = [] if asked.place is None else next(seen)
             if folder is not None and asked.place is not None:
                 rendered += len(sightings)
                 if rendered > _RENDERED:
@@ -62,85 +53,26 @@ def show_seen(
         _say(console, f"written: {out}: {counted(rendered, 'picture')}")
 
 
-def _asked(history: History, samples: Sequence[str], *, near: bool) -> Iterator[_Asked]:
-    images = []
-    for sample in samples:
-        if sample.isdecimal() and not Path(sample).exists():
-            yield _Asked(sample, "uid", history.find(int(sample)))
-            continue
-        images.append(Path(sample))
-        found = False
-        for place in _stored(history, images[-1]):
-            found = True
-            yield _Asked(sample, "the image itself", place)
-        if not found and not near:
-            yield _Asked(sample, "not in the data", None)
-    if near:
-        if not images:
-            raise RecipeError(
-                "--near is of files of images; for a uid, export the picture first: vitscale shards export"
-            )
-        yield from _copies(history, images)
-
-
-def _stored(history: History, file: Path) -> Iterator[Place]:
-    """Where the image lies as conversion stored it. Raises `DataError` for what is no image."""
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read: {error.strerror or error}; expected a file, or a uid") from None
-    options = history.manifest.options
-    stored = store_image(
-        content,
-        ImageOptions(
-            short_side=options.get("short_side"),
-            long_side=options.get("long_side"),
-            quality=options.get("jpeg_quality", ImageOptions.quality),
-            pass_through=options.get("pass_through", True),
-        ),
-    )
-    if isinstance(stored, Reject):
-        raise DataError(f"{file}: {stored.reason}")
-    return history.holding(stored.jpeg, crc32c(stored.jpeg))
-
-
-def _copies(history: History, images: Sequence[Path]) -> Iterator[_Asked]:
-    """Samples that de-duplication takes for copies of the images."""
-    from data_tools.conversion import Machine
-    from data_tools.dedup.building import TestSource, build_index
-    from data_tools.dedup.finding import find
-    from data_tools.sources import SourceOptions, open_source
-    from vitscale.shards.decisions import DECISIONS_NAME, read_decisions
-
-    with tempfile.TemporaryDirectory(prefix="vitscale-") as temporary:
-        listed, index, found = (Path(temporary, name) for name in ("images.jsonl", "index", "found"))
-        listed.write_text("".join(json.dumps({"path": str(image.absolute())}) + "\n" for image in images))
-        source = open_source(str(listed), "list", SourceOptions(unlabelled=True))
-        build_index([TestSource("asked", str(listed), source)], index, workers=1)
-        where = history.manifest.where
-        find(where, [str(index)], str(found), Machine(None).runner(where))
-        rows = [row for row in read_decisions(found / DECISIONS_NAME).to_pylist() if row["removed"]]
-    for row in rows:
-        yield _Asked(row["test_key"], f"a copy by {row['tier']}", history.find(row["train_uid"]))
-
-
 def _render(history: History, place: Place, sighting: Sighting, folder: Path) -> None:
     batch = history.pixels(sighting)
     name = f"uid{place.uid}-batch{sighting.batch}-slot{sighting.slot}.png"
     Image.fromarray(batch.images[0].numpy()).save(folder / name)
 
 
-def _plain(asked: _Asked, sightings: Sequence[Sighting]) -> dict[str, Any]:
+def _plain(asked: Asked, sightings: Sequence[Sighting]) -> dict[str, Any]:
     uid = None if asked.place is None else asked.place.uid
     return {"asked": asked.what, "why": asked.why, "uid": uid, "seen": [asdict(each) for each in sightings]}
 
 
-def _show(console: Console, asked: _Asked, sightings: Sequence[Sighting], history: History) -> None:
+def _show(console: Console, asked: Asked, sightings: Sequence[Sighting], history: History) -> None:
     if asked.place is None:
         _say(
             console,
             f"{asked.what}: never seen: no stored image of the training data has these bytes; --near looks for copies",
         )
+        return
+    if asked.place.is_left_out:
+        _say(console, f"{asked.what} ({asked.why}): uid {asked.place.uid}: never seen: these data leave it out")
         return
     trained = [each for each in sightings if each.step is not None]
     _say(

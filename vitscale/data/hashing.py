@@ -45,7 +45,12 @@ def permutation(count: int, *parts: int) -> np.ndarray:
     return np.argsort(hashes(count, *parts))
 
 
-def place_in_permutation(index: int, count: int, *parts: int) -> int:
-    """Where `permutation(count, *parts)` puts `index`: the inverse at one point, without sorting."""
+def places_in_permutation(indices: np.ndarray, count: int, *parts: int) -> np.ndarray:
+    """Where `permutation(count, *parts)` puts each of some indices, int64 (n,): its inverse, without sorting it."""
     of_all = hashes(count, *parts)
-    return int(np.count_nonzero(of_all < of_all[index]))
+    by_hash = np.argsort(of_all[indices])
+    # How many of the wanted hashes are at most as large as each of all, and so how many of all are below each wanted.
+    above = np.searchsorted(of_all[indices][by_hash], of_all, side="right")
+    places = np.empty(len(indices), np.int64)
+    places[by_hash] = np.cumsum(np.bincount(above, minlength=len(indices) + 1))[:-1]
+    return places

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vitscale.data.hashing import permutation, place_in_permutation
+from vitscale.data.hashing import permutation, places_in_permutation
 from vitscale.errors import RecipeError
 
 # 2: fewer than four shards are shuffled as a whole; 1 had windows of 65,536 samples there as well.
@@ -121,31 +121,41 @@ class TrainOrder:
             for view in views
         ]
 
-    def find(self, shard: int, position: int, epoch: int) -> tuple[int, range] | None:
-        """The inverse of `batch`: (step, slots) of a sample in an epoch, a slot a view; None where it is left out.
+    def find(self, shard: np.ndarray, position: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The inverse of `batch`: step and first slot of each sample in an epoch, int64 (n,); -1 where it is left out.
 
-        It costs the hashes of one window, whatever the size of the dataset.
+        It costs the hashes of the windows that the samples lie in, whatever the size of the dataset.
 
         Args:
-            shard, position: of the sample, as in `Slots`.
+            shard, position: int64 (n,), of the samples, as in `Slots`.
             epoch: from 0.
         """
         shards, ends = self._epoch(epoch)
-        at = int(np.flatnonzero(shards == shard)[0])
-        place = position + (int(ends[at - 1]) if at else 0)
-        segment, inside = divmod(place, self._segment_length)
-        if segment == self.segments:  # the last N mod S of the sequence
-            return None
-        window = self._window_at(inside)
-        low, high = int(self._bounds[window]), int(self._bounds[window + 1])
-        shuffled = low + place_in_permutation(
-            inside - low, high - low, *_window_key(self._seed, segment, epoch, window)
-        )
-        index, slot = divmod(shuffled, self._per_segment)
-        if index >= self.steps_per_epoch:
-            return None
-        first = segment * self._per_segment + slot
-        return epoch * self.steps_per_epoch + index, range(first, self.global_batch, self._distinct)
+        at = np.argsort(shards)[shard]
+        places = position + np.where(at > 0, ends[at - 1], 0)
+        segments, inside = np.divmod(places, self._segment_length)
+        windows = np.searchsorted(self._bounds, inside, side="right") - 1
+        steps, slots = np.full((2, len(places)), -1, np.int64)
+        whole = segments < self.segments  # the last N mod S of the sequence are in no segment
+        for segment, window in sorted({*zip(segments[whole].tolist(), windows[whole].tolist(), strict=True)}):
+            rows = np.flatnonzero((segments == segment) & (windows == window))
+            low, high = int(self._bounds[window]), int(self._bounds[window + 1])
+            key = _window_key(self._seed, segment, epoch, window)
+            index, slot = np.divmod(
+                low + places_in_permutation(inside[rows] - low, high - low, *key), self._per_segment
+            )
+            drawn = index < self.steps_per_epoch
+            steps[rows[drawn]] = epoch * self.steps_per_epoch + index[drawn]
+            slots[rows[drawn]] = segment * self._per_segment + slot[drawn]
+        return steps, slots
+
+    def views(self, first_slot: int) -> range:
+        """All slots of the sample that stands in a slot of the first part of a batch, one a view."""
+        return range(first_slot, self.global_batch, self._distinct)
+
+    def next_epoch(self, step: int) -> int:
+        """The first step from `step` on with which an epoch begins."""
+        return -(-step // self.steps_per_epoch) * self.steps_per_epoch
 
     def upcoming(self, step: int, first_slot: int, last_slot: int) -> list[int]:
         """Shards that slots [first_slot, last_slot) draw on from `step` on, each once, those needed first in front.

@@ -26,8 +26,9 @@ FREE_ON_RESUME = (
     "deepspeed",
 )
 
-# What may differ besides between a run and the one that it branches off: what it does from there.
-FREE_ON_BRANCHING = (*FREE_ON_RESUME, "schedule", "init", "selection")
+# What may differ besides between a run and the one that it branches off: what it does from there. The data have to be
+# the same or a view of them, whatever they are called: manifests tell.
+FREE_ON_BRANCHING = (*FREE_ON_RESUME, "schedule", "init", "selection", "data.train")
 
 
 def recipe_sha256(dumped: dict[str, Any]) -> str:

@@ -260,7 +260,8 @@ class Init(Block):
         Field(
             alias="continue",
             description="a branch: the run goes on after `step` of the other one, its trunk, with its optimizer, "
-            "averages and position in the data; only the schedule, and what is free when a run is resumed, may differ",
+            "averages and position in the data; only the schedule, and what is free when a run is resumed, may differ; "
+            "data.train may be a view of the trunk's",
         ),
     ] = False
 

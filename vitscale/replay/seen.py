@@ -1,18 +1,19 @@
 """When a run has seen a sample, with which crop, and the very pixels: the order inverted, not searched."""
 
-from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+import xxhash
 
 from vitscale.checkpoint import Index, checkpoint_place
-from vitscale.data import Batch, train_transform, training_loader, training_order
+from vitscale.data import Batch, TrainOrder, train_transform, training_loader, training_order
 from vitscale.data.augmentation import sample_keys
 from vitscale.data.order import ORDER_VERSION
 from vitscale.errors import CheckpointError, DataError
+from vitscale.images import crc32c
 from vitscale.recipe import Recipe, validate_recipe
 from vitscale.recipe.datasets import find_dataset
 from vitscale.runs.directory import recipe_of_run
@@ -24,13 +25,35 @@ from vitscale.training.anomalies import AnomalyRecord, SkippedData
 
 @dataclass(frozen=True)
 class Place:
-    """Where a sample lies: its shard, its place among the selected samples of that shard, its size in pixels."""
+    """Where a sample lies, and its size in pixels.
+
+    Attributes:
+        at: of each dataset that the run has trained on, oldest first: the number of its shard there, and its place
+            among the selected samples of that shard; None where that dataset leaves it out.
+    """
 
     uid: int
-    shard: int
-    position: int
     height: int
     width: int
+    at: tuple[tuple[int, int] | None, ...]
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether its shard is of the data, and it is of none of the datasets."""
+        return not any(self.at)
+
+
+class Content(NamedTuple):
+    """What tells the stored bytes of an image from all others."""
+
+    crc: int
+    size: int
+    digest: bytes
+
+    @classmethod
+    def of(cls, stored: bytes) -> Self:
+        """Those of an image as it lies in a shard."""
+        return cls(crc32c(stored), len(stored), xxhash.xxh3_128_digest(stored))
 
 
 @dataclass(frozen=True)
@@ -56,37 +79,67 @@ class Sighting:
     partner: int | None
 
 
+@dataclass(frozen=True)
+class _Stretch:
+    """Batches [start, stop) of the order of one dataset."""
+
+    manifest: Manifest
+    order: TrainOrder
+    start: int
+    stop: int
+
+    @property
+    def epochs(self) -> range:
+        """That have begun."""
+        return range(self.start // self.order.steps_per_epoch, -(-self.stop // self.order.steps_per_epoch))
+
+
 class History:
     """What a run has trained on, up to its newest checkpoint.
 
     Args:
         recipe: the run's.
         index: of the checkpoint.
-        manifest: of the training data.
+        manifests: of the training data, and before them of those that the trunks of a branch had, oldest first. Each
+            is a view of the one before.
 
     Attributes:
         steps: updates done.
-        batches: of the order that were consumed: `steps`, and those that were left out.
+        left_out: batches of the order that a policy has left out.
+        manifest: of the oldest data, which hold all samples.
+        newest: manifest of the data that the run would go on with.
 
     Raises `DataError` for other data than the run's, or a checkpoint of another order.
     """
 
-    def __init__(self, recipe: Recipe, index: Index, manifest: Manifest) -> None:
-        for what, then, now in (
-            ("manifest_sha256", index.data.get("manifest_sha256"), manifest.sha256),
-            ("order_version", index.data.get("order_version"), ORDER_VERSION),
-        ):
-            if then != now:
+    def __init__(self, recipe: Recipe, index: Index, manifests: Sequence[Manifest]) -> None:
+        if index.data.get("order_version") != ORDER_VERSION:
+            raise DataError(
+                f"the run's order has version {index.data.get('order_version')}; this vitscale reads {ORDER_VERSION}"
+            )
+        before = _data_before(index)
+        sha = [*(each["manifest_sha256"] for each in before), index.data.get("manifest_sha256")]
+        starts = [0, *(each["start"] for each in before)]
+        stops = [*(each["stop"] for each in before), index.position]
+        for manifest, then in zip(manifests, sha, strict=True):
+            if manifest.sha256 != then:
                 raise DataError(
-                    f"{manifest.where}: the run's data have {what} {then}, these have {now}: they are not what the "
-                    f"run was trained on"
+                    f"{manifest.where}: the run's data have manifest_sha256 {then}, these have {manifest.sha256}: they "
+                    f"are not what the run was trained on"
                 )
-        self.recipe, self.manifest = recipe, manifest
-        self.steps, self.batches = index.step, index.position
+        self.recipe, self.index, self.manifest, self.newest = recipe, index, manifests[0], manifests[-1]
+        self._stretches = [
+            _Stretch(manifest, training_order(recipe, manifest), start, stop)
+            for manifest, start, stop in zip(manifests, starts, stops, strict=True)
+        ]
+        self.steps = index.step
+        self.left_out = sum(stretch.stop - stretch.start for stretch in self._stretches) - index.step
         self._skipped = AnomalyRecord.of(index.anomalies).skipped
-        self._order = training_order(recipe, manifest)
         self._transform = train_transform(recipe.data.crop, recipe.data.flip)
-        self._first_uids = [each.first_uid for each in manifest.shards]
+        self._first_uids = np.array([each.first_uid for each in self.manifest.shards])
+        self._number_of = [
+            {each.first_uid: number for number, each in enumerate(manifest.shards)} for manifest in manifests
+        ]
 
     @classmethod
     def of(cls, run_dir: Path, root: str | None = None) -> Self:
@@ -101,81 +154,166 @@ class History:
         """
         index = newest_index(recipe_of_run(run_dir), run_dir)
         recipe = validate_recipe(index.recipe, f"the recipe in the checkpoint of step {index.step}")
-        dataset = find_dataset(recipe.data.train, root or data_root(recipe, index))
-        return cls(recipe, index, Manifest.load(dataset))
+        places = [each["where"] if root is None else find_dataset(each["train"], root) for each in _data_before(index)]
+        places.append(find_dataset(recipe.data.train, root or data_root(recipe, index)))
+        return cls(recipe, index, [Manifest.load(place) for place in places])
 
     @property
     def epochs(self) -> int:
         """That have begun."""
-        return -(-self.batches // self._order.steps_per_epoch)
+        return sum(len(stretch.epochs) for stretch in self._stretches)
 
-    def find(self, uid: int) -> Place:
-        """Where a sample of the dataset lies. Raises `DataError` where the dataset does not have it."""
-        at = bisect_right(self._first_uids, uid) - 1
-        if at >= 0:
-            with open_shard(self.manifest, at, with_keys=False) as shard:
-                slot = int(np.searchsorted(shard.file.uid, uid))
-                if slot < shard.file.samples and int(shard.file.uid[slot]) == uid:
-                    return self._place(shard, slot)
-        raise DataError(f"{self.manifest.where}: it has no sample with uid {uid}")
+    # ---- Where samples lie -------------------------------------------------------------------------------------------
 
-    def holding(self, image: bytes, crc: int) -> Iterator[Place]:
-        """The samples that are stored as these very bytes, whose crc32c is given, and selected; shard by shard."""
+    def find(self, uids: Sequence[int]) -> list[Place | None]:
+        """Where samples lie, in their order; None for those that no shard of the data has. Opens each shard once."""
+        found: dict[int, Place] = {}
+        wanted = np.unique(np.array([uid for uid in uids if uid < 2**63], np.int64))
+        numbers = np.searchsorted(self._first_uids, wanted, side="right") - 1
+        for number in np.unique(numbers[numbers >= 0]).tolist():
+            of_shard = wanted[numbers == number]
+            with open_shard(self.manifest, number, with_keys=False) as shard:
+                slots = np.searchsorted(shard.file.uid, of_shard)
+                there = slots < shard.file.samples
+                there[there] = shard.file.uid[slots[there]] == of_shard[there]
+                found |= {place.uid: place for place in self._places(shard, slots[there])}
+        return [found.get(uid) for uid in uids]
+
+    def holding(self, images: Sequence[Content]) -> Iterator[tuple[int, Place]]:
+        """The samples that are stored as some images, and which of these each is; all shards are looked at once."""
+        wanted: dict[Content, list[int]] = {}
+        for number, image in enumerate(images):
+            wanted.setdefault(image, []).append(number)
+        keys = np.unique(np.array([_key(image.crc, image.size) for image in wanted], np.uint64))
         for number in range(len(self.manifest.shards)):
             with open_shard(self.manifest, number, with_keys=False) as shard:
-                alike = np.flatnonzero((shard.file.crc == crc) & (shard.file.size == len(image)))
-                for slot in np.intersect1d(alike, shard.slots).tolist():
-                    if shard.file.read(slot) == image:
-                        yield self._place(shard, slot)
+                alike = np.flatnonzero(np.isin(_key(shard.file.crc, shard.file.size), keys))
+                for slot in np.intersect1d(alike, shard.slots):
+                    for which in wanted.get(Content.of(shard.file.read(int(slot))), ()):
+                        yield which, self._places(shard, np.array([slot]))[0]
 
-    def _place(self, shard: OpenShard, slot: int) -> Place:
-        position = int(np.searchsorted(shard.slots, slot))
-        uid = int(shard.file.uid[slot])
-        if position == len(shard.slots) or int(shard.slots[position]) != slot:
-            raise DataError(
-                f"{self.manifest.where}: uid {uid} lies in {shard.file.path.name}, and this dataset leaves it out"
-            )
-        return Place(uid, shard.index, position, int(shard.file.height[slot]), int(shard.file.width[slot]))
-
-    def sightings(self, place: Place) -> Iterator[Sighting]:
-        """Every time that a sample stood in a batch of the run, in order; once an epoch and view, or not at all."""
-        for epoch in range(self.epochs):
-            found = self._order.find(place.shard, place.position, epoch)
-            if found is None or found[0] >= self.batches:
+    def _places(self, shard: OpenShard, slots: np.ndarray) -> list[Place]:
+        """Of some slots of a shard of the oldest dataset."""
+        at = []
+        for number_of, stretch in zip(self._number_of, self._stretches, strict=True):
+            number = number_of.get(self.manifest.shards[shard.index].first_uid)
+            if number is None:
+                at.append([None] * len(slots))
                 continue
-            for view, slot in enumerate(found[1]):
-                yield self._sighting(place, epoch, found[0], slot, view)
+            selected = stretch.manifest.selected_slots(number)
+            selected = np.arange(shard.file.samples) if selected is None else selected
+            positions = np.searchsorted(selected, slots)
+            inside = positions < len(selected)
+            inside[inside] = selected[positions[inside]] == slots[inside]
+            at.append([(number, int(place)) if is_in else None for place, is_in in zip(positions, inside, strict=True)])
+        file = shard.file
+        return [
+            Place(int(file.uid[slot]), int(file.height[slot]), int(file.width[slot]), tuple(places))
+            for slot, *places in zip(slots, *at, strict=True)
+        ]
 
-    def _sighting(self, place: Place, epoch: int, batch: int, slot: int, view: int) -> Sighting:
-        heights, widths = np.array([place.height], np.int64), np.array([place.width], np.int64)
-        keys = sample_keys(self.recipe.seed, epoch, np.array([place.uid]), np.array([view]))
-        top, left, height, width = self._transform.boxes(keys, heights, widths)[0].tolist()
-        partner = self._uid_in(batch, slot ^ 1) if self.recipe.objective.together == 2 else None
-        step, is_flipped = step_of(batch, self._skipped), bool(self._transform.flips(keys)[0])
-        return Sighting(step, batch, epoch, slot, (top, left, height, width), is_flipped, partner)
+    # ---- When they were seen -----------------------------------------------------------------------------------------
 
-    def _uid_in(self, batch: int, slot: int) -> int:
-        """The sample in a slot of a batch."""
-        found = self._order.batch(batch, slot, slot + 1)
-        with open_shard(self.manifest, int(found.shard[0]), with_keys=False) as shard:
-            return int(shard.file.uid[shard.slots[int(found.position[0])]])
+    def updates(self, places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray]:
+        """The first update that was made with each sample, 0 where there is none, and how many were; int64 (n,)."""
+        first, times = np.zeros((2, len(places)), np.int64)
+        for found in self._found(places):
+            steps = steps_of(found.batches, self._skipped)
+            rows, steps = found.rows[steps > 0], steps[steps > 0]
+            times[rows] += 1
+            is_first = first[rows] == 0  # epochs come in their order
+            first[rows[is_first]] = steps[is_first]
+        return first, times
+
+    def sightings(self, places: Sequence[Place]) -> list[list[Sighting]]:
+        """Every time that each sample stood in a batch of the run, in order; once an epoch and view, or not at all."""
+        seen: list[list[Sighting]] = [[] for _ in places]
+        for found in self._found(places):
+            order = found.stretch.order
+            views = [order.views(slot) for slot in found.slots.tolist()]
+            each = np.repeat(np.arange(len(views)), [len(slots) for slots in views])
+            slots = np.array([slot for slots in views for slot in slots], np.int64)
+            view = np.array([number for slots in views for number in range(len(slots))], np.int64)
+            samples = [places[row] for row in found.rows[each].tolist()]
+            keys = sample_keys(self.recipe.seed, found.epoch, np.array([place.uid for place in samples]), view)
+            boxes = self._transform.boxes(
+                keys, np.array([place.height for place in samples]), np.array([place.width for place in samples])
+            ).tolist()
+            flips, batches = self._transform.flips(keys), found.batches[each]
+            partners = self._partners(found.stretch, batches, slots)
+            steps = steps_of(batches, self._skipped).tolist()
+            for number, row in enumerate(found.rows[each].tolist()):
+                top, left, height, width = boxes[number]
+                seen[row].append(
+                    Sighting(
+                        step=steps[number] or None,
+                        batch=int(batches[number]),
+                        epoch=found.epoch,
+                        slot=int(slots[number]),
+                        box=(top, left, height, width),
+                        is_flipped=bool(flips[number]),
+                        partner=partners[number],
+                    )
+                )
+        return seen
+
+    def _found(self, places: Sequence[Place]) -> Iterator["_Found"]:
+        """Where samples stand in the order, epoch after epoch."""
+        for number, stretch in enumerate(self._stretches):
+            lying = [(row, *at) for row, place in enumerate(places) if (at := place.at[number]) is not None]
+            if not lying:
+                continue
+            rows, shard, position = np.array(lying, np.int64).T
+            for epoch in stretch.epochs:
+                batches, slots = stretch.order.find(shard, position, epoch)
+                seen = (batches >= stretch.start) & (batches < stretch.stop)
+                if seen.any():
+                    yield _Found(stretch, epoch, rows[seen], batches[seen], slots[seen])
+
+    def _partners(self, stretch: _Stretch, batches: np.ndarray, slots: np.ndarray) -> list[int | None]:
+        """With whom the samples in some slots of batches are mixed; opens each shard once."""
+        if self.recipe.objective.together != 2:
+            return [None] * len(slots)
+        drawn = [
+            stretch.order.batch(batch, slot ^ 1, (slot ^ 1) + 1)
+            for batch, slot in zip(batches.tolist(), slots.tolist(), strict=True)
+        ]
+        shards = np.array([int(each.shard[0]) for each in drawn])
+        positions = np.array([int(each.position[0]) for each in drawn])
+        uids = np.empty(len(drawn), np.int64)
+        for number in np.unique(shards).tolist():
+            with open_shard(stretch.manifest, number, with_keys=False) as shard:
+                of_shard = shards == number
+                uids[of_shard] = shard.file.uid[shard.slots[positions[of_shard]]]
+        return uids.tolist()
 
     def pixels(self, sighting: Sighting) -> Batch:
         """What the loader made of the sample: a batch of one, its digest that of these pixels.
 
         Raises as `Loader`.
         """
+        stretch = next(each for each in self._stretches if each.start <= sighting.batch < each.stop)
         with training_loader(
             self.recipe,
-            self.manifest,
-            self._order,
+            stretch.manifest,
+            stretch.order,
             rank=sighting.slot,  # one rank a slot
-            world=self._order.global_batch,
+            world=stretch.order.global_batch,
             start=sighting.batch,
             stop=sighting.batch + 1,
             digest=True,
         ) as loader:
             return next(loader)
+
+
+class _Found(NamedTuple):
+    """Samples in the batches of an epoch: which of those that were asked for, and batch and first slot of each."""
+
+    stretch: _Stretch
+    epoch: int
+    rows: np.ndarray
+    batches: np.ndarray
+    slots: np.ndarray
 
 
 def newest_index(recipe: Recipe, run_dir: Path) -> Index:
@@ -190,11 +328,25 @@ def newest_index(recipe: Recipe, run_dir: Path) -> Index:
     return place.read_index(steps[-1])
 
 
-def step_of(batch: int, skipped: SkippedData) -> int | None:
-    """The update, from 1, that was made with the batch at this place of the order; None where it was left out."""
-    before = 0
+def _data_before(index: Index) -> list[Mapping[str, Any]]:
+    """What a checkpoint says of the data that its trunks had before branches on views of them, oldest first."""
+    found: list[Mapping[str, Any]] = []
+    init = index.data.get("init")
+    while init is not None and "continues" in init:
+        found += [init["data_before"]] if "data_before" in init else []
+        init = init.get("init")
+    return found[::-1]
+
+
+def _key(crc: Any, size: Any) -> Any:
+    """Checksum and size of a stored image, or of many, as one number."""
+    return np.asarray(crc, np.uint64) << np.uint64(32) | np.asarray(size, np.uint64) & np.uint64(2**32 - 1)
+
+
+def steps_of(batches: np.ndarray, skipped: SkippedData) -> np.ndarray:
+    """The updates, from 1, that were made with the batches at some places of the order; 0 where one was left out."""
+    before, is_left_out = np.zeros(len(batches), np.int64), np.zeros(len(batches), bool)
     for start, stop in skipped.ranges:
-        if start <= batch < stop:
-            return None
-        before += max(min(stop, batch) - start, 0)
-    return batch - before + 1
+        is_left_out |= (batches >= start) & (batches < stop)
+        before += np.clip(batches, start, stop) - start
+    return np.where(is_left_out, 0, batches - before + 1)

@@ -3,17 +3,28 @@
 It takes everything over, the optimizer, averages, position in the data and what was skipped, so that it is to the last
 bit the run that has had its schedule from the start, where both schedules say the same up to that step. What was
 selected stays with the trunk, whose checkpoints the branch does not have.
+
+Its data are the trunk's or a view of them. With a view, the order from the branch on is the view's own, from the first
+epoch that begins at or after the trunk's position: all positions before it are the trunk's, or are left out.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from vitscale.checkpoint import CheckpointReader, Index
-from vitscale.errors import CheckpointError, RecipeError, VitscaleError
+from vitscale.errors import CheckpointError, DataError, RecipeError, VitscaleError
 from vitscale.evaluation.finished import trained_recipe
 from vitscale.recipe import FREE_ON_BRANCHING, Recipe, differences, validate_recipe
+from vitscale.recipe.datasets import find_dataset
+from vitscale.runs.index import data_root
+from vitscale.shards import Manifest
+from vitscale.shards.views import why_no_view
+from vitscale.storage import is_url
 from vitscale.training import distributed
+from vitscale.training.anomalies import AnomalyRecord
 from vitscale.training.initial_weights import find_checkpoint, has_begun, read_found_index
 from vitscale.training.plan import Plan, schedule_in_steps
 from vitscale.training.resuming import tell_other_decoder
@@ -24,7 +35,7 @@ def check_branch(recipe: Recipe, plan: Plan, run_dir: Path) -> None:
     """Find what is wrong with a branch before the ranks meet; other runs, and those that have begun, pass.
 
     Raises `RecipeError` where there is no trunk or the recipe differs from its in what may not differ, and
-    `CheckpointError` where the trunk has no such checkpoint or learns from other data.
+    `CheckpointError` where the trunk has no such checkpoint, or its data are neither these nor more of them.
     """
     if recipe.init is None or not recipe.init.continues or has_begun(recipe, run_dir):
         return
@@ -54,18 +65,41 @@ def trunk_checkpoint(
     reader = store.open(step)
     trunk = trained_recipe(reader)
     try:
-        _check(recipe, plan, reader.index, trunk)
+        whole = _check(recipe, plan, reader.index, trunk)
     except VitscaleError as error:
         raise error.on_all_ranks() from None
     say(f"goes on from {reader.folder}, step {step:,} of {plan.total_steps:,}, under the schedule of this recipe")
     tell_other_decoder(reader.index, say)
-    if problem := _other_past(recipe, plan, trunk, step):
-        say(f"WARNING: {problem}")
     index = reader.index
+    if problem := _other_past(recipe, plan, trunk, index):
+        say(f"WARNING: {problem}")
     files = {file.path: file.sha256 for file in index.files}
-    identity = {"continues": recipe.init.source, "step": step, "files": files, "init": index.data.get("init")}
+    identity: dict[str, Any] = {"continues": recipe.init.source, "step": step, "files": files}
+    identity |= {"init": index.data.get("init")}
+    if whole is not None:
+        start = plan.order.next_epoch(index.position)
+        identity |= {"data_before": _described(whole, trunk, index.position, start)}
+        known = AnomalyRecord.of(index.anomalies)
+        left_out = known if start == index.position else known.leaving_out(index.position, start)
+        index = replace(index, position=start, anomalies=left_out.state())
+        say(
+            f"learns from {plan.manifest.where}, {plan.manifest.num_samples:,} of the trunk's {whole.num_samples:,} "
+            f"samples, beginning with an epoch of their own"
+        )
     reader.index = replace(index, data=index.data | {"init": identity}, selection={})
     return reader
+
+
+def _described(whole: Manifest, trunk: Recipe, stop: int, start: int) -> dict[str, Any]:
+    """What a checkpoint says of the data before a branch on a view of them, for whoever asks what the run has seen."""
+    where = whole.where if is_url(whole.where) else str(Path(whole.where).absolute())
+    return {
+        "train": trunk.data.train,
+        "where": where,
+        "manifest_sha256": whole.sha256,
+        "stop": stop,  # the trunk's position
+        "start": start,  # in the order of the view
+    }
 
 
 def _no_run(recipe: Recipe) -> RecipeError:
@@ -76,7 +110,8 @@ def _no_run(recipe: Recipe) -> RecipeError:
     )
 
 
-def _check(recipe: Recipe, plan: Plan, index: Index, trunk: Recipe) -> None:
+def _check(recipe: Recipe, plan: Plan, index: Index, trunk: Recipe) -> Manifest | None:
+    """Returns the trunk's data where the branch's are a view of them, and None where they are the same."""
     assert recipe.init is not None
     where = f"init.from: {recipe.init.source}"
     if index.step >= plan.total_steps:
@@ -89,18 +124,36 @@ def _check(recipe: Recipe, plan: Plan, index: Index, trunk: Recipe) -> None:
             + "\n".join(f"  {line}" for line in changed)
             + "\nUse what the trunk has, or begin at step 0 without continue"
         )
-    if changed := changed_data(index, plan):
-        raise CheckpointError(
-            f"{where} learns from other data: {', '.join(changed)} of {plan.manifest.where} differ. Point data.root at "
-            f"the dataset that it began with"
-        )
-
-
-def _other_past(recipe: Recipe, plan: Plan, trunk: Recipe, steps: int) -> str | None:
-    """Where the schedules differ before the branch, in words: the run is no other's then that began with its own."""
-    if trunk.schedule == recipe.schedule:
+    changed = changed_data(index, plan)
+    if not changed:
         return None
-    _, theirs = schedule_in_steps(trunk, plan.manifest.num_samples)
+    whole = _trunk_data(recipe, index, trunk)
+    why = "the trunk's are not found" if whole is None else why_no_view(plan.manifest, whole)
+    if whole is None or why is not None or "order_version" in changed:
+        raise CheckpointError(
+            f"{where} learns from other data: {', '.join(changed)} of {plan.manifest.where} differ, and it is no view "
+            f"of the trunk's {trunk.data.train}: {why or 'another order'}. Point data.root at the dataset that it "
+            f"began with"
+        )
+    return whole
+
+
+def _trunk_data(recipe: Recipe, index: Index, trunk: Recipe) -> Manifest | None:
+    """What the trunk learns from, looked for by its name where the branch's data are, and where its own were."""
+    for root in (recipe.data.root, data_root(trunk, index)):
+        with suppress(RecipeError, DataError):
+            found = Manifest.load(find_dataset(trunk.data.train, root))
+            if found.sha256 == index.data.get("manifest_sha256"):
+                return found
+    return None
+
+
+def _other_past(recipe: Recipe, plan: Plan, trunk: Recipe, index: Index) -> str | None:
+    """Where the schedules differ before the branch, in words: the run is no other's then that began with its own."""
+    theirs_has, steps = index.num_samples or plan.manifest.num_samples, index.step
+    if trunk.schedule == recipe.schedule and theirs_has == plan.manifest.num_samples:
+        return None
+    _, theirs = schedule_in_steps(trunk, theirs_has)
     first = next((step for step in range(steps) if theirs(step) != plan.rates(step)), None)
     if first is None:
         return None

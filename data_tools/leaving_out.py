@@ -1,0 +1,122 @@
+"""Leaves some samples out of a dataset: a view of its shards without them."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from data_tools.views import View
+from vitscale import storage
+from vitscale.errors import DataError, RecipeError
+from vitscale.shards import Manifest, ShardEntry
+from vitscale.shards.opening import local_copy, open_shard
+from vitscale.shards.provenance import provenance_path, read_provenance
+
+LIST_NAME = "left_out_uids.txt"
+_OPTION = "without"  # of the manifest
+
+
+def write_without(manifest: Manifest, uids: np.ndarray, out: str, beside: Mapping[str, bytes]) -> Manifest:
+    """Write a view of a dataset without some of its samples; how many, and the digest of their list, stand in it.
+
+    Args:
+        uids: int64 (n,), sorted: of selected samples.
+        out: a new or empty folder; beside the dataset in the same bucket if that is at a URL.
+        beside: more files to put there, by name.
+
+    Raises `RecipeError` for an `out` that cannot be taken or where nothing is left, `DataError` for a shard that is
+    missing or damaged or a disk that refuses, and `StorageError`.
+    """
+    if len(uids) >= manifest.num_samples:
+        raise RecipeError(f"all {manifest.num_samples:,} samples of {manifest.where} are to be left out: none is left")
+    listed = "".join(f"{uid}\n" for uid in uids.tolist()).encode()
+    told = {"samples": len(uids), "of": manifest.sha256, LIST_NAME: hashlib.sha256(listed).hexdigest()}
+    content = {name: getattr(manifest, name) for name in Manifest.model_fields}
+    try:
+        with View(manifest, out) as view:
+            entries = tuple(entries_without(view, manifest, uids))
+            for name, text in {LIST_NAME: listed, **beside}.items():
+                view.add(name, text)
+            return view.save(
+                Manifest(
+                    **content
+                    | {
+                        "num_samples": sum(entry.num_selected for entry in entries),
+                        "options": manifest.options | {_OPTION: [*manifest.options.get(_OPTION, []), told]},
+                        "shards": entries,
+                    }
+                )
+            )
+    except OSError as error:
+        raise DataError(f"OUT {out}: cannot be written ({error.strerror or error})") from error
+
+
+def uids_in_shard(manifest: Manifest, index: int, uids: np.ndarray) -> np.ndarray:
+    """Those of some uids, int64 (n,) and sorted, that belong to a shard of a dataset."""
+    shards = manifest.shards
+    start = int(np.searchsorted(uids, shards[index].first_uid)) if index else 0
+    end = int(np.searchsorted(uids, shards[index + 1].first_uid)) if index + 1 < len(shards) else None
+    return uids[start:end]
+
+
+def remaining_shards(manifest: Manifest, uids: np.ndarray) -> Iterator[int]:
+    """The shards of which anything is left without some uids, sorted, which are all selected."""
+    for index, entry in enumerate(manifest.shards):
+        if entry.num_selected > len(uids_in_shard(manifest, index, uids)):
+            yield index
+
+
+def entries_without(view: View, manifest: Manifest, uids: np.ndarray) -> list[ShardEntry]:
+    """What is left of a dataset's shards, as entries of a view of it.
+
+    Args:
+        view: of `manifest`.
+        uids: int64 (n,), sorted: to leave out; all are selected.
+
+    Raises OSError or `StorageError` where lists cannot be written or a URL does not answer, `DataError` for a shard
+    that is missing or damaged.
+    """
+    entries = []
+    for index in remaining_shards(manifest, uids):
+        removed, kept = uids_in_shard(manifest, index, uids), None
+        if len(removed):
+            entry, selected = manifest.shards[index], manifest.selected_slots(index)
+            slots = np.arange(entry.samples) if selected is None else selected
+            kept = slots_without(slots, uids_of_slots(manifest, index), removed, entry.path)
+        entries.append(view.entry(index, kept))
+    return entries
+
+
+def slots_without(slots: np.ndarray, uid_of: np.ndarray, uids: np.ndarray, where: str) -> np.ndarray:
+    """Those slots that have none of some uids.
+
+    Args:
+        slots: int64 (n,), that are selected.
+        uid_of: int64 (samples,), of all slots.
+        uids: to leave out.
+        where: what people call the shard.
+
+    Raises DataError if not every uid is that of a slot.
+    """
+    removed = np.isin(uid_of[slots], uids)
+    if removed.sum() != len(uids):
+        raise DataError(
+            f"{where}: has {int(removed.sum()):,} of the {len(uids):,} uids that are to be removed from it. `vitscale "
+            "shards verify` tells whether the dataset is damaged"
+        )
+    return slots[~removed]
+
+
+def uids_of_slots(manifest: Manifest, index: int) -> np.ndarray:
+    """Uids of all slots of a shard. At a URL from the table beside it, if there is one: the shard is a large file."""
+    entry = manifest.shards[index]
+    where = manifest.location(entry.path)
+    beside = provenance_path(where)
+    if not storage.is_url(where) or storage.size_of(beside) is None:
+        with open_shard(manifest, index, with_keys=False) as shard:
+            return shard.file.uid
+    with local_copy(beside) as path:
+        table = read_provenance(path, ["uid"])
+    if table.num_rows != entry.samples:
+        raise DataError(f"{beside}: {table.num_rows:,} rows; the manifest says {entry.samples:,} samples")
+    return table["uid"].to_numpy()

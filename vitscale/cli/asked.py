@@ -1,0 +1,156 @@
+"""The samples that people ask about: by uids, files of images, folders and lists of both."""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_tools.images import ImageOptions, Reject, store_image
+from data_tools.sources import IMAGE_SUFFIXES
+from vitscale.cli.prediction import image_files
+from vitscale.errors import DataError, RecipeError
+from vitscale.replay.seen import Content, History, Place
+from vitscale.wording import counted
+
+_NAMED = 20  # uids in a message
+_HEAD = 4096  # bytes that tell a list from an image
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A sample of the dataset, and why it is shown: it was named, it is the image, or a copy of it.
+
+    Attributes:
+        what: was named.
+        why: this sample stands for it.
+        place: None where no sample does.
+    """
+
+    what: str
+    why: str
+    place: Place | None
+
+
+def asked_samples(history: History, named: Sequence[str], *, near: bool) -> list[Asked]:
+    """What people have named, in its order; then, where they want them, copies of the images.
+
+    Args:
+        named: uids, files of images, folders of them, text files with a uid or a file a line, `-` for such lines on
+            standard input.
+        near: find copies of the images as de-duplication does.
+
+    Raises `DataError` for uids that the data do not have, files that are neither and nothing at all; `RecipeError` for
+    `near` without an image; `StorageError`.
+    """
+    entries = [entry for name in named for entry in _entries(name)]
+    if not entries:
+        raise DataError(f"{', '.join(named)}: nothing is named there; expected a uid or a file of an image a line")
+    uids = [entry for entry in entries if isinstance(entry, int)]
+    images = list(dict.fromkeys(entry for entry in entries if isinstance(entry, Path)))
+    if near and not images:
+        raise RecipeError("--near is of files of images; for a uid, export the picture first: vitscale shards export")
+    of_uid = dict(zip(uids, history.find(uids), strict=True))
+    if unknown := sorted(uid for uid, place in of_uid.items() if place is None):
+        more = f" and {len(unknown) - _NAMED:,} more" if len(unknown) > _NAMED else ""
+        raise DataError(
+            f"{history.manifest.where}: has no {counted(len(unknown), 'sample')} of those named: uid "
+            f"{', '.join(map(str, unknown[:_NAMED]))}{more}"
+        )
+    of_image: dict[Path, list[Place]] = {image: [] for image in images}
+    for which, place in history.holding([_content(history, image) for image in images]):
+        of_image[images[which]].append(place)
+    found: list[Asked] = []
+    for entry in dict.fromkeys(entries):
+        if isinstance(entry, int):
+            found.append(Asked(str(entry), "uid", of_uid[entry]))
+            continue
+        found += [Asked(str(entry), "the image itself", place) for place in of_image[entry]]
+        if not of_image[entry] and not near:
+            found.append(Asked(str(entry), "not in the data", None))
+    return found + (_copies(history, images) if near else [])
+
+
+def _entries(name: str) -> Iterator[int | Path]:
+    """What a word of the command line stands for."""
+    path = Path(name)
+    if name == "-":
+        yield from _lines(sys.stdin.read(), "standard input")
+    elif name.isdecimal() and not path.exists():
+        yield int(name)
+    elif path.is_dir():
+        yield from image_files([path])
+    elif _is_list(path):
+        try:
+            yield from _lines(path.read_text(encoding="utf-8"), name)
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{name}: cannot be read: {error}") from None
+    else:
+        yield path
+
+
+def _is_list(path: Path) -> bool:
+    """Whether a file is text."""
+    if path.name.lower().endswith(IMAGE_SUFFIXES):
+        return False
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+    except OSError:
+        return False  # whoever reads it says so
+    return b"\0" not in head and all(byte >= 32 or byte in b"\t\r\n" for byte in head)
+
+
+def _lines(text: str, where: str) -> Iterator[int | Path]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        entry = line.strip()
+        if not entry or entry.startswith("#"):
+            continue
+        if entry.isdecimal():
+            yield int(entry)
+        elif Path(entry).is_file():
+            yield Path(entry)
+        else:
+            raise DataError(f"{where}: line {number}: {entry[:200]!r}: expected a uid, or a file of an image")
+
+
+def _content(history: History, file: Path) -> Content:
+    """An image as conversion stored it. Raises `DataError` for what is no image."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror or error}; expected a file, or a uid") from None
+    options = history.manifest.options
+    stored = store_image(
+        content,
+        ImageOptions(
+            short_side=options.get("short_side"),
+            long_side=options.get("long_side"),
+            quality=options.get("jpeg_quality", ImageOptions.quality),
+            pass_through=options.get("pass_through", True),
+        ),
+    )
+    if isinstance(stored, Reject):
+        raise DataError(f"{file}: {stored.reason}")
+    return Content.of(stored.jpeg)
+
+
+def _copies(history: History, images: Sequence[Path]) -> list[Asked]:
+    """Samples that de-duplication takes for copies of the images."""
+    from data_tools.conversion import Machine
+    from data_tools.dedup.building import TestSource, build_index
+    from data_tools.dedup.finding import find
+    from data_tools.sources import SourceOptions, open_source
+    from vitscale.shards.decisions import DECISIONS_NAME, read_decisions
+
+    with tempfile.TemporaryDirectory(prefix="vitscale-") as temporary:
+        listed, index, found = (Path(temporary, name) for name in ("images.jsonl", "index", "found"))
+        listed.write_text("".join(json.dumps({"path": str(image.absolute())}) + "\n" for image in images))
+        source = open_source(str(listed), "list", SourceOptions(unlabelled=True))
+        build_index([TestSource("asked", str(listed), source)], index, workers=1)
+        where = history.manifest.where
+        find(where, [str(index)], str(found), Machine(None).runner(where))
+        rows = [row for row in read_decisions(found / DECISIONS_NAME).to_pylist() if row["removed"]]
+    places = history.find([row["train_uid"] for row in rows])
+    return [Asked(row["test_key"], f"a copy by {row['tier']}", place) for row, place in zip(rows, places, strict=True)]

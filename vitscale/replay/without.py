@@ -1,0 +1,155 @@
+"""Which step a branch of a run has to start from that has not seen some samples, what it costs, and its recipe."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitscale.checkpoint import checkpoint_place
+from vitscale.errors import CheckpointError, DataError
+from vitscale.flops.records import read_run
+from vitscale.recipe import Init, Recipe, read_recipe, validate_recipe
+from vitscale.recipe.schema import Duration
+from vitscale.replay.seen import History
+from vitscale.runs.directory import recipe_of_run
+from vitscale.runs.done import read_done
+from vitscale.runs.index import data_root
+from vitscale.runs.names import RECIPE_FILE
+from vitscale.shards import Manifest
+from vitscale.shards.opening import open_shard
+from vitscale.training.plan import schedule_in_steps
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a branch starts.
+
+    Attributes:
+        step: of the checkpoint; 0 for the beginning.
+        init: of its recipe: the checkpoint, or what the run began with; None for random weights.
+    """
+
+    step: int
+    init: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of steps that are taken again, at the run's own pace.
+
+    Attributes:
+        steps: how many.
+        exaflops: as the run's metrics count them; None where there are none.
+        hours: of training steps, at images/s on so many devices; None as above.
+        images_per_s: of all devices together, over the whole run.
+        world_size: devices of the run's last steps.
+    """
+
+    steps: int
+    exaflops: float | None
+    hours: float | None
+    images_per_s: float | None
+    world_size: int | None
+
+
+def is_finished(history: History, run_dir: Path) -> bool:
+    """Whether a run takes no further steps."""
+    total, _ = schedule_in_steps(history.recipe, history.newest.num_samples)
+    return read_done(run_dir) is not None or history.steps >= total
+
+
+def start_before(run_dir: Path, step: int) -> Start:
+    """The newest checkpoint before an update, of the run or of the trunks that it goes back to; or the beginning.
+
+    Only indices are read. Raises `CheckpointError` where a trunk that would have it is not there any more.
+    """
+    recipe, limit = recipe_of_run(run_dir), step - 1
+    while True:
+        place = checkpoint_place(recipe, run_dir)
+        for saved in sorted((each for each in place.steps() if each <= limit), reverse=True):
+            try:
+                place.read_index(saved)
+            except CheckpointError:
+                continue
+            return Start(saved, _continuing(run_dir, saved))
+        init = recipe.init
+        if init is None or not init.continues:
+            return Start(0, None if init is None else init.model_dump(by_alias=True))
+        path = _trunk(init, run_dir)
+        limit = min(limit, init.step or 0)
+        if not (path / RECIPE_FILE).is_file():  # one checkpoint
+            if limit == init.step:
+                return Start(limit, _continuing(path, limit))
+            raise CheckpointError(
+                f"{run_dir} goes on from {path}, a single checkpoint of step {init.step:,}, and the samples were seen "
+                f"before it: there is no earlier one to start from. Name the run that it belongs to"
+            )
+        run_dir, recipe = path, read_recipe(path / RECIPE_FILE)
+
+
+def _continuing(path: Path, step: int) -> dict[str, Any]:
+    return {"from": str(path.absolute()), "step": step, "continue": True}
+
+
+def _trunk(init: Init, run_dir: Path) -> Path:
+    """Where the trunk of a branch is; a relative path as the branch, which may have begun elsewhere, had it."""
+    path = Path(init.source).expanduser()
+    place = checkpoint_place(recipe_of_run(run_dir), run_dir)
+    for step in [] if path.exists() else place.steps()[-1:]:
+        began_in = place.read_index(step).data.get("working_directory")
+        path = Path(began_in, path) if isinstance(began_in, str) else path
+    if not path.exists():
+        raise CheckpointError(
+            f"{run_dir} goes on from {init.source}, where the samples were seen first, and that is not there any more"
+        )
+    return path
+
+
+def cost_of(run_dir: Path, history: History, step: int) -> Cost:
+    """What the steps after `step` have cost that the run has taken, and a branch takes again."""
+    steps = history.steps - step
+    try:
+        run = read_run(run_dir)
+    except DataError:
+        return Cost(steps, None, None, None, None)
+    per_step = run.exaflops * run.recipe.batch.global_size / run.images
+    hours = steps * run.recipe.batch.global_size / run.images_per_s / 3600
+    return Cost(steps, steps * per_step, hours, run.images_per_s, run.world_size)
+
+
+def branch_recipe(history: History, start: Start, view: str, root: str | None) -> Recipe:
+    """The run's recipe for a branch on a view of its data, with its schedule in steps: the view has shorter epochs.
+
+    Args:
+        start: of the branch.
+        view: where the view is to be.
+        root: where the run's data are now; by default where they were.
+    """
+    content = history.index.recipe | {"init": start.init}
+    before = history.index.num_samples or history.newest.num_samples
+    content["schedule"] = _in_steps(content["schedule"], before, history.recipe.batch.global_size)
+    content["data"] = content["data"] | {"train": view, "root": root or data_root(history.recipe, history.index)}
+    return validate_recipe(content, "the recipe of the branch")
+
+
+def _in_steps(content: Any, num_samples: int, global_batch: int) -> Any:
+    """A part of a recipe, as plain data, with epochs as steps."""
+    if isinstance(content, list):
+        return [_in_steps(each, num_samples, global_batch) for each in content]
+    if not isinstance(content, dict):
+        return content
+    if content.get("epochs") is not None:
+        return {"steps": Duration(**content).to_steps(num_samples, global_batch)}
+    return {key: _in_steps(each, num_samples, global_batch) for key, each in content.items()}
+
+
+def drawn_from(view: Manifest, uids: np.ndarray) -> list[int]:
+    """Which of some samples a dataset has, and so its order draws; each shard that could hold one is read."""
+    first_uids = np.array([shard.first_uid for shard in view.shards])
+    found: list[int] = []
+    for number in np.unique(np.searchsorted(first_uids, uids, side="right") - 1).tolist():
+        if number >= 0:
+            with open_shard(view, number, with_keys=False) as shard:
+                found += np.intersect1d(shard.file.uid[shard.slots], uids).tolist()
+    return found

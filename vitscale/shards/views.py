@@ -1,0 +1,31 @@
+"""Whether a dataset is a view of another one: some of its samples, in the same shards."""
+
+import numpy as np
+
+from vitscale.shards.manifest import Manifest
+
+
+def why_no_view(view: Manifest, whole: Manifest) -> str | None:
+    """What a dataset has that another one has not, in words; None where all its samples are the other's.
+
+    Shards are compared by their digests, and selections slot by slot where they differ. Raises `DataError` as
+    `Manifest.selected_slots`.
+    """
+    if view.class_names != whole.class_names:
+        return "its classes are others"
+    number_of = {shard.first_uid: number for number, shard in enumerate(whole.shards)}
+    for number, shard in enumerate(view.shards):
+        other = number_of.get(shard.first_uid)
+        if other is None or whole.shards[other].sha256 != shard.sha256:
+            return f"{shard.path} is none of its shards"
+        if shard.select == whole.shards[other].select or whole.shards[other].select == "all":
+            continue
+        kept, selected = _slots(view, number), _slots(whole, other)
+        if len(added := np.setdiff1d(kept, selected)):
+            return f"{len(added):,} samples of {shard.path}, the first in slot {int(added[0])}, are left out there"
+    return None
+
+
+def _slots(manifest: Manifest, number: int) -> np.ndarray:
+    slots = manifest.selected_slots(number)
+    return np.arange(manifest.shards[number].samples) if slots is None else slots
