@@ -4,6 +4,7 @@ DeepSpeed, the loader, the files and the processes stay real. Jobs name a fault 
 travels to the ranks' processes.
 """
 
+import json
 import math
 import os
 import resource
@@ -99,6 +100,23 @@ def leave_out(trainer: Any, ranges: list[tuple[int, int]]) -> Iterator[None]:
     for start, stop in ranges:
         trainer.state = replace(trainer.state, anomalies=trainer.state.anomalies.leaving_out(start, stop))
     yield
+
+
+@contextmanager
+def log_samples(trainer: Any, file: str) -> Iterator[None]:
+    """Each rank keeps a log of its own: a line of the step and its uids for each update that was made."""
+    take_step = trainer.take_step
+
+    def logged(batch: Batch, *arguments: Any) -> Any:
+        before, uids = trainer.state.step, batch.uids.tolist()
+        done = take_step(batch, *arguments)
+        if trainer.state.step > before:
+            with Path(f"{file}-{trainer.world.rank}").open("a") as log:
+                log.write(json.dumps([before + 1, uids]) + "\n")
+        return done
+
+    with replaced(trainer, "take_step", logged):
+        yield
 
 
 # ---- Devices that compute wrongly ------------------------------------------------------------------------------------
