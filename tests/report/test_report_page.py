@@ -1,10 +1,16 @@
 """The report: what stands on the page is in results.json, the page opens, and bad input is told before any work."""
 
+import csv
 import json
+import math
+import re
+import shutil
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from browser import Read, open_page
@@ -14,6 +20,8 @@ from typer.testing import CliRunner
 from vitscale.cli.main import app
 from vitscale.errors import DataError, RecipeError
 from vitscale.flops.published import table_2, table_9
+from vitscale.inspection.figures import InspectionFigure
+from vitscale.inspection.output import write
 from vitscale.report import gather, page, write_report
 from vitscale.vtab import TASKS
 
@@ -301,3 +309,74 @@ def test_without_matplotlib_nothing_is_read(study, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = CliRunner().invoke(app, ["report", str(study), "-o", str(tmp_path / "out")])
     assert isinstance(done.exception, RecipeError) and not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def inspected(tmp_path_factory) -> Path:
+    """A folder that an inspection has written: two figures, one with a number that is not finite."""
+    folder = tmp_path_factory.mktemp("inspected")
+
+    def put(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.plot([0, 1], [2, 3], label="a")
+        axes.fill_between([0, 1], [0, 0], [1, 2])
+        axes.imshow(np.zeros((4, 4)), aspect="auto")
+
+    shape = {"put": put, "width": 400, "height": 200, "columns": ["layer", "distance_px"]}
+    rows = [[1, 2.5], [2, math.nan]]
+    figures = [
+        InspectionFigure("attention_distance", "Attention distance", "Read <it> so", rows=rows, **shape),
+        InspectionFigure("token_norms", "Norms", "", rows=[[1, 0.25]], **shape),
+    ]
+    write(folder, figures, "Inside a & b", "two", [("a", "ViT, 32 pixels"), ("b", "ResNet")], ["b has no positions."])
+    return folder
+
+
+def test_inspections_come_onto_the_page_with_their_numbers(study, inspected, tmp_path):
+    shutil.copytree(inspected, tmp_path / "second")
+    out = tmp_path / "report"
+    arguments = ["report", study, "-o", out, "--inspected", inspected, "--inspected", tmp_path / "second"]
+    done = CliRunner().invoke(app, list(map(str, arguments)))
+    assert done.exit_code == 0, done.output
+    content, text = json.loads((out / "results.json").read_text()), (out / "index.html").read_text()
+    assert [one["folder"] for one in content["inspections"]] == [str(inspected), str(tmp_path / "second")]
+    with (inspected / "attention_distance.csv").open(newline="") as file:
+        columns, first, _ = list(csv.reader(file))
+    told = content["inspections"][0]["figures"][0]
+    assert told["columns"] == columns and [str(value) for value in told["rows"][0]] == first
+    assert told["rows"][1] == [2, None] and "svg" not in told
+    read = Read(text)
+    check_numbers(content, read)
+    assert read.outside == [] and read.holes == []
+    words = " ".join(read.words)
+    assert "Inside the models" in words and words.count("b has no positions.") == 2 and "Read <it> so" in words
+    ids = re.findall(r'\bid="([^"]*)"', text)
+    assert len(set(ids)) == len(ids)
+    assert all(name[1:] in ids for name in read.references if name.startswith("#"))
+    opened = open_page(out / "index.html", tmp_path / "browser")
+    assert opened.console == []
+    assert opened.document.count("<svg") == page(gather([study])).count("<svg") + 4
+
+
+@pytest.mark.parametrize("damage", ["missing", "torn", "version", "no drawing", "a key less", "twice"])
+def test_folders_that_no_inspection_has_written_are_told(study, inspected, tmp_path, damage):
+    folder = tmp_path / "inspected"
+    shutil.copytree(inspected, folder)
+    path = folder / "figures.json"
+    content = json.loads(path.read_text())
+    if damage == "missing":
+        path.unlink()
+    elif damage == "torn":
+        path.write_text(path.read_text()[:-100])
+    elif damage == "version":
+        path.write_text(json.dumps(content | {"version": 7}))
+    elif damage == "no drawing":
+        content["figures"][0]["svg"] = "<svg><p></svg>"
+        path.write_text(json.dumps(content))
+    elif damage == "a key less":
+        del content["facts"]
+        path.write_text(json.dumps(content))
+    given = ["--inspected", str(folder)] * (2 if damage == "twice" else 1)
+    done = CliRunner().invoke(app, ["report", str(study), "-o", str(tmp_path / "out"), *given])
+    assert isinstance(done.exception, RecipeError if damage in ("missing", "twice") else DataError)
+    assert not (tmp_path / "out").exists()

@@ -11,6 +11,10 @@ def report(
         list[Path], typer.Argument(metavar="RUN...|STUDY", help="Directories of runs, or the folder of a study.")
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="The page and results.json go there.")],
+    inspected: Annotated[
+        list[Path] | None,
+        typer.Option("--inspected", metavar="FOLDER", help="Of vitscale inspect: its figures come onto the page."),
+    ] = None,
     title: Annotated[str | None, typer.Option(help="Of the page.", show_default="the study's or runs' names")] = None,
 ) -> None:
     """Put the results of runs or a study on one page.
@@ -18,12 +22,17 @@ def report(
     From it every claim can be checked: results beside the paper's, curves, compute, what decided, de-duplication, data,
     versions and recipes.
     """
-    from vitscale.page import check_drawing
+    from vitscale.errors import RecipeError
+    from vitscale.page import check_drawing, read_figures
     from vitscale.report import PAGE_FILE, gather, page, write_report
     from vitscale.report.writing import check_folder
 
     check_drawing("vitscale report")
     check_folder(out)
-    content = gather(sources, title)
-    write_report(out, content, page(content))
+    folders = inspected or []
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise RecipeError("--inspected: a folder is named twice")
+    drawn = [read_figures(folder) for folder in folders]
+    content = gather(sources, title, list(zip(folders, drawn, strict=True)))
+    write_report(out, content, page(content, drawn))
     print(out / PAGE_FILE)

@@ -1,4 +1,4 @@
-"""An inspection as files: each figure as PNG and SVG with its numbers as CSV, and a page of all of them.
+"""An inspection as files: each figure as PNG and SVG with its numbers as CSV, a page of all, and all for other pages.
 
 Equal findings are equal bytes: there are no dates and no paths in them.
 """
@@ -9,7 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vitscale.inspection.figures import InspectionFigure
-from vitscale.page import Drawing, Facts, Part, Section, Text, draw, page_text, standalone
+from vitscale.page import (
+    Drawing,
+    Facts,
+    Figures,
+    NumberedDrawing,
+    Part,
+    Section,
+    Text,
+    draw,
+    finite_rows,
+    page_text,
+    standalone,
+    write_figures,
+)
 
 PAGE = "index.html"
 
@@ -18,11 +31,6 @@ def drawing(figure: InspectionFigure) -> Drawing:
     """A figure for a page."""
     name = figure.key.replace("_", "-")
     return draw(name, figure.title, figure.put, width=figure.width, height=figure.height, caption=figure.caption)
-
-
-def sections(figures: Sequence[InspectionFigure]) -> list[Section]:
-    """Figures as sections of a page, this one's or a report's."""
-    return [Section(figure.title, [drawing(figure)]) for figure in figures]
 
 
 def write(
@@ -34,7 +42,13 @@ def write(
     notes: Sequence[str] = (),
 ) -> None:
     """Write all figures and the page into a folder that exists. Raises OSError."""
+    drawn = []
     for figure in figures:
+        made = drawing(figure)
+        rows = finite_rows(figure.rows)
+        drawn.append(
+            NumberedDrawing(figure.key, figure.title, figure.caption, list(figure.columns), rows, made.svg, made.width)
+        )
         for form in ("png", "svg"):
             content = standalone(figure.put, form, width=figure.width, height=figure.height)
             (folder / f"{figure.key}.{form}").write_bytes(content)
@@ -42,5 +56,7 @@ def write(
         csv.writer(text, lineterminator="\n").writerows([figure.columns, *figure.rows])
         (folder / f"{figure.key}.csv").write_text(text.getvalue(), encoding="utf-8")
     about: list[Part] = [Facts(facts), *(Text(note, "note") for note in notes)]
-    page = page_text(title, subtitle, [Section("What was looked at", about), *sections(figures)])
+    shown = [Section(each.title, [each.drawing]) for each in drawn]
+    page = page_text(title, subtitle, [Section("What was looked at", about), *shown])
     (folder / PAGE).write_text(page, encoding="utf-8")
+    write_figures(folder, Figures(title, list(facts), list(notes), drawn))

@@ -1,15 +1,26 @@
 """Pages of results: one HTML file each that refers to nothing outside it, with tables, figures and pictures."""
 
 from vitscale.page.drawing import FAINT, SERIES, Drawing, check_drawing, draw, standalone
+from vitscale.page.figures_file import (
+    FIGURES_FILE,
+    Figures,
+    NumberedDrawing,
+    finite_rows,
+    read_figures,
+    write_figures,
+)
 from vitscale.page.parts import Facts, Folded, Part, Picture, Section, Side, Table, Text, Tone
 from vitscale.page.rendering import page_text
 
 __all__ = [
     "FAINT",
+    "FIGURES_FILE",
     "SERIES",
     "Drawing",
     "Facts",
+    "Figures",
     "Folded",
+    "NumberedDrawing",
     "Part",
     "Picture",
     "Section",
@@ -19,6 +30,9 @@ __all__ = [
     "Tone",
     "check_drawing",
     "draw",
+    "finite_rows",
     "page_text",
+    "read_figures",
     "standalone",
+    "write_figures",
 ]

@@ -3,11 +3,12 @@
 import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from vitscale.errors import RecipeError, VitscaleError
+from vitscale.page import Figures
 from vitscale.report.datasets import Dataset, deduplication, open_dataset
 from vitscale.report.paper import beside_the_paper
 from vitscale.report.records import Record, read_record
@@ -52,12 +53,15 @@ class _Item:
         return "done" if self.record.is_done else "unfinished"
 
 
-def gather(sources: Sequence[Path], title: str | None = None) -> dict[str, Any]:
+def gather(
+    sources: Sequence[Path], title: str | None = None, inspected: Sequence[tuple[Path, Figures]] = ()
+) -> dict[str, Any]:
     """The content of the report's results.json.
 
     Args:
         sources: directories of runs, and at most one of a study.
         title: of the page; by default the study's name, or the runs'.
+        inspected: folders of inspections, with what was drawn there.
 
     Raises `RecipeError` for what is neither, or is named twice, and `DataError` where records are broken.
     """
@@ -84,6 +88,7 @@ def gather(sources: Sequence[Path], title: str | None = None) -> dict[str, Any]:
         "deduplication": _deduplications(items, datasets),
         "datasets": [dataset.content() for dataset in datasets.values()],
         "compute": _compute(records, given),
+        "inspections": [{"folder": str(folder), **_inspection(figures)} for folder, figures in inspected],
         "runs": [_run(item) for item in items]
         + [
             {"role": "begun with", "state": "done" if record.is_done else "unfinished", "why": "", **record.content()}
@@ -146,6 +151,15 @@ def _run(item: _Item) -> dict[str, Any]:
     }
     if record is not None:
         content |= {**record.content(), "name": item.name}
+    return content
+
+
+def _inspection(figures: Figures) -> dict[str, Any]:
+    """All of an inspection but its drawings."""
+    content = asdict(figures)
+    del content["version"]
+    for figure in content["figures"]:
+        del figure["svg"], figure["width"]
     return content
 
 

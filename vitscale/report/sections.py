@@ -1,9 +1,9 @@
-"""The page of a report, from its results.json alone."""
+"""The page of a report, from its results.json; and the drawings of inspections, whose numbers are there, too."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vitscale.page import Facts, Folded, Part, Section, Table, Text, check_drawing, page_text
+from vitscale.page import Facts, Figures, Folded, Part, Section, Table, Text, check_drawing, page_text
 from vitscale.report import figures
 from vitscale.report.paper import TOP1
 from vitscale.table import Column, Row, View, number, short
@@ -15,8 +15,13 @@ _PERCENT = number(2, 0.01)
 _IN_PERCENT = ("top1", "top5", "shot")
 
 
-def page(content: Content) -> str:
-    """The HTML document. Raises `RecipeError` without matplotlib."""
+def page(content: Content, inspected: Sequence[Figures] = ()) -> str:
+    """The HTML document. Raises `RecipeError` without matplotlib.
+
+    Args:
+        content: of results.json.
+        inspected: the inspections that it tells of, with their drawings.
+    """
     check_drawing("vitscale report")
     sections = [
         Section("Summary", list(_summary(content))),
@@ -26,6 +31,7 @@ def page(content: Content) -> str:
         Section("De-duplication", list(_deduplication(content))),
         Section("Compute", list(_compute(content))),
         Section("Curves", list(_curves(content))),
+        *([Section("Inside the models", list(_inside(content, inspected)))] if inspected else []),
         Section("Data", list(_data(content))),
         Section("Runs and recipes", list(_runs(content))),
     ]
@@ -390,6 +396,21 @@ def _curves(content: Content) -> Iterator[Part]:
         yield Folded(f"{counted(len(drawn) - 2, 'more figure')}", drawn[2:])
     if not drawn:
         yield Text("No run has metrics yet.")
+
+
+# ---- Inside the models -----------------------------------------------------------------------------------------------
+
+
+def _inside(content: Content, inspected: Sequence[Figures]) -> Iterator[Part]:
+    yield Text(
+        "Drawn by vitscale inspect beforehand; that these are the weights of the runs above is not checked. The numbers "
+        "of each figure are in results.json.",
+        "note",
+    )
+    for place, (told, drawn) in enumerate(zip(content["inspections"], inspected, strict=True), start=1):
+        yield Facts([("Inspection", f"{drawn.title} ({told['folder']})"), *drawn.facts])
+        yield from (Text(note, "note") for note in drawn.notes)
+        yield from (Folded(each.title, [each.under(f"i{place}").drawing]) for each in drawn.figures)
 
 
 # ---- Data and runs ---------------------------------------------------------------------------------------------------
