@@ -4,6 +4,12 @@ from vitscale.wording import counted, ranges
 def test_numbers_and_nouns():
     assert [counted(n, "class") for n in (0, 1, 2, 1000)] == ["0 classes", "1 class", "2 classes", "1,000 classes"]
     assert [counted(n, "shard") for n in (0, 1, 2)] == ["0 shards", "1 shard", "2 shards"]
+    assert [counted(2, noun) for noun in ("epoch", "batch", "branch", "patch")] == [
+        "2 epochs",
+        "2 batches",
+        "2 branches",
+        "2 patches",
+    ]
 
 
 def test_ranges():

@@ -4,8 +4,9 @@ _SHOWN_SPANS = 10
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 shard`, `2 shards`, `1,000 classes`: a number and its noun, given in the singular."""
-    plural = noun if number == 1 else f"{noun}es" if noun.endswith(("s", "ch", "sh", "x")) else f"{noun}s"
+    """`1 shard`, `2 epochs`, `1,000 classes`: a number and its noun, given in the singular."""
+    hisses = noun.endswith(("s", "ch", "sh", "x")) and not noun.endswith("och")
+    plural = noun if number == 1 else f"{noun}es" if hisses else f"{noun}s"
     return f"{number:,} {plural}"
 
 

@@ -55,7 +55,7 @@ def asked_samples(history: History, named: Sequence[str], *, near: bool) -> list
     if unknown := sorted(uid for uid, place in of_uid.items() if place is None):
         more = f" and {len(unknown) - _NAMED:,} more" if len(unknown) > _NAMED else ""
         raise DataError(
-            f"{history.manifest.where}: has no {counted(len(unknown), 'sample')} of those named: uid "
+            f"{history.manifest.where} has no sample of {counted(len(unknown), 'uid')} that were named: "
             f"{', '.join(map(str, unknown[:_NAMED]))}{more}"
         )
     of_image: dict[Path, list[Place]] = {image: [] for image in images}

@@ -194,7 +194,7 @@ class History:
 
     def _places(self, shard: OpenShard, slots: np.ndarray) -> list[Place]:
         """Of some slots of a shard of the oldest dataset."""
-        at = []
+        at: list[list[tuple[int, int] | None]] = []
         for number_of, stretch in zip(self._number_of, self._stretches, strict=True):
             number = number_of.get(self.manifest.shards[shard.index].first_uid)
             if number is None:
@@ -285,7 +285,7 @@ class History:
             with open_shard(stretch.manifest, number, with_keys=False) as shard:
                 of_shard = shards == number
                 uids[of_shard] = shard.file.uid[shard.slots[positions[of_shard]]]
-        return uids.tolist()
+        return list(uids.tolist())
 
     def pixels(self, sighting: Sighting) -> Batch:
         """What the loader made of the sample: a batch of one, its digest that of these pixels.

@@ -403,8 +403,8 @@ def _curves(content: Content) -> Iterator[Part]:
 
 def _inside(content: Content, inspected: Sequence[Figures]) -> Iterator[Part]:
     yield Text(
-        "Drawn by vitscale inspect beforehand; that these are the weights of the runs above is not checked. The numbers "
-        "of each figure are in results.json.",
+        "Drawn by vitscale inspect beforehand; that these are the weights of the runs above is not checked. The "
+        "numbers of each figure are in results.json.",
         "note",
     )
     for place, (told, drawn) in enumerate(zip(content["inspections"], inspected, strict=True), start=1):
