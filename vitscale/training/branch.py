@@ -25,7 +25,8 @@ from vitscale.shards.views import why_no_view
 from vitscale.storage import is_url
 from vitscale.training import distributed
 from vitscale.training.anomalies import AnomalyRecord
-from vitscale.training.initial_weights import find_checkpoint, has_begun, read_found_index
+from vitscale.training.found_weights import Named, find_checkpoint, read_found_index
+from vitscale.training.initial_weights import has_begun
 from vitscale.training.plan import Plan, schedule_in_steps
 from vitscale.training.resuming import tell_other_decoder
 from vitscale.training.state import changed_data
@@ -39,10 +40,11 @@ def check_branch(recipe: Recipe, plan: Plan, run_dir: Path) -> None:
     """
     if recipe.init is None or not recipe.init.continues or has_begun(recipe, run_dir):
         return
-    store, step = find_checkpoint(recipe.init)
+    named = Named.by_init(recipe.init)
+    store, step = find_checkpoint(named)
     if store is None:
         raise _no_run(recipe)
-    index = read_found_index(store, step)
+    index = read_found_index(named, store, step)
     _check(recipe, plan, index, validate_recipe(index.recipe, f"the recipe in {store.root}"))
 
 
@@ -59,7 +61,7 @@ def trunk_checkpoint(
     Raises as `check_branch`, and `CheckpointError` where the checkpoint does not verify.
     """
     assert recipe.init is not None
-    store, step = find_checkpoint(recipe.init, world)
+    store, step = find_checkpoint(Named.by_init(recipe.init), world)
     if store is None or step is None:
         raise _no_run(recipe).on_all_ranks()
     reader = store.open(step)

@@ -1,0 +1,263 @@
+"""The weights that a recipe names, of a run or of a file: what they are, of which no value is read yet.
+
+`init` begins with them, and a teacher of `objective` computes with them.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitscale.checkpoint import EMA, CheckpointStore, Index, LocalPlace, Place, checkpoint_place
+from vitscale.errors import CheckpointError, RecipeError
+from vitscale.families import Model
+from vitscale.files.digests import file_digests
+from vitscale.models.weights import Entry, Source, open_weights, own_description
+from vitscale.models.weights.huggingface import distinct
+from vitscale.ranks import gather, on_rank_zero
+from vitscale.recipe import Init, Normalise, read_recipe, validate_model, validate_recipe
+from vitscale.runs.checkpoints import steps_among
+from vitscale.runs.names import INDEX_FILE, RECIPE_FILE
+from vitscale.training import distributed, fragments
+
+_READ_WITH_WEIGHTS = (".safetensors", ".bin", ".json")  # of a folder in another library's format
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """What a block of a recipe says of weights.
+
+    Attributes:
+        key: of the block, as in recipes.
+        source: a run, a checkpoint of one, or a file or folder of weights.
+        step: the checkpoint of a run; None for its newest.
+    """
+
+    key: str
+    source: str
+    step: int | None
+
+    @classmethod
+    def by_init(cls, init: Init) -> "Named":
+        """Those that a run begins with."""
+        return cls("init", init.source, init.step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Weights of which no value is read yet.
+
+    Attributes:
+        title: for people.
+        source: names and shapes, and how to read.
+        model: of which the weights say that they are; None where they do not tell.
+        class_names: of the outputs, where they are known.
+        normalise: of the images that they are for, where it is known.
+        facts: what identifies the weights, besides their files.
+        files: name -> sha256.
+    """
+
+    title: str
+    source: Source
+    model: Model | None
+    class_names: list[str] | None
+    normalise: Normalise | None
+    facts: dict[str, Any]
+    files: dict[str, str]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {**self.facts, "files": self.files}
+
+
+def find_weights(named: Named) -> Found:
+    """Names and shapes alone, before the ranks meet; the files of a checkpoint are not looked at.
+
+    Raises `RecipeError` where there are no such weights, and `CheckpointError` where they are damaged.
+    """
+    store, step = find_checkpoint(named)
+    if store is None:
+        return _of_file(_path(named))
+    return _of_checkpoint(named, store.root, read_found_index(named, store, step), _not_read_yet)
+
+
+def open_found(named: Named, world: distributed.World, say: Callable[[str], None]) -> Found:
+    """The weights, for reading; all ranks call it together.
+
+    Args:
+        say: tells people of damaged checkpoints, on rank 0.
+
+    Raises as `find_weights`, and `CheckpointError` where no checkpoint of a run verifies.
+    """
+    store, step = find_checkpoint(named, world)
+    if store is None:
+        path = _path(named)
+        return dataclasses.replace(_of_file(path), files=on_rank_zero(lambda: _digests(path)))
+    reader = store.newest(lambda problem: say(f"WARNING: {problem}")) if step is None else store.open(step)
+    if reader is None:
+        raise _no_checkpoint(named, store).on_all_ranks()
+    return _of_checkpoint(named, str(reader.folder), reader.index, reader.read)
+
+
+def find_checkpoint(named: Named, world: distributed.World | None = None) -> tuple[CheckpointStore | None, int | None]:
+    """The store and step of a checkpoint; no step where the newest one is meant, no store for a file of weights.
+
+    Raises `RecipeError` where there is nothing, and where the recipe's step cannot be had from what there is.
+    """
+    path = _path(named)
+
+    def store(place: Place) -> CheckpointStore:
+        if world is None:
+            return CheckpointStore(place)
+        return CheckpointStore(place, rank=world.rank, gather=gather)
+
+    try:
+        path.stat()
+        if (path / RECIPE_FILE).is_file():
+            return store(checkpoint_place(read_recipe(path / RECIPE_FILE), path)), named.step
+        if (path / INDEX_FILE).is_file():
+            place = path.absolute()
+            steps = steps_among([place.name])
+            if not steps:
+                raise RecipeError(
+                    f"{named.key}.from: {path} is a checkpoint, and its folder not named after its step any more"
+                )
+            if named.step not in (None, steps[0]):
+                raise RecipeError(f"{named.key}.step {named.step}: {path} is the checkpoint of step {steps[0]}")
+            return store(LocalPlace(place.parent)), steps[0]
+    except OSError as error:
+        raise RecipeError(
+            f"{named.key}.from: {str(path)[:200]}: {error.strerror}; expected a run's directory, the folder of one of "
+            f"its checkpoints, or weights in a format of docs/weights.md"
+        ) from None
+    if named.step is not None:
+        raise RecipeError(f"{named.key}.step {named.step}: {path} is no run, and has no steps")
+    return None, None
+
+
+def _path(named: Named) -> Path:
+    return Path(os.path.expanduser(named.source))  # noqa: PTH111 (without an error where there is no home)
+
+
+def read_found_index(named: Named, store: CheckpointStore, step: int | None) -> Index:
+    """The index of a checkpoint, or of the newest one that has a whole one; its files are not looked at.
+
+    Raises `CheckpointError` where there is none.
+    """
+    problem = None
+    try:
+        found = store.steps()
+    except OSError as error:
+        raise CheckpointError(f"{named.key}.from: {store.root}: {error.strerror}") from None
+    if step is not None and step not in found:
+        raise CheckpointError(
+            f"{named.key}.step {step}: {store.root} has no checkpoint of that step; it has those of "
+            f"{', '.join(map(str, found)) or 'none'}. A run keeps the ones of checkpoint.keep_every"
+        )
+    steps = found if step is None else [step]
+    for each in reversed(steps):
+        try:
+            return store.place.read_index(each)
+        except CheckpointError as error:
+            problem = problem or error
+    raise problem or _no_checkpoint(named, store)
+
+
+def _no_checkpoint(named: Named, store: CheckpointStore) -> CheckpointError:
+    return CheckpointError(f"{named.key}.from: the run has no checkpoint yet in {store.root}")
+
+
+def _of_checkpoint(named: Named, where: str, index: Index, read: fragments.Source) -> Found:
+    kind = index.evaluated_kind
+    recipe = validate_recipe(index.recipe, f"the recipe in {where}")
+    shapes = {name: shape for name, shape in index.shapes.items() if name not in recipe.objective.own}
+
+    def entry(name: str, shape: list[int]) -> Entry:
+        piece = partial(read, kind, name)
+        return Entry(name, tuple(shape), lambda: piece(0, torch.Size(shape).numel()).view(shape), piece)
+
+    return Found(
+        title=f"{named.source} step {index.step:,}{' (average)' if kind == EMA else ''}",
+        source=Source(Path(named.source), "safetensors", {name: entry(name, shape) for name, shape in shapes.items()}),
+        model=recipe.model,
+        class_names=index.data.get("class_names") if recipe.objective.has_classes else None,
+        normalise=recipe.data.normalise,
+        facts={"step": index.step, "kind": kind},
+        files={file.path: file.sha256 for file in index.files},
+    )
+
+
+def _not_read_yet(kind: str, name: str, start: int, length: int) -> Tensor:
+    raise AssertionError(f"{kind}/{name} is asked for where only names and shapes are known")
+
+
+def _of_file(path: Path) -> Found:
+    source = open_weights(path)
+    own = own_description(source)
+    return Found(
+        title=f"{path} ({source.form})",
+        source=source,
+        model=None if own is None else validate_model(own.model, own.image_size, str(path)),
+        class_names=source.class_names if own is None else own.class_names,
+        normalise=source.normalise if own is None else own.normalise,
+        facts={"form": source.form},
+        files={},
+    )
+
+
+def _digests(path: Path) -> dict[str, str]:
+    """Name -> sha256 of a file of weights, or of all that a folder of another library's format is read from."""
+    try:
+        files = [path] if path.is_file() else [file for file in path.iterdir() if file.suffix in _READ_WITH_WEIGHTS]
+        return {file.name: file_digests(file).sha256 for file in sorted(files)}
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+# ---- What has to be the same -----------------------------------------------------------------------------------------
+
+
+def check_model(named: Named, found: Found, ours: Model, whose: str) -> None:
+    """Compare what no shape of a parameter shows, such as the number of heads; `whose` model ours is, for people."""
+    if found.model is None:
+        return
+    theirs, own = found.model.facts(), ours.facts()
+    if differing := [key for key in own if theirs.get(key) != own[key]]:
+        listed = "; ".join(f"model.{key} {theirs.get(key)!r}, {whose} is {own[key]!r}" for key in differing)
+        raise RecipeError(f"{named.key}.from: {found.title} is of another model: it has {listed}")
+
+
+def check_normalisation(named: Named, found: Found, ours: Normalise, field: str) -> None:
+    """Compare how images are normalised, where the weights say it; `field` of the recipe says it here."""
+    if found.normalise is None or found.normalise == ours:
+        return
+    raise RecipeError(
+        f"{named.key}.from: {found.title} is for images normalised by {in_yaml(found.normalise)}, and the recipe's are "
+        f"by {in_yaml(ours)}; set {field}: --set '{field}={in_yaml(found.normalise)}'"
+    )
+
+
+def in_yaml(normalise: Normalise) -> str:
+    """As a command line has it."""
+    return f"{{mean: {normalise.mean}, std: {normalise.std}}}"
+
+
+def check_classes(found: Found, class_names: list[str], where: str, otherwise: str) -> None:
+    """Compare the names of the classes, where both sides have them; their number is a shape of the head.
+
+    Args:
+        where: begins the message of an error, `otherwise` ends it.
+    """
+    theirs = found.class_names
+    if theirs is None or len(theirs) != len(class_names) or theirs in (class_names, distinct(class_names)):
+        return
+    first = next(i for i, (their, our) in enumerate(zip(theirs, class_names, strict=True)) if their != our)
+    raise RecipeError(
+        f"{where}: {found.title} and data.train have other classes: number {first} is {theirs[first]!r} there, "
+        f"and {class_names[first]!r} here; {otherwise}data whose classes are the same in the same order"
+    )
