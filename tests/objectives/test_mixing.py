@@ -189,6 +189,18 @@ def test_boxes_and_weights_are_as_timms():
         assert stats.ks_2samp(ours.numpy(), their).statistic < 0.02  # 1.5 times what 1 of 1,000 draws would exceed
 
 
+def test_boxes_of_given_sides_are_as_timms():
+    own, blend, boxes = mixer(cutmix=1.0, cutmix_sides=[0.2, 0.8], per="element").plan(keys(20_000), 0)
+    assert (blend == 1).all()
+    heights, widths = boxes[:, 1] - boxes[:, 0], boxes[:, 3] - boxes[:, 2]
+    torch.testing.assert_close(own, 1 - (heights * widths).float() / SIDE**2)
+    np.random.seed(0)
+    theirs = np.stack(timm_mixup.rand_bbox_minmax((3, SIDE, SIDE), (0.2, 0.8), count=20_000))
+    for ours, their in zip((*boxes.T, heights), (*theirs, theirs[1] - theirs[0]), strict=True):
+        assert stats.ks_2samp(ours.numpy(), their).statistic < 0.02  # 1.5 times what 1 of 1,000 draws would exceed
+    assert abs(np.corrcoef(heights, widths)[0, 1]) < 0.03  # any height with any width
+
+
 # ---- Pixels ----------------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +270,9 @@ def test_the_objective_mixes_in_training_and_not_in_evaluation():
     [
         ({"mixing": {}}, [], "objective.mixing"),
         ({"mixing": {"mixup": 0.2, "cutmix_share": 0.3}}, [], "cutmix_share"),
+        ({"mixing": {"mixup": 0.2, "cutmix_sides": [0.2, 0.8]}}, [], "cutmix_sides goes with cutmix: 1"),
+        ({"mixing": {"cutmix": 1.0, "cutmix_sides": [0.8, 0.2]}}, [], "cutmix_sides must be"),
+        ({"mixing": {"cutmix": 1.0, "cutmix_sides": [0.5, 0.51]}}, [], "both are 16"),
         ({"mixing": {"mixup": 0.2}}, ["batch.global=7"], "batch.global"),
         ({"mixing": {"mixup": 0.2}}, ["data.bad_samples=mask"], "data.bad_samples"),
         ({"label_smoothing": 0.1, "on": 0.9}, [], "label_smoothing"),

@@ -42,6 +42,7 @@ class Mixer:
 
     def __init__(self, settings: Mixing, seed: int, image_size: int) -> None:
         self._settings, self._seed, self._image_size = settings, seed, image_size
+        self._sides = settings.sides(image_size)
 
     def plan(self, keys: np.ndarray, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """What each sample becomes: a box of its partner, and outside of the box a sum of both.
@@ -70,13 +71,26 @@ class Mixer:
         is_cut = uniform(keys, _CUT) < (settings.cutmix_share if share is None else share)
         alphas = np.where(is_cut, settings.cutmix or 1.0, settings.mixup or 1.0)
         weights = np.where(is_mixed, symmetric_beta(alphas, uniform(keys, _RADIUS), uniform(keys, _ANGLE)), 1.0)
-        # The box has the other image's part of the area, around any pixel; beyond the border it is cut off.
-        cut = (side * np.sqrt(1 - weights)).astype(np.int64)
-        rows, columns = ((uniform(keys, purpose) * side).astype(np.int64) for purpose in (_ROW, _COLUMN))
-        ends = [np.clip(at + half, 0, side) for at in (rows, columns) for half in (-(cut // 2), (cut + 1) // 2)]
+        ends = self._ends_around(keys, weights) if self._sides is None else self._ends_within(keys, *self._sides)
         boxes = np.where((is_cut & is_mixed)[:, None], np.stack(ends, axis=1), 0)
         areas = (boxes[:, 1] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 2])
         return np.where(is_cut, 1 - areas / side**2, weights), np.where(is_cut, 1.0, weights), boxes
+
+    def _ends_around(self, keys: np.ndarray, weights: np.ndarray) -> list[np.ndarray]:
+        """Boxes of the other image's part of the area, around any pixel; beyond the border they are cut off."""
+        side = self._image_size
+        cut = (side * np.sqrt(1 - weights)).astype(np.int64)
+        centres = ((uniform(keys, purpose) * side).astype(np.int64) for purpose in (_ROW, _COLUMN))
+        return [np.clip(at + half, 0, side) for at in centres for half in (-(cut // 2), (cut + 1) // 2)]
+
+    def _ends_within(self, keys: np.ndarray, low: int, high: int) -> list[np.ndarray]:
+        """Boxes of any sides from `low` and below `high`, anywhere within the image."""
+        ends = []
+        for of_length, of_place in ((_RADIUS, _ROW), (_ANGLE, _COLUMN)):  # no weight is drawn of them
+            lengths = low + (uniform(keys, of_length) * (high - low)).astype(np.int64)
+            first = (uniform(keys, of_place) * (self._image_size - lengths + 1)).astype(np.int64)
+            ends += [first, first + lengths]
+        return ends
 
     def mix_images(self, images: Tensor, blend: Tensor, boxes: Tensor) -> Tensor:
         """Images (B, S, S, 3) of any floating dtype, mixed in fp32; `blend` and `boxes` as `plan` has them."""

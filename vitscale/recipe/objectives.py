@@ -4,9 +4,9 @@ A block holds what is known without torch; `implementation` names the module tha
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from vitscale.block import Block
 from vitscale.operations import Operation
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 DEFAULT_KIND = "classification"
 
 
+_Part = Annotated[float, Field(ge=0, le=1)]
+
+
 class Mixing(Block):
     """Mixup (Zhang et al., 2018) and CutMix (Yun et al., 2019): slots 2k and 2k + 1 of a global batch are mixed.
 
@@ -27,6 +30,11 @@ class Mixing(Block):
 
     mixup: float = Field(0.0, ge=0, le=1000, description="alpha of mixup; 0: no mixup")
     cutmix: float = Field(0.0, ge=0, le=1000, description="alpha of CutMix; 0: no CutMix")
+    cutmix_sides: Annotated[list[_Part], Field(min_length=2, max_length=2)] | None = Field(
+        None,
+        description="shortest and longest side of the box of CutMix as parts of the image's, in place of an area by "
+        "alpha, which is 1 then: any height with any width, all of it within the image (timm's cutmix_minmax)",
+    )
     probability: float = Field(1.0, gt=0, le=1, description="of being mixed at all")
     cutmix_share: float = Field(
         0.5, gt=0, lt=1, description="where both are on: probability that what is mixed is mixed by CutMix"
@@ -43,7 +51,30 @@ class Mixing(Block):
             raise ValueError("give mixup, cutmix or both an alpha above 0, e.g. {mixup: 0.8, cutmix: 1.0}")
         if self.cutmix_share != type(self).model_fields["cutmix_share"].default and not (self.mixup and self.cutmix):
             raise ValueError("cutmix_share belongs to mixup and cutmix together, and one of them is 0")
+        if self.cutmix_sides is not None:
+            if self.cutmix != 1:
+                raise ValueError("cutmix_sides goes with cutmix: 1, whose alpha plays no part then")
+            low, high = self.cutmix_sides
+            if low >= high:
+                raise ValueError(f"cutmix_sides must be [low, high] with 0 <= low < high <= 1, not {[low, high]}")
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_sides(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What is resolved without sides is as before there were any."""
+        return {key: value for key, value in dump(self).items() if key != "cutmix_sides" or value is not None}
+
+    def sides(self, image_size: int) -> tuple[int, int] | None:
+        """Of a box in pixels, from and below; None where an area is drawn. Raises `ValueError` where there is none."""
+        if self.cutmix_sides is None:
+            return None
+        low, high = (int(image_size * part) for part in self.cutmix_sides)
+        if low == high:
+            raise ValueError(
+                f"objective.mixing.cutmix_sides {self.cutmix_sides}: of {image_size} pixels both are {low}; set them "
+                f"farther apart"
+            )
+        return low, high
 
 
 class Objective(Block):
@@ -71,6 +102,10 @@ class Objective(Block):
     def model_operations(self, recipe: "Recipe", num_classes: int | None) -> Sequence[Operation]:
         """What one image costs the model while it trains, and its parameters."""
         return recipe.model.operations(recipe.data.image_size, num_classes)
+
+    def smoke_form(self) -> Self:
+        """The same in seconds on any machine; by default itself."""
+        return self
 
     @property
     def together(self) -> int:
@@ -142,6 +177,7 @@ class Classification(Objective):
                 raise ValueError(f"objective.keep {self.keep:g}: {error}") from None
         if self.mixing is None:
             return
+        self.mixing.sides(recipe.data.image_size)
         if recipe.batch.global_size % 2:
             raise ValueError(
                 f"batch.global {recipe.batch.global_size}: objective.mixing mixes images in pairs; use an even number"
