@@ -93,7 +93,8 @@ DEIT3 = {
 DEIT3_FINETUNING = {"deit3_b16": 0.2, "deit3_l16": 0.45, "deit3_h14": 0.55}
 LATER = (
     *("s16_i1k_90ep", "s16_i1k_300ep", "deit_ti16_i1k", "deit_s16_i1k", "deit_b16_i1k"),
-    *(*AUGREG.values(), *AUGREG_I1K.values(), *DEIT3),
+    *("deit_ti16_distilled_i1k", "deit_s16_distilled_i1k", "deit_b16_distilled_i1k"),
+    *(*AUGREG.values(), *AUGREG_I1K.values(), *DEIT3, "vit5_s16_i1k"),
 )
 
 
@@ -335,10 +336,17 @@ def test_better_plain_baselines(epochs):
     assert (mixing.mixup, mixing.cutmix, mixing.probability, mixing.per) == (0.2, 0, 1, "batch")
 
 
-@pytest.mark.parametrize(("size", "params"), [("ti", 5_717_416), ("s", 22_050_664), ("b", 86_567_656)])
+@pytest.mark.parametrize(
+    ("size", "params"),
+    [
+        *(("ti16", 5_717_416), ("s16", 22_050_664), ("b16", 86_567_656)),
+        *(("ti16_distilled", 5_910_800), ("s16_distilled", 22_436_432), ("b16_distilled", 87_338_192)),
+    ],
+)
 def test_deit(size, params):
     """Touvron et al. (2021) by the defaults of their main.py; parameters are those of their models."""
-    recipe = load_recipe(f"deit_{size}16_i1k")
+    recipe = load_recipe(f"deit_{size}_i1k")
+    assert recipe.objective.kind == ("distillation" if "distilled" in size else "classification")
     assert recipe_work(recipe, 1000).params == params
     assert (recipe.model.drop_path, recipe.model.dropout, recipe.data.repeats) == (0.1, 0, 3)
     assert (recipe.batch.global_size, recipe.schedule.duration.epochs, recipe.schedule.warmup.epochs) == (1024, 300, 5)
@@ -414,6 +422,22 @@ def test_deit3(stem):
     assert recipe.batch.global_size == 2048
     assert (recipe.objective.loss, recipe.objective.threshold, recipe.objective.label_smoothing) == ("bce", 0, 0)
     assert [(each.kind, each.jitter) for each in recipe.data.operations] == [("three_augment", 0.3)]
+
+
+def test_vit5():
+    """Wang et al. (2026) by the command of their README, which is DeiT-III's, and their models_vit5.py."""
+    recipe, deit3 = load_recipe("vit5_s16_i1k"), load_recipe("deit3_s16_i1k")
+    check_deit3(recipe, 0.05)
+    for block in ("data", "batch", "objective", "schedule"):
+        assert getattr(recipe, block) == getattr(deit3, block)
+    assert recipe.optimizer.model_copy(update={"decay_exclude": None}) == deit3.optimizer.model_copy(
+        update={"decay_exclude": None}
+    )
+    assert recipe_work(recipe, 1000).params / 1e6 == pytest.approx(22, abs=0.5)  # README: 22M
+    model = recipe.model
+    assert (model.norm, model.qk_norm, model.qkv_bias, model.registers) == ("rms", True, "none", 4)
+    position = model.position
+    assert (position.kind, position.unit, position.base, position.registers_base) == ("1d_rope", "patch", 10_000, 100)
 
 
 @pytest.mark.parametrize("stem", DEIT3_FINETUNING)

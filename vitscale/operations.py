@@ -18,6 +18,7 @@ class Operation:
         accounting_macs: without the taps on zero padding; the paper's exaFLOPs are counted so (see `accounting`).
         params: parameters, biases included.
         input_gradient: whether the backward pass needs the gradient of the input as well. The images need none.
+        is_trained: whether there is a backward pass; a teacher has none.
         recomputed_in: the index of the block whose activations, recomputed in the backward pass, take this operation
             once more; None where that never happens.
     """
@@ -28,10 +29,13 @@ class Operation:
     params: int
     input_gradient: bool = True
     recomputed_in: int | None = None
+    is_trained: bool = True
 
     @property
     def backward_macs(self) -> int:
         """MACs of the gradients of both factors, or of the weights alone; padding counted."""
+        if not self.is_trained:
+            return 0
         return 2 * self.macs if self.input_gradient else self.macs
 
 

@@ -121,6 +121,7 @@ def pretrain(options: argparse.Namespace) -> None:
             from vitscale.training.plan import plan_run
             from vitscale.training.precision import settle_precision
             from vitscale.training.progress import tell
+            from vitscale.training.teacher import check_teacher
 
             smoke_data = run_dir / f"smoke-data-{world_size}"
             if options.smoke:
@@ -135,6 +136,7 @@ def pretrain(options: argparse.Namespace) -> None:
                 write_smoke_data(smoke_data, world_size)
             plan = plan_run(recipe, rank, world_size)
             check_initial_weights(recipe, list(plan.manifest.class_names), run_dir)
+            check_teacher(recipe, list(plan.manifest.class_names))
             check_branch(recipe, plan, run_dir)
             if chosen is not None and rank == 0:
                 tell(chosen)

@@ -27,6 +27,10 @@ EVA = {
     **{"mlp": "swiglu", "qkv_bias": "no_key", "sub_norm": "all", "pool": "normed_mean"},
     **{"position": {"kind": "1d_rope"}, "drop_path": 0.5},
 }
+VIT_5 = {
+    **{"norm": "rms", "mlp": "exact_gelu", "qkv_bias": "none", "qk_norm": True, "layer_scale": 0.1, "registers": 4},
+    **{"class_position": False, "position": {"kind": "1d_rope", "unit": "patch", "registers_base": 100.0}},
+}
 # Of transformers' own models, without the mask token, which is no part of ours: it belongs to an objective.
 PUBLISHED = {
     "DINOv2-S/14": 22_057_728,
@@ -59,7 +63,7 @@ def normed(x: torch.Tensor, values: dict, name: str, kind: str, eps: float) -> t
     return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * weight + values[f"{name}.bias"]
 
 
-def turned(x: torch.Tensor, n: int, kind: str, base: float, before: int) -> torch.Tensor:
+def turned(x: torch.Tensor, n: int, kind: str, base: float, before: int, side: float) -> torch.Tensor:
     """Queries or keys (B, T, A, d) of patches as complex numbers, times e^(i * angle)."""
     quarter = x.shape[-1] // 4
     factors = torch.ones(x.shape[1], 2 * quarter, dtype=torch.complex128)
@@ -67,7 +71,7 @@ def turned(x: torch.Tensor, n: int, kind: str, base: float, before: int) -> torc
         for column in range(n):
             for i in range(quarter):
                 for axis, at in enumerate((row, column)):
-                    place = at * 16 / n if kind == "1d_rope" else 2 * math.pi * (2 * (at + 0.5) / n - 1)
+                    place = at * side / n if kind == "1d_rope" else 2 * math.pi * (2 * (at + 0.5) / n - 1)
                     angle = place * base ** (-i / quarter)
                     factors[before + row * n + column, axis * quarter + i] = complex(math.cos(angle), math.sin(angle))
     points = torch.complex(*x.double().chunk(2, -1)) * factors[:, None]
@@ -142,7 +146,12 @@ def by_hand(model: ViT, pixels: torch.Tensor, keys: dict) -> tuple[torch.Tensor,
             key = normed(key, values, f"{block}.attention.key_norm", keys["norm"], keys["norm_eps"])
         if "rope" in (kind := (position := keys.get("position", {})).get("kind", "")):
             base = position.get("base", {"rope": 100, "1d_rope": 10_000}[kind])
-            query, key = (turned(part, n, kind, base, first) for part in (query, key))
+            side = n if position.get("unit") == "patch" else 16
+            query, key = (turned(part, n, kind, base, first, side) for part in (query, key))
+            if of_registers := position.get("registers_base"):
+                square = math.isqrt(keys["registers"])
+                place = (square, kind, of_registers, first - square**2, square)
+                query, key = (turned(part, *place) for part in (query, key))
         mixed = attended(query, key, value)
         if f"{block}.attention.norm.weight" in values:
             mixed = normed(mixed, values, f"{block}.attention.norm", keys["norm"], keys["norm_eps"])
@@ -189,6 +198,7 @@ def by_hand(model: ViT, pixels: torch.Tensor, keys: dict) -> tuple[torch.Tensor,
         {"pool": "normed_mean", "registers": 2},
         {"position": {"kind": "1d_rope", "base": 100}, "registers": 2, "class_position": False},
         EVA,
+        VIT_5,
     ],
     ids=lambda keys: "-".join(keys),
 )
@@ -199,6 +209,15 @@ def test_a_model_with_a_part_is_the_plain_formula(keys):
     tokens, pooled = by_hand(model, pixels, keys)
     assert (found.tokens - tokens).abs().max() < 1e-4
     assert (found.pooled - pooled).abs().max() < 1e-4
+
+
+def test_turned_registers_stay_with_the_patches_that_are_kept():
+    """Any order of the patches is the same to the class token."""
+    model, pixels = made(**VIT_5).eval(), images(32)
+    shuffled = torch.stack([torch.randperm(16, generator=torch.Generator().manual_seed(i)) for i in range(len(pixels))])
+    with torch.no_grad():
+        assert (model(pixels, kept=shuffled).pooled - model(pixels).pooled).abs().max() < 1e-5
+        assert (model(pixels, kept=shuffled[:, :9]).pooled - model(pixels).pooled).abs().max() > 1e-3
 
 
 def test_a_product_of_rotated_vectors_depends_on_their_distance_alone():
@@ -404,6 +423,8 @@ def test_a_resolved_recipe_has_a_part_only_where_it_is_set():
         ({"width": 54, **SINCOS}, "width 54 has to be a multiple of 4"),
         ({"attention": "axial", "registers": 1}, "registers: axial"),
         ({"attention": "axial", "drop_path": 0.1}, "drop_path: axial"),
+        (VIT_5 | {"registers": 3}, "registers 3 are no square"),
+        ({"position": {"kind": "rope", "unit": "patch"}}, "unit belongs to kind: 1d_rope"),
         ({"drop_path_rule": "uniform"}, "drop_path_rule: uniform belongs to drop_path"),
         ({"attention": "axial", **ROPE}, "rope: axial"),
         ({"attention": "axial", "position": {"kind": "1d_rope"}}, "1d_rope: axial"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from models.weights.exported import described, valued, write
 from ranks import STEPS, launch, make_data, make_recipe
 
 from vitscale.checkpoint import CheckpointStore
@@ -14,6 +15,7 @@ from vitscale.evaluation.finished import evaluate_run, load_model, open_run
 from vitscale.models import build_model, initial_value
 from vitscale.models.weights import describe, load_weights, open_weights
 from vitscale.objectives import build_objective
+from vitscale.shards.generated import CLASS_NAMES
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "resnet-v2": {"name": "ResNet50x1", "blocks": [1, 1]},
@@ -33,18 +35,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"position": {"kind": "1d_rope"}, "head": "linear"},
     },
     "sincos": {"position": {"kind": "sincos"}},
+    "distilled": {"distilled": True, "head": "linear", "drop_path": 0.3},
+}
+# Distillation is of a model of its own: the objective belongs to the family here. The teacher is of another one.
+TEACHER = {"name": "ResNet50x1", "blocks": [1, 1], "head": "linear"}
+DISTILLATION = {
+    **{"kind": "distillation", "label_smoothing": 0.1, "mixing": {"mixup": 0.8, "cutmix": 1.0}},
+    "teacher": {"from": "teacher.safetensors", "model": TEACHER},
 }
 # The stage that divides the parameters, beside an uninterrupted run of one that does not; `make test-all` runs all.
 STAGES = [pytest.param(stage, marks=[] if stage == 3 else pytest.mark.slow) for stage in range(4)]
 # The others differ from one of these in a detail: `make test-all` runs them too.
-IN_EVERY_RUN = {"resnet-v2", "hybrid", "modern", "eva-02"}
+IN_EVERY_RUN = {"resnet-v2", "hybrid", "modern", "eva-02", "distilled"}
 OF_FAMILIES = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in FAMILIES]
 RECOMPUTED = {"activation_checkpointing": 1}
 
 
-def blocks_of(family: str, stage: int) -> dict[str, Any]:
+def blocks_of(root: Path, family: str, stage: int) -> dict[str, Any]:
+    teacher = {"teacher": DISTILLATION["teacher"] | {"from": str(root / "teacher.safetensors")}}
     return {
         "model": FAMILIES[family],
+        **({"objective": DISTILLATION | teacher} if family == "distilled" else {}),
         "precision": "fp32",
         "parallelism": {"zero_stage": stage, **RECOMPUTED},
         "batch": {"micro_max": 4},
@@ -56,16 +67,18 @@ def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     """Every training that the tests below look at, in one launch of two ranks."""
     root = tmp_path_factory.mktemp("families")
     make_data(root)
+    teacher = described(TEACHER, 32, class_names=list(CLASS_NAMES))
+    write(valued(teacher), teacher, "safetensors", root).rename(root / "teacher.safetensors")
     asked = [item.callspec.params for item in request.session.items if item.path == Path(__file__)]
     stages = {params["stage"] for params in asked}
     jobs = []
     for family in [name for name in FAMILIES if any(params["family"] == name for params in asked)]:
         for stage in sorted(stages | {1, 3}):
-            blocks = blocks_of(family, stage)
+            blocks = blocks_of(root, family, stage)
             jobs.append({"name": f"{family}-zero{stage}", "blocks": [blocks], "stops": [None]})
             if stage in stages:
                 jobs.append({"name": f"{family}-zero{stage}-resumed", "blocks": [blocks] * 2, "stops": [3, None]})
-        in_bf16 = {**blocks_of(family, 3), "precision": "bf16"}
+        in_bf16 = {**blocks_of(root, family, 3), "precision": "bf16"}
         jobs.append({"name": f"{family}-bf16", "blocks": [in_bf16], "stops": [None]})
     launch(root, jobs, 2)
     return root
@@ -93,7 +106,7 @@ def test_a_run_of_any_family_is_the_same_at_every_stage_and_resumes_exactly(root
 @pytest.mark.parametrize("stage", [3])
 @pytest.mark.parametrize("family", OF_FAMILIES)
 def test_every_parameter_is_trained_and_evaluated(root, family, stage):
-    recipe = make_recipe(root, **blocks_of(family, stage))
+    recipe = make_recipe(root, **blocks_of(root, family, stage))
     objective = build_objective(recipe, 7)
     trained = CheckpointStore(root / "runs" / f"{family}-zero{stage}" / "checkpoints").open(STEPS)
     for name, parameter in objective.named_weights():
@@ -101,6 +114,7 @@ def test_every_parameter_is_trained_and_evaluated(root, family, stage):
         assert not torch.equal(trained.parameter(name), before), name
     step, metrics = evaluate_run(root / "runs" / f"{family}-bf16")
     assert step == STEPS and 0 <= metrics["validation/top1"] <= 1
+    assert not any("teacher" in name for name in trained.index.shapes)
     # bf16 keeps 8 bits; six steps of a small model stay close.
     losses = column(root, f"{family}-bf16", "loss")
     assert losses == pytest.approx(column(root, f"{family}-zero3", "loss"), rel=0.02)
@@ -108,7 +122,11 @@ def test_every_parameter_is_trained_and_evaluated(root, family, stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
-    ("family", "form"), [("hybrid", "npz"), ("resnet-v2", "timm"), ("2d-shared", "safetensors"), ("eva-02", "timm")]
+    ("family", "form"),
+    [
+        *(("hybrid", "npz"), ("resnet-v2", "timm"), ("2d-shared", "safetensors"), ("eva-02", "timm")),
+        ("distilled", "timm"),
+    ],
 )
 def test_a_run_of_any_stage_leaves_in_a_format_and_comes_back(root, family, form, stage, tmp_path):
     run_dir = root / "runs" / f"{family}-zero{stage}"

@@ -59,7 +59,9 @@ def test_a_smoke_form_fits_any_world_and_patch(tmp_path):
 def test_the_smoke_form_keeps_what_chooses_between_code_paths(stem, tmp_path):
     recipe = load_recipe(stem)
     small = smoke_form(recipe, tmp_path)
-    for block in ("objective", "parallelism", "precision", "selection", "deepspeed"):
+    assert small.objective == recipe.objective.smoke_form()
+    assert recipe.objective.kind == "distillation" or small.objective == recipe.objective
+    for block in ("parallelism", "precision", "selection", "deepspeed"):
         assert getattr(small, block) == getattr(recipe, block)
     assert small.optimizer == recipe.optimizer and small.schedule.decay == recipe.schedule.decay
     for key in ("head", "position"):

@@ -8,6 +8,7 @@ that of Fang et al. (2023).
 Shape legend: n patches along one side, N patches, T tokens (N, or N + 1 with a class token), D width, K classes.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -70,9 +71,12 @@ _STEMS = {
     ("R26", "32"): ((2, 2, 2, 2), 1),
     ("R", "16"): ((), 8),
 }
-_OF_PARTS = ("norm", "norm_eps", "sub_norm", "mlp", "qkv_bias", "qk_norm", "layer_scale", "registers", "class_position")
+_OF_PARTS = (
+    *("norm", "norm_eps", "sub_norm", "mlp", "qkv_bias", "qk_norm", "layer_scale", "registers", "class_position"),
+    "distilled",
+)
 _ROPE_BASES = {"rope": 100.0, "1d_rope": 10_000.0}
-_OF_EMBEDDINGS = re.compile(r"(stem|embedding|cls|registers|pos_embedding)(\.|$)")
+_OF_EMBEDDINGS = re.compile(r"(stem|embedding|cls|dist|registers|pos_embedding)(\.|$)")
 _OF_BLOCK = re.compile(r"blocks\.(\d+)\.")
 DropPathRule = Literal["growing", "uniform"]
 
@@ -91,7 +95,8 @@ class ViTShape:
     queries, keys and values have a bias. `qk_norm` normalises the queries and keys of each head. `layer_scale` is the
     initial value of a learned factor of every channel behind attention and MLP; None: there is none. `registers` are
     learned tokens between the class token and the patches; no positions are added to them, and without
-    `class_position` none to the class token.
+    `class_position` none to the class token. A `distilled` one has a distillation token beside the class token, and a
+    head for each; the mean of both is what it says (DeiT).
     """
 
     patch_size: int
@@ -110,6 +115,7 @@ class ViTShape:
     layer_scale: float | None = None
     registers: int = 0
     class_position: bool = True
+    distilled: bool = False
 
     def cut_size(self, image_size: int) -> int:
         """Side of what is cut into patches: the image, or the stem's feature map."""
@@ -148,7 +154,7 @@ class ViTShape:
 
 class Position(Block):
     """How positions are told to a Transformer, and where (appendix D.3); `relative` and `rope` are told in every
-    attention. `1d_rope` is EVA-02's: those of 1d, and rotations.
+    attention. `1d_rope` is EVA-02's, those of 1d and rotations, and with unit and registers_base ViT-5's.
     """
 
     kind: Literal["none", "1d", "2d", "sincos", "relative", "rope", "1d_rope"] = Field(
@@ -168,6 +174,18 @@ class Position(Block):
         "a unit, where a side is 2 units; of 1d_rope, default 10,000, from a radian a unit, where a side is 16",
     )
 
+    unit: Literal["image", "patch"] | None = Field(
+        None,
+        description="of 1d_rope, what its radians are counted in: image, default, where a side is 16 of them; patch, "
+        "where a patch is one (as in ViT-5)",
+    )
+    registers_base: float | None = Field(
+        None,
+        gt=1,
+        description="of 1d_rope: registers, which are as many as a square has, are turned as the patches of a square, "
+        "by frequencies that fall to 1 / this (as in ViT-5); default: not at all",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _with_base(cls, content: Any) -> Any:
@@ -182,12 +200,15 @@ class Position(Block):
         if self.kind not in _ROPE_BASES and self.base is not None:
             kinds = " and ".join(_ROPE_BASES)
             raise ValueError(f"base: {self.base:g} belongs to kind: {kinds}, and kind is {self.kind}")
+        for key in ("unit", "registers_base"):
+            if self.kind != "1d_rope" and getattr(self, key) is not None:
+                raise ValueError(f"{key} belongs to kind: 1d_rope, and kind is {self.kind}")
         return self
 
     @model_serializer(mode="wrap")
-    def _without_base(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Only rotations have a base: what is resolved without is as before there was one."""
-        return {key: value for key, value in dump(self).items() if key != "base" or value is not None}
+    def _without_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Only rotations have a base and what follows it: what is resolved without is as before there was one."""
+        return {key: value for key, value in dump(self).items() if key in ("kind", "at") or value is not None}
 
 
 class ViT(Model):
@@ -259,6 +280,11 @@ class ViT(Model):
     class_position: bool | None = Field(
         None, description="whether the class token has a position embedding as patches have; default true"
     )
+    distilled: bool | None = Field(
+        None,
+        description="a distillation token beside the class token, and a head for each, as in DeiT; what the model says "
+        "is the mean of both; default false",
+    )
     pool: Pool | None = Field(
         None,
         description="how tokens become one vector: the class token, the mean of the patches, attention with a learned "
@@ -282,6 +308,8 @@ class ViT(Model):
     def _beside_the_shape(cls, content: Any) -> Any:
         name = content.get("name") if isinstance(content, dict) else None
         of_name = _BESIDE.get(name.partition("-")[0], {}) if isinstance(name, str) else {}
+        if isinstance(content, dict) and content.get("distilled"):
+            of_name = of_name | {"head": "linear"}
         return content | {key: value for key, value in of_name.items() if content.get(key) is None}
 
     @model_validator(mode="after")
@@ -310,7 +338,25 @@ class ViT(Model):
         ):
             key = "registers" if shape.registers else "class_position"
             raise ValueError(f"{key}: tokens without a position go with position.at: stem, and not with kind: relative")
+        if self.position.registers_base is not None and not (shape.registers and is_square(shape.registers)):
+            raise ValueError(
+                f"position.registers_base: registers {shape.registers} are no square; give as many as 1, 4, 9 or 16"
+            )
+        if shape.distilled:
+            self._possible_with_distillation(shape)
         return self
+
+    def _possible_with_distillation(self, shape: ViTShape) -> None:
+        needed = {
+            "head: linear": self.head == "linear",
+            "pool: cls": self.pool_or_default() == "cls",
+            "position: {kind: 1d, at: stem}": (self.position.kind, self.position.at) == ("1d", "stem"),
+            "class_position: true": shape.class_position,
+            "registers: 0": shape.registers == 0,
+        }
+        for key, is_so in needed.items():
+            if not is_so:
+                raise ValueError(f"distilled: true, a class and a distillation token with a head each, needs {key}")
 
     def _possible_on_a_grid(self, shape: ViTShape) -> None:
         if self.has_class_token:
@@ -414,7 +460,7 @@ class ViT(Model):
     def num_tokens(self, image_size: int) -> int:
         """T: the patches of a square image, the registers, and the class token where there is one."""
         shape = self.shape()
-        return shape.grid(image_size) ** 2 + shape.registers + self.has_class_token
+        return shape.grid(image_size) ** 2 + shape.registers + self.has_class_token + shape.distilled
 
     def patches(self, image_size: int) -> Patches | None:
         """As `Model.patches`."""
@@ -442,16 +488,22 @@ class ViT(Model):
 
     def _operations(self, image_size: int, num_classes: int | None, patches: int) -> list[Operation]:
         shape = self.shape()
-        D, n, T = shape.width, shape.grid(image_size), patches + shape.registers + self.has_class_token
+        D, n, T = (
+            shape.width,
+            shape.grid(image_size),
+            patches + shape.registers + self.has_class_token + shape.distilled,
+        )
         operations = [] if shape.stem is None else feature_operations(shape.stem, image_size)
         operations.append(dense("patch_embedding", n**2, shape.patch_dim, D, input_gradient=shape.stem is not None))
         class_token = D if self.has_class_token else 0
         if class_token:
             operations.append(parameters("class_token", class_token))
+        if shape.distilled:
+            operations.append(parameters("distillation_token", D))
         if shape.registers:
             operations.append(parameters("registers", shape.registers * D))
         if self.position.kind in ("1d", "2d", "1d_rope"):
-            of_class = class_token if shape.class_position else 0
+            of_class = class_token + shape.distilled * D if shape.class_position else 0
             once = (2 * n * (D // 2) if self.position.kind == "2d" else n**2 * D) + of_class
             operations.append(parameters("positions", once * (shape.depth if self.position.at == "every_layer" else 1)))
         relative = self.position.kind == "relative"
@@ -469,7 +521,7 @@ class ViT(Model):
         if num_classes is not None:
             if self.head == "pretrain":
                 operations.append(dense("pre_logits", 1, D, D))
-            operations.append(dense("head", 1, D, num_classes))
+            operations += [dense("head", 1, D, num_classes)] * (2 if shape.distilled else 1)
         return operations
 
     # ---- What can be done with it ------------------------------------------------------------------------------------
@@ -508,6 +560,11 @@ class ViT(Model):
         while shape.grid(size) == 0:
             size *= 2
         return small, size
+
+
+def is_square(count: int) -> bool:
+    """Whether so many are the patches of a square."""
+    return math.isqrt(count) ** 2 == count
 
 
 def has_class_token(pool: Pool) -> bool:

@@ -1,8 +1,10 @@
 """A model's work: the sum of its operations, from a recipe."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vitscale.families import Model
+from vitscale.flops.accounting import FORWARD_PASSES_PER_TRAINING_STEP
 from vitscale.operations import Operation
 from vitscale.recipe import Recipe
 
@@ -15,13 +17,16 @@ class Work:
 
     @property
     def macs(self) -> int:
-        """MACs of the forward pass, taps on zero padding counted: comparable with torch's and timm's figures."""
-        return sum(operation.macs for operation in self.operations)
+        """MACs of the forward pass, taps on zero padding counted: comparable with torch's and timm's figures.
+
+        What is not trained, a teacher, counts a third: of training these are three times as many.
+        """
+        return _weighed((operation.macs, operation) for operation in self.operations)
 
     @property
     def accounting_macs(self) -> int:
         """MACs of the forward pass without the taps on zero padding: those behind exaFLOPs (see `accounting`)."""
-        return sum(operation.accounting_macs for operation in self.operations)
+        return _weighed((operation.accounting_macs, operation) for operation in self.operations)
 
     @property
     def backward_macs(self) -> int:
@@ -51,6 +56,17 @@ class Work:
         for operation in self.operations:
             parts.setdefault(operation.part, []).append(operation)
         return {part: Work(tuple(operations)) for part, operations in parts.items()}
+
+
+def _weighed(macs: Iterable[tuple[int, Operation]]) -> int:
+    """The sum of figures of operations, as if all were trained."""
+    trained, others = 0, 0
+    for count, operation in macs:
+        if operation.is_trained:
+            trained += count
+        else:
+            others += count
+    return trained + round(others / FORWARD_PASSES_PER_TRAINING_STEP)
 
 
 def model_work(model: Model, image_size: int, num_classes: int | None) -> Work:

@@ -12,14 +12,16 @@ class Outputs(NamedTuple):
     """On any device and in any floating dtype, the logits in fp32.
 
     Attributes:
-        tokens: (B, T, D), after the final norm; a class token comes first.
+        tokens: (B, T, D), after the final norm; a class token comes first, a distillation token next.
         pooled: (B, D), the representation: what linear read-outs see, before the tanh of the pre-training head.
         logits: (B, K); None from a backbone without a head.
+        heads: (B, 2, K), those of class and distillation token, whose mean `logits` are; None from other models.
     """
 
     tokens: Tensor
     pooled: Tensor
     logits: Tensor | None
+    heads: Tensor | None = None
 
 
 class BlockTokens(NamedTuple):

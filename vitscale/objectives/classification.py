@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from vitscale import recipe as recipes
 from vitscale.data.hashing import orders
 from vitscale.errors import DataError, RecipeError
-from vitscale.models import Initialiser, Model, build_model, constant
+from vitscale.models import Initialiser, Model, Outputs, build_model, constant
 from vitscale.objectives.mixing import Mixer, Partners, partners_of
 from vitscale.objectives.objective import Losses, Objective, Plan
 from vitscale.recipe import Recipe
@@ -210,17 +210,27 @@ class Classification(Objective):
 
     def losses(self, images: Tensor, labels: Tensor, plan: Plan) -> Losses:
         """As `Objective.losses`."""
-        partners = None
-        if self.mixer is not None:
-            (own, blend, boxes), plan = plan[:3], plan[3:]
-            images = self.mixer.mix_images(images, blend, boxes)
-            partners = Partners(partners_of(labels), own)
-        logits = (self.backbone(images) if self.kept is None else self.backbone(images, kept=plan[0])).logits
+        images, partners, plan = self.mixed(images, labels, plan)
+        logits = self.seen(images, plan).logits
+        assert logits is not None, "a backbone with a head"
         return Losses(self.cross_entropy.per_sample_loss(logits, labels, partners))
+
+    def mixed(self, images: Tensor, labels: Tensor, plan: Plan) -> tuple[Tensor, Partners | None, Plan]:
+        """The images as they are mixed, with whom, and what else is planned."""
+        if self.mixer is None:
+            return images, None, plan
+        own, blend, boxes, *others = plan
+        images = self.mixer.mix_images(images, blend, boxes)
+        return images, Partners(partners_of(labels), own), tuple(others)
+
+    def seen(self, images: Tensor, plan: Plan) -> Outputs:
+        """What the backbone says of the patches that are kept."""
+        outputs: Outputs = self.backbone(images) if self.kept is None else self.backbone(images, kept=plan[0])
+        return outputs
 
     def initialiser(self, name: str) -> Initialiser:
         """As `Objective.initialiser`; the output layer begins with its bias."""
-        return constant(self.head_bias) if name == "head.bias" else super().initialiser(name)
+        return constant(self.head_bias) if name in ("head.bias", "head_dist.bias") else super().initialiser(name)
 
 
 def initial_head_bias(recipe: Recipe) -> float:

@@ -85,6 +85,10 @@ class Objective(nn.Module):
         """The engine's one door: losses with labels, outputs without."""
         return self.predict(images) if labels is None else self.losses(images, labels, plan)
 
+    def learn_from(self, teacher: Model) -> None:
+        """Be given the teacher that `build_teacher` has made, with its values; it does not become a part of this."""
+        raise NotImplementedError
+
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All parameters by the names that checkpoints have."""
         for name, parameter in self.named_parameters():

@@ -39,7 +39,7 @@ class Memory:
 
     Attributes:
         device: the kind of device that all but the `host_` parts are on.
-        weights: those the model computes with; under ZeRO 3 the rank's share, and the small ones whole.
+        weights: those the model computes with, under ZeRO 3 the rank's share and the small ones whole; a teacher's too.
         optimizer: fp32 masters and moments of what is trained.
         ema: the moving average of the masters.
         images: batches on a CUDA device.
@@ -199,7 +199,7 @@ def _model_states(
             workspace += word * gathered
     memory = Memory(
         device=device,
-        weights=weights,
+        weights=weights + word * parameters.of_teacher,
         optimizer=held + 4 * has_masters * share,
         ema=ema_word * share,
         images=0,

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from vitscale.objectives import build_objective
+from vitscale.objectives import build_objective, build_teacher
 from vitscale.recipe import Recipe, is_frozen
 
 _IN_A_BLOCK = re.compile(r"^backbone\.blocks\.(\d+)\.")
@@ -35,11 +35,13 @@ class Parameters:
     Attributes:
         kept: elements that the optimizer keeps besides the values of what is trained.
         kept_bytes: of these, as it holds them; checkpoints hold fp32.
+        of_teacher: elements of a teacher, which every rank has whole.
     """
 
     layers: tuple[Layer, ...]
     kept: int
     kept_bytes: int
+    of_teacher: int = 0
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -60,7 +62,7 @@ class Parameters:
 def model_parameters(recipe: Recipe, num_classes: int) -> Parameters:
     """The parameters of a recipe's model."""
     with torch.device("meta"):
-        objective = build_objective(recipe, num_classes)
+        objective, teacher = build_objective(recipe, num_classes), build_teacher(recipe, num_classes)
     called = {parameter: name for name, parameter in objective.named_weights()}
     layers, kept, kept_bytes = [], 0, 0
     for called_name, parameter in objective.named_weights():
@@ -74,4 +76,5 @@ def model_parameters(recipe: Recipe, num_classes: int) -> Parameters:
         if own:
             trained = tuple(p.numel() for p in own if not is_frozen(recipe.optimizer, called[p]))
             layers.append(Layer(int(found[1]) if found else None, tuple(p.numel() for p in own), trained))
-    return Parameters(tuple(layers), kept, kept_bytes)
+    of_teacher = 0 if teacher is None else sum(parameter.numel() for parameter in teacher.parameters())
+    return Parameters(tuple(layers), kept, kept_bytes, of_teacher)

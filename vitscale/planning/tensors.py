@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from vitscale.models import weight_dtype
 from vitscale.models.layers import CHANNELS
-from vitscale.objectives import build_objective
+from vitscale.objectives import build_objective, build_teacher
 from vitscale.recipe import Recipe
 
 DeviceType = Literal["cpu", "cuda"]
@@ -50,6 +50,8 @@ def step_tensors(recipe: Recipe, num_classes: int, micro_batch: int, device: Dev
     with FakeTensorMode():
         with _default_dtype(dtype):
             objective = build_objective(recipe, num_classes).train()
+            if (teacher := build_teacher(recipe, num_classes)) is not None:
+                objective.learn_from(teacher)
         parameters = list(objective.parameters())
         plan = objective.plan(np.arange(micro_batch), 0)
         if device == "cuda":

@@ -6,6 +6,7 @@ anything starts. Nothing is silently ignored.
 
 from vitscale.recipe.comparing import FREE_ON_BRANCHING, FREE_ON_RESUME, changes, differences, recipe_sha256
 from vitscale.recipe.datasets import DATA_ROOT_VARIABLE, find_dataset
+from vitscale.recipe.distillation import Distillation, Teacher
 from vitscale.recipe.evaluators import Evaluator
 from vitscale.recipe.fields import explain_fields, json_schema
 from vitscale.recipe.image_operations import (
@@ -19,6 +20,7 @@ from vitscale.recipe.image_operations import (
     Solarize,
     ThreeAugment,
 )
+from vitscale.recipe.normalise import Normalise
 from vitscale.recipe.objectives import Classification, Mixing, Objective
 from vitscale.recipe.optimizers import SGD, Adafactor, AdamW, Kept, Lamb, Muon, Optimizer, group_of, is_frozen
 from vitscale.recipe.reading import (
@@ -45,7 +47,6 @@ from vitscale.recipe.schema import (
     Ema,
     EvalCrop,
     Init,
-    Normalise,
     Policy,
     Recipe,
     Spike,
@@ -66,6 +67,7 @@ __all__ = [
     "Course",
     "Crop",
     "Data",
+    "Distillation",
     "Duration",
     "Ema",
     "EvalCrop",
@@ -88,6 +90,7 @@ __all__ = [
     "Recipe",
     "Solarize",
     "Spike",
+    "Teacher",
     "ThreeAugment",
     "apply_setting",
     "changes",

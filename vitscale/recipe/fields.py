@@ -3,8 +3,8 @@
 import difflib
 import re
 import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from vitscale.recipe.schema import Duration, Recipe
 _COLUMNS = 80
 _WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 _UNBOUNDED = 2**31  # from here on a limit is one of numbers, and not worth a word
+_OF_TEACHER = "objective.teacher."
 _DURATION = "duration"
 _TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "object": "block"}
 
@@ -171,7 +172,7 @@ def explain_fields(key: str | None = None) -> str:
     Raises `RecipeError` for a key that is none.
     """
     if key is None:
-        return "\n\n".join([_ABOUT, *map(_section, _own_blocks())])
+        return "\n\n".join([_ABOUT, *map(_section, _each_once(_own_blocks()))])
     key = without_indices(key)
     if chosen := [block for block in blocks() if block.key == key or block.key.startswith(f"{key}.")]:
         return "\n\n".join(map(_section, chosen))
@@ -187,6 +188,18 @@ def explain_fields(key: str | None = None) -> str:
         hint = f"did you mean {near}?" if near else "`vitscale recipe --explain` lists all"
         raise RecipeError(f"a recipe has no field {key!r}; {hint}")
     return "\n".join(map(_item, dict.fromkeys(fields)))
+
+
+def _each_once(found: Iterable[Block]) -> Iterator[Block]:
+    """Blocks, of which a teacher's that are explained elsewhere only say where."""
+    places: dict[Any, str] = {}
+    for block in found:
+        fields = tuple(
+            (each.key.removeprefix(block.key), each.kind, each.default, each.meaning) for each in block.fields
+        )
+        place = places.setdefault((block.variant, block.meaning, fields), block.key)
+        is_known = place != block.key and block.key.startswith(_OF_TEACHER)
+        yield replace(block, meaning=f"As `{place}`.", fields=()) if is_known else block
 
 
 # ---- From the schema -------------------------------------------------------------------------------------------------
@@ -220,7 +233,10 @@ def _blocks(
         for one in inner:
             variant_below = _variant(one) if len(inner) > 1 else ""
             path_below = f"{path}.N" if "items" in field else path
-            below += _blocks(schema, one, path_below, field.get("default", {}), variant_below)
+            defaults: dict[str, Any] | None = field.get("default", {})
+            if variant_below and defaults and defaults.get("kind", variant_below) != variant_below:
+                defaults = {}  # of another of the kinds that may be there
+            below += _blocks(schema, one, path_below, defaults, variant_below)
     yield Block(key, variant, given is not None, block.get("description", ""), tuple(fields))
     yield from below
 

@@ -13,9 +13,11 @@ from vitscale.errors import Contradictions, RecipeError
 from vitscale.extensions import by_kind
 from vitscale.families import ModelBlock
 from vitscale.recipe.datasets import find_dataset
+from vitscale.recipe.distillation import Distillation
 from vitscale.recipe.evaluators import Evaluator
 from vitscale.recipe.image_operations import AnyOperation, ImageOperation
 from vitscale.recipe.masked_patches import MaskedPatches
+from vitscale.recipe.normalise import Normalise
 from vitscale.recipe.objectives import Classification, Objective, with_kind
 from vitscale.recipe.optimizers import WHOLE_TENSOR_OPTIMIZERS, Optimizer
 from vitscale.storage import is_url
@@ -98,25 +100,6 @@ class EvalCrop(Block):
         description="how that becomes image_size: by the mean over areas; between neighbours without antialiasing, as "
         "TensorFlow and the authors' code do; or as Pillow does, antialiased. All but area decode at full size",
     )
-
-
-_Channels = Annotated[list[Annotated[float, Field(ge=-1e3, le=1e3)]], Field(min_length=3, max_length=3)]
-
-
-class Normalise(Block):
-    """How pixels become the model's input: (x - mean) / std, of x from 0 to 1, red, green and blue apart.
-
-    The default, [-1, 1], is the paper's. Weights of timm and transformers are often of others, and say so.
-    """
-
-    mean: _Channels = Field([0.5, 0.5, 0.5], description="is subtracted")
-    std: _Channels = Field([0.5, 0.5, 0.5], description="divides; each above 0")
-
-    @model_validator(mode="after")
-    def _above_zero(self) -> "Normalise":
-        if min(self.std) <= 0:
-            raise ValueError(f"std {self.std}: expected three numbers above 0")
-        return self
 
 
 class Cache(Block):
@@ -578,7 +561,7 @@ class Recipe(Block):
     data: Data
     batch: Batch
     objective: Annotated[
-        Annotated[SerializeAsAny[Classification | MaskedPatches], Field(discriminator="kind")],
+        Annotated[SerializeAsAny[Classification | Distillation | MaskedPatches], Field(discriminator="kind")],
         by_kind(Objective, "objective"),
         BeforeValidator(with_kind),
     ] = Classification()
@@ -639,7 +622,10 @@ class Recipe(Block):
             and self.parallelism.offload != "none"
             and isinstance(self.optimizer, WHOLE_TENSOR_OPTIMIZERS)
         ):
-            yield f"parallelism.offload is for optimizers adamw and sgd, and this is {self.optimizer.name}"
+            yield (
+                f"parallelism.offload keeps the state of adamw and sgd on the host, and this is {self.optimizer.name}, "
+                f"which needs whole tensors; leave it at none, and use a higher zero_stage"
+            )
         if known("evaluation"):
             measured = self.evaluation.validation or self.evaluation.fewshot or self.evaluation.evaluators
             if self.evaluation.every is not None and not measured:

@@ -21,6 +21,7 @@ def smoke_form(recipe: Recipe, data_root: Path, world_size: int = 1) -> Recipe:
     content = recipe.dump() | {"init": None}
     small, image_size = recipe.model.small()
     content["model"] |= small | {"num_classes": None}
+    content["objective"] = recipe.objective.smoke_form().model_dump(mode="json", by_alias=True)
     content["data"] |= {"train": TRAIN, "root": str(data_root), "image_size": image_size, "threads": 1}
     content["batch"] = {"global": max(8, 4 * world_size), "micro_max": 2}
     content["schedule"] |= {

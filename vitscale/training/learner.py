@@ -29,6 +29,7 @@ from vitscale.training.lean_deepspeed import deepspeed
 from vitscale.training.pace import OwnWork
 from vitscale.training.plan import Plan
 from vitscale.training.profile import part
+from vitscale.training.teacher import check_same_teacher, load_teacher
 
 
 @dataclass
@@ -81,6 +82,7 @@ class Learner:
         shapes: of the parameters, by the names that checkpoints have.
         own_work: seconds of this rank's forward passes.
         began_with: what identifies the weights that the run began with, where its recipe has an `init`.
+        learns_from: what identifies the weights of its teacher, where it has one from a file or a run.
     """
 
     def __init__(self, recipe: Recipe, plan: Plan, world: distributed.World, say: Callable[[str], None]) -> None:
@@ -96,6 +98,9 @@ class Learner:
         self.own_work = OwnWork(world.device)
         self.began_with: dict[str, Any] | None = None
         self._average: WeightAverage | None = None
+        teacher, self.learns_from = load_teacher(recipe, list(plan.manifest.class_names), world, say)
+        if teacher is not None:
+            self.objective.learn_from(teacher)
 
     def _make_objective(self) -> Objective:
         if self._recipe.parallelism.zero_stage == 3:
@@ -133,6 +138,7 @@ class Learner:
             fragments.load(self.engine, source, optimizer_steps=0)
         else:
             self.began_with = reader.index.data.get("init")
+            check_same_teacher(self.learns_from, reader.index.data.get("teacher"))
             reader.check_shapes(self.shapes)
             fragments.load(self.engine, reader.read, optimizer_steps=reader.index.optimizer_steps)
         self._average = None  # the memory of one is given back before more is taken

@@ -47,6 +47,7 @@ class RunState:
 def make_index(state: RunState, recipe: Recipe, plan: Plan, learner: Learner, world_size: int) -> Index:
     """The index of a checkpoint of this state and what the learner holds."""
     data = data_identity(plan) | {"working_directory": plan.working_directory}
+    known = {"init": learner.began_with, "teacher": learner.learns_from}
     return Index(
         step=state.step,
         position=state.position,
@@ -56,7 +57,7 @@ def make_index(state: RunState, recipe: Recipe, plan: Plan, learner: Learner, wo
         kinds=[MASTER, *learner.moments(), *([EMA] if recipe.ema is not None else [])],
         optimizer_steps=state.step,
         recipe=recipe.dump(),
-        data=data | ({"init": learner.began_with} if learner.began_with is not None else {}),
+        data=data | {key: value for key, value in known.items() if value is not None},
         versions={
             "vitscale": vitscale.__version__,
             "torch": torch.__version__,

@@ -1,5 +1,5 @@
-"""timm's Transformers with registers, DeiT-III, EVA-02, its attention pooling and other parts: the same logits, in and
-out."""
+"""timm's Transformers with registers, distilled DeiT, DeiT-III, EVA-02, its attention pooling and other parts: the same
+logits, in and out."""
 
 import json
 import re
@@ -26,6 +26,7 @@ CASES = {
     "deit3_small_patch16_224": (BESIDE, {"mlp_ratio": 2}),
     "vit_small_patch14_reg4_dinov2": (BESIDE | {"registers": 4}, {"mlp_ratio": 2}),
     "vit_giant_patch14_reg4_dinov2": (BESIDE | {"registers": 4, "mlp": "swiglu"}, {"mlp_ratio": 4}),
+    "deit_small_distilled_patch16_224": ({"distilled": True}, {"mlp_ratio": 2}),
     "vit_medium_patch16_reg4_gap_256": (
         {"registers": 4, "layer_scale": 1e-5, "pool": "mean", "qkv_bias": "none"},
         {"mlp_ratio": 2, "qkv_bias": False, "init_values": 1e-5, "fc_norm": False},

@@ -40,6 +40,8 @@ _FIXED: dict[str, Any] = {
 def other_parts(model: "ViT") -> list[str]:
     """In which parts a model with EVA-02's positions is none, as a recipe says them."""
     parts = [key for key, value in _FIXED.items() if getattr(model.shape, key) != value]
+    if model.position_unit != "image":
+        parts.append(f"position.unit: {model.position_unit}")
     return parts if model.pool in _POOLS else [*parts, f"pool: {model.pool}"]
 
 

@@ -7,6 +7,7 @@ Shape legend: B batch, H W C image height, width, channels, P patch size, N patc
 registers, where there are some, and the patches), D width, d that of a head, K classes.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self
 
@@ -59,6 +60,8 @@ class ViT(Model):
         position, position_at: how and where positions are told (appendix D.3). `relative` and `rope` are told in every
             attention, `1d_rope` there too.
         position_base: of `rope` and `1d_rope`.
+        position_unit: of `1d_rope`: what its radians are counted in.
+        registers_base: of the rotations of registers, which are a square; None where they are not turned.
         checkpoint_every: recompute every k-th block's activations in the backward pass; 0 keeps all of them. The units
             of a hybrid's stem are counted by themselves.
     """
@@ -77,6 +80,8 @@ class ViT(Model):
         position: PositionKind = "1d",
         position_at: PositionAt = "stem",
         position_base: float = 100.0,
+        position_unit: Literal["image", "patch"] = "image",
+        registers_base: float | None = None,
         checkpoint_every: int = 0,
     ) -> None:
         super().__init__()
@@ -87,6 +92,8 @@ class ViT(Model):
         self.position = position
         self.position_at = position_at
         self.position_base = position_base
+        self.position_unit: Literal["image", "patch"] = position_unit
+        self.registers_base = registers_base
         self.checkpoint_every = checkpoint_every
 
         self.stem = None
@@ -94,9 +101,10 @@ class ViT(Model):
             self.stem = Features(shape.stem, image_size=image_size, checkpoint_every=checkpoint_every)
         self.embedding = Linear(shape.patch_dim, D)
         self.cls = nn.Parameter(torch.empty(1, 1, D)) if class_token else None
+        self.dist = nn.Parameter(torch.empty(1, 1, D)) if shape.distilled else None
         self.registers = nn.Parameter(torch.empty(1, shape.registers, D)) if shape.registers else None
-        in_blocks, has_position = position_at == "every_layer", class_token and shape.class_position
-        self.pos_embedding = None if in_blocks else absolute_positions(position, grid, D, has_position)
+        in_blocks, of_class = position_at == "every_layer", (class_token + shape.distilled) * shape.class_position
+        self.pos_embedding = None if in_blocks else absolute_positions(position, grid, D, of_class)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList()
         for index in range(shape.depth):
@@ -114,6 +122,7 @@ class ViT(Model):
         self.map = AttentionPool(shape) if pool == "map" else None
         self.pre_logits = Linear(D, D) if head == "pretrain" and num_classes is not None else None
         self.head = OutputLayer(D, num_classes) if num_classes is not None else None
+        self.head_dist = OutputLayer(D, num_classes) if num_classes is not None and shape.distilled else None
 
     @classmethod
     def of(cls, block: families.ViT, *, image_size: int, num_classes: int | None, checkpoint_every: int) -> Self:
@@ -130,6 +139,8 @@ class ViT(Model):
             position=block.position.kind,
             position_at=block.position.at,
             position_base=block.position.base or 0.0,
+            position_unit=block.position.unit or "image",
+            registers_base=block.position.registers_base,
             checkpoint_every=checkpoint_every,
         )
 
@@ -161,6 +172,9 @@ class ViT(Model):
         x_BND = self.embed(images_BHWC)
         tokens_BTD = self.encode(x_BND if edit is None else edit(x_BND), keep, kept)
         pooled_BD = self.represent(tokens_BTD)
+        if self.head is not None and self.head_dist is not None:
+            heads_B2K = torch.stack([self.head(tokens_BTD[:, 0]), self.head_dist(tokens_BTD[:, 1])], dim=1)
+            return Outputs(tokens_BTD, pooled_BD, heads_B2K.mean(dim=1), heads_B2K)
         tokens_BTD = tokens_BTD[:, 1:] if self.pool == "normed_mean" else tokens_BTD
         return Outputs(tokens_BTD, pooled_BD, self.classify(pooled_BD))
 
@@ -180,7 +194,7 @@ class ViT(Model):
         grid = self.shape.grid(self.image_size)
         if self.position == "sincos":  # of patches alone
             x_BTD = x_BTD + sincos_positions(grid, self.shape.width, like=x_BTD)
-        first = [] if self.cls is None else [self.cls.expand(len(x_BTD), -1, -1)]
+        first = [each.expand(len(x_BTD), -1, -1) for each in (self.cls, self.dist) if each is not None]
         if first and self.shape.class_position:
             x_BTD, first = torch.cat([*first, x_BTD], dim=1), []
         positions_1TD = position_values(self.pos_embedding)
@@ -191,14 +205,15 @@ class ViT(Model):
             first, x_BTD = [*first, x_BTD[:, :at], self.registers.expand(len(x_BTD), -1, -1)], x_BTD[:, at:]
         if first:
             x_BTD = torch.cat([*first, x_BTD], dim=1)
-        rotations = []
-        if self.position in ("rope", "1d_rope"):
-            rotations.append(patch_rotation(grid, self.shape.head_dim, self.position_base, x_BTD, self.position))
+        rotations = self._rotations(x_BTD)
         if kept_BC is not None:
             patches_BND = self.patch_tokens(x_BTD)
             others_BTD = x_BTD[:, : x_BTD.shape[1] - patches_BND.shape[1]]
             at_BCD = kept_BC[..., None].expand(-1, -1, patches_BND.shape[2])
             x_BTD = torch.cat([others_BTD, patches_BND.gather(1, at_BCD)], dim=1)
+            if self.registers_base is not None:  # which are turned as well, before the patches
+                of_registers = torch.arange(self.shape.registers, device=kept_BC.device).expand(len(kept_BC), -1)
+                kept_BC = torch.cat([of_registers, kept_BC + self.shape.registers], dim=1)
             rotations = [rotation_2Nd[:, kept_BC][:, :, None] for rotation_2Nd in rotations]
         x_BTD = self.dropout(x_BTD)
         keep("embedded", x_BTD)
@@ -209,6 +224,17 @@ class ViT(Model):
         if self.pool == "normed_mean":  # among the tokens, as DeepSpeed wants a module to be called once
             x_BTD = torch.cat([self.patch_tokens(x_BTD).mean(dim=1, keepdim=True), x_BTD], dim=1)
         return self.norm(x_BTD)
+
+    def _rotations(self, like: Tensor) -> list[Tensor]:
+        """By how much the last tokens are turned, (2, N, d), registers before the patches; nothing where none are."""
+        if self.position not in ("rope", "1d_rope"):
+            return []
+        grid, head_dim = self.shape.grid(self.image_size), self.shape.head_dim
+        found = [patch_rotation(grid, head_dim, self.position_base, like, self.position, self.position_unit)]
+        if self.registers_base is not None:
+            side = math.isqrt(self.shape.registers)
+            found.insert(0, patch_rotation(side, head_dim, self.registers_base, like, "1d_rope", "patch"))
+        return [torch.cat(found, dim=1)]
 
     def block_tokens(self, images: Tensor, count: int) -> BlockTokens:
         """As `Model.block_tokens`; with `pool: mean`, `map` and `normed_mean` the tokens are means of patches."""
@@ -231,8 +257,12 @@ class ViT(Model):
 
     def patch_tokens(self, tokens_BTD: Tensor) -> Tensor:
         """As `Model.patch_tokens`."""
-        before = (self.cls is not None) + self.shape.registers
-        return tokens_BTD[:, before:] if before else tokens_BTD
+        return tokens_BTD[:, self.num_first_tokens :] if self.num_first_tokens else tokens_BTD
+
+    @property
+    def num_first_tokens(self) -> int:
+        """Tokens before those of the patches."""
+        return (self.cls is not None) + (self.dist is not None) + self.shape.registers
 
     def represent(self, tokens_BTD: Tensor) -> Tensor:
         """The representation (B, D) from what `encode` returns: before the tanh of the pre-training head."""
@@ -240,6 +270,8 @@ class ViT(Model):
             x_BD = self.map(tokens_BTD)
         else:
             x_BD = self.patch_tokens(tokens_BTD).mean(dim=1) if self.pool == "mean" else tokens_BTD[:, 0]
+            if self.dist is not None:  # as timm's
+                x_BD = (x_BD + tokens_BTD[:, 1]) / 2
         return x_BD if self.pre_logits is None else self.pre_logits(x_BD)
 
     def classify(self, pooled_BD: Tensor) -> Tensor | None:
@@ -274,7 +306,7 @@ class ViT(Model):
             "pooling" if self.map is not None else "class token" if self.pool == "cls" else "patches",
             self.shape.grid(self.image_size),
             self.shape.stride,
-            (self.cls is not None) + self.shape.registers,
+            self.num_first_tokens,
             (first, *(module for module in positions if isinstance(module, nn.Module))),
         )
 
@@ -306,9 +338,9 @@ class ViT(Model):
         layer, _, kind = name.rpartition(".")
         if self.shape.stem is not None and name.startswith("stem."):
             return resnet_initialiser(name, self.shape.stem.variant)
-        if layer == "head" or name == "cls":
+        if layer in ("head", "head_dist") or name == "cls":
             return constant(0.0)
-        if "pos_embedding" in name or kind in ("relative", "registers"):
+        if "pos_embedding" in name or kind in ("relative", "registers", "dist"):
             return normal(0.02)
         if self.shape.layer_scale is not None and kind.startswith("layer_scale"):
             return constant(self.shape.layer_scale)

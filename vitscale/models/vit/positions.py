@@ -35,12 +35,15 @@ class TwoDPositions(nn.Module):
 
 
 def absolute_positions(
-    kind: PositionKind, grid: int, width: int, class_token: bool
+    kind: PositionKind, grid: int, width: int, class_token: int
 ) -> nn.Parameter | TwoDPositions | None:
-    """What is learned in order to be added to the tokens of a grid x grid of patches."""
+    """What is learned in order to be added to the tokens of a grid x grid of patches.
+
+    `class_token` counts the tokens before them: 2 where a distillation token follows it.
+    """
     if kind in ("1d", "1d_rope"):
         return nn.Parameter(torch.empty(1, grid**2 + class_token, width))
-    return TwoDPositions(grid, width, class_token) if kind == "2d" else None
+    return TwoDPositions(grid, width, class_token > 0) if kind == "2d" else None
 
 
 def position_values(positions: nn.Parameter | TwoDPositions | None) -> Tensor | None:
@@ -84,18 +87,25 @@ def relative_logits(query_BATd: Tensor, table_LAd: Tensor) -> Tensor:
 
 
 def patch_rotation(
-    grid: int, head_dim: int, base: float, like: Tensor, kind: Literal["rope", "1d_rope"] = "rope"
+    grid: int,
+    head_dim: int,
+    base: float,
+    like: Tensor,
+    kind: Literal["rope", "1d_rope"] = "rope",
+    unit: Literal["image", "patch"] = "image",
 ) -> Tensor:
     """Cosines and sines of the angles by which `rotate` turns a grid x grid of patches: (2, N, d).
 
     `rope` as in DINOv3: rows and columns of the patches' centres are numbers in [-1, 1], whatever the resolution, and
-    turns. `1d_rope` as in EVA-02: they begin at 0, a side is 16 whatever the resolution, and they are radians. Of d / 4
-    frequencies, from 1 down to 1 / base, there is an angle by row and one by column, and each turns two of the d
-    elements. Computed in fp32, in the dtype and on the device of `like`.
+    turns. `1d_rope` as in EVA-02: they begin at 0, a side is 16 whatever the resolution, and they are radians; with the
+    unit `patch` as in ViT-5, where a patch is one. Of d / 4 frequencies, from 1 down to 1 / base, there is an angle by
+    row and one by column, and each turns two of the d elements. Computed in fp32, in the dtype and on the device of
+    `like`.
     """
     frequencies = base ** (-torch.arange(head_dim // 4, dtype=torch.float32, device=like.device) / (head_dim // 4))
     patches = torch.arange(grid, dtype=torch.float32, device=like.device)
-    radians = patches * (_EVA_SIDE / grid) if kind == "1d_rope" else 2 * math.pi * ((patches + 0.5) * (2 / grid) - 1)
+    a_patch = 1.0 if unit == "patch" else _EVA_SIDE / grid
+    radians = patches * a_patch if kind == "1d_rope" else 2 * math.pi * ((patches + 0.5) * (2 / grid) - 1)
     along_axis = radians[:, None] * frequencies  # (n, d / 4)
     by_row = along_axis[:, None].expand(grid, grid, -1)
     by_column = along_axis[None].expand(grid, grid, -1)
@@ -116,7 +126,7 @@ def rotate(x_BATd: Tensor, rotation_2Nd: Tensor) -> Tensor:
 
 
 def resample_positions(
-    positions_1TD: Tensor, old: tuple[int, int], new: tuple[int, int], class_token: bool = True
+    positions_1TD: Tensor, old: tuple[int, int], new: tuple[int, int], class_token: int = True
 ) -> Tensor:
     """Position embeddings for another resolution (section 3.2): the grid is interpolated, the class token kept.
 
@@ -126,14 +136,14 @@ def resample_positions(
     Args:
         positions_1TD: (1, T, D), T = class_token + rows * columns of `old`.
         old, new: (rows, columns) of the grids.
-        class_token: whether the first embedding is the class token's.
+        class_token: whether the first embedding is the class token's; 2 where the next is a distillation token's.
 
     Returns:
         (1, T', D) in the dtype of `positions_1TD`, computed in fp32.
 
     Raises `ValueError` where T is not that of `old`.
     """
-    head, grid = positions_1TD[:, : int(class_token)], positions_1TD[:, int(class_token) :]
+    head, grid = positions_1TD[:, :class_token], positions_1TD[:, class_token:]
     if grid.shape[1] != old[0] * old[1]:
         raise ValueError(
             f"{grid.shape[1]} position embeddings of patches cannot be a grid of {old[0]} x {old[1]} "

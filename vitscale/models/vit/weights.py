@@ -62,6 +62,13 @@ _TIMM_MODELS: dict[str, tuple[tuple[int, ...] | None, tuple[int, int, int, int]]
     "vit_base_r50_s16_224": ((3, 4, 9), (1, 768, 12, 12)),
     "vit_large_r50_s32_224": ((3, 4, 6, 3), (1, 1024, 24, 16)),
 }
+# Of these the whole name is to be known: with a distillation token it is another class of timm's.
+_TIMM_DISTILLED: dict[str, tuple[tuple[int, ...] | None, tuple[int, int, int, int]]] = {
+    "deit_tiny_distilled_patch16_224": (None, (16, 192, 12, 3)),
+    "deit_small_distilled_patch16_224": (None, (16, 384, 12, 6)),
+    "deit_base_distilled_patch16_224": (None, (16, 768, 12, 12)),
+}
+_TIMM_NAMED = _TIMM_MODELS | _TIMM_DISTILLED
 _HF_DIMENSIONS = {
     "hidden_size": "width",
     "num_hidden_layers": "depth",
@@ -131,8 +138,8 @@ class ViTWeights(ForeignWeights):
         if form == "hf":
             ours = self._facts_for_transformers()
             found: dict[str, Any] = {key: config.get(key) for key in ours}
-        elif (name := config["architecture"].partition(".")[0]) in _TIMM_MODELS:
-            ours, found = {"num_heads": shape.num_heads}, {"num_heads": _TIMM_MODELS[name][1][-1]} | arguments
+        elif (name := config["architecture"].partition(".")[0]) in _TIMM_NAMED:
+            ours, found = {"num_heads": shape.num_heads}, {"num_heads": _TIMM_NAMED[name][1][-1]} | arguments
         elif (of_eva := eva.facts(name, arguments)) is not None:
             ours, found = eva.own_facts(self._model), of_eva
         else:
@@ -176,7 +183,7 @@ class ViTWeights(ForeignWeights):
                 return None
             old, new = (shape[0], 1), (grid, 1)
             return Resampling(old, new, lambda value: resample_positions(value[None], old, new, False)[0])
-        class_token = model.cls is not None and model.shape.class_position
+        class_token = ((model.cls is not None) + model.shape.distilled) * model.shape.class_position
         if len(shape) != 3 or (shape[0], shape[2]) != (1, width) or shape[1] <= class_token:
             return None
         side = math.isqrt(shape[1] - class_token)
@@ -196,13 +203,13 @@ class ViTWeights(ForeignWeights):
         dimensions = (shape.patch_size, shape.width, shape.depth, shape.num_heads)
         alike = {
             name: sum(a == b for a, b in zip(dimensions, named, strict=True))
-            for name, (named_blocks, named) in _TIMM_MODELS.items()
+            for name, (named_blocks, named) in (_TIMM_DISTILLED if shape.distilled else _TIMM_MODELS).items()
             if named_blocks == blocks
         }
         if not alike:
             return None
         nearest = max(alike, key=alike.__getitem__)
-        named = _TIMM_MODELS[nearest][1]
+        named = _TIMM_NAMED[nearest][1]
         if shape.mlp == "swiglu":  # no argument in a file chooses it: only this name does
             if stem is not None:
                 return None
@@ -220,7 +227,7 @@ class ViTWeights(ForeignWeights):
             {"num_features": shape.width, "global_pool": pool.get("global_pool", "token")},
             {
                 "first_conv": "patch_embed.proj" if stem is None else "patch_embed.backbone.stem.conv",
-                "classifier": "head",
+                "classifier": ["head", "head_dist"] if shape.distilled else "head",
             },
             fixed_size=True,
         )
@@ -343,9 +350,12 @@ def _timm(model: "ViT") -> Iterator[Rule]:
     yield from torch_patches("embedding", "patch_embed.proj", model.shape.patch_size)
     if model.cls is not None:
         yield same("cls", "cls_token")
+    if model.dist is not None:
+        yield same("dist", "dist_token")
     yield same("pos_embedding", "pos_embed")
     renames = {f"blocks.{i}.{ours}": f"blocks.{i}.{timm}" for i in range(model.shape.depth) for ours, timm in _IN_BLOCK}
-    renames |= {"registers": "reg_token", "norm": "fc_norm" if model.pool == "normed_mean" else "norm", "head": "head"}
+    renames |= {"registers": "reg_token", "norm": "fc_norm" if model.pool == "normed_mean" else "norm"}
+    renames |= {"head": "head", "head_dist": "head_dist"}
     renames |= {f"map.{ours}": f"attn_pool.{timm}" for ours, timm in _IN_MAP}
     for name, _ in model.named_parameters():
         layer, _, kind = name.rpartition(".")

@@ -104,7 +104,8 @@ def describe(source: Source, model: dict[str, Any] | None = None, image_size: in
         )
     pixels = _shape(model).stride
     # Whatever its head and its classes, a model of these dimensions tells what its parameters are called here.
-    block = model | {"head": "pretrain", "num_classes": None}
+    is_distilled = bool(model.get("distilled"))
+    block = model | {"head": "linear" if is_distilled else "pretrain", "num_classes": None}
     keys = {rule.ours: rule.theirs[0] for rule in table(Description(block, pixels, 1).build(), source.form)}
     found = {ours: source.entries[key].shape for ours, key in keys.items() if key in source.entries}
     if "cls" in keys and "cls" not in found:
@@ -112,7 +113,7 @@ def describe(source: Source, model: dict[str, Any] | None = None, image_size: in
     if "pre_logits.weight" not in found:
         block["head"] = "linear"
     tokens = found.get("pos_embedding", ())
-    of_class = "cls" in found and block.get("class_position") is not False
+    of_class = (("cls" in found) + is_distilled) * (block.get("class_position") is not False)
     side = math.isqrt(max(tokens[1] - of_class, 0)) if len(tokens) == 3 else 0
     num_classes = found["head.bias"][0] if found.get("head.bias") else None
     names = source.class_names

@@ -39,7 +39,7 @@ class TimmModel:
     name: str
     arguments: dict[str, Any]
     about: dict[str, Any]
-    layers: dict[str, str]
+    layers: dict[str, str | list[str]]
     fixed_size: bool
 
 

@@ -17,9 +17,9 @@ Report = Callable[[str], None]
 
 # Keys that only a head has: what may be left unread. transformers' pooler is the authors' pre_logits.
 _HEAD_KEYS = {
-    "safetensors": ("head.", "pre_logits."),
+    "safetensors": ("head.", "pre_logits.", "head_dist."),
     "npz": ("head/", "pre_logits/", "resnet/head/"),
-    "timm": ("head.", "pre_logits."),
+    "timm": ("head.", "pre_logits.", "head_dist."),
     "hf": ("classifier.", "vit.pooler."),
 }
 

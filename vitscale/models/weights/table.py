@@ -7,7 +7,10 @@ from vitscale.models.model import Model
 from vitscale.models.weights.rules import Rule, same
 from vitscale.weight_formats import Format
 
-HEAD = ("head.weight", "head.bias", "pre_logits.weight", "pre_logits.bias")
+HEAD = (
+    *("head.weight", "head.bias", "pre_logits.weight", "pre_logits.bias"),
+    *("head_dist.weight", "head_dist.bias"),
+)
 """Our parameters that only a head has: those that `--drop-head` leaves out."""
 
 

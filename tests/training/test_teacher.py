@@ -1,0 +1,61 @@
+"""What is wrong with a teacher is found before the ranks meet, from names and shapes; and another one is not taken."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from models.weights.exported import described, valued, write
+from ranks import make_recipe
+
+from vitscale.errors import CheckpointError, RecipeError
+from vitscale.recipe import Normalise
+from vitscale.training.teacher import check_same_teacher, check_teacher
+
+NAMES = [f"kind {i}" for i in range(7)]
+MODEL = {"patch_size": 8, "width": 48, "depth": 2, "mlp_dim": 96, "num_heads": 3, "head": "linear"}
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """Ours, which say what they are of."""
+    description = replace(described(MODEL, 32, class_names=NAMES), normalise=Normalise())
+    return write(valued(description), description, "safetensors", tmp_path)
+
+
+def checked(root: Path, source: Path, model=MODEL, names=NAMES, **teacher) -> None:
+    objective = {"kind": "distillation", "teacher": {"from": str(source), "model": model, **teacher}}
+    check_teacher(make_recipe(root, model={"distilled": True}, objective=objective), names)
+
+
+def test_weights_of_the_same_model_and_classes_are_taken(tmp_path, weights):
+    checked(tmp_path, weights)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "changes"),
+    [
+        (CheckpointError, "of another model", {"model": MODEL | {"width": 24}}),
+        (RecipeError, "num_heads 3, objective.teacher.model's is 2", {"model": MODEL | {"num_heads": 2}}),
+        (CheckpointError, "a teacher needs its head", {"names": NAMES[:6]}),
+        (RecipeError, "other classes: number 6 is 'kind 6' there", {"names": [*NAMES[:6], "another"]}),
+        (RecipeError, "objective.teacher.normalise", {"normalise": {"std": [0.2, 0.2, 0.2]}}),
+        (RecipeError, "objective.teacher.step 3", {"step": 3}),
+    ],
+)
+def test_others_are_refused_with_what_differs(tmp_path, weights, error, words, changes):
+    with pytest.raises(error, match=words):
+        checked(tmp_path, weights, **changes)
+
+
+def test_weights_that_are_not_there_are_named_by_their_key(tmp_path):
+    with pytest.raises(RecipeError, match=r"objective\.teacher\.from"):
+        checked(tmp_path, tmp_path / "none.npz")
+
+
+def test_a_run_goes_on_with_the_teacher_that_it_began_with():
+    one, other = {"form": "npz", "files": {"a.npz": "12"}}, {"form": "npz", "files": {"a.npz": "34"}}
+    check_same_teacher(None, None)
+    check_same_teacher(one, dict(one))
+    for now, before in ((one, other), (one, None), (None, one)):
+        with pytest.raises(CheckpointError, match=r"objective\.teacher\.from"):
+            check_same_teacher(now, before)

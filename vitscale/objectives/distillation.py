@@ -1,0 +1,73 @@
+"""Distillation through a token (Touvron et al., 2021, section 4): a model learns from labels and from a teacher.
+
+The teacher is no submodule, so that its weights are not in checkpoints, not the optimizer's, not divided by ZeRO and
+not exported. Each rank has it whole.
+
+Shape legend: B batch, S side in pixels, K classes.
+"""
+
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitscale import recipe as recipes
+from vitscale.models import Model, Outputs
+from vitscale.objectives.classification import Classification
+from vitscale.objectives.objective import Losses, Plan
+from vitscale.recipe import Normalise, Recipe
+
+
+class Distillation(Classification):
+    """The class token's head learns from labels, the distillation token's the classes that the teacher names."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self._teacher: list[Model] = []  # a list, which a module does not look into
+        self._change: tuple[list[float], list[float]] | None = None
+
+    @classmethod
+    def of(cls, recipe: Recipe, num_classes: int) -> Self:
+        """As `Objective.of`; without the teacher."""
+        objective = super().of(recipe, num_classes)
+        settings = recipe.objective
+        assert isinstance(settings, recipes.Distillation)
+        objective._change = change_of_pixels(recipe.data.normalise, settings.teacher.normalise)
+        return objective
+
+    def learn_from(self, teacher: Model) -> None:
+        """As `Objective.learn_from`."""
+        self._teacher = [teacher]
+
+    @torch.no_grad()
+    def taught(self, images: Tensor) -> Tensor:
+        """The classes int64 (B,) that the teacher names for images (B, S, S, 3), normalised as the model's."""
+        assert self._teacher, "the teacher is given before the first step"
+        if self._change is not None:
+            factor, shift = (torch.tensor(each, device=images.device) for each in self._change)
+            images = (images.float() * factor + shift).to(images.dtype)
+        outputs: Outputs = self._teacher[0](images)
+        assert outputs.logits is not None
+        return outputs.logits.argmax(dim=1)
+
+    def losses(self, images: Tensor, labels: Tensor, plan: Plan) -> Losses:
+        """As `Objective.losses`: the mean of both heads'. `agreement` is how often the second names the same class."""
+        images, partners, plan = self.mixed(images, labels, plan)
+        taught = self.taught(images)
+        heads = self.seen(images, plan).heads
+        assert heads is not None
+        by_labels, by_teacher = heads.unbind(dim=1)
+        own = self.cross_entropy.per_sample_loss(by_labels, labels, partners)
+        others = F.cross_entropy(by_teacher, taught, reduction="none")
+        agreement = (by_teacher.detach().argmax(dim=1) == taught).float()
+        return Losses((own + others) / 2, {"teacher_agreement": agreement})
+
+
+def change_of_pixels(ours: Normalise, theirs: Normalise | None) -> tuple[list[float], list[float]] | None:
+    """(factor, shift) by channel, with which pixels normalised our way become theirs; None where they are the same."""
+    if theirs is None or theirs == ours:
+        return None
+    factor = [std / other for std, other in zip(ours.std, theirs.std, strict=True)]
+    means = zip(ours.mean, theirs.mean, theirs.std, strict=True)
+    return factor, [(mean - other) / std for mean, other, std in means]

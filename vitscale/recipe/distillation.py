@@ -1,0 +1,87 @@
+"""The `objective` block of distillation through a token, and what is known of it without torch."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from vitscale.block import Block
+from vitscale.families import ModelBlock
+from vitscale.operations import Operation
+from vitscale.recipe.normalise import Normalise
+from vitscale.recipe.objectives import Classification
+from vitscale.storage import is_url
+
+if TYPE_CHECKING:
+    from vitscale.recipe.schema import Recipe
+
+
+class Teacher(Block):
+    """The model that is learned from: it is never updated, and no part of checkpoints or of what is exported."""
+
+    # `from` is a word of Python's, hence the alias.
+    source: Annotated[
+        str | None,
+        Field(
+            alias="from",
+            min_length=1,
+            description="its weights, with their head: a run's directory, the folder of one checkpoint, or weights in "
+            "any format that `vitscale export` reads; default: initial values, for trials such as smoke forms",
+        ),
+    ] = None
+    step: int | None = Field(None, ge=1, lt=2**53, description="the checkpoint of a run; default: its newest")
+    model: ModelBlock
+    normalise: Normalise | None = Field(
+        None, description="of the images that it is for; default: as data.normalise, which is that of the model itself"
+    )
+
+    @model_validator(mode="after")
+    def _weights(self) -> "Teacher":
+        if self.source is not None and is_url(self.source):
+            raise ValueError(f"from {self.source!r}: expected a path; fetch the weights first")
+        if self.step is not None and self.source is None:
+            raise ValueError("step is of the run that from names, and there is no from")
+        return self
+
+
+class Distillation(Classification):
+    """Classification, and besides what a teacher says: the distillation token's head learns its most probable class.
+
+    The loss is the mean of that of the class token's head, by labels, and the cross-entropy of the other's (Touvron et
+    al., 2021; hard-label distillation). The teacher sees the same pixels, mixed too.
+    """
+
+    implementation: ClassVar[str] = "vitscale.objectives.distillation:Distillation"
+
+    kind: Literal["distillation"] = Field(description="chooses this objective")  # type: ignore[assignment]
+    loss: Literal["softmax"] = Field(
+        "softmax", description="that of the class token's head; the other's is softmax, too"
+    )
+    teacher: Teacher
+
+    def check(self, recipe: "Recipe") -> None:
+        """As `Objective.check`."""
+        super().check(recipe)
+        shape = recipe.model.shape()
+        if not getattr(shape, "distilled", False):
+            raise ValueError(
+                "objective.kind: distillation needs a model with a distillation token: set model.distilled true"
+            )
+        try:
+            self.teacher.model.check_image_size(recipe.data.image_size)
+        except ValueError as error:
+            raise ValueError(f"objective.teacher.model and data.image_size {recipe.data.image_size}: {error}") from None
+
+    def model_operations(self, recipe: "Recipe", num_classes: int | None) -> Sequence[Operation]:
+        """As `Objective.model_operations`, and the teacher's forward pass, whose parameters are not the model's."""
+        of_teacher = self.teacher.model.operations(recipe.data.image_size, num_classes)
+        taught = [replace(each, part="teacher", params=0, is_trained=False, recomputed_in=None) for each in of_teacher]
+        return [*super().model_operations(recipe, num_classes), *taught]
+
+    def smoke_form(self) -> Self:
+        """As `Objective.smoke_form`: a small teacher, whose weights are initial."""
+        small, _ = self.teacher.model.small()
+        block = self.teacher.model
+        small_model = type(block).model_validate(block.model_dump(by_alias=True) | small)
+        return self.model_copy(update={"teacher": Teacher(model=small_model, normalise=self.teacher.normalise)})

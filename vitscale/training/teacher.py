@@ -1,0 +1,105 @@
+"""The teacher of a run: a model that is learned from, whole on every rank and never updated."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vitscale import recipe as recipes
+from vitscale.errors import CheckpointError, VitscaleError
+from vitscale.models import Model, initialise, weight_dtype
+from vitscale.models.weights import load_weights, notes, parameters
+from vitscale.objectives import build_teacher
+from vitscale.recipe import Recipe
+from vitscale.training import distributed
+from vitscale.training.found_weights import (
+    Found,
+    Named,
+    check_classes,
+    check_model,
+    check_normalisation,
+    find_weights,
+    open_found,
+)
+
+_KEY = "objective.teacher"
+_ADVICE = "a teacher needs its head, of the classes of data.train"
+
+
+def check_teacher(recipe: Recipe, class_names: list[str]) -> None:
+    """Find what is wrong with the teacher from names and shapes alone, before the ranks meet.
+
+    Args:
+        class_names: of the training data.
+
+    Raises `RecipeError` where there are no such weights or they contradict the recipe, and `CheckpointError` where they
+    are damaged or of another model.
+    """
+    if (named := _named(recipe)) is not None:
+        with torch.device("meta"):
+            teacher = build_teacher(recipe, len(class_names))
+        assert teacher is not None
+        _check(recipe, class_names, named, find_weights(named), teacher)
+
+
+def load_teacher(
+    recipe: Recipe, class_names: list[str], world: distributed.World, say: Callable[[str], None]
+) -> tuple[Model | None, dict[str, Any] | None]:
+    """The teacher on this rank's device, in the dtype of the run; all ranks call it together.
+
+    Args:
+        class_names: of the training data.
+        say: tells people, on rank 0, what is taken from where.
+
+    Returns:
+        The teacher, None where there is none; and what identifies its weights.
+
+    Raises as `check_teacher`, and `CheckpointError` where no checkpoint of a run verifies.
+    """
+    teacher = build_teacher(recipe, len(class_names))
+    if teacher is None:
+        return None, None
+    named, identity = _named(recipe), None
+    if named is None:
+        initialise(teacher, recipe.seed)
+        say("WARNING: objective.teacher has no from: its weights are initial ones, from which nothing can be learned")
+    else:
+        found = open_found(named, world, say)
+        try:
+            _check(recipe, class_names, named, found, teacher)
+            load_weights(teacher, found.source, report=lambda note: None)
+        except VitscaleError as error:
+            raise error.on_all_ranks() from None
+        for note in notes(teacher, found.source):
+            say(f"{found.source.path}: {note}")
+        say(f"teacher: {found.title}")
+        identity = found.identity
+    return teacher.to(device=world.device, dtype=weight_dtype(recipe)).requires_grad_(False), identity
+
+
+def check_same_teacher(now: dict[str, Any] | None, before: dict[str, Any] | None) -> None:
+    """Raise `CheckpointError` where a run that goes on has another teacher than the checkpoint that it goes on from."""
+    if now == before:
+        return
+    files = {name: digest for each in (now, before) if each is not None for name, digest in each["files"].items()}
+    raise CheckpointError(
+        f"{_KEY}.from: the weights of the teacher are not those that this run has learned from so far "
+        f"({', '.join(sorted(files)) or 'initial values'}); give it those of before, or begin another run"
+    ).on_all_ranks()
+
+
+def _named(recipe: Recipe) -> Named | None:
+    settings = recipe.objective
+    if not isinstance(settings, recipes.Distillation) or settings.teacher.source is None:
+        return None
+    return Named(_KEY, settings.teacher.source, settings.teacher.step)
+
+
+def _check(recipe: Recipe, class_names: list[str], named: Named, found: Found, teacher: Model) -> None:
+    settings = recipe.objective
+    assert isinstance(settings, recipes.Distillation)
+    parameters(teacher, found.source, report=lambda note: None, advice=_ADVICE)
+    check_model(named, found, settings.teacher.model, f"{_KEY}.model's")
+    normalise = settings.teacher.normalise or recipe.data.normalise
+    check_normalisation(named, found, normalise, f"{_KEY}.normalise")
+    check_classes(found, class_names, f"{_KEY}.from", "a teacher names the classes of ")
