@@ -71,6 +71,12 @@ class ReplicaError(VitscaleError):
     exit_code = 75
 
 
+class AuditError(VitscaleError):
+    """An update that is not that of its batch; repeating the command goes back to a checkpoint."""
+
+    exit_code = 75
+
+
 class PreemptedError(VitscaleError):
     """The run was told to end before it was done, by a signal or a time limit, and has saved."""
 

@@ -497,6 +497,15 @@ class Check(Block):
     recompute_every: int | None = Field(
         None, ge=1, description="steps between micro-batches that all ranks compute, whose bits are compared"
     )
+    audit_every: int | None = Field(
+        1000,
+        ge=1,
+        description="steps between audits, which see that the gradient that is applied is that of the batch, and that "
+        "weights and optimizer state follow from it",
+    )
+    audit: Literal["stop", "warn"] = Field(
+        "stop", description="what an audit does that finds something wrong: end the run (exit code 75), or say it"
+    )
     step_timeout_s: float = Field(
         600.0, gt=0, le=86400, description="seconds without progress after which a rank ends the run"
     )

@@ -75,9 +75,9 @@ def state_shapes(engine: Any) -> dict[str, dict[str, list[int] | None]]:
 
 def owned(engine: Any, rank: int, world_size: int, average: Average | None = None) -> list[Fragment]:
     """What this rank saves: over all ranks every element of every parameter exactly once. Tensors are views."""
-    state = _base_optimizer(engine).state
+    state = base_optimizer(engine).state
     pieces = list(pieces_of(engine))
-    if _is_replicated(engine):
+    if is_replicated(engine):
         pieces = pieces[rank::world_size]
     frozen_kinds = [MASTER, *([EMA] if average is not None else [])]  # the average of what never changes
     return (
@@ -86,7 +86,7 @@ def owned(engine: Any, rank: int, world_size: int, average: Average | None = Non
                 piece.name,
                 piece.start,
                 {MASTER: piece.view(piece.flat)}
-                | {kind: piece.view(state[piece.flat][kind]) for kind in _as_parameter(engine, piece.name)}
+                | {kind: piece.view(state[piece.flat][kind]) for kind in kinds_as_parameter(engine, piece.name)}
                 | ({EMA: piece.view(average[piece.flat])} if average is not None else {}),
             )
             for piece in pieces
@@ -113,11 +113,11 @@ def load(engine: Any, source: Source, *, optimizer_steps: int) -> None:
     optimizer state by a step of its own with zero gradients: whatever it holds is overwritten, the step count too.
     """
     _create_state(engine, optimizer_steps)
-    state = _base_optimizer(engine).state
+    state = base_optimizer(engine).state
     for piece in pieces_of(engine):
         piece.view(piece.flat).copy_(source(MASTER, piece.name, piece.start, piece.length))
         if optimizer_steps:
-            for kind in _as_parameter(engine, piece.name):
+            for kind in kinds_as_parameter(engine, piece.name):
                 piece.view(state[piece.flat][kind]).copy_(source(kind, piece.name, piece.start, piece.length))
             for kind in _of_other_shape(engine, piece.name):
                 whole = state[piece.flat][_own_key(kind, piece.name)].view(-1)
@@ -152,7 +152,7 @@ def moment_kinds(engine: Any) -> list[str]:
     return sorted({kind for kept in engine.kept.values() for kind in kept})
 
 
-def _as_parameter(engine: Any, name: str) -> list[str]:
+def kinds_as_parameter(engine: Any, name: str) -> list[str]:
     """Kinds that are kept of a parameter in its shape, divided as itself."""
     whole = engine.whole_shapes[name]
     return [kind for kind, shape in engine.kept[name].items() if shape == whole]
@@ -173,12 +173,12 @@ def _wrapper(engine: Any) -> str:
     return type(engine.optimizer).__name__
 
 
-def _base_optimizer(engine: Any) -> torch.optim.Optimizer:
+def base_optimizer(engine: Any) -> torch.optim.Optimizer:
     optimizer = engine.optimizer
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
 
 
-def _is_replicated(engine: Any) -> bool:
+def is_replicated(engine: Any) -> bool:
     return isinstance(engine.optimizer, torch.optim.Optimizer) or _wrapper(engine) == "FP16_UnfusedOptimizer"
 
 
@@ -186,16 +186,16 @@ def masters(engine: Any) -> list[Tensor]:
     """The fp32 tensors that the torch optimizer updates, hence the keys of its state."""
     if _wrapper(engine) == "DeepSpeedZeroOptimizer_Stage3":
         return list(engine.optimizer.fp32_partitioned_groups_flat)  # the torch groups are empty between steps
-    return [tensor for group in _base_optimizer(engine).param_groups for tensor in group["params"]]
+    return [tensor for group in base_optimizer(engine).param_groups for tensor in group["params"]]
 
 
 def _create_state(engine: Any, optimizer_steps: int) -> None:
     """Have zeros for everything that the optimizer keeps, whatever there is."""
-    base = _base_optimizer(engine)
+    base = base_optimizer(engine)
     has_step = isinstance(base, torch.optim.AdamW)
     if isinstance(base, WholeTensorOptimizer):
         for piece in pieces_of(engine):
-            for kind in _as_parameter(engine, piece.name):
+            for kind in kinds_as_parameter(engine, piece.name):
                 _zero(engine, piece.flat, kind, kind, tuple(piece.flat.shape))
             for kind in _of_other_shape(engine, piece.name):
                 _zero(engine, piece.flat, _own_key(kind, piece.name), kind, engine.kept[piece.name][kind])
@@ -211,7 +211,7 @@ def _create_state(engine: Any, optimizer_steps: int) -> None:
 
 
 def _zero(engine: Any, flat: Tensor, key: str, kind: str, shape: tuple[int, ...]) -> None:
-    of_flat = _base_optimizer(engine).state[flat]
+    of_flat = base_optimizer(engine).state[flat]
     if of_flat.get(key) is None:
         dtype = torch.bfloat16 if kind in engine.kept_in_bf16 else flat.dtype
         of_flat[key] = torch.zeros(shape, dtype=dtype, device=flat.device)

@@ -22,6 +22,7 @@ from vitscale.ranks import gather, gather_numbers, sum_integers
 from vitscale.recipe import Recipe
 from vitscale.training import distributed, fragments, replicas
 from vitscale.training.anomalies import Anomaly, Kind, Suspects
+from vitscale.training.audit import Audit, Finding
 from vitscale.training.averaging import WeightAverage
 from vitscale.training.engine import Fp32Accumulation, build_engine, forget_gradients, is_plain, set_rates
 from vitscale.training.initial_weights import initial_source
@@ -45,6 +46,7 @@ class Update:
         mean_loss: over the global batch, where it was asked for.
         gradient_norm: of the global mean, before clipping.
         anomaly: why the update was not made; None where it was.
+        findings: of all ranks, where the step was audited.
     """
 
     samples: int
@@ -55,6 +57,7 @@ class Update:
     mean_loss: float | None = None
     gradient_norm: float = math.nan
     anomaly: Kind | None = None
+    findings: list[Finding] = field(default_factory=list)
 
     def add(self, losses: Losses, counts: Tensor | None) -> Tensor:
         """Take in a micro-batch; its losses, those that do not count (`counts` is False there) as 0."""
@@ -165,12 +168,13 @@ class Learner:
 
     # ---- Learning ----------------------------------------------------------------------------------------------------
 
-    def update(self, batch: Batch, step: int, loss_limit: float | None = None) -> Update:
+    def update(self, batch: Batch, step: int, loss_limit: float | None = None, *, audited: bool = False) -> Update:
         """Learn from one global batch, unless its gradient is not finite or its loss is above the limit.
 
         Args:
             step: updates done before.
             loss_limit: above which the mean loss is an anomaly; None for not to look at it.
+            audited: whether to see that the update is that of the batch.
 
         Raises `DataError` for a batch that cannot be learned from.
         """
@@ -185,6 +189,7 @@ class Learner:
         # DeepSpeed averages over ranks and micro-batches: with this factor the gradient is that of the global mean.
         scale = self._world.size * self._plan.accumulation / update.samples
         skipped_before = self.engine.skipped_steps
+        audit = Audit(self.engine, self._recipe, self._world, rates, self.fragments) if audited else None
         for micro_step in range(self._plan.accumulation):
             rows = slice(micro_step * self._plan.micro_batch, (micro_step + 1) * self._plan.micro_batch)
             is_last = micro_step == self._plan.accumulation - 1
@@ -193,6 +198,8 @@ class Learner:
             with self.own_work.counted(), part("forward"):
                 images = self._to_input(batch.images[rows], batch.keys[rows], self._world.device, self._dtype)
                 losses = self.engine(images, labels, tuple(planned))
+            if audit is not None:
+                audit.watch(losses.per_sample)
             per_sample = update.add(losses, None if is_whole else self._to_device(batch.mask[rows]))
             if is_last and loss_limit is not None:
                 update.mean_loss = self.mean_loss(update)
@@ -211,6 +218,9 @@ class Learner:
             update.anomaly = "spike"
         elif self.engine.skipped_steps > skipped_before or not math.isfinite(update.gradient_norm):
             update.anomaly = "non-finite"
+        if audit is not None:
+            norm, was_made = update.gradient_norm, update.anomaly is None
+            update.findings = audit.end(samples=update.samples, gradient_norm=norm, was_made=was_made)
         if update.anomaly is not None:
             forget_gradients(self.engine)
         elif self._average is not None:

@@ -25,9 +25,10 @@ from vitscale.training.schedule import Rates, course, learning_rate
 
 
 class Due(NamedTuple):
-    """What is done after an update: a function of the step alone."""
+    """What is done after an update, or an audit while it is made: a function of the step alone."""
 
     log: bool
+    audit: bool
     compare_replicas: bool
     compare_computation: bool
     save: bool
@@ -50,7 +51,7 @@ class Plan:
         evaluate_every, checkpoint_every: steps; None for at the end only.
         inspect_every: steps; None for never.
         keep_every: steps whose checkpoints are kept for good; None for none.
-        log_every, compare_replicas_every, compare_computation_every: steps; None for never.
+        log_every, audit_every, compare_replicas_every, compare_computation_every: steps; None for never.
         rates: of the update that follows so many steps.
         warnings: what is possible, but hardly meant.
         working_directory: what a relative `data.root` is relative to; None where somebody has deleted it.
@@ -70,6 +71,7 @@ class Plan:
     checkpoint_every: int | None
     keep_every: int | None
     log_every: int
+    audit_every: int | None
     compare_replicas_every: int | None
     compare_computation_every: int | None
     rates: Callable[[int], Rates]
@@ -84,6 +86,7 @@ class Plan:
 
         return Due(
             log=is_at(self.log_every),
+            audit=is_at(self.audit_every),
             compare_replicas=is_at(self.compare_replicas_every),
             compare_computation=is_at(self.compare_computation_every),
             save=step == last or is_at(self.checkpoint_every),
@@ -142,6 +145,7 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
         checkpoint_every=interval("checkpoint.every", recipe.checkpoint.every),
         keep_every=interval("checkpoint.keep_every", recipe.checkpoint.keep_every),
         log_every=recipe.logging.every,
+        audit_every=recipe.check.audit_every,
         compare_replicas_every=recipe.check.replicas_every,
         compare_computation_every=recipe.check.recompute_every,
         rates=rates,

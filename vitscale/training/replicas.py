@@ -21,11 +21,14 @@ _AT_ONCE = 1 << 22  # elements, of which there are copies of 8 bytes
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def checksum(tensor: Tensor) -> int:
-    """A checksum modulo 2^64 of a tensor's bits and their order, computed where the tensor lies."""
+def checksum(tensor: Tensor, first: int = 0) -> int:
+    """A checksum modulo 2^64 of a tensor's bits and their order, computed where the tensor lies.
+
+    Those of consecutive pieces of one tensor, each of which begins at element `first`, add up to that of the whole.
+    """
     bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start, piece in zip(range(0, bits.numel(), _AT_ONCE), bits.split(_AT_ONCE), strict=True):
+    for start, piece in zip(range(first, first + bits.numel(), _AT_ONCE), bits.split(_AT_ONCE), strict=True):
         # Odd factors, so that no changed bit is lost; sums wrap around.
         factors = torch.arange(2 * start + 1, 2 * (start + piece.numel()), 2, device=tensor.device)
         total += (piece.to(torch.int64) * factors).sum()

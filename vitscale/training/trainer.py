@@ -7,7 +7,7 @@ the learner computes (learner.py), the state is where the run is (state.py), sav
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -22,8 +22,9 @@ from vitscale.interruption import Interruption
 from vitscale.models import Outputs
 from vitscale.ranks import agreed, write_on_rank_zero
 from vitscale.recipe import Recipe
-from vitscale.training import distributed, fragments
+from vitscale.training import audit, distributed, fragments
 from vitscale.training.attention import preferred_attention
+from vitscale.training.audit import Finding
 from vitscale.training.border import StepBorder
 from vitscale.training.branch import trunk_checkpoint
 from vitscale.training.claim import Claim
@@ -45,8 +46,8 @@ class Trainer:
         alive: is told of all progress: updates done, and the phase that begins.
         interruption: what may ask this process to end early.
 
-    Raises `RecipeError`, `DataError`, `CheckpointError`, `NonFiniteError`, `ReplicaError` or `PreemptedError` for
-    what a person can mend.
+    Raises `RecipeError`, `DataError`, `CheckpointError`, `NonFiniteError`, `ReplicaError`, `AuditError` or
+    `PreemptedError` for what a person can mend.
     """
 
     def __init__(
@@ -166,10 +167,13 @@ class Trainer:
         began = time.monotonic()
         self._begin("training")
         limit = self.state.anomalies.limit(self.recipe.anomalies)
-        update = self.learner.update(batch, self.state.step, limit)
+        audited = self.plan.due(self.state.step + 1, self._last).audit
+        update = self.learner.update(batch, self.state.step, limit, audited=audited)
         if update.anomaly is not None:
             self._meet(update, batch)
             return False
+        if update.findings:
+            self._doubt(update.findings)
         anomalies = self.state.anomalies.after(update.mean_loss, self.recipe.anomalies)
         self.state = replace(self.state.after(batch), anomalies=anomalies)
         step, due = self.state.step, self.plan.due(self.state.step, self._last)
@@ -208,6 +212,13 @@ class Trainer:
 
     def _is_interrupted(self, step_s: float = 0.0) -> bool:
         return self._border.is_end(self.interruption is not None and self.interruption.pending, self.saves, step_s)
+
+    def _doubt(self, findings: Sequence[Finding]) -> None:
+        """The update just made is wrong, as an audit has found. Raises `AuditError`, unless the recipe has it said."""
+        step = self.state.step + 1
+        if self.recipe.check.audit == "stop":
+            raise audit.error(findings, step)
+        self.report.say(f"WARNING: {audit.describe(findings, step)}")
 
     # ---- Anomalies ---------------------------------------------------------------------------------------------------
 

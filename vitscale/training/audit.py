@@ -1,0 +1,363 @@
+"""Looks whether the update that DeepSpeed made is that of the batch, on a step now and then.
+
+Such a step is watched from outside of DeepSpeed, and nothing of it is changed:
+
+- **Gradients.** A hook on each parameter sees what autograd computes there, before anybody else does. Its random
+  projections (projections.py), added up over micro-batches and ranks, are compared with those of the gradient that the
+  optimizer is given, fragment by fragment. What has to agree is the gradient of the mean loss of the global batch,
+  whatever DeepSpeed has multiplied the loss by: the hook on the losses tells how much that was.
+- **Norm and clipping.** The norm that DeepSpeed tells is that of the gradient that it applies.
+- **Updates.** Some elements of every fragment follow from their state before by the optimizer's formula
+  (update_rules.py). The state after is taken from what a checkpoint would hold.
+- **Weights.** What each rank computes with is, bit by bit, what its owner's fp32 weights are rounded to: before the
+  step and after it, and under ZeRO 3 in the backward pass too, where a rank has gathered whole parameters.
+
+How far two numbers may differ follows from their formats. With random signs an error e of a vector becomes one of about
+|e|, and larger than 8 |e| with a probability of less than 3e-14 (Hoeffding), so |e| has only to be bounded.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vitscale.checkpoint import MASTER, Fragment
+from vitscale.errors import AuditError
+from vitscale.ranks import gather, reduce_sum
+from vitscale.recipe import Recipe
+from vitscale.training import fragments, update_rules
+from vitscale.training.distributed import World
+from vitscale.training.parameter_groups import LR_FACTOR, parameter_groups
+from vitscale.training.pieces import Piece
+from vitscale.training.projections import key_of, project, sample
+from vitscale.training.replicas import checksum
+from vitscale.training.schedule import Rates
+
+_SAMPLED = 64  # elements of a fragment
+_DEVIATIONS = 8.0
+_BF16, _FP32 = 2.0**-9, 2.0**-24  # half a unit in the last place
+_NORM = 2.0**-6  # of a norm that is computed in bf16, relative
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is not as it has to be.
+
+    Attributes:
+        check: gradient, norm, update, checkpoint or weights.
+        rank: whose it is.
+        name: of a parameter; empty where it is no single one.
+        start, length: of the fragment.
+        what: in words.
+        missing: of a gradient: what has to be added, in projection, and how far that may be off.
+    """
+
+    check: str
+    rank: int
+    what: str
+    name: str = ""
+    start: int = 0
+    length: int = 0
+    missing: tuple[float, float] | None = None
+
+    def __str__(self) -> str:
+        where = f" {self.name} [{self.start:,}:{self.start + self.length:,}]" if self.name else ""
+        return f"{self.check} of rank {self.rank}{where}: {self.what}"
+
+
+class _Place(NamedTuple):
+    """A fragment: which rank has it, and what of which parameter it is."""
+
+    name: str
+    start: int
+    length: int
+    rank: int
+
+
+@dataclass
+class _Sampled:
+    """Some elements of a fragment before the update: where, and their state and gradient."""
+
+    places: Tensor
+    state: update_rules.State
+    gradient: Tensor
+
+
+class Audit:
+    """One audited step: construct it before the first micro-batch on every rank, and `end` it after the update.
+
+    Args:
+        rates: what the optimizer is to be given.
+        to_save: what this rank would save now.
+    """
+
+    def __init__(
+        self, engine: Any, recipe: Recipe, world: World, rates: Rates, to_save: Callable[[], list[Fragment]]
+    ) -> None:
+        self._engine, self._recipe, self._world, self._rates = engine, recipe, world, rates
+        self._to_save = to_save
+        self._findings: list[Finding] = []
+        self._trained = {name: each for name, each in engine.module.named_weights() if each.requires_grad}
+        self._settings = _settings(recipe, engine, rates)
+        self._pieces = list(fragments.pieces_of(engine))
+        self._is_replicated = fragments.is_replicated(engine)
+        self._lay_out()
+        self._local = torch.zeros(len(self._places), 2, dtype=torch.float64, device=world.device)
+        self._applied: dict[Piece, tuple[float, float]] = {}
+        self._sampled: dict[Piece, _Sampled] = {}
+        self._seed = 0.0
+        self._seen: set[str] = set()
+        self._owners_checksums = self._compare_weights("before the step")
+        optimizer = fragments.base_optimizer(engine)
+        self._hooks: list[Any] = [optimizer.register_step_pre_hook(self._before_update)]
+        for name, parameter in self._trained.items():
+            self._hooks.append(parameter.register_hook(partial(self._take_gradient, name, parameter)))
+
+    def _lay_out(self) -> None:
+        """See which rank has which part of each parameter."""
+        mine = [(piece.name, piece.start, piece.length) for piece in self._pieces]
+        by_rank = [mine] if self._is_replicated else gather(mine)
+        order = {name: index for index, name in enumerate(self._trained)}
+        self._places = [_Place(*each, rank) for rank, pieces in enumerate(by_rank) for each in pieces]
+        self._places.sort(key=lambda place: (order[place.name], place.start))
+        self._index = {(place.name, place.start): index for index, place in enumerate(self._places)}
+        rows = {name: list(own) for name, own in groupby(enumerate(self._places), key=lambda each: each[1].name)}
+        self._rows: dict[str, tuple[int, Tensor]] = {}
+        for name in self._trained:
+            own = rows.get(name, [])
+            lengths = [place.length for _, place in own]
+            if sum(lengths) != math.prod(self._engine.whole_shapes[name]):
+                self._find("update", f"the ranks update {sum(lengths):,} of its elements", name)
+            self._rows[name] = own[0][0] if own else 0, torch.tensor(lengths, dtype=torch.int64)
+
+    def _find(self, check: str, what: str, name: str = "", piece: Piece | None = None, **others: Any) -> None:
+        if piece is not None:
+            others |= {"start": piece.start, "length": piece.length}
+        self._findings.append(Finding(check, self._world.rank, what, name if piece is None else piece.name, **others))
+
+    # ---- Gradients ---------------------------------------------------------------------------------------------------
+
+    def watch(self, losses: Tensor) -> None:
+        """Be told of a micro-batch's losses (b,), before the backward pass."""
+        losses.register_hook(self._take_seed)
+
+    def _take_seed(self, gradient: Tensor) -> None:
+        """What each loss is multiplied by in the backward pass; 0 for those that do not count."""
+        self._seed = float(gradient.detach().float().max())
+
+    def _take_gradient(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Called by autograd with a part of this rank's gradient, mostly the whole of a micro-batch."""
+        first, lengths = self._rows[name]
+        if self._seed > 0 and sum(lengths) == gradient.numel():
+            found = project(gradient.detach().reshape(-1), 0, self._key(name), lengths)
+            self._local[first : first + len(lengths)] += found / found.new_tensor([self._seed, self._seed**2])
+        if hasattr(parameter, "ds_tensor") and name not in self._seen and parameter.numel() == parameter.ds_numel:
+            self._seen.add(name)
+            own = checksum(parameter)
+            if own != self._of_owners(name):
+                self._find("weights", "it is computed with others than its owners have", name, length=gradient.numel())
+
+    def _key(self, name: str) -> int:
+        return key_of(self._recipe.seed, self._rates.updates, name)
+
+    @torch.no_grad()
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+        """Called by torch before an optimizer steps: perhaps with some of its tensors only."""
+        given = {flat for group in optimizer.param_groups for flat in group["params"] if flat.grad is not None}
+        for piece in self._pieces:
+            if piece.flat not in given or piece in self._applied:
+                continue
+            key, gradient = self._key(piece.name), piece.of_gradient()
+            dot, square = project(gradient, piece.start, key, torch.tensor([piece.length]))[0].tolist()
+            self._applied[piece] = dot, math.sqrt(square)
+            places = sample(piece.length, _SAMPLED, key).to(piece.flat.device)
+            state = {kind: values[places].double().cpu() for kind, values in self._state(piece).items()}
+            self._sampled[piece] = _Sampled(places, state, gradient[places].double().cpu())
+
+    def _state(self, piece: Piece) -> dict[str, Tensor]:
+        own = fragments.base_optimizer(self._engine).state[piece.flat]
+        kinds = fragments.kinds_as_parameter(self._engine, piece.name)
+        return {MASTER: piece.view(piece.flat)} | {kind: piece.view(own[kind]) for kind in kinds}
+
+    # ---- The end -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def end(self, *, samples: int, gradient_norm: float, was_made: bool) -> list[Finding]:
+        """What is not as it has to be, of all ranks, on all of them.
+
+        Args:
+            samples: of the global batch that count.
+            gradient_norm: as DeepSpeed tells it, before clipping.
+            was_made: whether there was an update at all.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        if not was_made:
+            return []
+        totals = reduce_sum(self._local) / torch.tensor([samples, samples**2], device=self._local.device)
+        counts_norm = not self._is_replicated or self._world.is_main
+        squares = sum(norm**2 for _, norm in self._applied.values()) if counts_norm else 0.0
+        applied = math.sqrt(float(reduce_sum(self._local.new_tensor(squares))))
+        clipping = 1.0
+        if self._recipe.optimizer.clip_norm is not None:
+            clipping = min(1.0, self._recipe.optimizer.clip_norm / (gradient_norm + 1e-6))
+        self._check_norm(gradient_norm, applied, clipping)
+        self._check_gradients(totals.tolist(), clipping)
+        self._check_updates()
+        self._compare_weights("after the step")
+        found = [finding for of_rank in gather(self._findings) for finding in of_rank]
+        return self._explained(found, samples) if found else []
+
+    def _check_norm(self, told: float, applied: float, clipping: float) -> None:
+        if not math.isclose(told * clipping, applied, rel_tol=_NORM, abs_tol=1e-30):
+            clipped = "" if clipping == 1 else f", clipped to {told * clipping:.6g},"
+            self._find("norm", f"DeepSpeed tells {told:.6g}{clipped} and applies a gradient of norm {applied:.6g}")
+
+    def _check_gradients(self, totals: Sequence[Sequence[float]], clipping: float) -> None:
+        """See that what is applied is the mean of all ranks' gradients."""
+        recipe = self._recipe
+        is_summed_in_bf16 = recipe.precision != "fp32" and recipe.parallelism.reduce_dtype == "bf16"
+        additions = math.sqrt(self._world.size)  # roundings of a sum over ranks, which are independent
+        once = 0.0 if recipe.precision == "fp32" else _BF16 * (2 + (additions if is_summed_in_bf16 else 0))
+        once += _FP32 * (8 + additions)
+        for piece in self._pieces:
+            if piece not in self._applied:
+                continue  # is told of as an update
+            dot, norm = (value / clipping for value in self._applied[piece])
+            expected, squares = totals[self._index[piece.name, piece.start]]
+            off = _DEVIATIONS * once * (norm + math.sqrt(squares))
+            if not abs(dot - expected) <= off:
+                what = (
+                    f"the optimizer is given {dot:.6g}, the ranks computed {expected:.6g} ± {off:.2g} (in projection)"
+                )
+                self._find("gradient", what, piece=piece, missing=(expected - dot, off))
+
+    def _check_updates(self) -> None:
+        """See that masters and moments follow from those before, and are what a checkpoint would hold."""
+        saved = {(fragment.name, fragment.start): fragment.tensors for fragment in self._to_save()}
+        held = torch.zeros(len(self._places), device=self._world.device, dtype=torch.float64)
+        for piece in self._pieces:
+            if piece not in self._sampled:
+                self._find("update", "the optimizer was not asked to update it", piece=piece)
+                continue
+            sampled, now = self._sampled[piece], self._state(piece)
+            place = piece.name, piece.start
+            if place in saved:
+                kinds = now.keys() & saved[place].keys()
+                held[self._index[place]] = len(kinds) / len(now)
+                now |= {kind: saved[place][kind] for kind in kinds}
+            after = {kind: values[sampled.places].double().cpu() for kind, values in now.items()}
+            settings = self._settings[piece.name]
+            for kind, (value, off) in update_rules.expected(settings, sampled.state, sampled.gradient, after).items():
+                wrong = ~((after[kind] - value).abs() <= off)
+                if wrong.any():
+                    at = int(wrong.nonzero()[0])
+                    was, is_now, wanted = (float(each[at]) for each in (sampled.state[kind], after[kind], value))
+                    what = f"{kind} went from {was:.9g} to {is_now:.9g} and not to {wanted:.9g}"
+                    more = f", as {int(wrong.sum())} of {len(wrong)} elements looked at" if wrong.sum() > 1 else ""
+                    self._find(
+                        "update", f"{what} at element {piece.start + int(sampled.places[at]):,}{more}", piece=piece
+                    )
+        for place, share in zip(self._places, reduce_sum(held).tolist(), strict=True):
+            if self._world.is_main and not math.isclose(share, 1):
+                what = f"{share:.0%} of its state is among what a checkpoint would hold"
+                self._find("checkpoint", what, place.name, start=place.start, length=place.length)
+
+    # ---- Weights -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _compare_weights(self, when: str) -> list[int]:
+        """Compare what this rank computes with to the owners' masters, rounded; their checksums, by fragment."""
+        own = torch.zeros(len(self._places), dtype=torch.int64)
+        for piece in self._pieces if not self._is_replicated or self._world.is_main else []:
+            rounded = piece.view(piece.flat).to(self._trained[piece.name].dtype)
+            own[self._index[piece.name, piece.start]] = _signed(checksum(rounded, piece.start))
+        of_owners = [int(each) % 2**64 for each in reduce_sum(own.to(self._world.device)).tolist()]
+        for index, place in enumerate(self._places):
+            weights = self._weights_at(place)
+            if weights is not None and checksum(weights, place.start) != of_owners[index]:
+                what = f"{when}, those that it computes with are not the masters of rank {place.rank}, rounded"
+                self._find("weights", what, place.name, start=place.start, length=place.length)
+        return of_owners
+
+    def _weights_at(self, place: _Place) -> Tensor | None:
+        """A fragment of what this rank computes with, 1-D; under ZeRO 3 None where it has to ask another for it."""
+        parameter: Any = self._trained[place.name]
+        if not hasattr(parameter, "ds_tensor") or parameter.numel() == parameter.ds_numel:
+            whole: Tensor = parameter.detach().reshape(-1)
+            return whole[place.start : place.start + place.length]
+        if place.rank != self._world.rank:
+            return None
+        share: Tensor = parameter.ds_tensor.detach()[: place.length]
+        return share
+
+    def _of_owners(self, name: str) -> int:
+        """The checksum of a whole parameter, before the step."""
+        first, lengths = self._rows[name]
+        return sum(self._owners_checksums[first : first + len(lengths)]) % 2**64
+
+    # ---- Words -------------------------------------------------------------------------------------------------------
+
+    def _explained(self, found: list[Finding], samples: int) -> list[Finding]:
+        """With the rank whose part of a gradient was left out or came twice, where that is what happened."""
+        local = gather((self._local[:, 0] / samples).tolist())
+        return [
+            _with_cause(each, [of_rank[self._index[each.name, each.start]] for of_rank in local])
+            if each.missing is not None and self._world.size > 1
+            else each
+            for each in found
+        ]
+
+
+def _with_cause(finding: Finding, parts: Sequence[float]) -> Finding:
+    assert finding.missing is not None
+    missing, off = finding.missing
+    for rank, part in enumerate(parts):
+        for words, amount in (("without the part", part), ("with twice the part", -part)):
+            if abs(part) > 2 * off and abs(missing - amount) <= off:
+                return Finding(**(vars(finding) | {"what": f"{finding.what}, as {words} of rank {rank}"}))
+    return finding
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _settings(recipe: Recipe, engine: Any, rates: Rates) -> dict[str, update_rules.Settings]:
+    """How each parameter is to be updated, from the recipe and not from what DeepSpeed has in its groups."""
+    names = {parameter: name for name, parameter in engine.module.named_weights()}
+    optimizer, factor = recipe.optimizer, rates.weight_decay_factor
+    momentum = optimizer.first_momentum if rates.momentum is None else rates.momentum
+    return {
+        names[parameter]: update_rules.Settings(
+            optimizer=optimizer,
+            shape=engine.whole_shapes[names[parameter]],
+            update=rates.updates + 1,
+            rate=rates.learning_rate * group[LR_FACTOR],
+            decay=group["weight_decay"] * (1.0 if factor is None else factor),
+            momentum=momentum,
+        )
+        for group in parameter_groups(recipe, engine.module)
+        for parameter in group["params"]
+    }
+
+
+def describe(findings: Sequence[Finding], step: int) -> str:
+    """What an audit has found, in words."""
+    shown = "; ".join(map(str, findings[:_SHOWN]))
+    more = f"; and {len(findings) - _SHOWN:,} more" if len(findings) > _SHOWN else ""
+    return f"step {step:,}: the update is not that of the batch: {shown}{more}"
+
+
+def error(findings: Sequence[Finding], step: int) -> AuditError:
+    """What ends the run."""
+    return AuditError(
+        f"{describe(findings, step)}. DeepSpeed or a device computes wrongly; repeat the command to go on from the "
+        f"last checkpoint, and if it happens again change parallelism, or set check.audit: warn to go on regardless"
+    ).on_all_ranks()
