@@ -18,7 +18,7 @@ How far two numbers may differ follows from their formats. With random signs an 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -42,7 +42,8 @@ _SAMPLED = 64  # elements of a fragment
 _DEVIATIONS = 8.0
 _BF16, _FP32 = 2.0**-9, 2.0**-24  # half a unit in the last place
 _NORM = 2.0**-6  # of a norm that is computed in bf16, relative
-_SHOWN = 6
+_SHOWN = 2  # of each check
+_ORDER = ("weights", "gradient", "update", "checkpoint", "norm")  # what may follow from another comes after it
 
 
 @dataclass(frozen=True)
@@ -240,34 +241,37 @@ class Audit:
 
     def _check_updates(self) -> None:
         """See that masters and moments follow from those before, and are what a checkpoint would hold."""
-        saved = {(fragment.name, fragment.start): fragment.tensors for fragment in self._to_save()}
-        held = torch.zeros(len(self._places), device=self._world.device, dtype=torch.float64)
+        saved: dict[tuple[str, int], dict[str, Tensor]] = {}
+        for fragment in self._to_save():
+            saved.setdefault((fragment.name, fragment.start), {}).update(fragment.tensors)
+        shares = torch.zeros(len(self._places), device=self._world.device, dtype=torch.float64)
         for piece in self._pieces:
-            if piece not in self._sampled:
+            now = self._state(piece)
+            held = saved.get((piece.name, piece.start), {})
+            kinds = now.keys() & held.keys()
+            shares[self._index[piece.name, piece.start]] = len(kinds) / len(now)
+            now |= {kind: held[kind] for kind in kinds}
+            if piece in self._sampled:
+                self._check_rule(piece, self._sampled[piece], now)
+            else:
                 self._find("update", "the optimizer was not asked to update it", piece=piece)
-                continue
-            sampled, now = self._sampled[piece], self._state(piece)
-            place = piece.name, piece.start
-            if place in saved:
-                kinds = now.keys() & saved[place].keys()
-                held[self._index[place]] = len(kinds) / len(now)
-                now |= {kind: saved[place][kind] for kind in kinds}
-            after = {kind: values[sampled.places].double().cpu() for kind, values in now.items()}
-            settings = self._settings[piece.name]
-            for kind, (value, off) in update_rules.expected(settings, sampled.state, sampled.gradient, after).items():
-                wrong = ~((after[kind] - value).abs() <= off)
-                if wrong.any():
-                    at = int(wrong.nonzero()[0])
-                    was, is_now, wanted = (float(each[at]) for each in (sampled.state[kind], after[kind], value))
-                    what = f"{kind} went from {was:.9g} to {is_now:.9g} and not to {wanted:.9g}"
-                    more = f", as {int(wrong.sum())} of {len(wrong)} elements looked at" if wrong.sum() > 1 else ""
-                    self._find(
-                        "update", f"{what} at element {piece.start + int(sampled.places[at]):,}{more}", piece=piece
-                    )
-        for place, share in zip(self._places, reduce_sum(held).tolist(), strict=True):
+        for place, share in zip(self._places, reduce_sum(shares).tolist(), strict=True):
             if self._world.is_main and not math.isclose(share, 1):
-                what = f"{share:.0%} of its state is among what a checkpoint would hold"
+                what = f"{share:.0%} of its state is among what the ranks would save"
                 self._find("checkpoint", what, place.name, start=place.start, length=place.length)
+
+    def _check_rule(self, piece: Piece, before: _Sampled, now: dict[str, Tensor]) -> None:
+        after = {kind: values[before.places].double().cpu() for kind, values in now.items()}
+        expected = update_rules.expected(self._settings[piece.name], before.state, before.gradient, after)
+        for kind, (value, off) in expected.items():
+            wrong = ~((after[kind] - value).abs() <= off)
+            if wrong.any():
+                at = int(wrong.nonzero()[0])
+                was, is_now, wanted = (float(each[at]) for each in (before.state[kind], after[kind], value))
+                where = f"{kind} at element {piece.start + int(before.places[at]):,}"
+                more = f" ({int(wrong.sum())} of {len(wrong)} elements are wrong)"
+                what = f"{where} went from {was:.9g} to {is_now:.9g} and not to {wanted:.9g}{more}"
+                self._find("update", what, piece=piece)
 
     # ---- Weights -----------------------------------------------------------------------------------------------------
 
@@ -305,24 +309,36 @@ class Audit:
     # ---- Words -------------------------------------------------------------------------------------------------------
 
     def _explained(self, found: list[Finding], samples: int) -> list[Finding]:
-        """With the rank whose part of a gradient was left out or came twice, where that is what happened."""
+        """Causes first, with the rank whose part of the gradient was left out or came twice, where it is that."""
         local = gather((self._local[:, 0] / samples).tolist())
-        return [
-            _with_cause(each, [of_rank[self._index[each.name, each.start]] for of_rank in local])
-            if each.missing is not None and self._world.size > 1
-            else each
-            for each in found
-        ]
+        wrong = [finding for finding in found if finding.missing is not None]
+        parts = [[of_rank[self._index[finding.name, finding.start]] for of_rank in local] for finding in wrong]
+        cause = _cause([finding.missing for finding in wrong if finding.missing is not None], parts)
+        if cause is not None:
+            found = [
+                replace(finding, what=f"{finding.what}, as {cause}") if finding.missing is not None else finding
+                for finding in found
+            ]
+        return sorted(found, key=lambda finding: _ORDER.index(finding.check))
 
 
-def _with_cause(finding: Finding, parts: Sequence[float]) -> Finding:
-    assert finding.missing is not None
-    missing, off = finding.missing
-    for rank, part in enumerate(parts):
-        for words, amount in (("without the part", part), ("with twice the part", -part)):
-            if abs(part) > 2 * off and abs(missing - amount) <= off:
-                return Finding(**(vars(finding) | {"what": f"{finding.what}, as {words} of rank {rank}"}))
-    return finding
+def _cause(missing: Sequence[tuple[float, float]], parts: Sequence[Sequence[float]]) -> str | None:
+    """The one thing that explains what is missing from all wrong fragments, in words; None where there is no such.
+
+    Args:
+        missing: of each fragment, with how far it may be off.
+        parts: of each fragment, what each rank has computed.
+    """
+    suspects = {"without the part of any rank": [sum(of_ranks) for of_ranks in parts]}
+    for rank in range(len(parts[0]) if parts and len(parts[0]) > 1 else 0):
+        suspects[f"without the part of rank {rank}"] = [of_ranks[rank] for of_ranks in parts]
+        suspects[f"with twice the part of rank {rank}"] = [-of_ranks[rank] for of_ranks in parts]
+    fitting = [
+        words
+        for words, amounts in suspects.items()
+        if all(abs(each - amount) <= off for (each, off), amount in zip(missing, amounts, strict=True))
+    ]
+    return fitting[0] if missing and len(fitting) == 1 else None
 
 
 def _signed(number: int) -> int:
@@ -350,9 +366,12 @@ def _settings(recipe: Recipe, engine: Any, rates: Rates) -> dict[str, update_rul
 
 def describe(findings: Sequence[Finding], step: int) -> str:
     """What an audit has found, in words."""
-    shown = "; ".join(map(str, findings[:_SHOWN]))
-    more = f"; and {len(findings) - _SHOWN:,} more" if len(findings) > _SHOWN else ""
-    return f"step {step:,}: the update is not that of the batch: {shown}{more}"
+    lines = []
+    for check, found in groupby(findings, key=lambda finding: finding.check):
+        first, *others = found
+        lines.append("; ".join(map(str, [first, *others[: _SHOWN - 1]])))
+        lines[-1] += f"; and {len(others) - _SHOWN + 1:,} more of {check}" if len(others) >= _SHOWN else ""
+    return f"step {step:,}: the update is not that of the batch: {'; '.join(lines)}"
 
 
 def error(findings: Sequence[Finding], step: int) -> AuditError:

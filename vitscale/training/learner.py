@@ -168,7 +168,7 @@ class Learner:
 
     # ---- Learning ----------------------------------------------------------------------------------------------------
 
-    def update(self, batch: Batch, step: int, loss_limit: float | None = None, *, audited: bool = False) -> Update:
+    def update(self, batch: Batch, step: int, loss_limit: float | None = None, audited: bool = False) -> Update:
         """Learn from one global batch, unless its gradient is not finite or its loss is above the limit.
 
         Args:

@@ -168,7 +168,7 @@ class Trainer:
         self._begin("training")
         limit = self.state.anomalies.limit(self.recipe.anomalies)
         audited = self.plan.due(self.state.step + 1, self._last).audit
-        update = self.learner.update(batch, self.state.step, limit, audited=audited)
+        update = self.learner.update(batch, self.state.step, limit, audited)
         if update.anomaly is not None:
             self._meet(update, batch)
             return False

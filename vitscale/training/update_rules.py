@@ -15,7 +15,7 @@ from vitscale.recipe import SGD, Adafactor, AdamW, Lamb, Muon, Optimizer
 
 # Of what is added, and of the change: a rounding of fp32 is 2^-24; 1 - 0.999 in fp32 is off by 2^-14.
 _OF_TERMS, _OF_CHANGE, _LEAST = 2.0**-21, 2.0**-12, 1e-36
-_BF16 = 2.0**-8
+_BF16 = 2.0**-7  # of what is kept in bf16, and computed there
 
 State = dict[str, Tensor]
 """Kind, as in checkpoints -> float64 (elements,)."""

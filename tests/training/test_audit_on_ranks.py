@@ -1,0 +1,170 @@
+"""Audits on real DeepSpeed ranks: twelve faults are found and named, what is right is not doubted, no bit changes."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import engine_faults as faults
+import pytest
+from engine_faults import FROM
+from outcomes import column, error_of, metrics, printed
+from ranks import asked, launch, make_data
+
+STEPS = 4
+EVERY = 2
+STAGES = range(4)
+
+
+def content(stage: int, **others: Any) -> dict[str, Any]:
+    """Two micro-batches on each of two ranks, several buckets, clipping that acts."""
+    extra: dict[str, Any] = {"reduce_bucket_size": 6000} if stage else {}
+    if stage == 3:
+        extra["stage3_param_persistence_threshold"] = 100
+    return {
+        "precision": "bf16",
+        "model": {"depth": 2},
+        "batch": {"global": 16, "micro_max": 4},
+        "parallelism": {"zero_stage": stage},
+        "optimizer": {"lr": 3e-3, "weight_decay": 0.1, "clip_norm": 0.5},
+        "schedule": {"duration": {"steps": STEPS}, "warmup": {"steps": 1}},
+        "evaluation": {"validation": None},
+        "check": {"audit_every": EVERY},
+        "deepspeed": {"zero_optimization": extra} if extra else {},
+        **others,
+    }
+
+
+# Fault -> the stages that can have it, and what tells of it.
+FAULTS: dict[str, tuple[tuple[int, ...], str]] = {
+    "skipped_bucket": ((2, 1, 3), "without the part of any rank"),
+    "doubled_bucket": ((3, 1, 2), "gradient of rank"),
+    "stale_buffer": ((1, 2, 3), "gradient of rank"),
+    "divided_by_65536": ((0, 1, 2, 3), "gradient of rank"),
+    "wrong_partition": ((2, 1, 3), "gradient of rank"),
+    "dropped_micro_batch": ((3, 2), "gradient of rank"),
+    "master_not_updated": ((1, 2, 3), "update of rank 1"),
+    "moment_not_saved": ((3, 1, 2), "update of rank 0"),
+    "dtype_bug": ((0, 1), "gradient of rank"),
+    "use_lost": ((2, 1), "gradient of rank"),
+    "wrong_norm": ((1, 2, 3), "norm of rank"),
+    "old_weights": ((3, 0, 1, 2), "weights of rank 1"),
+    "moment_left_out": ((2, 0, 1, 3), "checkpoint of rank"),
+}
+# Stage 1 has one optimizer for one micro-batch, and another for several, into which these faults go.
+OF_SEVERAL = ("dtype_bug", "old_weights")
+# Of each fault one stage, and of the others when there is time.
+CASES = [
+    pytest.param(fault, stage, id=f"{fault}-{stage}", marks=[] if stage == stages[0] else [pytest.mark.slow])
+    for fault, (stages, _) in FAULTS.items()
+    for stage in stages
+]
+
+OPTIMIZERS = {
+    "sgd": {"name": "sgd", "lr": 0.1, "weight_decay": 1e-2, "clip_norm": 1.0},
+    "sgd-bf16": {"name": "sgd", "lr": 0.1, "momentum_dtype": "bf16", "weight_decay": 1e-2},
+    "lamb": {"name": "lamb", "lr": 3e-3, "weight_decay": 0.05, "decay_exclude": "bias|norm"},
+    "adafactor": {"name": "adafactor", "lr": 1e-3, "weight_decay": 0.1, "clip_norm": 1.0},
+    "muon": {"name": "muon", "lr": 1e-3, "weight_decay": 0.1},
+}
+GROUPS = [{"match": "^cls", "frozen": True}, {"match": "^head", "lr_factor": 2.0, "weight_decay": 0.01}]
+RIGHT: dict[str, dict[str, Any]] = {
+    **{name: content(1 + at % 3, optimizer=optimizer) for at, (name, optimizer) in enumerate(OPTIMIZERS.items())},
+    "groups": content(
+        2,
+        model={"depth": 2, "dropout": 0.2},
+        optimizer={"lr": 3e-3, "weight_decay": 0.1, "decay_exclude": "bias", "layer_decay": 0.8, "groups": GROUPS},
+        parallelism={"zero_stage": 2, "activation_checkpointing": 2},
+        ema={"decay": 0.9},
+        schedule={"duration": {"steps": STEPS}, "warmup": {"steps": 1}, "weight_decay": {"to": 0.3}},
+    ),
+    "offload": content(2, parallelism={"zero_stage": 2, "offload": "optimizer"}),
+    "reduced-in-bf16": content(2, parallelism={"zero_stage": 2, "reduce_dtype": "bf16"}),
+    "fp32": content(0, precision="fp32"),
+}
+
+
+def job(name: str, blocks: dict[str, Any], fault: Any = None) -> dict[str, Any]:
+    return {"name": name, "stops": [None], "blocks": [blocks], "faults": [fault] if fault is not None else []}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Every training on two ranks that the tests below look at."""
+    root = tmp_path_factory.mktemp("audit")
+    make_data(root)
+    wanted = [(params["fault"], params["stage"]) for params in asked(request) if "fault" in params]
+    jobs = []
+    for fault, stage in wanted:
+        whole = {"batch": {"global": 16, "micro_max": 8}} if stage == 1 and fault not in OF_SEVERAL else {}
+        jobs.append(job(f"{fault}-{stage}", content(stage, **whole), getattr(faults, fault)))
+    jobs += [job(f"right-{name}", blocks) for name, blocks in RIGHT.items()]
+    jobs.append(job("right-used-twice", content(2), faults.used_twice))
+    jobs.append(job("warned", content(2, check={"audit_every": EVERY, "audit": "warn"}), faults.skipped_bucket))
+    jobs += [job(f"audited-{stage}", content(stage)) for stage in STAGES]
+    jobs += [job(f"unaudited-{stage}", content(stage, check={"audit_every": None})) for stage in STAGES]
+    launch(root, jobs, 2)
+    return root
+
+
+@pytest.mark.parametrize(("fault", "stage"), CASES)
+def test_a_fault_is_found_by_the_first_audit(root, fault, stage):
+    error = error_of(root, f"{fault}-{stage}")
+    assert error["kind"] == "AuditError" and error["code"] == 75
+    assert f"step {FROM}: " in error["message"] and FAULTS[fault][1] in error["message"], error["message"]
+    assert len(metrics(root, f"{fault}-{stage}")) == FROM - 1  # the steps before, audited as well, are right
+
+
+def test_the_rank_is_named_whose_part_came_twice(root):
+    assert "as with twice the part of rank 1" in error_of(root, "doubled_bucket-3")["message"]
+
+
+@pytest.mark.parametrize("name", [*RIGHT, "used-twice"])
+def test_a_right_update_is_not_doubted(root, name):
+    assert len(metrics(root, f"right-{name}")) == STEPS
+
+
+def test_a_recipe_may_want_it_said_only(root):
+    assert len(metrics(root, "warned")) == STEPS
+    said = [line for line in printed(root, "warned").splitlines() if "gradient of rank" in line]
+    assert len(said) == 1 and all("WARNING" in line for line in said)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_audit_changes_no_bit(root, stage):
+    for key in ("loss", "grad_norm", "batch_digest"):
+        assert column(root, f"audited-{stage}", key) == column(root, f"unaudited-{stage}", key)
+    assert files(root, f"audited-{stage}") == files(root, f"unaudited-{stage}")
+
+
+def files(root: Path, name: str) -> dict[str, str]:
+    """SHA-256 of what each rank has written."""
+    written = sorted((root / "runs" / name / "checkpoints").rglob("*.safetensors"))
+    assert len(written) == 2
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in written}
+
+
+WORLDS = (1, 2, 4)
+MANY = 85  # steps of each stage, world and precision: 2,040 in all
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
+def test_thousands_of_right_updates_are_not_doubted(tmp_path, world):
+    """Every step is audited, with four, two and one micro-batches; an alarm would end the run."""
+    make_data(tmp_path)
+    runs = {
+        f"{precision}-{stage}": content(
+            stage,
+            precision=precision,
+            model={"depth": 1},
+            batch={"global": 8, "micro_max": 2},
+            schedule={"duration": {"steps": MANY}, "warmup": {"steps": 5}},
+            logging={"every": 1, "trackers": []},
+            check={"audit_every": 1},
+        )
+        for precision in ("bf16", "fp32")
+        for stage in STAGES
+    }
+    launch(tmp_path, [job(name, blocks) for name, blocks in runs.items()], world)
+    for name in runs:
+        assert len(metrics(tmp_path, name)) == MANY, error_of(tmp_path, name)
