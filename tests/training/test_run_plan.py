@@ -38,7 +38,7 @@ def test_what_is_due_is_a_function_of_the_step(root):
             evaluation={"every": {"steps": 4}, "validation": "test"},
             checkpoint={"every": {"steps": 3}},
             logging={"every": 5},
-            check={"replicas_every": 6, "recompute_every": None},
+            check={"audit_every": 5, "replicas_every": 6, "recompute_every": None},
         ),
         rank=0,
         world_size=1,
@@ -47,6 +47,7 @@ def test_what_is_due_is_a_function_of_the_step(root):
     assert {name: [step for step in due if getattr(due[step], name)] for name in due[1]._fields} == {
         "inspect": [],
         "log": [5, 10],
+        "audit": [5, 10],
         "compare_replicas": [6, 12],
         "compare_computation": [],
         "save": [3, 6, 9, 10, 12],
