@@ -1,0 +1,78 @@
+"""Random projections and the optimizers' formulas, each against something else that knows them."""
+
+import pytest
+import torch
+
+from vitscale.recipe import SGD, AdamW
+from vitscale.training.projections import key_of, mixed, project, sample
+from vitscale.training.update_rules import Settings, expected
+
+CPU = torch.device("cpu")
+
+
+def test_places_are_mixed_as_by_splitmix64():
+    """The first numbers of the generator's published implementation, for the seed 1234567."""
+    known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert [int(x) % 2**64 for x in mixed(1, 5, 1234567, CPU)] == known
+
+
+@pytest.mark.parametrize("lengths", [[200_000], [1, 70_000, 0, 129_999], [65_536, 65_536, 68_928]])
+def test_pieces_have_the_projections_of_their_places(lengths):
+    values, key = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(1)), key_of("a", 1)
+    found = project(values, 0, key, torch.tensor(lengths))
+    signs = torch.where(mixed(0, len(values), key, CPU) < 0, -1.0, 1.0).double()
+    parts = (values.double() * signs).split(lengths)
+    torch.testing.assert_close(found[:, 0], torch.stack([part.sum() for part in parts]))
+    torch.testing.assert_close(found[:, 1], torch.stack([part.square().sum() for part in parts]))
+    start = 0
+    for row, part in zip(found, values.split(lengths), strict=True):
+        torch.testing.assert_close(project(part, start, key, torch.tensor([len(part)]))[0], row)
+        start += len(part)
+
+
+def test_a_difference_shows_in_proportion_to_its_norm():
+    """Over many keys the projections of one vector have its norm as their root mean square."""
+    values = torch.randn(300, generator=torch.Generator().manual_seed(2))
+    dots = torch.stack([project(values, 0, key_of(each), torch.tensor([300]))[0, 0] for each in range(2000)])
+    assert float(dots.square().mean().sqrt() / values.norm()) == pytest.approx(1, abs=0.06)
+    assert float(dots.mean() / values.norm()) == pytest.approx(0, abs=0.09)
+
+
+def test_a_sample_is_of_the_piece():
+    assert sample(5, 64, 1).tolist() == [0, 1, 2, 3, 4]
+    places = sample(1000, 64, key_of("b"))
+    assert len(places) == 64 and int(places.min()) >= 0 and int(places.max()) < 1000 and len(set(places.tolist())) > 50
+
+
+OPTIMIZERS = {
+    "adamw": (AdamW(lr=1.0), lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1)),
+    "sgd": (SGD(name="sgd", lr=1.0), lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_formulas_are_those_of_torch(name):
+    settings, make = OPTIMIZERS[name]
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.randn(50, generator=generator)
+    optimizer = make([weights])
+
+    def state() -> dict[str, torch.Tensor]:
+        kept = {kind: value for kind, value in optimizer.state[weights].items() if kind != "step"}
+        return {kind: value.double().clone() for kind, value in ({"master": weights} | kept).items()}
+
+    for update in range(1, 6):
+        weights.grad = torch.randn(50, generator=generator)
+        before = state()
+        optimizer.step()
+        after = state()
+        if update == 1:
+            continue  # torch has no state before
+        how = Settings(settings, (50,), update, 0.01, 0.1, settings.first_momentum)
+        found = expected(how, before, weights.grad.double(), after)
+        assert found.keys() == after.keys()
+        assert all(bool(((after[kind] - value).abs() <= off).all()) for kind, (value, off) in found.items())
+        # Each of these is noticed.
+        for change in ({"rate": 0.0101}, {"decay": 0.11}, {"momentum": 0.91}, {"rate": 0.0}):
+            other = expected(Settings(**(vars(how) | change)), before, weights.grad.double(), after)
+            assert any(bool(((after[kind] - value).abs() > off).any()) for kind, (value, off) in other.items()), change
