@@ -299,3 +299,19 @@ def old_weights(trainer: Any) -> Iterator[None]:
 
     with replaced(optimizer, "step", keep):
         yield
+
+
+@contextmanager
+def old_parts_gathered(trainer: Any) -> Iterator[None]:
+    """What one rank gathers on the way forward is not what the others have: one block's weights of ZeRO 3."""
+    block = trainer.learner.objective.backbone.blocks[1].mlp.fc1
+
+    def age(module: Any, _inputs: Any) -> None:
+        if is_on(trainer) and trainer.world.rank == 1:
+            module.weight.data.mul_(0.99)
+
+    hook = block.register_forward_pre_hook(age)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,6 +1,7 @@
 """Audits on real DeepSpeed ranks: twelve faults are found and named, what is right is not doubted, no bit changes."""
 
 import hashlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import engine_faults as faults
 import pytest
 from engine_faults import FROM
 from outcomes import column, error_of, metrics, printed
+from rank_faults import poison
 from ranks import asked, launch, make_data
 
 STEPS = 4
@@ -48,6 +50,7 @@ FAULTS: dict[str, tuple[tuple[int, ...], str]] = {
     "use_lost": ((2, 1), "gradient of rank"),
     "wrong_norm": ((1, 2, 3), "norm of rank"),
     "old_weights": ((3, 0, 1, 2), "weights of rank 1"),
+    "old_parts_gathered": ((3,), "weights of rank 1 blocks.1.mlp.fc1.weight"),
     "moment_left_out": ((2, 0, 1, 3), "checkpoint of rank"),
 }
 # Stage 1 has one optimizer for one micro-batch, and another for several, into which these faults go.
@@ -99,6 +102,8 @@ def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
         jobs.append(job(f"{fault}-{stage}", content(stage, **whole), getattr(faults, fault)))
     jobs += [job(f"right-{name}", blocks) for name, blocks in RIGHT.items()]
     jobs.append(job("right-used-twice", content(2), faults.used_twice))
+    skipping = content(2, check={"audit_every": 1}, anomalies={"non_finite": "skip"})
+    jobs.append(job("right-with-a-batch-left-out", skipping, partial(poison, positions={1: "nan"})))
     jobs.append(job("warned", content(2, check={"audit_every": EVERY, "audit": "warn"}), faults.skipped_bucket))
     jobs += [job(f"audited-{stage}", content(stage)) for stage in STAGES]
     jobs += [job(f"unaudited-{stage}", content(stage, check={"audit_every": None})) for stage in STAGES]
@@ -118,7 +123,7 @@ def test_the_rank_is_named_whose_part_came_twice(root):
     assert "as with twice the part of rank 1" in error_of(root, "doubled_bucket-3")["message"]
 
 
-@pytest.mark.parametrize("name", [*RIGHT, "used-twice"])
+@pytest.mark.parametrize("name", [*RIGHT, "used-twice", "with-a-batch-left-out"])
 def test_a_right_update_is_not_doubted(root, name):
     assert len(metrics(root, f"right-{name}")) == STEPS
 

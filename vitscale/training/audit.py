@@ -10,7 +10,7 @@ Such a step is watched from outside of DeepSpeed, and nothing of it is changed:
 - **Updates.** Some elements of every fragment follow from their state before by the optimizer's formula
   (update_rules.py). The state after is taken from what a checkpoint would hold.
 - **Weights.** What each rank computes with is, bit by bit, what its owner's fp32 weights are rounded to: before the
-  step and after it, and under ZeRO 3 in the backward pass too, where a rank has gathered whole parameters.
+  step and after it, and under ZeRO 3 whatever is gathered in the forward and backward pass.
 
 How far two numbers may differ follows from their formats. With random signs an error e of a vector becomes one of about
 |e|, and larger than 8 |e| with a probability of less than 3e-14 (Hoeffding), so |e| has only to be bounded.
@@ -113,12 +113,16 @@ class Audit:
         self._applied: dict[Piece, tuple[float, float]] = {}
         self._sampled: dict[Piece, _Sampled] = {}
         self._seed = 0.0
-        self._seen: set[str] = set()
+        self._seen: set[tuple[str, str]] = set()
         self._owners_checksums = self._compare_weights("before the step")
         optimizer = fragments.base_optimizer(engine)
         self._hooks: list[Any] = [optimizer.register_step_pre_hook(self._before_update)]
         for name, parameter in self._trained.items():
             self._hooks.append(parameter.register_hook(partial(self._take_gradient, name, parameter)))
+        if recipe.parallelism.zero_stage == 3:
+            self._names = {parameter: name for name, parameter in self._trained.items()}
+            for module in engine.module.modules():  # behind DeepSpeed's own hook, which gathers
+                self._hooks.append(module.register_forward_pre_hook(self._look_at_gathered))
 
     def _lay_out(self) -> None:
         """See which rank has which part of each parameter."""
@@ -155,14 +159,26 @@ class Audit:
     def _take_gradient(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Called by autograd with a part of this rank's gradient, mostly the whole of a micro-batch."""
         first, lengths = self._rows[name]
-        if self._seed > 0 and sum(lengths) == gradient.numel():
+        if self._seed > 0 and int(lengths.sum()) == gradient.numel():
             found = project(gradient.detach().reshape(-1), 0, self._key(name), lengths)
             self._local[first : first + len(lengths)] += found / found.new_tensor([self._seed, self._seed**2])
-        if hasattr(parameter, "ds_tensor") and name not in self._seen and parameter.numel() == parameter.ds_numel:
-            self._seen.add(name)
-            own = checksum(parameter)
-            if own != self._of_owners(name):
-                self._find("weights", "it is computed with others than its owners have", name, length=gradient.numel())
+        if hasattr(parameter, "ds_tensor"):
+            self._compare_gathered(name, parameter, "backward")
+
+    def _look_at_gathered(self, module: nn.Module, _inputs: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter in self._names:
+                self._compare_gathered(self._names[parameter], parameter, "forward")
+
+    def _compare_gathered(self, name: str, parameter: Any, way: str) -> None:
+        """Under ZeRO 3: compare a parameter that is whole for the moment to its owners' parts, once on each way."""
+        if (name, way) in self._seen or parameter.numel() != parameter.ds_numel:
+            return
+        self._seen.add((name, way))
+        first, lengths = self._rows[name]
+        if checksum(parameter) != sum(self._owners_checksums[first : first + len(lengths)]) % 2**64:
+            what = f"it is gathered with other values than its owners have, on the way {way}"
+            self._find("weights", what, name, length=parameter.numel())
 
     def _key(self, name: str) -> int:
         return key_of(self._recipe.seed, self._rates.updates, name)
@@ -244,7 +260,7 @@ class Audit:
         saved: dict[tuple[str, int], dict[str, Tensor]] = {}
         for fragment in self._to_save():
             saved.setdefault((fragment.name, fragment.start), {}).update(fragment.tensors)
-        shares = torch.zeros(len(self._places), device=self._world.device, dtype=torch.float64)
+        shares = torch.zeros(len(self._places), dtype=torch.float64)
         for piece in self._pieces:
             now = self._state(piece)
             held = saved.get((piece.name, piece.start), {})
@@ -255,7 +271,7 @@ class Audit:
                 self._check_rule(piece, self._sampled[piece], now)
             else:
                 self._find("update", "the optimizer was not asked to update it", piece=piece)
-        for place, share in zip(self._places, reduce_sum(shares).tolist(), strict=True):
+        for place, share in zip(self._places, reduce_sum(shares.to(self._world.device)).tolist(), strict=True):
             if self._world.is_main and not math.isclose(share, 1):
                 what = f"{share:.0%} of its state is among what the ranks would save"
                 self._find("checkpoint", what, place.name, start=place.start, length=place.length)
@@ -300,11 +316,6 @@ class Audit:
             return None
         share: Tensor = parameter.ds_tensor.detach()[: place.length]
         return share
-
-    def _of_owners(self, name: str) -> int:
-        """The checksum of a whole parameter, before the step."""
-        first, lengths = self._rows[name]
-        return sum(self._owners_checksums[first : first + len(lengths)]) % 2**64
 
     # ---- Words -------------------------------------------------------------------------------------------------------
 
