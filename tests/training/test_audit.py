@@ -20,7 +20,8 @@ def test_places_are_mixed_as_by_splitmix64():
 def test_pieces_have_the_projections_of_their_places(lengths):
     values, key = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(1)), key_of("a", 1)
     found = project(values, 0, key, torch.tensor(lengths))
-    signs = torch.where(mixed(0, len(values), key, CPU) < 0, -1.0, 1.0).double()
+    words = [int(word) % 2**64 for word in mixed(0, len(values) // 64 + 1, key, CPU)]
+    signs = torch.tensor([2.0 * (word >> bit & 1) - 1 for word in words for bit in range(64)][: len(values)]).double()
     parts = (values.double() * signs).split(lengths)
     torch.testing.assert_close(found[:, 0], torch.stack([part.sum() for part in parts]))
     torch.testing.assert_close(found[:, 1], torch.stack([part.square().sum() for part in parts]))

@@ -129,7 +129,9 @@ class Audit:
         mine = [(piece.name, piece.start, piece.length) for piece in self._pieces]
         by_rank = [mine] if self._is_replicated else gather(mine)
         order = {name: index for index, name in enumerate(self._trained)}
-        self._places = [_Place(*each, rank) for rank, pieces in enumerate(by_rank) for each in pieces]
+        self._places = [
+            _Place(name, start, length, rank) for rank, pieces in enumerate(by_rank) for name, start, length in pieces
+        ]
         self._places.sort(key=lambda place: (order[place.name], place.start))
         self._index = {(place.name, place.start): index for index, place in enumerate(self._places)}
         rows = {name: list(own) for name, own in groupby(enumerate(self._places), key=lambda each: each[1].name)}
@@ -226,7 +228,7 @@ class Audit:
             clipping = min(1.0, self._recipe.optimizer.clip_norm / (gradient_norm + 1e-6))
         self._check_norm(gradient_norm, applied, clipping)
         self._check_gradients(totals.tolist(), clipping)
-        self._check_updates()
+        self._check_updates(totals[:, 1].tolist())
         self._compare_weights("after the step")
         found = [finding for of_rank in gather(self._findings) for finding in of_rank]
         return self._explained(found, samples) if found else []
@@ -255,8 +257,12 @@ class Audit:
                 )
                 self._find("gradient", what, piece=piece, missing=(expected - dot, off))
 
-    def _check_updates(self) -> None:
-        """See that masters and moments follow from those before, and are what a checkpoint would hold."""
+    def _check_updates(self, squares: Sequence[float]) -> None:
+        """See that masters and moments follow from those before, and are what a checkpoint would hold.
+
+        Args:
+            squares: of the gradients that the ranks computed, by fragment.
+        """
         saved: dict[tuple[str, int], dict[str, Tensor]] = {}
         for fragment in self._to_save():
             saved.setdefault((fragment.name, fragment.start), {}).update(fragment.tensors)
@@ -269,7 +275,7 @@ class Audit:
             now |= {kind: held[kind] for kind in kinds}
             if piece in self._sampled:
                 self._check_rule(piece, self._sampled[piece], now)
-            else:
+            elif squares[self._index[piece.name, piece.start]]:  # torch's optimizers leave out what has no gradient
                 self._find("update", "the optimizer was not asked to update it", piece=piece)
         for place, share in zip(self._places, reduce_sum(shares.to(self._world.device)).tolist(), strict=True):
             if self._world.is_main and not math.isclose(share, 1):

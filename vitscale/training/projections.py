@@ -10,6 +10,7 @@ import xxhash
 from torch import Tensor
 
 _AT_ONCE, _AT_ONCE_IN_CACHE = 1 << 22, 1 << 16  # elements, of which there are a few copies of 8 bytes; on CPUs
+_BITS = 64
 # Odd factors of the mixer SplitMix64 (Steele et al. 2014), as signed numbers.
 _GOLDEN, _MIX_1, _MIX_2 = (number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
@@ -27,6 +28,14 @@ def mixed(start: int, stop: int, key: int, device: torch.device) -> Tensor:
     return x.bitwise_xor_((x >> 31).bitwise_and_((1 << 33) - 1))
 
 
+def signs(start: int, stop: int, key: int, device: torch.device) -> Tensor:
+    """Random signs, float64 (stop - start,), of elements of a parameter: each word of `mixed` gives those of 64."""
+    first = start // _BITS
+    words = mixed(first, -(-stop // _BITS), key, device)
+    bits = (words[:, None] >> torch.arange(_BITS, device=device)).bitwise_and_(1).view(-1)
+    return bits[start - first * _BITS : stop - first * _BITS].double().mul_(2).sub_(1)
+
+
 def project(values: Tensor, start: int, key: int, lengths: Tensor) -> Tensor:
     """Dot products with random signs, and sums of squares, of consecutive pieces of a parameter; float64 (pieces, 2).
 
@@ -39,11 +48,11 @@ def project(values: Tensor, start: int, key: int, lengths: Tensor) -> Tensor:
     begins = ends - lengths
     at_once = _AT_ONCE_IN_CACHE if values.device.type == "cpu" else _AT_ONCE
     for low in range(0, values.numel(), at_once):
-        part = values[low : low + at_once].double()
+        part = values[low : low + at_once].to(torch.float64, copy=True)
         high = low + part.numel()
         here = (ends.clamp(max=high) - begins.clamp(min=low)).clamp_(min=0).to(values.device)
-        signs = (mixed(start + low, start + high, key, values.device) >> 63).mul_(2).add_(1)  # of the highest bit
-        for column, products in enumerate((part * signs, part.square())):
+        signed = signs(start + low, start + high, key, values.device).mul_(part)
+        for column, products in enumerate((signed, part.square_())):
             result[:, column] += torch.segment_reduce(products, "sum", lengths=here, unsafe=True)
     return result
 
