@@ -114,13 +114,15 @@ class Audit:
         self._sampled: dict[Piece, _Sampled] = {}
         self._seed = 0.0
         self._seen: set[tuple[str, str]] = set()
+        self._names: dict[nn.Parameter, str] = {}  # of ZeRO 3, where they are gathered as they are
+        if recipe.parallelism.zero_stage == 3 and not _zero(recipe).get("zero_quantized_weights"):
+            self._names = {parameter: name for name, parameter in self._trained.items()}
         self._owners_checksums = self._compare_weights("before the step")
         optimizer = fragments.base_optimizer(engine)
         self._hooks: list[Any] = [optimizer.register_step_pre_hook(self._before_update)]
         for name, parameter in self._trained.items():
             self._hooks.append(parameter.register_hook(partial(self._take_gradient, name, parameter)))
-        if recipe.parallelism.zero_stage == 3:
-            self._names = {parameter: name for name, parameter in self._trained.items()}
+        if self._names:
             for module in engine.module.modules():  # behind DeepSpeed's own hook, which gathers
                 self._hooks.append(module.register_forward_pre_hook(self._look_at_gathered))
 
@@ -164,7 +166,7 @@ class Audit:
         if self._seed > 0 and int(lengths.sum()) == gradient.numel():
             found = project(gradient.detach().reshape(-1), 0, self._key(name), lengths)
             self._local[first : first + len(lengths)] += found / found.new_tensor([self._seed, self._seed**2])
-        if hasattr(parameter, "ds_tensor"):
+        if self._names:
             self._compare_gathered(name, parameter, "backward")
 
     def _look_at_gathered(self, module: nn.Module, _inputs: Any) -> None:
@@ -240,11 +242,9 @@ class Audit:
 
     def _check_gradients(self, totals: Sequence[Sequence[float]], clipping: float) -> None:
         """See that what is applied is the mean of all ranks' gradients."""
-        recipe = self._recipe
-        is_summed_in_bf16 = recipe.precision != "fp32" and recipe.parallelism.reduce_dtype == "bf16"
-        additions = math.sqrt(self._world.size)  # roundings of a sum over ranks, which are independent
-        once = 0.0 if recipe.precision == "fp32" else _BF16 * (2 + (additions if is_summed_in_bf16 else 0))
-        once += _FP32 * (8 + additions)
+        once = _roundings(self._recipe, self._world.size)
+        if math.isinf(once):
+            return
         for piece in self._pieces:
             if piece not in self._applied:
                 continue  # is told of as an update
@@ -315,7 +315,7 @@ class Audit:
     def _weights_at(self, place: _Place) -> Tensor | None:
         """A fragment of what this rank computes with, 1-D; under ZeRO 3 None where it has to ask another for it."""
         parameter: Any = self._trained[place.name]
-        if not hasattr(parameter, "ds_tensor") or parameter.numel() == parameter.ds_numel:
+        if not hasattr(parameter, "ds_tensor") or (self._names and parameter.numel() == parameter.ds_numel):
             whole: Tensor = parameter.detach().reshape(-1)
             return whole[place.start : place.start + place.length]
         if place.rank != self._world.rank:
@@ -356,6 +356,25 @@ def _cause(missing: Sequence[tuple[float, float]], parts: Sequence[Sequence[floa
         if all(abs(each - amount) <= off for (each, off), amount in zip(missing, amounts, strict=True))
     ]
     return fitting[0] if missing and len(fitting) == 1 else None
+
+
+def _roundings(recipe: Recipe, ranks: int) -> float:
+    """By how much a gradient may be off after autograd, relative to its norm; infinite where it is quantised."""
+    added = recipe.deepspeed
+    if _zero(recipe).get("zero_quantized_gradients"):
+        return math.inf
+    is_added = any(key in added for key in ("torch_autocast", "communication_data_type", "data_types"))
+    sums = math.sqrt(ranks)  # roundings of a sum over ranks, which are independent
+    off = _FP32 * (8 + sums)
+    if recipe.precision != "fp32" or is_added:
+        off += _BF16 * (2 + (sums if recipe.parallelism.reduce_dtype == "bf16" or is_added else 0))
+    return off
+
+
+def _zero(recipe: Recipe) -> dict[str, Any]:
+    """What the recipe adds to DeepSpeed's settings of ZeRO."""
+    added: dict[str, Any] = recipe.deepspeed.get("zero_optimization", {})
+    return added
 
 
 def _signed(number: int) -> int:
