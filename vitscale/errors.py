@@ -59,6 +59,12 @@ class NonFiniteError(VitscaleError):
     exit_code = 4
 
 
+class ProofError(VitscaleError):
+    """Updates that are not those which the same batches make in plain torch."""
+
+    exit_code = 4
+
+
 class PeerLostError(VitscaleError):
     """Another rank ended or fell silent; repeating the command continues from the last checkpoint."""
 

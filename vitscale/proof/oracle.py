@@ -1,0 +1,205 @@
+"""What an update has to be, in plain torch: one process, whole tensors, no DeepSpeed, nothing of `vitscale.training`.
+
+It is short so that it can be read and believed. With training it shares the model, the objective with what that draws
+for a batch, and the operations on pixels. All else is written here once more: the mean over the global batch, clipping,
+groups, optimizers and averages. The forward and backward pass are in fp32, on the weights and pixels that the engine
+computes with (rounded to bf16 where it does); an update and its moments are in double precision.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitscale.data import Batch, TrainingInput
+from vitscale.objectives import build_objective
+from vitscale.proof.rounding import ways
+from vitscale.recipe import Recipe, validate_recipe
+
+_NEWTON_SCHULZ = (  # Muon's, of x -> a x + b x^3 + c x^5
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
+
+Rates = tuple[int, float, float | None, float | None]
+"""Updates done before, learning rate, and where a schedule changes them the factor of the weight decay, and momentum."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of one global batch.
+
+    Attributes:
+        values: of each parameter that is trained, clipped, in double precision and host memory.
+        sizes: of each, the root of the sum of the squares of what micro-batches add to it. Rounding errors are in
+            proportion to that, also where the micro-batches cancel.
+        norm: of all together, before clipping.
+        clipping: what they were multiplied by.
+        ways: of each, the operations on the longest way from the loss to the parameter.
+    """
+
+    values: dict[str, Tensor]
+    sizes: dict[str, float]
+    norm: float
+    clipping: float
+    ways: dict[str, int]
+
+
+class Oracle:
+    """The updates of a recipe, for so many classes. `dtype` is what the engine computes in, `device` where this does."""
+
+    def __init__(self, recipe: Recipe, num_classes: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.recipe, self._dtype, self._device = recipe, dtype, device
+        content = recipe.dump() | {"precision": "fp32", "parallelism": {}, "deepspeed": {}}
+        with torch.device("meta"):
+            module = build_objective(validate_recipe(content, "the oracle's recipe"), num_classes)
+        self._module = module.float().to_empty(device=device).train()
+        self._weights = dict(self._module.named_weights())
+        self._to_input = TrainingInput(recipe)
+
+    def rounded(self, master: Tensor) -> Tensor:
+        """The weights that a forward pass computes with."""
+        return master.to(self._dtype)
+
+    def group(self, name: str) -> tuple[float, float] | None:
+        """(Factor of the learning rate, weight decay) of a parameter; None for a frozen one."""
+        settings, factor = self.recipe.optimizer, 1.0
+        excluded = settings.decay_exclude is not None and re.search(settings.decay_exclude, name)
+        decay = 0.0 if excluded else settings.weight_decay
+        if settings.layer_decay is not None:
+            factor = settings.layer_decay ** self.recipe.model.layers_above(name)
+        for group in settings.groups:
+            if re.search(group.match, name):
+                if group.frozen:
+                    return None
+                return factor * group.lr_factor, decay if group.weight_decay is None else group.weight_decay
+        return factor, decay
+
+    # ---- Gradients ---------------------------------------------------------------------------------------------------
+
+    def gradients(self, masters: Mapping[str, Tensor], batch: Batch, rows: int) -> Gradients:
+        """Those of a global batch, so many rows at a time.
+
+        Args:
+            masters: of all parameters, fp32, in any shape.
+        """
+        with torch.no_grad():
+            for name, weight in self._weights.items():
+                weight.copy_(self.rounded(masters[name]).view(weight.shape))
+        trained = {name: weight for name, weight in self._weights.items() if self.group(name) is not None}
+        plan = self._module.plan(batch.keys.numpy(), batch.step)
+        images = self._to_input(batch.images, batch.keys, self._device, self._dtype).float()
+        sums = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in trained.items()}
+        squares, found_ways = dict.fromkeys(trained, 0.0), dict.fromkeys(trained, 0)
+        for start in range(0, len(batch.labels), rows):
+            part = slice(start, start + rows)
+            labels, mask, *planned = (each[part].to(self._device) for each in (batch.labels, batch.mask, *plan))
+            losses = self._module(images[part], labels, tuple(planned)).per_sample
+            loss = torch.where(mask, losses, 0.0).sum() / int(batch.mask.sum())
+            if start == 0:
+                found_ways = ways(loss, trained)
+            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            for name, gradient in zip(trained, found, strict=True):
+                if gradient is not None:
+                    sums[name] += gradient
+                    squares[name] += float(gradient.double().square().sum())
+        norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in sums.values()))
+        limit = self.recipe.optimizer.clip_norm
+        clipping = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))  # as torch clips
+        values = {name: (gradient * clipping).cpu() for name, gradient in sums.items()}
+        sizes = {name: clipping * math.sqrt(square) for name, square in squares.items()}
+        return Gradients(values, sizes, norm, clipping, found_ways)
+
+    # ---- Updates -----------------------------------------------------------------------------------------------------
+
+    def update(
+        self, name: str, weight: Tensor, kept: Mapping[str, Tensor], gradient: Tensor, rates: Rates
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """A parameter and what is kept of it, after an update with this gradient; all in double precision."""
+        settings: Any = self.recipe.optimizer
+        group = self.group(name)
+        if group is None:
+            return weight, {}
+        done, rate, decay_factor, scheduled = rates
+        rate, decay = rate * group[0], group[1] * (1.0 if decay_factor is None else decay_factor)
+        momentum, updates = settings.first_momentum if scheduled is None else scheduled, done + 1
+        match settings.name:
+            case "sgd":
+                step = gradient + decay * weight
+                if not kept:
+                    return weight - rate * step, {}
+                step = momentum * kept["momentum_buffer"] + step
+                return weight - rate * step, {"momentum_buffer": step}
+            case "adafactor":
+                step, kept = _adafactor(kept, gradient, momentum, settings.beta2_cap, updates)
+            case "muon" if "momentum_buffer" in kept:
+                mean = momentum * kept["momentum_buffer"] + (1 - momentum) * gradient
+                rows = mean.flatten(1)
+                step = 0.2 * math.sqrt(max(rows.shape)) * _orthogonal(rows, settings.eps).view(mean.shape)
+                kept = {"momentum_buffer": mean}
+            case _:
+                betas = (settings.betas[0] if settings.name == "muon" else momentum, settings.betas[1])
+                step, kept = _adam(kept, gradient, betas, settings.eps, updates)
+        if settings.name == "lamb":
+            if decay:
+                step = step + decay * weight
+                norms = float(weight.norm()), float(step.norm())
+                step = step * (norms[0] / norms[1] if min(norms) > 0 else 1.0)
+            return weight - rate * step, kept
+        return weight * (1 - rate * decay) - rate * step, kept
+
+    def average(self, old: Tensor, weight: Tensor, updates: int) -> Tensor:
+        """The moving average of a parameter after so many updates."""
+        settings = self.recipe.ema
+        assert settings is not None
+        part = min(settings.decay, (1 + updates) / (10 + updates)) if settings.warmup else settings.decay
+        return part * old + (1 - part) * weight
+
+
+def _adam(
+    kept: Mapping[str, Tensor], gradient: Tensor, betas: tuple[float, float], eps: float, updates: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Kingma and Ba, 2015: the direction, and both means."""
+    mean = betas[0] * kept["exp_avg"] + (1 - betas[0]) * gradient
+    square = betas[1] * kept["exp_avg_sq"] + (1 - betas[1]) * gradient**2
+    root = (square / (1 - betas[1] ** updates)).sqrt() + eps
+    return mean / (1 - betas[0] ** updates) / root, {"exp_avg": mean, "exp_avg_sq": square}
+
+
+def _adafactor(
+    kept: Mapping[str, Tensor], gradient: Tensor, momentum: float, cap: float, updates: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Zhai et al., 2022, section 3.5: the direction, its mean in bf16, and the squares by rows and columns."""
+    new, square = 1 - min(cap, 1 - updates**-0.8), gradient**2 + 1e-30
+    kinds = [kind for kind in kept if kind != "exp_avg"]
+    means = {kind: (1 - new) * kept[kind] + new * _mean_like(square, kept[kind]) for kind in kinds}
+    if "exp_avg_sq" in means:
+        step = gradient / means["exp_avg_sq"].sqrt()
+    else:
+        rows, columns = means["exp_avg_sq_r"], means["exp_avg_sq_c"]
+        step = gradient / (rows / _mean_like(rows, columns)).sqrt() / columns.sqrt()
+    step = kept["exp_avg"].lerp(step.bfloat16().double(), 1 - momentum).bfloat16().double()
+    return step, means | {"exp_avg": step}
+
+
+def _mean_like(values: Tensor, shaped: Tensor) -> Tensor:
+    """The mean over those sides that have one element in `shaped`."""
+    sides = [side for side in range(values.ndim) if shaped.shape[side] == 1 and values.shape[side] > 1]
+    return values.mean(dim=sides, keepdim=True) if sides else values
+
+
+def _orthogonal(matrix: Tensor, eps: float) -> Tensor:
+    """Jordan et al., 2024."""
+    x = matrix / max(float(matrix.norm()), eps)
+    for a, b, c in _NEWTON_SCHULZ:
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    return x

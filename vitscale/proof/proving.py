@@ -1,0 +1,71 @@
+"""Starts the ranks of a proof in a folder of their own, and reads what they have found."""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vitscale.errors import VitscaleError
+from vitscale.launch import RankCommand, Supervisor, fitting
+from vitscale.launch.ends import EXIT_PREEMPTED, cause
+from vitscale.machine import count_devices, free_port
+from vitscale.proof.small_form import small_form
+from vitscale.recipe import Recipe, load_recipe
+from vitscale.runs.names import RECIPE_FILE
+from vitscale.shards.generated import write_generated_dataset
+
+PROOF_FILE = "proof.json"
+_MOST_ON_CPUS = 2
+_SAMPLES = 96
+
+
+def prove_recipe(name: str, settings: Sequence[str] = (), ranks: int | None = None) -> dict[str, Any]:
+    """What ten updates of a recipe's small form were found to be; see `vitscale.proof.rank`.
+
+    Args:
+        name, settings: as of `load_recipe`.
+        ranks: on this machine; by default a rank a CUDA device, or two on CPUs, as far as they divide the batch.
+
+    Raises `RecipeError` for what cannot be proved so, and whatever a rank ends with.
+    """
+    recipe = load_recipe(name, settings)
+    ranks = ranks or _ranks(recipe)
+    with tempfile.TemporaryDirectory(prefix="vitscale-prove-") as temporary:
+        folder = Path(temporary)
+        small = small_form(recipe, folder, ranks)
+        write_generated_dataset(folder / small.data.train, [max(_SAMPLES, small.batch.global_size)])
+        (folder / RECIPE_FILE).write_text(yaml.safe_dump(small.dump(), sort_keys=False))
+        _launch(folder, ranks)
+        found: dict[str, Any] = json.loads((folder / PROOF_FILE).read_text())
+    micro, accumulation = recipe.split(ranks)
+    return {"recipe": name, **found, "recipe_micro_batch": micro, "recipe_accumulation": accumulation}
+
+
+def _ranks(recipe: Recipe) -> int:
+    room = count_devices() or min(_MOST_ON_CPUS, len(os.sched_getaffinity(0)))
+    return fitting([room], recipe.batch.global_size)[0]
+
+
+def _launch(folder: Path, ranks: int) -> None:
+    shared = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
+    command = [sys.executable, "-m", "vitscale.proof.rank", str(folder)]
+    commands = [
+        RankCommand(rank, command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)
+    ]
+    with Supervisor() as supervisor:
+        ends = supervisor.run(commands)
+    end = cause(ends)
+    if end is not None or supervisor.told is not None:
+        error = VitscaleError("nothing was proved" + ("" if end is None else f": {end.describe().strip()}"))
+        error.exit_code = EXIT_PREEMPTED if end is None else end.code
+        raise error

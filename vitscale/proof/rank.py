@@ -1,0 +1,168 @@
+"""The program of every rank of a proof: the recipe's own learner, ten updates, each compared on rank 0.
+
+    python -m vitscale.proof.rank FOLDER
+
+FOLDER holds `recipe.yaml`, the small form, and its data; rank 0 leaves `proof.json` there.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vitscale.checkpoint import EMA, MASTER
+from vitscale.errors import PeerLostError, VitscaleError
+from vitscale.launch import read_environment
+from vitscale.models import initial_value, weight_dtype
+from vitscale.proof.batches import make_batch, part_of
+from vitscale.proof.comparison import Comparison, State
+from vitscale.proof.oracle import Oracle
+from vitscale.proof.proving import PROOF_FILE
+from vitscale.proof.small_form import STEPS
+from vitscale.recipe import Recipe, load_recipe
+from vitscale.runs.names import RECIPE_FILE
+from vitscale.training import distributed, fragments
+from vitscale.training.applied_gradients import AppliedGradients, GradientPiece
+from vitscale.training.attention import preferred_attention
+from vitscale.training.learner import Learner
+from vitscale.training.plan import plan_run
+from vitscale.training.precision import settle_precision
+from vitscale.training.preflight import preflight
+from vitscale.training.replicas import checksum
+
+_SPREAD = 0.02  # what is added to initial values: where output layers are zero, most gradients are, too
+_TIMEOUT_S = 120.0
+_MOST_FINDINGS = 20
+
+
+class Prover:
+    """A recipe's learner and, on rank 0, its oracle. All ranks make one and call its methods together."""
+
+    def __init__(self, recipe: Recipe, world: distributed.World, folder: Path) -> None:
+        self._recipe, self._world = recipe, world
+        self._plan = plan = plan_run(recipe, world.rank, world.size)
+        preflight(recipe, plan, folder, world, fragments.checkpoint_bytes(recipe, plan.num_classes))
+        self.learner = Learner(recipe, plan, world, lambda line: None)
+        self.learner.load(None)
+        fragments.load(self.learner.engine, fragments.InPieces(self._start), optimizer_steps=0)
+        self._applied = AppliedGradients(self.learner.engine)
+        distributed.set_timeout_everywhere(_TIMEOUT_S)
+        dtype = weight_dtype(recipe)
+        self._oracle = Oracle(recipe, plan.num_classes, dtype, world.device)
+        roundings = 2 + (world.size if recipe.parallelism.reduce_dtype == "bf16" else 0)
+        self._comparison = Comparison(self._oracle, self.learner.shapes, dtype, roundings)
+
+    def _start(self, name: str) -> torch.Tensor:
+        """The initial value, of which no part is zero."""
+        shape = torch.Size(self.learner.shapes[name])
+        value = initial_value(self.learner.objective, name, shape, self._recipe.seed)
+        generator = torch.Generator().manual_seed(len(name))
+        return value + _SPREAD * torch.randn(shape, generator=generator)
+
+    def run(self) -> dict[str, Any]:
+        """Ten updates; what was found, on rank 0."""
+        has_bias = self._recipe.model.has_attention_bias
+        with preferred_attention(self._world.device, has_bias=has_bias):
+            before = self._gather(0, [])[0]
+            for step in range(STEPS):
+                before = self._take_step(step, before)
+        return self._result()
+
+    def _take_step(self, step: int, before: State | None) -> State | None:
+        """Take a step and compare it with what has to follow from the state before it; returns the state after it."""
+        batch = make_batch(self._recipe, self._plan.num_classes, step)
+        update = self.learner.update(part_of(batch, self._world.rank, self._world.size), step)
+        after, gradients = self._gather(step + 1, self._applied.take())
+        if before is not None and after is not None:
+            expected = self._oracle.gradients(before.values[MASTER], batch, self._plan.micro_batch)
+            applied = self._comparison.gradients(step + 1, expected, update.gradient_norm, gradients)
+            self._comparison.updates(step + 1, before, after, applied, self._plan.rates(step))
+        # As evaluations do between two steps: weights and average change places and come back.
+        with self.learner.evaluating():
+            self.learner.predict(batch.images[: self._plan.micro_batch])
+        return after
+
+    def _gather(
+        self, step: int, gradients: list[GradientPiece]
+    ) -> tuple[State | None, list[list[GradientPiece]]]:
+        """On rank 0, what all ranks hold, and their pieces of the gradients; the weights of every rank are compared."""
+        learner = self.learner
+        held = [
+            (each.name, each.start, {kind: value.float().cpu() for kind, value in each.tensors.items()})
+            for each in learner.fragments()
+        ]
+        with learner.reading([learner.objective]):
+            sums = {name: checksum(weight) for name, weight in learner.objective.named_weights()}
+        by_rank: list[Any] | None = [None] * self._world.size if self._world.is_main else None
+        dist.gather_object((held, sums, gradients), by_rank)
+        if by_rank is None:
+            return None, []
+        values = {kind: {name: self._unset(kind, name) for name in learner.shapes} for kind in self._kinds()}
+        for name, start, tensors in (each for held, _, _ in by_rank for each in held):
+            for kind, value in tensors.items():
+                values[kind][name].view(-1)[start : start + len(value)] = value
+        state = State(values, [sums for _, sums, _ in by_rank])
+        self._comparison.weights(step, state, checksum)
+        return state, [gradients for _, _, gradients in by_rank]
+
+    def _kinds(self) -> list[str]:
+        return [MASTER, *self.learner.moments(), *([EMA] if self._recipe.ema is not None else [])]
+
+    def _unset(self, kind: str, name: str) -> torch.Tensor:
+        shape = self.learner.shapes[name]
+        if kind not in (MASTER, EMA):
+            shape = self._recipe.optimizer.kept(name, tuple(shape)).get(kind, ())
+        return torch.full(tuple(shape), torch.nan)
+
+    def _result(self) -> dict[str, Any]:
+        config, comparison = self._plan.config, self._comparison
+        return {
+            "is_proven": not comparison.findings,
+            "ranks": self._world.size,
+            "steps": STEPS,
+            "device": self._world.device.type,
+            "precision": self._recipe.precision,
+            "zero_stage": self._recipe.parallelism.zero_stage,
+            "micro_batch": self._plan.micro_batch,
+            "accumulation": self._plan.accumulation,
+            "optimizer": self._recipe.optimizer.name,
+            "objective": self._recipe.objective.kind,
+            "clipped_steps": comparison.clipped,
+            "norm": comparison.norm._asdict(),
+            "groups": [
+                {"group": group.name, "parameters": group.parameters, "elements": group.elements}
+                | {aspect: worst._asdict() for aspect, worst in group.worst.items()}
+                for group in comparison.groups.values()
+            ],
+            "findings": comparison.findings[:_MOST_FINDINGS],
+            "deepspeed": config,
+        }
+
+
+def main() -> None:
+    """Entry point of a rank."""
+    os.dup2(2, 1)  # the proof's own output is the parent's
+    folder, code = Path(sys.argv[1]), 0
+    rank, size, local_rank, _ = read_environment()
+    try:
+        recipe, _ = settle_precision(load_recipe(str(folder / RECIPE_FILE)), folder / "run", local_rank)
+        result = Prover(recipe, distributed.start(rank, size, local_rank), folder).run()
+        if rank == 0:
+            (folder / PROOF_FILE).write_text(json.dumps(result))
+    except VitscaleError as error:
+        code = error.exit_code
+        if rank == 0 or not error.is_on_all_ranks:
+            sys.stderr.write(f"error: {error}\n")
+    except RuntimeError as error:
+        if not distributed.is_lost_peer(error):
+            raise
+        code = PeerLostError.exit_code  # the rank that has failed says why
+    distributed.finish(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""How far apart two computations of one thing may lie, by the number formats in which they were made.
+
+A rounding moves a number by at most its format's `unit`, in proportion to the number. What is rounded R times on its
+way, each time by chance up or down, ends about sqrt(R) units away. R is counted: it is the length of the longest way
+from the loss to a parameter in autograd's graph, there and back. `_MARGIN` stands for what this leaves out: that sums
+cancel, and that chance is not always kind.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MARGIN = 3.0
+_TERMS = 4096
+"""Terms of the sums that are made in fp32, whatever the format: in another order they round otherwise."""
+
+
+def unit(dtype: torch.dtype) -> float:
+    """The largest relative error of one rounding."""
+    return torch.finfo(dtype).eps / 2
+
+
+def of_gradient(way: int, dtype: torch.dtype, roundings: int) -> float:
+    """Of a gradient, relative to its size.
+
+    Args:
+        way: operations from the loss to the parameter.
+        dtype: in which they are made.
+        roundings: to the format in which ranks exchange gradients.
+    """
+    return _MARGIN * math.sqrt(2 * way + roundings) * (unit(dtype) + math.sqrt(_TERMS) * unit(torch.float32) / 8)
+
+
+def of_update(dtype: torch.dtype) -> float:
+    """Of what an optimizer computes from one gradient in a few operations, relative to its size."""
+    return 16 * unit(dtype)
+
+
+def ways(loss: Tensor, weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """Operations on the longest way from a loss to each of some leaves, in autograd's graph."""
+    length: dict[Any, int] = {loss.grad_fn: 0}
+    missing: dict[Any, int] = {}  # node -> ways to it that are not known yet
+    stack = [loss.grad_fn]
+    while stack:
+        for following, _ in stack.pop().next_functions:
+            if following is not None:
+                if following not in missing:
+                    stack.append(following)
+                missing[following] = missing.get(following, 0) + 1
+    stack = [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        for following, _ in node.next_functions:
+            if following is not None:
+                length[following] = max(length.get(following, 0), length[node] + 1)
+                missing[following] -= 1
+                if missing[following] == 0:
+                    stack.append(following)
+    leaves = {node.variable: of_node for node, of_node in length.items() if hasattr(node, "variable")}
+    return {name: leaves.get(weight, 0) for name, weight in weights.items()}

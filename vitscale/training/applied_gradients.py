@@ -1,0 +1,40 @@
+"""The gradients that the optimizer is given: all that DeepSpeed has made of micro-batches, ranks and clipping.
+
+Read where every ZeRO stage, precision and offload meet: in the torch optimizer, at the moment of its step.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vitscale.training import fragments
+
+
+class GradientPiece(NamedTuple):
+    """Elements [start, start + len(values)) of one parameter's gradient, fp32 and 1-D, a copy."""
+
+    name: str
+    start: int
+    values: Tensor
+
+
+class AppliedGradients:
+    """Keeps copies of this rank's pieces of the gradients that an engine's optimizer is given, until they are taken."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._pieces: list[GradientPiece] = []
+        engine.client_optimizer.register_step_pre_hook(self._keep)
+
+    def take(self) -> list[GradientPiece]:
+        """Those since the last call; none where DeepSpeed has dropped the update."""
+        taken, self._pieces = self._pieces, []
+        return taken
+
+    def _keep(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # ZeRO 1 to 3 step once for each group, ZeRO 3 for parts of them.
+        stepped = {tensor for group in optimizer.param_groups for tensor in group["params"] if tensor.grad is not None}
+        for piece in fragments.pieces_of(self._engine):
+            if piece.flat in stepped:
+                self._pieces.append(GradientPiece(piece.name, piece.start, piece.of_gradient().float().cpu().clone()))
