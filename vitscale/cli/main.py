@@ -16,6 +16,7 @@ from vitscale.cli.inspect import InspectCommand, inspect
 from vitscale.cli.launch import launch
 from vitscale.cli.looking import NoEma, Settings
 from vitscale.cli.plan import plan
+from vitscale.cli.prove import prove
 from vitscale.cli.report import report
 from vitscale.cli.seen import seen
 from vitscale.cli.status import status
@@ -115,6 +116,7 @@ app.command(short_help="Say what this machine has, and what would stop a run.")(
 app.command(short_help="Say when a run has seen an image, and how.")(seen)
 app.command(short_help="Go on without some images: from which step, at what cost.")(without)
 app.command(short_help="Check a run against its files and its own steps.")(verify)
+app.command(short_help="Compare a recipe's updates with plain torch.")(prove)
 app.command(short_help="Put what a run's claims rest on under one hash.")(certificate)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vitscale.proof import rounding
-from vitscale.proof.oracle import Gradients, Oracle, Rates
+from vitscale.proof.oracle import Gradient, Oracle, Rates
 from vitscale.training.applied_gradients import GradientPiece
 
 Aspect = Literal["gradient", "update", "moments", "average", "weights"]
@@ -101,30 +101,34 @@ class Comparison:
             self.findings.append(f"{worst.where}: {aspect} {worst.error:.3g} away, limit {worst.limit:.3g}")
 
     def gradients(
-        self, step: int, expected: Gradients, norm: float, found: Sequence[Sequence[GradientPiece]]
+        self,
+        step: int,
+        expected: Mapping[str, Gradient],
+        norms: tuple[float, float],
+        found: Sequence[Sequence[GradientPiece]],
     ) -> dict[str, Tensor]:
-        """Compare every rank's pieces of the gradients of a step, and their norm.
+        """Compare every rank's pieces of the gradients of a step, and their norm before clipping.
+
+        Args:
+            norms: that the oracle found, and the engine.
 
         Returns:
             The gradients that were applied, whole.
         """
-        self.clipped += expected.clipping < 1
-        limits = {
-            name: rounding.of_gradient(way, self._dtype, self._roundings) for name, way in expected.ways.items()
-        }
-        of_norm = Worst(abs(norm - expected.norm) / max(expected.norm, _LEAST), max(limits.values()), f"step {step}")
+        clip_norm = self._oracle.recipe.optimizer.clip_norm
+        self.clipped += clip_norm is not None and norms[0] > clip_norm
+        limits = {name: rounding.of_gradient(each, self._dtype, self._roundings) for name, each in expected.items()}
+        of_norm = Worst(abs(norms[1] / max(norms[0], _LEAST) - 1), max(limits.values()), f"step {step}")
         self.norm = max(self.norm, of_norm, key=lambda worst: worst.ratio)
         if not of_norm.is_within:
-            self.findings.append(
-                f"step {step}: the norm of all gradients is {norm:.6g}; it has to be {expected.norm:.6g}"
-            )
-        whole = {name: torch.full_like(value, math.nan).view(-1) for name, value in expected.values.items()}
+            self.findings.append(f"step {step}: norm of all gradients {norms[1]:.6g}; it has to be {norms[0]:.6g}")
+        whole = {name: torch.full_like(each.value, math.nan).view(-1) for name, each in expected.items()}
         for rank, pieces in enumerate(found):
             for name, start, values in pieces:
-                stop, right = start + len(values), expected.values[name].view(-1)
+                stop, right = start + len(values), expected[name].value.view(-1)
                 whole[name][start:stop] = values
                 # A piece of a parameter may have next to nothing of its gradient, and its part of the rounding errors.
-                size = max(expected.sizes[name] * math.sqrt(len(values) / len(right)), _LEAST)
+                size = max(expected[name].size * math.sqrt(len(values) / len(right)), _LEAST)
                 error = float((values - right[start:stop]).norm()) / size
                 where = f"step {step}, rank {rank}, {name}[{start}:{stop}]"
                 self._note("gradient", name, Worst(error, limits[name], where))

@@ -34,23 +34,21 @@ Rates = tuple[int, float, float | None, float | None]
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """The gradients of one global batch.
+class Gradient:
+    """The gradient of one parameter.
 
     Attributes:
-        values: of each parameter that is trained, clipped, in double precision and host memory.
-        sizes: of each, the root of the sum of the squares of what micro-batches add to it. Rounding errors are in
-            proportion to that, also where the micro-batches cancel.
-        norm: of all together, before clipping.
-        clipping: what they were multiplied by.
-        ways: of each, the operations on the longest way from the loss to the parameter.
+        value: in double precision and host memory, clipped.
+        size: the root of the sum of the squares of what the micro-batches add to it, also where they cancel: what
+            rounding errors are in proportion to.
+        way: operations on the longest way from the loss to the parameter.
+        noise: how far away plain torch is in the engine's number format, relative to `size`.
     """
 
-    values: dict[str, Tensor]
-    sizes: dict[str, float]
-    norm: float
-    clipping: float
-    ways: dict[str, int]
+    value: Tensor
+    size: float
+    way: int
+    noise: float
 
 
 class Oracle:
@@ -58,11 +56,10 @@ class Oracle:
 
     def __init__(self, recipe: Recipe, num_classes: int, dtype: torch.dtype, device: torch.device) -> None:
         self.recipe, self._dtype, self._device = recipe, dtype, device
-        content = recipe.dump() | {"precision": "fp32", "parallelism": {}, "deepspeed": {}}
+        plain = recipe.dump() | {"precision": "fp32", "parallelism": {}, "deepspeed": {}}
         with torch.device("meta"):
-            module = build_objective(validate_recipe(content, "the oracle's recipe"), num_classes)
+            module = build_objective(validate_recipe(plain, "the oracle's recipe"), num_classes)
         self._module = module.float().to_empty(device=device).train()
-        self._weights = dict(self._module.named_weights())
         self._to_input = TrainingInput(recipe)
 
     def rounded(self, master: Tensor) -> Tensor:
@@ -85,18 +82,34 @@ class Oracle:
 
     # ---- Gradients ---------------------------------------------------------------------------------------------------
 
-    def gradients(self, masters: Mapping[str, Tensor], batch: Batch, rows: int) -> Gradients:
-        """Those of a global batch, so many rows at a time.
+    def gradients(self, masters: Mapping[str, Tensor], batch: Batch, rows: int) -> tuple[dict[str, Gradient], float]:
+        """Those of the mean loss of a global batch, so many rows at a time; and their norm before clipping.
 
         Args:
-            masters: of all parameters, fp32, in any shape.
+            masters: of all parameters, fp32.
         """
+        parts, sizes, found_ways = self._sums(masters, batch, rows, torch.float32)
+        norm = math.sqrt(sum(float(part.square().sum()) for part in parts.values()))
+        limit = self.recipe.optimizer.clip_norm
+        clipping = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))  # as torch clips
+        rough = parts if self._dtype == torch.float32 else self._sums(masters, batch, rows, self._dtype)[0]
+        noise = {name: float((rough[name] - parts[name]).norm()) / max(sizes[name], 1e-30) for name in parts}
+        return {
+            name: Gradient((part * clipping).cpu(), sizes[name] * clipping, found_ways[name], noise[name])
+            for name, part in parts.items()
+        }, norm
+
+    def _sums(
+        self, masters: Mapping[str, Tensor], batch: Batch, rows: int, dtype: torch.dtype
+    ) -> tuple[dict[str, Tensor], dict[str, float], dict[str, int]]:
+        """Gradients as computed in one number format, before clipping; their sizes and ways."""
+        weights = dict(self._module.to(dtype).named_weights())
         with torch.no_grad():
-            for name, weight in self._weights.items():
-                weight.copy_(self.rounded(masters[name]).view(weight.shape))
-        trained = {name: weight for name, weight in self._weights.items() if self.group(name) is not None}
+            for name, weight in weights.items():
+                weight.copy_(self.rounded(masters[name]))
+        trained = {name: weight for name, weight in weights.items() if self.group(name) is not None}
         plan = self._module.plan(batch.keys.numpy(), batch.step)
-        images = self._to_input(batch.images, batch.keys, self._device, self._dtype).float()
+        images = self._to_input(batch.images, batch.keys, self._device, self._dtype).to(dtype)
         sums = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in trained.items()}
         squares, found_ways = dict.fromkeys(trained, 0.0), dict.fromkeys(trained, 0)
         for start in range(0, len(batch.labels), rows):
@@ -104,19 +117,13 @@ class Oracle:
             labels, mask, *planned = (each[part].to(self._device) for each in (batch.labels, batch.mask, *plan))
             losses = self._module(images[part], labels, tuple(planned)).per_sample
             loss = torch.where(mask, losses, 0.0).sum() / int(batch.mask.sum())
-            if start == 0:
-                found_ways = ways(loss, trained)
+            found_ways = found_ways if start else ways(loss, trained)
             found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
             for name, gradient in zip(trained, found, strict=True):
                 if gradient is not None:
                     sums[name] += gradient
                     squares[name] += float(gradient.double().square().sum())
-        norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in sums.values()))
-        limit = self.recipe.optimizer.clip_norm
-        clipping = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))  # as torch clips
-        values = {name: (gradient * clipping).cpu() for name, gradient in sums.items()}
-        sizes = {name: clipping * math.sqrt(square) for name, square in squares.items()}
-        return Gradients(values, sizes, norm, clipping, found_ways)
+        return sums, {name: math.sqrt(square) for name, square in squares.items()}, found_ways
 
     # ---- Updates -----------------------------------------------------------------------------------------------------
 

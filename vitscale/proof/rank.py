@@ -63,14 +63,14 @@ class Prover:
         generator = torch.Generator().manual_seed(len(name))
         return value + _SPREAD * torch.randn(shape, generator=generator)
 
-    def run(self) -> dict[str, Any]:
-        """Ten updates; what was found, on rank 0."""
+    def run(self, steps: int = STEPS) -> dict[str, Any]:
+        """So many updates; on rank 0, what was found."""
         has_bias = self._recipe.model.has_attention_bias
         with preferred_attention(self._world.device, has_bias=has_bias):
             before = self._gather(0, [])[0]
-            for step in range(STEPS):
+            for step in range(steps):
                 before = self._take_step(step, before)
-        return self._result()
+        return self._result(steps)
 
     def _take_step(self, step: int, before: State | None) -> State | None:
         """Take a step and compare it with what has to follow from the state before it; returns the state after it."""
@@ -78,8 +78,8 @@ class Prover:
         update = self.learner.update(part_of(batch, self._world.rank, self._world.size), step)
         after, gradients = self._gather(step + 1, self._applied.take())
         if before is not None and after is not None:
-            expected = self._oracle.gradients(before.values[MASTER], batch, self._plan.micro_batch)
-            applied = self._comparison.gradients(step + 1, expected, update.gradient_norm, gradients)
+            expected, norm = self._oracle.gradients(before.values[MASTER], batch, self._plan.micro_batch)
+            applied = self._comparison.gradients(step + 1, expected, (norm, update.gradient_norm), gradients)
             self._comparison.updates(step + 1, before, after, applied, self._plan.rates(step))
         # As evaluations do between two steps: weights and average change places and come back.
         with self.learner.evaluating():
@@ -91,8 +91,8 @@ class Prover:
     ) -> tuple[State | None, list[list[GradientPiece]]]:
         """On rank 0, what all ranks hold, and their pieces of the gradients; the weights of every rank are compared."""
         learner = self.learner
-        held = [
-            (each.name, each.start, {kind: value.float().cpu() for kind, value in each.tensors.items()})
+        held = [  # copies: with a view, all that it is a part of would be sent
+            (each.name, each.start, {kind: value.float().cpu().clone() for kind, value in each.tensors.items()})
             for each in learner.fragments()
         ]
         with learner.reading([learner.objective]):
@@ -118,12 +118,12 @@ class Prover:
             shape = self._recipe.optimizer.kept(name, tuple(shape)).get(kind, ())
         return torch.full(tuple(shape), torch.nan)
 
-    def _result(self) -> dict[str, Any]:
+    def _result(self, steps: int) -> dict[str, Any]:
         config, comparison = self._plan.config, self._comparison
         return {
             "is_proven": not comparison.findings,
             "ranks": self._world.size,
-            "steps": STEPS,
+            "steps": steps,
             "device": self._world.device.type,
             "precision": self._recipe.precision,
             "zero_stage": self._recipe.parallelism.zero_stage,

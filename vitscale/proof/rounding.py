@@ -2,18 +2,22 @@
 
 A rounding moves a number by at most its format's `unit`, in proportion to the number. What is rounded R times on its
 way, each time by chance up or down, ends about sqrt(R) units away. R is counted: it is the length of the longest way
-from the loss to a parameter in autograd's graph, there and back. `_MARGIN` stands for what this leaves out: that sums
-cancel, and that chance is not always kind.
+from the loss to a parameter in autograd's graph, there and back. Some models enlarge errors on their way (a normed
+convolution's weights, say): so plain torch computes each gradient in the engine's format, too, and the engine may be
+as far from fp32 as that is. `_MARGIN` stands for chance that is not kind.
 """
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-_MARGIN = 3.0
+if TYPE_CHECKING:
+    from vitscale.proof.oracle import Gradient
+
+_MARGIN = 2.0
 _TERMS = 4096
 """Terms of the sums that are made in fp32, whatever the format: in another order they round otherwise."""
 
@@ -23,15 +27,15 @@ def unit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def of_gradient(way: int, dtype: torch.dtype, roundings: int) -> float:
+def of_gradient(gradient: "Gradient", dtype: torch.dtype, exchanges: int) -> float:
     """Of a gradient, relative to its size.
 
     Args:
-        way: operations from the loss to the parameter.
-        dtype: in which they are made.
-        roundings: to the format in which ranks exchange gradients.
+        dtype: in which the engine computes.
+        exchanges: roundings to the format in which ranks exchange gradients.
     """
-    return _MARGIN * math.sqrt(2 * way + roundings) * (unit(dtype) + math.sqrt(_TERMS) * unit(torch.float32) / 8)
+    of_one = unit(dtype) + math.sqrt(_TERMS) * unit(torch.float32) / 8
+    return _MARGIN * max(math.sqrt(2 * gradient.way + exchanges) * of_one, gradient.noise)
 
 
 def of_update(dtype: torch.dtype) -> float:

@@ -1,0 +1,168 @@
+"""Proofs on real ranks, many in one launch; in some of them something about DeepSpeed or the learner is broken."""
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rank_faults import Wrapped, replaced
+from ranks import join
+from torch import Tensor
+
+from vitscale.recipe import load_recipe
+from vitscale.recipe.smoke import TRAIN
+from vitscale.shards.generated import write_generated_dataset
+
+Fault = Callable[[Any], contextlib.AbstractContextManager[None]]
+"""Breaks something while the prover that it is given takes its updates."""
+
+
+def prove_all(rank: int, world_size: int, port: int, root: Path, cases: dict[str, Any]) -> None:
+    """Entry point of a rank. Cases are (recipe, settings, updates, fault or None); each leaves `<case>-<world>.json`."""
+    from vitscale.proof.rank import Prover
+    from vitscale.proof.small_form import small_form
+
+    world = join(rank, world_size, port)
+    write_generated_dataset(root / TRAIN, [96])
+    for case, (stem, settings, updates, fault) in cases.items():
+        try:
+            prover = Prover(small_form(load_recipe(stem, settings), root, world_size), world, root)
+            with contextlib.nullcontext() if fault is None else fault(prover):
+                found = prover.run(updates)
+            prover.learner.engine.destroy()
+        except Exception:
+            (root / f"{case}-{world_size}.crash-{rank}").write_text(traceback.format_exc())
+            raise
+        if rank == 0:
+            (root / f"{case}-{world_size}.json").write_text(json.dumps(found))
+    torch.distributed.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+# ---- Faults ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def bucket(_prover: Any, how: str, elements: int) -> Iterator[None]:
+    """Something is wrong with how DeepSpeed sums one bucket of gradients, known by its size, over the ranks."""
+    import deepspeed.comm as comm
+
+    last: list[Tensor] = []
+
+    def wrong(real: Callable[..., Any]) -> Callable[..., Any]:
+        def reduce(tensor: Tensor, *arguments: Any, **named: Any) -> Any:
+            if tensor.numel() != elements:
+                return real(tensor, *arguments, **named)
+            if how == "skipped":
+                return tensor.zero_() if real.__name__ == "reduce_scatter_fn" else None
+            result = real(tensor, *arguments, **named)
+            match how:
+                case "doubled":
+                    tensor.mul_(2)
+                case "divided":
+                    tensor.div_(65_536)
+                case "of another rank":
+                    tensor.copy_(tensor.roll(elements // 2))
+                case "stale":
+                    fresh = tensor.clone()
+                    tensor.copy_(last[0] if last else tensor)
+                    last[:] = [fresh]
+            return result
+
+        return reduce
+
+    with contextlib.ExitStack() as stack:
+        for name in ("all_reduce", "reduce_scatter_fn"):
+            stack.enter_context(replaced(comm, name, wrong(getattr(comm, name))))
+        yield
+
+
+@contextlib.contextmanager
+def dropped_micro_batch(prover: Any) -> Iterator[None]:
+    """The third micro-batch of every update has no gradient."""
+    engine, calls = prover.learner.engine, 0
+
+    def backward(loss: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        real(loss * (0.0 if calls % 4 == 3 else 1.0))
+
+    real = engine.backward
+    with replaced(engine, "backward", backward):
+        yield
+
+
+@contextlib.contextmanager
+def wrong_norm(prover: Any) -> Iterator[None]:
+    """ZeRO 1 and 2 clip by a norm that is too large."""
+    optimizer = prover.learner.engine.optimizer
+    real = optimizer.scaled_global_norm
+    with replaced(optimizer, "scaled_global_norm", lambda *arguments, **named: 1.5 * real(*arguments, **named)):
+        yield
+
+
+@contextlib.contextmanager
+def _around_updates(prover: Any, before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
+    learner = prover.learner
+
+    def update(*arguments: Any) -> Any:
+        before()
+        done = learner.update(*arguments)
+        after()
+        return done
+
+    with replaced(prover, "learner", Wrapped(learner, update=update)):
+        yield
+
+
+@contextlib.contextmanager
+def stuck(prover: Any, kind: str, name: str) -> Iterator[None]:
+    """What one rank holds of a parameter's master, moment or average is after each update what it was before."""
+    kept: list[Tensor] = []
+
+    def held() -> list[Tensor]:
+        pieces = [each for each in prover.learner.fragments() if each.name == name and kind in each.tensors]
+        return [each.tensors[kind] for each in pieces]
+
+    def keep() -> None:
+        kept[:] = [tensor.detach().clone() for tensor in held()]
+
+    def put_back() -> None:
+        for tensor, value in zip(held(), kept, strict=True):
+            tensor.detach().copy_(value)
+
+    with _around_updates(prover, keep, put_back):
+        yield
+
+
+@contextlib.contextmanager
+def old_weights(prover: Any) -> Iterator[None]:
+    """Rank 1 computes every update with the weights that the run began with."""
+    weights = list(prover.learner.engine.module.parameters())
+    first = [weight.detach().clone() for weight in weights]
+
+    def restore() -> None:
+        for weight, value in zip(weights, first, strict=True):
+            if torch.distributed.get_rank() == 1:
+                weight.data.copy_(value)
+
+    with _around_updates(prover, restore, lambda: None):
+        yield
+
+
+@contextlib.contextmanager
+def decay_of_all(prover: Any) -> Iterator[None]:
+    """Weight decay reaches what the recipe excludes from it."""
+    groups = prover.learner.engine.optimizer.param_groups
+    most = max(group["weight_decay"] for group in groups)
+    with contextlib.ExitStack() as stack:
+        for group in groups:
+            group["weight_decay"] = most
+        yield
+        stack.close()
