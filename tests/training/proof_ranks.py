@@ -23,7 +23,7 @@ Fault = Callable[[Any], contextlib.AbstractContextManager[None]]
 
 
 def prove_all(rank: int, world_size: int, port: int, root: Path, cases: dict[str, Any]) -> None:
-    """Entry point of a rank. Cases are (recipe, settings, updates, fault or None); each leaves `<case>-<world>.json`."""
+    """Entry point of a rank. A case is (recipe, settings, updates, fault or None), and leaves `<case>-<world>.json`."""
     from vitscale.proof.rank import Prover
     from vitscale.proof.small_form import small_form
 
@@ -49,35 +49,42 @@ def prove_all(rank: int, world_size: int, port: int, root: Path, cases: dict[str
 
 
 @contextlib.contextmanager
-def bucket(_prover: Any, how: str, elements: int) -> Iterator[None]:
-    """Something is wrong with how DeepSpeed sums one bucket of gradients, known by its size, over the ranks."""
+def bucket(prover: Any, how: str, divisor: float = 65_536.0) -> Iterator[None]:
+    """Something is wrong with how DeepSpeed sums the first bucket of gradients of every update over the ranks."""
     import deepspeed.comm as comm
 
-    last: list[Tensor] = []
+    calls, last = 0, []
+
+    def begin() -> None:
+        nonlocal calls
+        calls = 0
 
     def wrong(real: Callable[..., Any]) -> Callable[..., Any]:
         def reduce(tensor: Tensor, *arguments: Any, **named: Any) -> Any:
-            if tensor.numel() != elements:
+            nonlocal calls
+            calls += tensor.numel() > 1
+            if calls != 1 or tensor.numel() == 1:  # a norm, or whether it is finite
                 return real(tensor, *arguments, **named)
             if how == "skipped":
                 return tensor.zero_() if real.__name__ == "reduce_scatter_fn" else None
             result = real(tensor, *arguments, **named)
+            fresh = tensor.clone()
             match how:
                 case "doubled":
                     tensor.mul_(2)
                 case "divided":
-                    tensor.div_(65_536)
+                    tensor.div_(divisor)
                 case "of another rank":
-                    tensor.copy_(tensor.roll(elements // 2))
+                    tensor.copy_(tensor.roll(tensor.numel() // 2))
                 case "stale":
-                    fresh = tensor.clone()
-                    tensor.copy_(last[0] if last else tensor)
-                    last[:] = [fresh]
+                    tensor.copy_(last[0] if last else torch.zeros_like(tensor))
+            last[:] = [fresh]
             return result
 
         return reduce
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_around_updates(prover, begin, lambda: None))
         for name in ("all_reduce", "reduce_scatter_fn"):
             stack.enter_context(replaced(comm, name, wrong(getattr(comm, name))))
         yield
@@ -160,9 +167,6 @@ def old_weights(prover: Any) -> Iterator[None]:
 def decay_of_all(prover: Any) -> Iterator[None]:
     """Weight decay reaches what the recipe excludes from it."""
     groups = prover.learner.engine.optimizer.param_groups
-    most = max(group["weight_decay"] for group in groups)
-    with contextlib.ExitStack() as stack:
-        for group in groups:
-            group["weight_decay"] = most
-        yield
-        stack.close()
+    for group in groups:
+        group["weight_decay"] = max(group["weight_decay"] for group in groups)
+    yield

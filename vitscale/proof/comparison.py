@@ -1,4 +1,4 @@
-"""What the engine did beside what it had to do: the worst of every group of parameters, and all that is beyond its limit.
+"""What the engine did beside what it had to do: the worst of every group of parameters, and all that is beyond limits.
 
 Errors and limits are relative: of gradients to what micro-batches add to them, of all else to the norm of the values.
 """

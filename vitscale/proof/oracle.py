@@ -20,17 +20,18 @@ from vitscale.objectives import build_objective
 from vitscale.proof.rounding import ways
 from vitscale.recipe import Recipe, validate_recipe
 
-_NEWTON_SCHULZ = (  # Muon's, of x -> a x + b x^3 + c x^5
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
+_LINEAR, _CUBIC, _FIFTH = (  # Muon's: x -> a x + b x^3 + c x^5, one a step
+    (4.0848, 3.9505, 3.7418, 2.8769, 2.8366),
+    (-6.8946, -6.3029, -5.5913, -3.1427, -3.0525),
+    (2.9270, 2.6377, 2.3037, 1.2046, 1.2012),
 )
 
 
 Rates = tuple[int, float, float | None, float | None]
-"""Updates done before, learning rate, and where a schedule changes them the factor of the weight decay, and momentum."""
+"""Updates done before, learning rate, and where a schedule changes them, weight decay's factor and momentum."""
+
+Kept = Mapping[str, Tensor]
+"""What an optimizer keeps of a parameter, by kind."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,7 @@ class Gradient:
 
     Attributes:
         value: in double precision and host memory, clipped.
-        size: the root of the sum of the squares of what the micro-batches add to it, also where they cancel: what
-            rounding errors are in proportion to.
+        size: the root of the sum of squares of what micro-batches add to it: rounding errors are in proportion to it.
         way: operations on the longest way from the loss to the parameter.
         noise: how far away plain torch is in the engine's number format, relative to `size`.
     """
@@ -52,7 +52,7 @@ class Gradient:
 
 
 class Oracle:
-    """The updates of a recipe, for so many classes. `dtype` is what the engine computes in, `device` where this does."""
+    """The updates of a recipe. `dtype` is what the engine computes in, `device` where this does."""
 
     def __init__(self, recipe: Recipe, num_classes: int, dtype: torch.dtype, device: torch.device) -> None:
         self.recipe, self._dtype, self._device = recipe, dtype, device
@@ -75,19 +75,14 @@ class Oracle:
             factor = settings.layer_decay ** self.recipe.model.layers_above(name)
         for group in settings.groups:
             if re.search(group.match, name):
-                if group.frozen:
-                    return None
-                return factor * group.lr_factor, decay if group.weight_decay is None else group.weight_decay
+                own = decay if group.weight_decay is None else group.weight_decay
+                return None if group.frozen else (factor * group.lr_factor, own)
         return factor, decay
 
     # ---- Gradients ---------------------------------------------------------------------------------------------------
 
     def gradients(self, masters: Mapping[str, Tensor], batch: Batch, rows: int) -> tuple[dict[str, Gradient], float]:
-        """Those of the mean loss of a global batch, so many rows at a time; and their norm before clipping.
-
-        Args:
-            masters: of all parameters, fp32.
-        """
+        """Those of the mean loss of a global batch, so many rows at a time; and their norm before clipping."""
         parts, sizes, found_ways = self._sums(masters, batch, rows, torch.float32)
         norm = math.sqrt(sum(float(part.square().sum()) for part in parts.values()))
         limit = self.recipe.optimizer.clip_norm
@@ -127,9 +122,7 @@ class Oracle:
 
     # ---- Updates -----------------------------------------------------------------------------------------------------
 
-    def update(
-        self, name: str, weight: Tensor, kept: Mapping[str, Tensor], gradient: Tensor, rates: Rates
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def update(self, name: str, weight: Tensor, kept: Kept, gradient: Tensor, rates: Rates) -> tuple[Tensor, Kept]:
         """A parameter and what is kept of it, after an update with this gradient; all in double precision."""
         settings: Any = self.recipe.optimizer
         group = self.group(name)
@@ -141,7 +134,7 @@ class Oracle:
         match settings.name:
             case "sgd":
                 step = gradient + decay * weight
-                if not kept:
+                if not kept:  # no momentum
                     return weight - rate * step, {}
                 step = momentum * kept["momentum_buffer"] + step
                 return weight - rate * step, {"momentum_buffer": step}
@@ -171,9 +164,7 @@ class Oracle:
         return part * old + (1 - part) * weight
 
 
-def _adam(
-    kept: Mapping[str, Tensor], gradient: Tensor, betas: tuple[float, float], eps: float, updates: int
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _adam(kept: Kept, gradient: Tensor, betas: tuple[float, float], eps: float, updates: int) -> tuple[Tensor, Kept]:
     """Kingma and Ba, 2015: the direction, and both means."""
     mean = betas[0] * kept["exp_avg"] + (1 - betas[0]) * gradient
     square = betas[1] * kept["exp_avg_sq"] + (1 - betas[1]) * gradient**2
@@ -181,9 +172,7 @@ def _adam(
     return mean / (1 - betas[0] ** updates) / root, {"exp_avg": mean, "exp_avg_sq": square}
 
 
-def _adafactor(
-    kept: Mapping[str, Tensor], gradient: Tensor, momentum: float, cap: float, updates: int
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _adafactor(kept: Kept, gradient: Tensor, momentum: float, cap: float, updates: int) -> tuple[Tensor, Kept]:
     """Zhai et al., 2022, section 3.5: the direction, its mean in bf16, and the squares by rows and columns."""
     new, square = 1 - min(cap, 1 - updates**-0.8), gradient**2 + 1e-30
     kinds = [kind for kind in kept if kind != "exp_avg"]
@@ -194,7 +183,7 @@ def _adafactor(
         rows, columns = means["exp_avg_sq_r"], means["exp_avg_sq_c"]
         step = gradient / (rows / _mean_like(rows, columns)).sqrt() / columns.sqrt()
     step = kept["exp_avg"].lerp(step.bfloat16().double(), 1 - momentum).bfloat16().double()
-    return step, means | {"exp_avg": step}
+    return step, {**means, "exp_avg": step}
 
 
 def _mean_like(values: Tensor, shaped: Tensor) -> Tensor:
@@ -206,7 +195,7 @@ def _mean_like(values: Tensor, shaped: Tensor) -> Tensor:
 def _orthogonal(matrix: Tensor, eps: float) -> Tensor:
     """Jordan et al., 2024."""
     x = matrix / max(float(matrix.norm()), eps)
-    for a, b, c in _NEWTON_SCHULZ:
+    for a, b, c in zip(_LINEAR, _CUBIC, _FIFTH, strict=True):
         square = x @ x.mT
         x = a * x + (b * square + c * square @ square) @ x
     return x

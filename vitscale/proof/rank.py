@@ -36,7 +36,6 @@ from vitscale.training.replicas import checksum
 
 _SPREAD = 0.02  # what is added to initial values: where output layers are zero, most gradients are, too
 _TIMEOUT_S = 120.0
-_MOST_FINDINGS = 20
 
 
 class Prover:
@@ -86,9 +85,7 @@ class Prover:
             self.learner.predict(batch.images[: self._plan.micro_batch])
         return after
 
-    def _gather(
-        self, step: int, gradients: list[GradientPiece]
-    ) -> tuple[State | None, list[list[GradientPiece]]]:
+    def _gather(self, step: int, gradients: list[GradientPiece]) -> tuple[State | None, list[list[GradientPiece]]]:
         """On rank 0, what all ranks hold, and their pieces of the gradients; the weights of every rank are compared."""
         learner = self.learner
         held = [  # copies: with a view, all that it is a part of would be sent
@@ -138,7 +135,7 @@ class Prover:
                 | {aspect: worst._asdict() for aspect, worst in group.worst.items()}
                 for group in comparison.groups.values()
             ],
-            "findings": comparison.findings[:_MOST_FINDINGS],
+            "findings": comparison.findings,
             "deepspeed": config,
         }
 

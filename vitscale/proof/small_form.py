@@ -15,6 +15,7 @@ STEPS = 10
 MOST_ACCUMULATED = 4
 """Micro-batches of an update, at most: beyond the first sum, one is as the other."""
 _MOST_ROWS = 2
+_ALIGNED = 8  # elements of which DeepSpeed wants multiples
 _USUAL_CLASSES = 1000
 _PERSISTENT, _USUAL_PERSISTENT = "stage3_param_persistence_threshold", 100_000  # the default is DeepSpeed's
 _SIZES = {  # elements -> whether there has to be room for the largest parameter
@@ -72,11 +73,11 @@ def _elements(recipe: Recipe) -> list[int]:
 
 def _shrunken(sizes: Mapping[str, Any], whole: Sequence[int], small: Sequence[int]) -> dict[str, int]:
     """Sizes of ZeRO's buckets in proportion to the model, counted in elements."""
-    share = sum(small) / sum(whole)
+    share = min(1.0, sum(small) / sum(whole))
     least = {True: max(small), False: 1}
     present = sizes | ({_PERSISTENT: sizes.get(_PERSISTENT, _USUAL_PERSISTENT)} if sizes["stage"] == 3 else {})
     return {
-        key: max(int(present[key] * share), least[holds_largest])
+        key: -(-max(int(present[key] * share), least[holds_largest]) // _ALIGNED) * _ALIGNED
         for key, holds_largest in _SIZES.items()
         if key in present
     }

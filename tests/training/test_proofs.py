@@ -1,0 +1,210 @@
+"""`vitscale prove`: engines as they are pass, on every stage, precision, world and objective; broken ones do not."""
+
+import ast
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from proof_ranks import bucket, decay_of_all, dropped_micro_batch, old_weights, prove_all, stuck, wrong_norm
+from ranks import asked, start
+
+from vitscale.errors import ProofError, RecipeError
+from vitscale.proof.small_form import MOST_ACCUMULATED, STEPS, small_form
+from vitscale.recipe import load_recipe
+
+OPTIMIZERS = {
+    "adamw": [],
+    "sgd": ["optimizer={name: sgd, lr: 0.03, momentum: 0.9, momentum_dtype: bf16, weight_decay: 0.1, clip_norm: 1.0}"],
+    "lamb": ["optimizer={name: lamb, lr: 0.003, weight_decay: 0.1, decay_exclude: bias, clip_norm: 1.0}"],
+    "adafactor": ["optimizer={name: adafactor, lr: 0.001, weight_decay: 0.1, decay_exclude: bias}"],
+    "muon": ["optimizer={name: muon, lr: 0.003, weight_decay: 0.1, decay_exclude: bias, clip_norm: 1.0}"],
+}
+GROUPED = [
+    "ema={decay: 0.99}",
+    "optimizer.decay_exclude=bias",
+    "optimizer.layer_decay=0.7",
+    "optimizer.groups=[{match: norm1, frozen: true}, {match: ^head, lr_factor: 5.0, weight_decay: 0.2}]",
+    "schedule.weight_decay={to: 0.01}",
+    "schedule.momentum={to: 0.8}",
+]
+OBJECTIVES = {
+    "classes": ("b32_i1k", []),
+    "mixed": ("b32_i1k", ["objective={loss: softmax, label_smoothing: 0.1, mixing: {mixup: 0.8, cutmix: 1.0}}"]),
+    "masked": ("b16_jft_masked", []),
+}
+RECIPES = ("b16_i1k", "h14_jft", "r50_b16_jft", "axial_b16_jft", "r50x1_sgd_jft", "deit_b16_i1k", "demo")
+
+
+def case(objective: str, precision: str, stage: int, optimizer: str = "adamw", *more: str) -> Any:
+    stem, settings = OBJECTIVES[objective]
+    settings = [*settings, *OPTIMIZERS[optimizer], f"precision={precision}", f"parallelism.zero_stage={stage}", *more]
+    return stem, settings, STEPS, None
+
+
+CASES = {
+    f"{objective}-{precision}-zero{stage}": case(objective, precision, stage)
+    for objective in OBJECTIVES
+    for precision in ("fp32", "bf16")
+    for stage in range(4)
+}
+CASES |= {
+    f"{optimizer}-{precision}-zero{stage}": case("classes", precision, stage, optimizer)
+    for optimizer in list(OPTIMIZERS)[1:]
+    for precision, stage in (("fp32", 0), ("fp32", 3), ("bf16", 1), ("bf16", 2))
+}
+CASES |= {
+    f"grouped-{precision}-zero{stage}": case("mixed", precision, stage, "adamw", *GROUPED)
+    for precision in ("fp32", "bf16")
+    for stage in range(4)
+}
+CASES |= {
+    "offloaded-bf16-zero2": case("classes", "bf16", 2, "adamw", "parallelism.offload=optimizer"),
+    "offloaded-fp32-zero3": case("classes", "fp32", 3, "adamw", "parallelism.offload=optimizer"),
+    "bf16-exchanged-zero1": case("classes", "bf16", 1, "adamw", "parallelism.reduce_dtype=bf16"),
+    "bf16-exchanged-zero3": case("classes", "bf16", 3, "adamw", "parallelism.reduce_dtype=bf16"),
+    "recomputed-zero1": case("classes", "bf16", 1, "adamw", "parallelism.activation_checkpointing=1"),
+    "one-micro-batch-zero0": case("classes", "bf16", 0, "adamw", "batch.micro_max=8192"),
+    "one-micro-batch-zero2": case("classes", "bf16", 2, "adamw", "batch.micro_max=8192"),
+    "damaged-zero2": case("classes", "fp32", 2, "adamw", "data.bad_samples=mask"),
+}
+CASES |= {stem: (stem, ["precision=bf16"], STEPS, None) for stem in RECIPES}
+FAST = ("grouped-bf16-zero1", "masked-fp32-zero3", "muon-bf16-zero2", "classes-bf16-zero0")
+
+FC1, HEAD = "blocks.1.mlp.fc1.weight", "head.weight"
+# Where, what is broken, the aspect in which it shows, and a parameter that has to be among those.
+FAULTS: dict[str, tuple[Any, Any, str, str]] = {
+    "a skipped bucket": (("bf16", 2), partial(bucket, how="skipped"), "gradient", HEAD),
+    "a skipped bucket of ZeRO 3": (("fp32", 3), partial(bucket, how="skipped"), "gradient", HEAD),
+    "a doubled bucket": (("bf16", 2), partial(bucket, how="doubled"), "gradient", HEAD),
+    "a stale bucket": (("bf16", 1), partial(bucket, how="stale"), "gradient", HEAD),
+    "a division by 65,536": (("bf16", 0), partial(bucket, how="divided"), "gradient", HEAD),
+    "another rank's part": (("fp32", 2), partial(bucket, how="of another rank"), "gradient", HEAD),
+    "a dropped micro-batch": (("bf16", 1), dropped_micro_batch, "gradient", FC1),
+    "clipping by the wrong norm": (("bf16", 2), wrong_norm, "gradient", FC1),
+    "old weights on a rank": (("fp32", 2), old_weights, "gradient", FC1),
+    "a master that is not updated": (("bf16", 1), partial(stuck, kind="master", name=FC1), "update", FC1),
+    "a moment that is not kept": (("bf16", 3), partial(stuck, kind="exp_avg_sq", name=FC1), "moments", FC1),
+    "an average that stands still": (("bf16", 2), partial(stuck, kind="ema", name=FC1), "average", FC1),
+    "weight decay of all": (("bf16", 1), decay_of_all, "update", "norm.bias"),
+}
+
+
+def broken(name: str) -> Any:
+    (precision, stage), fault, *_ = FAULTS[name]
+    settings = [
+        "ema={decay: 0.9, warmup: false}",
+        "optimizer.decay_exclude=bias",
+        "batch.global=8",
+        "batch.micro_max=1",
+    ]
+    return *case("classes", precision, stage, "adamw", *settings)[:2], 3, fault
+
+
+WORLDS = [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def proofs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    root, by_world = tmp_path_factory.mktemp("proofs"), {}
+    for params in asked(request):
+        if "name" in params:
+            by_world.setdefault(params["world"], {})[params["name"]] = CASES[params["name"]]
+        if "fault" in params:
+            by_world.setdefault(2, {})[params["fault"]] = broken(params["fault"])
+    for world, cases in by_world.items():
+        start(prove_all, root, cases, world)
+    return root
+
+
+def result(root: Path, name: str, world: int = 2) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((root / f"{name}-{world}.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CASES])
+def test_the_engine_does_what_plain_torch_does(proofs, name, world):
+    found = result(proofs, name, world)
+    assert found["is_proven"], found["findings"]
+    assert found["steps"] == STEPS and found["ranks"] == world
+    trained = [group for group in found["groups"] if group["group"] != "frozen"]
+    for group in trained:
+        assert {"gradient", "update", "weights"} <= group.keys() and group["gradient"]["error"] > 0
+        # Limits that a wrong gradient could keep would prove nothing.
+        assert group["gradient"]["limit"] < (1e-4 if found["precision"] == "fp32" else 0.5)
+        assert group["update"]["limit"] < (0.05 if found["optimizer"] in ("muon", "adafactor") else 1e-5)
+    if name.startswith("grouped"):
+        assert len(trained) > 5 and all("average" in group for group in trained)
+        assert len(trained) == len(found["groups"]) - 1
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_broken_is_found_and_named(proofs, fault):
+    *_, aspect, parameter = FAULTS[fault]
+    found = result(proofs, fault)
+    assert not found["is_proven"]
+    wrong = [group[aspect] for group in found["groups"] if group[aspect]["error"] > group[aspect]["limit"]]
+    assert wrong, f"no group shows it in its {aspect}"
+    assert any(aspect in line and parameter in line for line in found["findings"])
+
+
+# ---- Without ranks ---------------------------------------------------------------------------------------------------
+
+
+def test_the_oracle_is_short_and_knows_neither_deepspeed_nor_training():
+    source = Path("vitscale/proof/oracle.py").read_text()
+    assert len(source.splitlines()) <= 200
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {name for node in nodes for name in ([node.module] if isinstance(node, ast.ImportFrom) else [])}
+    names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    rooms = {"vitscale.data", "vitscale.objectives", "vitscale.proof.rounding", "vitscale.recipe", "torch"}
+    assert {name for name in names if name.startswith(("vitscale", "torch", "deepspeed"))} == rooms
+
+
+def test_the_small_form_keeps_the_engine(tmp_path):
+    recipe = load_recipe(
+        "h14_jft", ["deepspeed={zero_optimization: {overlap_comm: true, reduce_bucket_size: 1000000}}"]
+    )
+    small = small_form(recipe, tmp_path, 4)
+    for key in ("objective", "optimizer", "precision", "parallelism", "ema"):
+        assert getattr(small, key) == getattr(recipe, key)
+    assert small.split(4)[1] == min(recipe.split(4)[1], MOST_ACCUMULATED)
+    assert small.schedule.decay == recipe.schedule.decay and small.schedule.duration.steps == STEPS
+    zero = small.deepspeed["zero_optimization"]
+    assert zero["overlap_comm"] is True and zero["reduce_bucket_size"] < 1_000_000
+    assert not small.model.draws and recipe.model.draws
+
+
+@pytest.mark.parametrize(
+    ("stem", "ranks", "settings"),
+    [("b16_i1k", 3, []), ("b16_i1k", 2, ["precision=fp8"]), ("b16_i1k", 2, ["deepspeed={zero_optimisation: {}}"])],
+)
+def test_what_cannot_be_proved_is_refused(tmp_path, stem, ranks, settings):
+    with pytest.raises(RecipeError):
+        small_form(load_recipe(stem, settings), tmp_path, ranks)
+
+
+@pytest.mark.parametrize("arguments", [["nowhere"], ["demo", "--world", "3"], ["demo", "--set", "precision=fp8"]])
+def test_mistakes_end_the_command_with_2(arguments):
+    command = [sys.executable, "-m", "vitscale", "prove", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (
+        done.returncode == RecipeError.exit_code and "Traceback" not in done.stderr and done.stderr.count("error") == 1
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_the_command_proves_a_recipe(form):
+    command = [sys.executable, "-m", "vitscale", "prove", "b16_i1k", "--world", "2", *form]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    if form:
+        assert json.loads(done.stdout)["is_proven"]
+    else:
+        assert "gradient" in done.stdout and "clipped" in done.stdout
+    assert ProofError.exit_code not in (0, 1, RecipeError.exit_code)
