@@ -8,6 +8,8 @@ import typer
 from vitscale.cli.looking import Settings
 from vitscale.errors import ProofError
 
+_SHOWN = 10
+
 
 def prove(
     recipe: Annotated[str, typer.Argument(help="A file, or the stem of a recipe that comes with vitscale.")],
@@ -22,20 +24,30 @@ def prove(
 
     Gradients, updates, moments, averages and weights each have a limit, which follows from the number formats.
     """
+    from rich.console import Console
+
     from vitscale.proof.proving import prove_recipe
 
-    found = prove_recipe(recipe, settings or [], ranks)
+    console = Console(stderr=True)
+    found = prove_recipe(
+        recipe,
+        settings or [],
+        ranks,
+        say=lambda line: console.print(line, style="dim", markup=False, highlight=False),
+    )
     if as_json:
         print(json.dumps(found, indent=1))
     else:
         _print_table(found)
     if not found["is_proven"]:
         findings = found["findings"]
-        raise ProofError("\n".join([f"{recipe}: updates are not those of plain torch:", *findings]))
+        more = [f"and {len(findings) - _SHOWN:,} more; --json has all"] if len(findings) > _SHOWN else []
+        raise ProofError("\n  ".join([f"{recipe}: updates are not those of plain torch:", *findings[:_SHOWN], *more]))
 
 
 def _print_table(found: dict[str, Any]) -> None:
     from vitscale.table import Column, View, render
+    from vitscale.wording import counted
 
     rows = [
         {"group": group["group"], "parameters": group["parameters"], "elements": group["elements"]}
@@ -43,10 +55,7 @@ def _print_table(found: dict[str, Any]) -> None:
         | {"weights": "as masters" if not group["weights"]["error"] else "OTHERS"}
         for group in found["groups"]
     ]
-    aspects = [
-        Column(aspect, aspect, _cell, style=lambda worst: "" if _is_within(worst) else "bold red")
-        for aspect in ("gradient", "update", "moments", "average")
-    ]
+    aspects = [Column(aspect, aspect, _cell, style=_colour) for aspect in ("gradient", "update", "moments", "average")]
     columns = [
         Column("group", "trained with", is_text=True, folds=True),
         Column("parameters", "tensors", spare=1),
@@ -54,27 +63,22 @@ def _print_table(found: dict[str, Any]) -> None:
         *aspects,
         Column("weights", "weights", is_text=True),
     ]
-    norm = found["norm"]
-    whole = (
-        f"the recipe's own on so many ranks: {found['recipe_micro_batch']} x {found['recipe_accumulation']}"
-        if (found["recipe_micro_batch"], found["recipe_accumulation"]) != (found["micro_batch"], found["accumulation"])
-        else "as the recipe's own"
-    )
     notes = [
-        f"{found['steps']} updates on {found['ranks']} rank{'s' if found['ranks'] > 1 else ''} ({found['device']}), "
-        f"ZeRO {found['zero_stage']}, {found['precision']}, {found['optimizer']}, {found['objective']}; "
-        f"micro-batch {found['micro_batch']} x accumulation {found['accumulation']} ({whole}); without dropout",
-        f"norm of all gradients: {_cell(norm)}; clipped in {found['clipped_steps']} of {found['steps']} updates",
+        f"{found['steps']} updates on {counted(found['ranks'], 'rank')} ({found['device']}), "
+        f"ZeRO {found['zero_stage']}, {found['precision']}, {found['optimizer']}, {found['objective']}; without dropout",
+        f"Micro-batch {found['micro_batch']}, accumulation {found['accumulation']}; the recipe on so many ranks: "
+        f"{found['recipe_micro_batch']}, {found['recipe_accumulation']}",
+        f"Norm of all gradients: {_cell(found['norm'])}; clipped in {found['clipped_steps']} of the updates",
     ]
-    legend = [
-        "worst error / its limit, relative; gradient: against fp32; the others: what follows from the applied gradient"
-    ]
+    legend = ["Worst error / its limit, relative. Gradients: against fp32; all else: what follows from them."]
     render(View(columns, rows, legend=legend, notes=notes), "table")
 
 
 def _cell(worst: dict[str, Any]) -> str:
-    return f"{worst['error']:.1e} / {worst['limit']:.1e}"
+    error = "not finite" if worst["error"] is None else f"{worst['error']:.1e}"
+    return f"{error} / {worst['limit']:.1e}"
 
 
-def _is_within(worst: dict[str, Any]) -> bool:
-    return bool(worst["error"] <= worst["limit"])
+def _colour(worst: dict[str, Any] | None) -> str:
+    is_within = worst is None or (worst["error"] is not None and worst["error"] <= worst["limit"])
+    return "" if is_within else "bold red"

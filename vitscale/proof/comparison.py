@@ -34,6 +34,10 @@ class Worst(NamedTuple):
             return math.inf
         return self.error / self.limit if self.limit else math.inf if self.error else 0.0
 
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it: an error that is not finite is None."""
+        return {"error": self.error if math.isfinite(self.error) else None, "limit": self.limit, "where": self.where}
+
     @property
     def is_within(self) -> bool:
         """Whether the limit is kept."""

@@ -142,8 +142,7 @@ class Oracle:
                 step, kept = _adafactor(kept, gradient, momentum, settings.beta2_cap, updates)
             case "muon" if "momentum_buffer" in kept:
                 mean = momentum * kept["momentum_buffer"] + (1 - momentum) * gradient
-                rows = mean.flatten(1)
-                step = 0.2 * math.sqrt(max(rows.shape)) * _orthogonal(rows, settings.eps).view(mean.shape)
+                step = 0.2 * math.sqrt(max(mean.flatten(1).shape)) * _orthogonal(mean, settings.eps)
                 kept = {"momentum_buffer": mean}
             case _:
                 betas = (settings.betas[0] if settings.name == "muon" else momentum, settings.betas[1])
@@ -194,8 +193,8 @@ def _mean_like(values: Tensor, shaped: Tensor) -> Tensor:
 
 def _orthogonal(matrix: Tensor, eps: float) -> Tensor:
     """Jordan et al., 2024."""
-    x = matrix / max(float(matrix.norm()), eps)
+    x = matrix.flatten(1) / max(float(matrix.norm()), eps)
     for a, b, c in zip(_LINEAR, _CUBIC, _FIFTH, strict=True):
         square = x @ x.mT
         x = a * x + (b * square + c * square @ square) @ x
-    return x
+    return x.view(matrix.shape)

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,29 @@ from vitscale.errors import VitscaleError
 from vitscale.launch import RankCommand, Supervisor, fitting
 from vitscale.launch.ends import EXIT_PREEMPTED, cause
 from vitscale.machine import count_devices, free_port
-from vitscale.proof.small_form import small_form
+from vitscale.proof.small_form import STEPS, small_form
 from vitscale.recipe import Recipe, load_recipe
 from vitscale.runs.names import RECIPE_FILE
 from vitscale.shards.generated import write_generated_dataset
+from vitscale.wording import counted
 
 PROOF_FILE = "proof.json"
 _MOST_ON_CPUS = 2
 _SAMPLES = 96
 
 
-def prove_recipe(name: str, settings: Sequence[str] = (), ranks: int | None = None) -> dict[str, Any]:
+def prove_recipe(
+    name: str,
+    settings: Sequence[str] = (),
+    ranks: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
     """What ten updates of a recipe's small form were found to be; see `vitscale.proof.rank`.
 
     Args:
         name, settings: as of `load_recipe`.
         ranks: on this machine; by default a rank a CUDA device, or two on CPUs, as far as they divide the batch.
+        say: is told what begins.
 
     Raises `RecipeError` for what cannot be proved so, and whatever a rank ends with.
     """
@@ -40,6 +47,7 @@ def prove_recipe(name: str, settings: Sequence[str] = (), ranks: int | None = No
         small = small_form(recipe, folder, ranks)
         write_generated_dataset(folder / small.data.train, [max(_SAMPLES, small.batch.global_size)])
         (folder / RECIPE_FILE).write_text(yaml.safe_dump(small.dump(), sort_keys=False))
+        say(f"{STEPS} updates of {name} on {counted(ranks, 'rank')}")
         _launch(folder, ranks)
         found: dict[str, Any] = json.loads((folder / PROOF_FILE).read_text())
     micro, accumulation = recipe.split(ranks)

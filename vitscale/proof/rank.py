@@ -129,10 +129,10 @@ class Prover:
             "optimizer": self._recipe.optimizer.name,
             "objective": self._recipe.objective.kind,
             "clipped_steps": comparison.clipped,
-            "norm": comparison.norm._asdict(),
+            "norm": comparison.norm.plain(),
             "groups": [
                 {"group": group.name, "parameters": group.parameters, "elements": group.elements}
-                | {aspect: worst._asdict() for aspect, worst in group.worst.items()}
+                | {aspect: worst.plain() for aspect, worst in group.worst.items()}
                 for group in comparison.groups.values()
             ],
             "findings": comparison.findings,
