@@ -65,7 +65,7 @@ def _print_table(found: dict[str, Any]) -> None:
     ]
     notes = [
         f"{found['steps']} updates on {counted(found['ranks'], 'rank')} ({found['device']}), "
-        f"ZeRO {found['zero_stage']}, {found['precision']}, {found['optimizer']}, {found['objective']}; without dropout",
+        f"ZeRO {found['zero_stage']}, {found['precision']}, {found['optimizer']}, {found['objective']}, no dropout",
         f"Micro-batch {found['micro_batch']}, accumulation {found['accumulation']}; the recipe on so many ranks: "
         f"{found['recipe_micro_batch']}, {found['recipe_accumulation']}",
         f"Norm of all gradients: {_cell(found['norm'])}; clipped in {found['clipped_steps']} of the updates",
