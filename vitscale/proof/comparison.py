@@ -18,6 +18,7 @@ from vitscale.training.applied_gradients import GradientPiece
 Aspect = Literal["gradient", "update", "moments", "average", "weights"]
 ASPECTS: tuple[Aspect, ...] = ("gradient", "update", "moments", "average", "weights")
 _LEAST = 1e-30
+_ORTHOGONAL = 64  # roundings of Muon's 15 products of matrices, each of which enlarges the errors of those before
 
 
 class Worst(NamedTuple):
@@ -151,10 +152,13 @@ class Comparison:
             kept = {kind: before.values[kind][name].double() for kind in kinds}
             expected, moments = self._oracle.update(name, weight, kept, applied.get(name, weight), rates)
             where = f"step {step}, {name}"
-            is_coarse = settings.name == "adafactor" or (settings.name == "muon" and "momentum_buffer" in kinds)
-            own = torch.bfloat16 if is_coarse else torch.float32
+            of_step = rounding.of_update(torch.float32)
+            if settings.name == "adafactor":
+                of_step = rounding.of_update(torch.bfloat16)
+            elif settings.name == "muon" and "momentum_buffer" in kinds:
+                of_step = rounding.of_update(torch.bfloat16, _ORTHOGONAL)
             moved, size = float((expected - weight).norm()), max(float(weight.norm()), float(expected.norm()), _LEAST)
-            limit = rounding.of_update(torch.float32) + rounding.of_update(own) * moved / size
+            limit = rounding.of_update(torch.float32) + of_step * moved / size
             self._note("update", name, Worst(_apart(after.values["master"][name], expected, size), limit, where))
             for kind, moment in moments.items():
                 stored = torch.bfloat16 if kind in settings.kept_in_bf16 else torch.float32

@@ -38,9 +38,9 @@ def of_gradient(gradient: "Gradient", dtype: torch.dtype, exchanges: int) -> flo
     return _MARGIN * max(math.sqrt(2 * gradient.way + exchanges) * of_one, gradient.noise)
 
 
-def of_update(dtype: torch.dtype) -> float:
-    """Of what an optimizer computes from one gradient in a few operations, relative to its size."""
-    return 16 * unit(dtype)
+def of_update(dtype: torch.dtype, roundings: int = 16) -> float:
+    """Of what an optimizer computes from one gradient in so many operations, relative to its size."""
+    return roundings * unit(dtype)
 
 
 def ways(loss: Tensor, weights: Mapping[str, Tensor]) -> dict[str, int]:
