@@ -1,9 +1,8 @@
 """Made batches: pictures, labels and keys that are a function of the step, the same on every rank."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from vitscale.data import Batch
 from vitscale.recipe import Recipe
@@ -41,5 +40,11 @@ def part_of(batch: Batch, rank: int, ranks: int) -> Batch:
     """What one rank has of a global batch."""
     rows = len(batch.labels) // ranks
     part = slice(rank * rows, (rank + 1) * rows)
-    tensors = {each.name: getattr(batch, each.name) for each in fields(batch)}
-    return replace(batch, **{name: value[part] for name, value in tensors.items() if isinstance(value, Tensor)})
+    return replace(
+        batch,
+        images=batch.images[part],
+        labels=batch.labels[part],
+        uids=batch.uids[part],
+        keys=batch.keys[part],
+        mask=batch.mask[part],
+    )

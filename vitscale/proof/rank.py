@@ -110,10 +110,10 @@ class Prover:
         return [MASTER, *self.learner.moments(), *([EMA] if self._recipe.ema is not None else [])]
 
     def _unset(self, kind: str, name: str) -> torch.Tensor:
-        shape = self.learner.shapes[name]
+        shape = tuple(self.learner.shapes[name])
         if kind not in (MASTER, EMA):
-            shape = self._recipe.optimizer.kept(name, tuple(shape)).get(kind, ())
-        return torch.full(tuple(shape), torch.nan)
+            shape = self._recipe.optimizer.kept(name, shape).get(kind, ())
+        return torch.full(shape, torch.nan)
 
     def _result(self, steps: int) -> dict[str, Any]:
         config, comparison = self._plan.config, self._comparison

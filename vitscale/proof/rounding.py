@@ -47,7 +47,7 @@ def ways(loss: Tensor, weights: Mapping[str, Tensor]) -> dict[str, int]:
     """Operations on the longest way from a loss to each of some leaves, in autograd's graph."""
     length: dict[Any, int] = {loss.grad_fn: 0}
     missing: dict[Any, int] = {}  # node -> ways to it that are not known yet
-    stack = [loss.grad_fn]
+    stack: list[Any] = [loss.grad_fn]
     while stack:
         for following, _ in stack.pop().next_functions:
             if following is not None:

@@ -1,6 +1,6 @@
 """The form in which a recipe is proved: its engine as it is, around a small model of its family."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def _elements(recipe: Recipe) -> list[int]:
     return [parameter.numel() for parameter in objective.parameters()]
 
 
-def _shrunken(sizes: Mapping[str, Any], whole: Sequence[int], small: Sequence[int]) -> dict[str, int]:
+def _shrunken(sizes: dict[str, Any], whole: Sequence[int], small: Sequence[int]) -> dict[str, int]:
     """Sizes of ZeRO's buckets in proportion to the model, counted in elements."""
     share = min(1.0, sum(small) / sum(whole))
     least = {True: max(small), False: 1}
