@@ -169,7 +169,8 @@ def test_the_oracle_is_short_and_knows_neither_deepspeed_nor_training():
 
 def test_the_small_form_keeps_the_engine(tmp_path):
     recipe = load_recipe(
-        "h14_jft", ["deepspeed={zero_optimization: {overlap_comm: true, reduce_bucket_size: 1000000}}"]
+        "h14_jft",
+        ["model.dropout=0.1", "deepspeed={zero_optimization: {overlap_comm: true, reduce_bucket_size: 1000000}}"],
     )
     small = small_form(recipe, tmp_path, 4)
     for key in ("objective", "optimizer", "precision", "parallelism", "ema"):
