@@ -86,6 +86,8 @@ def write_run(
         }
         lines.training(step, values)
     evaluation = {"validation/top1": top1, "validation/loss": 1 - top1} if metrics is None else dict(metrics)
+    if until > STEPS // 2 and metrics is None:
+        lines.evaluation(STEPS // 2, {"validation/top1": top1 / 2, "validation/loss": 1 - top1 / 2})
     lines.evaluation(until, evaluation)
     manifest = Manifest.load(loaded.dataset_path(loaded.data.train))
     data = {

@@ -23,6 +23,7 @@ from vitscale.flops.published import table_2, table_9
 from vitscale.inspection.figures import InspectionFigure
 from vitscale.inspection.output import write
 from vitscale.report import gather, page, write_report
+from vitscale.report.figures import means_over_steps
 from vitscale.vtab import TASKS
 
 pytest.importorskip("matplotlib")
@@ -221,6 +222,35 @@ def test_runs_of_two_seeds_are_one_result(root, tmp_path):
     (result,) = [r for r in content["results"] if r["metric"] == "validation/top1"]
     assert result["n"] == 2 and result["seeds"] == [3, 4] and content["paper"] == []
     check_numbers(content, read)
+
+
+def test_branches_of_trunks_of_several_seeds_are_one_result_and_no_transfer(root, tmp_path):
+    write_data(root, "cifar10")
+    settings = {"data.root": str(root), "data.train": "cifar10/full", "evaluation.validation": "cifar10/test"}
+    trunk = {"recipe": "tiny.yaml", "settings": {**settings, "schedule.decay": "constant"}, "seeds": [0, 1]}
+    branch = {
+        "recipe": "tiny.yaml",
+        "from": ["trunk"],
+        "take": ["seed"],
+        "settings": {**settings, "init": {"step": 10, "continue": True}, "schedule.decay": "linear"},
+    }
+    out = write_study(tmp_path, {"trunk": trunk, "branch": branch})
+    content, _, read = reported(out)
+    check_numbers(content, read)
+    (drawing,) = means_over_steps(content)
+    of = {r["part"]: r for r in content["results"] if r["metric"] == "validation/top1"}
+    assert {part: (r["n"], r["seeds"], r["begins_with"]) for part, r in of.items()} == {
+        "trunk": (2, [0, 1], None),
+        "branch": (2, [0, 1], None),
+    }
+    assert all(f"{100 * r['mean']:.2f} %" in drawing.alt for r in of.values())
+    # A thousandth an exaFLOP a step: the ten steps that trunk and branch share count once.
+    assert of["branch"]["exaflops"] == pytest.approx(of["trunk"]["exaflops"]) == pytest.approx(0.04)
+    assert {row["role"] for row in content["deduplication"]} == {"training"}
+    assert not content["paper"], "nothing was fine-tuned"
+    (summary,) = [one for one in json.loads((out / "results.json").read_text())["summaries"] if one["part"] == "branch"]
+    assert (summary["seeds"], summary["from"]) == ([0, 1], "trunk-seed0, trunk-seed1")
+    assert summary["metrics"]["validation/top1"]["mean"] == pytest.approx(of["branch"]["mean"])
 
 
 def test_odd_names_stay_text(root, tmp_path):

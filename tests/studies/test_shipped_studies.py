@@ -7,7 +7,7 @@ from test_paper_recipes import FIGURE_4, JFT, TABLE_8
 
 from vitscale.errors import RecipeError
 from vitscale.flops.estimate import estimate
-from vitscale.recipe import FREE_ON_BRANCHING, differences, load_recipe, recipes_dir
+from vitscale.recipe import FREE_ON_BRANCHING, FREE_ON_RESUME, differences, load_recipe, recipes_dir
 from vitscale.studies.expansion import Expansion, expand
 from vitscale.studies.reading import find_study, list_studies, load_study
 from vitscale.training.plan import schedule_in_steps
@@ -152,8 +152,31 @@ def test_from_scratch_differs_from_fine_tuning_by_the_first_weights_alone():
     entries = expand(load_study("transfer_small"), Path("runs")).entries
     pairs = [(entry, entries[name.replace("finetune", "scratch")]) for name, entry in entries.items()]
     pairs = [(tuned, scratch) for tuned, scratch in pairs if tuned is not scratch]
-    assert len(pairs) * 2 == len(entries) == 40
+    assert len(pairs) * 2 + 1 == len(entries) == 41, "and the run that they are fine-tuned from"
     for tuned, scratch in pairs:
         for first, second in zip(tuned.options, scratch.options, strict=True):
             assert first.recipe.init is not None and second.recipe.init is None
             assert first.recipe.model_copy(update={"init": None}) == second.recipe
+
+
+def test_arms_of_todays_training_differ_by_what_their_names_say():
+    expansion = expand(load_study("today_cifar10"), Path("runs"))
+    recipes = {name: entry.options[0].recipe for name, entry in expansion.entries.items()}
+    assert len(recipes) == 18 and not expansion.choices
+    named = {"augmented": ("data.operations", "objective.mixing"), "muon": ("optimizer",), "trunk": ("schedule",)}
+    for part, free in named.items():
+        for seed in (0, 1, 2):
+            paper, other = recipes[f"paper-seed{seed}"].dump(), recipes[f"{part}-seed{seed}"].dump()
+            assert differences(paper, other) != []
+            assert differences(paper, other, free=(*free, *FREE_ON_RESUME)) == []
+            assert paper["schedule"]["duration"] == other["schedule"]["duration"]
+    for part, share in (("quarter", 0.25), ("half", 0.5)):
+        for seed in (0, 1, 2):
+            trunk, branch = recipes[f"trunk-seed{seed}"], recipes[f"{part}-trunk-seed{seed}"]
+            assert differences(trunk.dump(), branch.dump(), free=FREE_ON_BRANCHING) == []
+            assert branch.first_step % trunk.checkpoint.keep_every.steps == 0, "its trunk keeps that checkpoint"
+            (short, ours), (long, theirs) = (schedule_in_steps(one, 50_000) for one in (branch, trunk))
+            assert short == share * long and branch.first_step == 0.8 * short
+            assert [ours(step) for step in range(branch.first_step)] == [
+                theirs(step) for step in range(branch.first_step)
+            ]

@@ -187,10 +187,10 @@ def _results(
                 "label": _label(first),
                 "part": first.entry.get("part"),
                 "model": first.record.recipe.model.describe(),
-                "begins_with": first.record.begins_with,
-                "pretraining_data": None if first.record.parent is None else first.record.chain[-1].recipe.data.train,
+                "begins_with": first.record.trunk.begins_with,
+                "pretraining_data": first.record.chain[-1].recipe.data.train if first.record.trunk.parent else None,
                 "pretraining_samples": _samples(first.record.chain[-1]),
-                "exaflops": _exaflops(first.record.chain),
+                "exaflops": _exaflops(first.record),
                 "task": None if named is None else task_of(named),
                 "dataset": named,
                 "split": item_split(first, metric),
@@ -214,9 +214,19 @@ def item_split(item: _Item, metric: str) -> str:
 def _but_for_the_seed(item: _Item) -> str:
     if item.entry:
         keys = ("part", "from", "dataset", "choice", "grid", "recipe")
-        return json.dumps([{key: item.entry.get(key) for key in keys}, item.split], sort_keys=True)
+        content = {key: item.entry.get(key) for key in keys}
+        if item.record is not None and item.record.recipe.first_step:
+            content["from"] = _recipe_but_for_the_seed(item.record)  # branches of trunks that differ in their seed
+        return json.dumps([content, item.split], sort_keys=True)
     assert item.record is not None
-    return json.dumps(item.record.recipe.dump() | {"seed": None}, sort_keys=True)
+    return json.dumps(_recipe_but_for_the_seed(item.record), sort_keys=True)
+
+
+def _recipe_but_for_the_seed(record: Record) -> dict[str, Any]:
+    content = record.recipe.dump() | {"seed": None}
+    if record.recipe.first_step and record.parent is not None:
+        content["init"] = {**content["init"], "from": _recipe_but_for_the_seed(record.parent)}
+    return content
 
 
 def _label(item: _Item) -> str:
@@ -233,11 +243,14 @@ def _seed(item: _Item) -> int | None:
     return None if item.record is None else item.record.recipe.seed
 
 
-def _exaflops(chain: Sequence[Record]) -> float | None:
-    """Of a run and of those that it goes back to, together."""
-    spent = [None if record.run is None else record.run.exaflops for record in chain]
-    known = [one for one in spent if one is not None]
-    return sum(known) if len(known) == len(spent) else None
+def _exaflops(record: Record, until: int | None = None) -> float | None:
+    """Of a run, or of its steps up to one, and of those that it goes back to: of a trunk as far as the branch."""
+    if record.run is None:
+        return None
+    first = record.recipe.first_step
+    share = 1.0 if until is None else (until - first) / (record.run.step - first)
+    before = 0.0 if record.parent is None else _exaflops(record.parent, first or None)
+    return None if before is None else before + share * record.run.exaflops
 
 
 def _samples(record: Record) -> int | None:
@@ -296,16 +309,17 @@ def _deduplications(items: Sequence[_Item], datasets: dict[tuple[str, str | None
             _dataset(datasets, item.record, validation)  # its manifest is listed; a part of the training set is no test
         elif validation is not None:
             names.append(validation)
-        trained = [(record, record.recipe.data.train, "training") for record in item.record.chain[:1]]
-        trained += [(record, record.recipe.data.train, "pre-training") for record in item.record.chain[1:]]
-        for record, train, role in trained:
-            opened = _dataset(datasets, record, train)
+        role = "training"
+        for record in item.record.chain:
+            opened = _dataset(datasets, record, record.recipe.data.train)
             for name in names:
                 test = _dataset(datasets, item.record, name)
                 where = [one.manifest.where if one.manifest is not None else one.name for one in (opened, test)]
                 key = where[0], where[1], role, name
                 if key not in found:
                     found[key] = deduplication(opened, test, role)
+            if record is item.record.trunk:
+                role = "pre-training"
     return sorted(found.values(), key=lambda row: (row["test"], row["role"], row["train"]))
 
 

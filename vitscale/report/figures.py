@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,48 @@ def described(result: Mapping[str, Any], by: str = "label") -> str:
     """A result's name, or another key of it, and what it begins with, in a line."""
     begins = result["begins_with"]
     return f"{result[by]}: {'from scratch' if begins is None else f'begins with {begins}'}"
+
+
+def means_over_steps(content: Content) -> Iterator[Drawing]:
+    """Top-1 over steps, a figure a task: the mean over seeds of each result not on a development split, as a line."""
+    evaluations = {run["name"]: run.get("curves", {}).get("evaluations", {}).get(TOP1, []) for run in content["runs"]}
+    lines: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    for result in content["results"]:
+        if result["metric"] != TOP1 or result["split"] == "dev" or not result["task"]:
+            continue
+        by_step: dict[float, list[float]] = {}
+        for name in result["runs"]:
+            for step, value in evaluations.get(name, []):
+                by_step.setdefault(step, []).append(100 * value)
+        points = [
+            (step, statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
+            for step, values in sorted(by_step.items())
+            if len(values) == result["n"]
+        ]
+        lines.setdefault(result["task"], {})[described(result)] = points
+    for task, found in lines.items():
+        if not 2 <= len(found) <= len(SERIES) or all(len(points) < 2 for points in found.values()):
+            continue
+
+        def put(figure: "Figure", found: Mapping[str, list[tuple[float, float, float]]] = found) -> None:
+            axes = figure.subplots()
+            for number, (label, points) in enumerate(found.items()):
+                steps, means, deviations = zip(*points, strict=True) if points else ((), (), ())
+                style = "osD^vPXd"[number] + "-"
+                axes.errorbar(steps, means, yerr=deviations, fmt=style, color=SERIES[number], label=label, capsize=3)
+            axes.set_xlabel("step")
+            axes.set_ylabel("top-1 (%)")
+            figure.legend(loc="outside lower left", ncols=2)
+
+        ends = "; ".join(f"{label}: {points[-1][1]:.2f} %" for label, points in found.items() if points)
+        yield draw(
+            f"steps-{task}",
+            f"Top-1 of {task} over steps. At the end, {ends}",
+            put,
+            width=860,
+            height=300 + 11 * len(found),
+            caption=f"Top-1 of {task} over steps: mean, and standard deviation over seeds.",
+        )
 
 
 def curves(content: Content) -> Iterator[Drawing]:

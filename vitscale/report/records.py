@@ -67,8 +67,13 @@ class Record:
         return {key: value for key, value in last.items() if value is not None}
 
     @property
+    def trunk(self) -> "Record":
+        """The run whose first step was step 1: this one, or what a branch goes on with, where that is still there."""
+        return self.parent.trunk if self.recipe.first_step and self.parent is not None else self
+
+    @property
     def begins_with(self) -> str | None:
-        """The name of the run, or of the file, whose weights it began with."""
+        """The name of the run, or of the file, whose weights it began with; for a branch, its trunk."""
         init = self.recipe.init
         if init is None:
             return None

@@ -13,6 +13,7 @@ from vitscale.wording import counted
 Content = Mapping[str, Any]
 _PERCENT = number(2, 0.01)
 _IN_PERCENT = ("top1", "top5", "shot")
+_SHOWN_CURVES = 4
 
 
 def page(content: Content, inspected: Sequence[Figures] = ()) -> str:
@@ -390,10 +391,10 @@ def _compute(content: Content) -> Iterator[Part]:
 
 
 def _curves(content: Content) -> Iterator[Part]:
-    drawn = list(figures.curves(content))
-    yield from drawn[:2]
-    if drawn[2:]:
-        yield Folded(f"{counted(len(drawn) - 2, 'more figure')}", drawn[2:])
+    drawn = [*figures.means_over_steps(content), *figures.curves(content)]
+    yield from drawn[:_SHOWN_CURVES]
+    if drawn[_SHOWN_CURVES:]:
+        yield Folded(counted(len(drawn) - _SHOWN_CURVES, "more figure"), drawn[_SHOWN_CURVES:])
     if not drawn:
         yield Text("No run has metrics yet.")
 

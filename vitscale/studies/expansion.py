@@ -53,7 +53,7 @@ class Entry:
         dataset: name of its data set in the study, or None.
         split: of that data set which it is evaluated on, `dev` or `test`; None without a data set.
         evaluated_on: that split as recipes name it.
-        seed: as the study says; None for the recipe's own.
+        seed: as the study says, or as taken from the parent; None for the recipe's own.
         parent: the entry whose run it begins with, or None.
         options: one; of an entry that waits for a choice, one for each candidate that may win.
         choice: the name of that choice, or None.
@@ -300,7 +300,7 @@ class _PartOfOneParent:
             dataset,
             None if splits is None else "dev",
             None if splits is None else splits.dev,
-            seed,
+            self._begin.get("seed", seed),
             self._parent,
             (option,),
             depends_on=() if self._parent is None else (self._parent,),

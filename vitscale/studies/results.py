@@ -103,9 +103,8 @@ def _summaries(entries: Iterable[Entry], run: "StudyRun") -> Any:
     """Mean and sample standard deviation (n - 1) over entries that differ in their seed alone, once all are done."""
     groups: dict[tuple[Any, ...], list[Entry]] = {}
     for entry in entries:
-        label = None if entry.choice is not None else entry.options[0].label
-        groups.setdefault((entry.part, entry.parent, entry.dataset, entry.split, label), []).append(entry)
-    for (part, parent, dataset, split, label), group in groups.items():
+        groups.setdefault(_but_for_the_seed(entry, run), []).append(entry)
+    for (part, _, dataset, split, label), group in groups.items():
         outcomes = [run.progress[entry.name].outcome for entry in group]
         found = [outcome.metrics for outcome in outcomes if outcome is not None]
         if len(found) < len(group):
@@ -117,7 +116,7 @@ def _summaries(entries: Iterable[Entry], run: "StudyRun") -> Any:
             metrics[key] = {"mean": statistics.fmean(values), "std": deviation, "n": len(values)}
         yield {
             "part": part,
-            "from": parent,
+            "from": ", ".join(dict.fromkeys(entry.parent for entry in group if entry.parent is not None)) or None,
             "dataset": dataset,
             "split": split,
             "label": label,
@@ -125,6 +124,15 @@ def _summaries(entries: Iterable[Entry], run: "StudyRun") -> Any:
             "entries": [entry.name for entry in group],
             "metrics": metrics,
         }
+
+
+def _but_for_the_seed(entry: Entry, run: "StudyRun") -> tuple[Any, ...]:
+    """What entries have in common that differ in their seed alone; branches go with those of the other trunks."""
+    label = None if entry.choice is not None else entry.options[0].label
+    parent: Any = entry.parent
+    if entry.parent is not None and entry.options[0].recipe.first_step:
+        parent = _but_for_the_seed(run.expansion.entries[entry.parent], run)
+    return entry.part, parent, entry.dataset, entry.split, label
 
 
 def _vtab(summaries: list[dict[str, Any]], run: "StudyRun") -> Iterator[dict[str, Any]]:
