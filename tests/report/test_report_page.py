@@ -139,7 +139,7 @@ def test_what_was_left_out_for_which_test_set(made):
     assert not any(test.endswith("/dev") for test, _, _ in rows)
 
 
-def test_data_below_the_current_folder_are_named_without_it(root, study, made, monkeypatch):
+def test_what_is_below_the_current_folder_is_named_without_it(root, study, pretrained, made, monkeypatch):
     assert {one["where"].removeprefix(f"{root}/") for one in made[0]["datasets"]} == {
         f"{one['name']}/manifest.json" for one in made[0]["datasets"]
     }
@@ -149,6 +149,9 @@ def test_data_below_the_current_folder_are_named_without_it(root, study, made, m
         f"{root.name}/{one['name']}/manifest.json" for one in content["datasets"]
     }
     assert f"{root}/" not in text
+    assert f"init.from={pretrained.relative_to(root.parent)}" in text
+    monkeypatch.chdir(study.parent)
+    assert reported(study)[0]["study"]["file"] == "study.yaml"
 
 
 def test_compute_counts_each_run_once(made):

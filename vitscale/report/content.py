@@ -9,10 +9,11 @@ from typing import Any
 
 from vitscale.errors import RecipeError, VitscaleError
 from vitscale.page import Figures
-from vitscale.report.datasets import Dataset, deduplication, open_dataset
+from vitscale.report.datasets import Dataset, deduplication, open_dataset, shown_path
 from vitscale.report.paper import beside_the_paper
 from vitscale.report.records import Record, read_record
 from vitscale.runs.names import RECIPE_FILE
+from vitscale.studies.reading import studies_dir
 from vitscale.studies.results import read_results
 from vitscale.versions import versions
 
@@ -77,7 +78,7 @@ def gather(
         "version": _VERSION,
         "title": named,
         "sources": [str(source) for source in sources],
-        "study": None if study is None else {key: study.get(key) for key in ("study", "file", "engine", "settings")},
+        "study": None if study is None else _about(study),
         "made_by": versions(),
         "states": _counted(item.state for item in items),
         "results": results,
@@ -96,6 +97,19 @@ def gather(
             if record.directory.resolve() not in given
         ],
     }
+
+
+def _about(study: Mapping[str, Any]) -> dict[str, Any]:
+    file = str(study.get("file"))
+    shown = Path(file).name if Path(file).parent == studies_dir() else shown_path(file)
+    settings = _shown_settings(study.get("settings") or [])
+    return {"study": study.get("study"), "file": shown, "engine": study.get("engine"), "settings": settings}
+
+
+def _shown_settings(settings: Iterable[str]) -> list[str]:
+    """KEY=VALUE, whose values may be paths."""
+    pairs = (setting.partition("=") for setting in settings)
+    return [f"{key}{sign}{shown_path(value)}" for key, sign, value in pairs]
 
 
 def _items(sources: Sequence[Path]) -> tuple[dict[str, Any] | None, list[_Item]]:
@@ -146,7 +160,7 @@ def _run(item: _Item) -> dict[str, Any]:
         "state": item.state,
         "why": item.problem or str(entry.get("why") or ""),
         "recipe": entry.get("recipe"),
-        "settings": entry.get("settings") or [],
+        "settings": _shown_settings(entry.get("settings") or []),
         "recipe_sha256": entry.get("recipe_sha256"),
     }
     if record is not None:

@@ -30,7 +30,7 @@ class Dataset:
         manifest = self.manifest
         return {
             "name": self.name,
-            "where": None if manifest is None else _shown(manifest.where),
+            "where": None if manifest is None else shown_path(manifest.where),
             "manifest_sha256": None if manifest is None else manifest.sha256,
             "samples": None if manifest is None else manifest.num_samples,
             "classes": None if manifest is None else len(manifest.class_names),
@@ -83,7 +83,7 @@ def deduplication(train: Dataset, test: Dataset, role: str) -> dict[str, Any]:
     return found | {"status": "none recorded"}
 
 
-def _shown(where: str) -> str:
+def shown_path(where: str) -> str:
     """A path below the current folder without that folder, as people name it: a report goes to other machines."""
     here = Path.cwd()
     return str(Path(where).relative_to(here)) if Path(where).is_relative_to(here) else where
