@@ -69,6 +69,7 @@ def test_what_is_as_it_was_passes_and_places_that_are_not_given_are_said(certifi
     assert code == 0 and found in output and "not looked at" not in output
     code, output = checked(run)
     assert code == 0 and output.count("not looked at") == 3
+    assert checked(run, f"trian={root / 'train'}")[0] == 2  # a place that the certificate does not have
     assert certify(run, "--report", root / "report") == found  # the same again
 
 

@@ -38,7 +38,10 @@ OBJECTIVES = {
     "mixed": ("b32_i1k", ["objective={loss: softmax, label_smoothing: 0.1, mixing: {mixup: 0.8, cutmix: 1.0}}"]),
     "masked": ("b16_jft_masked", []),
 }
-RECIPES = ("b16_i1k", "h14_jft", "r50_b16_jft", "axial_b16_jft", "r50x1_sgd_jft", "deit_b16_i1k", "demo")
+RECIPES = (
+    *("b16_i1k", "h14_jft", "r50_b16_jft", "axial_b16_jft", "r50x1_sgd_jft", "deit_b16_i1k", "demo"),
+    "deit_ti16_distilled_i1k",
+)
 
 
 def case(objective: str, precision: str, stage: int, optimizer: str = "adamw", *more: str) -> Any:
@@ -189,6 +192,13 @@ def test_the_small_form_keeps_the_engine(tmp_path):
 def test_what_cannot_be_proved_is_refused(tmp_path, stem, ranks, settings):
     with pytest.raises(RecipeError):
         small_form(load_recipe(stem, settings), tmp_path, ranks)
+
+
+@pytest.mark.parametrize("stem", ["vit5_s16_i1k", "deit3_b16_i1k"])
+def test_a_recipe_whose_drop_path_has_a_rule_has_a_small_form_without_it(tmp_path, stem):
+    recipe = load_recipe(stem)
+    assert recipe.model.drop_path > 0 and recipe.model.drop_path_rule == "uniform"
+    assert small_form(recipe, tmp_path, 1).model.drop_path == 0
 
 
 @pytest.mark.parametrize("arguments", [["nowhere"], ["demo", "--world", "3"], ["demo", "--set", "precision=fp8"]])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from vitscale.cli.main import app
-from vitscale.errors import DataError
+from vitscale.errors import DataError, RecipeError
 from vitscale.runs.index import index_text, read_index
 
 SAVED = 4  # the checkpoint that is tampered with
@@ -80,6 +80,11 @@ def test_a_run_as_it_is(copied):
     taken = {row["what"]: row["detail"] for row in rows if row["what"].startswith("steps")}
     assert list(taken) == [f"steps {step + 1} to {step + 2}" for step in range(0, STEPS, 2)]
     assert sum("last bit" in row["detail"] for row in rows) == 2 * len(taken)
+
+
+def test_a_world_that_does_not_divide_the_batch_is_refused_before_anything_is_read(copied):
+    with pytest.raises(RecipeError):
+        verified(copied, "run", "--world", "7")
 
 
 def test_one_byte_of_a_shard(copied):

@@ -7,7 +7,7 @@ import typer
 _MOST = 2**20  # devices
 _GB = 1e9
 # What is in no range below: a NaN.
-_POSITIVE = "expected a number above 0"
+_POSITIVE = "expected a number above 0, at most 1e9"
 
 
 def plan(

@@ -112,8 +112,8 @@ def _told(found: dict[str, Any]) -> Iterator[str]:
         yield f"{run}: never seen in {counted(found['steps'], 'step')}"
     else:
         yield (
-            f"{run}: {found['seen']:,} of them seen in {counted(found['steps'], 'step')}, {found['updates']:,} times; "
-            f"first at step {found['first_step']:,} (uid {found['first_uid']})"
+            f"{run}: {found['seen']:,} of them seen in {counted(found['steps'], 'step')}, "
+            f"{counted(found['updates'], 'time')}; first at step {found['first_step']:,} (uid {found['first_uid']})"
         )
     yield from (f"note: {note}" for note in found["notes"])
     yield from _branch_told(found)

@@ -52,14 +52,14 @@ class Gradient:
 
 
 class Oracle:
-    """The updates of a recipe. `dtype` is what the engine computes in, `device` where this does."""
+    """The updates of a recipe, by a `module` of its own. `dtype` is the engine's, `device` where this computes."""
 
     def __init__(self, recipe: Recipe, num_classes: int, dtype: torch.dtype, device: torch.device) -> None:
         self.recipe, self._dtype, self._device = recipe, dtype, device
         plain = recipe.dump() | {"precision": "fp32", "parallelism": {}, "deepspeed": {}}
         with torch.device("meta"):
             module = build_objective(validate_recipe(plain, "the oracle's recipe"), num_classes)
-        self._module = module.float().to_empty(device=device).train()
+        self.module = module.float().to_empty(device=device).train()
         self._to_input = TrainingInput(recipe)
 
     def rounded(self, master: Tensor) -> Tensor:
@@ -98,19 +98,19 @@ class Oracle:
         self, masters: Mapping[str, Tensor], batch: Batch, rows: int, dtype: torch.dtype
     ) -> tuple[dict[str, Tensor], dict[str, float], dict[str, int]]:
         """Gradients as computed in one number format, before clipping; their sizes and ways."""
-        weights = dict(self._module.to(dtype).named_weights())
+        weights = dict(self.module.to(dtype).named_weights())
         with torch.no_grad():
             for name, weight in weights.items():
                 weight.copy_(self.rounded(masters[name]))
         trained = {name: weight for name, weight in weights.items() if self.group(name) is not None}
-        plan = self._module.plan(batch.keys.numpy(), batch.step)
+        plan = self.module.plan(batch.keys.numpy(), batch.step)
         images = self._to_input(batch.images, batch.keys, self._device, self._dtype).to(dtype)
         sums = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in trained.items()}
         squares, found_ways = dict.fromkeys(trained, 0.0), dict.fromkeys(trained, 0)
         for start in range(0, len(batch.labels), rows):
             part = slice(start, start + rows)
             labels, mask, *planned = (each[part].to(self._device) for each in (batch.labels, batch.mask, *plan))
-            losses = self._module(images[part], labels, tuple(planned)).per_sample
+            losses = self.module(images[part], labels, tuple(planned)).per_sample
             loss = torch.where(mask, losses, 0.0).sum() / int(batch.mask.sum())
             found_ways = found_ways if start else ways(loss, trained)
             found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)

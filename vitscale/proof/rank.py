@@ -33,6 +33,7 @@ from vitscale.training.plan import plan_run
 from vitscale.training.precision import settle_precision
 from vitscale.training.preflight import preflight
 from vitscale.training.replicas import checksum
+from vitscale.training.teacher import load_teacher
 
 _SPREAD = 0.02  # what is added to initial values: where output layers are zero, most gradients are, too
 _TIMEOUT_S = 120.0
@@ -52,6 +53,10 @@ class Prover:
         distributed.set_timeout_everywhere(_TIMEOUT_S)
         dtype = weight_dtype(recipe)
         self._oracle = Oracle(recipe, plan.num_classes, dtype, world.device)
+        teacher, _ = load_teacher(recipe, list(plan.manifest.class_names), world, lambda line: None)
+        if teacher is not None:  # a second one, of the same weights, in the engine's number format
+            teacher.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(dtype),))
+            self._oracle.module.learn_from(teacher)
         roundings = 2 + (world.size if recipe.parallelism.reduce_dtype == "bf16" else 0)
         self._comparison = Comparison(self._oracle, self.learner.shapes, dtype, roundings)
 

@@ -27,7 +27,7 @@ _SIZES = {  # elements -> whether there has to be room for the largest parameter
     "sub_group_size": False,
     _PERSISTENT: False,
 }
-_RANDOM = {"dropout", "drop_path"}
+_NOT_RANDOM = {"dropout": 0.0, "drop_path": 0.0, "drop_path_rule": "growing"}  # a rule belongs to a drop_path
 
 
 def small_form(recipe: Recipe, data_root: Path, ranks: int) -> Recipe:
@@ -47,7 +47,7 @@ def small_form(recipe: Recipe, data_root: Path, ranks: int) -> Recipe:
             "wrong gradient from a right one; prove it with --set precision=bf16"
         )
     content = smoke_form(recipe, data_root, ranks).dump()
-    content["model"] |= dict.fromkeys(_RANDOM & content["model"].keys(), 0.0)
+    content["model"] |= {key: value for key, value in _NOT_RANDOM.items() if key in content["model"]}
     rows = max(min(micro, _MOST_ROWS), recipe.objective.together)
     content["batch"] = {"global": rows * min(accumulation, MOST_ACCUMULATED) * ranks, "micro_max": rows}
     content["data"] |= {"repeats": 1}

@@ -68,7 +68,7 @@ def _place(name: str, root: str | None) -> tuple[str, str]:
             "a path begins with /, ./, ../ or ~"
         )
     if root:
-        return join(_folder(root), name), " (by data.root; --set data.root=DIR names another place)"
+        return join(_folder(root), name), " (by data.root; --set data.root=DIR or --data-root DIR names another place)"
     for file in _files():
         if file.is_file():
             places = _read(file)

@@ -109,6 +109,10 @@ def main(arguments: Sequence[str]) -> int:
     for given in arguments[1:]:
         place, _, folder = given.partition("=")
         places[place] = folder
+    known = {entry["name"].partition("/")[0] for entry in certificate["files"]}
+    if unknown := sorted(places.keys() - known - {"run"}):
+        print(f"{', '.join(unknown)}: no such place; the certificate has {', '.join(sorted(known))}")
+        return 2
     wrong, unseen = check(certificate, places)
     for line in wrong:
         print(f"BAD  {line}")

@@ -111,6 +111,8 @@ def verify_run(
     yield Finding("manifest", is_same, f"{manifest.where}: sha256 {manifest.sha256}" + ("" if is_same else ", another"))
     if not is_same:
         return
+    ranks = ranks or _ranks(newest.world_size)
+    trained.split(ranks)  # refused before all data are read
     plan = plan_run(_bare(trained, trained.logging.every), 0, 1)
     log = MetricsLog(run_dir / METRICS_FILE, whole=True)
     log.refresh()
@@ -125,7 +127,6 @@ def verify_run(
             yield Finding(f"shard {damage.path}{at}", False, damage.what)
         if not verdict.damage:
             yield Finding("shards", True, f"{verdict.samples:,} samples: every byte is that of the manifest")
-    ranks = ranks or _ranks(newest.world_size)
     for first, last in _segments([*([0] if trained.init is None else []), *sorted(readers)], steps, seed):
         say(f"taking steps {first + 1:,} to {last:,} again")
         yield from _again(trained, readers, rows, first, last, ranks)
