@@ -79,3 +79,9 @@ def test_cores_that_a_control_group_grants(tmp_path: Path):
     (old / "cpu.cfs_quota_us").write_text("400000\n")
     assert cpu_quota(tmp_path) == 4
     assert cpu_quota(tmp_path / "nothing") is None
+
+
+def test_a_file_is_no_folder_for_runs(tmp_path):
+    (tmp_path / "file").write_text("")
+    code, found = examined("--folder", tmp_path / "file" / "runs")
+    assert code == 2 and found["run folder"]["state"] == "stops"

@@ -131,6 +131,10 @@ def test_what_cannot_be_certified_is_said(certified, tmp_path):
         certify(run, "--data-root", tmp_path)
     with pytest.raises(DataError):
         certify(run, "--report", tmp_path / "none")
+    bare = shutil.copytree(run, tmp_path / "bare")
+    (bare / "metrics.jsonl").unlink()
+    with pytest.raises(DataError):
+        certify(bare)
     (run / "DONE").unlink()
     with pytest.raises(RecipeError):
         certify(run)
