@@ -432,6 +432,14 @@ def test_a_missing_dataset_suggests_the_nearest_and_says_where_it_was_looked_for
     assert "did you mean" not in str(caught.value)
 
 
+def test_a_folder_here_that_was_taken_for_a_name_is_told(elsewhere, monkeypatch):
+    (elsewhere / "photos" / "train").mkdir(parents=True)
+    monkeypatch.chdir(elsewhere)
+    for overrides in ([], ["data.root=a"]):
+        with pytest.raises((RecipeError, DataError), match=r"\./photos/train$"):
+            load_recipe(write(elsewhere, MINIMAL), overrides).dataset_path("photos/train")
+
+
 # ---- What fields mean ------------------------------------------------------------------------------------------------
 
 

@@ -40,6 +40,7 @@ def test_weights_of_the_same_model_and_classes_are_taken(tmp_path, weights):
         (RecipeError, "other classes: number 6 is 'kind 6' there", {"names": [*NAMES[:6], "another"]}),
         (RecipeError, "objective.teacher.normalise", {"normalise": {"std": [0.2, 0.2, 0.2]}}),
         (RecipeError, "objective.teacher.step 3", {"step": 3}),
+        (RecipeError, "objective.teacher.model.num_classes is 10", {"model": MODEL | {"num_classes": 10}}),
     ],
 )
 def test_others_are_refused_with_what_differs(tmp_path, weights, error, words, changes):

@@ -94,7 +94,8 @@ def read_figures(folder: Path) -> Figures:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except pydantic.ValidationError as error:
         problem = error.errors()[0]
-        raise DataError(f"{path}: damaged: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+        what = [".".join(map(str, problem["loc"])), problem["msg"]]  # of what is no JSON there is no place
+        raise DataError(f"{path}: damaged: {': '.join(filter(None, what))}") from None
     except (ValueError, ElementTree.ParseError) as error:
         raise DataError(f"{path}: damaged: {error}") from None
     return found

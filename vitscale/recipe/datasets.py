@@ -28,13 +28,15 @@ def find_dataset(dataset: str, root: str | None) -> str:
     has, reading tells.
     """
     try:
+        here = f"; the folder here of this name is ./{dataset}" if Path(dataset).is_dir() else ""
         is_place = dataset.startswith(("/", "./", "../", "~")) or is_url(dataset)
-        where, said_by = (_folder(dataset), "") if is_place else _place(dataset, root)
+        where, said_by = (_folder(dataset), "") if is_place else _place(dataset, root, here)
         if is_url(where) or Path(where).exists():
             return where
     except (OSError, RuntimeError) as error:  # too long a name, an unknown user behind ~
         raise RecipeError(f"dataset {dataset!r}: {error}") from None
-    raise DataError(f"dataset {dataset!r}: there is no {Path(where).absolute()}{said_by}{_hint(dataset, Path(where))}")
+    hint = _hint(dataset, Path(where)) if is_place else here or _hint(dataset, Path(where))
+    raise DataError(f"dataset {dataset!r}: there is no {Path(where).absolute()}{said_by}{hint}")
 
 
 def _hint(dataset: str, missing: Path) -> str:
@@ -60,8 +62,8 @@ def _folder(place: str, beside: Path | None = None) -> str:
     return str(path if beside is None else beside / path)
 
 
-def _place(name: str, root: str | None) -> tuple[str, str]:
-    """Where a name is, and what says so."""
+def _place(name: str, root: str | None, hint: str) -> tuple[str, str]:
+    """Where a name is, and what says so. Raises `RecipeError`, whose text ends with the hint, where nothing does."""
     if ".." in name.split("/"):
         raise RecipeError(
             f"dataset {name!r}: a name leads below the folder that holds the datasets, and .. out of it; "
@@ -82,7 +84,7 @@ def _place(name: str, root: str | None) -> tuple[str, str]:
     raise RecipeError(
         f"the recipe names the dataset {name!r}, but not where it is; set the folder or URL that holds the datasets "
         f"with --set data.root=DIR or the environment variable {DATA_ROOT_VARIABLE}, or write a line "
-        f"`{name.partition('/')[0]}: DIR` into {DATASETS_FILE} (here or in ~/.config/vitscale)"
+        f"`{name.partition('/')[0]}: DIR` into {DATASETS_FILE} (here or in ~/.config/vitscale){hint}"
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from vitscale import recipe as recipes
-from vitscale.errors import CheckpointError, VitscaleError
+from vitscale.errors import CheckpointError, RecipeError, VitscaleError
 from vitscale.models import Model, initialise, weight_dtype
 from vitscale.models.weights import load_weights, notes, parameters
 from vitscale.objectives import build_teacher
@@ -35,6 +35,15 @@ def check_teacher(recipe: Recipe, class_names: list[str]) -> None:
     Raises `RecipeError` where there are no such weights or they contradict the recipe, and `CheckpointError` where they
     are damaged or of another model.
     """
+    settings = recipe.objective
+    if isinstance(settings, recipes.Distillation) and settings.teacher.model.num_classes not in (
+        None,
+        len(class_names),
+    ):
+        raise RecipeError(
+            f"{_KEY}.model.num_classes is {settings.teacher.model.num_classes}, and data.train has {len(class_names)} "
+            "classes, which a teacher names; leave it out"
+        )
     if (named := _named(recipe)) is not None:
         with torch.device("meta"):
             teacher = build_teacher(recipe, len(class_names))

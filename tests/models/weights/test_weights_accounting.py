@@ -235,6 +235,7 @@ class Evil:
         ("a.safetensors", b"", "not a safetensors file"),
         ("a.safetensors", b"\x10" + bytes(30), "not a safetensors file"),
         ("a.pth", b"nothing of torch's", "cannot be read as tensors alone"),
+        ("a.pth", b"hello" * 100, "tensors alone: it is damaged"),
         (
             "a.pth",
             pickle.dumps({"model": Evil()}, protocol=2),

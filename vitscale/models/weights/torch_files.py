@@ -123,7 +123,8 @@ def _reason(error: Exception) -> str:
     text = str(error)
     if asked := re.search(r"GLOBAL (\S+) was not an allowed", text):
         return f"it asks to run {asked[1]}; save the values alone: torch.save(model.state_dict(), ...)"
-    if isinstance(error, pickle.UnpicklingError) or "weights_only" in text:
+    # Of bytes that are no pickle, torch's unpickler has a KeyError, whose text is a byte.
+    if isinstance(error, pickle.UnpicklingError | KeyError) or "weights_only" in text:
         return "it is damaged, or holds more than tensors"
     return text.partition("\n")[0] or type(error).__name__
 
