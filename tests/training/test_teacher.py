@@ -8,7 +8,7 @@ from models.weights.exported import described, valued, write
 from ranks import make_recipe
 
 from vitscale.errors import CheckpointError, RecipeError
-from vitscale.recipe import Normalise
+from vitscale.recipe import Normalise, smoke_form
 from vitscale.training.teacher import check_same_teacher, check_teacher
 
 NAMES = [f"kind {i}" for i in range(7)]
@@ -60,3 +60,9 @@ def test_a_run_goes_on_with_the_teacher_that_it_began_with():
     for now, before in ((one, other), (one, None), (None, one)):
         with pytest.raises(CheckpointError, match=r"objective\.teacher\.from"):
             check_same_teacher(now, before)
+
+
+def test_in_its_smoke_form_a_teacher_has_the_classes_of_the_smoke_data(tmp_path):
+    objective = {"kind": "distillation", "teacher": {"model": MODEL | {"num_classes": 1000}}}
+    recipe = make_recipe(tmp_path, model={"distilled": True}, objective=objective)
+    check_teacher(smoke_form(recipe, tmp_path), NAMES)

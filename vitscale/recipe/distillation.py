@@ -83,5 +83,5 @@ class Distillation(Classification):
         """As `Objective.smoke_form`: a small teacher, whose weights are initial."""
         small, _ = self.teacher.model.small()
         block = self.teacher.model
-        small_model = type(block).model_validate(block.model_dump(by_alias=True) | small)
+        small_model = type(block).model_validate(block.model_dump(by_alias=True) | small | {"num_classes": None})
         return self.model_copy(update={"teacher": Teacher(model=small_model, normalise=self.teacher.normalise)})
