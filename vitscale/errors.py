@@ -4,7 +4,6 @@ An error raised here ends the command with one readable message and no stack tra
 where, what was expected and what to do. Everything else is a bug and keeps its trace (exit code 1).
 """
 
-from collections.abc import Sequence
 from typing import Self
 
 EXIT_DONE = 0
@@ -20,14 +19,6 @@ class VitscaleError(Exception):
         """Mark an error that every rank of a run raises alike, so that one of them may speak for all."""
         self.is_on_all_ranks = True
         return self
-
-
-class Contradictions(ValueError):
-    """Several things in a block, or in several, that do not go together: a line each, in `lines`."""
-
-    def __init__(self, lines: Sequence[str]) -> None:
-        super().__init__("; ".join(lines))
-        self.lines = tuple(lines)
 
 
 class RecipeError(VitscaleError):

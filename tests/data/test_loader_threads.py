@@ -210,15 +210,15 @@ def test_what_goes_wrong_in_reading_comes_in_its_turn(manifest, error, threads, 
     """Batches that are done earlier wait for those before them, and so do errors."""
     inner, firsts = batch_reader_module.decode_slice, []
 
-    def noting(*arguments):
+    def noting(*arguments, **options):
         firsts.append(arguments[CRCS][0])
-        inner(*arguments)
+        inner(*arguments, **options)
 
-    def failing(*arguments):
+    def failing(*arguments, **options):
         if arguments[CRCS][0] == firsts[4 * len(firsts) // 5]:
             time.sleep(0.05)
             raise error("of a slice")
-        inner(*arguments)
+        inner(*arguments, **options)
 
     monkeypatch.setattr(batch_reader_module, "decode_slice", noting)
     with endless(manifest, threads=1, stop_step=5) as loader:
@@ -351,7 +351,7 @@ def test_close_does_not_wait_for_a_large_batch(manifest, monkeypatch):
     monkeypatch.setattr(
         batch_reader_module,
         "decode_slice",
-        lambda *arguments: (time.sleep(0.01), calls.append(1), inner(*arguments))[2],
+        lambda *arguments, **options: (time.sleep(0.01), calls.append(1), inner(*arguments, **options))[2],
     )
     loader = endless(manifest, order=order, threads=1)
     assert wait_until(lambda: len(calls) >= 2)
@@ -466,9 +466,9 @@ def test_every_thread_has_work_in_a_small_part_of_a_batch(manifest, monkeypatch)
     """Many GPUs leave each rank few samples: 8 of them on 4 threads are decoded 4 at a time."""
     together, decode = threading.Barrier(4, timeout=60), batch_reader_module.decode_slice
 
-    def wait_for_the_others(*arguments):
+    def wait_for_the_others(*arguments, **options):
         together.wait()
-        decode(*arguments)
+        decode(*arguments, **options)
 
     monkeypatch.setattr(batch_reader_module, "decode_slice", wait_for_the_others)
     with endless(manifest, order=TrainOrder(SHARDS, 8, 0), threads=4, stop_step=2) as loader:

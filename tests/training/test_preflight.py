@@ -133,7 +133,7 @@ def test_a_tracker_without_its_package_is_refused(outcomes):
 def test_float8_without_its_package_on_one_rank_is_refused(outcomes):
     message = error_of(outcomes, "float8")
     assert message.startswith(f"precision fp8: rank 2 on {HOST} cannot import torchao (")
-    assert message.endswith("): pip install torchao")
+    assert "): pip install torchao" in message
 
 
 def test_a_fingerprint_is_of_names_and_contents(tmp_path):

@@ -20,7 +20,7 @@ from vitscale.models import Model, Outputs
 
 Part = Literal["filters", "positions", "attention", "rollout", "alignment", "norms", "colours"]
 PARTS: tuple[Part, ...] = get_args(Part)
-BATCH = 16
+BATCH = 8  # of ViT-H/14 at 518 pixels, 16 took 6.03 GB of memory
 """Images that are forwarded at once: the minibatch of the alignment, too, hence the same for all models."""
 
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import pydantic
 from pydantic import TypeAdapter, create_model
 
-from vitscale.block import Block
-from vitscale.errors import Contradictions, RecipeError
+from vitscale.block import Block, Contradictions
+from vitscale.errors import RecipeError
 from vitscale.families import Model, ModelBlock
 from vitscale.recipe.fields import blocks, keys, keys_in, nearest, without_indices
 from vitscale.recipe.objectives import DEFAULT_KIND

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
-from vitscale.block import Block
-from vitscale.errors import Contradictions, RecipeError
+from vitscale.block import Block, Contradictions
+from vitscale.errors import RecipeError
 from vitscale.extensions import by_kind
 from vitscale.families import ModelBlock
 from vitscale.recipe.datasets import find_dataset
