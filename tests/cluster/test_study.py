@@ -66,6 +66,6 @@ def test_jobs_outlive_the_process_that_watches_them(slurm, tmp_path):
 @pytest.mark.cluster
 def test_an_option_that_sbatch_does_not_know(slurm, tmp_path):
     write_study(tmp_path, {"a": {}})
-    with study(slurm, tmp_path, "--engine-option", "partitiom=main") as process:
+    with study(slurm, tmp_path, "--no-check", "--engine-option", "partitiom=main") as process:
         said = process.stderr.read()
     assert process.returncode == RecipeError.exit_code and "partitiom" in said
