@@ -80,9 +80,8 @@ def entries_without(view: View, manifest: Manifest, uids: np.ndarray) -> list[Sh
     for index in remaining_shards(manifest, uids):
         removed, kept = uids_in_shard(manifest, index, uids), None
         if len(removed):
-            entry, selected = manifest.shards[index], manifest.selected_slots(index)
-            slots = np.arange(entry.samples) if selected is None else selected
-            kept = slots_without(slots, uids_of_slots(manifest, index), removed, entry.path)
+            where = manifest.shards[index].path
+            kept = slots_without(manifest.slots(index), uids_of_slots(manifest, index), removed, where)
         entries.append(view.entry(index, kept))
     return entries
 

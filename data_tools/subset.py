@@ -4,8 +4,6 @@ Conversion shuffles once, so the first samples of a dataset are a random subset 
 every larger one.
 """
 
-import numpy as np
-
 from data_tools.views import View
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest, ShardEntry
@@ -36,8 +34,7 @@ def write_subset(dataset: str, out: str, count: int) -> Manifest:
                     break
                 slots = None
                 if entry.num_selected > left:
-                    selected = whole.selected_slots(index)
-                    slots = (np.arange(entry.samples) if selected is None else selected)[:left]
+                    slots = whole.slots(index)[:left]
                 shards.append(view.entry(index, slots))
                 left -= shards[-1].num_selected
             kept = {name: getattr(whole, name) for name in Manifest.model_fields}

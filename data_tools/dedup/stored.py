@@ -95,9 +95,7 @@ class ShardQueries:
 
     def batches(self) -> Iterator[list[StoredQuery]]:
         """All of them in order of slots, a hundred or so at a time."""
-        samples = self._manifest.shards[self._index].samples
-        selected = self._manifest.selected_slots(self._index)
-        slots = np.arange(samples) if selected is None else selected
+        slots = self._manifest.slots(self._index)
         for start in range(0, len(slots), _AT_ONCE):
             some = slots[start : start + _AT_ONCE]
             rows: list[dict[str, Any]] = [{}] * len(some) if self._table is None else self._table.take(some).to_pylist()

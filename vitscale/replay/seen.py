@@ -200,8 +200,7 @@ class History:
             if number is None:
                 at.append([None] * len(slots))
                 continue
-            selected = stretch.manifest.selected_slots(number)
-            selected = np.arange(shard.file.samples) if selected is None else selected
+            selected = stretch.manifest.slots(number)
             positions = np.searchsorted(selected, slots)
             inside = positions < len(selected)
             inside[inside] = selected[positions[inside]] == slots[inside]

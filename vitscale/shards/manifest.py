@@ -262,6 +262,11 @@ class Manifest(_Strict):
                 return np.delete(np.arange(shard.samples, dtype=np.int64), self._read_excluded(excluded, shard))
         return None
 
+    def slots(self, index: int) -> np.ndarray:
+        """As `selected_slots`, with all of them where it says None."""
+        selected = self.selected_slots(index)
+        return np.arange(self.shards[index].samples, dtype=np.int64) if selected is None else selected
+
     def checksums(self, index: int) -> np.ndarray | None:
         """CRC-32C of the stored images of an adopted shard, uint32 (samples,); None for a shard that has its own.
 

@@ -136,7 +136,7 @@ def open_shard(manifest: Manifest, index: int, with_keys: bool = True) -> Iterat
     """
     entry = manifest.shards[index]
     where = manifest.location(entry.path)
-    slots = manifest.selected_slots(index)
+    slots = manifest.slots(index)
     keys = None
     if with_keys and size_of(provenance_path(where)) is not None:
         with local_copy(provenance_path(where)) as path:
@@ -144,7 +144,7 @@ def open_shard(manifest: Manifest, index: int, with_keys: bool = True) -> Iterat
     with local_copy(where) as path, open_shard_file(manifest, index, path) as file:
         if keys is not None and len(keys) != file.samples:
             raise DataError(f"{where}: {file.samples:,} samples; its table of provenance has {len(keys):,}")
-        yield OpenShard(index, file, np.arange(file.samples) if slots is None else slots, keys)
+        yield OpenShard(index, file, slots, keys)
 
 
 def sample_names(manifest: Manifest) -> Iterator[tuple[int, str]]:

@@ -20,12 +20,6 @@ def why_no_view(view: Manifest, whole: Manifest) -> str | None:
             return f"{shard.path} is none of its shards"
         if shard.select == whole.shards[other].select or whole.shards[other].select == "all":
             continue
-        kept, selected = _slots(view, number), _slots(whole, other)
-        if len(added := np.setdiff1d(kept, selected)):
+        if len(added := np.setdiff1d(view.slots(number), whole.slots(other))):
             return f"{len(added):,} samples of {shard.path}, the first in slot {int(added[0])}, are left out there"
     return None
-
-
-def _slots(manifest: Manifest, number: int) -> np.ndarray:
-    slots = manifest.selected_slots(number)
-    return np.arange(manifest.shards[number].samples) if slots is None else slots
