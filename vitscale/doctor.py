@@ -10,7 +10,7 @@ import resource
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,21 +58,18 @@ def examine(folder: Path) -> Iterator[Finding]:
     Args:
         folder: where runs are going to be written.
     """
-    checks: tuple[Callable[[], Iterator[Finding]], ...] = (
-        _packages,
-        _decoder,
-        _processor,
-        _memory,
-        _shared_memory,
-        _limits,
-        lambda: _disk(folder),
-        _clock,
-        _network,
-        _variables,
-        _torch,
-    )
-    for check in checks:
-        yield from check()
+    devices = count_devices()  # by a process of its own, for which a driver in trouble makes us wait
+    yield from _packages()
+    yield from _decoder()
+    yield from _processor()
+    yield from _memory()
+    yield from _shared_memory(devices)
+    yield from _limits(devices)
+    yield from _disk(folder)
+    yield from _clock()
+    yield from _network()
+    yield from _variables()
+    yield from _torch(devices)
 
 
 def _packages() -> Iterator[Finding]:
@@ -139,22 +136,22 @@ def _memory() -> Iterator[Finding]:
     yield Finding("memory", "good" if enough else "slows", f"{free / _GB:,.1f} GB free", mend)
 
 
-def _shared_memory() -> Iterator[Finding]:
+def _shared_memory(devices: int | None) -> Iterator[Finding]:
     with suppress(OSError):
         size = shutil.disk_usage("/dev/shm")
         enough = size.total >= _SHARED_MEMORY
         mend = "" if enough else "docker run --shm-size=8g, or an emptyDir of medium Memory at /dev/shm"
-        state: State = "good" if enough else ("stops" if (count_devices() or 0) > 1 else "slows")
+        state: State = "good" if enough else ("stops" if (devices or 0) > 1 else "slows")
         yield Finding("shared memory", state, f"{size.free / _GB:,.1f} of {size.total / _GB:,.1f} GB free", mend)
 
 
-def _limits() -> Iterator[Finding]:
+def _limits(devices: int | None) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     many = soft == resource.RLIM_INFINITY or soft >= _OPEN_FILES
     mend = "" if many else f"ulimit -n {_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)}"
     yield Finding("open files", "good" if many else "slows", f"at most {soft:,}", mend)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if locked != resource.RLIM_INFINITY and count_devices():
+    if locked != resource.RLIM_INFINITY and devices:
         yield Finding(
             "locked memory",
             "slows",
@@ -214,8 +211,7 @@ def _variables() -> Iterator[Finding]:
         yield Finding("variables", "good", " ".join(found))
 
 
-def _torch() -> Iterator[Finding]:
-    devices = count_devices()
+def _torch(devices: int | None) -> Iterator[Finding]:
     if devices is None:
         yield Finding("GPUs", "stops", "CUDA does not answer", "nvidia-smi; dmesg | grep -i nvrm; restart the machine")
         return
