@@ -33,8 +33,5 @@ class AppliedGradients:
         return taken
 
     def _keep(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # ZeRO 1 to 3 step once for each group, ZeRO 3 for parts of them.
-        stepped = {tensor for group in optimizer.param_groups for tensor in group["params"] if tensor.grad is not None}
-        for piece in fragments.pieces_of(self._engine):
-            if piece.flat in stepped:
-                self._pieces.append(GradientPiece(piece.name, piece.start, piece.of_gradient().float().cpu().clone()))
+        for piece in fragments.stepped(fragments.pieces_of(self._engine), optimizer):
+            self._pieces.append(GradientPiece(piece.name, piece.start, piece.of_gradient().float().cpu().clone()))

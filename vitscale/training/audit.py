@@ -190,9 +190,8 @@ class Audit:
     @torch.no_grad()
     def _before_update(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
         """Called by torch before an optimizer steps: perhaps with some of its tensors only."""
-        given = {flat for group in optimizer.param_groups for flat in group["params"] if flat.grad is not None}
-        for piece in self._pieces:
-            if piece.flat not in given or piece in self._applied:
+        for piece in fragments.stepped(self._pieces, optimizer):
+            if piece in self._applied:
                 continue
             key, gradient = self._key(piece.name), piece.of_gradient()
             dot, square = project(gradient, piece.start, key, torch.tensor([piece.length]))[0].tolist()

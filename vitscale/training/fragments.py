@@ -8,7 +8,7 @@ Frozen parameters are unknown to the optimizer. Of their fp32 values, which low-
 keeps an equal share in host memory, in every stage.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,6 +217,15 @@ def _zero(engine: Any, flat: Tensor, key: str, kind: str, shape: tuple[int, ...]
         of_flat[key] = torch.zeros(shape, dtype=dtype, device=flat.device)
     else:
         of_flat[key].zero_()  # padding between and behind the parameters too
+
+
+def stepped(pieces: Iterable[Piece], optimizer: torch.optim.Optimizer) -> Iterator[Piece]:
+    """Those pieces that a torch optimizer is about to update, their gradients given.
+
+    ZeRO 1 to 3 step once for each group, ZeRO 3 for parts of them.
+    """
+    given = {flat for group in optimizer.param_groups for flat in group["params"] if flat.grad is not None}
+    return (piece for piece in pieces if piece.flat in given)
 
 
 def pieces_of(engine: Any) -> Iterator[Piece]:
