@@ -31,6 +31,7 @@ COMMANDS = {
     "order_scale": "--rounds 1",
     "loader": "",
     "feeding": "",
+    "ridge_scale": "",
     "many_nodes": "--nodes 1000",
     "looking_inside": "",
     "looking_inside_h14": "--model ViT-H/14 --image-size 518 --images 16 --rounds 0",
