@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ffcv.fields import IntField, RGBImageField
@@ -103,7 +104,7 @@ def measure(paths: list[Path], folder: Path, rounds: int) -> dict[str, list[floa
     for counted in [False] + [True] * rounds:
         found = {"FFCV": cpu_seconds(lambda: write_with_ffcv(paths, folder / "FFCV"))}
         for name, options in ours.items():
-            found[name] = cpu_seconds(lambda name=name, options=options: write_with_ours(paths, folder / name, options))
+            found[name] = cpu_seconds(partial(write_with_ours, paths, folder / name, options))
         found["checksums"] = checksums(paths, folder / "pass-through" / shard_name(0))
         for name, value in found.items() if counted else ():
             seconds[name].append(value)

@@ -54,7 +54,7 @@ class Photo:
 @cache
 def photos(data: Path, collection: str, part: str = "train") -> tuple[Photo, ...]:
     """All photos of a part of a collection, in the archive's order."""
-    found = []
+    found: list[Photo] = []
     with tarfile.open(data / collection / f"{part}.tar") as archive:
         for member in archive:
             file = archive.extractfile(member) if member.name.endswith(".jpg") else None

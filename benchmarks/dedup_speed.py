@@ -71,7 +71,7 @@ def fingerprints(pictures: list[np.ndarray]) -> None:
         fingerprint(picture)
 
 
-def cpu_seconds(work: Callable[[], None]) -> float:
+def cpu_seconds(work: Callable[[], object]) -> float:
     """CPU time of this process."""
     began = time.process_time()
     work()
@@ -85,7 +85,7 @@ def measure(folder: Path, out: Path, index_path: Path, rounds: int) -> dict[str,
     pictures = [stored.pixels for stored in map(store_image, contents) if isinstance(stored, StoredImage)]
     recode = ImageOptions(pass_through=False)
     index = Index(index_path)
-    ways: dict[str, Callable[[], None]] = {
+    ways: dict[str, Callable[[], object]] = {
         "passing through": lambda: convert_one_shard(folder, out, ImageOptions()),
         "passing through, compared": lambda: convert_one_shard(folder, out, ImageOptions(), against),
         "transcoding": lambda: convert_one_shard(folder, out, recode),

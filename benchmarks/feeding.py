@@ -49,8 +49,15 @@ def consume(manifest: Manifest, rate: float, seconds: float, threads: int, cache
     """Take `rate` images a second for so many seconds."""
     order = TrainOrder([shard.num_selected for shard in manifest.shards], BATCH, 0)
     last = FILLED + max(4, round(rate * seconds / BATCH))
-    settings = {"image_size": SIDE, "transform": TorchvisionCrop(), "digest": True}
-    with Loader(manifest, order, stop_step=last, reading=Reading(threads=threads, cache=cache), **settings) as loader:
+    reading = Reading(threads=threads, cache=cache)
+    with Loader(
+        *(manifest, order),
+        image_size=SIDE,
+        transform=TorchvisionCrop(),
+        stop_step=last,
+        reading=reading,
+        digest=True,
+    ) as loader:
         pace, busy = Pace(0), 0
         batches: Iterator[Batch] = pace.timed(loader)
         for step, _ in enumerate(batches):

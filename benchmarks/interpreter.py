@@ -43,10 +43,9 @@ def decode_until(stop: threading.Event) -> None:
     zeros, ones = np.zeros(SLICE, np.int64), np.ones(SLICE, bool)
     box = np.tile(np.array([0, 0, 400, 500], np.int32), (SLICE, 1))
     while not stop.is_set():
-        decode_slice(
-            *(jpeg, zeros, np.full(SLICE, jpeg.size), np.full(SLICE, crc32c(jpeg), np.uint32), ones, ~ones),
-            *(np.full(SLICE, 400), np.full(SLICE, 500), box, ~ones, False, out, status),
-        )
+        sizes, crcs = np.full(SLICE, jpeg.size), np.full(SLICE, crc32c(jpeg), np.uint32)
+        stored = (jpeg, zeros, sizes, crcs, ones, ~ones, np.full(SLICE, 400), np.full(SLICE, 500))
+        decode_slice(*stored, box, ~ones, may_scale=False, out=out, status=status)
     assert not status.any()
 
 
@@ -55,7 +54,7 @@ def hold_the_interpreter() -> None:
     loaded = native.load()
     held = ctypes.PyDLL(loaded._name).vitscale_decode_slice
     held.argtypes, held.restype = loaded.vitscale_decode_slice.argtypes, None
-    loaded.vitscale_decode_slice = held
+    setattr(loaded, "vitscale_decode_slice", held)  # noqa: B010 (a CDLL has no such field to a type checker)
 
 
 def work(way: str, counts: bool, threads: int, seconds: float, begin: Barrier, results: multiprocessing.Queue) -> None:

@@ -32,7 +32,6 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +44,7 @@ from data_tools.conversion import Machine, convert
 from data_tools.images import ImageOptions
 from data_tools.request import Request
 from data_tools.sources import SourceOptions
-from vitscale.data import Loader, Reading, TrainOrder
+from vitscale.data import Loader, Reading, TrainOrder, TrainTransform
 from vitscale.data.hashing import combine, mix
 from vitscale.errors import VitscaleError
 from vitscale.recipe import ImageOperation
@@ -66,9 +65,8 @@ COSTS = {"safety_cost": ("ours", "ours, no safety"), "crc_cost": ("ours", "ours,
 PRINT_FIRST = "--print-first-batch"
 
 
-@dataclass(frozen=True)
-class TorchvisionCrop:
-    """RandomResizedCrop and a flip as a transform of our loader, so that all readers see equally large crops."""
+class TorchvisionCrop(TrainTransform):
+    """RandomResizedCrop as the crop of our loader, so that all readers see equally large ones."""
 
     def boxes(self, keys: np.ndarray, heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
         boxes = np.stack([np.zeros_like(heights), np.zeros_like(heights), heights, widths], axis=1)
@@ -85,9 +83,6 @@ class TorchvisionCrop:
             if not open_rows.any():
                 break
         return boxes.astype(np.int32)
-
-    def flips(self, keys: np.ndarray) -> np.ndarray:
-        return uniform(keys, 99, 0) < 0.5
 
 
 def uniform(keys: np.ndarray, attempt: int, number: int) -> np.ndarray:
@@ -175,9 +170,15 @@ def with_ours(
     reading = Reading(
         threads=1, verify_shards=safe, check_rate=float(safe and check), dct_scaling=scaled, cache=folder / "cache"
     )
-    settings = {"image_size": SIDE, "transform": TorchvisionCrop(), "operations": operations}
-    settings |= {"reading": reading, "digest": safe}
-    with Loader(manifest, order, stop_step=order.steps_per_epoch, **settings) as loader:
+    with Loader(
+        *(manifest, order),
+        image_size=SIDE,
+        transform=TorchvisionCrop(),
+        operations=operations,
+        stop_step=order.steps_per_epoch,
+        reading=reading,
+        digest=safe,
+    ) as loader:
         for batch in loader:
             yield len(batch.images)
 

@@ -15,9 +15,9 @@ import resource
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 from vitscale.launch.nodes import Account, Decision, FirstNode, Place
+from vitscale.launch.supervisor import Supervisor
 from vitscale.machine import free_port
 
 GOALS = {"meeting_s": 10.0, "naming_s": 40.0, "memory_mb": 200.0, "cores": 1.0}
@@ -48,6 +48,7 @@ def main() -> None:
 
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=limit) as node_0:
         crowd = asyncio.run(come(given))
+        assert node_0.stdout is not None
         told = [json.loads(line) for line in node_0.stdout]
     if node_0.returncode != 0:
         raise SystemExit(node_0.returncode)
@@ -67,9 +68,9 @@ def main() -> None:
 def be_node_0(given: argparse.Namespace) -> None:
     """Meet, watch until a node is lost, and end with all others."""
     began = time.monotonic()
-    supervisor = SimpleNamespace(told="", at_once=False)
-    first = FirstNode(Place(0, given.nodes, "127.0.0.1", int(given.port)), None, supervisor, silence_s=given.silence)
+    first = FirstNode(Place(0, given.nodes, "127.0.0.1", int(given.port)), None, Supervisor(), silence_s=given.silence)
     layout = first.meet(8, is_asked_for=False)
+    assert layout is not None
     met = time.monotonic()
     print(json.dumps({"meeting_s": met - began, "world_size": layout.world_size}), flush=True)
     trouble = ""

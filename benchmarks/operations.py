@@ -19,7 +19,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from loader import SIDE, speed, stored_images, with_ours, with_pillow
@@ -95,19 +97,22 @@ def each_operation(pixels: np.ndarray) -> dict[str, tuple[float, float]]:
     }
     for code in (Code.COLOR, Code.CONTRAST, Code.BRIGHTNESS, Code.SHARPNESS):
         enhance = getattr(ImageEnhance, code.name.capitalize())
-        change = lambda picture, enhance=enhance: enhance(picture).enhance(1.81)  # noqa: E731
+
+        def change(picture: Image.Image, enhance: Any = enhance) -> Image.Image:
+            return enhance(picture).enhance(1.81)
+
         cases[code.name.lower()] = (code, (1.81,), Interpolation.NEAREST, change)
     for interpolation in Interpolation:
         resampling = Image.Resampling[interpolation.name]
         for name, matrix in matrices.items():
 
-            def move(picture: Image.Image, matrix=matrix, resampling=resampling) -> Image.Image:
+            def move(picture: Image.Image, matrix: Any = matrix, resampling: Any = resampling) -> Image.Image:
                 return picture.transform(picture.size, Image.Transform.AFFINE, matrix, resampling, fillcolor=GRAY)
 
             cases[f"{name}, {interpolation.name.lower()}"] = (Code.AFFINE, matrix, interpolation, move)
     pictures = [Image.fromarray(each) for each in pixels[:64]]
     found = {}
-    for name, (code, values, interpolation, change) in cases.items():
+    for name, (code, values, interpolation, as_pillow) in cases.items():
         programs = np.zeros((64, 1), INSTRUCTION)
         programs["code"], programs["interpolation"], programs["fill"] = code, interpolation, 128
         programs["values"][..., : len(values)] = values
@@ -119,7 +124,7 @@ def each_operation(pixels: np.ndarray) -> dict[str, tuple[float, float]]:
             ours.append(time.process_time() - began)
             began = time.process_time()
             for picture in pictures:
-                change(picture)
+                as_pillow(picture)
             theirs.append(time.process_time() - began)
         found[name] = (min(ours) / 64 * 1e6, min(theirs) / 64 * 1e6)
     return found
@@ -143,12 +148,12 @@ def main() -> int:
         readers: dict[str, Callable[[], Iterator[int]]] = {"without": lambda: with_ours(manifest, folder)}
         pairs = {}
         for key, block in {**RANDAUGMENT, **OTHERS}.items():
-            readers[key] = lambda block=block: with_ours(manifest, folder, operations=(block,))
+            readers[key] = partial(with_ours, manifest, folder, operations=(block,))
             pairs[f"cost_{key}"] = ("without", key)
         for key, change in transforms.items():
-            readers[f"Pillow, {key}"] = lambda change=change: with_pillow(files, False, change)
-            readers[f"{key} alone"] = lambda block=RANDAUGMENT[key]: by_ours(block, pixels)
-            readers[f"Pillow, {key} alone"] = lambda change=change: by_timm(change, pictures)
+            readers[f"Pillow, {key}"] = partial(with_pillow, files, False, change)
+            readers[f"{key} alone"] = partial(by_ours, RANDAUGMENT[key], pixels)
+            readers[f"Pillow, {key} alone"] = partial(by_timm, change, pictures)
             pairs[f"{key}_loader"] = (key, f"Pillow, {key}")
             pairs[f"{key}_transform"] = (f"{key} alone", f"Pillow, {key} alone")
         speeds: dict[str, list[float]] = {name: [] for name in readers}

@@ -14,9 +14,10 @@ import torch
 from peers import transformers_vit
 from torch.nn import functional as F
 
-from vitscale.data import EvalOrder, EvalTransform, Loader, TrainOrder, TrainTransform, to_model_input
+from vitscale.data import EvalOrder, EvalTransform, Loader, TrainOrder, to_model_input, train_transform
 from vitscale.models import build_model, initialise
-from vitscale.recipe import AdamW, Recipe, load_recipe
+from vitscale.models.vit import ViT
+from vitscale.recipe import AdamW, Classification, Recipe, load_recipe
 from vitscale.shards import Manifest
 from vitscale.training.schedule import learning_rate
 
@@ -27,15 +28,17 @@ def train_peer(recipe: Recipe) -> torch.nn.Module:
     """transformers' ViT after the recipe's whole training."""
     manifest = Manifest.load(recipe.dataset_path(recipe.data.train))
     ours = build_model(recipe, len(manifest.class_names))
+    assert isinstance(ours, ViT) and isinstance(recipe.objective, Classification)
     initialise(ours, recipe.seed)
     model = transformers_vit(ours).train()
     settings, schedule, batch_size = recipe.optimizer, recipe.schedule, recipe.batch.global_size
     assert isinstance(settings, AdamW) and recipe.objective.loss == "softmax" and recipe.model.head == "linear"
-    optimizer = torch.optim.AdamW(model.parameters(), betas=tuple(settings.betas), weight_decay=settings.weight_decay)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=(settings.betas[0], settings.betas[1]), weight_decay=settings.weight_decay
+    )
     total, warmup = (part.to_steps(manifest.num_samples, batch_size) for part in (schedule.duration, schedule.warmup))
     order = TrainOrder([shard.num_selected for shard in manifest.shards], batch_size, recipe.seed)
-    crop = recipe.data.crop
-    transform = TrainTransform(tuple(crop.area), tuple(crop.aspect), recipe.data.flip)
+    transform = train_transform(recipe.data.crop, recipe.data.flip)
     loader = Loader(manifest, order, image_size=recipe.data.image_size, transform=transform, stop_step=total)
     began = time.perf_counter()
     with loader:

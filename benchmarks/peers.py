@@ -1,5 +1,7 @@
 """The same weights in transformers' and timm's Vision Transformer: the independent implementations we are held to."""
 
+from typing import Any
+
 import torch
 
 from vitscale.models.vit import ViT
@@ -22,8 +24,10 @@ def transformers_vit(model: ViT) -> torch.nn.Module:
     """A `ViTForImageClassification` with this model's weights (linear head, class token)."""
     import transformers
 
+    assert model.head is not None
     s, grid = model.shape, model.shape.grid(model.image_size)
-    config = transformers.ViTConfig(
+    make: Any = transformers.ViTConfig  # whose base class takes some of the fields
+    config = make(
         hidden_size=s.width,
         num_hidden_layers=s.depth,
         num_attention_heads=s.num_heads,
@@ -45,6 +49,7 @@ def timm_vit(model: ViT) -> torch.nn.Module:
     """timm's `VisionTransformer` with this model's weights (linear head)."""
     import timm
 
+    assert model.head is not None
     s = model.shape
     peer = timm.models.vision_transformer.VisionTransformer(
         img_size=model.image_size,

@@ -27,7 +27,7 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 def extract(data: Path, folder: Path) -> list[Path]:
     """The photos of both collections as files."""
-    paths = []
+    paths: list[Path] = []
     for collection in COLLECTIONS:
         with tarfile.open(data / collection / "train.tar") as archive:
             for member in archive:

@@ -43,7 +43,13 @@ def measure(path: str, folder: str, results: Any) -> None:
     listed = time.perf_counter()
     ordered = order_images(source, work / "listing", 0, None)
     plan = write_plan(
-        ordered, ordered.batches, work, (), shard_samples=8192, limit=None, seed=0, options={"": {}}, parts=[]
+        *(ordered, ordered.batches, work, ()),
+        shard_samples=8192,
+        limit=None,
+        seed=0,
+        options={"": {}},
+        parts=[],
+        allow_unlabelled=False,
     )
     done = time.perf_counter()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -67,7 +67,8 @@ def main() -> None:
         images, labels = micro_batch()
         model.zero_grad()
         F.cross_entropy(model(images.bfloat16()).logits.float(), labels).backward()
-        gradients.append(torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()]))
+        found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        gradients.append(torch.cat([gradient.reshape(-1) for gradient in found]))
     rows = []
     ranks = 2
     while ranks <= given.ranks:

@@ -47,7 +47,7 @@ from paired import median_ratio
 from rank_engines import join
 from step_recipe import SIDE, make_recipe
 
-from vitscale.families import architecture
+from vitscale.families import ViTShape, architecture
 from vitscale.flops.accounting import mfu
 from vitscale.flops.hardware import peak_flops
 from vitscale.flops.work import recipe_work
@@ -85,7 +85,7 @@ def recipe_of(who: str, model: str, folder: str, options: argparse.Namespace) ->
     recompute = int(who == "recomputed")
     parallelism = {"zero_stage": options.zero, "compile": options.compile, "activation_checkpointing": recompute}
     precision = "fp8" if who == "fp8" else "bf16"
-    blocks = {"model": {"pool": options.pool}, "parallelism": parallelism}
+    blocks: dict[str, Any] = {"model": {"pool": options.pool}, "parallelism": parallelism}
     blocks |= {"optimizer": {"name": who}} if who in OPTIMIZERS else {}
     return make_recipe(model, options.batch, folder=folder, precision=precision, **blocks)
 
@@ -116,37 +116,46 @@ def trainer_step(options: argparse.Namespace, folder: Path) -> Callable[[], floa
     return step
 
 
+def initial_model(options: argparse.Namespace) -> Any:
+    """Our model of the shape that is measured."""
+    from vitscale.models import initialise
+    from vitscale.models.vit import ViT
+
+    shape = architecture(options.models[0])
+    assert isinstance(shape, ViTShape)
+    model = ViT(shape, image_size=SIDE, num_classes=CLASSES, pool=options.pool, head="linear")
+    initialise(model, seed=0)
+    return model
+
+
 def loop_step(options: argparse.Namespace) -> Callable[[], float]:
     """A loop such as people write."""
     import peers
     import timm  # noqa: F401 (its memory is not the model's)
 
-    from vitscale.models import compile_blocks, initialise
-    from vitscale.models.vit import ViT
+    from vitscale.models import compile_blocks
 
     begin_measuring(options.device)
-    vit: torch.nn.Module = ViT(
-        architecture(options.models[0]), image_size=SIDE, num_classes=CLASSES, pool=options.pool, head="linear"
-    )
-    initialise(vit, seed=0)
+    ours = initial_model(options)
     images = torch.rand(options.batch, SIDE, SIDE, 3) * 2 - 1
     is_timm = options.work[0] == "timm"
+    model = ours
     if is_timm:
-        vit, images = peers.timm_vit(vit).train(), images.permute(0, 3, 1, 2).contiguous()
-    vit.to(options.device)
+        model, images = peers.timm_vit(ours).train(), images.permute(0, 3, 1, 2).contiguous()
+    model.to(options.device)
     if options.compile and is_timm:
-        vit.compile()
+        model.compile()
     elif options.compile:
-        compile_blocks(vit)
-    optimizer = torch.optim.AdamW(vit.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
+        compile_blocks(ours)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     images, labels = images.to(options.device), (torch.arange(options.batch) % CLASSES).to(options.device)
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(options.device, dtype=torch.bfloat16):
-            loss = torch.nn.functional.cross_entropy(vit(images) if is_timm else vit(images).logits, labels)
+            loss = torch.nn.functional.cross_entropy(model(images) if is_timm else model(images).logits, labels)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(vit.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         return loss.item()
 
@@ -156,19 +165,17 @@ def loop_step(options: argparse.Namespace) -> Callable[[], float]:
 def bare_step(options: argparse.Namespace) -> Callable[[], float]:
     """The trainer's arithmetic without DeepSpeed or a trainer: weights in bf16, fp32 masters, the same malloc."""
     from vitscale.data import to_model_input
-    from vitscale.models import compile_blocks, initialise
-    from vitscale.models.vit import ViT
+    from vitscale.models import compile_blocks
     from vitscale.training import distributed
 
     if options.device == "cpu":
         distributed._keep_freed_memory()
     begin_measuring(options.device)
-    vit = ViT(architecture(options.models[0]), image_size=SIDE, num_classes=CLASSES, pool=options.pool, head="linear")
-    initialise(vit, seed=0)
+    vit = initial_model(options)
     vit.to(options.device, torch.bfloat16)
     if options.compile:
         compile_blocks(vit)
-    weights = list(vit.parameters())
+    weights: list[torch.Tensor] = list(vit.parameters())
     masters = [weight.detach().float().requires_grad_() for weight in weights]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, weight_decay=0.1, fused=True)
     device = torch.device(options.device)
