@@ -53,3 +53,13 @@ def test_sizes_come_from_manifests_else_from_the_study_else_from_the_command_lin
     hours = {one["name"]: one["hours"] for one in plan["entries"]}
     assert plan["device_hours"] == pytest.approx(sum(value or 0 for value in hours.values()))
     assert plan["hours"] < plan["device_hours"], "two at a time"
+
+
+def test_a_study_of_which_nothing_is_known_has_no_cost(tmp_path):
+    """An error, not a sum of nothing."""
+    datasets = {"not": {**SPLITS, "train": "away/train"}}
+    settings = {"data.root": str(tmp_path), "schedule.duration": {"epochs": 2}, "precision": "bf16"}
+    study = write_study(tmp_path, {"a": {"settings": settings, "datasets": datasets}})
+    command = [sys.executable, "-m", "vitscale", "study", "plan", str(study), "--hardware", "h100", "--devices", "1"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2 and "away/train" in result.stderr and not result.stdout

@@ -72,7 +72,8 @@ def show_cost(
         parts.append(f"at most {cost.energy_kwh:,.0f} kWh")
     if cost.cost is not None:
         parts.append(f"price {cost.cost:,.0f}")
-    print(f"whole study     {', '.join(parts)}")
+    at_least = "at least " if cost.unknown else ""
+    print(f"whole study     {at_least}{', '.join(parts)}")
     if cost.branches:
         whole = cost.exaflops + cost.saved_exaflops
         print(

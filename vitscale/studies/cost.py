@@ -93,7 +93,8 @@ def cost_of(
         price: of one device for one hour.
         say: is told which plan is being made, as one takes seconds.
 
-    Raises `RecipeError` where the devices of a slot do not divide a global batch, or a recipe cannot be planned.
+    Raises `RecipeError` where the devices of a slot do not divide a global batch, a recipe cannot be planned, or no
+    entry's cost is known.
     """
     plans: dict[str, Plan] = {}
     costs: dict[str, EntryCost] = {}
@@ -103,6 +104,9 @@ def cost_of(
             for option in {_key(option.recipe, ("seed",)): option for option in entry.options}.values()
         ]
         costs[name] = max(found, key=lambda one: (one.hours is not None, one.hours or 0.0))  # whoever wins
+    if all(one.hours is None for one in costs.values()):
+        first = next(iter(costs.values()))
+        raise RecipeError(f"nothing says how large the data of any run are. The first, {first.name}: {first.problem}")
     hours = _makespan([*expansion.entries.values()], {name: one.hours or 0.0 for name, one in costs.items()}, slots)
     device_hours = sum(one.device_hours or 0.0 for one in costs.values())
     row = cost_row(hours, device_hours, cluster.device, price)
