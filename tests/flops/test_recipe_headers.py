@@ -7,7 +7,7 @@ import pytest
 from vitscale.flops.estimate import estimate
 from vitscale.flops.matching import position_row, state_of_the_art_row, transfer_row
 from vitscale.flops.published import table_5, table_6, table_7, table_8
-from vitscale.recipe import load_recipe, recipes_dir
+from vitscale.recipe import load_recipe, override, recipes_dir
 
 ACCURACIES = {
     "ImageNet": "imagenet",
@@ -19,6 +19,8 @@ ACCURACIES = {
 }
 RECIPES = sorted(recipes_dir().glob("*.yaml"))
 OF_THE_PAPER = [file for file in RECIPES if file.stem not in ("demo", "vit4_cifar10")]
+FINE_TUNING = sorted((recipes_dir() / "finetune").glob("deit3_*.yaml"))  # whose model does not depend on the run
+IMAGENET = 1_281_167
 
 
 def header_of(file) -> str:
@@ -46,6 +48,13 @@ def test_expected_compute(estimates, file):
     assert is_rounded(one.exaflops, computed)
     if published:
         assert one.published is not None and one.published.exaflops == float(published.replace(",", ""))
+
+
+@pytest.mark.parametrize("file", FINE_TUNING, ids=lambda file: file.stem)
+def test_expected_compute_of_fine_tuning_on_imagenet(file):
+    recipe = override(load_recipe(file).dump(), ["model.num_classes=1000"], file.stem)
+    printed = re.findall(r"Expected compute: ([\d.]*\d) exaFLOPs\.", header_of(file))
+    assert len(printed) == 1 and is_rounded(estimate(file.stem, recipe, IMAGENET).exaflops, printed[0])
 
 
 def printed_results(file) -> tuple[int, dict[str, float]] | None:
