@@ -35,6 +35,7 @@ def prove_all(rank: int, world_size: int, port: int, root: Path, cases: dict[str
             with contextlib.nullcontext() if fault is None else fault(prover):
                 found = prover.run(updates)
             prover.learner.engine.destroy()
+            assert (found is not None) == (rank == 0), "an oracle on each rank costs memory, and says the same"
         except Exception:
             (root / f"{case}-{world_size}.crash-{rank}").write_text(traceback.format_exc())
             raise

@@ -1,9 +1,12 @@
 """`vitscale prove`: engines as they are pass, on every stage, precision, world and objective; broken ones do not."""
 
 import ast
+import contextlib
 import json
+import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -208,6 +211,31 @@ def test_mistakes_end_the_command_with_2(arguments):
     assert (
         done.returncode == RecipeError.exit_code and "Traceback" not in done.stderr and done.stderr.count("error") == 1
     )
+
+
+def test_ctrl_c_ends_with_130_as_in_other_commands():
+    command = [sys.executable, "-m", "vitscale", "prove", "b16_i1k", "--world", "2"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while process.poll() is None and b"vitscale.proof.rank" not in b"".join(map(command_line, read(children))):
+            time.sleep(0.05)
+        ranks = read(children)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    assert process.returncode == 130 and "Traceback" not in errors
+    assert not any(command_line(rank) for rank in ranks)
+
+
+def read(children: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return children.read_text().split()
+    return []
+
+
+def command_line(pid: str) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 @pytest.mark.slow

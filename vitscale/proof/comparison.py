@@ -78,6 +78,7 @@ class Comparison:
     """Collects what is compared, step by step.
 
     Args:
+        oracle: which says what has to be.
         shapes: of all parameters.
         roundings: of a gradient on its way from rank to rank.
     """
@@ -87,14 +88,14 @@ class Comparison:
         self.findings: list[str] = []
         self.clipped = 0
         self.norm = Worst(0.0, 0.0, "")
-        self._oracle, self._shapes, self._dtype, self._roundings = oracle, shapes, dtype, roundings
+        self.oracle, self._shapes, self._dtype, self._roundings = oracle, shapes, dtype, roundings
         for name, shape in shapes.items():
             group = self._group(name)
             group.parameters += 1
             group.elements += math.prod(shape)
 
     def _group(self, name: str) -> GroupResult:
-        found = self._oracle.group(name)
+        found = self.oracle.group(name)
         key = "frozen" if found is None else f"lr x {found[0]:g}, decay {found[1]:g}"
         return self.groups.setdefault(key, GroupResult(key))
 
@@ -120,7 +121,7 @@ class Comparison:
         Returns:
             The gradients that were applied, whole.
         """
-        clip_norm = self._oracle.recipe.optimizer.clip_norm
+        clip_norm = self.oracle.recipe.optimizer.clip_norm
         self.clipped += clip_norm is not None and norms[0] > clip_norm
         limits = {name: rounding.of_gradient(each, self._dtype, self._roundings) for name, each in expected.items()}
         of_norm = Worst(abs(norms[1] / max(norms[0], _LEAST) - 1), max(limits.values()), f"step {step}")
@@ -145,12 +146,12 @@ class Comparison:
 
     def updates(self, step: int, before: State, after: State, applied: Mapping[str, Tensor], rates: Rates) -> None:
         """Compare masters, moments and average after a step with what follows from those before and the gradient."""
-        settings: Any = self._oracle.recipe.optimizer
+        settings: Any = self.oracle.recipe.optimizer
         for name, shape in self._shapes.items():
             kinds = settings.kept(name, tuple(shape)) if name in applied else {}
             weight = before.values["master"][name].double()
             kept = {kind: before.values[kind][name].double() for kind in kinds}
-            expected, moments = self._oracle.update(name, weight, kept, applied.get(name, weight), rates)
+            expected, moments = self.oracle.update(name, weight, kept, applied.get(name, weight), rates)
             where = f"step {step}, {name}"
             of_step = rounding.of_update(torch.float32)
             if settings.name == "adafactor":
@@ -167,7 +168,7 @@ class Comparison:
                 self._note("moments", name, Worst(error, rounding.of_update(stored), f"{where}, {kind}"))
             if "ema" in before.values:
                 old = before.values["ema"][name].double()
-                mean = self._oracle.average(old, after.values["master"][name].double(), rates[0] + 1)
+                mean = self.oracle.average(old, after.values["master"][name].double(), rates[0] + 1)
                 scale = max(float(old.norm()), float(mean.norm()), _LEAST)
                 error = _apart(after.values["ema"][name], mean, scale)
                 self._note("average", name, Worst(error, rounding.of_update(torch.float32), where))
@@ -175,7 +176,7 @@ class Comparison:
     def weights(self, step: int, state: State, checksum: Any) -> None:
         """See that the weights of every rank are the masters, rounded, to the last bit."""
         for name, master in state.values["master"].items():
-            expected = checksum(self._oracle.rounded(master))
+            expected = checksum(self.oracle.rounded(master))
             for rank, of_rank in enumerate(state.checksums):
                 where = f"step {step}, rank {rank}, {name}"
                 self._note("weights", name, Worst(float(of_rank[name] != expected), 0.0, where))

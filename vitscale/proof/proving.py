@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ def prove_recipe(
         ranks: on this machine; by default a rank a CUDA device, or two on CPUs, as far as they divide the batch.
         say: is told what begins.
 
-    Raises `RecipeError` for what cannot be proved so, and whatever a rank ends with.
+    Raises `RecipeError` for what cannot be proved so, whatever a rank ends with, and `KeyboardInterrupt` for Ctrl-C.
     """
     recipe = load_recipe(name, settings)
     ranks = ranks or _ranks(recipe)
@@ -72,6 +73,8 @@ def _launch(folder: Path, ranks: int) -> None:
     ]
     with Supervisor() as supervisor:
         ends = supervisor.run(commands)
+    if supervisor.told == signal.SIGINT:
+        raise KeyboardInterrupt  # nothing was saved: as of any other command
     end = cause(ends)
     if end is not None or supervisor.told is not None:
         error = VitscaleError("nothing was proved" + ("" if end is None else f": {end.describe().strip()}"))

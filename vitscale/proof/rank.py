@@ -51,14 +51,18 @@ class Prover:
         fragments.load(self.learner.engine, fragments.InPieces(self._start), optimizer_steps=0)
         self._applied = AppliedGradients(self.learner.engine)
         distributed.set_timeout_everywhere(_TIMEOUT_S)
-        dtype = weight_dtype(recipe)
-        self._oracle = Oracle(recipe, plan.num_classes, dtype, world.device)
-        teacher, _ = load_teacher(recipe, list(plan.manifest.class_names), world, lambda line: None)
+        self._comparison = self._make_comparison() if world.is_main else None
+
+    def _make_comparison(self) -> Comparison:
+        recipe, world, dtype = self._recipe, self._world, weight_dtype(self._recipe)
+        oracle = Oracle(recipe, self._plan.num_classes, dtype, world.device)
+        # A small form's teacher has initial weights, so that making one takes no other rank.
+        teacher, _ = load_teacher(recipe, list(self._plan.manifest.class_names), world, lambda line: None)
         if teacher is not None:  # a second one, of the same weights, in the engine's number format
             teacher.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(dtype),))
-            self._oracle.module.learn_from(teacher)
+            oracle.module.learn_from(teacher)
         roundings = 2 + (world.size if recipe.parallelism.reduce_dtype == "bf16" else 0)
-        self._comparison = Comparison(self._oracle, self.learner.shapes, dtype, roundings)
+        return Comparison(oracle, self.learner.shapes, dtype, roundings)
 
     def _start(self, name: str) -> torch.Tensor:
         """The initial value, of which no part is zero."""
@@ -67,22 +71,22 @@ class Prover:
         generator = torch.Generator().manual_seed(len(name))
         return value + _SPREAD * torch.randn(shape, generator=generator)
 
-    def run(self, steps: int = STEPS) -> dict[str, Any]:
-        """So many updates; on rank 0, what was found."""
+    def run(self, steps: int = STEPS) -> dict[str, Any] | None:
+        """So many updates; on rank 0, what was found, and None on the others."""
         has_bias = self._recipe.model.has_attention_bias
         with preferred_attention(self._world.device, has_bias=has_bias):
             before = self._gather(0, [])[0]
             for step in range(steps):
                 before = self._take_step(step, before)
-        return self._result(steps)
+        return None if self._comparison is None else self._result(steps, self._comparison)
 
     def _take_step(self, step: int, before: State | None) -> State | None:
         """Take a step and compare it with what has to follow from the state before it; returns the state after it."""
         batch = make_batch(self._recipe, self._plan.num_classes, step)
         update = self.learner.update(part_of(batch, self._world.rank, self._world.size), step)
         after, gradients = self._gather(step + 1, self._applied.take())
-        if before is not None and after is not None:
-            expected, norm = self._oracle.gradients(before.values[MASTER], batch, self._plan.micro_batch)
+        if self._comparison is not None and before is not None and after is not None:
+            expected, norm = self._comparison.oracle.gradients(before.values[MASTER], batch, self._plan.micro_batch)
             applied = self._comparison.gradients(step + 1, expected, (norm, update.gradient_norm), gradients)
             self._comparison.updates(step + 1, before, after, applied, self._plan.rates(step))
         # As evaluations do between two steps: weights and average change places and come back.
@@ -101,7 +105,7 @@ class Prover:
             sums = {name: checksum(weight) for name, weight in learner.objective.named_weights()}
         by_rank: list[Any] | None = [None] * self._world.size if self._world.is_main else None
         dist.gather_object((held, sums, gradients), by_rank)
-        if by_rank is None:
+        if by_rank is None or self._comparison is None:
             return None, []
         values = {kind: {name: self._unset(kind, name) for name in learner.shapes} for kind in self._kinds()}
         for name, start, tensors in (each for held, _, _ in by_rank for each in held):
@@ -120,8 +124,7 @@ class Prover:
             shape = self._recipe.optimizer.kept(name, shape).get(kind, ())
         return torch.full(shape, torch.nan)
 
-    def _result(self, steps: int) -> dict[str, Any]:
-        config, comparison = self._plan.config, self._comparison
+    def _result(self, steps: int, comparison: Comparison) -> dict[str, Any]:
         return {
             "is_proven": not comparison.findings,
             "ranks": self._world.size,
@@ -141,7 +144,7 @@ class Prover:
                 for group in comparison.groups.values()
             ],
             "findings": comparison.findings,
-            "deepspeed": config,
+            "deepspeed": self._plan.config,
         }
 
 
@@ -153,7 +156,7 @@ def main() -> None:
     try:
         recipe, _ = settle_precision(load_recipe(str(folder / RECIPE_FILE)), folder / "run", local_rank)
         result = Prover(recipe, distributed.start(rank, size, local_rank), folder).run()
-        if rank == 0:
+        if result is not None:
             (folder / PROOF_FILE).write_text(json.dumps(result))
     except VitscaleError as error:
         code = error.exit_code
