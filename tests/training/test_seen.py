@@ -4,7 +4,7 @@ Compared with a log of what the run's loader handed out, and with the digests in
 """
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from vitscale.cli.main import app
 from vitscale.data import TrainOrder
 from vitscale.errors import CheckpointError, DataError, RecipeError
-from vitscale.replay.seen import History, steps_of
+from vitscale.replay.seen import Content, History, steps_of
 from vitscale.shards import Manifest
 from vitscale.shards.opening import open_shard
 from vitscale.training.anomalies import SkippedData
@@ -150,6 +150,24 @@ def test_an_image_is_found_by_its_bytes_and_shown_as_it_was_seen(root, history, 
     assert {np.asarray(Image.open(file)).tobytes() for file in pictures} == {
         batch.images[0].numpy().tobytes() for batch in batches
     }
+
+
+def test_what_a_shard_selects_is_read_once_however_many_of_its_images_are_asked_for(root, uids, tmp_path, monkeypatch):
+    history = History.of(root / "runs" / "run")
+    for place in history.find(uids[:20]):
+        with open_shard(history.manifest, place.at[0][0]) as shard:
+            slot = int(np.flatnonzero(shard.file.uid == place.uid)[0])
+            (tmp_path / f"{place.uid}.jpg").write_bytes(shard.file.read(slot))
+    reads, read = Counter(), Manifest.slots
+
+    def counted(manifest, index):
+        reads[manifest.where, index] += 1
+        return read(manifest, index)
+
+    monkeypatch.setattr(Manifest, "slots", counted)
+    found = history.holding([Content.of(path.read_bytes()) for path in sorted(tmp_path.iterdir())])
+    assert {place.uid for _, place in found} >= set(uids[:20])
+    assert set(reads.values()) == {1} and len(reads) == len(history.manifest.shards)
 
 
 def test_a_copy_is_found_by_de_duplication(root, history, uids, tmp_path):

@@ -188,9 +188,14 @@ class History:
         for number in range(len(self.manifest.shards)):
             with open_shard(self.manifest, number, with_keys=False) as shard:
                 alike = np.flatnonzero(np.isin(_key(shard.file.crc, shard.file.size), keys))
-                for slot in np.intersect1d(alike, shard.slots):
-                    for which in wanted.get(Content.of(shard.file.read(int(slot))), ()):
-                        yield which, self._places(shard, np.array([slot]))[0]
+                found = [
+                    (which, slot)
+                    for slot in np.intersect1d(alike, shard.slots).tolist()
+                    for which in wanted.get(Content.of(shard.file.read(slot)), ())
+                ]
+                if found:
+                    which, slots = zip(*found, strict=True)
+                    yield from zip(which, self._places(shard, np.array(slots)), strict=True)
 
     def _places(self, shard: OpenShard, slots: np.ndarray) -> list[Place]:
         """Of some slots of a shard of the oldest dataset."""
@@ -200,7 +205,7 @@ class History:
             if number is None:
                 at.append([None] * len(slots))
                 continue
-            selected = stretch.manifest.slots(number)
+            selected = shard.slots if stretch.manifest is self.manifest else stretch.manifest.slots(number)
             positions = np.searchsorted(selected, slots)
             inside = positions < len(selected)
             inside[inside] = selected[positions[inside]] == slots[inside]
