@@ -73,6 +73,11 @@ def write_again(checkpoint, path):
     (checkpoint / "index.json").write_text(index_text(replace(index, files=[entry])))
 
 
+def test_that_no_step_was_taken_again_is_said(copied):
+    rows, bad = verified(copied, "run", "--steps", 0)
+    assert not bad and [row["detail"] for row in rows if row["what"] == "steps"]
+
+
 @pytest.mark.slow  # takes steps in processes of their own
 def test_a_run_as_it_is(copied):
     rows, bad = verified(copied, "run", "--steps", 2 * STEPS)

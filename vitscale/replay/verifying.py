@@ -127,7 +127,11 @@ def verify_run(
             yield Finding(f"shard {damage.path}{at}", False, damage.what)
         if not verdict.damage:
             yield Finding("shards", True, f"{verdict.samples:,} samples: every byte is that of the manifest")
-    for first, last in _segments([*([0] if trained.init is None else []), *sorted(readers)], steps, seed):
+    segments = _segments([*([0] if trained.init is None else []), *sorted(readers)], steps, seed)
+    if not segments:
+        why = "none was asked for" if steps == 0 else "they lie between two checkpoints, and it has one"
+        yield Finding("steps", True, f"none was taken again: {why}")
+    for first, last in segments:
         say(f"taking steps {first + 1:,} to {last:,} again")
         yield from _again(trained, readers, rows, first, last, ranks)
 
