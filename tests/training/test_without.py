@@ -172,6 +172,15 @@ def test_the_view_has_all_but_them_and_is_no_copy(root, found, gone):
     assert why_no_view(view, whole) is None and why_no_view(whole, view) is not None
 
 
+def test_the_branch_may_begin_in_any_folder(root, gone, tmp_path, monkeypatch):
+    monkeypatch.chdir(root.parent)
+    without(gone[0], "--data-root", root.name, "--out", f"{root.name}/any-view", run=Path(root.name, "runs", "run"))
+    monkeypatch.chdir(tmp_path)
+    recipe = read_recipe(root / "any-view" / "branch.yaml")
+    assert recipe.dataset_path("test") == str(root / "test")
+    check_branch(recipe, plan_run(recipe, 0, 1), tmp_path / "none")
+
+
 @pytest.mark.parametrize("name", ["branch", "resumed"])
 def test_the_branch_has_never_seen_them(root, gone, name):
     log = logged(root, name)

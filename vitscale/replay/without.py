@@ -9,15 +9,16 @@ import numpy as np
 from vitscale.checkpoint import checkpoint_place
 from vitscale.errors import CheckpointError, DataError
 from vitscale.flops.records import read_run
-from vitscale.recipe import Init, Recipe, read_recipe, validate_recipe
+from vitscale.recipe import Recipe, read_recipe, validate_recipe
 from vitscale.recipe.schema import Duration
 from vitscale.replay.seen import History
 from vitscale.runs.directory import recipe_of_run
 from vitscale.runs.done import read_done
-from vitscale.runs.index import data_root
+from vitscale.runs.index import data_root, find_path
 from vitscale.runs.names import RECIPE_FILE
 from vitscale.shards import Manifest
 from vitscale.shards.opening import open_shard
+from vitscale.storage import is_url
 from vitscale.training.plan import schedule_in_steps
 
 
@@ -74,9 +75,17 @@ def start_before(run_dir: Path, step: int) -> Start:
                 continue
             return Start(saved, _continuing(run_dir, saved))
         init = recipe.init
-        if init is None or not init.continues:
-            return Start(0, None if init is None else init.model_dump(by_alias=True))
-        path = _trunk(init, run_dir)
+        if init is None:
+            return Start(0, None)
+        steps = place.steps()
+        path = find_path(init.source, place.read_index(steps[-1]) if steps else None, run_dir).absolute()
+        if not init.continues:
+            return Start(0, init.model_dump(by_alias=True) | {"from": str(path)})
+        if not path.exists():
+            raise CheckpointError(
+                f"{run_dir} goes on from {init.source}, where the samples were seen first, and that is not there any "
+                f"more"
+            )
         limit = min(limit, init.step or 0)
         if not (path / RECIPE_FILE).is_file():  # one checkpoint
             if limit == init.step:
@@ -90,20 +99,6 @@ def start_before(run_dir: Path, step: int) -> Start:
 
 def _continuing(path: Path, step: int) -> dict[str, Any]:
     return {"from": str(path.absolute()), "step": step, "continue": True}
-
-
-def _trunk(init: Init, run_dir: Path) -> Path:
-    """Where the trunk of a branch is; a relative path as the branch, which may have begun elsewhere, had it."""
-    path = Path(init.source).expanduser()
-    place = checkpoint_place(recipe_of_run(run_dir), run_dir)
-    for step in [] if path.exists() else place.steps()[-1:]:
-        began_in = place.read_index(step).data.get("working_directory")
-        path = Path(began_in, path) if isinstance(began_in, str) else path
-    if not path.exists():
-        raise CheckpointError(
-            f"{run_dir} goes on from {init.source}, where the samples were seen first, and that is not there any more"
-        )
-    return path
 
 
 def cost_of(run_dir: Path, history: History, step: int) -> Cost:
@@ -121,6 +116,8 @@ def cost_of(run_dir: Path, history: History, step: int) -> Cost:
 def branch_recipe(history: History, start: Start, view: str, root: str | None) -> Recipe:
     """The run's recipe for a branch on a view of its data, with its schedule in steps: the view has shorter epochs.
 
+    Its `data.root` is absolute, so that the branch may begin in any folder.
+
     Args:
         start: of the branch.
         view: where the view is to be.
@@ -129,7 +126,10 @@ def branch_recipe(history: History, start: Start, view: str, root: str | None) -
     content = history.index.recipe | {"init": start.init}
     before = history.index.num_samples or history.newest.num_samples
     content["schedule"] = _in_steps(content["schedule"], before, history.recipe.batch.global_size)
-    content["data"] = content["data"] | {"train": view, "root": root or data_root(history.recipe, history.index)}
+    root = root or data_root(history.recipe, history.index)
+    if root is not None and not is_url(root):
+        root = str(Path(root).expanduser().absolute())
+    content["data"] = content["data"] | {"train": view, "root": root}
     return validate_recipe(content, "the recipe of the branch")
 
 

@@ -9,7 +9,7 @@ from vitscale.errors import DataError, RecipeError
 from vitscale.flops.records import Run, read_run
 from vitscale.recipe import EvalCrop, Recipe, differences, find_dataset, read_recipe, recipe_sha256
 from vitscale.runs.checkpoints import read_checkpoints
-from vitscale.runs.index import Index, data_root
+from vitscale.runs.index import Index, data_root, find_path
 from vitscale.runs.metrics import MetricsLog, Row
 from vitscale.runs.names import CHECKPOINTS, METRICS_FILE, RECIPE_FILE, checkpoints_root
 from vitscale.runs.reading import number
@@ -192,18 +192,16 @@ def _parent(directory: Path, recipe: Recipe, index: Index | None, seen: Sequence
     """The run that `init` names, if it is still there: a checkpoint's folder names its run."""
     if recipe.init is None or len(seen) > _MOST_PARENTS:
         return None
-    source = Path(recipe.init.source).expanduser()
+    source = Path(recipe.init.source)
     if source.parent.name == CHECKPOINTS:
         source = source.parent.parent
-    began_in = None if index is None else index.data.get("working_directory")
-    places = [source, *([Path(began_in, source)] if isinstance(began_in, str) else []), directory.parent / source.name]
-    for place in places:
-        if (place / RECIPE_FILE).is_file() and place.resolve() not in [each.resolve() for each in seen]:
-            try:
-                return read_record(place, seen)
-            except (RecipeError, DataError):
-                return None
-    return None
+    place = find_path(str(source), index, directory)
+    if not (place / RECIPE_FILE).is_file() or place.resolve() in [each.resolve() for each in seen]:
+        return None
+    try:
+        return read_record(place, seen)
+    except (RecipeError, DataError):
+        return None
 
 
 def _points(rows: Sequence[Row], key: str) -> list[list[float]]:

@@ -8,6 +8,7 @@ Version 3 is version 2 with `state_shapes`; an index that has no need of them is
 
 import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -158,13 +159,28 @@ def read_index(folder: Path, step: int | None = None) -> Index:
     return parse_index(text, str(path), step)
 
 
+def find_path(path: str, index: Index | None, run_dir: Path | None = None) -> Path:
+    """Where a path of this machine leads that a run was given, such as `init.from`; as it is where nothing is found.
+
+    A relative one is looked for in the folder that the run began in, then in this one. At last, where a `run_dir` is
+    given, what has its name is looked for beside that: runs may have been moved together.
+
+    Args:
+        path: as the recipe has it.
+        index: of one of the run's checkpoints; None where it has none.
+        run_dir: of the run.
+    """
+    here = Path(os.path.expanduser(path))  # noqa: PTH111 (without an error where there is no home)
+    began_in = None if index is None else index.data.get("working_directory")
+    places = [Path(began_in, here)] if isinstance(began_in, str) else []
+    places += [here] if run_dir is None else [here, run_dir.parent / here.name]
+    return next((place for place in places if os.path.exists(place)), here)  # noqa: PTH110 (no error either)
+
+
 def data_root(recipe: Recipe, index: Index) -> str | None:
-    """`data.root`; a relative one as the run, which may have begun in another folder, had it, if it is still there."""
-    root, began_in = recipe.data.root, index.data.get("working_directory")
-    if root is None or not isinstance(began_in, str) or is_url(root) or root.startswith("~"):
-        return root
-    then = Path(began_in, root)
-    return str(then) if then.exists() else root
+    """`data.root` as the run had it: a URL, or a path as `find_path` has it."""
+    root = recipe.data.root
+    return root if root is None or is_url(root) else str(find_path(root, index))
 
 
 def _checksum(content: dict[str, Any]) -> str:
