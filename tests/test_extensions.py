@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import ClassVar, Literal
 
+import jsonschema
 import numpy as np
 import pytest
 import timm
@@ -145,7 +146,6 @@ def test_operations_on_uint8_come_first():
 
 
 def test_editors_know_of_blocks_named_by_a_path():
-    jsonschema = pytest.importorskip("jsonschema")
     validator = jsonschema.Draft202012Validator(json_schema())
     assert not list(validator.iter_errors(content()))
     assert list(validator.iter_errors(content(model={"family": "Mixer"})))

@@ -27,6 +27,10 @@ def _run(command: list[str], **options) -> str:
     return done.stdout
 
 
+def recipes_and_schemas() -> list[Path]:
+    return [*REPOSITORY.glob("recipes/**/*.yaml"), *REPOSITORY.glob("recipes/*.schema.json")]
+
+
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory) -> Path:
     """Built from a copy of the tree without what was compiled in it."""
@@ -70,7 +74,7 @@ def installed(wheel: Path, tmp_path_factory) -> Callable[..., str]:
 def test_an_sdist_holds_what_the_wheel_is_made_of(sdist):
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
-    recipes = {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("recipes/**/*.yaml")}
+    recipes = {path.relative_to(REPOSITORY).as_posix() for path in recipes_and_schemas()}
     assert inside >= recipes | {"vitscale/native/images.h", "vitscale/native/jpeg.c", "pyproject.toml", "LICENSE"}
 
 
@@ -80,7 +84,7 @@ def test_a_wheel_holds_every_module_and_recipe_and_nothing_else(wheel):
     modules |= {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("data_tools/**/*.py")}
     modules |= {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("vitscale/**/*.csv")}
     modules |= {"vitscale/page/page.html", "vitscale/evaluation/imagenet_synsets.txt"}
-    recipes = {f"vitscale/{path.relative_to(REPOSITORY).as_posix()}" for path in REPOSITORY.glob("recipes/**/*.yaml")}
+    recipes = {f"vitscale/{path.relative_to(REPOSITORY).as_posix()}" for path in recipes_and_schemas()}
     compiled = {f"vitscale/native/_images{sysconfig.get_config_var('EXT_SUFFIX')}"}
     assert inside == modules | recipes | compiled
 

@@ -1,12 +1,15 @@
 """The recipe: what is read, what is refused, and with which words."""
 
+import re
 import typing
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from pydantic import BaseModel
 
+from vitscale.cli.recipe_output import show_difference
 from vitscale.errors import DataError, RecipeError
 from vitscale.families import ResNetShape, ViTShape
 from vitscale.recipe import (
@@ -15,14 +18,14 @@ from vitscale.recipe import (
     differences,
     explain_fields,
     find_recipe,
-    json_schema,
     list_recipes,
     load_recipe,
     recipe_name,
     recipes_dir,
     validate_recipe,
 )
-from vitscale.recipe.strict_yaml import parse_yaml
+from vitscale.recipe.field_notes import noted_keys, notes
+from vitscale.recipe.fields import blocks
 
 RECIPES = sorted(list_recipes())
 
@@ -482,21 +485,38 @@ def test_a_field_is_explained_by_its_key_or_its_last_part():
         explain_fields("learning_rate")
 
 
-def test_the_schema_for_editors_takes_what_is_shipped_and_no_typo():
-    jsonschema = pytest.importorskip("jsonschema")
-    schema = json_schema()
-    jsonschema.Draft202012Validator.check_schema(schema)
-    validator = jsonschema.Draft202012Validator(schema)
-    for file in {*recipes_dir().rglob("*.yaml")} - {*recipes_dir().glob("studies/*.yaml")}:
-        content = parse_yaml(file.read_text(), str(file))
-        # What is only ever extended need not be whole.
-        assert validator.is_valid(content if file.parent == recipes_dir() else content | {"extends": "x"}), file
-    good = parse_yaml(MINIMAL, "")
-    for stem in ("b16_jft", "r50x1_jft"):
-        assert validator.is_valid(load_recipe(stem).dump()), stem
-    for bad in ({"modle": {}}, {"seed": -1}, {"data": {"train": 3}}, {"optimizer": {"name": "adamW", "lr": 1.0}}):
-        assert validator.is_valid(good) and not validator.is_valid(good | bad)
-    assert not validator.is_valid({key: value for key, value in good.items() if key != "model"})
+@pytest.mark.parametrize("key", ["batch.global", "optimizer.lr", "schedule.duration"])
+def test_one_field_is_explained_with_its_unit_and_where_the_paper_has_it(key):
+    first, *rows = explain_fields(key).splitlines()
+    named = {row.strip().partition("  ")[0] for row in rows if not row.startswith("   ")}
+    assert first == key and {"type", "default", "meaning", "touches", "resuming", "the paper"} <= named
+
+
+def test_notes_are_of_fields_that_are_there_and_every_number_has_its_unit():
+    fields = [field for block in blocks() for field in block.fields]
+    assert noted_keys() <= {field.key for field in fields}
+    for field in fields:
+        if re.search(r"\b(integers?|numbers?)\b", field.kind):
+            assert notes(field.key).unit, field.key
+
+
+# ---- Two recipes -----------------------------------------------------------------------------------------------------
+
+
+def test_two_recipes_are_compared_as_diff_does_it(tmp_path, capsys):
+    one, other = write(tmp_path, MINIMAL, "one.yaml"), write(tmp_path, MINIMAL + "\nseed: 7\n", "other.yaml")
+    show_difference([str(one), str(one)], [])
+    capsys.readouterr()
+    with pytest.raises(typer.Exit) as ended:
+        show_difference([str(one), str(other)], [])
+    assert ended.value.exit_code == 1 and capsys.readouterr().out == "seed: 0 -> 7\n"
+    show_difference([str(one), str(other)], ["seed=3"])
+    for names in ([], [str(one)], [str(one)] * 3):
+        with pytest.raises(RecipeError):
+            show_difference(names, [])
+
+
+# ---- Names -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_recipe_that_comes_along_is_called_by_its_name_others_by_their_path(tmp_path):

@@ -121,7 +121,9 @@ def test_completion_is_installed_for_a_shell(tmp_path):
         (["launch", "x", "--smok"], ["--smok", "--smoke"]),
         (["launch"], ["recipe"]),
         (["recipe", "--explain", "data.stal_s"], ["'data.stal_s'", "'data.stall_s'"]),
-        (["recipe", "--json-schema", "--explain"], ["--json-schema"]),
+        (["recipe", "--schema", "--explain"], ["--schema"]),
+        (["recipe", "--diff", "h14_jft"], ["--diff"]),
+        (["recipe", "h14_jft", "l16_jft"], ["--diff"]),
     ],
 )
 def test_a_mistake_in_an_argument_is_told_in_our_words(arguments, words):

@@ -1,7 +1,5 @@
 """The `vitscale` command. Each subcommand imports what it needs when it runs, so that `--help` is instant."""
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -42,36 +40,38 @@ ListFormat = Literal["table", "json"]
 
 @app.command(short_help="Check a recipe and print it in full; or list all.")
 def recipe(
-    name: Annotated[
-        str | None,
-        typer.Argument(help="A file, or the stem of one that comes with vitscale; with --explain, a field's key."),
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME",
+            help="A file, or the stem of one that comes with vitscale; --explain: a field's key; --diff: two of them.",
+        ),
     ] = None,
     settings: Settings = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Say what the field (data.flip) or block (data) means; without one, all.")
     ] = False,
-    schema: Annotated[
-        bool, typer.Option("--json-schema", help="Print the JSON schema of recipes, for editors.")
-    ] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Say what two recipes differ in (exit code 1).")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipes, for editors.")] = False,
 ) -> None:
     """Check a recipe and print it in full; without a name, list all."""
-    import yaml
+    from vitscale.cli import recipe_output
 
-    from vitscale.recipe import explain_fields, json_schema, list_recipes, load_recipe
-
-    if explain or schema:
-        if settings or (explain and schema) or (schema and name is not None):
-            raise RecipeError("--explain takes a field's key alone, and --json-schema nothing")
-        print(explain_fields(name) if explain else json.dumps(json_schema(), indent=1))
-        return
-    if name is None:
-        for shipped, title in list_recipes().items():
-            print(f"{shipped:<21}  {title}")
-        return
-    loaded = load_recipe(name, settings or [])
-    print(yaml.safe_dump(loaded.dump(), sort_keys=False), end="")
-    if border := loaded.describe_border():
-        print(f"note: {border}", file=sys.stderr)
+    asked = names or []
+    if explain + diff + schema > 1 or (schema and asked) or (settings and (explain or not asked)):
+        raise RecipeError("--explain takes a field's key alone, --diff two recipes, and --schema nothing")
+    if diff:
+        recipe_output.show_difference(asked, settings or [])
+    elif len(asked) > 1:
+        raise RecipeError(f"expected one name, not {len(asked)}; --diff takes two recipes")
+    elif schema:
+        recipe_output.show_schema()
+    elif explain:
+        recipe_output.show_fields(asked[0] if asked else None)
+    elif asked:
+        recipe_output.show_recipe(asked[0], settings or [])
+    else:
+        recipe_output.show_recipes()
 
 
 class _Convert(TyperCommand):

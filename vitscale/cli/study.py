@@ -1,5 +1,6 @@
 """`vitscale study`: the command line of vitscale.studies."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,11 +34,19 @@ app = typer.Typer(
 
 @app.command("list")
 def list_() -> None:
-    """List the studies that come with vitscale; so does `vitscale study`."""
+    """List the studies that come with vitscale, as without a command."""
     from vitscale.studies.reading import list_studies
 
     for stem, title in list_studies().items():
         print(f"{stem:<20}  {title}")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of studies, for editors."""
+    from vitscale.studies.reading import study_schema
+
+    print(json.dumps(study_schema(), indent=1))
 
 
 @app.command()

@@ -31,7 +31,7 @@ class Teacher(Block):
         ),
     ] = None
     step: int | None = Field(None, ge=1, lt=2**53, description="the checkpoint of a run; default: its newest")
-    model: ModelBlock
+    model: ModelBlock = Field(description="its architecture, as `model`")
     normalise: Normalise | None = Field(
         None, description="of the images that it is for; default: as data.normalise, which is that of the model itself"
     )

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from vitscale import extensions
 from vitscale.errors import RecipeError
 from vitscale.families import FAMILIES, UNSET
+from vitscale.recipe.field_notes import NO_UNIT, notes
 from vitscale.recipe.schema import Duration, Recipe
 
 _COLUMNS = 80
@@ -45,9 +46,15 @@ _SYNONYMS = {
 _ABOUT = """\
 # Fields of a recipe
 
-`vitscale recipe --explain` prints this page; with a KEY, such as `data.stall_s`
-or `data`, that part of it. `vitscale recipe --json-schema` prints the same for
-editors, and `vitscale recipe FILE` a recipe with every default.
+`vitscale recipe --explain` prints this page; with a KEY, such as `data`, that
+part of it, and of a single field, such as `batch.global`, also its unit, what
+else it changes, and where the paper settles it. `vitscale recipe FILE` prints a
+recipe with every default, `vitscale recipe --diff A B` what two differ in.
+
+`vitscale recipe --schema` prints the same for editors, as a JSON schema. With a
+first line `# yaml-language-server: $schema=FILE`, which names it, they complete
+and check a recipe while it is written; recipes/recipe.schema.json is that of
+the recipes that come along.
 
 `extends: FILE` names the recipe that this one replaces a part of. A *duration*
 is `{steps: N}`, `{epochs: X}` or `{examples: N}`. On the command line
@@ -79,14 +86,19 @@ class Block:
 def json_schema() -> dict[str, Any]:
     """The JSON Schema of a recipe's file.
 
-    What a file extends may hold any part of the recipe, so that nothing is required beside `extends`.
+    What a file extends may hold any part of the recipe, so that nothing is required beside `extends`, nor of a file
+    without a model, which only others extend.
     """
     schema = Recipe.model_json_schema()
     for block in schema["$defs"].values():
         block.pop("required", None)
     for family in FAMILIES:
         keys_of_family = schema["$defs"][family.__name__]["properties"]
-        keys_of_family |= {key: {"const": value} for key, value in UNSET.items() if key not in keys_of_family}
+        keys_of_family |= {
+            key: {"const": value, "description": "of other families"}
+            for key, value in UNSET.items()
+            if key not in keys_of_family
+        }
     for field in schema["properties"].values():
         if "discriminator" in field:
             field["anyOf"] = field.pop("oneOf")  # the kind may be in the file extended, or the default
@@ -99,16 +111,22 @@ def json_schema() -> dict[str, Any]:
     operations.pop("discriminator")
     schema["properties"]["extends"] = {"type": "string", "description": "the recipe that this one replaces a part of"}
     required = schema.pop("required")
+    for block in (schema, *schema["$defs"].values()):
+        for field in block.get("properties", {}).values():
+            if "description" not in field and "anyOf" in field:  # an optional block: editors show what its key has
+                (inner,) = _inner_blocks(schema, field)
+                field["description"] = inner["description"]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **schema,
-        "anyOf": [{"required": ["extends"]}, {"required": required}],
+        "anyOf": [{"required": ["extends"]}, {"required": required}, {"not": {"required": ["model"]}}],
     }
 
 
 def _named_by_path(tag: str) -> dict[str, Any]:
     """A block of another package, of which no more is known than the key that names it."""
-    return {"type": "object", "properties": {tag: {"type": "string", "pattern": r"\."}}, "required": [tag]}
+    path = {"type": "string", "pattern": r"\.", "description": "the dotted path of a block of another package"}
+    return {"type": "object", "description": "of another package", "properties": {tag: path}, "required": [tag]}
 
 
 def blocks() -> tuple[Block, ...]:
@@ -167,7 +185,8 @@ def keys_in(block: str) -> list[str]:
 
 
 def explain_fields(key: str | None = None) -> str:
-    """All fields in words, in Markdown, or those that a key names: a block, a field, or a field's last part.
+    """All fields in words, in Markdown, or those that a key names: a block, a field with all that is known of it, or
+    several by their last part.
 
     Raises `RecipeError` for a key that is none.
     """
@@ -187,7 +206,10 @@ def explain_fields(key: str | None = None) -> str:
         near = " or ".join(map(repr, nearest(key)))
         hint = f"did you mean {near}?" if near else "`vitscale recipe --explain` lists all"
         raise RecipeError(f"a recipe has no field {key!r}; {hint}")
-    return "\n".join(map(_item, dict.fromkeys(fields)))
+    fields = list(dict.fromkeys(fields))
+    if len({field.key for field in fields}) == 1:
+        return "\n\n".join(map(_details, fields))
+    return "\n".join(map(_item, fields))
 
 
 def _each_once(found: Iterable[Block]) -> Iterator[Block]:
@@ -324,3 +346,38 @@ def _section(block: Block) -> str:
 def _item(field: Field) -> str:
     text = f"- `{field.key}` ({field.kind}, {field.default})" + (f": {field.meaning}." if field.meaning else "")
     return textwrap.fill(text, _COLUMNS, subsequent_indent="  ", **_WHOLE_WORDS)
+
+
+def _details(field: Field) -> str:
+    """All that is known of one field, a line each."""
+    noted = notes(field.key)
+    unit = "steps, epochs or examples" if _DURATION in field.kind else noted.unit
+    named_by = [each for each in _single_fields() if re.search(rf"\b{re.escape(field.key)}\b(?!\.)", each.meaning)]
+    rows = {
+        "type": field.kind,
+        "unit": None if unit == NO_UNIT else unit,
+        "default": field.default.removeprefix("default "),
+        "meaning": field.meaning,
+        "touches": noted.touches,
+        "see also": ", ".join(dict.fromkeys(each.key for each in named_by)),
+        "resuming": noted.resuming,
+        "the paper": noted.paper,
+    }
+    width = max(map(len, rows))
+    return "\n".join(
+        [
+            field.key,
+            *(
+                textwrap.fill(
+                    f"  {name:<{width}}  {text}", _COLUMNS, subsequent_indent=" " * (width + 4), **_WHOLE_WORDS
+                )
+                for name, text in rows.items()
+                if text
+            ),
+        ]
+    )
+
+
+def _single_fields() -> list[Field]:
+    """All fields but those of a teacher, which are the model's once more."""
+    return [field for block in blocks() for field in block.fields if not field.key.startswith(_OF_TEACHER)]

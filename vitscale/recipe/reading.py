@@ -31,6 +31,8 @@ _TAGS = {
     "model": ("family", None),
     "data.operations.N": ("kind", None),
 }
+SCHEMA_LINE = "# yaml-language-server: $schema="
+"""Begins the line by which editors find a file's schema."""
 _KINDS_OF = {key: [block.variant for block in blocks() if block.key == key] for key in _TAGS}
 _KINDS = {kind for kinds in _KINDS_OF.values() for kind in kinds}
 
@@ -87,12 +89,13 @@ def list_recipes() -> dict[str, str]:
     """The recipes that come with vitscale: name, such as `h14_jft` or `finetune/pets` -> what its first line says."""
     folder = recipes_dir()
     files = sorted(folder.glob("*.yaml")) + sorted(folder.glob("finetune/*.yaml"))
-    return {file.relative_to(folder).with_suffix("").as_posix(): _first_line(file).removeprefix("# ") for file in files}
+    return {file.relative_to(folder).with_suffix("").as_posix(): recipe_title(file) for file in files}
 
 
-def _first_line(file: Path) -> str:
+def recipe_title(file: Path) -> str:
+    """What the first line of a recipe's or study's file says, but for one that names a schema to editors."""
     with file.open(encoding="utf-8") as lines:
-        return lines.readline().rstrip("\n")
+        return next(line for line in lines if not line.startswith(SCHEMA_LINE)).removeprefix("# ").rstrip("\n")
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

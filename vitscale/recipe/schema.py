@@ -566,16 +566,19 @@ def _complaint(check: Callable[[], None]) -> Iterator[str]:
 class Recipe(Block):
     """One run."""
 
-    model: ModelBlock
+    model: ModelBlock = Field(description="the architecture, by name or by its dimensions")
     data: Data
     batch: Batch
     objective: Annotated[
-        Annotated[SerializeAsAny[Classification | Distillation | MaskedPatches], Field(discriminator="kind")],
+        Annotated[
+            SerializeAsAny[Classification | Distillation | MaskedPatches],
+            Field(discriminator="kind", description="what is learned"),
+        ],
         by_kind(Objective, "objective"),
         BeforeValidator(with_kind),
     ] = Classification()
     init: Init | None = None
-    optimizer: Annotated[Optimizer, Field(discriminator="name")]
+    optimizer: Annotated[Optimizer, Field(discriminator="name", description="how weights are updated")]
     schedule: Schedule
     precision: Literal["auto", "bf16", "fp32", "fp8"] = Field(
         "auto",

@@ -8,7 +8,7 @@ import pydantic
 
 from vitscale.block import Block
 from vitscale.errors import RecipeError
-from vitscale.recipe import describe_expected, recipes_dir
+from vitscale.recipe import describe_expected, recipe_title, recipes_dir
 from vitscale.recipe.strict_yaml import parse_yaml
 from vitscale.studies.schema import DataSet, Part, Refit, Selection, Study
 
@@ -27,10 +27,14 @@ def studies_dir() -> Path:
     return recipes_dir() / "studies"
 
 
+def study_schema() -> dict[str, Any]:
+    """The JSON Schema of a study's file. The fields of recipes that it sets are not told apart."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Study.model_json_schema()}
+
+
 def list_studies() -> dict[str, str]:
     """The studies that come with vitscale: stem -> what its first line says."""
-    files = sorted(studies_dir().glob("*.yaml"))
-    return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") for file in files}
+    return {file.stem: recipe_title(file) for file in sorted(studies_dir().glob("*.yaml"))}
 
 
 def find_study(study: str | Path) -> Path:

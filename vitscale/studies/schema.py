@@ -70,8 +70,8 @@ class Part(Block):
         description="entries, or parts for all that they end with: the runs that these begin with (init.from)",
     )
     take: list[str] = Field([], description="fields of the recipe that are those of the run it begins with")
-    selection: Selection | None = None
-    refit: Refit | None = None
+    selection: Selection | None = Field(None, description="chooses one of the candidates")
+    refit: Refit | None = Field(None, description="what becomes of the one that is chosen")
 
     @property
     def recipes(self) -> list[str]:

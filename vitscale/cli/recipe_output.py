@@ -1,0 +1,48 @@
+"""What `vitscale recipe` prints."""
+
+import json
+import sys
+from collections.abc import Sequence
+
+import typer
+import yaml
+
+from vitscale.errors import RecipeError
+from vitscale.recipe import differences, explain_fields, json_schema, list_recipes, load_recipe
+
+_EXIT_DIFFERENT = 1
+
+
+def show_recipes() -> None:
+    """Print the recipes that come along, a line each."""
+    for shipped, title in list_recipes().items():
+        print(f"{shipped:<21}  {title}")
+
+
+def show_recipe(name: str, settings: Sequence[str]) -> None:
+    """Print a recipe with every default."""
+    loaded = load_recipe(name, settings)
+    print(yaml.safe_dump(loaded.dump(), sort_keys=False), end="")
+    if border := loaded.describe_border():
+        print(f"note: {border}", file=sys.stderr)
+
+
+def show_fields(key: str | None) -> None:
+    """Print what a field means, or all of them."""
+    print(explain_fields(key))
+
+
+def show_schema() -> None:
+    """Print the JSON schema of recipes."""
+    print(json.dumps(json_schema(), indent=1))
+
+
+def show_difference(names: Sequence[str], settings: Sequence[str]) -> None:
+    """Print what two recipes differ in, defaults and what they extend included; exit code 1 if in anything."""
+    if len(names) != 2:
+        raise RecipeError(f"--diff takes two recipes, not {len(names)}")
+    one, other = (load_recipe(name, settings).dump() for name in names)
+    found = differences(one, other, free=())
+    print("\n".join(found) or "equal")
+    if found:
+        raise typer.Exit(_EXIT_DIFFERENT)

@@ -1,0 +1,142 @@
+"""What the schema does not say of a field: its unit, what else it changes, and where the papers settle it."""
+
+from typing import NamedTuple
+
+from vitscale.recipe.comparing import FREE_ON_BRANCHING, FREE_ON_RESUME
+
+NO_UNIT = "none"
+
+_KEYS_BY_UNIT = {
+    "images": "batch.global batch.micro_max evaluation.batch evaluation.inspect.count",
+    "images a class": "evaluation.fewshot.shots",
+    "views of a sample": "data.repeats",
+    "batches": "data.prefetch",
+    "pixels": "data.image_size model.patch_size data.operations.N.radius",
+    "channels": "model.width model.mlp_dim",
+    "classes": "model.num_classes",
+    "tokens": "model.registers",
+    "heads": "model.num_heads",
+    "blocks": "model.depth parallelism.activation_checkpointing",
+    "residual units": "model.blocks",
+    "parameters along a side": "optimizer.factored_from",
+    "operations": "data.operations.N.n",
+    "levels of a pixel, 0 to 255": "data.operations.N.fill data.operations.N.threshold",
+    "pixel values from 0 to 1": "data.normalise.mean data.normalise.std",
+    "logits": "model.head_bias",
+    "threads": "data.threads",
+    "GB of 10**9 bytes": "data.cache.limit_gb",
+    "seconds": "data.stall_s check.step_timeout_s",
+    "steps": "init.step objective.teacher.step anomalies.spike.window check.replicas_every check.recompute_every "
+    "check.audit_every logging.every profile.steps",
+    "checkpoints": "checkpoint.keep",
+    "saves": "checkpoint.max_failures",
+    "evaluations": "selection.patience",
+    "draws": "evaluation.fewshot.seeds",
+    "times": "anomalies.limit",
+    "median absolute deviations x 1.4826": "anomalies.spike.factor",
+    "L2 norm of the gradient": "optimizer.clip_norm",
+    "magnitude, 0 to 30": "data.operations.N.m data.operations.N.std",
+    "probability, 0 to 1": "data.flip data.operations.N.probability objective.mixing.probability "
+    "objective.mixing.cutmix_share objective.on objective.off objective.label_smoothing objective.threshold",
+    "share, 0 to 1": "model.dropout model.drop_path data.check_rate data.crop.area data.crop.fraction "
+    "data.eval_crop.fraction data.operations.N.area objective.keep objective.share objective.mixing.cutmix_sides "
+    "evaluation.fewshot.crop.fraction",
+    NO_UNIT: "seed model.width_factor model.norm_eps model.layer_scale model.position.base "
+    "model.position.registers_base data.crop.aspect data.operations.N.jitter data.operations.N.brightness "
+    "data.operations.N.contrast data.operations.N.saturation data.operations.N.aspect objective.mixing.mixup "
+    "objective.mixing.cutmix optimizer.lr optimizer.betas optimizer.eps optimizer.weight_decay optimizer.layer_decay "
+    "optimizer.groups.N.lr_factor optimizer.groups.N.weight_decay optimizer.momentum optimizer.beta2_cap "
+    "schedule.end_lr schedule.factor schedule.cycle_factor schedule.restart_factor schedule.weight_decay.to "
+    "schedule.momentum.to parallelism.zero_stage evaluation.fewshot.l2 ema.decay",
+}
+_UNITS = {key: unit for unit, keys in _KEYS_BY_UNIT.items() for key in keys.split()}
+
+_TOUCHES = {
+    "batch.global": "micro-batch and accumulation (with batch.micro_max and the number of ranks, which has to divide "
+    "it); steps of an epoch, and so every duration in epochs or examples; which samples a step sees",
+    "batch.micro_max": "memory of a device and speed; the update is the same but for rounding and dropout",
+    "checkpoint.every": "steps that a crash loses, at most",
+    "data.image_size": "tokens of a model, and so memory and FLOPs; the side has to hold one patch",
+    "data.repeats": "samples of a step: batch.global / data.repeats",
+    "data.train": "steps of an epoch; model.num_classes, where the recipe does not say it",
+    "data.threads": "speed alone",
+    "model.num_classes": "the output layer",
+    "model.patch_size": "tokens: (data.image_size / patch_size) squared, rounded down on each side",
+    "model.head": "what `vitscale export` can write: formats without pre_logits need --drop-head",
+    "objective.loss": "model.head_bias, where the recipe does not say it",
+    "optimizer.lr": "the top of the schedule; the step of the weight decay, which is multiplied by it",
+    "parallelism.zero_stage": "memory of a device and traffic between devices; no result but for rounding",
+    "precision": "memory, speed and rounding; a run keeps what it began with",
+    "schedule.duration": "with decay: linear or cosine the learning rate of every step, which falls until the end",
+    "seed": "initial weights, the order of samples, crops, flips, dropout: another seed is another run",
+}
+"""Key -> what follows from the field besides what its description says."""
+
+_PAPERS = {
+    "batch.global": "4,096 to pre-train (Table 3), 512 to fine-tune (Table 4)",
+    "data.crop.area": "silent; the authors' code has 5 to 100 % of the area",
+    "data.flip": "silent; the authors' code has 0.5",
+    "data.image_size": "224 to pre-train (Table 3), 384 to fine-tune (Table 4), 512 and 518 on ImageNet (section 4.1)",
+    "data.normalise.mean": "silent; the authors' code has [-1, 1]",
+    "ema.decay": "0.9999, for ImageNet at 512 and 518 pixels (section 4.1)",
+    "evaluation.fewshot.l2": "regularised regression to targets of -1 and 1 (section 4.1), with no figure",
+    "init.head": "a layer of zeros in place of the head (section 3.2, appendix B.1.1)",
+    "init.positions": "2D interpolation (section 3.2)",
+    "model.attention": "axial attention (appendix D.5)",
+    "model.blocks": "hybrids (sections 3.1 and 4.1)",
+    "model.depth": "12, 24, 32 of B, L, H (Table 1); other depths in appendix D.2",
+    "model.dropout": "0 on JFT, 0.1 on ImageNet and ImageNet-21k (Table 3)",
+    "model.head": "one hidden layer to pre-train, a single layer to fine-tune (section 3.1)",
+    "model.head_bias": "silent; the authors' code has -10 to pre-train",
+    "model.mlp_dim": "3,072, 4,096, 5,120 of B, L, H (Table 1)",
+    "model.num_heads": "12, 16, 16 of B, L, H (Table 1)",
+    "model.patch_size": "14, 16, 32 (section 4.1); as a dimension to scale in appendix D.2",
+    "model.position.at": "Table 8 (appendix D.3)",
+    "model.position.kind": "Table 8 (appendix D.3); 1d everywhere else",
+    "model.width": "768, 1,024, 1,280 of B, L, H (Table 1)",
+    "objective.loss": "silent; the authors' code pre-trains with sigmoid and fine-tunes with softmax",
+    "objective.share": "50 % (appendix B.1.2); 15 % was slightly worse",
+    "objective.target": "three were tried, mean_colour reported (appendix B.1.2)",
+    "optimizer.betas": "0.9 and 0.999 (section 4.1)",
+    "optimizer.clip_norm": "1 on ImageNet (Table 3) and to fine-tune (Table 4)",
+    "optimizer.lr": "2e-4 to 3e-3 to pre-train (Table 3), 0.001 to 0.06 to fine-tune (Table 4)",
+    "optimizer.momentum": "0.9 to fine-tune, with SGD (appendix B.1.1)",
+    "optimizer.name": "Adam to pre-train (section 4.1, appendix D.1), SGD with momentum to fine-tune (appendix B.1.1)",
+    "optimizer.weight_decay": "0.1 on JFT, 0.03 on ImageNet-21k, 0.3 on ImageNet (Table 3), 0 to fine-tune (Table 4)",
+    "schedule.decay": "linear, on ImageNet cosine (Table 3); cosine to fine-tune (Table 4)",
+    "schedule.duration": "7, 14, 30, 90 or 300 epochs (Table 3); 500 to 20,000 steps to fine-tune (Table 4)",
+    "schedule.end_lr": "silent; the authors' code has 1e-5",
+    "schedule.warmup": "10,000 steps to pre-train (Table 3)",
+    "selection.patience": "early stopping on subsets of JFT (section 4.3), with no figure",
+}
+"""Key -> what "An Image is Worth 16x16 Words" says of the field, and where."""
+
+
+class Notes(NamedTuple):
+    """Of one field; None where there is nothing to say."""
+
+    unit: str | None
+    touches: str | None
+    paper: str | None
+    resuming: str
+
+
+def notes(key: str) -> Notes:
+    """The notes on a field by its dotted key, N for an index; a teacher's fields are those of `model` and `data`."""
+    told = key.replace("objective.teacher.model.", "model.").replace("objective.teacher.normalise.", "data.normalise.")
+    if _is_in(key, FREE_ON_RESUME):
+        resuming = "a resumed run may change it"
+    elif _is_in(key, FREE_ON_BRANCHING):
+        resuming = "a resumed run keeps it; a branch (init.continue) may change it"
+    else:
+        resuming = "a resumed run keeps it: another value is another run"
+    return Notes(_UNITS.get(told), _TOUCHES.get(told), _PAPERS.get(told), resuming)
+
+
+def noted_keys() -> set[str]:
+    """All keys that something is noted of."""
+    return {*_UNITS, *_TOUCHES, *_PAPERS}
+
+
+def _is_in(key: str, free: tuple[str, ...]) -> bool:
+    return any(f"{key}.".startswith(f"{each}.") for each in free)
