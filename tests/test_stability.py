@@ -63,7 +63,6 @@ CONTRACTS = {
     "vitscale.recipe.ImageOperation",
     "vitscale.recipe.Objective",
 }
-SMOKE_RANKS = 2
 
 
 # ---- The list --------------------------------------------------------------------------------------------------------
@@ -157,7 +156,7 @@ def files(run: Path, report: Path) -> Iterator[str]:
     """Files of a dataset, a run and a report, and the keys in them.
 
     Args:
-        run: a finished smoke run of SMOKE_RANKS ranks, its data in it.
+        run: a finished smoke run, its data in it. What several ranks add to its metrics: tests/test_command_line.py.
         report: the report of it.
     """
     yield f"order of samples: version {ORDER_VERSION}"
@@ -220,7 +219,7 @@ def smoke_run(folder: Path) -> tuple[Path, Path]:
     """A run of some seconds, and its report."""
     run, report = folder / "run", folder / "report"
     vitscale = [sys.executable, "-m", "vitscale"]
-    launch = ["launch", "demo", "--smoke", "--ranks", str(SMOKE_RANKS), "--run-dir", str(run)]
+    launch = ["launch", "demo", "--smoke", "--ranks", "1", "--run-dir", str(run)]
     for command in (launch, ["report", str(run), "-o", str(report)]):
         # A known device would add a figure (mfu).
         on_cpus = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
