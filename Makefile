@@ -4,6 +4,7 @@
 #              TESTS=tests/flops runs these alone
 # make test-cluster   runs over two hosts and under a real Slurm, on this machine; root, installs what they need (apt)
 # make architecture   the map in docs/architecture.md anew, from the first lines of the modules
+# make docs    the pages as a site in build/site, every link and anchor checked
 # make sanitize   the C files under gcc's address and undefined-behaviour sanitizers, on COUNT damaged JPEGs
 # make fuzz    the same by libFuzzer for MINUTES, from tests/images/corpus on; needs clang. What it finds lies in FUZZ
 # make chaos   half an hour of random faults, compared to the last bit with the same run left in peace
@@ -16,7 +17,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --max-worker-restart 0 -
 READY := .venv/.ready
 READY_FOR_TESTS := .venv/.ready-for-tests
 
-.PHONY: setup setup-tests demo test test-all test-cluster architecture sanitize fuzz chaos lint clean
+.PHONY: setup setup-tests demo test test-all test-cluster architecture docs sanitize fuzz chaos lint clean
 
 setup: $(READY)
 
@@ -50,6 +51,9 @@ test-cluster: $(READY_FOR_TESTS)
 
 architecture: $(READY_FOR_TESTS)
 	@$(BIN)/python tests/test_architecture.py
+
+docs: $(READY_FOR_TESTS)
+	@$(BIN)/python docs/make_site.py
 
 sanitize: $(READY_FOR_TESTS)
 	@out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && \
