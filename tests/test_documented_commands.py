@@ -82,7 +82,7 @@ def _is_shipped(recipe: str) -> bool:
     return recipe.removeprefix("recipes/").removesuffix(".yaml") in list_recipes()
 
 
-def _cheap() -> Iterator[tuple[Command, list[str]]]:
+def cheap_commands() -> Iterator[tuple[Command, list[str]]]:
     """Commands that are run as they stand, launches by their dry run."""
     for command in COMMANDS:
         if command.program == "pretrain" or not command.is_whole:
@@ -99,7 +99,7 @@ def _cheap() -> Iterator[tuple[Command, list[str]]]:
             yield command, words
 
 
-@pytest.mark.parametrize(("command", "words"), [pytest.param(*each, id=str(each[0])) for each in _cheap()])
+@pytest.mark.parametrize(("command", "words"), [pytest.param(*each, id=str(each[0])) for each in cheap_commands()])
 def test_a_cheap_command_of_a_page_runs(command, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(APPS[command.program], words)

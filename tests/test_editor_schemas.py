@@ -56,6 +56,7 @@ def test_the_schema_for_editors_takes_whole_recipes_and_no_typo():
         {"seed": -1},
         {"extends": 3},
         {"data": {"train": 3}},
+        {"model": {"name": "ViT-B/16", "widht": 3}},
         {"data": {"train": "a", "trian": "b"}},
         {"optimizer": {"name": "adamW", "lr": 1.0}},
         {"schedule": {"duration": {"hours": 3}}},
