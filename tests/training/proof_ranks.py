@@ -92,6 +92,54 @@ def bucket(prover: Any, how: str, divisor: float = 65_536.0) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def overlapped_bucket(prover: Any, how: str) -> Iterator[None]:
+    """Something is wrong with how the first bucket of gradients of every update is sent while others are computed."""
+    calls, last = 0, []
+
+    def begin() -> None:
+        nonlocal calls
+        calls = 0
+
+    def wrong(received: Tensor, values: Tensor, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1 and how == "of the step before":
+            fresh, values = values, (last[0] if last else torch.zeros_like(values))
+            last[:] = [fresh.clone()]
+        if calls == 1 and how == "read too early":
+            received.zero_()
+            landing = torch.empty_like(received)
+            return real(landing, values, **named)
+        if calls == 1 and how == "sent too early":
+            values = values.clone()
+            values[len(values) // 2 :] = 0
+        return real(received, values, **named)
+
+    real = torch.distributed.all_to_all_single
+    with _around_updates(prover, begin, lambda: None), replaced(torch.distributed, "all_to_all_single", wrong):
+        yield
+
+
+@contextlib.contextmanager
+def late_weights(prover: Any) -> Iterator[None]:
+    """Nobody waits for the new weights of the first block: rank 1 computes with what it has, and gets them afterwards."""
+    exchange = prover.learner.engine.exchange
+    real, kept = exchange.settle, {}
+
+    def restore() -> None:
+        real()
+        if torch.distributed.get_rank() == 1:
+            for name, weight in prover.learner.engine.module.named_parameters():
+                if "blocks.0." in name:
+                    new = weight.detach().clone()
+                    weight.data.copy_(kept.get(name, new))
+                    kept[name] = new
+
+    with _around_updates(prover, restore, lambda: None):
+        yield
+
+
+@contextlib.contextmanager
 def dropped_micro_batch(prover: Any) -> Iterator[None]:
     """The third micro-batch of every update has no gradient."""
     engine, calls = prover.learner.engine, 0

@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from proof_ranks import bucket, decay_of_all, dropped_micro_batch, old_weights, prove_all, stuck, wrong_norm
+from proof_ranks import (
+    bucket,
+    decay_of_all,
+    dropped_micro_batch,
+    late_weights,
+    old_weights,
+    overlapped_bucket,
+    prove_all,
+    stuck,
+    wrong_norm,
+)
 from ranks import asked, start
 
 from vitscale.errors import ProofError, RecipeError
@@ -79,12 +89,30 @@ CASES |= {
     "one-micro-batch-zero2": case("classes", "bf16", 2, "adamw", "batch.micro_max=8192"),
     "damaged-zero2": case("classes", "fp32", 2, "adamw", "data.bad_samples=mask"),
 }
+OVERLAP = "parallelism.overlap=true"
+CASES |= {
+    f"overlapped-{precision}-zero{stage}": case("mixed", precision, stage, "adamw", OVERLAP, *GROUPED)
+    for precision in ("fp32", "bf16")
+    for stage in (1, 2)
+}
+CASES |= {
+    f"overlapped-{optimizer}-zero{stage}": case("classes", "bf16", stage, optimizer, OVERLAP)
+    for optimizer, stage in zip(list(OPTIMIZERS)[1:], (1, 2, 1, 2), strict=True)
+}
+CASES |= {
+    "overlapped-exchanged-zero1": case("classes", "bf16", 1, "adamw", "parallelism.reduce_dtype=bf16", OVERLAP),
+    "overlapped-exchanged-zero2": case("classes", "bf16", 2, "adamw", "parallelism.reduce_dtype=bf16", OVERLAP),
+    "overlapped-recomputed": case("classes", "bf16", 2, "adamw", "parallelism.activation_checkpointing=1", OVERLAP),
+    "overlapped-one-micro-batch": case("classes", "bf16", 1, "adamw", "batch.micro_max=8192", OVERLAP),
+    "overlapped-damaged": case("classes", "fp32", 1, "adamw", "data.bad_samples=mask", OVERLAP),
+    "overlapped-masked": case("masked", "bf16", 1, "adamw", OVERLAP),
+}
 CASES |= {stem: (stem, ["precision=bf16"], STEPS, None) for stem in RECIPES}
 FAST = ("grouped-bf16-zero1", "masked-fp32-zero3", "muon-bf16-zero2", "classes-bf16-zero0")
 
 FC1, HEAD = "blocks.1.mlp.fc1.weight", "head.weight"
-# Where, updates that it takes to be seen, what is broken, the aspect in which it shows, and a parameter that shows it.
-FAULTS: dict[str, tuple[tuple[str, int], int, Any, str, str]] = {
+# Where (and what else the recipe says), updates that it takes to be seen, what is broken, the aspect in which it shows, and a parameter that shows it.
+FAULTS: dict[str, tuple[tuple[Any, ...], int, Any, str, str]] = {
     "a skipped bucket": (("bf16", 2), 1, partial(bucket, how="skipped"), "gradient", HEAD),
     "a skipped bucket of ZeRO 3": (("fp32", 3), 1, partial(bucket, how="skipped"), "gradient", HEAD),
     "a doubled bucket": (("bf16", 2), 1, partial(bucket, how="doubled"), "gradient", HEAD),
@@ -97,17 +125,31 @@ FAULTS: dict[str, tuple[tuple[str, int], int, Any, str, str]] = {
     "a master that is not updated": (("bf16", 1), 2, partial(stuck, kind="master", name=FC1), "update", FC1),
     "a moment that is not kept": (("bf16", 3), 1, partial(stuck, kind="exp_avg_sq", name=FC1), "moments", FC1),
     "an average that stands still": (("bf16", 2), 1, partial(stuck, kind="ema", name=FC1), "average", FC1),
+    **{
+        f"an overlapped bucket {how}": (
+            (precision, stage, OVERLAP), 2, partial(overlapped_bucket, how=how), "gradient", HEAD
+        )
+        for how, precision, stage in (
+            ("of the step before", "bf16", 1),
+            ("read too early", "bf16", 2),
+            ("sent too early", "fp32", 1),
+        )
+    },
+    "weights that nobody waits for": (("bf16", 1, OVERLAP), 3, late_weights, "gradient", FC1),
+    "an overlapped micro-batch is dropped": (("bf16", 2, OVERLAP), 1, dropped_micro_batch, "gradient", FC1),
+    "clipping an overlapped gradient wrongly": (("bf16", 1, OVERLAP), 2, wrong_norm, "gradient", FC1),
     "weight decay of all": (("bf16", 1), 2, decay_of_all, "update", "norm.bias"),
 }
 
 
 def broken(name: str) -> Any:
-    (precision, stage), updates, fault, *_ = FAULTS[name]
+    (precision, stage, *more), updates, fault, *_ = FAULTS[name]
     settings = [
         "ema={decay: 0.9, warmup: false}",
         "optimizer.decay_exclude=bias",
         "batch.global=8",
         "batch.micro_max=1",
+        *more,
     ]
     return *case("classes", precision, stage, "adamw", *settings)[:2], updates, fault
 

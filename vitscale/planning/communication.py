@@ -58,6 +58,13 @@ def communication(recipe: Recipe, parameters: Parameters, world_size: int, accum
     gradient_bytes = 2 if recipe.parallelism.reduce_dtype == "bf16" else 4
     total = optimizer_share(parameters.trained, stage, world_size) * (world_size if stage else 1)  # with padding
     agreements = Collective("agreements", "all-reduce", "update", _AGREEMENT_BYTES, 1)
+    if recipe.parallelism.overlap and stage in (1, 2):
+        times = accumulation if stage == 2 else 1
+        return [
+            Collective("gradients", "reduce-scatter", "backward", total, gradient_bytes, times),
+            Collective("new weights", "all-gather", "passes", total, weight_bytes),
+            agreements,
+        ]
     if stage < 3:
         times = accumulation if stage == 2 else 1
         gradients = Collective("gradients", "all-reduce", "backward", total, gradient_bytes, times)

@@ -32,6 +32,7 @@ from vitscale.ranks import gather, reduce_sum
 from vitscale.recipe import Recipe
 from vitscale.training import fragments, update_rules
 from vitscale.training.distributed import World
+from vitscale.training.engine import settle_weights
 from vitscale.training.parameter_groups import LR_FACTOR, parameter_groups
 from vitscale.training.pieces import Piece
 from vitscale.training.projections import key_of, project, sample
@@ -299,6 +300,7 @@ class Audit:
     @torch.no_grad()
     def _compare_weights(self, when: str) -> list[int]:
         """Compare what this rank computes with to the owners' masters, rounded; their checksums, by fragment."""
+        settle_weights(self._engine)
         own = torch.zeros(len(self._places), dtype=torch.int64)
         for piece in self._pieces if not self._is_replicated or self._world.is_main else []:
             rounded = piece.view(piece.flat).to(self._trained[piece.name].dtype)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pydantic
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from vitscale.errors import RecipeError
@@ -18,6 +19,7 @@ from vitscale.objectives import Objective
 from vitscale.recipe import SGD, Adafactor, AdamW, Lamb, Muon, Recipe, is_frozen
 from vitscale.training import adafactor, fragments, lamb, muon
 from vitscale.training.bf16_momentum import Bf16MomentumSGD
+from vitscale.training.exchange import Exchange, in_buckets
 from vitscale.training.lean_deepspeed import deepspeed
 from vitscale.training.parameter_groups import BASE_DECAY, LR_FACTOR, freeze, parameter_groups
 from vitscale.training.schedule import Rates
@@ -80,6 +82,10 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
     if stage == 3:
         # Its replacement for a linear layer rounds differently from every other stage.
         zero["memory_efficient_linear"] = False
+    overlaps = recipe.parallelism.overlap and world_size > 1
+    if overlaps:
+        # exchange.py sums and gathers in DeepSpeed's place: what a `deepspeed:` block says of it would say nothing.
+        zero |= {"overlap_comm": False, "reduce_scatter": True, "use_multi_rank_bucket_allreduce": True}
     if recipe.parallelism.offload == "optimizer":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     config: dict[str, Any] = {
@@ -100,13 +106,15 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         # A non-finite gradient must not reach the weights. DeepSpeed then skips the step in silence; the trainer looks.
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
         config["communication_data_type"] = recipe.parallelism.reduce_dtype
-        if stage > 0 and accumulation > 1:
+        if overlaps:
+            config["data_types"] = {"grad_accum_dtype": "bf16"}  # DeepSpeed accumulates nothing, and exchange.py in fp32
+        elif stage > 0 and accumulation > 1:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     config = _add(config, recipe.deepspeed)
     if recipe.precision != "fp32" and world_size == accumulation == 1:
         # Nothing is summed: DeepSpeed would take every gradient to fp32 and back.
         config["communication_data_type"] = "bf16"
-    config["zero_optimization"] = _sizes(stage) | config["zero_optimization"]
+    config["zero_optimization"] = _sizes(stage, overlaps) | config["zero_optimization"]
     if recipe.deepspeed:
         _check_blocks(config)
     return config
@@ -141,12 +149,14 @@ def _add(config: dict[str, Any], extra: dict[str, Any], prefix: str = "") -> dic
     return merged
 
 
-def _sizes(stage: int) -> dict[str, int]:
+def _sizes(stage: int, overlaps: bool) -> dict[str, int]:
     """Elements in flight, which results do not depend on: DeepSpeed's own defaults cost gigabytes a rank.
 
     A `deepspeed:` block may choose others.
     """
     sizes = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
+    if overlaps:
+        sizes["reduce_bucket_size"] = 20_000_000  # a block of ViT-H: the last one is sent behind all computing
     if stage == 3:
         # A block of ViT-H has 20 million parameters: a few of them are held whole, and are updated at a time.
         sizes |= {
@@ -174,13 +184,18 @@ def _check_blocks(config: dict[str, Any]) -> None:
             raise RecipeError(f"{key}: {details['input']!r}: {details['msg']}") from None
 
 
-def build_optimizer(recipe: Recipe, objective: Objective) -> torch.optim.Optimizer:
+def build_optimizer(recipe: Recipe, objective: Objective, bucket: int | None = None) -> torch.optim.Optimizer:
     """torch's optimizer, or one of ours, over the groups of `parameter_groups`, whose errors it raises.
+
+    Args:
+        bucket: the most elements of a group, if that is limited.
 
     The learning rate is 0 until `set_rates`, before each step: DeepSpeed makes some of its state by a step with
     zero gradients, which must not decay the weights.
     """
     settings, groups = recipe.optimizer, parameter_groups(recipe, objective)
+    if bucket is not None:
+        groups = in_buckets(groups, bucket)
     match settings:
         case AdamW():
             # Offloaded state lives on the CPU, whatever the device: `fused` works on both.
@@ -218,11 +233,13 @@ def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -
     """A DeepSpeed engine around an objective. Its values are still unset: `fragments.load` gives them.
 
     Besides its own it has what `fragments` needs to know of an optimizer: `whole_shapes`, `kept` (parameter -> kind ->
-    shape, of those that are trained) and `kept_in_bf16` (kinds).
+    shape, of those that are trained) and `kept_in_bf16` (kinds); and `exchange`, None where DeepSpeed sends by itself.
     """
     _quieten()
     freeze(recipe, objective)
-    optimizer = build_optimizer(recipe, objective)
+    overlaps = recipe.parallelism.overlap and dist.get_world_size() > 1
+    bucket = config["zero_optimization"]["reduce_bucket_size"] if overlaps else None
+    optimizer = build_optimizer(recipe, objective, bucket)
     engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=config, dist_init_required=False)
     engine.whole_shapes = {name: tuple(shape) for name, shape in fragments.shapes(engine).items()}
     engine.kept_in_bf16 = recipe.optimizer.kept_in_bf16
@@ -238,6 +255,10 @@ def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -
             engine.whole_shapes,
             are_shared=recipe.parallelism.zero_stage > 0,
         )
+    engine.exchange = None
+    if overlaps:
+        is_bf16 = config.get("communication_data_type") == "bf16"
+        engine.exchange = Exchange(engine, torch.bfloat16 if is_bf16 else torch.float32)
     if recipe.parallelism.zero_stage == 0 and engine.world_size == 1:
         engine.enable_backward_allreduce = False  # it copies every gradient twice, also where nobody else has one
     if recipe.parallelism.zero_stage == 0 and not is_plain(recipe):
@@ -251,6 +272,12 @@ def _quieten() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *arguments, **options: None
+
+
+def settle_weights(engine: Any) -> None:
+    """Wait until the weights are there, for those who read them otherwise than by a forward pass."""
+    if engine.exchange is not None:
+        engine.exchange.settle()
 
 
 def forget_gradients(engine: Any) -> None:

@@ -24,7 +24,14 @@ from vitscale.training import distributed, fragments, replicas
 from vitscale.training.anomalies import Anomaly, Kind, Suspects
 from vitscale.training.audit import Audit, Finding
 from vitscale.training.averaging import WeightAverage
-from vitscale.training.engine import Fp32Accumulation, build_engine, forget_gradients, is_plain, set_rates
+from vitscale.training.engine import (
+    Fp32Accumulation,
+    build_engine,
+    forget_gradients,
+    is_plain,
+    set_rates,
+    settle_weights,
+)
 from vitscale.training.initial_weights import initial_source
 from vitscale.training.lean_deepspeed import deepspeed
 from vitscale.training.pace import OwnWork
@@ -292,6 +299,7 @@ class Learner:
     def reading(self, modules: Sequence[torch.nn.Module]) -> contextlib.AbstractContextManager[None]:
         """In here the parameters of some modules are whole on every rank."""
         if self._recipe.parallelism.zero_stage < 3:
+            settle_weights(self.engine)
             return contextlib.nullcontext()
         gathered: contextlib.AbstractContextManager[None] = deepspeed.zero.GatheredParameters(
             [parameter for module in modules for parameter in module.parameters()]
@@ -301,6 +309,7 @@ class Learner:
     def compare_replicas(self, step: int) -> None:
         """See that all ranks hold the same weights; stage 3 has no replicas. Raises `ReplicaError`."""
         if self._recipe.parallelism.zero_stage < 3:
+            settle_weights(self.engine)
             replicas.compare_weights(self.engine.module, step)
 
     def compare_computation(self, batch: Batch, step: int) -> None:

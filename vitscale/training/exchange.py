@@ -1,0 +1,302 @@
+"""Gradients and weights under way between ranks while something is computed, in ZeRO 1 and 2.
+
+DeepSpeed's optimizer keeps the state and makes the update; what it sums, and when, is done here in its place, because
+its own way (0.19.8) all-reduces, and on CPUs never sends while it computes. Its groups of parameters are the buckets:
+each is one flat tensor of which every rank owns an equal part, so that a bucket's gradients are summed by one
+reduce-scatter as soon as the backward pass has made them, and its new weights come by one all-gather, for which only
+the module waits that needs them in the next forward pass.
+
+Collectives are asynchronous and wait for what is on their device's stream; nothing here has a stream of its own.
+Buckets are sent in one fixed order, whatever the order in which gradients come.
+
+Stage 1 sums micro-batches in fp32 and sends once a step. Stage 2 holds no more than its own part, and so has to send
+what each micro-batch adds.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vitscale.training.lean_deepspeed import deepspeed
+
+MOST_UNDER_WAY = 8
+"""Buckets whose gradients are sent at one time, which have to be kept meanwhile."""
+
+
+def in_buckets(groups: Iterable[dict[str, Any]], elements: int) -> list[dict[str, Any]]:
+    """An optimizer's groups, each cut into groups of at most so many elements, or of a single parameter.
+
+    They are filled from the model's end: what is left over is small, and is what nothing is computed behind.
+    """
+    cut = []
+    for group in groups:
+        chunks: list[list[nn.Parameter]] = [[]]
+        size = 0
+        for parameter in reversed(group["params"]):
+            if chunks[-1] and size + parameter.numel() > elements:
+                chunks.append([])
+                size = 0
+            chunks[-1].append(parameter)
+            size += parameter.numel()
+        cut += [{**group, "params": chunk[::-1]} for chunk in reversed(chunks)]
+    return cut
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """One of DeepSpeed's groups of parameters.
+
+    Attributes:
+        index: its number in DeepSpeed's lists.
+        weights: what the model computes with, flat and with padding.
+        part: this rank's part of them.
+        places: where in them each parameter begins.
+        awaited: parameters of which this backward pass has made no gradient yet.
+        sums: gradients (elements of `weights`,), while not all are there.
+        share: this rank's part of the mean over ranks, in fp32, summed over micro-batches.
+        gathering: the all-gather of the weights, while it is under way.
+    """
+
+    index: int
+    weights: Tensor
+    part: Tensor
+    places: dict[nn.Parameter, int]
+    awaited: set[nn.Parameter] = field(default_factory=set)
+    sums: Tensor | None = None
+    share: Tensor | None = None
+    gathering: dist.Work | None = None
+
+
+class _ReduceScatter:
+    """The sum over ranks of a bucket's gradients, under way.
+
+    Args:
+        values: gradients of this rank, (ranks * n,).
+    """
+
+    def __init__(self, values: Tensor, group: dist.ProcessGroup) -> None:
+        self._ranks = dist.get_world_size(group)
+        self._is_by_parts = dist.get_backend(group) == "gloo"
+        self._sent = values  # kept as long as it is read
+        if self._is_by_parts:
+            # What gloo calls a reduce-scatter is an all-reduce, and sends twice as much.
+            self._received = torch.empty_like(values)
+            work = dist.all_to_all_single(_words(self._received), _words(values), group=group, async_op=True)
+        else:
+            self._received = values.new_empty(len(values) // self._ranks)
+            work = dist.reduce_scatter_tensor(self._received, values, group=group, async_op=True)
+        self._work = work
+
+    def mean(self) -> Tensor:
+        """Wait for it; fp32 (n,)."""
+        assert self._work is not None
+        self._work.wait()
+        total = self._received
+        if self._is_by_parts:
+            by_rank = total.view(self._ranks, -1).float()
+            total = by_rank[0]
+            for other in by_rank[1:]:  # in the order of ranks, whoever came first
+                total = total.add_(other)
+        return total.float().div_(self._ranks)
+
+
+def _words(values: Tensor) -> Tensor:
+    """As bytes: not every backend knows every number format."""
+    return values.view(torch.uint8)
+
+
+class Exchange:
+    """Takes the sending out of the hands of an engine's ZeRO optimizer; every rank makes one.
+
+    Args:
+        reduce_dtype: in which gradients are sent.
+    """
+
+    def __init__(self, engine: Any, reduce_dtype: torch.dtype) -> None:
+        self._engine, self._optimizer, self._reduce_dtype = engine, engine.optimizer, reduce_dtype
+        self._group: dist.ProcessGroup = self._optimizer.dp_process_group
+        self._sends_each = self._optimizer.partition_gradients
+        self._under_way: deque[tuple[_Bucket, _ReduceScatter]] = deque()
+        self._buckets = self._lay_out()
+        self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.places}
+        self._is_in_backward = False
+        self._complete = 0  # of the buckets, in their order, sent in this backward pass
+        self._take_over()
+        for parameter in self._bucket_of:
+            parameter.register_post_accumulate_grad_hook(self._take)
+        self._wait_before_use()
+
+    def _lay_out(self) -> list[_Bucket]:
+        """The buckets in the order in which a backward pass fills them."""
+        optimizer, rank = self._optimizer, dist.get_rank(self._group)
+        found = []
+        for index, parameters in enumerate(optimizer.round_robin_bit16_groups):
+            places = dict(zip(parameters, optimizer.round_robin_bit16_offsets[index], strict=True))
+            parts = optimizer.parallel_partitioned_bit16_groups[index]
+            found.append(_Bucket(index, optimizer.bit16_groups_flat[index], parts[rank], places))
+        met = {parameter: number for number, parameter in enumerate(self._engine.module.parameters())}
+        found.sort(key=lambda bucket: -min(met[parameter] for parameter in bucket.places))
+        return found
+
+    def _take_over(self) -> None:
+        """DeepSpeed sums nothing, asks for one norm in place of one a group, and gathers weights by `gather`."""
+        optimizer = self._optimizer
+        for hook in optimizer._grad_acc_hooks:
+            hook.remove()
+        optimizer._grad_acc_hooks.clear()
+        self._engine.enable_backward_allreduce = False
+        optimizer.backward_epilogue = self._end_backward
+        optimizer.scaled_global_norm = self._norm
+        optimizer.update_lp_params = partial(self._refresh, optimizer.update_lp_params)
+        optimizer.bit16_groups_flat = _Gathered(optimizer.bit16_groups_flat, self)
+        module = deepspeed.runtime.zero.stage_1_and_2
+        if module.all_gather_dp_groups is not _all_gather:
+            module.all_gather_dp_groups = _all_gather
+
+    # ---- Gradients ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether this micro-batch is the last one of the step."""
+        return bool(self._engine.is_gradient_accumulation_boundary())
+
+    @torch.no_grad()
+    def _take(self, parameter: Tensor) -> None:
+        """Called by autograd when a micro-batch's gradient of a parameter is whole."""
+        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        bucket = self._bucket_of[parameter]
+        if not self._is_in_backward:
+            self._begin_backward()
+        bucket.awaited.remove(parameter)  # a second gradient within one backward pass would come too late
+        values = self._sums(bucket).narrow(0, bucket.places[parameter], parameter.numel())
+        values.add_(parameter.grad.reshape(-1))
+        parameter.grad = None
+        if self._sends_each or self._is_last:
+            while self._complete < len(self._buckets) and not self._buckets[self._complete].awaited:
+                self._send(self._buckets[self._complete])
+
+    def _begin_backward(self) -> None:
+        self._is_in_backward, self._complete = True, 0
+        for bucket in self._buckets:
+            bucket.awaited = set(bucket.places)
+
+    def _sums(self, bucket: _Bucket) -> Tensor:
+        if bucket.sums is None:
+            is_summed = not self._sends_each and self._engine.gradient_accumulation_steps() > 1
+            dtype = torch.float32 if is_summed else self._reduce_dtype
+            bucket.sums = torch.zeros_like(bucket.weights, dtype=dtype)
+        return bucket.sums
+
+    def _send(self, bucket: _Bucket) -> None:
+        values = self._sums(bucket).to(self._reduce_dtype)
+        bucket.sums = None
+        self._under_way.append((bucket, _ReduceScatter(values, self._group)))
+        self._complete += 1
+        while len(self._under_way) > MOST_UNDER_WAY:
+            self._receive()
+
+    def _receive(self) -> None:
+        bucket, message = self._under_way.popleft()
+        mean = message.mean()
+        bucket.share = mean if bucket.share is None else bucket.share.add_(mean)
+
+    @torch.no_grad()
+    def _end_backward(self, *_: Any) -> None:
+        """Called by the engine behind every backward pass."""
+        if not self._is_in_backward:  # nothing that is trained had a part in the loss
+            self._begin_backward()
+        if self._sends_each or self._is_last:
+            for bucket in self._buckets[self._complete :]:  # what has no gradient has zeros
+                self._send(bucket)
+        self._is_in_backward = False
+        if self._is_last:
+            self.settle()  # modules that had no part in the loss have not waited, and the update overwrites
+            while self._under_way:
+                self._receive()
+            for bucket in self._buckets:
+                share, bucket.share = bucket.share, None
+                gradients = deepspeed.runtime.zero.stage_1_and_2.GradPartitionBufferGroup([share], share)
+                self._optimizer.averaged_gradients[bucket.index] = gradients
+
+    def _norm(self, norm_type: float = 2) -> Tensor:
+        """That of all gradients; -1 where it is not finite, as DeepSpeed has it."""
+        given = [
+            (self._optimizer.averaged_gradients[index][0], parameters[0])
+            for index, parameters in enumerate(self._optimizer.params_in_partition)
+            if parameters  # else there is padding only
+        ]
+        gradients, parameters = ([pair[place] for pair in given] for place in (0, 1))
+        norm: Tensor = self._optimizer.get_grad_norm_direct(gradients, parameters, norm_type)
+        return norm
+
+    # ---- Weights -----------------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Have every rank's part of the weights sent to all; what reads them otherwise than by a module: `settle`."""
+        self.settle()
+        for bucket in reversed(self._buckets):  # as the forward pass will need them
+            bucket.gathering = dist.all_gather_into_tensor(
+                bucket.weights, bucket.part, group=self._group, async_op=True
+            )
+
+    def _refresh(self, refresh: Callable[[], None]) -> None:
+        """Of all weights from the masters: this rank's part must not be overwritten while it is sent."""
+        self.settle()
+        refresh()
+
+    def settle(self) -> None:
+        """Wait until all weights are there."""
+        self._await(self._buckets)
+
+    def _await(self, buckets: Sequence[_Bucket], *_: Any) -> None:
+        for bucket in buckets:
+            if bucket.gathering is not None:
+                bucket.gathering.wait()
+                bucket.gathering = None
+
+    def _wait_before_use(self) -> None:
+        """Have each module wait for its own weights; what is compiled cannot, and the whole waits in its place."""
+        compiled = {
+            inner
+            for module in self._engine.module.modules()
+            if module._compiled_call_impl is not None
+            for inner in module.modules()
+        }
+        at_once: dict[_Bucket, None] = {}
+        for module in self._engine.module.modules():
+            own = {self._bucket_of[each]: None for each in module.parameters(recurse=False) if each in self._bucket_of}
+            if module in compiled:
+                at_once |= own
+            elif own:
+                module.register_forward_pre_hook(partial(_before_forward, self._await, list(own)))
+        if at_once:
+            self._engine.module.register_forward_pre_hook(partial(_before_forward, self._await, list(at_once)))
+
+
+def _before_forward(wait: Any, buckets: list[_Bucket], *_: Any) -> None:
+    wait(buckets)
+
+
+class _Gathered(list[Tensor]):
+    """DeepSpeed's list of flat weights, by which `_all_gather` finds whose they are."""
+
+    def __init__(self, weights: Iterable[Tensor], exchange: Exchange) -> None:
+        super().__init__(weights)
+        self.exchange = exchange
+
+
+_deepspeeds_all_gather = deepspeed.runtime.zero.stage_1_and_2.all_gather_dp_groups
+
+
+def _all_gather(groups_flat: list[Tensor], **others: Any) -> None:
+    """DeepSpeed's, but for engines with an exchange."""
+    if isinstance(groups_flat, _Gathered):
+        groups_flat.exchange.gather()
+    else:
+        _deepspeeds_all_gather(groups_flat=groups_flat, **others)
