@@ -10,7 +10,7 @@ leave the processor alone.
 
 `before` is what DeepSpeed does with our recipes, `after` the same with `parallelism.overlap`; in stage 3 `before` is
 without its prefetching and overlap, `after` with both. DDP is torch's, with its hook that sends bf16. All take turns
-in each round; one round is a step without limit (its time is computing, and what any exchange costs) and steps with it.
+in each round: some steps without a limit (their time is computing, and what any exchange costs) and some with it.
 
 `waits`: seconds that the link adds to a step. `hidden`: the part of the time which the sent bytes take on the link
 that the step does not wait. `gone`: the part of `before`'s waiting that `after` is without. `sent`: megabytes that a
@@ -86,7 +86,8 @@ def main() -> None:
                 subprocess.Popen(["ip", "netns", "exec", name, *command, "--rank", str(rank)])
                 for rank, name in enumerate(names)
             ]
-            if any([process.wait() for process in started]):
+            ends = [process.wait() for process in started]
+            if any(ends):
                 raise SystemExit("a rank has failed")
             results.append(json.loads((Path(folder) / "found.json").read_text()))
         if not given.json:
@@ -249,7 +250,9 @@ def work(given: Any) -> None:
 
     distributed.start(rank, ranks, 0)
     torch.set_num_threads(1)
-    made = {name: make_ddp(ranks, given) if name == DDP else make_engine(name, ranks, given) for name in given.contenders}
+    made = {
+        name: make_ddp(ranks, given) if name == DDP else make_engine(name, ranks, given) for name in given.contenders
+    }
     steps = {name: step for name, (step, _) in made.items()}
     planned = {name: size for name, (_, size) in made.items()}
     limit(rank, None)
@@ -275,17 +278,16 @@ def work(given: Any) -> None:
     rate = planned[first] / float(computing)
     for _ in range(given.rounds):
         for name, step in steps.items():
-            free[name].append(timed(step, 1))
-        dist.barrier()
-        limit(rank, rate)
-        for name, step in steps.items():
+            free[name].append(timed(step, given.steps))
+            limit(rank, rate)
+            dist.barrier()
             step()
             dist.barrier()
             began = sent()
             limited[name].append(timed(step, given.steps))
             bytes_sent[name].append((sent() - began) / given.steps)
-        dist.barrier()
-        limit(rank, None)
+            limit(rank, None)
+            dist.barrier()
     if rank == 0:
         found = {
             name: {

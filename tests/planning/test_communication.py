@@ -14,9 +14,19 @@ from vitscale.planning.parameters import model_parameters
 
 BLOCK = 4 * 64 * 64 + 2 * 64 * 256
 KINDS = {"all_reduce": "all-reduce", "all_gather_into_tensor": "all-gather", "reduce_scatter_tensor": "reduce-scatter"}
+KINDS["all_to_all_single"] = "reduce-scatter"  # by parts, on gloo
 
 
-def case(world_size: int, stage: int, precision: str, reduce: str, accumulation: int, again: int = 0, **zero: int):
+def case(
+    world_size: int,
+    stage: int,
+    precision: str,
+    reduce: str,
+    accumulation: int,
+    again: int = 0,
+    overlap: bool = False,
+    **zero: int,
+):
     if stage == 3:
         zero = {"stage3_param_persistence_threshold": 500, "stage3_prefetch_bucket_size": 0, **zero}
     return {
@@ -24,7 +34,12 @@ def case(world_size: int, stage: int, precision: str, reduce: str, accumulation:
         "image_size": 16,
         "precision": precision,
         "batch": {"global": world_size * accumulation, "micro_max": 1},
-        "parallelism": {"zero_stage": stage, "reduce_dtype": reduce, "activation_checkpointing": again},
+        "parallelism": {
+            "zero_stage": stage,
+            "reduce_dtype": reduce,
+            "activation_checkpointing": again,
+            "overlap": overlap,
+        },
         "deepspeed": {"zero_optimization": zero},
     }
 
@@ -40,6 +55,14 @@ def cases(world_size: int) -> dict[str, dict[str, Any]]:
         for accumulation in (1, 2)
     }
     found |= {
+        f"overlap{stage}-{precision}-sums-{reduce}-x{accumulation}": case(
+            world_size, stage, precision, reduce, accumulation, overlap=True, reduce_bucket_size=BLOCK
+        )
+        for stage in (1, 2)
+        for precision, reduce in (("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32"))
+        for accumulation in (1, 2)
+    }
+    found |= {
         f"zero3-again{again}-reuse{blocks}": case(
             world_size, 3, "bf16", "fp32", 1, again, stage3_max_reuse_distance=int(blocks * BLOCK)
         )
@@ -51,6 +74,7 @@ def cases(world_size: int) -> dict[str, dict[str, Any]]:
 
 QUICK = ("zero0-bf16-sums-fp32-x2", "zero1-bf16-sums-fp32-x2", "zero1-fp32-sums-fp32-x1", "zero2-bf16-sums-bf16-x2")
 QUICK += ("zero3-bf16-sums-fp32-x2", "zero3-again0-reuse0.5", "zero3-again1-reuse0", "zero3-again2-reuse3")
+QUICK += ("overlap1-bf16-sums-fp32-x2", "overlap2-bf16-sums-bf16-x2", "overlap2-fp32-sums-fp32-x1")
 
 
 def check(world_size: int, folder: Path, given: dict[str, dict[str, Any]]) -> None:

@@ -122,7 +122,7 @@ def overlapped_bucket(prover: Any, how: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def late_weights(prover: Any) -> Iterator[None]:
-    """Nobody waits for the new weights of the first block: rank 1 computes with what it has, and gets them afterwards."""
+    """Rank 1 does not wait for the new weights of the first block, and computes with those before."""
     exchange = prover.learner.engine.exchange
     real, kept = exchange.settle, {}
 

@@ -111,7 +111,8 @@ CASES |= {stem: (stem, ["precision=bf16"], STEPS, None) for stem in RECIPES}
 FAST = ("grouped-bf16-zero1", "masked-fp32-zero3", "muon-bf16-zero2", "classes-bf16-zero0")
 
 FC1, HEAD = "blocks.1.mlp.fc1.weight", "head.weight"
-# Where (and what else the recipe says), updates that it takes to be seen, what is broken, the aspect in which it shows, and a parameter that shows it.
+# Where, and what else the recipe says; updates that it takes to be seen, what is broken, the aspect in which it shows,
+# and a parameter that shows it.
 FAULTS: dict[str, tuple[tuple[Any, ...], int, Any, str, str]] = {
     "a skipped bucket": (("bf16", 2), 1, partial(bucket, how="skipped"), "gradient", HEAD),
     "a skipped bucket of ZeRO 3": (("fp32", 3), 1, partial(bucket, how="skipped"), "gradient", HEAD),
@@ -127,7 +128,11 @@ FAULTS: dict[str, tuple[tuple[Any, ...], int, Any, str, str]] = {
     "an average that stands still": (("bf16", 2), 1, partial(stuck, kind="ema", name=FC1), "average", FC1),
     **{
         f"an overlapped bucket {how}": (
-            (precision, stage, OVERLAP), 2, partial(overlapped_bucket, how=how), "gradient", HEAD
+            (precision, stage, OVERLAP),
+            2,
+            partial(overlapped_bucket, how=how),
+            "gradient",
+            HEAD,
         )
         for how, precision, stage in (
             ("of the step before", "bf16", 1),

@@ -23,6 +23,8 @@ _BATCHES_BESIDE_PREFETCH = 3  # one in the planner's hands, one awaited, one in 
 _BATCHES_ON_CUDA = 3  # see data/device.py
 _ADAM_AT_ONCE = 1 << 24  # elements of which training/whole_tensors.py has copies
 _ALL_REDUCE_ELEMENTS = 500_000_000  # that DeepSpeed sums at once in stage 0
+_BUCKETS_UNDER_WAY = 8 + 1  # training/exchange.py: those that are sent, and the one that is being filled
+_OVERLAPPED_BUCKET = 20_000_000
 # What training asks of DeepSpeed where a recipe does not (training/engine.py), and for the last its own default.
 _ELEMENTS = {
     "reduce_bucket_size": 50_000_000,
@@ -180,6 +182,13 @@ def _model_states(
             gradients = accumulated + word * total if is_bf16 else 4 * total
             flat = min(total, _ALL_REDUCE_ELEMENTS) * (word + in_other_dtype) if world_size > 1 else 0
             update = max(4 * total if is_bf16 else 0, flat)
+        case 1 | 2 if recipe.parallelism.overlap and world_size > 1:
+            # Gradients go into buckets as they come. Besides each, what comes of it: by gloo from all ranks.
+            accumulated = 4 * total if stage == 1 and accumulates else 4 * share
+            gradients, update = 4 * share, 0
+            sent = min(_BUCKETS_UNDER_WAY * bucket, total)
+            sent_word = 4 if recipe.parallelism.reduce_dtype == "fp32" else 2
+            workspace = sent_word * (2 * sent if device == "cpu" else sent + sent // world_size)
         case 1 if accumulates and is_bf16 and recipe.parallelism.offload == "none":
             # DeepSpeed's BF16_Optimizer: a whole fp32 sum besides the gradients, reduced where it lies.
             accumulated, gradients, update, workspace = 4 * total, 6 * total, 0, 0
@@ -247,7 +256,8 @@ def _while_updating(recipe: Recipe, trained: Sequence[int], share: int, stage: i
 
 def elements_in_flight(recipe: Recipe) -> dict[str, int]:
     """Sizes of DeepSpeed's buckets and thresholds, in elements, as training sets them or the recipe says."""
-    return _ELEMENTS | recipe.deepspeed.get("zero_optimization", {})
+    smaller = {"reduce_bucket_size": _OVERLAPPED_BUCKET} if recipe.parallelism.overlap else {}
+    return _ELEMENTS | smaller | recipe.deepspeed.get("zero_optimization", {})
 
 
 def optimizer_share(sizes: Sequence[int], stage: int, world_size: int) -> int:

@@ -107,7 +107,9 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
         config["communication_data_type"] = recipe.parallelism.reduce_dtype
         if overlaps:
-            config["data_types"] = {"grad_accum_dtype": "bf16"}  # DeepSpeed accumulates nothing, and exchange.py in fp32
+            config["data_types"] = {
+                "grad_accum_dtype": "bf16"
+            }  # DeepSpeed accumulates nothing, and exchange.py in fp32
         elif stage > 0 and accumulation > 1:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     config = _add(config, recipe.deepspeed)
