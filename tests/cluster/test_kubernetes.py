@@ -1,22 +1,18 @@
 """What is handed in to Kubernetes: valid by its schemas, and by our own command line where a pod would run it."""
 
-import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
-import kubeflow_trainer_api.models as trainer
 import kubernetes_validate
 import psutil
 import pytest
 import yaml
-from kubeflow.training import ApiClient
 from launch.small_ranks import started, wait_until
 from typer.testing import CliRunner
 
@@ -25,7 +21,6 @@ from vitscale.cli.main import app
 from vitscale.recipe import load_recipe
 
 LAUNCH = Path(__file__).parents[1] / "launch" / "small_launch.py"
-KINDS = ("job", "trainjob", "pytorchjob")
 VERSIONS = ("1.31", kubernetes_validate.latest_version())  # of Kubernetes; podFailurePolicy is stable from 1.31 on
 
 
@@ -56,31 +51,19 @@ def launch(*arguments: str) -> str:
     return result.stdout
 
 
-def text(kind: str, *options: str, recipe: str = "h14_jft") -> str:
+def text(*options: str, recipe: str = "h14_jft") -> str:
     """What a dry run prints; of an option that is given twice, the later one counts."""
-    own = given(f"kind={kind}", "image=registry.example/v:1", "pvc=runs:/work")
+    own = given("image=registry.example/v:1", "pvc=runs:/work")
     return launch(recipe, "--cluster", "k8s", "--nodes", "4", "--ranks", "8", *own, "--dry-run", *options)
 
 
-def rendered(kind: str, *options: str, recipe: str = "h14_jft") -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(text(kind, *options, recipe=recipe)))
+def rendered(*options: str, recipe: str = "h14_jft") -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(text(*options, recipe=recipe)))
 
 
-def templates(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of all pods."""
-    return list(found(objects, "template", lambda value: "containers" in value.get("spec", {})))
-
-
-def policies(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return list(found(objects, "podFailurePolicy", lambda value: True))
-
-
-def found(content: Any, key: str, fits: Any) -> Any:
-    for name, value in content.items() if isinstance(content, dict) else enumerate(content):
-        if name == key and fits(value):
-            yield value
-        if isinstance(value, dict | list):
-            yield from found(value, key, fits)
+def template_of(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of all pods of the job, which is the last object."""
+    return objects[-1]["spec"]["template"]
 
 
 def command(template: dict[str, Any], environment: dict[str, str]) -> list[str]:
@@ -97,58 +80,39 @@ def command(template: dict[str, Any], environment: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_object_fits_the_schema_of_its_api(kind, options):
-    objects = rendered(kind, *OPTIONS[options])
+def test_every_object_fits_the_schema_of_its_api(options):
+    objects = rendered(*OPTIONS[options])
     for one in objects:
         check_schema(one)
-    for template in templates(objects):
-        for version in VERSIONS:
-            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": template["metadata"], "spec": template["spec"]}
-            kubernetes_validate.validate(pod, version, strict=True)
+    template = template_of(objects)
+    check_schema({"apiVersion": "v1", "kind": "Pod", "metadata": template["metadata"], "spec": template["spec"]})
 
 
 def check_schema(one: dict[str, Any]) -> None:
     """Raises unless it fits, and has no field that its API does not know."""
-    known = {"TrainJob": trainer.TrainerV1alpha1TrainJob, "TrainingRuntime": trainer.TrainerV1alpha1TrainingRuntime}
-    if one["kind"] in known:
-        assert one["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
-        assert known[one["kind"]].from_dict(one).to_dict() == one
-        jobs = found(one, "template", lambda value: "podFailurePolicy" in value.get("spec", {}))
-        for spec in (job["spec"] for job in jobs):
-            check_schema({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}, "spec": spec})
-    elif one["kind"] == "PyTorchJob":
-        assert one["apiVersion"] == "kubeflow.org/v1"
-        client = ApiClient()
-        read = client.deserialize(types.SimpleNamespace(data=json.dumps(one)), "KubeflowOrgV1PyTorchJob")
-        assert client.sanitize_for_serialization(read) == one
-    else:
-        for version in VERSIONS:
-            kubernetes_validate.validate(one, version, strict=True)
+    for version in VERSIONS:
+        kubernetes_validate.validate(one, version, strict=True)
 
 
 def test_the_schemas_find_mistakes():
-    for kind in KINDS:
-        objects = rendered(kind)
-        templates(objects)[0]["spec"]["containers"][0]["resource"] = {}
-        with pytest.raises((kubernetes_validate.ValidationError, AssertionError)):
-            check_schema(objects[-1] if kind != "trainjob" else objects[0])
+    objects = rendered()
+    template_of(objects)["spec"]["containers"][0]["resource"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        check_schema(objects[-1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_that_yaml_readers_take_for_something_else(kind):
+def test_nothing_that_yaml_readers_take_for_something_else():
     """kubectl reads other plain words as numbers and truth values than PyYAML does."""
-    shown = text(kind, *OPTIONS["all"])
+    shown = text(*OPTIONS["all"])
     assert '- "1e3"\n' in shown and 'name: "y"\n' in shown
 
 
 # ---- What the objects say --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["job", "trainjob"])
-def test_every_exit_code_of_ours_has_a_rule(kind):
-    objects = rendered(kind)
-    [policy] = policies(objects)
+def test_every_exit_code_of_ours_has_a_rule():
+    objects = rendered()
+    policy = objects[-1]["spec"]["podFailurePolicy"]
     actions = {
         code: rule["action"]
         for rule in reversed(policy["rules"])
@@ -157,78 +121,51 @@ def test_every_exit_code_of_ours_has_a_rule(kind):
     assert actions == {2: "FailJob", 3: "FailJob", 4: "FailJob", 75: "Ignore", 85: "Ignore"}
     ours = {one.exit_code for one in vars(errors).values() if isinstance(one, type)}
     assert set(actions) == ours - {errors.VitscaleError.exit_code}  # a bug's, which is counted
-    [template] = templates(objects)
+    template = template_of(objects)
     names = {container["name"] for container in template["spec"]["containers"]}
     assert {rule["onExitCodes"]["containerName"] for rule in policy["rules"] if "onExitCodes" in rule} == names
     assert template["spec"]["restartPolicy"] == "Never"  # or the API refuses the policy
     assert policy["rules"][-1]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_pods_have_gpus_the_claim_time_to_save_and_no_more_rights_than_they_need(kind):
-    for template in templates(rendered(kind, *given("grace_s=300"))):
-        pod, [container] = template["spec"], template["spec"]["containers"]
-        assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}}
-        assert pod["terminationGracePeriodSeconds"] == 300
-        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-        claims = {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "emptyDir" not in v}
-        assert claims == {"work": "runs"} and mounts["work"] == container["workingDir"] == "/work"
-        assert container["securityContext"] == {"allowPrivilegeEscalation": False}
-        assert not pod["automountServiceAccountToken"] and not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+def test_pods_have_gpus_the_claim_time_to_save_and_no_more_rights_than_they_need():
+    pod = template_of(rendered(*given("grace_s=300")))["spec"]
+    [container] = pod["containers"]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}}
+    assert pod["terminationGracePeriodSeconds"] == 300
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    claims = {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "emptyDir" not in v}
+    assert claims == {"work": "runs"} and mounts["work"] == container["workingDir"] == "/work"
+    assert container["securityContext"] == {"allowPrivilegeEscalation": False}
+    assert not pod["automountServiceAccountToken"] and not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_time_limit_is_the_jobs_and_not_that_of_each_pod(kind):
-    objects = rendered(kind, "--time-limit", "90.5")
-    assert list(found(objects, "activeDeadlineSeconds", lambda value: True)) == [5430]
-    assert all("--time-limit" not in command(template, {}) for template in templates(objects))
+def test_the_time_limit_is_the_jobs_and_not_that_of_each_pod():
+    objects = rendered("--time-limit", "90.5")
+    assert objects[-1]["spec"]["activeDeadlineSeconds"] == 5430
+    assert "--time-limit" not in command(template_of(objects), {})
 
 
 # ---- The command in a pod --------------------------------------------------------------------------------------------
 
 
-def pods(kind: str, objects: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, str]]]:
-    """(template, environment) of each, as the controllers of the kind and the kubelet make them."""
-    name = objects[-1]["metadata"]["name"]
-    if kind == "pytorchjob":
-        specs = objects[-1]["spec"]["pytorchReplicaSpecs"].values()
-        of_each = [spec["template"] for spec in specs for _ in range(spec["replicas"])]
-        shared = {"MASTER_ADDR": f"{name}-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": str(len(of_each))}
-        own = [{"RANK": str(node)} for node in range(len(of_each))]
-    elif kind == "trainjob":
-        nodes = objects[-1]["spec"]["trainer"]["numNodes"]
-        of_each = templates(objects) * nodes
-        shared = {"PET_MASTER_ADDR": f"{name}-node-0-0.{name}", "PET_MASTER_PORT": "29400", "PET_NNODES": str(nodes)}
-        own = [{"PET_NODE_RANK": str(node), "JOB_COMPLETION_INDEX": str(node)} for node in range(nodes)]
-    else:
-        of_each = templates(objects) * objects[-1]["spec"]["completions"]
-        shared, own = {}, [{"JOB_COMPLETION_INDEX": str(node)} for node in range(len(of_each))]
-    environments = [{**shared, **one, "POD_NAMESPACE": "team-1"} for one in own]
-    return list(zip(of_each, environments, strict=True))
-
-
-MASTERS = {
-    "job": "h14-jft-0.h14-jft.team-1.svc.cluster.local",
-    "trainjob": "h14-jft-node-0-0.h14-jft.team-1.svc.cluster.local",
-    "pytorchjob": "h14-jft-master-0",
-}
-
-
 @pytest.mark.parametrize("nodes", [1, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_command_of_every_pod_starts_its_ranks(kind, nodes, monkeypatch):
+def test_the_command_of_every_pod_starts_its_ranks(nodes, monkeypatch):
     ranks = []
-    for template, environment in pods(kind, rendered(kind, "--nodes", str(nodes), "--set", "seed=7")):
-        words = command(template, environment)
+    objects = rendered("--nodes", str(nodes), "--set", "seed=7")
+    for pod in range(objects[-1]["spec"]["completions"]):
+        # As the Job's controller and the kubelet make them.
+        environment = {"JOB_COMPLETION_INDEX": str(pod), "POD_NAMESPACE": "team-1"}
+        words = command(template_of(objects), environment)
         assert words[:2] == ["vitscale", "launch"]
-        with monkeypatch.context() as pod:
+        with monkeypatch.context() as of_pod:
             for name, value in environment.items():
-                pod.setenv(name, value)
+                of_pod.setenv(name, value)
             lines = launch(*words[2:], "--dry-run").splitlines()
         for line in lines[1:]:
             assert line.count("seed=7") == 1
             own = dict(re.findall(r"(\w+)=(\S+)", line.partition(" --")[0]))
-            assert own["MASTER_ADDR"] == (MASTERS[kind] if nodes > 1 else "127.0.0.1")
+            assert own["MASTER_ADDR"] == ("h14-jft-0.h14-jft.team-1.svc.cluster.local" if nodes > 1 else "127.0.0.1")
             assert own["WORLD_SIZE"] == str(8 * nodes) and own["LOCAL_WORLD_SIZE"] == "8"
             assert own["LOCAL_RANK"] == str(int(own["RANK"]) % 8)
             ranks.append(int(own["RANK"]))
@@ -236,7 +173,7 @@ def test_the_command_of_every_pod_starts_its_ranks(kind, nodes, monkeypatch):
 
 
 def test_pods_of_a_job_have_the_name_that_all_are_told():
-    service, job = rendered("job", *given("cluster_domain=c.example"))
+    service, job = rendered(*given("cluster_domain=c.example"))
     pod = job["spec"]["template"]["spec"]
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
@@ -246,19 +183,18 @@ def test_pods_of_a_job_have_the_name_that_all_are_told():
 
 
 def test_what_a_person_writes_is_not_expanded():
-    [job] = rendered("job", "--nodes", "1", "--run-dir", "$(HOME)/$$(x)$")
+    [job] = rendered("--nodes", "1", "--run-dir", "$(HOME)/$$(x)$")
     words = command(job["spec"]["template"], {"HOME": "/root", "x": "no"})
     assert words[words.index("--run-dir") + 1] == "$(HOME)/$$(x)$"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_recipe_of_ones_own_goes_along_with_what_it_extends_and_the_settings(kind, tmp_path):
+def test_a_recipe_of_ones_own_goes_along_with_what_it_extends_and_the_settings(tmp_path):
     file = tmp_path / "my recipe.yaml"
     file.write_text("extends: h14_jft\nseed: 3\n")
-    objects = rendered(kind, "--set", "optimizer.lr=1e-4", recipe=str(file))
+    objects = rendered("--set", "optimizer.lr=1e-4", recipe=str(file))
     check_schema(objects[0])
     assert objects[0]["kind"] == "ConfigMap" and objects[0]["immutable"]
-    [template, *_] = templates(objects)
+    template = template_of(objects)
     [container], volumes = template["spec"]["containers"], template["spec"]["volumes"]
     [volume] = [
         volume["name"] for volume in volumes if volume.get("configMap") == {"name": objects[0]["metadata"]["name"]}
@@ -269,7 +205,7 @@ def test_a_recipe_of_ones_own_goes_along_with_what_it_extends_and_the_settings(k
     copy.write_text(objects[0]["data"]["my-recipe.yaml"])
     assert load_recipe(copy) == load_recipe(file, ["optimizer.lr=1e-4"])
     # Another recipe is another object, so that it never changes under pods that run.
-    assert rendered(kind, recipe=str(file))[0]["metadata"]["name"] != objects[0]["metadata"]["name"]
+    assert rendered(recipe=str(file))[0]["metadata"]["name"] != objects[0]["metadata"]["name"]
 
 
 # ---- What cannot be ------------------------------------------------------------------------------------------------
@@ -286,7 +222,6 @@ def test_a_recipe_of_ones_own_goes_along_with_what_it_extends_and_the_settings(k
         ("--cluster-option secret=A", "secret=A: .*of a-z"),
         ("--cluster-option pvc=runs:work", "CLAIM:/MOUNT"),
         ("--cluster-option pvc=runs:/", "CLAIM:/MOUNT"),
-        ("--cluster-option kind=pod", "'job', 'trainjob' or 'pytorchjob'"),
         ("--cluster-option grace_s=0", "grace_s=0: "),
         ("--cluster-option imag=v", "did you mean 'image'"),
         ("--nodes 3", "3 nodes of 8 ranks do not divide batch.global 4,096"),

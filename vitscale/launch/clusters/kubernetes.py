@@ -1,4 +1,4 @@
-"""Kubernetes: one pod a node, each of which runs `vitscale launch`; as a Job, a TrainJob or a PyTorchJob.
+"""Kubernetes: an Indexed Job of one pod a node, each of which runs `vitscale launch`.
 
 Nothing is asked of a cluster to render the objects; kubectl hands them in.
 """
@@ -10,7 +10,7 @@ import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import yaml
 from pydantic import AfterValidator, BaseModel, Field
@@ -25,7 +25,8 @@ from vitscale.wording import counted
 
 Object = dict[str, Any]
 
-_CONTAINERS = {"job": "vitscale", "trainjob": "node", "pytorchjob": "pytorch"}  # Kubeflow knows its own by these names
+_CONTAINER = "vitscale"
+_NODE = "$(JOB_COMPLETION_INDEX)"  # which the kubelet expands
 _RECIPE_FOLDER = "/etc/vitscale"
 _LONGEST_NAME = 40  # names of pods and of their hosts are longer, and may have 63 characters
 _LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
@@ -63,7 +64,6 @@ class Options(BaseModel):
 
     image: Annotated[str, _Image]
     pvc: Annotated[str, _Claim]
-    kind: Literal["job", "trainjob", "pytorchjob"] = "job"
     name: Annotated[str, _Name] | None = None
     namespace: Annotated[str, _Namespace] | None = None
     gpus: Annotated[int, Field(ge=0)] | None = None
@@ -163,13 +163,11 @@ def _objects(job: Job) -> list[Object]:
     """In the order in which they are needed; the job itself is the last one."""
     options = _checked_options(job)
     name, nodes = options.name or _name_of(job), job.nodes or 1
-    found = [_recipe_file(job, name)] if _is_own_recipe(job) else []
-    if options.kind == "trainjob":
-        found += _train_job(job, options, name, nodes)
-    elif options.kind == "pytorchjob":
-        found.append(_pytorch_job(job, options, name, nodes))
-    else:
-        found += [*([_service(name)] if nodes > 1 else []), _indexed_job(job, options, name, nodes)]
+    found = [
+        *([_recipe_file(job, name)] if _is_own_recipe(job) else []),
+        *([_service(name)] if nodes > 1 else []),
+        _indexed_job(job, options, name, nodes),
+    ]
     if options.namespace is not None:
         for one in found:
             one["metadata"]["namespace"] = options.namespace
@@ -194,7 +192,7 @@ def _service(name: str) -> Object:
 def _indexed_job(job: Job, options: Options, name: str, nodes: int) -> Object:
     # The full name of a pod is in its own /etc/hosts from the first moment on; a shorter one has to wait for DNS.
     master = f"{name}-0.{name}.$(POD_NAMESPACE).svc.{options.cluster_domain}"
-    pod = _pod(job, options, name, nodes, "$(JOB_COMPLETION_INDEX)", master)
+    pod = _pod(job, options, name, nodes, master)
     if nodes > 1:
         pod["spec"]["subdomain"] = name
     return {
@@ -206,63 +204,15 @@ def _indexed_job(job: Job, options: Options, name: str, nodes: int) -> Object:
             "completions": nodes,
             "parallelism": nodes,
             **_deadline(job),
-            **_job_policy(job, options, nodes),
+            **_job_policy(job, nodes),
             "template": pod,
         },
     }
 
 
-def _train_job(job: Job, options: Options, name: str, nodes: int) -> list[Object]:
-    """A TrainJob with a runtime of its own, as what becomes of exit codes stands in the runtime."""
-    master = f"$(PET_MASTER_ADDR).$(POD_NAMESPACE).svc.{options.cluster_domain}"
-    pod = _pod(job, options, name, nodes, "$(PET_NODE_RANK)", master)
-    node = {
-        "name": "node",
-        "template": {
-            "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
-            "spec": {**_job_policy(job, options, nodes), "template": pod},
-        },
-    }
-    runtime = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainingRuntime",
-        "metadata": _metadata(name),
-        "spec": {"mlPolicy": {"numNodes": nodes, "torch": {}}, "template": {"spec": {"replicatedJobs": [node]}}},
-    }
-    train_job = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": _metadata(name),
-        "spec": {
-            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name},
-            "trainer": {"numNodes": nodes},  # without it, the pods get no PET_ variables
-            **_deadline(job),
-        },
-    }
-    return [runtime, train_job]
-
-
-def _pytorch_job(job: Job, options: Options, name: str, nodes: int) -> Object:
-    """Restarted whatever the exit code is: its other policy takes 75 and 85 for errors that stay."""
-    pod = _pod(job, options, name, nodes, "$(RANK)", "$(MASTER_ADDR)")
-    del pod["spec"]["restartPolicy"]  # is the replica's
-    sizes = {"Master": 1} if nodes == 1 else {"Master": 1, "Worker": nodes - 1}
-    return {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": _metadata(name),
-        "spec": {
-            "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": nodes * job.max_restarts, **_deadline(job)},
-            "pytorchReplicaSpecs": {
-                role: {"replicas": size, "restartPolicy": "OnFailure", "template": pod} for role, size in sizes.items()
-            },
-        },
-    }
-
-
-def _job_policy(job: Job, options: Options, nodes: int) -> Object:
+def _job_policy(job: Job, nodes: int) -> Object:
     """What becomes of the Job when a pod ends: the first rule that fits; what none fits is counted."""
-    codes = {"containerName": _CONTAINERS[options.kind], "operator": "In"}
+    codes = {"containerName": _CONTAINER, "operator": "In"}
     return {
         "backoffLimit": nodes * job.max_restarts,  # counted once a node: all pods of a run end together
         "podFailurePolicy": {
@@ -281,7 +231,7 @@ def _deadline(job: Job) -> Object:
     return {} if minutes is None else {"activeDeadlineSeconds": math.ceil(60 * minutes)}
 
 
-def _pod(job: Job, options: Options, name: str, nodes: int, node_rank: str, master: str) -> Object:
+def _pod(job: Job, options: Options, name: str, nodes: int, master: str) -> Object:
     mounts: list[Object] = [
         {"name": "work", "mountPath": str(_mount(options))},
         {"name": "shm", "mountPath": "/dev/shm"},
@@ -296,9 +246,9 @@ def _pod(job: Job, options: Options, name: str, nodes: int, node_rank: str, mast
         volumes.append({"name": "recipe", "configMap": {"name": _recipe_file(job, name)["metadata"]["name"]}})
     gpus = job.what.ranks if options.gpus is None else options.gpus
     container: Object = {
-        "name": _CONTAINERS[options.kind],
+        "name": _CONTAINER,
         "image": options.image,
-        "command": _command(job, nodes, node_rank, master),
+        "command": _command(job, nodes, master),
         "workingDir": str(_mount(options)),
         "env": [{"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}}],
         "volumeMounts": mounts,
@@ -321,8 +271,8 @@ def _pod(job: Job, options: Options, name: str, nodes: int, node_rank: str, mast
     }
 
 
-def _command(job: Job, nodes: int, node_rank: str, master: str) -> list[str]:
-    """`vitscale launch` in a pod, where only `node_rank` and `master` are to be expanded."""
+def _command(job: Job, nodes: int, master: str) -> list[str]:
+    """`vitscale launch` in a pod, where only the node's number and `master` are to be expanded."""
     what = replace(job.what, time_limit_minutes=None)
     if _is_own_recipe(job):
         file = f"{_RECIPE_FOLDER}/{_file_name(what.recipe)}"
@@ -331,8 +281,8 @@ def _command(job: Job, nodes: int, node_rank: str, master: str) -> list[str]:
     if nodes == 1:
         command = launch_command(job)
     else:
-        command = launch_command(job, nodes=nodes, node_rank=node_rank, master=master)
-    return [word if word in (node_rank, master) else word.replace("$", "$$") for word in command]
+        command = launch_command(job, nodes=nodes, node_rank=_NODE, master=master)
+    return [word if word in (_NODE, master) else word.replace("$", "$$") for word in command]
 
 
 def _is_own_recipe(job: Job) -> bool:
