@@ -9,7 +9,7 @@ from PIL import Image
 
 from data_tools.dedup.fingerprint import fingerprint
 from data_tools.dedup.luma import square_luma
-from data_tools.dedup.pdq import numpy_pdq_hashes, pdq_hashes
+from data_tools.dedup.pdq import pdq_hashes
 
 pdqhash = pytest.importorskip("pdqhash", reason="pdqhash is not installed (pip install pdqhash)")
 
@@ -40,22 +40,20 @@ def grocery_lumas(data_root: Path) -> np.ndarray:
     return np.stack([square_luma(np.asarray(photo)) for photo in photos])
 
 
-@pytest.mark.parametrize("compute", [numpy_pdq_hashes, pdq_hashes])
-def test_made_pictures_hash_as_with_the_library(compute):
+def test_made_pictures_hash_as_with_the_library():
     lumas = made_lumas()
     bits, qualities = of_the_library(lumas)
-    hashes, own_qualities = compute(lumas)
+    hashes, own_qualities = pdq_hashes(lumas)
     assert hashes.shape == (len(lumas), 32) and hashes.dtype == np.uint8 and own_qualities.dtype == np.uint8
     np.testing.assert_array_equal(np.unpackbits(hashes, axis=1), bits)
     np.testing.assert_array_equal(own_qualities, qualities)
     assert {0, 100} < set(own_qualities.tolist())  # flat, in between, rich
 
 
-@pytest.mark.parametrize("compute", [numpy_pdq_hashes, pdq_hashes])
-def test_photos_hash_as_with_the_library(compute, grocery_lumas):
+def test_photos_hash_as_with_the_library(grocery_lumas):
     both_ways = np.concatenate([grocery_lumas, grocery_lumas[:, :, ::-1]])
     bits, qualities = of_the_library(both_ways)
-    hashes, own_qualities = compute(both_ways)
+    hashes, own_qualities = pdq_hashes(both_ways)
     np.testing.assert_array_equal(np.unpackbits(hashes, axis=1), bits)
     np.testing.assert_array_equal(own_qualities, qualities)
 
@@ -63,7 +61,7 @@ def test_photos_hash_as_with_the_library(compute, grocery_lumas):
 def test_bits_are_those_of_an_exact_transform():
     fft = pytest.importorskip("scipy.fft")
     lumas = made_lumas()[-30:]
-    hashes, _ = numpy_pdq_hashes(lumas)
+    hashes, _ = pdq_hashes(lumas)
     lowest = fft.dctn(lumas.astype(np.float64), axes=(1, 2), norm="ortho")[:, 1:17, 1:17].reshape(-1, 256)
     median = np.sort(lowest, axis=1)[:, 127:128]
     sure = np.abs(lowest - median) > 1e-3  # further from the median than float32 errs
@@ -73,9 +71,8 @@ def test_bits_are_those_of_an_exact_transform():
 
 
 def test_no_pictures_have_no_hashes():
-    for compute in (numpy_pdq_hashes, pdq_hashes):
-        hashes, qualities = compute(np.empty((0, 64, 64), np.uint8))
-        assert hashes.shape == (0, 32) and qualities.shape == (0,)
+    hashes, qualities = pdq_hashes(np.empty((0, 64, 64), np.uint8))
+    assert hashes.shape == (0, 32) and qualities.shape == (0,)
 
 
 def test_metas_versions_of_one_photo_are_near_and_another_photo_is_far(data_root):
