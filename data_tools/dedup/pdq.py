@@ -35,7 +35,7 @@ def pdq_hashes(lumas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @njit(nogil=True, cache=True)
 def _lowest_frequencies(lumas, cosines):
-    """float32 (N, 256). Summed in the order in which Meta's code does it: a product of matrices would round otherwise."""
+    """float32 (N, 256), summed in the order of Meta's code: a product of matrices would round otherwise."""
     values = np.zeros((len(lumas), _SIDE, _SIDE), np.float32)
     transposed = np.ascontiguousarray(cosines.T)
     for n in range(len(lumas)):
