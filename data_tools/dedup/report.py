@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from data_tools.dedup.closest import Closest, Pair
-from data_tools.dedup.histogram import draw_histogram, missing
 from data_tools.dedup.match import TIERS, Tier
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.pair_sheet import write_pair_sheet
@@ -35,10 +34,9 @@ _HEADINGS: dict[Tier, str] = {
 
 
 def write_report(folder: Path, matcher: Matcher, tally: Tally, closest: Closest) -> list[str]:
-    """Write `report.json`, and for each test set `NAME.pairs.png` and `NAME.histogram.png`.
+    """Write `report.json`, and `NAME.pairs.png` for each test set of which more than equal bytes and pixels count.
 
-    A test set of which only equal bytes and pixels count has neither picture; without matplotlib there are no
-    histograms. Equal inputs give equal bytes.
+    Equal inputs give equal bytes.
 
     Returns the names of the files. Raises OSError, and DataError for an index that cannot be read.
     """
@@ -47,20 +45,12 @@ def write_report(folder: Path, matcher: Matcher, tally: Tally, closest: Closest)
         # ASCII with escapes: names may be of bytes that are no text.
         file.write((json.dumps(described(matcher, tally), indent=1) + "\n").encode("ascii"))
     written = [REPORT_NAME]
-    can_draw = missing() is None
     for number, stem in enumerate(_stems(tally.names)):
-        settings = matcher.settings[number]
-        if not settings.near:
+        if not matcher.settings[number].near:
             continue
-        name = printable(tally.names[number])
         sides = [_with_pictures(matcher, closest.pairs(number, removed)) for removed in (True, False)]
-        write_pair_sheet(folder / f"{stem}.pairs.png", name, *sides)
+        write_pair_sheet(folder / f"{stem}.pairs.png", printable(tally.names[number]), *sides)
         written.append(f"{stem}.pairs.png")
-        if can_draw:
-            counts = tally.distances[number], tally.correlations[number]
-            path = folder / f"{stem}.histogram.png"
-            draw_histogram(path, name, *counts, settings, _expected(matcher, tally, number))
-            written.append(path.name)
     return written
 
 
@@ -69,7 +59,7 @@ def described(matcher: Matcher, tally: Tally) -> dict[str, Any]:
 
     `expected_false` counts pairs that were removed though they are no copies, only near by chance, as far as hashes and
     correlations decided: `expected` (null: too few pairs to tell) and `at_most`, see `tail.Estimate`; and the line that
-    was fitted to the histogram, see `tail.Fit`.
+    was fitted to the counts, see `tail.Fit`.
     """
     return {
         "images": tally.images,
@@ -220,12 +210,10 @@ def _caption(report: dict[str, Any], with_model: bool) -> str:
     lines = [
         f"{counted(images, 'image')} compared, {removed:,} of them copies of test images "
         f"({removed / max(1, images):.3%}).",
-        "wrongly: no copies, near by chance alone, as the histogram has it; <=: expected at most (95 %);",
+        "wrongly: no copies, near by chance alone, as the counts have it; <=: expected at most (95 %);",
         "?: too few pairs are nearly alike to tell, which is no sign that any is wrong.",
         "Look-alikes are not in that number: see the contact sheets.",
     ]
     if with_model:
         lines.append("Nor is what the embedding decided.")
-    if (reason := missing()) is not None:
-        lines.append(f"There are {reason}")
     return "\n".join(lines)

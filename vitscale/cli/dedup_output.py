@@ -3,15 +3,12 @@
 import json
 import os
 import re
-import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -21,8 +18,7 @@ from data_tools.dedup.settings import PRESETS, Preset, Settings
 from data_tools.report import ProgressView
 from data_tools.sources.source import Source
 from vitscale import storage
-from vitscale.cli.entry import EXIT_INTERRUPTED
-from vitscale.cli.shards_output import plain
+from vitscale.cli.shards_output import interruptible, plain
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import MANIFEST_NAME, Manifest
 from vitscale.wording import counted
@@ -51,7 +47,7 @@ def run_index(
     for name, src in _named(testsets):
         sources.append(TestSource(name, src, _opened(src, kind, image_field), preset, level, given))
     done: list[TestSet] = []
-    with _interruptible("no index was written"), ProgressView(Console(stderr=True), "indexing", None) as view:
+    with interruptible("no index was written"), ProgressView(Console(stderr=True), "indexing", None) as view:
         build_index(
             sources,
             out,
@@ -96,7 +92,7 @@ def run_find(
 
     errors = Console(stderr=True)
     samples = Manifest.load(dataset).num_samples
-    with _interruptible("no report was written"), ProgressView(errors, "comparing", samples) as view:
+    with interruptible("no report was written"), ProgressView(errors, "comparing", samples) as view:
         found = find(
             dataset,
             indexes,
@@ -133,12 +129,12 @@ def run_apply(dataset: str, found: str, out: str, copy: bool, is_dry_run: bool, 
     left = old.num_samples - len(removal.uids)
     if copy and not is_dry_run:
         with (
-            _interruptible("no manifest was written; repeat the command to go on"),
+            interruptible("no manifest was written; repeat the command to go on"),
             ProgressView(Console(stderr=True), "copying", left) as progress,
         ):
             write_copy(removal, out, Machine(workers).runner(dataset, out), progress.update)
     elif not is_dry_run:
-        with _interruptible("no manifest was written"):
+        with interruptible("no manifest was written"):
             write_view(removal, out)
     table = Table("test set")
     table.add_column("copies removed", justify="right")
@@ -214,19 +210,6 @@ def _rule(settings: Settings, with_model: bool) -> str:
         return "equal bytes or pixels"
     judges = f"correlation {settings.correlation:g}" + (f" or cosine {settings.cosine:g}" if with_model else "")
     return f"<= {settings.distance} bits; <= {settings.candidates} and {judges}"
-
-
-@contextmanager
-def _interruptible(state: str) -> Iterator[None]:
-    """Ctrl-C, or what a scheduler ends a job by, gives one line, not a trace. Raises typer.Exit(130)."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    except KeyboardInterrupt:
-        Console(stderr=True).print(f"interrupted: {state}", highlight=False, soft_wrap=True)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _say(console: Console, line: str) -> None:

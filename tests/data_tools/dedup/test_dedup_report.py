@@ -1,6 +1,5 @@
 """The report: its numbers against what was planted, its pictures by what can be seen in them."""
 
-import builtins
 import io
 import json
 import shutil
@@ -120,10 +119,9 @@ def test_table_of_large_counts_fits_the_terminal(index_folder: Path, tmp_path: P
 
 
 def test_equal_inputs_give_equal_files(index_folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     first = write_report(tmp_path / "a", *matched(index_folder))
     second = write_report(tmp_path / "b", *matched(index_folder))
-    assert first == second == ["report.json", "birds.pairs.png", "birds.histogram.png"]
+    assert first == second == ["report.json", "birds.pairs.png"]
     for name in first:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == sorted(first)  # nothing half-written is left
@@ -144,31 +142,14 @@ def test_equal_inputs_give_equal_files(index_folder: Path, tmp_path: Path) -> No
     ],
 )
 def test_any_names_make_files_of_their_own(index_folder: Path, tmp_path: Path, names: list[str]) -> None:
-    pytest.importorskip("matplotlib")
     index = Index(renamed(index_folder, tmp_path / "index", names))
     matcher = Matcher([index], {name: Settings() for name in names})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         written = write_report(tmp_path / "report", matcher, Tally.empty(names), Closest())
-    assert len({name.lower() for name in written}) == len(written) == 5
+    assert len({name.lower() for name in written}) == len(written) == 3
     assert sorted(path.name for path in (tmp_path / "report").iterdir()) == sorted(written)
     assert json.loads((tmp_path / "report" / "report.json").read_text())["test_sets"][0]["name"] == names[0]
-
-
-def test_without_matplotlib_the_rest_is_there(
-    index_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import_anything = builtins.__import__
-
-    def import_all_but_one(name: str, *args: object, **options: object) -> object:
-        if name.split(".")[0] == "matplotlib":
-            raise ImportError(name)
-        return import_anything(name, *args, **options)
-
-    monkeypatch.setattr(builtins, "__import__", import_all_but_one)
-    matcher, tally, closest = matched(index_folder)
-    assert write_report(tmp_path, matcher, tally, closest) == ["report.json", "birds.pairs.png"]
-    assert any("pip install matplotlib" in line for line in shown(matcher, tally))
 
 
 def test_damage_of_an_earlier_report_is_overwritten(index_folder: Path, tmp_path: Path) -> None:
