@@ -4,11 +4,14 @@ import csv
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from vitscale.flops.published import table_2
 
 # What the entry point does, and a word on stderr where torch came along.
 COMMAND = """
@@ -152,18 +155,15 @@ def test_hours_energy_and_cost():
     assert "NVIDIA H200 datasheet" in out and "bf16" in out and "cost" not in out
 
 
-def test_like_the_paper():
-    rows = {row["recipe"]: row for row in listed("--like-paper") if row["recipe"]}
-    assert rows["h14_jft"]["utilisation"] == pytest.approx(0.32, abs=0.005)
-    assert rows["l16_jft_14ep"]["utilisation"] == pytest.approx(0.43, abs=0.005)
-    assert {row["model"] for row in listed("--like-paper")} >= {"ResNet152x4", "EfficientNet-L2"}
-    # On the paper's own cores, as well used, the core-days come back.
-    (row,) = listed("h14_jft", "--like-paper", "--hardware", "tpuv3", "--devices", 100)
-    assert row["hours"] == pytest.approx(2500 * 24 / 100)
-    (row,) = listed("h14_jft", "--like-paper", "--hardware", "tpuv3", "--devices", 100, "--mfu", 0.64)
-    assert row["hours"] == pytest.approx(2500 * 24 / 100 * rows["h14_jft"]["utilisation"] / 0.64)
-    assert "of training steps alone" not in flops("h14_jft", "--like-paper", *OWN).stdout
-    assert "of training steps alone" in flops("h14_jft", "--like-paper", *OWN, "--mfu", 0.4).stdout
+def test_the_utilisation_that_is_told_of_the_paper_gives_its_core_days_back():
+    told = dict(re.findall(r"([\d.]+) for (\S+?)[,)]", flops("--hardware", "h200").stderr))
+    models = {"h14_jft": "ViT-H/14", "l16_jft_14ep": "ViT-L/16"}
+    assert set(told.values()) == set(models.values())
+    of_model = {model: mfu for mfu, model in told.items()}
+    for recipe, model in models.items():
+        (row,) = listed(recipe, "--hardware", "tpuv3", "--devices", 1, "--mfu", of_model[model])
+        (paper,) = [one for one in table_2() if (one.model, one.pretraining) == (model, "jft300m")]
+        assert row["hours"] / 24 == pytest.approx(paper.tpuv3_core_days, rel=0.015)
 
 
 def test_what_a_budget_buys():
@@ -208,8 +208,7 @@ def test_csv_and_markdown_and_a_table_of_the_same():
         (["--hardware", "h200", "--devices", 8, "--mfu", 0.45, "--price", -1], ["--price"]),
         (["--devices", 8], ["only with --hardware"]),
         (["--budget", 500, "--mfu", 0.3, "--price", 2], ["--mfu, --price: only with --hardware"]),
-        (["--like-paper", "--devices", 8, "--price", 2], ["--devices, --price: only with --hardware"]),
-        (["--like-paper", "--mfu", 0.4], ["--mfu: only with --hardware"]),
+        (["--breakdown", "--devices", 8], ["--devices does not go with --breakdown"]),
         (["--hardware", "h200", "--mfu", 0.4, "--devices", NINES], ["--devices"]),
         (["demo", "--samples", NINES], ["--samples"]),
         ([*OWN, "--mfu", 1e-320, "--format", "json"], ["--mfu"]),
@@ -218,7 +217,6 @@ def test_csv_and_markdown_and_a_table_of_the_same():
         (["--run", "n" * 5000], ["cannot be read"]),
         (["--budget", "nan"], ["--budget"]),
         (["--breakdown", "--budget", 5], ["does not go with"]),
-        (["--like-paper", "b16_jft"], ["Table 2 has nothing of b16_jft", "ViT-H/14"]),
         (["--run", "nowhere", "b16_jft"], ["RECIPE does not go with --run"]),
         (["--plot", "figure.jpg"], [".png or .svg"]),
         (["--format", "xml"], ["xml"]),

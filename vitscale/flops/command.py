@@ -1,6 +1,6 @@
 """vitscale-flops: what recipes and runs cost, beside what the paper publishes.
 
-One report a call: the grid (by default), --breakdown, --budget, --hardware, --like-paper, --run or --plot.
+One report a call: the grid (by default), --breakdown, --budget, --hardware, --run or --plot.
 """
 
 import os
@@ -26,7 +26,6 @@ _COST_OPTIONS = {"--hardware", *_OF_HARDWARE}
 _GOES_WITH = {
     "--plot": {"--run"},
     "--run": {"--hardware", "--devices", "--price", "--format"},
-    "--like-paper": {"RECIPE", "--format", *_COST_OPTIONS},
     "--breakdown": {"RECIPE", "--set", "--samples", "--format"},
     "--budget": {"RECIPE", "--set", "--samples", "--format", *_COST_OPTIONS},
     "--hardware": {"RECIPE", "--set", "--samples", "--format", *_COST_OPTIONS},
@@ -68,9 +67,6 @@ def command(
         float | None, typer.Option(metavar="FRACTION", help="The share of their peak that training reaches: 0.45.")
     ] = None,
     price: Annotated[float | None, typer.Option(help="Of one device for one hour.")] = None,
-    like_paper: Annotated[
-        bool, typer.Option("--like-paper", help="Table 2's TPUv3-core-days: utilisation, and cost on --hardware.")
-    ] = False,
     runs: Annotated[
         list[Path] | None, typer.Option("--run", metavar="DIR", help="What a run has cost so far; may be repeated.")
     ] = None,
@@ -91,7 +87,6 @@ def command(
         "--devices": devices,
         "--mfu": mfu,
         "--price": price,
-        "--like-paper": like_paper or None,
         "--run": runs,
         "--plot": plot,
     }
@@ -110,15 +105,11 @@ def command(
         return
     bought = None
     if device is not None:
-        if devices is None or (mfu is None and not like_paper):
+        if devices is None or mfu is None:
             raise RecipeError(_COST_NEEDS)
         bought = Hardware(device, devices, price)
     estimates = _estimates(recipes or [], settings or [], samples)
-    if like_paper:
-        from vitscale.flops.like_paper import like_paper_view
-
-        view = like_paper_view(estimates, bought, mfu, whole_table=not recipes)
-    elif breakdown:
+    if breakdown:
         view = reports.breakdown_view(estimates)
     elif budget is not None or bought is not None:
         view = reports.purchase_view(estimates, budget, bought, mfu)
@@ -129,7 +120,7 @@ def command(
 
 _COST_NEEDS = (
     "--hardware needs --devices N and --mfu FRACTION. No utilisation is assumed: take that of a run of yours "
-    "(vitscale-flops --run DIR), or what the paper's cores reached (--like-paper: 0.32 for ViT-H/14, 0.43 for ViT-L/16)"
+    "(vitscale-flops --run DIR), or what the paper's cores reached (Table 2: 0.32 for ViT-H/14, 0.43 for ViT-L/16)"
 )
 
 

@@ -11,9 +11,7 @@ from vitscale.flops.published import (
     DataSize,
     PositionEmbedding,
     Scaling,
-    StateOfTheArt,
     Transfer,
-    table_2,
     table_5,
     table_6,
     table_7,
@@ -26,7 +24,7 @@ from vitscale.recipe import Recipe
 _ABLATION_EPOCHS = 7
 
 
-def possible_epochs(row: DataSize | StateOfTheArt) -> tuple[int, ...]:
+def possible_epochs(row: DataSize) -> tuple[int, ...]:
     """The lengths that a row may be of, where its table does not say: those that Table 3 has."""
     if row.pretraining == "jft300m":
         return tuple(scaling.epochs for scaling in table_6() if scaling.model == row.model)
@@ -61,14 +59,6 @@ def position_row(recipe: Recipe, images: int | None) -> PositionEmbedding | None
     for row in table_8():
         position = {"kind": row.position, "at": row.at}
         if _is_run(recipe, images, "ViT-B/16", "jft300m", (_ABLATION_EPOCHS,), position=position):
-            return row
-    return None
-
-
-def state_of_the_art_row(recipe: Recipe, images: int | None) -> StateOfTheArt | None:
-    """The column of Table 2 that this recipe may repeat, at any of its possible lengths."""
-    for row in table_2():
-        if _is_run(recipe, images, row.model, row.pretraining, possible_epochs(row)):
             return row
     return None
 
