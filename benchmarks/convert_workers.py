@@ -18,8 +18,9 @@ from pathlib import Path
 from paired import median_ratio
 from photos import extract, parsed, photos_parser
 
-from data_tools.conversion import Machine, convert
+from data_tools.conversion import convert
 from data_tools.images import ImageOptions
+from data_tools.machine import Machine
 from data_tools.request import Request
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow.compute as pc
 from photos import photos_parser
 
-from data_tools.conversion import Machine, convert
+from data_tools.conversion import convert
 from data_tools.dedup.against import name_indexes
 from data_tools.dedup.alignment import correlation
 from data_tools.dedup.building import TestSource, build_index
@@ -32,6 +32,7 @@ from data_tools.dedup.pair_sheet import write_pair_sheet
 from data_tools.dedup.pictures import small_picture
 from data_tools.dedup.variants import window_of
 from data_tools.images import StoredImage, store_image
+from data_tools.machine import Machine
 from data_tools.request import Request
 from data_tools.sources import SourceOptions, open_source
 from vitscale.cli.embedding import opened_embedder

@@ -40,8 +40,9 @@ from paired import Interval, median_ratio
 from photos import COLLECTIONS, extract
 from PIL import Image
 
-from data_tools.conversion import Machine, convert
+from data_tools.conversion import convert
 from data_tools.images import ImageOptions
+from data_tools.machine import Machine
 from data_tools.request import Request
 from data_tools.sources import SourceOptions
 from vitscale.data import Loader, Reading, TrainOrder, TrainTransform

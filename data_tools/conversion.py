@@ -7,15 +7,13 @@ command goes on where a killed one stopped. The output depends on the images and
 machines, interruptions or the kind of source.
 """
 
-import os
 import platform
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy
 import PIL
@@ -23,63 +21,21 @@ from rich.console import Console
 from rich.markup import escape
 
 from data_tools.dedup.against import NamedIndex, open_matcher
-from data_tools.engines.inline import run_inline
-from data_tools.engines.local import run_in_processes
-from data_tools.finishing import Outcome, finish, refuse_rejects, reports_of, totals_of
-from data_tools.locks import ALL_TASKS, TaskRange, alone, claimed
+from data_tools.finishing import Outcome, finish, reports_of, totals_of
+from data_tools.locks import ALL_TASKS, alone, claimed
+from data_tools.machine import Machine
 from data_tools.output import Output
 from data_tools.plan import Plan
-from data_tools.planning import Begun, Run, planned, reader, trial_plan
+from data_tools.planning import Begun, Planner
 from data_tools.probe import Probe
-from data_tools.report import ProgressView
+from data_tools.report import say
 from data_tools.request import Request
-from data_tools.shard_task import Reader, ShardReport, ShardTask
 from data_tools.sources import Source, open_source
+from data_tools.tasks import TaskRunner
 from vitscale import storage
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest
 from vitscale.wording import counted
-
-Engine = Literal["local", "ray"]
-
-
-@dataclass(frozen=True)
-class Machine:
-    """How a conversion is run; nothing of it changes what is written.
-
-    Attributes:
-        workers: processes; None for one a core.
-        engine: where shards are written: by processes of this machine, or a Ray cluster.
-        tasks: the share of the tasks that is done here; the others are someone else's.
-        work: local folder for what only this machine needs; None for the output's own.
-        max_reject_rate: share of images that may be impossible to store.
-        allow_unlabelled: whether any share of the images may be without a label where others have one.
-    """
-
-    workers: int | None = None
-    engine: Engine = "local"
-    tasks: TaskRange = ALL_TASKS
-    work: Path | None = None
-    max_reject_rate: float = 0.01
-    allow_unlabelled: bool = False
-
-    @property
-    def processes(self) -> int:
-        return self.workers or len(os.sched_getaffinity(0))
-
-    def runner(self, *places: str) -> Run:
-        """What runs tasks of this machine that reach `places`."""
-        if any(place.startswith("memory://") for place in places):  # no other process sees this memory
-            return run_inline
-        return lambda tasks, tick: run_in_processes(tasks, self.processes, tick)
-
-    def shard_runner(self, *places: str) -> Run:
-        """What runs the tasks of shards, which a cluster may do."""
-        if self.engine == "local":
-            return self.runner(*places)
-        from data_tools.engines.ray import run_on_ray
-
-        return lambda tasks, tick: run_on_ray(tasks, self.workers, tick)
 
 
 def convert(
@@ -155,10 +111,11 @@ def dry_run(request: Request, out: str | Path, machine: Machine, console: Consol
         _disk_errors(str(machine.work or tempfile.gettempdir())),
         tempfile.TemporaryDirectory(prefix="vitscale-convert-", dir=machine.work) as folder,
     ):
-        return trial_plan(request, source, Output(str(out), Path(folder)), machine.runner(request.src), console)
+        return Planner(request, source, Output(str(out), Path(folder)), machine.runner(request.src), console).trial()
 
 
 def _convert(request: Request, source: Source, output: Output, machine: Machine, console: Console) -> Outcome:
+    """The plan, the tasks of this machine, and, where these are all, the manifest."""
     started = time.monotonic()
     output.log("start", request=request.to_json(), **_described(machine))
     if machine.engine == "ray" and source.streams and output.is_remote and machine.work is None:
@@ -166,86 +123,41 @@ def _convert(request: Request, source: Source, output: Output, machine: Machine,
             f"--engine ray: images of {request.src} are streamed to a folder of this machine, which the nodes of a "
             "cluster cannot read. Name a folder on a shared file system with --work"
         )
+    planner = Planner(request, source, output, machine.runner(request.src, output.where), console)
     # Who shares a work folder waits for the plan of the first; who has one of its own makes the plan itself.
     with alone(output.work / "locks", lambda: console.print("waiting for another converter's plan", highlight=False)):
-        run = machine.runner(request.src, output.where)
-        plan = planned(request, source, output, run, console, allow_unlabelled=machine.allow_unlabelled)
+        plan = planner.plan(allow_unlabelled=machine.allow_unlabelled)
     mine = machine.tasks.of(plan.tasks)
     reports = reports_of(output, mine)
-    todo = [task for task in mine if task not in reports]
-    console.print(
-        f"{counted(plan.images, 'image')} of {counted(len(plan.class_names), 'class')} in "
-        f"{counted(plan.tasks, 'shard')}"
-        + (f", {len(mine):,} of them in --task-range {machine.tasks}" if machine.tasks.count > 1 else "")
-        + (f", {len(reports):,} done before" if reports else ""),
-        highlight=False,
-        soft_wrap=True,
-    )
-    if request.dedup and (request.images.short_side or request.images.long_side):
-        exact = [one.name for one in open_matcher(request.dedup).test_sets if not one.settings.near]
-        if exact:
-            console.print(
-                f"note: {', '.join(map(escape, exact))}: of images that are shrunk, copies are known by their bytes "
-                "alone: --preset exact compares no hashes",
-                highlight=False,
-                soft_wrap=True,
-            )
+    _announce(plan, len(mine), len(reports), request, machine, console)
     run = machine.shard_runner(request.src, output.where)
-    images = reader(source, output)
-    done = _write_shards(todo, plan, request, output, machine, run, images, reports, console)
-    again = [task for task, report in reports.items() if report.unsteady]
-    if again:
-        console.print(
-            f"{counted(len(again), 'shard')} once more: not all of their images could be read", highlight=False
-        )
-        done += _write_shards(again, plan, request, output, machine, run, images, reports, console)
+    runner = TaskRunner(plan, request, planner.reader, output, run, machine.max_reject_rate, console)
+    images_now = runner.run(mine, reports)
     totals = totals_of(reports.values(), plan.ignored)
-    totals.seconds, totals.images_now = time.monotonic() - started, done
+    totals.seconds, totals.images_now = time.monotonic() - started, images_now
     output.log("tasks done", tasks=str(machine.tasks), **totals.to_json())
     if machine.tasks.count > 1:
         return Outcome({}, totals)
     return finish(output, plan, reports, machine.max_reject_rate, request.dedup, totals)
 
 
-def _write_shards(
-    tasks: list[int],
-    plan: Plan,
-    request: Request,
-    output: Output,
-    machine: Machine,
-    run: Run,
-    images: Reader,
-    reports: dict[int, ShardReport],
-    console: Console,
-) -> int:
-    """Do some tasks and add what they report to `reports`; returns how many images that were."""
-    made = (
-        ShardTask(
-            index=task,
-            split=split.name,
-            shard=shard,
-            rows=rows,
-            reader=images,
-            output=output,
-            options=request.images,
-            several_labels=plan.several_labels,
-            dedup=request.dedup,
-        )
-        for task, rows in plan.rows(tasks)
-        for split, shard in [plan.place(task)]
+def _announce(plan: Plan, mine: int, done: int, request: Request, machine: Machine, console: Console) -> None:
+    """Say what is to be done, how many of this machine's tasks were done before, and what will not be noticed."""
+    say(
+        console,
+        f"{counted(plan.images, 'image')} of {counted(len(plan.class_names), 'class')} in "
+        f"{counted(plan.tasks, 'shard')}"
+        + (f", {mine:,} of them in --task-range {machine.tasks}" if machine.tasks.count > 1 else "")
+        + (f", {done:,} done before" if done else ""),
     )
-    count = sum(plan.images_of(task) for task in tasks)
-    rejected = sum(report.rejected for report in reports.values())
-    with ProgressView(console, "converting", count) as view:
-        for report in run(made, view.update):
-            before = reports.get(report.task)
-            rejected += report.rejected - (before.rejected if before else 0)
-            reports[report.task] = report
-            counts = {"rejects": report.rejected, **({"removed": report.removed} if request.dedup else {})}
-            output.log("shard", task=report.task, seconds=report.seconds, **counts)
-            if rejected > machine.max_reject_rate * plan.images:  # the rest cannot mend it
-                refuse_rejects(output, plan, reports, machine.max_reject_rate)
-    return count
+    if request.dedup and (request.images.short_side or request.images.long_side):
+        exact = [one.name for one in open_matcher(request.dedup).test_sets if not one.settings.near]
+        if exact:
+            say(
+                console,
+                f"note: {', '.join(map(escape, exact))}: of images that are shrunk, copies are known by their bytes "
+                "alone: --preset exact compares no hashes",
+            )
 
 
 def _open_indexes(dedup: tuple[NamedIndex, ...], out: str) -> None:

@@ -12,16 +12,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from data_tools.classes import read_classes
-from data_tools.conversion import Engine, Machine, convert, dry_run, merge
+from data_tools.conversion import convert, dry_run, merge
 from data_tools.dedup.against import name_indexes, open_matcher
 from data_tools.dedup.report import tables
 from data_tools.finishing import Outcome
 from data_tools.images import JPEG_QUALITY, ImageOptions
 from data_tools.locks import ALL_TASKS, TaskRange
+from data_tools.machine import Engine, Machine
 from data_tools.plan import Plan
 from data_tools.probe import MAX_SHARD_SAMPLES, Probe
 from data_tools.quantities import parse_bytes, parse_count
-from data_tools.report import summary
+from data_tools.report import say, summary
 from data_tools.request import Request
 from data_tools.sources import Kind, SourceOptions
 from data_tools.splits import parse_splits
@@ -138,11 +139,7 @@ def command(
         if subset is not None:
             _refuse(context, "--subset", lambda name: name not in ("src", "out", "subset"))
             manifest = write_subset(src, out, parse_count(subset))
-            console.print(
-                f"{escape(out)}: {counted(manifest.num_samples, 'sample')} of {escape(src)}",
-                highlight=False,
-                soft_wrap=True,
-            )
+            say(console, f"{escape(out)}: {counted(manifest.num_samples, 'sample')} of {escape(src)}")
             return
         if shard_samples is not None and shard_bytes is not None:
             raise RecipeError("--shard-samples and --shard-bytes say the same thing twice: give one of them")
@@ -180,7 +177,7 @@ def command(
             return
         _tell(console, out, convert(request, out, machine, console), tasks)
     except VitscaleError as error:
-        errors.print(f"[red]error: {escape(str(error))}[/red]", highlight=False, soft_wrap=True)
+        say(errors, f"[red]error: {escape(str(error))}[/red]")
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         errors.print("[red]interrupted: no manifest was written; repeat the command to go on[/red]")
@@ -207,18 +204,18 @@ def _refuse(context: typer.Context, main: str, is_useless: Callable[[str], bool]
 
 def _tell(console: Console, out: str, outcome: Outcome, tasks: TaskRange | None = None) -> None:
     if outcome.was_complete:
-        console.print(f"{escape(out)}: is complete already; nothing was done", highlight=False, soft_wrap=True)
+        say(console, f"{escape(out)}: is complete already; nothing was done")
         return
     if not outcome.manifests:
-        console.print(f"{escape(out)}: task range {tasks} is done", highlight=False, soft_wrap=True)
+        say(console, f"{escape(out)}: task range {tasks} is done")
         console.print(summary(outcome.totals))
-        console.print(f"When all ranges are: vitscale-convert --merge {escape(out)}", highlight=False, soft_wrap=True)
+        say(console, f"When all ranges are: vitscale-convert --merge {escape(out)}")
         return
     first = next(iter(outcome.manifests.values()))
     title = f"{escape(out)}: {counted(len(first.class_names), 'class')}"
     if len(outcome.manifests) > 1 or "" not in outcome.manifests:
         title += "".join(f", {name} {manifest.num_samples:,}" for name, manifest in outcome.manifests.items())
-    console.print(title, highlight=False, soft_wrap=True)
+    say(console, title)
     console.print(summary(outcome.totals))
     for table in outcome.tables:
         console.print(table)
@@ -227,7 +224,7 @@ def _tell(console: Console, out: str, outcome: Outcome, tasks: TaskRange | None 
 
 def _note(console: Console, notes: Sequence[str]) -> None:
     for note in notes:
-        console.print(f"note: {escape(note)}", highlight=False, soft_wrap=True)
+        say(console, f"note: {escape(note)}")
 
 
 def _forecast(plan: Plan, probed: Probe, workers: int, starting: float) -> Table:

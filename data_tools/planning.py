@@ -9,7 +9,7 @@ import itertools
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,22 +19,21 @@ import pyarrow as pa
 from rich.console import Console
 from rich.markup import escape
 
+from data_tools.dedup.against import NamedIndex
 from data_tools.engines.inline import run_inline
-from data_tools.engines.task import Task, Tick
+from data_tools.engines.task import Run
 from data_tools.listing import ListingTask, PartSummary, Spool, fingerprint
-from data_tools.order import Ordered, order_images
+from data_tools.order import order_images
 from data_tools.output import CONVERSION_NAME, Output
 from data_tools.plan import Plan, write_plan
 from data_tools.probe import PROBED, Probe, probe
-from data_tools.report import ProgressView
+from data_tools.report import ProgressView, say
 from data_tools.request import Request, refuse_changed
 from data_tools.shard_task import Reader
 from data_tools.sources import Source
 from vitscale import storage
 from vitscale.errors import RecipeError
 from vitscale.files.durable import write_text
-
-Run = Callable[[Iterable[Task], Tick], Iterator[Any]]
 
 _VERSION = 2
 _REQUEST_FILE = "request.json"
@@ -73,108 +72,157 @@ class Begun:
         output.mark(CONVERSION_NAME, json.dumps({"version": _VERSION, **self.__dict__}))
 
 
-def planned(
-    request: Request, source: Source, output: Output, run: Run, console: Console, *, allow_unlabelled: bool = False
-) -> Plan:
-    """The plan that the output was begun with, or a new one.
+@dataclass(frozen=True)
+class Planner:
+    """Makes the plan of a conversion, or reads the one that was made before.
 
-    `allow_unlabelled`: whether any share of the images may be without a label where others have one.
-
-    Raises:
-        RecipeError: another request than the output was begun with, or a source that has changed since.
-        DataError, StorageError: what listing raises.
+    Attributes:
+        request, source, output: of the conversion.
+        engine: what runs the listing.
+        console: told what goes on.
     """
-    asked, indexes = request.to_json(), [index.to_json() for index in request.dedup]
-    begun = Begun.read(output)
-    if begun is not None and begun.plan is not None:
-        refuse_changed(begun.request, asked, output.where)
-    elif begun is None or begun.request != asked:
-        begun = Begun(secrets.token_hex(8), asked, indexes, None)
-        begun.write(output)
-    work = output.work
-    work.mkdir(parents=True, exist_ok=True)
-    mine = json.dumps({"identity": begun.identity, "request": asked})
-    if not _says(work / _REQUEST_FILE, mine):
-        (work / "plan.json").unlink(missing_ok=True)
-        write_text(work / _REQUEST_FILE, mine)
-    plan = Plan.load(work)
-    if plan is None:
-        plan = _new_plan(request, source, output, run, console, allow_unlabelled)
-    elif not source.streams:
-        _refuse_other_parts(plan.parts, _parts(request, source), output.where)
-    begun = Begun.read(output)
-    assert begun is not None
-    if begun.plan is None:
-        refuse_changed(begun.request, asked, output.where)
-        replace(begun, plan=plan.described()).write(output)
-    elif begun.plan["sha256"] != plan.sha256 or _sizes(begun.plan["parts"]) != _sizes(plan.parts):
-        raise RecipeError(
-            f"OUT {output.where}: was begun with another plan for the same request: the source has changed since. "
-            "Remove the output and start anew"
+
+    request: Request
+    source: Source
+    output: Output
+    engine: Run
+    console: Console
+
+    @property
+    def reader(self) -> Reader:
+        """What images are read from once they are listed."""
+        return Spool(self._listing) if self.source.streams else self.source
+
+    def plan(self, *, allow_unlabelled: bool = False) -> Plan:
+        """The plan that the output was begun with, or a new one.
+
+        `allow_unlabelled`: whether any share of the images may be without a label where others have one.
+
+        Raises:
+            RecipeError: another request than the output was begun with, or a source that has changed since.
+            DataError, StorageError: what listing raises.
+        """
+        self._claim_work_folder(self._begin())
+        plan = Plan.load(self.output.work)
+        if plan is None:
+            plan, _ = self._make(probes=self.request.shard_bytes is not None, allow_unlabelled=allow_unlabelled)
+            if not self.source.streams:
+                shutil.rmtree(self._listing, ignore_errors=True)
+        elif not self.source.streams:
+            _refuse_other_parts(plan.parts, self._parts(), self.output.where)
+        self._agree(plan)
+        return plan
+
+    def trial(self) -> tuple[Plan, Probe]:
+        """A plan in the work folder alone, and what its first images come to. Raises as `plan`."""
+        plan, probed = self._make(probes=True, dedup=self.request.dedup, allow_unlabelled=True)
+        assert probed is not None
+        return plan, probed
+
+    # ---- What the output and the work folder say ---------------------------------------------------------------------
+
+    def _begin(self) -> Begun:
+        """The state of the output: as another call has left it, or new. Raises RecipeError for another request."""
+        asked = self.request.to_json()
+        begun = Begun.read(self.output)
+        if begun is not None and begun.plan is not None:
+            refuse_changed(begun.request, asked, self.output.where)
+        elif begun is None or begun.request != asked:
+            begun = Begun(secrets.token_hex(8), asked, self._indexes, None)
+            begun.write(self.output)
+        return begun
+
+    def _claim_work_folder(self, begun: Begun) -> None:
+        """Remove a plan from the work folder that is of another conversion."""
+        work = self.output.work
+        work.mkdir(parents=True, exist_ok=True)
+        mine = json.dumps({"identity": begun.identity, "request": self.request.to_json()})
+        if not _says(work / _REQUEST_FILE, mine):
+            (work / "plan.json").unlink(missing_ok=True)
+            write_text(work / _REQUEST_FILE, mine)
+
+    def _agree(self, plan: Plan) -> None:
+        """Write the plan into the output's state. Raises RecipeError where another one is there by now."""
+        begun = Begun.read(self.output)
+        assert begun is not None
+        if begun.plan is None:
+            refuse_changed(begun.request, self.request.to_json(), self.output.where)
+            replace(begun, plan=plan.described()).write(self.output)
+        elif begun.plan["sha256"] != plan.sha256 or _sizes(begun.plan["parts"]) != _sizes(plan.parts):
+            raise RecipeError(
+                f"OUT {self.output.where}: was begun with another plan for the same request: the source has changed "
+                "since. Remove the output and start anew"
+            )
+        elif begun.indexes != self._indexes:  # they were moved, or this machine has them elsewhere
+            replace(begun, indexes=self._indexes).write(self.output)
+
+    @property
+    def _indexes(self) -> list[dict[str, Any]]:
+        return [index.to_json() for index in self.request.dedup]
+
+    # ---- A new plan: list, order, probe, deal ------------------------------------------------------------------------
+
+    def _make(
+        self, *, probes: bool, allow_unlabelled: bool, dedup: tuple[NamedIndex, ...] = ()
+    ) -> tuple[Plan, Probe | None]:
+        """A new plan, and, where asked for, what its first images come to, compared with indexes."""
+        request, parts = self.request, self._list()
+        ordered = order_images(
+            self.source, self._listing, request.shuffle_seed, request.classes, unlabelled=request.source.unlabelled
         )
-    elif begun.indexes != indexes:  # they were moved, or this machine has them elsewhere
-        replace(begun, indexes=indexes).write(output)
-    return plan
+        batches, probed, shard_samples = ordered.batches, None, request.shard_samples
+        if probes:
+            first = _first(batches)
+            probed = probe(first, self.reader, request.images, dedup)
+            batches = itertools.chain(first, batches)
+            if request.shard_bytes is not None:
+                shard_samples = probed.samples_in(request.shard_bytes)
+        plan = write_plan(
+            ordered,
+            batches,
+            self.output.work,
+            request.splits,
+            shard_samples=shard_samples,
+            limit=request.limit,
+            seed=request.shuffle_seed,
+            options={name: request.manifest_options(name, shard_samples) for name in request.split_names},
+            parts=parts,
+            allow_unlabelled=allow_unlabelled,
+        )
+        return plan, probed
 
+    @property
+    def _listing(self) -> Path:
+        return self.output.work / "listing"
 
-def trial_plan(request: Request, source: Source, output: Output, run: Run, console: Console) -> tuple[Plan, Probe]:
-    """A plan in the work folder alone, and what its first images come to. Raises as `planned`."""
-    ordered, parts = _listed(request, source, output, run, console)
-    first, batches = _peek(ordered.batches)
-    probed = probe(first, reader(source, output), request.images, request.dedup)
-    return _write_plan(request, ordered, batches, probed, output, parts, allow_unlabelled=True), probed
+    def _list(self) -> list[list[str]]:
+        """List the parts of the source that are not listed yet or have changed since; what `_parts` gives."""
+        source, folder = self.source, self._listing
+        listed = json.dumps(self.request.listed())
+        if not _says(folder / _REQUEST_FILE, listed):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            write_text(folder / _REQUEST_FILE, listed)
+        say(self.console, f"listing {escape(storage.without_secrets(self.request.src))}")
+        parts = self._parts()
+        tasks = []
+        for number, (name, state) in enumerate(parts[: len(source.parts)]):
+            summary = PartSummary.load(folder, number)
+            if summary is None or not state or summary.fingerprint != f"{name} {state}":
+                tasks.append(ListingTask(source, number, folder, self.request.shuffle_seed, f"{name} {state}"))
+        # A process would take longer to start than one part to list.
+        engine = run_inline if len(parts) == 1 and not source.streams else self.engine
+        with ProgressView(self.console, "listing", None) as view:
+            for _ in engine(tasks, view.update):
+                pass
+        return parts
 
-
-def reader(source: Source, output: Output) -> Reader:
-    """What images are read from once they are listed."""
-    return Spool(output.work / "listing") if source.streams else source
-
-
-def _new_plan(
-    request: Request, source: Source, output: Output, run: Run, console: Console, allow_unlabelled: bool
-) -> Plan:
-    ordered, parts = _listed(request, source, output, run, console)
-    batches, probed = ordered.batches, None
-    if request.shard_bytes is not None:
-        first, batches = _peek(ordered.batches)
-        probed = probe(first, reader(source, output), request.images)
-    plan = _write_plan(request, ordered, batches, probed, output, parts, allow_unlabelled)
-    if not source.streams:
-        shutil.rmtree(output.work / "listing", ignore_errors=True)
-    return plan
-
-
-def _listed(
-    request: Request, source: Source, output: Output, run: Run, console: Console
-) -> tuple[Ordered, list[list[str]]]:
-    """The images of the source in order, and its parts; lists those that are not listed yet or have changed since."""
-    folder = output.work / "listing"
-    listed = json.dumps(request.listed())
-    if not _says(folder / _REQUEST_FILE, listed):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        write_text(folder / _REQUEST_FILE, listed)
-    console.print(f"listing {escape(storage.without_secrets(request.src))}", highlight=False, soft_wrap=True)
-    parts = _parts(request, source)
-    tasks = []
-    for number, (name, state) in enumerate(parts[: len(source.parts)]):
-        summary = PartSummary.load(folder, number)
-        if summary is None or not state or summary.fingerprint != f"{name} {state}":
-            tasks.append(ListingTask(source, number, folder, request.shuffle_seed, f"{name} {state}"))
-    if len(parts) == 1 and not source.streams:
-        run = run_inline  # a process would take longer to start
-    with ProgressView(console, "listing", None) as view:
-        for _ in run(tasks, view.update):
-            pass
-    ordered = order_images(source, folder, request.shuffle_seed, request.classes, unlabelled=request.source.unlabelled)
-    return ordered, parts
-
-
-def _parts(request: Request, source: Source) -> list[list[str]]:
-    """Name and fingerprint of every part of the source, and of the list of labels."""
-    names = [*source.parts, *([request.source.labels] if request.source.labels else [])]
-    with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
-        return [[name, state] for name, state in zip(names, pool.map(fingerprint, names), strict=True)]
+    def _parts(self) -> list[list[str]]:
+        """Name and fingerprint of every part of the source, and of the list of labels."""
+        labels = self.request.source.labels
+        names = [*self.source.parts, *([labels] if labels else [])]
+        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+            return [[name, state] for name, state in zip(names, pool.map(fingerprint, names), strict=True)]
 
 
 def _sizes(parts: list[list[str]]) -> list[tuple[str, str]]:
@@ -197,39 +245,12 @@ def _refuse_other_parts(before: list[list[str]], now: list[list[str]], where: st
     )
 
 
-def _write_plan(
-    request: Request,
-    ordered: Ordered,
-    batches: Iterator[pa.RecordBatch],
-    probed: Probe | None,
-    output: Output,
-    parts: list[list[str]],
-    allow_unlabelled: bool,
-) -> Plan:
-    shard_samples = request.shard_samples
-    if request.shard_bytes is not None:
-        assert probed is not None
-        shard_samples = probed.samples_in(request.shard_bytes)
-    return write_plan(
-        ordered,
-        batches,
-        output.work,
-        request.splits,
-        shard_samples=shard_samples,
-        limit=request.limit,
-        seed=request.shuffle_seed,
-        options={name: request.manifest_options(name, shard_samples) for name in request.split_names},
-        parts=parts,
-        allow_unlabelled=allow_unlabelled,
-    )
-
-
-def _peek(batches: Iterator[pa.RecordBatch]) -> tuple[list[pa.RecordBatch], Iterator[pa.RecordBatch]]:
-    """The first images, and all of them."""
+def _first(batches: Iterator[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    """As many batches as have the images that are probed, taken off `batches`."""
     first: list[pa.RecordBatch] = []
     while sum(batch.num_rows for batch in first) < PROBED and (batch := next(batches, None)) is not None:
         first.append(batch)
-    return first, itertools.chain(first, batches)
+    return first
 
 
 def _says(path: Path, text: str) -> bool:

@@ -82,6 +82,11 @@ class ProgressView:
             self._console.print(f"{self._verb}: {what}", highlight=False)
 
 
+def say(console: Console, line: str) -> None:
+    """Print a line as it is, however long."""
+    console.print(line, highlight=False, soft_wrap=True)
+
+
 def summary(totals: Totals) -> Table:
     """The closing table."""
     table = Table(show_header=False)

@@ -16,7 +16,8 @@ def counted(folder):
     sync(folder)
 durable.sync_folder = counted
 if __name__ == "__main__":
-    from data_tools.conversion import Machine, convert
+    from data_tools.conversion import convert
+    from data_tools.machine import Machine
     from data_tools.dedup.against import name_indexes
     from data_tools.request import Request
     request = Request(sys.argv[2], shard_samples=int(sys.argv[4]), dedup=name_indexes(sys.argv[5:]))

@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from data_tools.dedup.applying import Removal
-from data_tools.engines.task import Progress, Tick
+from data_tools.engines.task import Progress, Run, Tick
 from data_tools.finishing import reports_of
 from data_tools.leaving_out import slots_without
 from data_tools.locks import ALL_TASKS, claimed
 from data_tools.output import CONVERSION_NAME, Output
-from data_tools.planning import Run
 from data_tools.shard_task import ShardReport, shard_name
 from vitscale import storage
 from vitscale.errors import DataError, RecipeError

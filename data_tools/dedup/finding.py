@@ -27,8 +27,7 @@ from data_tools.dedup.report import write_report
 from data_tools.dedup.settings import Settings
 from data_tools.dedup.stored import shard_queries
 from data_tools.dedup.tally import Tally
-from data_tools.engines.task import Progress, Tick
-from data_tools.planning import Run
+from data_tools.engines.task import Progress, Run, Tick
 from vitscale.errors import DataError, RecipeError
 from vitscale.files.digests import file_digests
 from vitscale.files.durable import new_folder

@@ -1,6 +1,6 @@
 """What an engine runs: tasks that are independent, repeatable and tell how far they are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 
@@ -36,3 +36,4 @@ class Task(Protocol):
 
 
 Tick = Callable[[int, int], None]  # images done, images rejected
+Run = Callable[[Iterable[Task], Tick], Iterator[Any]]  # an engine: tasks in, what each returns out, as it comes

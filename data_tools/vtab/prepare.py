@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from data_tools.conversion import Machine, convert
+from data_tools.conversion import convert
 from data_tools.images import ImageOptions
+from data_tools.machine import Machine
 from data_tools.request import Request
 from data_tools.views import View
 from data_tools.vtab.copies import Search, find_copy

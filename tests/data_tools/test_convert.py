@@ -9,8 +9,9 @@ import xxhash
 from datasets_on_disk import contents
 
 from data_tools.classes import read_classes
-from data_tools.conversion import Machine, convert
+from data_tools.conversion import convert
 from data_tools.images import store_image
+from data_tools.machine import Machine
 from data_tools.request import Request
 from vitscale.errors import DataError, RecipeError
 from vitscale.files.digests import file_digests

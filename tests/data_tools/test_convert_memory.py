@@ -11,7 +11,8 @@ from pictures import encoded, make_picture
 
 MEASURED = """
 import resource, sys
-from data_tools.conversion import Machine, convert
+from data_tools.conversion import convert
+from data_tools.machine import Machine
 from data_tools.request import Request
 if __name__ == "__main__":
     samples = convert(Request(sys.argv[1], shard_samples=500), sys.argv[2], Machine(workers=2)).totals.samples

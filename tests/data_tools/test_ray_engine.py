@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from datasets_on_disk import command, contents, run
 
-from data_tools.conversion import Machine, convert
+from data_tools.conversion import convert
+from data_tools.machine import Machine
 from data_tools.request import Request
 
 HAS_RAY = subprocess.run([sys.executable, "-c", "import ray"], capture_output=True).returncode == 0

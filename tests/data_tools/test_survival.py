@@ -14,7 +14,8 @@ from datasets_on_disk import command, contents, run, run_here
 from kill_at import convert_killed_at
 from pictures import encoded, make_picture
 
-from data_tools.conversion import Machine, convert
+from data_tools.conversion import convert
+from data_tools.machine import Machine
 from data_tools.request import Request
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest

@@ -20,7 +20,7 @@ from vtab_copies import (
     picture,
 )
 
-from data_tools.conversion import Machine
+from data_tools.machine import Machine
 from data_tools.vtab.copies import find_copy
 from data_tools.vtab.ids import Ids, pixels_sha256
 from data_tools.vtab.prepare import DATASETS, Prepared, prepare, verify_prepared

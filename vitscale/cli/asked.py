@@ -138,9 +138,9 @@ def _content(history: History, file: Path) -> Content:
 
 def _copies(history: History, images: Sequence[Path]) -> list[Asked]:
     """Samples that de-duplication takes for copies of the images."""
-    from data_tools.conversion import Machine
     from data_tools.dedup.building import TestSource, build_index
     from data_tools.dedup.finding import find
+    from data_tools.machine import Machine
     from data_tools.sources import SourceOptions, open_source
     from vitscale.shards.decisions import DECISIONS_NAME, read_decisions
 

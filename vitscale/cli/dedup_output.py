@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from data_tools.conversion import Machine
 from data_tools.dedup.embedding import Embedder
 from data_tools.dedup.settings import PRESETS, Preset, Settings
+from data_tools.machine import Machine
 from data_tools.report import ProgressView
 from data_tools.sources.source import Source
 from vitscale import storage

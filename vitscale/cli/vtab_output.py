@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from data_tools.conversion import Machine
+from data_tools.machine import Machine
 from data_tools.vtab.copies import Search, find_copy
 from data_tools.vtab.ids import IDS_NAME, Ids
 from data_tools.vtab.prepare import DATASETS, Prepared, is_prepared, prepare, verify_prepared

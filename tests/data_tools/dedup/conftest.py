@@ -5,8 +5,8 @@ from pathlib import Path
 import planted_copies
 import pytest
 
-from data_tools.conversion import Machine
 from data_tools.dedup.finding import Finding, find
+from data_tools.machine import Machine
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from planted_copies import OWN, PLANTED, URL
 
-from data_tools.conversion import Machine
 from data_tools.dedup.finding import find
 from data_tools.engines.inline import run_inline
+from data_tools.machine import Machine
 from data_tools.subset import write_subset
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest, ShardFile

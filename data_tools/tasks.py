@@ -1,0 +1,82 @@
+"""Runs the tasks of a plan, one a shard, and gathers what they report."""
+
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from data_tools.engines.task import Run
+from data_tools.finishing import refuse_rejects
+from data_tools.output import Output
+from data_tools.plan import Plan
+from data_tools.report import ProgressView
+from data_tools.request import Request
+from data_tools.shard_task import Reader, ShardReport, ShardTask
+from vitscale.wording import counted
+
+
+@dataclass(frozen=True)
+class TaskRunner:
+    """What the tasks of a plan are run with.
+
+    Attributes:
+        plan, request, output: of the conversion.
+        reader: what images are read from.
+        engine: what runs the tasks.
+        max_reject_rate: share of the plan's images that may be impossible to store.
+        console: shows how far the tasks are.
+    """
+
+    plan: Plan
+    request: Request
+    reader: Reader
+    output: Output
+    engine: Run
+    max_reject_rate: float
+    console: Console
+
+    def run(self, tasks: list[int], reports: dict[int, ShardReport]) -> int:
+        """Do those of the tasks that have no report yet, and once more those whose images could not all be read.
+
+        Args:
+            tasks: their numbers.
+            reports: of tasks that are done; what is done now is added.
+
+        Returns how many images were converted now. Raises DataError for too many that cannot be stored.
+        """
+        done = self._run([task for task in tasks if task not in reports], reports)
+        again = [task for task, report in reports.items() if report.unsteady]
+        if again:
+            self.console.print(
+                f"{counted(len(again), 'shard')} once more: not all of their images could be read", highlight=False
+            )
+            done += self._run(again, reports)
+        return done
+
+    def _run(self, tasks: list[int], reports: dict[int, ShardReport]) -> int:
+        shard_tasks = (
+            ShardTask(
+                index=task,
+                split=split.name,
+                shard=shard,
+                rows=rows,
+                reader=self.reader,
+                output=self.output,
+                options=self.request.images,
+                several_labels=self.plan.several_labels,
+                dedup=self.request.dedup,
+            )
+            for task, rows in self.plan.rows(tasks)
+            for split, shard in [self.plan.place(task)]
+        )
+        count = sum(self.plan.images_of(task) for task in tasks)
+        rejected = sum(report.rejected for report in reports.values())
+        with ProgressView(self.console, "converting", count) as view:
+            for report in self.engine(shard_tasks, view.update):
+                before = reports.get(report.task)
+                rejected += report.rejected - (before.rejected if before else 0)
+                reports[report.task] = report
+                counts = {"rejects": report.rejected, **({"removed": report.removed} if self.request.dedup else {})}
+                self.output.log("shard", task=report.task, seconds=report.seconds, **counts)
+                if rejected > self.max_reject_rate * self.plan.images:  # the rest cannot mend it
+                    refuse_rejects(self.output, self.plan, reports, self.max_reject_rate)
+        return count
