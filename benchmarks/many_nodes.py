@@ -16,7 +16,8 @@ import subprocess
 import sys
 import time
 
-from vitscale.launch.nodes import Account, Decision, FirstNode, Place
+from vitscale.launch.first_node import FirstNode
+from vitscale.launch.nodes import Account, Decision, Place
 from vitscale.launch.supervisor import Supervisor
 from vitscale.machine import free_port
 

@@ -1,7 +1,9 @@
 """Starting the ranks of a run, watching them, and starting them again. No torch."""
 
 from vitscale.launch.environment import RankEnvironment, find_place, read_environment
-from vitscale.launch.nodes import FirstNode, Layout, Nodes, OtherNode, Place, fitting
+from vitscale.launch.first_node import FirstNode
+from vitscale.launch.nodes import Layout, Nodes, Place, fitting
+from vitscale.launch.other_node import OtherNode
 from vitscale.launch.pretraining import Pretraining, PretrainingRanks, launch_pretraining
 from vitscale.launch.rank import RankCommand
 from vitscale.launch.restarts import Launch

@@ -10,7 +10,9 @@ from typing import Literal
 
 import vitscale
 from vitscale.errors import PeerLostError, PreemptedError, RecipeError
-from vitscale.launch.nodes import FirstNode, Layout, Nodes, OneNode, OtherNode, Place, fitting
+from vitscale.launch.first_node import FirstNode
+from vitscale.launch.nodes import Layout, Nodes, OneNode, Place, fitting
+from vitscale.launch.other_node import OtherNode
 from vitscale.launch.rank import RankCommand
 from vitscale.launch.restarts import Launch
 from vitscale.launch.supervisor import Supervisor, say
