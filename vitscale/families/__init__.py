@@ -10,8 +10,10 @@ from pydantic import PlainSerializer, WrapValidator
 
 from vitscale.extensions import block_class
 from vitscale.families.family import Model, Patches, Pool, Shape
+from vitscale.families.position import Position
 from vitscale.families.resnet import ResNet, ResNetShape
-from vitscale.families.vit import DropPathRule, Position, ViT, ViTShape, has_class_token
+from vitscale.families.vit import ViT, has_class_token
+from vitscale.families.vit_shape import DropPathRule, ViTShape
 
 FAMILIES: tuple[type[Model], ...] = (ViT, ResNet)
 REGISTRY = tuple(name for family in FAMILIES for name in family.names)

@@ -1,214 +1,28 @@
 """Vision Transformers: those of the paper (section 3.1), hybrids, axial models (appendix D.5), all positions (D.3).
 
-Transformer sizes Ti, S, B, L, H are the paper's (Table 1) and its follow-up's (Steiner et al., 2021); b is B with every
-width halved (the paper's Figure 4); g and G are those of "Scaling Vision Transformers" (Zhai et al., 2021). DINOv2 is
-the form with four registers (Oquab et al., 2023; Darcet et al., 2024), DINOv3 that of Simeoni et al. (2025), EVA-02
-that of Fang et al. (2023).
-
 Shape legend: n patches along one side, N patches, T tokens (N, or N + 1 with a class token), D width, K classes.
 """
 
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
-from vitscale.block import Block
 from vitscale.families.family import Model, Patches, Pool, complete
+from vitscale.families.position import ROPE_BASES, Position
 from vitscale.families.resnet import Blocks, ResNetShape, WidthFactor, feature_operations, small_stages
-from vitscale.operations import Operation, block_of, dense, parameters, product
+from vitscale.families.vit_operations import block_operations, map_operations, norm_parameters
+from vitscale.families.vit_shape import BESIDE, PATTERNS, DropPathRule, ViTShape, shape_of
+from vitscale.operations import Operation, block_of, dense, parameters
 
-#            width  depth  mlp  heads
-_SIZES = {
-    "Ti": (192, 12, 768, 3),
-    "S": (384, 12, 1536, 6),
-    "b": (384, 12, 1536, 6),
-    "B": (768, 12, 3072, 12),
-    "L": (1024, 24, 4096, 16),
-    "H": (1280, 32, 5120, 16),
-    "g": (1408, 40, 6144, 16),
-    "G": (1664, 48, 8192, 16),
-}
-# The parts that all sizes of a name share.
-_PARTS: dict[str, dict[str, Any]] = {
-    "DINOv2": {"mlp": "exact_gelu", "layer_scale": 1e-5, "registers": 4},
-    "DINOv3": {
-        **{"mlp": "exact_gelu", "layer_scale": 1e-5, "registers": 4},
-        **{"norm_eps": 1e-5, "qkv_bias": "no_key"},
-    },
-    "EVA02": {"mlp": "swiglu", "qkv_bias": "no_key"},
-}
-# Name -> keys beside the shape that a recipe of this name has where it does not say them itself.
-_BESIDE: dict[str, dict[str, Any]] = {
-    "DINOv3": {"position": {"kind": "rope"}},
-    "EVA02": {"position": {"kind": "1d_rope"}, "pool": "normed_mean"},
-}
-# (name, size) -> patch size, width, depth, mlp, heads, and the parts in which a size differs. With SwiGLU DINOv2 has
-# two thirds of 4 * width, rounded up to a multiple of 8, DINOv3's 7B 2 * width, and its S+ and H+ 4 * width; EVA-02
-# rounds the two thirds down.
-_LATER: dict[tuple[str, str], tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
-    **{
-        (name, size): ((patch, *_SIZES[size]), {}) for name, patch in (("DINOv2", 14), ("DINOv3", 16)) for size in "SBL"
-    },
-    ("DINOv2", "g"): ((14, 1536, 40, 4096, 24), {"mlp": "swiglu"}),
-    ("DINOv3", "S+"): ((16, *_SIZES["S"]), {"mlp": "swiglu"}),
-    ("DINOv3", "H+"): ((16, 1280, 32, 5120, 20), {"mlp": "swiglu"}),
-    ("DINOv3", "7B"): ((16, 4096, 40, 8192, 32), {"mlp": "swiglu", "qkv_bias": "none"}),
-    ("EVA02", "Ti"): ((14, 192, 12, 512, 3), {}),
-    ("EVA02", "S"): ((14, 384, 12, 1024, 6), {}),
-    ("EVA02", "B"): ((14, 768, 12, 2048, 12), {"sub_norm": "mlp"}),
-    ("EVA02", "L"): ((14, 1024, 24, 2730, 16), {"sub_norm": "mlp"}),
-}
-# (name of the stem, pixels a token stands for) -> blocks of the stem, patch size on its feature map. At /16 the fourth
-# stage is gone and its blocks are in the third (section 4.1). The tiny R is a root without stages; in its published
-# name /16 is not what a token stands for, which is 32 pixels.
-_STEMS = {
-    ("R50", "32"): ((3, 4, 6, 3), 1),
-    ("R50", "16"): ((3, 4, 9), 1),
-    ("R26", "32"): ((2, 2, 2, 2), 1),
-    ("R", "16"): ((), 8),
-}
 _OF_PARTS = (
     *("norm", "norm_eps", "sub_norm", "mlp", "qkv_bias", "qk_norm", "layer_scale", "registers", "class_position"),
     "distilled",
 )
-_ROPE_BASES = {"rope": 100.0, "1d_rope": 10_000.0}
 _OF_EMBEDDINGS = re.compile(r"(stem|embedding|cls|dist|registers|pos_embedding)(\.|$)")
 _OF_BLOCK = re.compile(r"blocks\.(\d+)\.")
-DropPathRule = Literal["growing", "uniform"]
-
-
-@dataclass(frozen=True)
-class ViTShape:
-    """The dimensions of one Vision Transformer.
-
-    `width` is the hidden size D, `mlp_dim` the hidden size of the MLP. `patch_size` P counts pixels, or in a hybrid,
-    which has a `stem`, steps of its feature map. With `attention` axial each of the `depth` blocks is a row and a
-    column block.
-
-    `norm` and `norm_eps` are those of every norm. `sub_norm` adds a norm before the second layer of each MLP (mlp), and
-    one before the output layer of attention, too (all). `mlp` is the function of the hidden layer: GELU in its tanh
-    form or exact, or SwiGLU, whose first layer computes `mlp_dim` gates and as many values. `qkv_bias` says which of
-    queries, keys and values have a bias. `qk_norm` normalises the queries and keys of each head. `layer_scale` is the
-    initial value of a learned factor of every channel behind attention and MLP; None: there is none. `registers` are
-    learned tokens between the class token and the patches; no positions are added to them, and without
-    `class_position` none to the class token. A `distilled` one has a distillation token beside the class token, and a
-    head for each; the mean of both is what it says (DeiT).
-    """
-
-    patch_size: int
-    width: int
-    depth: int
-    mlp_dim: int
-    num_heads: int
-    attention: Literal["full", "axial"] = "full"
-    stem: ResNetShape | None = None
-    norm: Literal["layer", "rms"] = "layer"
-    norm_eps: float = 1e-6
-    sub_norm: Literal["none", "mlp", "all"] = "none"
-    mlp: Literal["gelu", "exact_gelu", "swiglu"] = "gelu"
-    qkv_bias: Literal["all", "no_key", "none"] = "all"
-    qk_norm: bool = False
-    layer_scale: float | None = None
-    registers: int = 0
-    class_position: bool = True
-    distilled: bool = False
-
-    def cut_size(self, image_size: int) -> int:
-        """Side of what is cut into patches: the image, or the stem's feature map."""
-        return image_size if self.stem is None else self.stem.feature_size(image_size)
-
-    def grid(self, image_size: int) -> int:
-        """Patches along one side of a square image; what lies beyond the last whole patch is not seen."""
-        return self.cut_size(image_size) // self.patch_size
-
-    @property
-    def stride(self) -> int:
-        """Pixels of the image for one patch."""
-        return self.patch_size * (1 if self.stem is None else self.stem.stride)
-
-    @property
-    def patch_dim(self) -> int:
-        """Values in one patch: P * P * channels."""
-        return self.patch_size**2 * (3 if self.stem is None else self.stem.channels)
-
-    def drop_path_of(self, index: int, of_last: float, rule: DropPathRule = "growing") -> float:
-        """Share of samples for which a branch of block `index` is left out: from 0, in equal steps, to the last's, or
-        the last's throughout.
-        """
-        return of_last if rule == "uniform" else of_last * index / max(self.depth - 1, 1)
-
-    @property
-    def head_dim(self) -> int:
-        """Size of a head's queries, keys and values."""
-        return self.width // self.num_heads
-
-    @property
-    def fc1_dim(self) -> int:
-        """Outputs of an MLP's first layer."""
-        return self.mlp_dim * (2 if self.mlp == "swiglu" else 1)
-
-
-class Position(Block):
-    """How positions are told to a Transformer, and where (appendix D.3); `relative` and `rope` are told in every
-    attention. `1d_rope` is EVA-02's, those of 1d and rotations, and with unit and registers_base ViT-5's.
-    """
-
-    kind: Literal["none", "1d", "2d", "sincos", "relative", "rope", "1d_rope"] = Field(
-        "1d",
-        description="learned embeddings by patch (1d) or by row and column (2d), fixed ones of sines and cosines "
-        "(sincos, as in big_vision), a learned bias by distance (relative), queries and keys of patches rotated by row "
-        "and column (rope, as in DINOv3), learned embeddings and rotations (1d_rope, as in EVA-02), or none",
-    )
-    at: Literal["stem", "every_layer", "shared"] = Field(
-        "stem", description="of 1d and 2d: before the first block, before every block, or the same before every block"
-    )
-
-    base: float | None = Field(
-        None,
-        gt=1,
-        description="frequencies of rotations fall nearly to 1 / base of the first: of rope, default 100, from a turn "
-        "a unit, where a side is 2 units; of 1d_rope, default 10,000, from a radian a unit, where a side is 16",
-    )
-
-    unit: Literal["image", "patch"] | None = Field(
-        None,
-        description="of 1d_rope, what its radians are counted in: image, default, where a side is 16 of them; patch, "
-        "where a patch is one (as in ViT-5)",
-    )
-    registers_base: float | None = Field(
-        None,
-        gt=1,
-        description="of 1d_rope: registers, which are as many as a square has, are turned as the patches of a square, "
-        "by frequencies that fall to 1 / this (as in ViT-5); default: not at all",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_base(cls, content: Any) -> Any:
-        if not isinstance(content, dict) or content.get("kind") not in _ROPE_BASES or content.get("base") is not None:
-            return content
-        return content | {"base": _ROPE_BASES[content["kind"]]}
-
-    @model_validator(mode="after")
-    def _possible(self) -> "Position":
-        if self.kind not in ("1d", "2d") and self.at != "stem":
-            raise ValueError(f"at: {self.at} belongs to kind: 1d and 2d, and kind is {self.kind}")
-        if self.kind not in _ROPE_BASES and self.base is not None:
-            kinds = " and ".join(_ROPE_BASES)
-            raise ValueError(f"base: {self.base:g} belongs to kind: {kinds}, and kind is {self.kind}")
-        for key in ("unit", "registers_base"):
-            if self.kind != "1d_rope" and getattr(self, key) is not None:
-                raise ValueError(f"{key} belongs to kind: 1d_rope, and kind is {self.kind}")
-        return self
-
-    @model_serializer(mode="wrap")
-    def _without_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Only rotations have a base and what follows it: what is resolved without is as before there was one."""
-        return {key: value for key, value in dump(self).items() if key in ("kind", "at") or value is not None}
 
 
 class ViT(Model):
@@ -231,11 +45,7 @@ class ViT(Model):
         *("DINOv3-S/16", "DINOv3-S+/16", "DINOv3-B/16", "DINOv3-L/16", "DINOv3-H+/16"),
         *("EVA02-Ti/14", "EVA02-S/14", "EVA02-B/14", "EVA02-L/14"),
     )
-    patterns: ClassVar[str] = (
-        f"ViT-SIZE/PATCH or Axial-ViT-SIZE/PATCH with SIZE one of {', '.join(_SIZES)}, "
-        f"{', '.join(f'{stem}+ViT-SIZE/{patch}' for stem, patch in _STEMS)}, "
-        f"{', '.join(f'{name}-{size}/{sizes[0]}' for (name, size), (sizes, _) in _LATER.items())}"
-    )
+    patterns: ClassVar[str] = PATTERNS
     dimensions: ClassVar[tuple[str, ...]] = (
         *("patch_size", "width", "depth", "mlp_dim", "num_heads", "attention"),
         *("blocks", "width_factor"),
@@ -307,7 +117,7 @@ class ViT(Model):
     @classmethod
     def _beside_the_shape(cls, content: Any) -> Any:
         name = content.get("name") if isinstance(content, dict) else None
-        of_name = _BESIDE.get(name.partition("-")[0], {}) if isinstance(name, str) else {}
+        of_name = BESIDE.get(name.partition("-")[0], {}) if isinstance(name, str) else {}
         if isinstance(content, dict) and content.get("distilled"):
             of_name = of_name | {"head": "linear"}
         return content | {key: value for key, value in of_name.items() if content.get(key) is None}
@@ -328,7 +138,7 @@ class ViT(Model):
             raise ValueError(f"drop_path_rule: {self.drop_path_rule} belongs to drop_path, and that is 0")
         if shape.attention == "axial":
             self._possible_on_a_grid(shape)
-        if self.position.kind in _ROPE_BASES and shape.head_dim % 4:
+        if self.position.kind in ROPE_BASES and shape.head_dim % 4:
             raise ValueError(
                 f"position.kind {self.position.kind}: width / num_heads is {shape.head_dim}; it has to be a multiple "
                 "of 4, for pairs by row and by column"
@@ -366,7 +176,7 @@ class ViT(Model):
         refused = {
             "registers": shape.registers > 0,
             "drop_path": self.drop_path > 0,
-            f"position.kind {self.position.kind}": self.position.kind in _ROPE_BASES,
+            f"position.kind {self.position.kind}": self.position.kind in ROPE_BASES,
         }
         for key, is_set in refused.items():
             if is_set:
@@ -379,21 +189,7 @@ class ViT(Model):
     @classmethod
     def named(cls, name: str) -> ViTShape | None:
         """As `Model.named`: `ViT-L/16`, `R50+ViT-B/16`, `Axial-ViT-B/32`, `DINOv3-S/16`."""
-        for (family, size), (dimensions, parts) in _LATER.items():
-            if name == f"{family}-{size}/{dimensions[0]}":
-                return ViTShape(*dimensions, **(_PARTS[family] | parts))
-        match = re.fullmatch(r"(?:(R[0-9]*)(?:x1)?\+|(Axial-))?ViT-([A-Za-z]+)/([1-9][0-9]{0,3})", name)
-        if match is None:
-            return None
-        stem, axial, size, patch = match.groups()
-        if size not in _SIZES or (stem is not None and (stem, patch) not in _STEMS):
-            return None
-        width, depth, mlp_dim, num_heads = _SIZES[size]
-        shape = ViTShape(int(patch), width, depth, mlp_dim, num_heads, "axial" if axial else "full")
-        if stem is None:
-            return shape
-        blocks, patch_size = _STEMS[stem, patch]
-        return replace(shape, patch_size=patch_size, stem=ResNetShape(blocks, variant="v1"))
+        return shape_of(name)
 
     @classmethod
     def refusal(cls, key: str, value: Any, name: str | None) -> str:
@@ -508,16 +304,16 @@ class ViT(Model):
             operations.append(parameters("positions", once * (shape.depth if self.position.at == "every_layer" else 1)))
         relative = self.position.kind == "relative"
         if shape.attention == "axial":
-            block = 2 * _block(shape, sequences=n, T=n, relative=relative)
+            block = 2 * block_operations(shape, sequences=n, T=n, relative=relative)
         else:
-            block = _block(shape, sequences=1, T=T, relative=relative)
+            block = block_operations(shape, sequences=1, T=T, relative=relative)
         for index in range(shape.depth):
             # A block ends with the output of its MLP. Only masks are drawn behind it, and a factor's gradient needs it.
             draws = self.dropout > 0 or shape.drop_path_of(index, self.drop_path, self.drop_path_rule) > 0
             operations += block_of(block, index, needs_output=draws or shape.layer_scale is not None)
-        operations.append(parameters("norms", _norm(shape, D)))
+        operations.append(parameters("norms", norm_parameters(shape, D)))
         if self.pool_or_default() == "map":
-            operations += _map(shape, T)
+            operations += map_operations(shape, T)
         if num_classes is not None:
             if self.head == "pretrain":
                 operations.append(dense("pre_logits", 1, D, D))
@@ -570,48 +366,3 @@ def is_square(count: int) -> bool:
 def has_class_token(pool: Pool) -> bool:
     """Whether a Transformer that pools so has a class token."""
     return pool in ("cls", "normed_mean")
-
-
-def _block(shape: ViTShape, *, sequences: int, T: int, relative: bool) -> list[Operation]:
-    """One encoder block over independent sequences of T tokens: the whole image, or its rows or columns."""
-    D, offsets = shape.width, 2 * T - 1
-    told = [product("relative", sequences * T * offsets * D, params=offsets * D)] if relative else []
-    scales = [] if shape.layer_scale is None else [parameters("layer_scale", 2 * D)]
-    of_heads = 2 * _norm(shape, shape.head_dim) if shape.qk_norm else 0
-    biases = {"all": 3, "no_key": 2, "none": 0}[shape.qkv_bias]
-    of_attention = _norm(shape, D) if shape.sub_norm == "all" else 0
-    return [
-        parameters("norms", 2 * _norm(shape, D) + of_heads + of_attention + _mlp_norm(shape)),
-        dense("qkv", sequences * T, D, 3 * D, bias=False),
-        parameters("qkv", biases * D),
-        product("scores", 2 * sequences * T**2 * D),
-        *told,
-        dense("out", sequences * T, D, D),
-        *scales,
-        dense("mlp", sequences * T, D, shape.fc1_dim),
-        dense("mlp", sequences * T, shape.mlp_dim, D),
-    ]
-
-
-def _norm(shape: ViTShape, width: int) -> int:
-    """Parameters of a norm: a factor, and in a layer norm a bias, of each channel."""
-    return width if shape.norm == "rms" else 2 * width
-
-
-def _mlp_norm(shape: ViTShape) -> int:
-    """Parameters of the norm inside an MLP."""
-    return 0 if shape.sub_norm == "none" else _norm(shape, shape.mlp_dim)
-
-
-def _map(shape: ViTShape, T: int) -> list[Operation]:
-    """Attention of one learned query to T tokens, and the MLP behind it."""
-    D = shape.width
-    return [
-        parameters("pool", D + _norm(shape, D) + _mlp_norm(shape)),
-        dense("pool", 1, D, D),
-        dense("pool", T, D, 2 * D),
-        product("pool", 2 * T * D),
-        dense("pool", 1, D, D),
-        dense("pool", 1, D, shape.fc1_dim),
-        dense("pool", 1, shape.mlp_dim, D),
-    ]

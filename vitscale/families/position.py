@@ -1,0 +1,68 @@
+"""How positions are told to a Transformer (appendix D.3): the `position` block of a model."""
+
+from typing import Any, Literal
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from vitscale.block import Block
+
+ROPE_BASES = {"rope": 100.0, "1d_rope": 10_000.0}
+
+
+class Position(Block):
+    """How positions are told to a Transformer, and where (appendix D.3); `relative` and `rope` are told in every
+    attention. `1d_rope` is EVA-02's, those of 1d and rotations, and with unit and registers_base ViT-5's.
+    """
+
+    kind: Literal["none", "1d", "2d", "sincos", "relative", "rope", "1d_rope"] = Field(
+        "1d",
+        description="learned embeddings by patch (1d) or by row and column (2d), fixed ones of sines and cosines "
+        "(sincos, as in big_vision), a learned bias by distance (relative), queries and keys of patches rotated by row "
+        "and column (rope, as in DINOv3), learned embeddings and rotations (1d_rope, as in EVA-02), or none",
+    )
+    at: Literal["stem", "every_layer", "shared"] = Field(
+        "stem", description="of 1d and 2d: before the first block, before every block, or the same before every block"
+    )
+
+    base: float | None = Field(
+        None,
+        gt=1,
+        description="frequencies of rotations fall nearly to 1 / base of the first: of rope, default 100, from a turn "
+        "a unit, where a side is 2 units; of 1d_rope, default 10,000, from a radian a unit, where a side is 16",
+    )
+
+    unit: Literal["image", "patch"] | None = Field(
+        None,
+        description="of 1d_rope, what its radians are counted in: image, default, where a side is 16 of them; patch, "
+        "where a patch is one (as in ViT-5)",
+    )
+    registers_base: float | None = Field(
+        None,
+        gt=1,
+        description="of 1d_rope: registers, which are as many as a square has, are turned as the patches of a square, "
+        "by frequencies that fall to 1 / this (as in ViT-5); default: not at all",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_base(cls, content: Any) -> Any:
+        if not isinstance(content, dict) or content.get("kind") not in ROPE_BASES or content.get("base") is not None:
+            return content
+        return content | {"base": ROPE_BASES[content["kind"]]}
+
+    @model_validator(mode="after")
+    def _possible(self) -> "Position":
+        if self.kind not in ("1d", "2d") and self.at != "stem":
+            raise ValueError(f"at: {self.at} belongs to kind: 1d and 2d, and kind is {self.kind}")
+        if self.kind not in ROPE_BASES and self.base is not None:
+            kinds = " and ".join(ROPE_BASES)
+            raise ValueError(f"base: {self.base:g} belongs to kind: {kinds}, and kind is {self.kind}")
+        for key in ("unit", "registers_base"):
+            if self.kind != "1d_rope" and getattr(self, key) is not None:
+                raise ValueError(f"{key} belongs to kind: 1d_rope, and kind is {self.kind}")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Only rotations have a base and what follows it: what is resolved without is as before there was one."""
+        return {key: value for key, value in dump(self).items() if key in ("kind", "at") or value is not None}
