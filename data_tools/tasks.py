@@ -1,5 +1,6 @@
 """Runs the tasks of a plan, one a shard, and gathers what they report."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -34,7 +35,7 @@ class TaskRunner:
     max_reject_rate: float
     console: Console
 
-    def run(self, tasks: list[int], reports: dict[int, ShardReport]) -> int:
+    def run(self, tasks: Sequence[int], reports: dict[int, ShardReport]) -> int:
         """Do those of the tasks that have no report yet, and once more those whose images could not all be read.
 
         Args:
