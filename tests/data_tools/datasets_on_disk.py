@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from data_tools import conversion
+from data_tools import machine
 from data_tools.convert import app
 from data_tools.dedup.against import open_matcher
 from data_tools.engines.inline import run_inline
@@ -52,7 +52,7 @@ def convert_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def sent(tasks):
         return (pickle.loads(pickle.dumps(task)) for task in tasks)
 
-    monkeypatch.setattr(conversion, "run_in_processes", lambda tasks, workers, tick: run_inline(sent(tasks), tick))
+    monkeypatch.setattr(machine, "run_in_processes", lambda tasks, workers, tick: run_inline(sent(tasks), tick))
 
 
 def run_here(*arguments: object) -> Result:
