@@ -25,7 +25,7 @@ _USAGE_ERROR: Any = typer.BadParameter.__base__
 _OF_THE_READER = {"KEY", "FILE", "RECIPE", "STUDY", "A", "B"}  # what pages write for a name of the reader's own
 AT_ONCE = ("-h", "--version", "--install-completion", "--show-completion")  # would act while they are parsed
 # Commands that end within a second, need no data and change nothing.
-CHEAP = {"recipe", "models", "plan", "flops", "doctor"}
+CHEAP = {"recipe", "models", "flops"}
 DRY = {"launch", "train"}
 
 
