@@ -9,14 +9,16 @@ to hide behind, so each block sleeps besides, as long in the backward pass as tw
 leave the processor alone.
 
 `before` is what DeepSpeed does with our recipes, `after` the same with `parallelism.overlap`; in stage 3 `before` is
-without its prefetching and overlap, `after` with both. DDP is torch's, with its hook that sends bf16. All take turns
+without its prefetching, `after` with it, too. DDP is torch's, with its hook that sends bf16. All take turns
 in each round: some steps without a limit (their time is computing, and what any exchange costs) and some with it.
 
 `waits`: seconds that the link adds to a step. `hidden`: the part of the time which the sent bytes take on the link
 that the step does not wait. `gone`: the part of `before`'s waiting that `after` is without. `sent`: megabytes that a
 rank's interface has sent in a step, headers left out; `by plan`: that by what vitscale.planning.communication says.
 
-Fails where `gone` is below 70 %, where the bytes differ from the plan by 2 %, or where ours is slower than DDP.
+`by DDP`: the step, by DDP's. Fails where `gone` is below 70 %, where the bytes differ from the plan by 2 % (not in
+stage 3 before: what gloo calls a reduce-scatter is an all-reduce), or where stage 1 with sums in bf16, which sends as
+much as DDP does, takes 2 % longer.
 """
 
 import argparse
@@ -38,12 +40,12 @@ from torch import Tensor, nn
 WIDTH, DEPTH, SIDE, CLASSES = 192, 12, 32, 10
 BLOCK = 12 * WIDTH * WIDTH + 13 * WIDTH
 MTU, HEADERS = 9000, 66  # bytes of Ethernet, IP and TCP with time stamps before the data of each packet
-GOALS = {"gone": 0.7, "by_plan": 0.02, "by_ddp": 1.05}
+GOALS = {"gone": 0.7, "by_plan": 0.02, "by_ddp": 1.02}
 OVERLAP = {"overlap": True}
 DEEPSPEED: dict[str, Any] = {"reduce_bucket_size": BLOCK}
 PREFETCHED = DEEPSPEED | {
     "stage3_param_persistence_threshold": 1000,
-    "stage3_max_reuse_distance": BLOCK,
+    "stage3_max_reuse_distance": 0,
     "stage3_max_live_parameters": 4 * BLOCK,
 }
 ONE_BY_ONE = PREFETCHED | {"stage3_prefetch_bucket_size": 0, "overlap_comm": False}
@@ -56,9 +58,9 @@ CONTENDERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stage 2, before": ({"zero_stage": 2}, DEEPSPEED),
     "stage 2, after": ({"zero_stage": 2} | OVERLAP, DEEPSPEED),
     "stage 3, before": ({"zero_stage": 3}, ONE_BY_ONE),
-    "stage 3, after": ({"zero_stage": 3}, PREFETCHED | {"stage3_prefetch_bucket_size": 2 * BLOCK}),
+    "stage 3, after": ({"zero_stage": 3} | OVERLAP, PREFETCHED | {"stage3_prefetch_bucket_size": 2 * BLOCK}),
 }
-DDP = "DDP bf16"
+DDP, ALIKE = "DDP bf16", "stage 1 bf16, after"
 
 
 def main() -> None:
@@ -67,6 +69,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of each contender in a round, on the limited link")
     parser.add_argument("--forward", type=float, default=0.015, help="seconds that a block sleeps in the forward pass")
+    parser.add_argument("--sending", type=float, default=1.0, help="time of sending, in stage 1 before, by computing")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--contenders", nargs="+", default=[*CONTENDERS, DDP])
     parser.add_argument("--json", action="store_true")
@@ -271,11 +274,11 @@ def work(given: Any) -> None:
         dist.barrier()
         return (time.perf_counter() - began) / times
 
-    # Before, a step of stage 1 is to send for as long as it computes: 24 bytes a parameter at two ranks by 8 of ours.
+    # What stage 1 sends before takes as long as its computing, unless --sending says otherwise.
     first = next(iter(steps))
     computing = torch.tensor(min(timed(steps[first], 2) for _ in range(3)))
     dist.broadcast(computing, 0)
-    rate = planned[first] / float(computing)
+    rate = planned[first] / (given.sending * float(computing))
     for _ in range(given.rounds):
         for name, step in steps.items():
             free[name].append(timed(step, given.steps))
@@ -326,12 +329,16 @@ def pairs(found: dict[str, Any]) -> list[str]:
 def show(found: dict[str, Any]) -> None:
     rate = found["rate"]
     print(f"{found['ranks']} ranks, {8 * rate / 1e6:.0f} Mbit/s each")
-    print(f"  {'':22}{'computes':>9}{'step':>9}{'waits':>9}{'hidden':>8}{'gone':>7}{'sent':>10}{'by plan':>9}")
+    print(
+        f"  {'':22}{'computes':>9}{'step':>9}{'waits':>9}{'hidden':>8}{'gone':>7}{'sent':>10}{'by plan':>9}"
+        f"{'by DDP':>8}"
+    )
     for name, one in found["contenders"].items():
+        by_ddp = f"{one['limited'] / found['contenders'][DDP]['limited']:8.2f}" if DDP in found["contenders"] else ""
         less = f"{gone(found, name):.0%}" if name in pairs(found) else ""
         print(
             f"  {name:22}{one['free']:7.3f} s{one['limited']:7.3f} s{one['waits']:7.3f} s{hidden(one, rate):8.0%}"
-            f"{less:>7}{one['sent'] / 1e6:7.2f} MB{one['sent'] / one['planned']:9.3f}",
+            f"{less:>7}{one['sent'] / 1e6:7.2f} MB{one['sent'] / one['planned']:9.3f}{by_ddp}",
             flush=True,
         )
 
@@ -342,12 +349,12 @@ def problems(found: dict[str, Any]) -> Iterator[str]:
         if (less := gone(found, name)) < GOALS["gone"]:
             yield f"{name}: {less:.0%} of the waiting is gone, not 70 %"
     for name, one in present.items():
-        if abs(one["sent"] / one["planned"] - 1) > GOALS["by_plan"]:
+        if abs(one["sent"] / one["planned"] - 1) > GOALS["by_plan"] and name != "stage 3, before":
             yield f"{name}: sends {one['sent'] / one['planned']:.3f} of what is planned"
-    if DDP in present:
-        for name in pairs(found):
-            if present[name]["limited"] > GOALS["by_ddp"] * present[DDP]["limited"]:
-                yield f"{name}: takes {present[name]['limited'] / present[DDP]['limited']:.2f} of DDP's step"
+    if DDP in present and ALIKE in present:
+        by_ddp = present[ALIKE]["limited"] / present[DDP]["limited"]
+        if by_ddp > GOALS["by_ddp"]:
+            yield f"{ALIKE}: takes {by_ddp:.2f} of DDP's step"
 
 
 if __name__ == "__main__":

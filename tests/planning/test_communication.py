@@ -69,12 +69,26 @@ def cases(world_size: int) -> dict[str, dict[str, Any]]:
         for again in (0, 1, 2)
         for blocks in (0, 0.5, 3)
     }
+    found |= {
+        f"zero3-ahead-live{blocks}": case(
+            world_size,
+            3,
+            "bf16",
+            "fp32",
+            1,
+            overlap=True,
+            stage3_prefetch_bucket_size=BLOCK,
+            stage3_max_reuse_distance=0,
+            stage3_max_live_parameters=blocks * BLOCK,
+        )
+        for blocks in (1, 2, 3)
+    }
     return found
 
 
 QUICK = ("zero0-bf16-sums-fp32-x2", "zero1-bf16-sums-fp32-x2", "zero1-fp32-sums-fp32-x1", "zero2-bf16-sums-bf16-x2")
 QUICK += ("zero3-bf16-sums-fp32-x2", "zero3-again0-reuse0.5", "zero3-again1-reuse0", "zero3-again2-reuse3")
-QUICK += ("overlap1-bf16-sums-fp32-x2", "overlap2-bf16-sums-bf16-x2", "overlap2-fp32-sums-fp32-x1")
+QUICK += ("overlap1-bf16-sums-fp32-x2", "overlap2-bf16-sums-bf16-x2", "overlap2-fp32-sums-fp32-x1", "zero3-ahead-live2")
 
 
 def check(world_size: int, folder: Path, given: dict[str, dict[str, Any]]) -> None:

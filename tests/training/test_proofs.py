@@ -93,7 +93,7 @@ OVERLAP = "parallelism.overlap=true"
 CASES |= {
     f"overlapped-{precision}-zero{stage}": case("mixed", precision, stage, "adamw", OVERLAP, *GROUPED)
     for precision in ("fp32", "bf16")
-    for stage in (1, 2)
+    for stage in (1, 2, 3)
 }
 CASES |= {
     f"overlapped-{optimizer}-zero{stage}": case("classes", "bf16", stage, optimizer, OVERLAP)
@@ -127,7 +127,7 @@ FAULTS: dict[str, tuple[tuple[Any, ...], int, Any, str, str]] = {
     "a moment that is not kept": (("bf16", 3), 1, partial(stuck, kind="exp_avg_sq", name=FC1), "moments", FC1),
     "an average that stands still": (("bf16", 2), 1, partial(stuck, kind="ema", name=FC1), "average", FC1),
     **{
-        f"an overlapped bucket {how}": (
+        f"an overlapped bucket {how} in ZeRO {stage}": (
             (precision, stage, OVERLAP),
             2,
             partial(overlapped_bucket, how=how),
@@ -138,6 +138,7 @@ FAULTS: dict[str, tuple[tuple[Any, ...], int, Any, str, str]] = {
             ("of the step before", "bf16", 1),
             ("read too early", "bf16", 2),
             ("sent too early", "fp32", 1),
+            ("of the step before", "fp32", 3),
         )
     },
     "weights that nobody waits for": (("bf16", 1, OVERLAP), 3, late_weights, "gradient", FC1),

@@ -31,6 +31,7 @@ _ELEMENTS = {
     "sub_group_size": 100_000_000,
     "stage3_max_live_parameters": 100_000_000,
     "stage3_max_reuse_distance": 100_000_000,
+    "stage3_prefetch_bucket_size": 20_000_000,
     "stage3_param_persistence_threshold": 100_000,
 }
 
@@ -256,7 +257,8 @@ def _while_updating(recipe: Recipe, trained: Sequence[int], share: int, stage: i
 
 def elements_in_flight(recipe: Recipe) -> dict[str, int]:
     """Sizes of DeepSpeed's buckets and thresholds, in elements, as training sets them or the recipe says."""
-    smaller = {"reduce_bucket_size": _OVERLAPPED_BUCKET} if recipe.parallelism.overlap else {}
+    overlaps = recipe.parallelism.overlap and recipe.parallelism.zero_stage in (1, 2)
+    smaller = {"reduce_bucket_size": _OVERLAPPED_BUCKET} if overlaps else {}
     return _ELEMENTS | smaller | recipe.deepspeed.get("zero_optimization", {})
 
 

@@ -16,7 +16,7 @@ from vitscale.planning.failures import Failures, Saving
 from vitscale.planning.memory import Memory, memory_of
 from vitscale.planning.micro_batches import tensors_by_micro_batch
 from vitscale.planning.parameters import Parameters, model_parameters
-from vitscale.planning.step_time import HIDDEN, StepTime, overlaps, step_time
+from vitscale.planning.step_time import HIDDEN, OVERLAPPED, StepTime, overlaps, step_time
 from vitscale.recipe import Muon, Recipe
 from vitscale.shards import Manifest
 
@@ -193,7 +193,8 @@ def make_plan(
     for again in RECOMPUTATIONS:
         tensors = tensors_by_micro_batch(_with(recipe, recipe.parallelism.zero_stage, again), num_classes, sizes[-1])
         for stage in STAGES:
-            if (stage == 0 and recipe.parallelism.offload != "none") or (stage == 3 and recipe.parallelism.compile):
+            divides = recipe.parallelism.offload != "none" or recipe.parallelism.overlap
+            if (stage == 0 and divides) or (stage == 3 and recipe.parallelism.compile):
                 continue  # no recipe says that
             for micro in sizes:
                 one = _with(recipe, stage, again, micro)
@@ -387,7 +388,13 @@ def _assumed_of_time(recipe: Recipe, cluster: Cluster) -> list[str]:
         stages = (
             "1 to 3, not in 0" if overlaps(_with(recipe, 2, 0)) else "3 alone, by DeepSpeed's default (overlap_comm)"
         )
-        said.append(f"messages are sent during {HIDDEN:.0%} of the passes in stage {stages}")
+        if recipe.parallelism.overlap:
+            said.append(
+                f"messages are sent during {OVERLAPPED:.0%} of the passes in stages 1 and 2, but for a bucket each of "
+                f"gradients and of weights, and during {HIDDEN:.0%} in stage 3"
+            )
+        else:
+            said.append(f"messages are sent during {HIDDEN:.0%} of the passes in stage {stages}")
     if cluster.device.board.bandwidth is None:
         said.append(f"no time for the optimizer's update: the bandwidth of {cluster.device.name} is not known")
     if recipe.parallelism.offload != "none":

@@ -4,19 +4,25 @@ A model on paper. It knows no latencies, no slow rank and no data that comes lat
 the micro-batch. All of this makes real steps longer.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from vitscale.flops.accounting import FLOPS_PER_MAC, training_flops_per_image
 from vitscale.flops.work import Work
 from vitscale.planning.cluster import Cluster
 from vitscale.planning.communication import Collective, Phase
-from vitscale.planning.memory import optimizer_share
+from vitscale.planning.memory import elements_in_flight, optimizer_share
 from vitscale.planning.parameters import Parameters
 from vitscale.recipe import Recipe
 
 HIDDEN = 0.5
 """Of the time in which messages could be under way while something is computed, the share that is used."""
+
+OVERLAPPED = 0.8
+"""The same with `parallelism.overlap`, of the backward pass for gradients and of the forward pass for weights; the last
+bucket of gradients and the first of weights apart, behind which nothing is computed. benchmarks/network.py measured it,
+where compute and network do not share a device.
+"""
 
 _BACKWARD = 2 / 3  # of the model's FLOPs
 
@@ -57,20 +63,25 @@ def step_time(
     seconds: dict[Phase, float] = {"passes": 0.0, "backward": 0.0, "update": 0.0}
     for collective in collectives:
         seconds[collective.phase] += collective.sent(cluster.devices) / cluster.ring_rate
-    hidden_by = _hides(recipe, cluster.devices, compute, recompute)
     in_passes = seconds["passes"] + seconds["backward"]
+    if recipe.parallelism.overlap and recipe.parallelism.zero_stage in (1, 2):
+        hidden = _overlapped(recipe, parameters, cluster.devices, seconds, compute, recompute)
+    else:
+        hidden = min(in_passes, _hides(recipe, cluster.devices, compute, recompute))
     return StepTime(
         compute=compute,
         recompute=recompute,
         update=_update(recipe, parameters, cluster),
         network=in_passes + seconds["update"],
-        waiting=max(0.0, in_passes - hidden_by) + seconds["update"],
+        waiting=in_passes - hidden + seconds["update"],
     )
 
 
 def overlaps(recipe: Recipe) -> bool:
-    """Whether DeepSpeed sends while it computes: by itself in stage 3 alone, never in stage 0."""
+    """Whether ranks send while they compute: DeepSpeed by itself in stage 3 alone, nothing in stage 0."""
     stage = recipe.parallelism.zero_stage
+    if recipe.parallelism.overlap:
+        return stage > 0
     asked = recipe.deepspeed.get("zero_optimization", {}).get("overlap_comm")
     return stage > 0 and bool(stage == 3 if asked is None else asked)
 
@@ -85,6 +96,24 @@ def _hides(recipe: Recipe, world_size: int, compute: float, recompute: float) ->
     _, accumulation = recipe.split(world_size)
     backward = _BACKWARD * compute + recompute
     return HIDDEN * backward / (accumulation if recipe.parallelism.zero_stage == 1 else 1)
+
+
+def _overlapped(
+    recipe: Recipe,
+    parameters: Parameters,
+    world_size: int,
+    seconds: Mapping[Phase, float],
+    compute: float,
+    recompute: float,
+) -> float:
+    """Seconds of messages that take no time of their own, where buckets are sent as soon as they are full."""
+    stage, (_, accumulation) = recipe.parallelism.zero_stage, recipe.split(world_size)
+    bucket = min(1.0, elements_in_flight(recipe)["reduce_bucket_size"] / sum(parameters.trained))
+    times = accumulation if stage == 2 else 1
+    backward = (_BACKWARD * compute + recompute) / accumulation * times  # stage 1 sends in the last one alone
+    forward = (1 - _BACKWARD) * compute / accumulation  # new weights are awaited in the first one alone
+    gradients, weights = seconds["backward"] * (1 - bucket / times), seconds["passes"] * (1 - bucket)
+    return min(gradients, OVERLAPPED * backward) + min(weights, OVERLAPPED * forward)
 
 
 def _update(recipe: Recipe, parameters: Parameters, cluster: Cluster) -> float:

@@ -356,15 +356,13 @@ class Parallelism(Block):
     offload: Literal["none", "optimizer"] = Field("none", description="optimizer: keep its state in host memory")
     compile: bool = Field(False, description="compile each block by torch.compile; evaluation stays as it is")
     overlap: bool = Field(
-        False, description="stages 1 and 2: send gradients and weights while computing, and half as much of gradients"
+        False, description="send gradients and weights while computing, in stages 1 and 2 half as much of gradients"
     )
 
     @model_validator(mode="after")
     def _possible(self) -> "Parallelism":
-        if self.overlap and (self.zero_stage not in (1, 2) or self.offload != "none"):
-            raise ValueError(
-                "overlap: true needs zero_stage 1 or 2 and offload: none; stage 3 sends while it computes by itself"
-            )
+        if self.overlap and (self.zero_stage == 0 or self.offload != "none"):
+            raise ValueError("overlap: true needs zero_stage 1, 2 or 3, and offload: none")
         # One at most: of stages 0 and 3.
         if self.offload == "optimizer" and self.zero_stage == 0:
             raise ValueError("offload: optimizer needs zero_stage 1, 2 or 3")

@@ -19,7 +19,7 @@ from vitscale.objectives import Objective
 from vitscale.recipe import SGD, Adafactor, AdamW, Lamb, Muon, Recipe, is_frozen
 from vitscale.training import adafactor, fragments, lamb, muon
 from vitscale.training.bf16_momentum import Bf16MomentumSGD
-from vitscale.training.exchange import Exchange, in_buckets
+from vitscale.training.exchange import Exchange, ScatteredSums, in_buckets
 from vitscale.training.lean_deepspeed import deepspeed
 from vitscale.training.parameter_groups import BASE_DECAY, LR_FACTOR, freeze, parameter_groups
 from vitscale.training.schedule import Rates
@@ -84,8 +84,8 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         zero["memory_efficient_linear"] = False
     overlaps = recipe.parallelism.overlap and world_size > 1
     if overlaps:
-        # exchange.py sums and gathers in DeepSpeed's place: what a `deepspeed:` block says of it would say nothing.
-        zero |= {"overlap_comm": False, "reduce_scatter": True, "use_multi_rank_bucket_allreduce": True}
+        # In stages 1 and 2 exchange.py sums and gathers in DeepSpeed's place: its keys for that would say nothing.
+        zero |= {"overlap_comm": stage == 3, "reduce_scatter": True, "use_multi_rank_bucket_allreduce": True}
     if recipe.parallelism.offload == "optimizer":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     config: dict[str, Any] = {
@@ -106,7 +106,7 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         # A non-finite gradient must not reach the weights. DeepSpeed then skips the step in silence; the trainer looks.
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
         config["communication_data_type"] = recipe.parallelism.reduce_dtype
-        if overlaps:
+        if overlaps and stage < 3:
             config["data_types"] = {
                 "grad_accum_dtype": "bf16"
             }  # DeepSpeed accumulates nothing, and exchange.py in fp32
@@ -116,7 +116,7 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
     if recipe.precision != "fp32" and world_size == accumulation == 1:
         # Nothing is summed: DeepSpeed would take every gradient to fp32 and back.
         config["communication_data_type"] = "bf16"
-    config["zero_optimization"] = _sizes(stage, overlaps) | config["zero_optimization"]
+    config["zero_optimization"] = _sizes(stage, overlaps and stage < 3) | config["zero_optimization"]
     if recipe.deepspeed:
         _check_blocks(config)
     return config
@@ -235,12 +235,13 @@ def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -
     """A DeepSpeed engine around an objective. Its values are still unset: `fragments.load` gives them.
 
     Besides its own it has what `fragments` needs to know of an optimizer: `whole_shapes`, `kept` (parameter -> kind ->
-    shape, of those that are trained) and `kept_in_bf16` (kinds); and `exchange`, None where DeepSpeed sends by itself.
+    shape, of those that are trained) and `kept_in_bf16` (kinds); and `exchange`, None where DeepSpeed gathers weights
+    by itself.
     """
     _quieten()
     freeze(recipe, objective)
-    overlaps = recipe.parallelism.overlap and dist.get_world_size() > 1
-    bucket = config["zero_optimization"]["reduce_bucket_size"] if overlaps else None
+    stage, overlaps = recipe.parallelism.zero_stage, recipe.parallelism.overlap and dist.get_world_size() > 1
+    bucket = config["zero_optimization"]["reduce_bucket_size"] if overlaps and stage < 3 else None
     optimizer = build_optimizer(recipe, objective, bucket)
     engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=config, dist_init_required=False)
     engine.whole_shapes = {name: tuple(shape) for name, shape in fragments.shapes(engine).items()}
@@ -258,7 +259,9 @@ def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -
             are_shared=recipe.parallelism.zero_stage > 0,
         )
     engine.exchange = None
-    if overlaps:
+    if overlaps and stage == 3 and dist.get_backend() == "gloo":
+        ScatteredSums(engine)
+    elif overlaps and stage < 3:
         is_bf16 = config.get("communication_data_type") == "bf16"
         engine.exchange = Exchange(engine, torch.bfloat16 if is_bf16 else torch.float32)
     if recipe.parallelism.zero_stage == 0 and engine.world_size == 1:

@@ -1,8 +1,8 @@
-"""Gradients and weights under way between ranks while something is computed, in ZeRO 1 and 2.
+"""Gradients and weights under way between ranks while something is computed (`parallelism.overlap`).
 
-DeepSpeed's optimizer keeps the state and makes the update; what it sums, and when, is done here in its place, because
-its own way (0.19.8) all-reduces, and on CPUs never sends while it computes. Its groups of parameters are the buckets:
-each is one flat tensor of which every rank owns an equal part, so that a bucket's gradients are summed by one
+In ZeRO 1 and 2, DeepSpeed's optimizer keeps the state and makes the update; what is summed, and when, is decided here,
+because its own way (0.19.8) all-reduces, and on CPUs never sends while it computes. Its groups of parameters are the
+buckets: each is one flat tensor of which every rank owns an equal part, so that a bucket's gradients are summed by one
 reduce-scatter as soon as the backward pass has made them, and its new weights come by one all-gather, for which only
 the module waits that needs them in the next forward pass.
 
@@ -11,6 +11,9 @@ Buckets are sent in one fixed order, whatever the order in which gradients come.
 
 Stage 1 sums micro-batches in fp32 and sends once a step. Stage 2 holds no more than its own part, and so has to send
 what each micro-batch adds.
+
+In ZeRO 3, DeepSpeed does all of this itself on CUDA, on streams. Where there are none it gathers ahead, but waits for
+every sum: `ScatteredSums` sends those in its place.
 """
 
 from collections import deque
@@ -99,10 +102,9 @@ class _ReduceScatter:
         self._work.wait()
         total = self._received
         if self._is_by_parts:
-            by_rank = total.view(self._ranks, -1).float()
-            total = by_rank[0]
-            for other in by_rank[1:]:  # in the order of ranks, whoever came first
-                total = total.add_(other)
+            total = torch.zeros(len(total) // self._ranks, device=total.device)
+            for part in self._received.view(self._ranks, -1):  # in the order of ranks, whoever came first
+                total.add_(part)
         return total.float().div_(self._ranks)
 
 
@@ -281,6 +283,60 @@ class Exchange:
 
 def _before_forward(wait: Any, buckets: list[_Bucket], *_: Any) -> None:
     wait(buckets)
+
+
+class ScatteredSums:
+    """Sends the gradients of an engine of ZeRO 3 while others are computed, on devices without streams.
+
+    Args:
+        engine: whose optimizer fills the buckets, and keeps what comes of them.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._optimizer = optimizer = engine.optimizer
+        self._group: dist.ProcessGroup = optimizer.dp_process_group
+        self._under_way: deque[tuple[list[nn.Parameter], _ReduceScatter]] = deque()
+        self._keep = optimizer.partition_grads
+        self._end_of_deepspeed = optimizer.independent_gradient_partition_epilogue
+        optimizer._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads = self._send
+        optimizer.partition_grads = self._note
+        optimizer.independent_gradient_partition_epilogue = self._end_backward
+
+    def _send(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> _ReduceScatter:
+        """In the place of a sum that is waited for: gradients of a bucket, each cut into the ranks' parts."""
+        ranks = dist.get_world_size(self._group)
+        by_rank = []
+        for parameter in parameters:
+            assert parameter.grad is not None
+            values = parameter.grad.reshape(-1).to(dtype)
+            by_rank.append(nn.functional.pad(values, (0, -len(values) % ranks)).view(ranks, -1))
+        return _ReduceScatter(torch.cat(by_rank, dim=1).view(-1), self._group)
+
+    def _note(self, parameters: list[nn.Parameter], message: _ReduceScatter) -> list[Tensor]:
+        """In the place of what keeps the parts of a sum, which are not there yet."""
+        for parameter in parameters:
+            parameter.grad = None
+        self._under_way.append((list(parameters), message))
+        while len(self._under_way) > MOST_UNDER_WAY:
+            self._receive()
+        return []
+
+    def _receive(self) -> None:
+        parameters, message = self._under_way.popleft()
+        ranks, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        mean = message.mean().to(self._optimizer.gradient_accumulation_dtype)
+        parts, begin = [], 0
+        for parameter in parameters:
+            elements: int = parameter.ds_numel  # type: ignore[attr-defined]
+            size = -(-elements // ranks)
+            parts.append(mean[begin : begin + max(0, min(size, elements - rank * size))])  # without padding
+            begin += size
+        self._keep(parameters, parts)
+
+    def _end_backward(self) -> None:
+        self._end_of_deepspeed()
+        while self._under_way:
+            self._receive()
 
 
 class _Gathered(list[Tensor]):

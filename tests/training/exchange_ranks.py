@@ -1,0 +1,87 @@
+"""Many small steps in which ranks send while they compute, and are late by chance."""
+
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rank_engines import build, join
+
+from vitscale.recipe import validate_recipe
+from vitscale.training import fragments
+from vitscale.training.engine import settle_weights
+from vitscale.training.replicas import checksum
+
+SIDE, CLASSES, ACCUMULATION = 16, 10, 2
+
+
+def make_recipe(stage: int, world_size: int, **parallelism: Any) -> Any:
+    """Several buckets to a block."""
+    return validate_recipe(
+        {
+            "precision": "bf16",
+            "model": {"patch_size": 8, "width": 32, "depth": 3, "mlp_dim": 64, "num_heads": 2},
+            "data": {"train": "train", "image_size": SIDE},
+            "batch": {"global": ACCUMULATION * world_size, "micro_max": 1},
+            "optimizer": {"name": "adamw", "lr": 1e-3, "clip_norm": 1.0},
+            "schedule": {"duration": {"steps": 100_000}},
+            "parallelism": {"zero_stage": stage, "overlap": True, **parallelism},
+            "deepspeed": {"zero_optimization": {"reduce_bucket_size": 3000}},
+        },
+        "test",
+    )
+
+
+def make_late(engine: Any, chance: random.Random) -> None:
+    """Have this rank take its time here and there, before modules and between gradients."""
+
+    def wait(*_: Any) -> None:
+        if chance.random() < 0.1:
+            time.sleep(chance.random() * 0.002)
+
+    for module in engine.module.modules():
+        module.register_forward_pre_hook(wait)
+    for parameter in engine.module.parameters():
+        parameter.register_hook(wait)
+
+
+def run_late(rank: int, world_size: int, port: int, folder: Path, work: tuple[list[int], int]) -> None:
+    """Entry point of a rank: for every stage, so many steps punctually and twice with delays.
+
+    Rank 0 leaves stage -> checksums of every rank's weights and masters after each of the three.
+    """
+    stages, steps = work
+    join(rank, world_size, port)
+    torch.set_num_threads(1)
+    results: dict[int, list[Any]] = {}
+    for stage in stages:
+        for delays in (None, 1, 2):
+            engine = build(make_recipe(stage, world_size), CLASSES, world_size)
+            if delays is not None:
+                make_late(engine, random.Random(100 * delays + rank))
+            generator = torch.Generator().manual_seed(rank)
+            for group in engine.optimizer.param_groups:
+                group["lr"] = 1e-3
+            for _ in range(steps * ACCUMULATION):
+                images = torch.randn(1, SIDE, SIDE, 3, generator=generator).bfloat16()
+                labels = torch.randint(0, CLASSES, (1,), generator=generator)
+                engine.backward(engine(images, labels).per_sample.sum())
+                engine.step()
+            settle_weights(engine)
+            own = {
+                "weights": [checksum(weight) for weight in engine.module.parameters()],
+                "masters": [checksum(master) for master in fragments.masters(engine)],
+            }
+            by_rank: list[Any] = [None] * world_size
+            torch.distributed.all_gather_object(by_rank, own)
+            results.setdefault(stage, []).append(by_rank)
+            engine.destroy()
+    if rank == 0:
+        (folder / "late.json").write_text(json.dumps(results))
+    torch.distributed.barrier()
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,78 @@
+"""`parallelism.overlap`: whoever is late, and by how much, every bit of every weight is the same."""
+
+import json
+
+import pytest
+import torch
+from exchange_ranks import run_late
+from ranks import start
+
+from vitscale.errors import RecipeError
+from vitscale.recipe import load_recipe
+from vitscale.training.engine import derive_config
+from vitscale.training.exchange import in_buckets
+
+
+def check(folder, world_size: int, stages: list[int], steps: int) -> None:
+    start(run_late, folder, (stages, steps), world_size)
+    found = json.loads((folder / "late.json").read_text())
+    assert sorted(found) == [str(stage) for stage in stages]
+    for stage, (punctual, *late) in found.items():
+        assert all(other == punctual for other in late), f"ZeRO {stage}"
+        if stage != "3":  # every rank has all weights
+            assert all(of_rank["weights"] == punctual[0]["weights"] for of_rank in punctual), f"ZeRO {stage}"
+
+
+def test_late_ranks_change_no_bit(tmp_path):
+    check(tmp_path, 2, [1, 2], steps=25)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_late_ranks_change_no_bit_in_thousands_of_steps(tmp_path, world_size):
+    check(tmp_path, world_size, [1, 2, 3], steps=1000)
+
+
+def test_buckets_are_filled_from_the_end_and_keep_every_group_s_order():
+    sizes = [5, 30, 4, 4, 100, 3, 3]
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+    groups = [{"params": parameters[:5], "weight_decay": 0.1}, {"params": parameters[5:], "weight_decay": 0.0}]
+    cut = in_buckets(groups, 40)
+    assert [[each.numel() for each in group["params"]] for group in cut] == [[5], [30, 4, 4], [100], [3, 3]]
+    assert [group["weight_decay"] for group in cut] == [0.1, 0.1, 0.1, 0.0]
+    assert [id(each) for group in cut for each in group["params"]] == [id(each) for each in parameters]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["parallelism.zero_stage=0"],
+        ["parallelism.zero_stage=2", "parallelism.offload=optimizer"],
+    ],
+)
+def test_where_nothing_can_overlap_the_recipe_is_refused(settings):
+    with pytest.raises(RecipeError):
+        load_recipe("b16_i1k", [*settings, "parallelism.overlap=true"])
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "zero_optimization: {overlap_comm: true}",
+        "zero_optimization: {reduce_scatter: false}",
+        "data_types: {grad_accum_dtype: fp32}",
+    ],
+)
+def test_what_overlap_would_ignore_is_refused(block):
+    settings = ["parallelism.overlap=true", "precision=bf16", f"deepspeed={{{block}}}"]
+    with pytest.raises(RecipeError):
+        derive_config(load_recipe("b16_i1k", settings), 2)
+
+
+def test_one_rank_has_nobody_to_send_to():
+    settings = ["precision=bf16"]
+    plain, overlapped = (
+        derive_config(load_recipe("b16_i1k", [*settings, f"parallelism.overlap={on}"]), 1) for on in ("false", "true")
+    )
+    assert plain == overlapped
