@@ -86,12 +86,10 @@ def _gathered(recipe: Recipe, layers: Sequence[Layer]) -> int:
 
     DeepSpeed gathers a layer when it is needed and lets go of it behind, unless it is needed again before so many other
     parameters are. Where it reads ahead, it keeps at the turn to the backward pass as much as may be there at one time:
-    between two uses of the first layer that is kept, the others are used twice.
+    between the two uses of a layer that is kept, those above it are used twice.
     """
     limits = elements_in_flight(recipe)
-    distance = limits["stage3_max_reuse_distance"]
-    if limits["stage3_prefetch_bucket_size"] > 0:
-        distance = max(distance, 2 * limits["stage3_max_live_parameters"])
+    at_the_turn = limits["stage3_max_live_parameters"] if limits["stage3_prefetch_bucket_size"] > 0 else 0
     uses = _uses(layers, recipe.parallelism.activation_checkpointing)
     held: set[int] = set()
     gathered = 0
@@ -99,6 +97,7 @@ def _gathered(recipe: Recipe, layers: Sequence[Layer]) -> int:
         if layer not in held:
             gathered += sum(s for s in layers[layer].sizes if s > limits["stage3_param_persistence_threshold"])
             held.add(layer)
+        distance = max(limits["stage3_max_reuse_distance"], 2 * (at_the_turn - sum(layers[layer].sizes)) + 1)
         if is_let_go and not _is_needed_soon(layer, uses[place + 1 :], layers, distance):
             held.remove(layer)
     return gathered
