@@ -6,7 +6,7 @@ all-reduce, W being the number of ranks. NCCL may take other ways; none sends le
 
 What DeepSpeed 0.19 sends was counted on real ranks, and a test compares. Two things are not as its papers have it:
 in stages 1 and 2 gradients are all-reduced, and each rank drops what is not its share; and in stage 2 that happens for
-every micro-batch.
+every micro-batch. With `parallelism.overlap`, training/exchange.py sends by reduce-scatter in its place.
 """
 
 from collections.abc import Sequence
