@@ -1,4 +1,4 @@
-"""Augmentation: the box of each picture that is seen, and its flip, from (seed, epoch, uid) and the picture's size.
+"""Augmentation: each picture's crop box and flip, as functions of (seed, epoch, uid) and the picture's size.
 
 A box is (top, left, height, width) in pixels of the stored picture; the kernel resizes it to the model's input.
 """
@@ -14,11 +14,19 @@ from vitscale.data.hashing import combine, mix
 from vitscale.images import Resize
 from vitscale.recipe import Crop, EvalCrop
 
-_CROP, _FLIP, _TOP, _LEFT, _VIEW = 3, 4, 6, 7, 27  # what a hash is for
+_CROP, _FLIP, _TOP, _LEFT, _VIEW = 3, 4, 6, 7, 27  # purposes of hashes
 
 
 def sample_keys(seed: int, epoch: int, uids: np.ndarray, views: np.ndarray | None = None) -> np.ndarray:
-    """uint64 (B,): the key of every sample's randomness in one epoch, one a view; int64 uids (B,) and views (B,)."""
+    """The key of each sample's randomness in one epoch, uint64 (B,).
+
+    Args:
+        seed: the recipe's seed.
+        epoch: the epoch, from 0.
+        uids: the samples' uids, int64 (B,).
+        views: which view of its sample each row is, int64 (B,), from 0; each view has a key of its own. None means
+            that all are view 0.
+    """
     keys = mix(mix(uids.astype(np.uint64)) ^ combine(seed, _CROP, epoch))
     if views is None:
         return keys
@@ -36,19 +44,20 @@ class TrainTransform:
     flip: float = 0.5
 
     def boxes(self, keys: np.ndarray, heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
-        """int32 (B, 4)."""
+        """Crop boxes, int32 (B, 4)."""
         return inception_crop(keys, heights, widths, self.area, self.aspect)
 
     def flips(self, keys: np.ndarray) -> np.ndarray:
-        """bool (B,)."""
+        """Which pictures are flipped, bool (B,)."""
         return uniform(keys, _FLIP) < self.flip
 
 
 @dataclass(frozen=True)
 class ResizeTransform:
-    """BiT's augmentation: the picture as a square, of which a random part is seen, and a horizontal flip.
+    """BiT's augmentation: the picture resized to a square, a random crop of that, and a horizontal flip.
 
-    `fraction` of each side is seen: 480 / 512, or 128 / 160 for small pictures (BiT-HyperRule; Kolesnikov et al. 2020).
+    The crop keeps `fraction` of each side: 480 / 512, or 128 / 160 for small pictures (BiT-HyperRule; Kolesnikov et al.
+    2020).
     """
 
     resize: ClassVar = Resize.AREA
@@ -57,26 +66,26 @@ class ResizeTransform:
     flip: float = 0.5
 
     def boxes(self, keys: np.ndarray, heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
-        """int32 (B, 4); every position of whole pixels is equally likely."""
+        """Crop boxes, int32 (B, 4); every position in whole pixels is equally likely."""
         crop_heights, crop_widths = _part(heights, self.fraction), _part(widths, self.fraction)
         tops = (uniform(keys, _TOP) * (heights - crop_heights + 1)).astype(np.int64)
         lefts = (uniform(keys, _LEFT) * (widths - crop_widths + 1)).astype(np.int64)
         return np.stack([tops, lefts, crop_heights, crop_widths], axis=1).astype(np.int32)
 
     def flips(self, keys: np.ndarray) -> np.ndarray:
-        """bool (B,)."""
+        """Which pictures are flipped, bool (B,)."""
         return uniform(keys, _FLIP) < self.flip
 
 
 @dataclass(frozen=True)
 class EvalTransform:
-    """A fixed view.
+    """Evaluation's fixed central crop, without a flip.
 
-    `central` takes the square of `fraction` of the short side in the middle: with 224/256 what resizing the short side
-    to 256 and cropping 224 shows. `square` takes `fraction` of each side and loses the aspect ratio: with 224/256 the
-    few-shot evaluation's resize to 256 x 256 and crop, with 1 the whole picture. Before that `border` pixels are cut
-    off each side (ObjectNet's pictures have a red frame of 2), fewer where a pixel would not be left. `resize` says how
-    that becomes the model's input; kernels that reach beyond it see the picture there.
+    `central` takes the square in the middle whose side is `fraction` of the short side: 224/256 shows the same as
+    resizing the short side to 256 and cropping 224. `square` takes `fraction` of each side and loses the aspect ratio:
+    224/256 is the few-shot evaluation's resize to 256 x 256 and crop, 1 is the whole picture. Before that, `border`
+    pixels are cut off each side (ObjectNet's pictures have a red frame of 2), fewer if no pixel would be left. `resize`
+    is the filter that resizes the crop to the model's input; where it reaches beyond the crop, it sees the picture.
     """
 
     kind: Literal["central", "square"] = "central"
@@ -86,14 +95,14 @@ class EvalTransform:
 
     @classmethod
     def of(cls, crop: EvalCrop, border: int = 0) -> "EvalTransform":
-        """What a recipe asks for."""
+        """The transform that a recipe's crop describes."""
         return cls(crop.kind, crop.fraction, border, Resize[crop.resize.upper()])
 
     def __post_init__(self) -> None:
         assert 0 < self.fraction <= 1 and self.border >= 0, (self.fraction, self.border)
 
     def boxes(self, keys: np.ndarray, heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
-        """int32 (B, 4); the keys play no part."""
+        """Crop boxes, int32 (B, 4), whatever the keys."""
         above, beside = (np.minimum(self.border, (sides - 1) // 2) for sides in (heights, widths))
         heights, widths = heights - 2 * above, widths - 2 * beside
         if self.kind == "central":
@@ -104,7 +113,7 @@ class EvalTransform:
         return np.stack([tops + above, lefts + beside, crop_height, crop_width], axis=1).astype(np.int32)
 
     def flips(self, keys: np.ndarray) -> np.ndarray:
-        """bool (B,): none."""
+        """bool (B,), all False: evaluation flips nothing."""
         return np.zeros(len(keys), bool)
 
 
@@ -112,7 +121,7 @@ Transform = TrainTransform | ResizeTransform | EvalTransform
 
 
 def train_transform(crop: Crop, flip: float) -> TrainTransform | ResizeTransform:
-    """What a recipe asks for."""
+    """The training transform that a recipe's crop and flip probability describe."""
     if crop.kind == "resize":
         return ResizeTransform(crop.fraction, flip)
     (area_low, area_high), (aspect_low, aspect_high) = crop.area, crop.aspect
@@ -130,11 +139,11 @@ def inception_crop(
     area: tuple[float, float],
     aspect: tuple[float, float],
 ) -> np.ndarray:
-    """Random boxes (B, 4) int32 as TensorFlow's `sample_distorted_bounding_box` draws them, as the paper used it.
+    """Random boxes, int32 (B, 4), drawn as TensorFlow's `sample_distorted_bounding_box` does, which the paper used.
 
-    The aspect ratio width / height is uniform in `aspect`; the height is uniform among the whole numbers whose area,
-    as part of the picture's, lies in `area`; the position is uniform (TensorFlow never draws the last one of each
-    axis; we do). After 100 draws that do not fit, the whole picture.
+    The aspect ratio width / height is uniform in `aspect`. The height is uniform among the whole numbers that give the
+    box a share of the picture's area within `area`. The position is uniform (TensorFlow never draws the last position
+    of each axis; we do). After 100 draws that do not fit, the box is the whole picture.
     """
     boxes = np.empty((len(keys), 4), np.int32)
     keys = np.ascontiguousarray(keys, np.uint64)

@@ -10,15 +10,15 @@ class Batch:
     """One rank's part of one global batch.
 
     Attributes:
-        step: updates done before this batch, from 0.
-        epoch: of the order: how often each sample was there before.
-        images: uint8 (b, S, S, 3), cropped, flipped, and changed by what the recipe has the loader do.
+        step: the number of updates done before this batch, from 0.
+        epoch: the order's epoch, that is, how often each sample has been drawn before.
+        images: uint8 (b, S, S, 3), cropped, flipped, and changed by the recipe's operations that the loader applies.
         labels: int64 (b,), -1 for none.
         uids: int64 (b,).
-        keys: int64 (b,), the bits of each sample's randomness in this epoch, others for each view of it.
-        mask: bool (b,), False for fillers, and for damaged samples where the policy is to leave them out.
-        bad_samples: of this part, damaged: masked, or replaced by others.
-        digest: sum over the samples of xxh3_64(pixels of `images`, seed = uid) modulo 2^64, where it was asked for.
+        keys: int64 (b,), the bits of each sample's randomness in this epoch, different for each view of a sample.
+        mask: bool (b,), False for fillers, and for damaged samples if the policy is to mask them.
+        bad_samples: the number of damaged samples in this part, masked or replaced by others.
+        digest: sum over the samples of xxh3_64(pixels of `images`, seed = uid) modulo 2^64; None unless requested.
     """
 
     step: int

@@ -23,10 +23,10 @@ from vitscale.data.settings import Reading
 from vitscale.errors import DataError, StorageError
 from vitscale.images import CRC_MISMATCH, NO_MEMORY, OK, WRONG_SIZE, decode_slice, operate
 
-_SLICE_SAMPLES = 16  # of 224 px: what is decoded is still in the cache of the core when its digest is taken
-_CHECK = 5  # what a hash is for
+_SLICE_SAMPLES = 16  # at 224 px the decoded pixels are still in the core's cache when their digest is taken
+_CHECK = 5  # purpose of a hash
 _WORD = 2**64
-# Of a server or a network, not of the file.
+# Errors of a server or a network, not of the file.
 _MAY_PASS = {errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH}
 
 _log = logging.getLogger(__name__)
@@ -34,15 +34,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Samples:
-    """What the shards say of the samples of a batch, row by row (b,), and where they lie.
+    """Per-sample metadata of one batch, as its shards state it, and where each sample lies; arrays are (b,).
 
     Attributes:
-        shards: that are in use.
-        shard_of: index into `shards`.
-        slots: in the shard.
-        sizes, heights, widths, uids, labels: int64.
-        crcs: uint32.
-        raw: bool.
+        shards: the shards that the batch reads from.
+        shard_of: each sample's index into `shards`, int64.
+        slots: each sample's slot in its shard, int64.
+        sizes: bytes of the stored image, int64.
+        heights, widths: pixels of the stored image, int64.
+        uids, labels: int64.
+        crcs: crc32c of the stored image's bytes, uint32.
+        raw: whether the stored image is raw pixels instead of a JPEG, bool.
     """
 
     shards: list[OpenedShard]
@@ -58,7 +60,7 @@ class Samples:
 
     @classmethod
     def of(cls, shards: list[OpenedShard], shard_of: np.ndarray, positions: np.ndarray) -> "Samples":
-        """Those at `positions` among the selected samples of `shards[shard_of]`, both int64 (b,)."""
+        """The samples at `positions` among the selected samples of `shards[shard_of]`; both int64 (b,)."""
         columns = [np.empty(len(positions), kind) for kind in (*[np.int64] * 6, np.uint32, bool)]
         found = cls(shards, shard_of, *columns)
         for at, shard in enumerate(shards):
@@ -67,7 +69,7 @@ class Samples:
         return found
 
     def fill(self, rows: np.ndarray, shard: OpenedShard, positions: np.ndarray) -> None:
-        """Write down what a shard says of the samples at these positions."""
+        """Fill in these rows from the shard's metadata of the samples at these positions."""
         file = shard.file
         assert file is not None
         slots = positions if shard.selected is None else shard.selected[positions]
@@ -80,7 +82,7 @@ class Samples:
 
 @dataclass
 class Work:
-    """A batch that is being made. Slices write to rows of their own; `remaining` and `error` are under `lock`."""
+    """A batch in the making. Each slice writes to its own rows; `lock` guards `remaining` and `error`."""
 
     step: int
     epoch: int
@@ -95,7 +97,7 @@ class Work:
     mask: np.ndarray
     bad: np.ndarray
     images: Tensor
-    pixels: np.ndarray  # of `images`
+    pixels: np.ndarray  # the memory of `images`
     digests: np.ndarray
     slices: list[slice]
     remaining: int
@@ -108,16 +110,16 @@ class BatchReader:
     """Plans and reads batches.
 
     Args:
-        shards: to read from.
-        order: which samples stand in which slot.
+        shards: the shards to read from.
+        order: the order of the samples: which sample is in which slot.
         image_size: side S of the output in pixels.
-        transform: what of each picture is seen.
-        programs: what is done to its pixels then.
-        slots: first and last of this rank's slots of every global batch.
-        seed: of the augmentation.
-        reading: how.
+        transform: crop and flip of each picture.
+        programs: the operations on its pixels after that.
+        slots: this rank's range [first, last) of the slots of every global batch.
+        seed: the seed of the augmentation.
+        reading: threads, checks, and the policy for damaged samples.
         digest: whether batches carry a checksum of their pixels.
-        activity: to be told what is waited for.
+        activity: where each thread notes what it waits for.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class BatchReader:
         self._memory = threading.local()
 
     def plan(self, step: int) -> Work:
-        """Find a step's samples, and open their shards. Of one thread only. Raises as `OpenShards.acquire`."""
+        """Find a step's samples and open their shards. For one thread only. Raises as `OpenShards.acquire`."""
         slots = self._order.batch(step, *self._slots)
         indices, shard_of = np.unique(slots.shard, return_inverse=True)
         shards = list(self._shards.acquire(indices.tolist()).values())
@@ -148,7 +150,7 @@ class BatchReader:
         count = len(slots.shard)
         samples = Samples.of(shards, shard_of, slots.position)
         keys = sample_keys(self._seed, slots.epoch, samples.uids, slots.view)
-        # A rank's part may be small: at least two slices for every thread, so that none idles.
+        # A rank's part may be small: at least two slices for each thread, so that none is idle.
         length = max(1, min(_SLICE_SAMPLES, count // (2 * self._reading.threads)))
         slices = [slice(start, min(start + length, count)) for start in range(0, count, length)]
         images = self._buffers.take()
@@ -175,7 +177,7 @@ class BatchReader:
         )
 
     def finish(self, work: Work) -> Batch:
-        """The batch whose slices are all done."""
+        """The finished batch, once all its slices are done."""
         return Batch(
             step=work.step,
             epoch=work.epoch,
@@ -189,7 +191,7 @@ class BatchReader:
         )
 
     def read(self, work: Work, number: int) -> None:
-        """Make one slice of a batch. Does not raise: what goes wrong stands in the work."""
+        """Make one slice of a batch. Never raises: an error is kept in `work.error`."""
         rows = work.slices[number]
         try:
             self._read_rows(work, rows)
@@ -208,7 +210,7 @@ class BatchReader:
                 work.done.set()
 
     def _is_checked(self, keys: np.ndarray) -> np.ndarray:
-        """bool (b,): whose checksum is compared."""
+        """The samples whose checksum is compared, bool (b,)."""
         if self._reading.check_rate >= 1:
             return np.ones(len(keys), bool)
         return uniform(keys, self._seed, _CHECK) < self._reading.check_rate
@@ -232,14 +234,14 @@ class BatchReader:
             self._handle(work, row, unreadable.get(row) or self._problem(samples, row, int(status[i])))
 
     def _read_into(self, stored: np.ndarray, start: int, samples: Samples, row: int) -> None:
-        """Stored bytes of a row into the buffer. Raises DataError if the file does not have them any more."""
+        """Read a row's stored bytes into the buffer. Raises DataError if the file no longer has them."""
         file = samples.shards[samples.shard_of[row]].file
         assert file is not None
         slot, size = int(samples.slots[row]), int(samples.sizes[row])
         target, offset, done = memoryview(stored)[start : start + size], int(file.offset[slot]), 0  # type: ignore[arg-type]
         self._activity.begin("reading", file.path, "slot", slot)
         try:
-            while done < size:  # on some network file systems one call gives less
+            while done < size:  # on some network file systems one call reads less than was asked for
                 count = os.preadv(file.fd, [target[done:]], offset + done)
                 if count == 0:
                     raise self._damaged(samples, row, f"the file ends after {done:,} of its {size:,} bytes")
@@ -255,7 +257,7 @@ class BatchReader:
     def _decode(
         self, work: Work, rows: slice, stored: np.ndarray, starts: np.ndarray, checked: np.ndarray, status: np.ndarray
     ) -> None:
-        """Fill these rows of the images from stored bytes, and `status` as `decode_slice` does."""
+        """Fill these rows of the images from stored bytes; sets `status` as `decode_slice` does."""
         samples = work.samples
         decode_slice(
             stored,
@@ -279,10 +281,10 @@ class BatchReader:
             operate(work.pixels[rows], work.programs[rows], status)
 
     def _handle(self, work: Work, row: int, problem: DataError) -> None:
-        """Do with a damaged sample what the policy says."""
+        """Treat a damaged sample as the policy says."""
         if self._reading.bad_samples == "error":
             raise problem
-        if not work.mask[row]:  # a filler: nobody looks at it, and what it repeats is told of in its own place
+        if not work.mask[row]:  # a filler: it is not used, and the sample that it repeats is reported in its own slot
             return
         work.bad[row] = True
         if self._reading.bad_samples == "mask":
@@ -338,7 +340,7 @@ class BatchReader:
         return sum(xxhash.xxh3_64_intdigest(pixels, seed=uid % _WORD) for pixels, uid in pairs) % _WORD
 
     def _buffer(self, size: int) -> np.ndarray:
-        """This thread's buffer of at least `size` bytes; what it holds is never handed out."""
+        """This thread's buffer of at least `size` bytes; its content is never handed out."""
         buffer: np.ndarray | None = getattr(self._memory, "stored", None)
         if buffer is None or len(buffer) < size:
             buffer = np.empty(max(size, 2 * len(buffer) if buffer is not None else size), np.uint8)

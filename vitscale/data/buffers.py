@@ -1,4 +1,4 @@
-"""Memory for batches, used again as soon as nobody can see it any more."""
+"""Memory for batches, reused as soon as nothing refers to it any more."""
 
 import weakref
 from collections import deque
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class Buffers:
-    """Tensors for images. One that was handed out comes back when the last tensor or array that looks at it is gone.
+    """A pool of image tensors. A tensor's memory returns to it when the last tensor or array that views it is gone.
 
     Args:
-        shape: of the tensors, uint8.
-        pinned: whether the memory is page-locked, so that a CUDA device can copy from it while the host goes on. Then
-            torch keeps it for use again, and knows which copies are still under way.
+        shape: the shape of the tensors, which are uint8.
+        pinned: whether the memory is page-locked, so that a CUDA device can copy from it while the host does other
+            work. Then torch does the reuse, as it knows which copies are still under way.
     """
 
     def __init__(self, shape: tuple[int, ...], pinned: bool) -> None:
@@ -22,7 +22,7 @@ class Buffers:
         self._free: deque[np.ndarray] = deque()  # its methods are safe wherever the garbage collector runs
 
     def take(self) -> Tensor:
-        """A tensor whose content is of no meaning."""
+        """A tensor with undefined content."""
         if self._pinned:
             return torch.empty(self._shape, dtype=torch.uint8, pin_memory=True)
         try:
@@ -30,7 +30,7 @@ class Buffers:
         except IndexError:
             array = np.empty(self._shape, np.uint8)
         handed = array.view()
-        # A tensor made of it holds the view, and so does every tensor or array made of that one. (An array made of the
-        # view itself would not: it would hold the array below.)
+        # A tensor made from this view keeps it alive, and so does every tensor or array made from that tensor. (An
+        # array made from the view itself would not: it would keep the underlying array alive instead.)
         weakref.finalize(handed, self._free.append, array).atexit = False
         return torch.from_numpy(handed)

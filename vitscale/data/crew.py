@@ -6,25 +6,25 @@ from collections import deque
 from collections.abc import Callable
 
 THREADS = "vitscale-data"
-"""How the names of a loader's threads begin."""
+"""The prefix of the names of a loader's threads."""
 
 
 class Activity:
-    """What each thread waits for, so that a read that never ends can be reported. Safe in threads."""
+    """What each thread is waiting for, so that a read that never returns can be reported. Thread-safe."""
 
     def __init__(self) -> None:
         self._now: dict[int, tuple[float, tuple[object, ...]]] = {}
 
     def begin(self, *words: object) -> None:
-        """This thread begins something that may take long: words, joined only if they are asked for."""
+        """Note that this thread begins something that may take long; `words` are joined only if `longest` asks."""
         self._now[threading.get_ident()] = (time.monotonic(), words)
 
     def end(self) -> None:
-        """It is done."""
+        """Note that this thread has finished it."""
         self._now.pop(threading.get_ident(), None)
 
     def longest(self) -> tuple[float, str]:
-        """Seconds for which a thread has been at the same thing, and what it is; (0, "") if none is at anything."""
+        """The longest wait of any thread now: its seconds so far and what it is; (0, "") if no thread is waiting."""
         oldest = min(list(self._now.values()), default=None, key=lambda entry: entry[0])
         if oldest is None:
             return 0.0, ""
@@ -32,9 +32,9 @@ class Activity:
 
 
 class Crew:
-    """Daemon threads, begun with the first task, that take tasks from one queue. A task does not raise.
+    """Daemon threads that take tasks from one queue, each started when a task is submitted. Tasks must not raise.
 
-    Unlike those of `concurrent.futures`, they do not keep the process from ending when a read never returns.
+    Unlike the threads of `concurrent.futures`, they do not keep the process from ending when a read never returns.
     """
 
     def __init__(self, threads: int) -> None:
@@ -45,7 +45,7 @@ class Crew:
         self._stopping = False
 
     def submit(self, task: Callable[[], None]) -> None:
-        """To be done after those that were submitted before. Nothing is begun after `stop`."""
+        """Add a task to the end of the queue. After `stop` it is ignored."""
         with self._changed:
             if self._stopping:
                 return
@@ -53,19 +53,19 @@ class Crew:
             if len(self._threads) < self._size:
                 name = f"{THREADS}-{len(self._threads)}"
                 thread = threading.Thread(target=self._work, name=name, daemon=True)
-                thread.start()  # which may fail, and then is not to be joined
+                thread.start()  # may fail, and a thread that did not start must not be joined
                 self._threads.append(thread)
             self._changed.notify()
 
     def stop(self) -> None:
-        """Drop what has not begun; what has ends by itself. Never waits."""
+        """Drop the tasks that have not begun; running ones finish. Never waits."""
         with self._changed:
             self._stopping = True
             self._tasks.clear()
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Wait for the threads to end, once stopped."""
+        """Wait for the threads to end, after `stop`."""
         for thread in self._threads:
             thread.join()
 

@@ -14,15 +14,15 @@ _PAPERS = Normalise()
 
 
 def to_model_input(images: Tensor, device: torch.device, dtype: torch.dtype, normalise: Normalise = _PAPERS) -> Tensor:
-    """uint8 (B, H, W, 3) -> the same normalised on the device, computed in fp32, then `dtype`.
+    """Images, uint8 (B, H, W, 3), moved to the device and normalised there in fp32; the result is in `dtype`.
 
-    By default that is x / 127.5 - 1, in [-1, 1].
+    The default normalisation is x / 127.5 - 1, in [-1, 1].
     """
     pixels = images.to(device).to(torch.float32)
     if (normalise.mean, normalise.std) == (_PAPERS.mean, _PAPERS.std):
         return pixels.div_(127.5).sub_(1.0).to(dtype)
     pixels.div_(255.0)
-    # Numbers of the host: a tensor of three would have to reach the device first, which the host would wait for.
+    # Numbers on the host: a tensor of three would have to be copied to the device, and the host would wait for that.
     for channel, mean, std in zip(pixels.unbind(dim=-1), normalise.mean, normalise.std, strict=True):
         channel.sub_(mean).div_(std)
     return pixels.to(dtype)
@@ -31,8 +31,8 @@ def to_model_input(images: Tensor, device: torch.device, dtype: torch.dtype, nor
 def on_device(loader: Loader, device: torch.device) -> Iterator[Batch]:
     """The loader's batches with their images on the device; the rest stays in host memory.
 
-    On CUDA the next batch, if it is ready, is copied by a stream of its own while the device works on this one: with
-    the one that the consumer still holds, up to three are on the device. Batches have to be in pinned memory
+    On CUDA a separate stream copies the next batch, if it is ready, while the device works on this one; with the one
+    that the consumer still holds, up to three batches are on the device. Batches must be in pinned memory
     (`Reading.pinned`).
     """
     if device.type != "cuda":
@@ -51,7 +51,7 @@ def on_device(loader: Loader, device: torch.device) -> Iterator[Batch]:
         ahead = None if batch is None else _copied(batch, device, copying)
         current = torch.cuda.current_stream(device)
         current.wait_event(arrived)
-        moved.images.record_stream(current)  # they were allocated for another stream
+        moved.images.record_stream(current)  # the images were allocated on another stream
         yield moved
 
 

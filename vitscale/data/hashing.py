@@ -28,14 +28,14 @@ def combine(*parts: int) -> np.uint64:
 
 
 def hashes(count: int, *parts: int) -> np.ndarray:
-    """uint64 (count,): the hash of `parts` and each of 0 .. count - 1."""
+    """The hashes of `parts` with each of 0 .. count - 1, uint64 (count,)."""
     return mix(mix(np.arange(count, dtype=np.uint64)) ^ combine(*parts))
 
 
 def orders(keys: np.ndarray, count: int, *parts: int) -> np.ndarray:
     """A random order of 0 .. count - 1 for each key (B,) uint64, for the purpose named by `parts`; int64 (B, count)."""
     own = mix(keys ^ combine(*parts))
-    # `mix` is a bijection: no two numbers have one hash.
+    # `mix` is a bijection: no two numbers have the same hash.
     return np.argsort(mix(own[:, None] ^ np.arange(count, dtype=np.uint64)), axis=1)
 
 
@@ -49,7 +49,7 @@ def places_in_permutation(indices: np.ndarray, count: int, *parts: int) -> np.nd
     """Where `permutation(count, *parts)` puts each of some indices, int64 (n,): its inverse, without sorting it."""
     of_all = hashes(count, *parts)
     by_hash = np.argsort(of_all[indices])
-    # How many of the wanted hashes are at most as large as each of all, and so how many of all are below each wanted.
+    # For every hash, how many wanted ones are at most as large; from this, how many of all are below each wanted one.
     above = np.searchsorted(of_all[indices][by_hash], of_all, side="right")
     places = np.empty(len(indices), np.int64)
     places[by_hash] = np.cumsum(np.bincount(above, minlength=len(indices) + 1))[:-1]

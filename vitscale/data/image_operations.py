@@ -18,7 +18,8 @@ from vitscale.recipe import LoaderOperation, Recipe
 class ImageOperation:
     """The contract of an operation on training images: a function of (images, keys) and of nothing else.
 
-    What a sample becomes depends on its own pixels and key, so that it is the same on every world and after resuming.
+    The result for a sample depends on its own pixels and key only, so it is the same for any number of ranks and after
+    resuming.
     """
 
     @classmethod
@@ -27,7 +28,7 @@ class ImageOperation:
         raise NotImplementedError
 
     def __call__(self, images: Tensor, keys: np.ndarray) -> Tensor:
-        """Other images of the same shape and dtype.
+        """The changed images, of the same shape and dtype.
 
         Args:
             images: (B, S, S, 3) on the device: uint8, or fp32 and normalised, as the block's `pixels` says.
@@ -37,18 +38,21 @@ class ImageOperation:
 
 
 class TrainingInput:
-    """uint8 images -> the model's input, as a recipe says. Raises `RecipeError` for an operation that cannot be had.
+    """Turns uint8 images into the model's input, as a recipe says.
 
     Args:
-        recipe: which operations, and how pixels are normalised.
-        normalise: computes what `to_model_input` does.
+        recipe: the recipe, which names the operations and how pixels are normalised.
+        normalise: a function equivalent to `to_model_input`.
+
+    Raises:
+        RecipeError: an operation that is not available.
     """
 
     def __init__(self, recipe: Recipe, normalise: Callable[..., Tensor] = to_model_input) -> None:
         operations = [
             (block, implementation(block.implementation, ImageOperation).of(block), index)
             for index, block in enumerate(recipe.data.operations)
-            if not isinstance(block, LoaderOperation)  # done when a batch arrives
+            if not isinstance(block, LoaderOperation)  # the loader has applied these already
         ]
         self._before = [each for each in operations if each[0].pixels == "uint8"]
         self._after = [each for each in operations if each[0].pixels == "float"]
@@ -58,9 +62,9 @@ class TrainingInput:
         """The model's input (B, S, S, 3) in `dtype`.
 
         Args:
-            images: uint8 (B, S, S, 3), anywhere.
-            keys: int64 (B,) on the host, those of the batch.
-            device, dtype: of the input.
+            images: uint8 (B, S, S, 3), on any device.
+            keys: the batch's keys, int64 (B,) on the host.
+            device, dtype: the device and dtype of the result.
         """
         images = _operated(self._before, images.to(device), keys)
         images = self._normalise(images, device, torch.float32 if self._after else dtype)

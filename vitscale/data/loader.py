@@ -1,11 +1,11 @@
 """The loader: an order and a manifest -> batches of pixels, prefetched by threads.
 
-Files are read by pread into buffers of ours and never mapped, so that a truncated or vanished file is an error and not
-a signal. Every sample's checksum and the decoder's status are checked. A batch belongs to whoever receives it: its
-memory is not used again while anybody can see it.
+Files are read by pread into our own buffers and never mapped, so that a truncated or vanished file is an error and not
+a signal. Every sample's checksum and the decoder's status are checked. A batch belongs to its consumer: its memory is
+not reused while any tensor or array refers to it.
 
 One thread plans: it finds the samples of a step and has their shards opened. Others read and decode slices of batches.
-Batches are handed over in order, and so are the exceptions that took their place.
+Batches are handed over in order, and so are the exceptions that take their place.
 """
 
 import os
@@ -27,27 +27,29 @@ from vitscale.recipe import ImageOperation
 from vitscale.shards import Manifest
 
 _POLL_SECONDS = 0.1
-_CLOSE_SECONDS = 10.0  # that closing waits for a read to return; the planner waits on, to close the files
+_CLOSE_SECONDS = 10.0  # how long closing waits for a read to return; the planner waits longer, to close the files
 
 
 class Loader:
-    """Iterates over the batches of steps [start_step, stop_step); one pass a loader. A context manager.
+    """Iterates once over the batches of steps [start_step, stop_step). A context manager.
 
     Args:
-        manifest: of the dataset, on this machine or at a URL.
-        order: which samples stand in which slot.
+        manifest: the dataset's manifest, on this machine or at a URL.
+        order: the order of the samples: which sample is in which slot.
         image_size: side S of the output in pixels.
-        transform: what of each picture is seen.
-        operations: of the recipe, of which the loader does its own.
-        rank, world: slots [rank G / world, (rank + 1) G / world) of every global batch of G are ours.
-        seed: of the augmentation.
-        reading: threads, checks, cache, what becomes of damaged samples.
-        start_step, stop_step: a stop of None means the end of the order, or never; no order is read beyond its end.
+        transform: crop and flip of each picture.
+        operations: the recipe's operations; the loader applies those that are its own and ignores the others.
+        rank, world: this rank and the number of ranks; it yields slots [rank G / world, (rank + 1) G / world) of every
+            global batch of G samples.
+        seed: the seed of the augmentation.
+        reading: threads, checks, cache, and the policy for damaged samples.
+        start_step, stop_step: the range of steps; a stop of None means the end of the order, if it has one. A stop
+            beyond the order's end is cut to it.
         digest: whether batches carry a checksum of their pixels.
 
     Raises:
-        DataError: while iterating, for a file or sample that is missing or damaged.
-        StorageError: while iterating, for a URL that does not answer, or a read that does not return.
+        DataError: while iterating, a file or sample is missing or damaged.
+        StorageError: while iterating, a URL does not answer, or a read does not return.
         RecipeError: the cache cannot be used.
     """
 
@@ -95,11 +97,11 @@ class Loader:
         return batch
 
     def next_if_ready(self) -> Batch | None:
-        """The next batch if it is there already; None if not, or if there is none, or an exception instead."""
+        """The next batch if it is ready; None if it is not, if there is none, or if an exception takes its place."""
         return None if self._ended else self._take(wait=False)
 
     def close(self) -> None:
-        """Stop the threads and close the files. Whatever was handed out stays valid."""
+        """Stop the threads and close the files. Batches that were handed out stay valid."""
         self._ended = True
         self._finalizer()
 
@@ -134,12 +136,12 @@ class _Engine(threading.Thread):
         self._first, self._last = steps
         self._stall_s = reading.stall_s
         self._crew = Crew(reading.threads)
-        # In the order of the steps; an exception in place of a batch, StopIteration at the end.
+        # In step order; an exception takes the place of a batch that failed, StopIteration comes at the end.
         self._ready: queue.Queue[Work | BaseException] = queue.Queue(reading.prefetch)
         self._next: Work | BaseException | None = None  # taken from the queue, not yet done
         self._taking = threading.Lock()
         self._process = os.getpid()
-        # Put to by `stop`, which the garbage collector may call in the midst of anything: no lock of Python's is held.
+        # `stop` puts into this, and the garbage collector may call it at any moment: it holds no lock of Python's.
         self._given_up: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     # ---- The planner -------------------------------------------------------------------------------------------------
@@ -157,7 +159,7 @@ class _Engine(threading.Thread):
             self._put(StopIteration())
         except BaseException as error:  # whatever it is, the consumer must hear of it instead of waiting
             self._put(error)
-        # The one place where things are closed, since a loader may be given up in any thread.
+        # The only place where things are closed, since a loader may be abandoned in any thread.
         self._given_up.get()
         self._crew.join()
         self._shards.close()
@@ -172,11 +174,11 @@ class _Engine(threading.Thread):
     # ---- The consumer ------------------------------------------------------------------------------------------------
 
     def take(self, wait: bool) -> Batch | None:
-        """The next batch; None where another thread closes the loader, or without `wait` if there is none to be had.
+        """The next batch; None if another thread closes the loader, or, without `wait`, if no batch is ready.
 
-        With `wait`, raises what went wrong in place of the batch, and StopIteration at the end.
+        With `wait`, raises the error that took the batch's place, and StopIteration at the end.
         """
-        if os.getpid() != self._process:  # its threads stayed there: this would wait for ever
+        if os.getpid() != self._process:  # a fork has none of its threads and would wait forever
             raise RuntimeError("a Loader works in the process that made it; make another one in this process")
         with self._taking:
             return self._take(wait)
@@ -226,6 +228,6 @@ class _Engine(threading.Thread):
         self._crew.stop()
         self._shards.stop()
         self._given_up.put(None)
-        # The garbage collector may call us in any thread, also in one of ours, which must not wait for itself.
+        # The garbage collector may call this in any thread, including our own, which must not wait for itself.
         if not threading.current_thread().name.startswith(THREADS):
             self.join(_CLOSE_SECONDS)

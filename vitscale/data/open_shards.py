@@ -1,4 +1,4 @@
-"""The shards that a loader reads from: brought here, compared with their manifest, opened, and closed in time."""
+"""The shards that a loader reads from: fetched, compared with their manifest, opened, and closed in time."""
 
 import logging
 import resource
@@ -21,7 +21,7 @@ from vitscale.shards.verified import verify_once
 from vitscale.storage import is_url
 
 _OPEN_FILES = 4096  # one rank alone may read from more than 1,024 shards in a batch, the usual limit of open files
-_OPENERS, _BRINGERS = 4, 2  # threads; most of their time they wait for a disk or a network
+_OPENERS, _BRINGERS = 4, 2  # threads, which mostly wait for a disk or a network
 
 _log = logging.getLogger(__name__)
 
@@ -31,10 +31,14 @@ class OpenedShard:
     """A shard in use.
 
     Attributes:
-        index: in the manifest.
-        file: the shard; None until `ready`.
-        selected: its slots that belong to the dataset, int64 (n,); None for all.
-        is_damaged: whether its digest is not that of the manifest, and it is used all the same.
+        index: the shard's index in the manifest.
+        file: the open file; None until `ready`.
+        selected: the slots that belong to the dataset, int64 (n,); None for all.
+        is_damaged: whether its digest is not the manifest's, although it is used.
+        ready: set when `file` or `error` is.
+        error: why it could not be opened; None if it could.
+        users: the number of batches in the making that use it.
+        pin: keeps the file in the cache; None for a dataset on this machine.
     """
 
     index: int
@@ -48,12 +52,12 @@ class OpenedShard:
 
     @property
     def num_selected(self) -> int:
-        """Slots that belong to the dataset."""
+        """The number of slots that belong to the dataset."""
         assert self.file is not None
         return self.file.samples if self.selected is None else len(self.selected)
 
     def close(self) -> None:
-        """Close the file and let the cache have it."""
+        """Close the file; the cache may remove it from now on."""
         if self.file is not None:
             self.file.close()
         if self.pin is not None:
@@ -61,13 +65,13 @@ class OpenedShard:
 
 
 class OpenShards:
-    """Shards by index, opened by threads of their own, and closed when no batch of the near future needs them.
+    """The open shards by index: background threads open them, and they are closed once no upcoming batch needs them.
 
     Args:
-        manifest: of the dataset.
-        reading: where a cache is, whether shards are compared with the manifest.
-        activity: to be told what is waited for.
-        stopping: whether the loader is being closed.
+        manifest: the dataset's manifest.
+        reading: the cache's folder and limit, and whether shards are compared with the manifest.
+        activity: where each thread notes what it waits for.
+        stopping: returns whether the loader is being closed.
     """
 
     def __init__(self, manifest: Manifest, reading: Reading, activity: Activity, stopping: Callable[[], bool]) -> None:
@@ -85,9 +89,10 @@ class OpenShards:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
     def acquire(self, indices: Iterable[int]) -> dict[int, OpenedShard]:
-        """These shards, open until they are released. Of one thread only.
+        """These shards by index, open until they are released. For one thread only.
 
-        Raises `DataError` or `StorageError` for the first of them that cannot be read, CancelledError when stopping.
+        Raises `DataError` or `StorageError` for the first that cannot be read, `CancelledError` if the loader is being
+        closed.
         """
         shards = {}
         for index in indices:
@@ -108,19 +113,19 @@ class OpenShards:
         return shards
 
     def release(self, shards: Iterable[OpenedShard]) -> None:
-        """They are read no more by who acquired them. Of any thread."""
+        """Give back acquired shards, which the caller no longer reads. From any thread."""
         with self._lock:
             for shard in shards:
                 shard.users -= 1
 
     def prepare(self, indices: Iterable[int]) -> None:
-        """Tell which shards are needed from now on: those are brought here, and compared; others are closed.
+        """Announce which shards are needed from now on: these are fetched and compared; unused others are closed.
 
-        Their problems are told when they are acquired. Of the thread that acquires.
+        Errors are raised when a shard is acquired. Only for the thread that calls `acquire`.
         """
         needed = np.array(list(indices), np.int64)
         ahead = needed if self._cache is not None or self._reading.verify_shards else needed[:0]
-        if self._cache is not None:  # what does not fit is not brought, only to be thrown out before its use
+        if self._cache is not None:  # what does not fit is not fetched: it would be thrown out before its use
             ahead = ahead[self._sizes[ahead].cumsum() <= self._reading.cache_bytes]
         for index in ahead.tolist():
             if index not in self._ahead and index not in self._open:
@@ -133,12 +138,12 @@ class OpenShards:
             self._open.pop(index).close()
 
     def stop(self) -> None:
-        """Begin nothing more. Of any thread, never waits."""
+        """Begin nothing more. From any thread; never waits."""
         self._openers.stop()
         self._bringers.stop()
 
     def close(self) -> None:
-        """Close everything, when the threads have ended and nobody reads any more."""
+        """Wait for the threads to end, then close everything. Nothing may be reading any more."""
         self._openers.join()
         self._bringers.join()
         for shard in self._open.values():
@@ -168,11 +173,11 @@ class OpenShards:
             self._activity.end()
 
     def _local(self, index: int) -> tuple[Path, PinnedFile | None]:
-        """Where a shard lies on this machine, and what keeps it there."""
+        """A shard's path on this machine, and the pin that keeps it in the cache, if it comes from there."""
         entry = self._manifest.shards[index]
         where = self._manifest.location(entry.path)
 
-        def is_cancelled() -> bool:  # asked all the time while anything arrives, which may take as long as it takes
+        def is_cancelled() -> bool:  # called while data arrives, so a long transfer never counts as a stall
             self._activity.begin("opening" if self._cache is None else "fetching", where)
             return self._stopping()
 
@@ -185,7 +190,7 @@ class OpenShards:
             try:
                 verify_once(path, entry, self._reading.cache / "verified", is_cancelled)
             except DataError as error:
-                # Which of its images are damaged, their own checksums tell; what else is, they do not.
+                # The images' own checksums find the damaged ones among them, but no damage elsewhere in the shard.
                 if self._reading.bad_samples == "error" or not _has_size(path, entry.bytes):
                     raise
                 with self._lock:

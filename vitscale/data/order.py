@@ -1,12 +1,13 @@
-"""The order of training: which sample has which slot, a function of (shards, global batch, seed, step), never stored.
+"""The order of training: which sample is in which slot, a function of (shards, global batch, seed, step), never stored.
 
-Per epoch the shards are permuted and concatenated; the sequence is cut into S equal contiguous segments, each shuffled
-inside windows; each segment fills G / S slots of every global batch of G samples. Any step is reached at the cost of
-the windows it lies in, and the state of the order is the step alone.
+In each epoch the shards are permuted and concatenated. The sequence is cut into S equal contiguous segments, each
+shuffled within windows, and each segment fills G / S slots of every global batch of G samples. Going to any step costs
+only the shuffles of the windows it lies in, and the order's whole state is the step.
 
-A rank whose slots are whole segments (R ranks divide S) reads shards of its own: over an epoch the ranks together open
-at most R - 1 shards twice, those that a border between two ranks cuts. Where R does not divide S, a segment that two or
-more ranks share is read by each of them, every rank drawing on all of its shards; all ranks still see one order.
+If R ranks divide S, each rank's slots are whole segments and it reads shards of its own: over an epoch the ranks
+together open at most R - 1 shards twice, those that a border between two ranks cuts. If R does not divide S, a segment
+shared by two or more ranks is read by each of them, every one drawing on all of its shards; all ranks still see the
+same order.
 """
 
 from collections.abc import Sequence
@@ -18,27 +19,31 @@ import numpy as np
 from vitscale.data.hashing import permutation, places_in_permutation
 from vitscale.errors import RecipeError
 
-# 2: fewer than four shards are shuffled as a whole; 1 had windows of 65,536 samples there as well.
+# Since 2 fewer than four shards are shuffled as a whole; 1 had windows of 65,536 samples there as well.
 ORDER_VERSION = 2
 MAX_SEGMENTS = 128
 WINDOW_SAMPLES = 65_536
 
-# Converted shards are shuffled already; a file that was made elsewhere may be sorted by class. Such a dataset has few
-# shards, too few to be mixed by segments and by permuting shards: the window has to do it alone. For ImageNet-21k (14
-# million images) the shuffle of an epoch takes 4 s and, while it is made, 0.45 GB. Larger ones are cut into windows
-# again, of at most this many samples.
+# Converted shards are already shuffled, but a file that was made elsewhere may be sorted by class. Such a dataset has
+# too few shards to be mixed by segments and by permuting shards, so the window alone must do it. For ImageNet-21k (14
+# million images) the shuffle of an epoch takes 4 s and, meanwhile, 0.45 GB. Larger datasets are cut into windows again,
+# of at most WHOLE_SAMPLES.
 _FEW_SHARDS = 4
 WHOLE_SAMPLES = 1 << 24
 
-# What a hash is for, so that no two permutations share their keys.
+# Purposes of hashes, so that no two permutations share their keys.
 _SHARDS, _WINDOW = 1, 2
 
 
 class Slots(NamedTuple):
-    """Samples of consecutive slots of one global batch.
+    """The samples in consecutive slots of one global batch.
 
-    `shard` and `position` are int64 (slots,): the index of the shard, and the place among its selected samples. Where
-    `mask` (slots,) is False the slot is a filler. `view` int64 (slots,) counts the views of a sample in a batch.
+    Attributes:
+        epoch: the epoch, from 0.
+        shard: index of each sample's shard, int64 (slots,).
+        position: each sample's place among the selected samples of its shard, int64 (slots,).
+        mask: bool (slots,), False where the slot is a filler.
+        view: which view of its sample each slot is, from 0, int64 (slots,).
     """
 
     epoch: int
@@ -49,20 +54,20 @@ class Slots(NamedTuple):
 
 
 class TrainOrder:
-    """The order of training, without end: epoch after epoch.
+    """The order of training: epoch after epoch, without end.
 
-    An epoch of N samples has floor(N / G) batches. The N mod G samples that it leaves out are others each time: the
-    last of each shuffled segment, and the last N mod S of the epoch's sequence.
+    An epoch of N samples has floor(N / G) batches. The N mod G samples that it leaves out differ from epoch to epoch:
+    the last ones of each shuffled segment, and the last N mod S of the epoch's sequence.
 
-    With n `repeats` a batch has G / n samples, rounded up, and each of them n times: it consists of n parts, of the
-    same samples in the same order, and the last ends early where n does not divide G. An epoch of the order, in which
-    each sample is drawn once, then has n times as many batches.
+    With n `repeats` a batch holds G / n samples, rounded up, n times each: it consists of n parts with the same samples
+    in the same order, and the last part ends early if n does not divide G. An epoch of the order, in which each sample
+    is drawn once, then has n times as many batches.
 
     Args:
-        shard_samples: selected samples of every shard.
-        global_batch: G, slots of a step.
-        seed: of the shuffle.
-        repeats: n, views of each sample in a batch.
+        shard_samples: the number of selected samples of each shard.
+        global_batch: G, the number of slots of a step.
+        seed: the seed of the shuffle.
+        repeats: n, the number of views of each sample in a batch.
 
     Raises:
         RecipeError: fewer samples than one global batch.
@@ -84,17 +89,17 @@ class TrainOrder:
         self.steps_per_epoch = self._segment_length // self._per_segment
         windows = -(-self._segment_length // (WHOLE_SAMPLES if len(samples) < _FEW_SHARDS else WINDOW_SAMPLES))
         self._bounds = np.arange(windows + 1, dtype=np.int64) * self._segment_length // windows
-        # Of each segment the window in use, and the next. Loaders may share an order: lru_cache is safe in threads.
+        # For each segment the window in use and the next one. Loaders may share an order: lru_cache is thread-safe.
         self._shuffled = [lru_cache(2)(partial(_shuffled_window, seed, segment)) for segment in range(self.segments)]
         self._epoch = lru_cache(2)(partial(_shuffled_shards, seed, samples))
 
     @property
     def steps(self) -> None:
-        """Training has no last step of its own."""
+        """None: the order has no last step."""
         return None
 
     def epochs(self, step: int) -> float:
-        """How often the batches before `step` have shown each sample on average, views counted one by one."""
+        """How often the batches before `step` have shown each sample on average; every view counts as one."""
         return step * self.global_batch / (self._distinct * self.steps_per_epoch)
 
     def batch(self, step: int, first_slot: int, last_slot: int) -> Slots:
@@ -114,7 +119,7 @@ class TrainOrder:
         return Slots(epoch, shards[at], position, np.ones(len(places), bool), view)
 
     def _parts(self, first_slot: int, last_slot: int) -> list[tuple[int, int]]:
-        """Slots as ranges of the samples of the batch, from 0 to G / n, one range a view."""
+        """The slots as ranges within the batch's G / n distinct samples, one range for each view."""
         views = range(first_slot // self._distinct, -(-last_slot // self._distinct))
         return [
             (max(first_slot - view * self._distinct, 0), min(last_slot - view * self._distinct, self._distinct))
@@ -122,13 +127,13 @@ class TrainOrder:
         ]
 
     def find(self, shard: np.ndarray, position: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The inverse of `batch`: step and first slot of each sample in an epoch, int64 (n,); -1 where it is left out.
+        """The inverse of `batch`: each sample's step and first slot in an epoch, int64 (n,); -1 if it is left out.
 
-        It costs the hashes of the windows that the samples lie in, whatever the size of the dataset.
+        Costs the hashes of the windows that the samples lie in, whatever the size of the dataset.
 
         Args:
-            shard, position: int64 (n,), of the samples, as in `Slots`.
-            epoch: from 0.
+            shard, position: the samples' shards and positions, as in `Slots`, int64 (n,).
+            epoch: the epoch, from 0.
         """
         shards, ends = self._epoch(epoch)
         at = np.argsort(shards)[shard]
@@ -136,7 +141,7 @@ class TrainOrder:
         segments, inside = np.divmod(places, self._segment_length)
         windows = np.searchsorted(self._bounds, inside, side="right") - 1
         steps, slots = np.full((2, len(places)), -1, np.int64)
-        whole = segments < self.segments  # the last N mod S of the sequence are in no segment
+        whole = segments < self.segments  # the last N mod S samples of the sequence are in no segment
         for segment, window in sorted({*zip(segments[whole].tolist(), windows[whole].tolist(), strict=True)}):
             rows = np.flatnonzero((segments == segment) & (windows == window))
             low, high = int(self._bounds[window]), int(self._bounds[window + 1])
@@ -150,18 +155,18 @@ class TrainOrder:
         return steps, slots
 
     def views(self, first_slot: int) -> range:
-        """All slots of the sample that stands in a slot of the first part of a batch, one a view."""
+        """All slots of the sample whose first view is in `first_slot` of a batch, one for each view."""
         return range(first_slot, self.global_batch, self._distinct)
 
     def next_epoch(self, step: int) -> int:
-        """The first step from `step` on with which an epoch begins."""
+        """The first step, from `step` on, that begins an epoch."""
         return -(-step // self.steps_per_epoch) * self.steps_per_epoch
 
     def upcoming(self, step: int, first_slot: int, last_slot: int) -> list[int]:
-        """Shards that slots [first_slot, last_slot) draw on from `step` on, each once, those needed first in front.
+        """Shards that slots [first_slot, last_slot) draw on from `step` on, each once, in the order of need.
 
-        Those of the windows that the batch of `step` lies in, then those of each segment's next window, be it in the
-        next epoch. No window is shuffled for this: which shards it spans is known beforehand.
+        First those of the windows that the batch of `step` lies in, then those of each segment's next window, which may
+        be in the next epoch. No window is shuffled for this: the shards it spans are known beforehand.
         """
         epoch, index = divmod(step, self.steps_per_epoch)
         start = index * self._per_segment
@@ -183,7 +188,7 @@ class TrainOrder:
         return int(np.searchsorted(self._bounds, position, side="right")) - 1
 
     def _sequence_positions(self, epoch: int, segment: int, start: int, stop: int) -> np.ndarray:
-        """Where positions [start, stop) of a shuffled segment lie in the epoch's sequence of samples."""
+        """The places of positions [start, stop) of a shuffled segment in the epoch's sequence of samples, int64."""
         pieces = []
         window = self._window_at(start)
         while start < stop:
@@ -204,17 +209,17 @@ def _window_key(seed: int, segment: int, epoch: int, window: int) -> tuple[int, 
 
 
 def _shuffled_shards(seed: int, samples: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-    """The shards in this epoch's order, and where each of them ends in its sequence."""
+    """The shards in this epoch's order, and the end of each in the epoch's sequence of samples."""
     shards = permutation(len(samples), seed, _SHARDS, epoch)
     return shards, np.cumsum(samples[shards])
 
 
 class EvalOrder:
-    """Every sample once, in the order of the manifest; the last batch is filled up, its fillers masked.
+    """Evaluation's order: every sample once, in the manifest's order; fillers complete the last batch and are masked.
 
     Args:
-        shard_samples: selected samples of every shard.
-        global_batch: samples of all ranks together at a time.
+        shard_samples: the number of selected samples of each shard.
+        global_batch: the number of samples in a batch of all ranks together.
     """
 
     def __init__(self, shard_samples: Sequence[int], global_batch: int) -> None:
@@ -233,7 +238,7 @@ class EvalOrder:
     def upcoming(self, step: int, first_slot: int, last_slot: int) -> list[int]:
         """Shards that slots [first_slot, last_slot) read from `step` on, each once, in the order of need.
 
-        For as many batches as make 65,536 samples of these slots, at least one.
+        Looks ahead for as many batches as give these slots 65,536 samples, at least one batch.
         """
         batches = max(WINDOW_SAMPLES // (last_slot - first_slot), 1)
         starts = np.arange(step, min(step + batches, self.steps), dtype=np.int64) * self.global_batch + first_slot
@@ -246,13 +251,16 @@ class EvalOrder:
 
 
 def _locate(ends: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For places of a sequence of shards that end at `ends`: which shard of the sequence, and the place within it."""
+    """Which shard of a sequence each place lies in, and its position there; `ends` are the shards' ends."""
     at = np.searchsorted(ends, places, side="right")
     return at, places - np.where(at > 0, ends[at - 1], 0)
 
 
 def _overlapping(ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """Which shards of a sequence, ending at `ends`, have samples in any of the ranges [starts, stops), none empty."""
+    """Which shards of a sequence have samples in any of the ranges [starts, stops); `ends` are the shards' ends.
+
+    No range may be empty.
+    """
     changes = np.zeros(len(ends) + 1, np.int64)
     np.add.at(changes, np.searchsorted(ends, starts, side="right"), 1)
     np.add.at(changes, np.searchsorted(ends, stops - 1, side="right") + 1, -1)
@@ -260,7 +268,7 @@ def _overlapping(ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.
 
 
 def num_segments(num_shards: int, global_batch: int) -> int:
-    """S: the largest power of two up to 128 that divides the global batch and leaves two shards a segment; or 1."""
+    """S: the largest power of two up to 128 that divides the global batch and leaves two shards a segment, else 1."""
     segments = 1
     while segments * 2 <= MAX_SEGMENTS and global_batch % (segments * 2) == 0 and num_shards // (segments * 2) >= 2:
         segments *= 2

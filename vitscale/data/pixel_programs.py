@@ -1,4 +1,4 @@
-"""The operations that the loader does on decoded pixels: from samples' keys to a program of instructions for each."""
+"""The operations that the loader applies to decoded pixels: turns each sample's key into a program of instructions."""
 
 from collections.abc import Sequence
 from functools import singledispatch
@@ -20,7 +20,7 @@ from vitscale.recipe import (
     ThreeAugment,
 )
 
-_DONE, _CHOICE, _ORDER, _RADIUS, *_FACTORS = range(7)  # what a draw is for
+_DONE, _CHOICE, _ORDER, _RADIUS, *_FACTORS = range(7)  # purposes of draws
 _JITTERS = np.array([Code.BRIGHTNESS, Code.CONTRAST, Code.COLOR], np.int32)
 _ORDERS = np.array(list(permutations(range(3))))
 _THREE = np.array([Code.COLOR, Code.SOLARIZE, Code.BLUR], np.int32)
@@ -28,13 +28,13 @@ _THREE_RADIUS, _THREE_THRESHOLD = (0.1, 2.0), 128
 
 
 class PixelPrograms:
-    """What the loader does to pixels, as `data.operations` says.
+    """Plans what the loader does to pixels, as `data.operations` says.
 
-    A program depends on the sample's own key, so that pixels are the same on every world and after resuming.
+    A program depends on the sample's own key only, so pixels are the same for any number of ranks and after resuming.
 
     Args:
-        operations: of the recipe; those that are not the loader's are left to the device.
-        side: of the images, in pixels.
+        operations: the recipe's operations; those that are not the loader's are left to the device.
+        side: side S of the images in pixels.
     """
 
     def __init__(self, operations: Sequence[ImageOperation], side: int) -> None:
@@ -42,19 +42,19 @@ class PixelPrograms:
         self._side = side
 
     def __call__(self, keys: np.ndarray) -> np.ndarray:
-        """INSTRUCTION (B, L): the programs of samples with these keys, uint64 (B,)."""
+        """The programs of samples with these keys, uint64 (B,): INSTRUCTION (B, L)."""
         planned = [plan(block, operation_keys(keys, index), self._side) for index, block in self._operations]
         return np.concatenate([np.zeros((len(keys), 0), INSTRUCTION), *planned], axis=1)
 
 
 @singledispatch
 def plan(block: LoaderOperation, keys: np.ndarray, side: int) -> np.ndarray:
-    """INSTRUCTION (B, instructions of an image): one operation on images of `side` pixels.
+    """The instructions of one operation, INSTRUCTION (B, instructions for one image).
 
     Args:
-        block: of the recipe.
-        keys: uint64 (B,), the bits of each sample's randomness for this operation.
-        side: in pixels.
+        block: the recipe's block of the operation.
+        keys: the bits of each sample's randomness for this operation, uint64 (B,).
+        side: side S of the images in pixels.
     """
     raise NotImplementedError(type(block).__name__)
 
@@ -103,7 +103,7 @@ def _one(probability: float, keys: np.ndarray, code: Code, value: np.ndarray | f
 
 
 def _jitter(keys: np.ndarray, strengths: tuple[float, float, float], probability: float) -> np.ndarray:
-    """Brightness, contrast and saturation in one of their six orders; a strength of 0 leaves its own out."""
+    """Brightness, contrast and saturation in one of their six orders; a strength of 0 leaves that one out."""
     programs = np.zeros((len(keys), 3), INSTRUCTION)
     ranges = [(max(0.0, 1 - strength), 1 + strength) for strength in strengths]
     factors = np.stack(

@@ -1,9 +1,9 @@
-"""RandAugment: the sets of operations of timm and of big_vision, and what a magnitude means to each of them.
+"""RandAugment: the sets of operations of timm and of big_vision, and what a magnitude means to each operation.
 
-Facts from timm 1.0 (`data/auto_augment.py`) and big_vision (`pp/archive/autoaugment.py`). The operations themselves are
-Pillow's in both sets. big_vision has its own in TensorFlow: gray and smoothed values are rounded otherwise there, and
-shears leave the middle of the first pixel where it is. What TensorFlow makes of a threshold above 255, and of more than
-8 bits, was not tried; here such an operation changes nothing, as by Pillow.
+Facts from timm 1.0 (`data/auto_augment.py`) and big_vision (`pp/archive/autoaugment.py`). The operations themselves
+are Pillow's in both sets. big_vision has its own in TensorFlow: there gray and smoothed values are rounded differently,
+and shears keep the middle of the first pixel in place. What TensorFlow does with a threshold above 255 or with more
+than 8 bits was not tried; here such an operation changes nothing, as in Pillow.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,20 +16,20 @@ from vitscale.data.draws import normal, stratum, uniform
 from vitscale.images import INSTRUCTION, Code, Interpolation
 from vitscale.recipe import RandAugment
 
-_CHOICE, _DONE, _MAGNITUDE, _SIGN, _INTERPOLATION, _ROW, _COLUMN = range(7)  # what a draw is for
+_CHOICE, _DONE, _MAGNITUDE, _SIGN, _INTERPOLATION, _ROW, _COLUMN = range(7)  # purposes of draws
 _SOFT = np.array([Interpolation.BILINEAR, Interpolation.BICUBIC], np.int32)
 _DEGREE = 0.017453292519943295
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What is drawn for k images that one operation is done to.
+    """The random draws for k images that one operation is applied to.
 
     Attributes:
-        part: float64 (k,), magnitude / 10.
-        sign: float64 (k,), -1 or 1.
-        keys: uint64 (k,), for more.
-        side: of the images, in pixels.
+        part: magnitude / 10, float64 (k,).
+        sign: -1 or 1, float64 (k,).
+        keys: keys for further draws, uint64 (k,).
+        side: side S of the images in pixels.
     """
 
     part: np.ndarray
@@ -49,13 +49,13 @@ class _Operation(NamedTuple):
 class _Set(NamedTuple):
     operations: Mapping[str, _Operation]
     highest: float
-    """Magnitude that is possible."""
+    """The highest possible magnitude."""
     probability: float
     interpolation: str
 
 
 def plan(block: RandAugment, keys: np.ndarray, side: int) -> np.ndarray:
-    """INSTRUCTION (B, n): for images of `side` pixels, by their keys for this operation, uint64 (B,)."""
+    """The instructions of images of `side` pixels, INSTRUCTION (B, n), by their keys for this operation, uint64 (B,)."""
     named = SETS[block.set]
     operations = list(named.operations.values())
     probability = named.probability if block.probability is None else block.probability
@@ -187,13 +187,13 @@ SETS = {
         interpolation="nearest",
     ),
 }
-"""Name in a recipe -> its operations by the names that their authors gave them, each as likely as the others."""
+"""A set's name in a recipe -> the set, its operations by their authors' names for them, all equally likely."""
 
 
 def rotation(degrees: np.ndarray, side: int) -> _Values:
-    """The matrix that turns images of `side` pixels counterclockwise around their middle, as Pillow's `rotate` has it.
+    """The affine matrix that rotates images of `side` pixels counterclockwise about their middle, as Pillow's `rotate`.
 
-    By Taylor's series, for up to 90 degrees: what NumPy and C know of sines differs from machine to machine.
+    Sines come from a Taylor series, good up to 90 degrees: those of NumPy and C differ from machine to machine.
     """
     angle = -degrees * _DEGREE
     square, sine, cosine = angle * angle, np.ones_like(angle), np.ones_like(angle)

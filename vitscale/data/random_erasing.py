@@ -1,4 +1,4 @@
-"""Random erasing on the device: in some images a rectangle becomes noise, or the mean colour."""
+"""Random erasing on the device: in some images a rectangle becomes noise or the mean colour."""
 
 from typing import NamedTuple, Self
 
@@ -11,7 +11,7 @@ from vitscale.data.draws import between, between_ratios, normal_quantiles, unifo
 from vitscale.data.hashing import combine
 from vitscale.data.image_operations import ImageOperation
 
-_DONE, _AREA, _ASPECT, _TOP, _LEFT, _NOISE = range(6)  # what a draw is for
+_DONE, _AREA, _ASPECT, _TOP, _LEFT, _NOISE = range(6)  # purposes of draws
 _ATTEMPTS = 10
 _GOLDEN, _FIRST, _SECOND = (
     int(np.uint64(each).astype(np.int64)) for each in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -19,7 +19,7 @@ _GOLDEN, _FIRST, _SECOND = (
 
 
 class Rectangles(NamedTuple):
-    """Of each image in pixels, int64 (B,); images that stay as they are have a height of 0."""
+    """The erased rectangle of each image in pixels, int64 (B,); a height of 0 means that nothing is erased."""
 
     tops: np.ndarray
     lefts: np.ndarray
@@ -28,9 +28,9 @@ class Rectangles(NamedTuple):
 
 
 class RandomErasing(ImageOperation):
-    """As timm's with one rectangle an image, but for the bits of its noise, which come from each sample's key.
+    """Random erasing as in timm with one rectangle an image, except that the noise comes from each sample's key.
 
-    Noise is one of 65,536 values of a normal distribution, the same on every device.
+    Each noise value is one of 65,536 quantiles of a normal distribution, the same on every device.
     """
 
     def __init__(self, block: recipe.RandomErasing) -> None:
@@ -39,11 +39,11 @@ class RandomErasing(ImageOperation):
 
     @classmethod
     def of(cls, block: recipe.RandomErasing) -> Self:
-        """As `ImageOperation.of`."""
+        """See `ImageOperation.of`."""
         return cls(block)
 
     def __call__(self, images: Tensor, keys: np.ndarray) -> Tensor:
-        """As `ImageOperation.__call__`."""
+        """See `ImageOperation.__call__`."""
         side = images.shape[1]
         found = self.rectangles(keys, side)
         erased = images.clone()
@@ -58,7 +58,7 @@ class RandomErasing(ImageOperation):
         return erased
 
     def rectangles(self, keys: np.ndarray, side: int) -> Rectangles:
-        """Where images of `side` pixels are erased, by their keys, uint64 (B,)."""
+        """The rectangles to erase in images of `side` pixels with these keys, uint64 (B,)."""
         block = self._block
         found = Rectangles(*np.zeros((4, len(keys)), np.int64))
         is_open = uniform(keys, _DONE) < block.probability
@@ -82,7 +82,7 @@ class RandomErasing(ImageOperation):
 
 
 def _mixed(values: Tensor) -> Tensor:
-    """`hashing.mix` on the same bits as int64, whose products wrap around; shifts keep the sign, and it is masked."""
+    """`hashing.mix` on int64 of the same bits. Products wrap around; shifts copy the sign bit, so it is masked out."""
     z = values + _GOLDEN
     z = (z ^ (z >> 30 & 2**34 - 1)) * _FIRST
     z = (z ^ (z >> 27 & 2**37 - 1)) * _SECOND

@@ -1,4 +1,4 @@
-"""How a loader reads: threads, checks, cache, and what becomes of damaged samples."""
+"""How a loader reads: threads, checks, cache, and the policy for damaged samples."""
 
 import os
 from dataclasses import dataclass, field, replace
@@ -12,19 +12,19 @@ _FEWEST_THREADS, _MOST_THREADS = 2, 16
 
 @dataclass(frozen=True)
 class Reading:
-    """Nothing here changes what a sound sample looks like, but for `dct_scaling`.
+    """A loader's settings. Only `dct_scaling` changes what an undamaged sample looks like.
 
     Attributes:
-        threads: that read and decode.
-        prefetch: batches that wait at most; another one is being made.
+        threads: the number of threads that read and decode.
+        prefetch: the largest number of batches that wait; one more is being made.
         verify_shards: compare each shard with its manifest's digest when this machine first opens it.
-        check_rate: share of samples whose own checksum is compared whenever they are read.
-        bad_samples: what becomes of a damaged sample: an error; the next sound one of its shard stands in for it; or it
-            is masked.
+        check_rate: the share of samples whose own checksum is compared whenever they are read.
+        bad_samples: the policy for a damaged sample: "error" raises, "substitute" puts the next sound sample of its
+            shard in its place, "mask" masks it.
         dct_scaling: let the decoder halve pictures that are at least twice as large as needed.
         stall_s: seconds after which a read that has not returned is an error.
-        cache: folder for shards that come from elsewhere, and for what is known of shards.
-        cache_bytes: of those shards at most, unless more are in use at a time.
+        cache: the folder for fetched shards and for the record of verified shards.
+        cache_bytes: the limit for the fetched shards, unless more are in use at a time.
         pinned: put batches into page-locked memory, for CUDA.
     """
 
@@ -41,7 +41,7 @@ class Reading:
 
     @classmethod
     def of(cls, data: Data, *, pinned: bool = False) -> "Reading":
-        """As a recipe says. Raises `RecipeError` where there is no place for a cache."""
+        """The settings that a recipe gives. Raises `RecipeError` if there is no place for a cache."""
         return cls(
             threads=data.threads or (_threads_beside_a_device() if pinned else _FEWEST_THREADS),
             prefetch=data.prefetch,
@@ -56,16 +56,16 @@ class Reading:
         )
 
     def for_evaluation(self) -> "Reading":
-        """The same, but that no sample stands in for another: each counts once."""
+        """The same settings, but masking instead of substituting damaged samples, so that each sample counts once."""
         return replace(self, bad_samples="error" if self.bad_samples == "error" else "mask")
 
 
 def _threads_beside_a_device() -> int:
-    """A rank's part of its machine's cores, but for the one that keeps the device at work.
+    """This rank's part of the machine's cores, less the one that keeps the device busy; 2 to 16.
 
-    On CPUs, where training itself takes all cores, it is two.
+    (Without a device, training itself takes all cores, and a loader has two threads.)
     """
     ranks_here, cores = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), len(os.sched_getaffinity(0))
-    if cores * ranks_here > (os.cpu_count() or 1):  # else this rank has been bound to its own part
+    if cores * ranks_here > (os.cpu_count() or 1):  # otherwise this rank has been bound to its own part
         cores //= ranks_here
     return min(_MOST_THREADS, max(_FEWEST_THREADS, cores - 1))

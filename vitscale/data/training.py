@@ -1,4 +1,4 @@
-"""What a recipe trains on: the order of its samples, and their loader. Whoever asks later gets the same."""
+"""What a recipe trains on: the order of its samples and their loader, the same ones whenever they are asked for."""
 
 from vitscale.data.augmentation import train_transform
 from vitscale.data.loader import Loader
@@ -9,7 +9,7 @@ from vitscale.shards import Manifest
 
 
 def training_order(recipe: Recipe, manifest: Manifest) -> TrainOrder:
-    """The order of a recipe on a dataset. Raises `RecipeError` for fewer samples than one global batch."""
+    """A recipe's order of a dataset. Raises `RecipeError` if it has fewer samples than one global batch."""
     samples = [shard.num_selected for shard in manifest.shards]
     return TrainOrder(samples, recipe.batch.global_size, recipe.seed, recipe.data.repeats)
 
@@ -26,11 +26,14 @@ def training_loader(
     pinned: bool = False,
     digest: bool,
 ) -> Loader:
-    """A rank's batches at positions [start, stop) of the order. Raises as `Loader`.
+    """A rank's batches of steps [start, stop) of the order. Raises as `Loader` and `Reading.of` do.
 
     Args:
-        recipe, manifest, order: as of `training_order`.
-        rank, world, pinned, digest: as of `Loader` and `Reading`.
+        recipe, manifest: the recipe and the manifest of its training set.
+        order: their `training_order`.
+        rank, world, digest: as in `Loader`.
+        start, stop: the range of the order's steps, from 0.
+        pinned: as in `Reading`.
     """
     data = recipe.data
     return Loader(

@@ -1,4 +1,4 @@
-"""What the loader would show of pictures that lie in no shard."""
+"""Evaluation's view of pictures that are in no shard, as the loader would give it."""
 
 from collections.abc import Sequence
 
@@ -11,15 +11,18 @@ from vitscale.images import OK, decode_slice
 
 
 def views_of(jpegs: Sequence[tuple[bytes, int, int]], transform: EvalTransform, image_size: int) -> Tensor:
-    """uint8 (B, S, S, 3) of JPEGs, each with its height and width in pixels, as evaluation sees them in a shard.
+    """JPEGs as evaluation would see them from a shard, uint8 (B, S, S, 3).
 
-    They are good ones: whoever made them has looked.
+    Args:
+        jpegs: (the file's bytes, height, width in pixels) of each picture; the caller has checked that they decode.
+        transform: evaluation's crop.
+        image_size: side S of the output in pixels.
     """
     return _views(jpegs, False, transform, image_size)
 
 
 def view_of_pixels(rgb: np.ndarray, transform: EvalTransform, image_size: int) -> Tensor:
-    """uint8 (1, S, S, 3) of a picture, uint8 (height, width, 3), as evaluation sees it."""
+    """A picture, uint8 (height, width, 3), as evaluation sees it, uint8 (1, S, S, 3)."""
     height, width, _ = rgb.shape
     return _views([(rgb.tobytes(), height, width)], True, transform, image_size)
 
