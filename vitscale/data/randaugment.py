@@ -55,7 +55,7 @@ class _Set(NamedTuple):
 
 
 def plan(block: RandAugment, keys: np.ndarray, side: int) -> np.ndarray:
-    """The instructions of images of `side` pixels, INSTRUCTION (B, n), by their keys for this operation, uint64 (B,)."""
+    """Instructions for images of `side` pixels, INSTRUCTION (B, n), by their keys for this operation, uint64 (B,)."""
     named = SETS[block.set]
     operations = list(named.operations.values())
     probability = named.probability if block.probability is None else block.probability

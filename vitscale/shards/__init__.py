@@ -1,6 +1,6 @@
 """Datasets on disk: shards, their manifest and their checksums. Written by `data_tools`, read by `vitscale.data`.
 
-Tables of provenance are in `vitscale.shards.provenance`, which loads pyarrow; training needs none.
+Provenance tables are in `vitscale.shards.provenance`, which loads pyarrow; training does not need them.
 """
 
 from vitscale.shards.beton import (

@@ -1,7 +1,7 @@
-"""A `.beton` of FFCV's own writer as a dataset, without a copy of it.
+"""Makes a dataset of a `.beton` of FFCV's own writer, without copying it.
 
 OUT/manifest.json      refers to the file where it is
-OUT/train.crc.npy      the checksums of its images, which such a file lacks; taken now, so from now on they tell damage
+OUT/train.crc.npy      the checksums of its images, which such a file lacks: taken now, they reveal any later damage
 """
 
 import io
@@ -29,7 +29,7 @@ _LISTED_SAMPLES = 5
 
 @dataclass(frozen=True)
 class Adoption:
-    """What was adopted: the dataset; the fields that are used, and that are not; the number of raw images."""
+    """What was adopted: the new dataset, the fields used and not used, and the number of raw images."""
 
     manifest: Manifest
     image_field: str
@@ -39,7 +39,7 @@ class Adoption:
 
 
 def default_out(file: str) -> str:
-    """Where the dataset of a file goes: the folder beside it that is called as it is, without the suffix."""
+    """The default folder for a file's dataset: beside the file, with its name less the suffix."""
     return str(Path(without_file_scheme(file)).with_suffix(""))
 
 
@@ -55,22 +55,22 @@ def adopt(
 ) -> Adoption:
     """Make a dataset of a file of FFCV's writer, which stays where and as it is.
 
-    The folder appears under its name when it is complete and on the disk.
+    The folder appears under its name only once it is complete and on the disk.
 
     Args:
-        file: on this machine.
-        out: a new or empty folder of this machine.
-        image_field: which of several fields of images; without it the only one, or the one called `image`.
-        label_field: which of several fields of integers, or "none" for no labels; without it the only one, or the one
-            called `label`.
-        class_names: by label; "0", "1", ... without.
+        file: the `.beton` file, on this machine.
+        out: the dataset's folder, new or empty, on this machine.
+        image_field: name of the image field to use; None means the only one, or the one called `image`.
+        label_field: name of the integer field to use as labels, or "none" for no labels; None means the only one, or
+            the one called `label`.
+        class_names: the classes' names, by label; None means "0", "1", ...
         decode: decode every image, as training will. The size that a JPEG states is compared in any case.
-        progress: told the number of bytes read, now and then.
+        progress: called now and then with the number of bytes read.
 
     Raises:
-        RecipeError: fields that are not there or not clear, too few class names, an `out` that cannot be taken.
-        DataError: a file that is damaged or unfinished, with images that training would refuse, or that changes
-            meanwhile. Nothing is left behind.
+        RecipeError: a field is missing or ambiguous, there are too few class names, or `out` cannot be used.
+        DataError: the file is damaged or unfinished, has images that training would refuse, or changes meanwhile.
+            Nothing is left behind.
     """
     if is_url(file := without_file_scheme(file)):
         raise RecipeError(f"FILE {file}: is adopted where it is, on this machine's disk; expected a path, no URL")
@@ -111,7 +111,7 @@ def adopt(
 def _refuse_ours(file: str) -> None:
     try:
         ShardFile(file).close()
-    except DataError:  # whatever else is wrong with it will be said
+    except DataError:  # whatever else is wrong with it is reported later
         return
     raise RecipeError(
         f"FILE {file}: is a shard that vitscale wrote, with uids and checksums of its own. It belongs to the dataset "
@@ -120,7 +120,7 @@ def _refuse_ours(file: str) -> None:
 
 
 def _choose(file: str, fields: dict[str, str], kind: str, wanted: str | None, usual: str, flags: str) -> str:
-    """The name of a field of some kind."""
+    """The name of the field of this kind to use: the wanted one, the usual one, or the only one."""
     candidates = [name for name, of in fields.items() if of == kind]
     if wanted is None and len(candidates) > 1 and usual in candidates:
         wanted = usual
@@ -155,7 +155,7 @@ def _class_names(shard: ShardFile, label_field: str | None, stated: Sequence[str
 
 
 def _scan(shard: ShardFile, decode: bool, progress: Callable[[int], None] | None) -> Scan:
-    """Read the whole file. Raises DataError for images that training would refuse, or a file that changes."""
+    """Read the whole file. Raises DataError for images that training would refuse, or if the file changes meanwhile."""
 
     before = _state(shard)
     try:
@@ -193,6 +193,6 @@ def _write_checksums(folder: Path, name: str, crc: np.ndarray) -> StoredChecksum
 
 
 def _relative(file: str, out: str) -> str:
-    """The path from the new folder to the file. Links are followed by the system before `..` is."""
+    """The path from the new folder to the file, links resolved, since the system follows links before `..`."""
     above, name = os.path.split(file)
     return Path(os.path.relpath(os.path.realpath(above), os.path.realpath(without_file_scheme(out))), name).as_posix()

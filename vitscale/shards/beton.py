@@ -10,9 +10,9 @@ whatever a damaged file says. The format itself is sound, and stock FFCV opens w
     pages            image bytes, followed by the sample's labels if any; no sample crosses a page
     allocation table (sample u8, position u8, size u8) for every piece, in order, up to the end of the file
 
-A page is 8 MiB, or more where an image is larger. A large shard leaves what the metadata has of its pages empty, so
-that its images stay where they were written although the number of samples is known only in the end. In a shard of up
-to 64 MiB of images, which is cheap to move, they follow the metadata at once: a few thumbnails are not to cost a page.
+A page is 8 MiB, or more if an image is larger. A large shard leaves the rest of the metadata's last page empty, so that
+its images stay where they were written although the number of samples is known only at the end. In a shard of up to 64
+MiB of images, which is cheap to move, they follow the metadata directly, so that a few thumbnails do not cost a page.
 There is one valid layout for a list of samples, hence equal samples give equal bytes.
 """
 
@@ -32,7 +32,7 @@ from vitscale.images import crc32c
 DEFAULT_CAPACITY = 8192
 DEFAULT_PAGE_BYTES = 8 << 20
 MAX_PAGE_BYTES = 2 << 30  # the largest power of two that the header's u4 holds
-PACKED_BYTES = 64 << 20  # of images and labels: up to here they begin directly after the metadata
+PACKED_BYTES = 64 << 20  # up to this many bytes, images and labels begin directly after the metadata
 MAX_SIDE = 65535  # pixels; u2 in the metadata
 NO_LABEL = -1
 
@@ -57,7 +57,7 @@ _LABELS_FIELD: tuple[str, int, np.dtype] = ("labels", 3, BYTES)
 
 
 def field_names(with_labels: bool) -> tuple[str, ...]:
-    """The fields of a shard, in order."""
+    """The names of a shard's fields, in order."""
     return tuple(name for name, _, _ in _fields(with_labels))
 
 
@@ -85,8 +85,8 @@ class StoredSample:
         height, width: pixels, 1 to 65535, as the JPEG's own header says.
         label: class index; -1 for none.
         uid: the sample's slot in the conversion's shuffled plan.
-        labels: all labels (int32), the first of them equal to `label`; empty for none. None in every sample of a shard
-            whose samples have one label at most.
+        labels: all labels (int32), the first of them equal to `label`; empty for none. None for every sample of a shard
+            whose samples have at most one label.
     """
 
     image: bytes
@@ -99,7 +99,7 @@ class StoredSample:
 
 @dataclass(frozen=True)
 class ShardStats:
-    """What a written shard holds: counts, sizes in bytes, the uid of slot 0, and crc32c per slot (uint32)."""
+    """Facts about a written shard: counts, sizes in bytes, the uid of slot 0, and crc32c per slot (uint32)."""
 
     samples: int
     bytes: int
@@ -112,7 +112,7 @@ class ShardStats:
 class _Layout:
     """Positions of samples in the file: consecutive, except that none crosses a page.
 
-    The first is at the start of a page, or `packed` behind the metadata.
+    The first is at the start of a page, or directly after the metadata if `packed`.
     """
 
     def __init__(self, capacity: int, with_labels: bool, page_bytes: int, packed: bool) -> None:
@@ -134,17 +134,17 @@ def _head_bytes(samples: int, with_labels: bool) -> int:
 
 
 def expected_bytes(samples: int, image_bytes: float) -> int:
-    """About how large a shard is that has so many samples of one label, whose images have so many bytes on average."""
+    """Roughly the bytes of a shard of so many samples with one label each, by the mean bytes of their images."""
     data = samples * image_bytes
     start = _head_bytes(samples, False)
     if data > PACKED_BYTES:
         start = _round_up(start, DEFAULT_PAGE_BYTES)
-    pages = (start + data) // DEFAULT_PAGE_BYTES  # each full one ends with about half an image's room
+    pages = (start + data) // DEFAULT_PAGE_BYTES  # at the end of each full page about half an image's room is unused
     return round(start + data + pages * image_bytes / 2) + samples * ALLOCATION.itemsize
 
 
 def samples_within(size: int, image_bytes: float) -> int:
-    """How many samples, at least one, a shard of about `size` bytes has, by the mean of their images' bytes."""
+    """The number of samples, at least one, in a shard of about `size` bytes, by the mean bytes of their images."""
     per_sample = image_bytes + _metadata_type(False).itemsize + ALLOCATION.itemsize
     return max(1, int((size - _head_bytes(0, False)) / per_sample))
 
@@ -152,13 +152,13 @@ def samples_within(size: int, image_bytes: float) -> int:
 def write_shard(path: str | Path, samples: Iterable[StoredSample], capacity: int = DEFAULT_CAPACITY) -> ShardStats:
     """Write one shard; equal samples give equal bytes, whatever `capacity` is.
 
-    Image bytes go to the disk as they come. `capacity`, the number of samples expected at most, only saves moving those
-    of a large shard when there are more than a first page of metadata holds.
+    Image bytes go to the disk as they come. `capacity` is the largest number of samples expected; it only saves moving
+    the images of a large shard whose metadata take more than one page.
 
     Raises:
-        DataError: a sample larger than 2 GiB, or no sample at all.
-        ValueError: a sample that contradicts `StoredSample`.
-        OSError: the disk's own errors. Nothing is left behind in any of these cases.
+        DataError: a sample is larger than 2 GiB, or there is none.
+        ValueError: a sample contradicts `StoredSample`.
+        OSError: an error of the disk. Nothing is left behind in any of these cases.
     """
     with durable_file(path) as file:
         return _write(file, samples, capacity, Path(path))
@@ -192,7 +192,7 @@ def _write(file: BinaryIO, samples: Iterable[StoredSample], capacity: int, path:
     if not rows:
         raise DataError(f"{path}: a shard without samples cannot be written")
 
-    # The layout above assumed how many samples there are and how large; the one below knows it.
+    # The layout above assumed the number and the sizes of the samples; the one below knows them.
     images, extras = np.array(image_sizes, np.uint64), np.array(label_sizes, np.uint64)
     sizes = (images + extras).tolist()
     page_bytes = DEFAULT_PAGE_BYTES
@@ -225,7 +225,7 @@ def _write(file: BinaryIO, samples: Iterable[StoredSample], capacity: int, path:
 
 
 def _label_bytes(sample: StoredSample, with_labels: bool) -> bytes:
-    """The sample's labels as stored; checks the sample on the way."""
+    """The sample's labels as stored. Also checks the sample: raises ValueError if it contradicts `StoredSample`."""
     if not sample.image or not 1 <= sample.height <= MAX_SIDE or not 1 <= sample.width <= MAX_SIDE:
         raise ValueError(f"uid {sample.uid}: {len(sample.image)} bytes of {sample.height} x {sample.width} pixels")
     if (sample.labels is not None) != with_labels:
@@ -240,10 +240,10 @@ def _label_bytes(sample: StoredSample, with_labels: bool) -> bytes:
 
 
 def _move(file: BinaryIO, old: list[int], new: list[int], sizes: list[int]) -> None:
-    """Bring pieces to their final positions within the file, one in memory at a time; what lies between is zero then.
+    """Move pieces to their final positions within the file, one in memory at a time, and fill the gaps with zeros.
 
-    Where none goes up, each finds its place free of those that are still to move. Otherwise all go to a region behind
-    everything first.
+    If no piece moves to a higher position, none overwrites one that is still to move. Otherwise all are first copied to
+    a region behind everything.
     """
     source = old
     if any(after > before for before, after in zip(old, new, strict=True)):
@@ -281,7 +281,7 @@ def _field_table(with_labels: bool) -> np.ndarray:
 
 
 def _allocations(metadata: np.ndarray, image_sizes: np.ndarray, with_labels: bool) -> np.ndarray:
-    """The allocation table that belongs to this metadata: per sample the image, then its labels."""
+    """The allocation table that belongs to this metadata: for each sample its image, then its labels."""
     pieces = 2 if with_labels else 1
     table = np.zeros((len(metadata), pieces), ALLOCATION)
     table["sample"] = np.arange(len(metadata), dtype=np.uint64)[:, None]
@@ -295,7 +295,7 @@ def _allocations(metadata: np.ndarray, image_sizes: np.ndarray, with_labels: boo
 
 
 class Head(NamedTuple):
-    """What a file's header says, and `total`, the bytes that the file has; positions and sizes in bytes."""
+    """A file's header, and `total`, the file's actual size; positions and sizes in bytes."""
 
     total: int
     fields: int
@@ -305,7 +305,7 @@ class Head(NamedTuple):
 
     @property
     def metadata(self) -> int:
-        """Where the metadata begins."""
+        """The position at which the metadata begins."""
         return _HEADER.itemsize + self.fields * _FIELD.itemsize
 
 
@@ -318,15 +318,15 @@ class ShardFile:
         offset, size: int64, bytes; where the stored image lies in the file.
         label, uid: int64; label -1 for none.
         crc: uint32, crc32c of the stored image's bytes.
-        raw: bool; whether the stored image is no JPEG but its pixels, height x width x 3 bytes, RGB, rows packed. Our
-            writer stores none such; `vitscale.shards.foreign` reads files that have them.
+        raw: bool; whether the stored image is not a JPEG but raw pixels: height x width x 3 bytes, RGB, rows packed.
+            Our writer never stores these; `vitscale.shards.foreign` reads files that have them.
         fields: names of the fields.
         fd: the file descriptor, for `os.pread`; valid until `close`.
         path: as given.
     """
 
     def __init__(self, path: str | Path, expected_bytes: int | None = None) -> None:
-        """Open a shard and check its head. `expected_bytes`: the manifest's word on the file's size.
+        """Open a shard and check its head. `expected_bytes` is the file's size according to the manifest.
 
         Raises:
             DataError: missing, truncated, unfinished, damaged, or not a shard of ours.
@@ -343,7 +343,7 @@ class ShardFile:
             raise
 
     def read(self, slot: int) -> bytes:
-        """The stored bytes of a slot, unchecked against `crc`. Raises DataError if the file has become shorter."""
+        """The stored bytes of a slot, not compared with `crc`. Raises DataError if the file has become shorter."""
         return self._pread(int(self.offset[slot]), int(self.size[slot]), f"image {slot}")
 
     @property
@@ -375,7 +375,7 @@ class ShardFile:
         return self.samples
 
     def _read_header(self, expected_bytes: int | None, smallest_page: int) -> Head:
-        """The header, checked as far as it goes by itself."""
+        """The header, with the checks that need nothing else of the file."""
         total = os.fstat(self.fd).st_size
         if expected_bytes is not None:
             self._require(total == expected_bytes, f"a file of {total:,} bytes", f"{expected_bytes:,} bytes")
@@ -394,7 +394,7 @@ class ShardFile:
         return Head(total, int(header["fields"]), page, samples, alloc_table)
 
     def _read_fields(self, head: Head, count: int) -> np.ndarray:
-        """The first `count` entries of the field table, of `_FIELD`."""
+        """The first `count` entries of the field table, dtype `_FIELD`."""
         size = count * _FIELD.itemsize
         self._require(
             _HEADER.itemsize + size <= head.total, f"the file has {head.total} bytes", f"a field table of {size} bytes"
@@ -402,7 +402,7 @@ class ShardFile:
         return np.frombuffer(self._pread(_HEADER.itemsize, size, "field table"), _FIELD)
 
     def _read_metadata(self, head: Head, kind: np.dtype) -> np.ndarray:
-        """The records of all samples, (samples,) of `kind`."""
+        """The metadata records of all samples, (samples,) of dtype `kind`."""
         self._require(
             head.metadata + head.samples * kind.itemsize <= head.alloc_table <= head.total,
             f"{head.samples} samples and an allocation table at byte {head.alloc_table:,} of {head.total:,}",
@@ -411,7 +411,7 @@ class ShardFile:
         return np.frombuffer(self._pread(head.metadata, head.samples * kind.itemsize, "metadata"), kind)
 
     def _read_allocations(self, head: Head, pieces: int) -> np.ndarray:
-        """The allocation table, (pieces,) of `ALLOCATION`."""
+        """The allocation table, (pieces,) of dtype `ALLOCATION`."""
         return np.frombuffer(
             self._pread(head.alloc_table, pieces * ALLOCATION.itemsize, "allocation table"), ALLOCATION
         )
@@ -452,11 +452,11 @@ class ShardFile:
     def _check_samples(
         self, metadata: np.ndarray, table: np.ndarray, with_labels: bool, page: int, first_byte: int, end: int
     ) -> None:
-        """Metadata and allocation table must tell one and the same possible story."""
+        """Check that metadata and allocation table are possible and agree. Raises DataError if not."""
         image_sizes = table["size"][:: 2 if with_labels else 1]
         image = metadata["image"]
         position, size = table["position"], table["size"]
-        # Unsigned sums may wrap; a piece that starts inside the file and is no longer than it cannot.
+        # Unsigned sums may wrap, but not for a piece that starts inside the file and is no longer than it.
         inside = (position >= first_byte) & (position < end) & (size > 0) & (size <= end) & (position + size <= end)
         bad = {
             "an image that is no JPEG": image["mode"] != MODE_JPEG,
@@ -473,7 +473,7 @@ class ShardFile:
         self._refuse(bad)
 
     def _refuse(self, bad: dict[str, np.ndarray]) -> None:
-        """Raise DataError if any of these, by what is wrong there, holds anywhere."""
+        """Raise DataError if any of these masks is True anywhere; the keys say what is wrong there."""
         for what, where in bad.items():
             if where.any():
                 raise DataError(f"{self.path}: damaged: {what}, in {int(where.sum())} places of {len(where)}")
@@ -485,7 +485,7 @@ class ShardFile:
     def _pread(self, position: int, size: int, what: str) -> bytes:
         parts: list[bytes] = []
         done = 0
-        while done < size:  # one call gives at most 2 GiB, and less on some network file systems
+        while done < size:  # one call reads at most 2 GiB, and less on some network file systems
             try:
                 part = os.pread(self.fd, size - done, position + done)
             except OSError as error:

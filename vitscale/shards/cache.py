@@ -1,11 +1,12 @@
-"""Shards of datasets at URLs, on this machine's disk: fetched once, used by all of its processes, within a limit.
+"""A cache on this machine's disk for shards at URLs: each fetched once, shared by all processes, within a limit.
 
-A file is named by its content, so that all datasets and views that share a shard share the file, and another content
-never comes under its name. It grows under a name that ends in `.part`, and is renamed when its digest is right.
+A file is named by its content, so that all datasets and views that share a shard share the file, and no other content
+can ever have its name. While it is fetched its name ends in `.part`; it is renamed once its digest is right.
 
-Three kinds of locks keep the processes apart; the kernel takes them from a process that dies, so that none has to be
-cleaned up. `lock` is held for the moments in which names are given and taken. The writer of a `.part` holds it
-exclusively: one that nobody holds is rubbish. Whoever uses a file shares its lock: what nobody holds may be removed.
+Three kinds of locks keep the processes apart; the kernel releases those of a process that dies, so none has to be
+cleaned up. `lock` is held for the moments in which files are created, renamed or removed. The writer of a `.part` locks
+it exclusively: one that is not locked is rubbish. Each user of a file holds a shared lock on it: a file without locks
+may be removed.
 """
 
 import errno
@@ -38,10 +39,10 @@ _log = logging.getLogger(__name__)
 
 
 class PinnedFile:
-    """A file of the cache that stays where it is until it is released, or this process ends. A context manager.
+    """A file of the cache that stays there until it is released or this process ends. A context manager.
 
     Attributes:
-        path: of the file. Nothing is written into it.
+        path: the file's path. Nothing is written into the file.
     """
 
     def __init__(self, path: Path, file: FileIO) -> None:
@@ -49,10 +50,10 @@ class PinnedFile:
         self._file: FileIO | None = file  # open, its lock shared
 
     def release(self) -> None:
-        """Let the cache remove the file when it needs room; what has it open may still read it. Once or more."""
+        """Let the cache remove the file when it needs room; open descriptors stay readable. Harmless when repeated."""
         file, self._file = self._file, None
         if file is not None:
-            unlock(file)  # a process that was forked meanwhile keeps the file open, but not locked
+            unlock(file)  # closing alone would leave it locked in a process that was forked meanwhile
             file.close()
 
     def __enter__(self) -> Self:
@@ -65,7 +66,7 @@ class PinnedFile:
 
 
 class _Found(NamedTuple):
-    """A file of ours: the shard that it is or becomes, whether it is a `.part`, its bytes and time of last use."""
+    """A file of the cache: the shard that it is or becomes, whether it is a `.part`, its bytes and time of last use."""
 
     path: Path
     shard: str
@@ -75,18 +76,18 @@ class _Found(NamedTuple):
 
 
 class ShardCache:
-    """Shards of datasets at URLs on this machine's disk, shared by all processes of the machine.
+    """The cache of shards at URLs in a folder of this machine, shared by all of its processes.
 
-    The least recently used shards make room for others. None that is pinned is removed: where all that is pinned
-    exceeds the limit, the cache grows beyond it, with one warning, since waiting could be for ever. Files that do not
-    have a name of the cache's are neither counted nor removed.
+    The least recently used shards make room for others. A pinned file is never removed: if the pinned files together
+    exceed the limit, the cache grows beyond it, with one warning, since waiting could last forever. Files without a
+    name of the cache's pattern are neither counted nor removed.
 
     Args:
-        folder: for the files alone; made if it is not there.
-        limit_bytes: of all of them together, finished or not.
+        folder: the cache's folder, for its files alone; created if missing.
+        limit_bytes: the limit for all its files together, finished or not.
 
     Raises:
-        RecipeError: the folder cannot be written, knows no locks, or is a dataset.
+        RecipeError: the folder cannot be written, has no file locks, or is a dataset.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
@@ -98,18 +99,18 @@ class ShardCache:
             pass
 
     def pin(self, url: str, entry: ShardEntry, cancelled: Callable[[], bool] = never) -> PinnedFile:
-        """A shard's file, fetched if it is not here; another process that fetches it already is waited for.
+        """A shard's file, fetched if it is not here; waits if another process is already fetching it.
 
         Args:
-            url: of the shard.
-            entry: what the manifest says of it.
-            cancelled: asked ten times a second while this waits.
+            url: the shard's URL.
+            entry: the shard's entry in the manifest.
+            cancelled: polled ten times a second while this waits.
 
         Raises:
-            DataError: there is no such shard, it may not be read, or it is not what the manifest says.
-            StorageError: the URL does not answer, or not within a minute for each of several tries.
+            DataError: the shard does not exist, may not be read, or is not what the manifest says.
+            StorageError: the URL does not answer, or not within a minute in each of several attempts.
             RecipeError: the disk or the limit is too small.
-            CancelledError: soon after `cancelled` says so.
+            CancelledError: `cancelled` returned True.
         """
         if entry.bytes > self._limit:
             raise RecipeError(
@@ -138,9 +139,9 @@ class ShardCache:
             if not try_lock(file, shared=True):  # it is being removed
                 file.close()
                 pause(_POLL_SECONDS, never)
-            elif not _is_at(file, path):  # it was, between opening and locking
+            elif not _is_at(file, path):  # it was removed between opening and locking
                 file.close()
-            elif os.fstat(file.fileno()).st_size != size:  # somebody has cut it; the name is no promise any more
+            elif os.fstat(file.fileno()).st_size != size:  # truncated: its name no longer promises its content
                 with self._alone():
                     if _is_at(file, path):
                         path.unlink()
@@ -150,7 +151,7 @@ class ShardCache:
                 return PinnedFile(path, file)
 
     def _begin(self, name: str, size: int) -> FileIO | Path | None:
-        """An empty `.part` for a shard, locked; that of another process; or None, since the shard has just arrived."""
+        """A new `.part` for a shard, locked; the path of another process's; or None if the shard has just arrived."""
         with self._alone():
             found = self._found()
             if any(one.shard == name and not one.is_part for one in found):
@@ -163,11 +164,11 @@ class ShardCache:
             self._make_room(found, size)
             part = FileIO(self._folder / f"{name}.{secrets.token_hex(4)}.part", "x+")
             lock(part)
-            os.truncate(part.fileno(), size)  # so that it counts in full while it grows
+            os.truncate(part.fileno(), size)  # so that it counts with its full size while it is fetched
             return part
 
     def _found(self) -> list[_Found]:
-        """Our files, the least recently used first."""
+        """The cache's files, the least recently used first."""
         found = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
@@ -197,7 +198,7 @@ class ShardCache:
             )
 
     def _remove_one(self) -> bool:
-        """Remove the least recently used shard that nobody uses; False if there is none."""
+        """Remove the least recently used file that is not in use; False if there is none."""
         with self._alone():
             return any(_remove_unused(one.path) for one in self._found())
 
@@ -207,10 +208,10 @@ class ShardCache:
         grown = Path(part.name)
         try:
             self._transfer(url, entry, part, cancelled)
-            # The name promises the content, also after a power cut, and the content is not read again to see. A name
-            # that gets lost costs a transfer, hence the folder is not flushed.
+            # The name promises the content, even after a power cut, and the content is not read again to check. A lost
+            # name only costs another transfer, hence the folder is not flushed.
             os.fsync(part.fileno())
-            with self._alone():  # nobody may remove it before the lock is a shared one
+            with self._alone():  # no process may remove it before the lock has become a shared one
                 grown.replace(path)
                 lock(part, shared=True)
         except BaseException:
@@ -221,7 +222,7 @@ class ShardCache:
 
     def _transfer(self, url: str, entry: ShardEntry, part: FileIO, cancelled: Callable[[], bool]) -> None:
         def write(piece: bytes, position: int) -> None:
-            with self._problems_of_disk():  # so that any other OSError is one of the URL
+            with self._problems_of_disk():  # so that any other OSError comes from the URL
                 self._write(part, piece, position)
 
         promise = Promise(entry.bytes, "xxh3_128", entry.xxh3_128, "the manifest")
@@ -240,7 +241,7 @@ class ShardCache:
             try:
                 written = os.pwrite(part.fileno(), rest, position)
             except OSError as error:
-                # The disk is smaller than the limit: what nobody uses makes room.
+                # The disk is smaller than the limit: files that are not in use make room.
                 if error.errno not in _NO_SPACE or not self._remove_one():
                     raise
                 continue
@@ -248,7 +249,7 @@ class ShardCache:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Only one thread of one process of this machine at a time; for moments. Raises OSError."""
+        """Exclusive use of the cache, by one thread of one process of this machine; for moments. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with locked(self._folder / "lock"):
             yield
@@ -273,7 +274,7 @@ class ShardCache:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether somebody writes this file; False if it is gone."""
+    """Whether a process is writing this file; False if it is gone."""
     try:
         with FileIO(path) as file:
             return not try_lock(file, shared=True)
@@ -290,7 +291,7 @@ def _is_at(file: FileIO, path: Path) -> bool:
 
 
 def _remove_unused(path: Path) -> bool:
-    """Remove a file unless somebody holds its lock, or it is another user's. For whoever is alone."""
+    """Remove a file, unless it is locked or another user's; whether it is gone. Only call this within `_alone`."""
     try:
         with FileIO(path, "r+") as file:
             if not try_lock(file):
@@ -304,5 +305,5 @@ def _remove_unused(path: Path) -> bool:
 
 
 def _mark_used(file: FileIO) -> None:
-    with suppress(OSError):  # another user's
+    with suppress(OSError):  # the file is another user's
         os.utime(file.fileno())

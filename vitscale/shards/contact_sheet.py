@@ -1,4 +1,4 @@
-"""The first samples of a dataset, to be looked at: their facts, and a contact sheet of their pictures."""
+"""The first samples of a dataset for people to look at: their facts, and a contact sheet of their pictures."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _BACKGROUND, _MARGIN, _TEXT, _FAINT, _WRONG = "white", "#ececec", "black", "#666
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample: its uid, its key if known, names of its classes, size in pixels and bytes, and its picture, small."""
+    """One sample: its uid, its key if known, its classes' names, its size in pixels and bytes, and a small picture."""
 
     uid: int
     key: str | None
@@ -33,7 +33,7 @@ class Sample:
 
 
 def first_samples(manifest: Manifest, count: int) -> Iterator[Sample]:
-    """The first selected samples in stored order. Raises DataError (damage) and StorageError."""
+    """The first `count` selected samples, in stored order. Raises DataError (damage) and StorageError."""
     names = manifest.class_names
     for index in range(len(manifest.shards)):
         if count <= 0:
@@ -56,9 +56,9 @@ def first_samples(manifest: Manifest, count: int) -> Iterator[Sample]:
 
 
 def contact_sheet(samples: list[Sample], predicted: Mapping[int, str] | None = None) -> Image.Image:
-    """Pictures side by side in their own proportions, under each its class and uid.
+    """Pictures side by side with their aspect ratios kept, with the class and uid below each.
 
-    With `predicted`, uid -> class name, what was predicted stands in place of the uid, in red where it is wrong.
+    With `predicted`, uid -> class name, the prediction takes the place of the uid, in red if it is wrong.
     """
     columns = ceil(sqrt(max(1, len(samples))))
     rows = max(1, ceil(len(samples) / columns))
@@ -82,7 +82,7 @@ def contact_sheet(samples: list[Sample], predicted: Mapping[int, str] | None = N
 
 
 def printable(text: str) -> str:
-    """Names as they can be drawn and printed, in one line."""
+    """Text that can be drawn and printed in one line: unprintable characters become spaces."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
@@ -91,7 +91,7 @@ def _class_text(sample: Sample) -> str:
 
 
 def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
-    """`text`, with its end left out if it is wider than a picture."""
+    """The text, cut and ended with an ellipsis if it is wider than a picture."""
     text = text[:_SIDE]  # no letter is narrower than a pixel
     if font.getlength(text) <= _SIDE:
         return text

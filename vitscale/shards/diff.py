@@ -1,7 +1,7 @@
-"""What differs between two datasets: in their manifests, and image by image, joined by key or by content.
+"""Compares two datasets: their manifests, and image by image, joined by key or by content.
 
-Shards that both have (by sha256 and selection) are not looked into. The samples of all others are joined in a database
-on this machine's disk, so that memory does not grow with the datasets.
+Shards that both have (by sha256 and selection) are not read. The samples of all others are joined in a database on this
+machine's disk, so that memory does not grow with the datasets.
 """
 
 import json
@@ -25,7 +25,7 @@ EXAMPLES = 10
 
 _FACTS = ("schema_version", "fields", "num_samples", "shuffle_seed", "num_rejected", "num_removed")
 
-# What is asked of the two tables a and b: name, how to find it, and of each example the name and what A and B have.
+# Queries on the two tables a and b: name -> the FROM clause, and for each example its name and what A and B have.
 _SHOW_CRC = "printf('crc32c %08x, %d bytes', {0}.crc, {0}.size)"
 _QUESTIONS = {
     "only in A": ("a LEFT JOIN b USING (key) WHERE b.key IS NULL", "a.name", "a.labels", "''"),
@@ -48,15 +48,16 @@ _QUESTIONS = {
 
 @dataclass
 class Difference:
-    """What differs; empty if nothing does.
+    """The differences between datasets A and B; false if there are none.
 
     Attributes:
-        facts: of the manifests: name -> its values in A and B.
-        classes_added, classes_removed: names that only B, only A has, in their order.
+        facts: the manifests' differing facts: name -> its values in A and B.
+        classes_added, classes_removed: class names that only B has, and that only A has, in their order.
         classes_reordered: whether the names that both have come in another order.
-        counts: of samples, by what is different about them; without zeros.
-        examples: per kind up to EXAMPLES of (key, what A has, what B has), sorted by key; A's key where both have one.
-        equal_shards: shards that both have.
+        counts: kind of difference -> the number of samples; no zeros.
+        examples: kind of difference -> up to EXAMPLES of (key, what A has, what B has), sorted by key; the key is A's
+            if both have one.
+        equal_shards: the number of shards that both have.
     """
 
     facts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -72,14 +73,14 @@ class Difference:
 
 
 def diff(a: Manifest, b: Manifest, by: Literal["key", "content"] = "key") -> Difference:
-    """Compare two datasets; order, file names and cuts of shards do not count.
+    """Compare two datasets; the samples' order, file names and the cuts between shards do not count.
 
-    Samples are the same if they have one key, or by "content" if the SHA-256 of their source images is one; of equal
-    images each has its counterpart.
+    Samples are the same if their keys are equal, or, by "content", if the SHA-256 of their source images is; among
+    equal images each is paired with one counterpart.
 
     Raises:
-        DataError: a table of provenance that is needed is missing or damaged.
-        StorageError: a URL that does not answer.
+        DataError: a provenance table that is needed is missing or damaged.
+        StorageError: a URL does not answer.
     """
     found = Difference()
     for name in _FACTS:
@@ -115,8 +116,8 @@ def diff(a: Manifest, b: Manifest, by: Literal["key", "content"] = "key") -> Dif
 
 
 def _different_shards(a: Manifest, b: Manifest) -> tuple[list[int], list[int]]:
-    """Indices of the shards of each that the other does not have likewise."""
-    if a.class_names != b.class_names:  # equal numbers may mean other classes
+    """For each dataset the indices of the shards that the other does not have with the same selection."""
+    if a.class_names != b.class_names:  # equal labels may mean different classes
         return list(range(len(a.shards))), list(range(len(b.shards)))
     identities_a, identities_b = ([_identity(of, index) for index in range(len(of.shards))] for of in (a, b))
     common = Counter(identities_a) & Counter(identities_b)
@@ -142,13 +143,13 @@ def _without(identities: list[tuple[str, str]], common: Counter[tuple[str, str]]
 
 
 def _fill(database: sqlite3.Connection, table: str, manifest: Manifest, indices: list[int], by: str) -> None:
-    """A table of the samples in some shards of a dataset; `name` is the sample's key, `key` what it is joined by."""
+    """Make a table of the samples in some shards of a dataset; `name` is a sample's key, `key` what it is joined by."""
     rows = f"{table}_rows"
     database.execute(f"CREATE TABLE {rows} (name TEXT, sha256 BLOB, crc INTEGER, size INTEGER, labels TEXT)")
     for index in indices:
         database.executemany(f"INSERT INTO {rows} VALUES (?, ?, ?, ?, ?)", _rows(manifest, index))
     key = "name"
-    if by == "content":  # and of equal images the number, so that each is joined with one
+    if by == "content":  # with a number among equal images, so that each is joined with one other
         key = "hex(sha256) || row_number() OVER (PARTITION BY sha256 ORDER BY labels, crc, size, name)"
     database.execute(f"CREATE TABLE {table} AS SELECT {key} AS key, * FROM {rows}")
     database.execute(f"DROP TABLE {rows}")

@@ -1,8 +1,8 @@
-"""A dataset back as image files: class folders of the stored bytes, unchanged, which convert to an equal dataset.
+"""Turns a dataset back into image files: class folders of unchanged stored bytes, which convert to an equal dataset.
 
-OUT/cat/1.jpg       named by the key, in the folder of the sample's first class; .png for what is stored as raw pixels
-OUT/classes.txt     folders of classes in order of labels: what --classes wants
-OUT/labels.csv      path and all labels of every image: what --labels wants, where folders could be mistaken
+OUT/cat/1.jpg       named by the key, in the folder of the sample's first class; .png for images stored as raw pixels
+OUT/classes.txt     class folders in order of labels: the file for --classes
+OUT/labels.csv      path and all labels of every image: the file for --labels, in case folders could be misread
 """
 
 import csv
@@ -23,33 +23,33 @@ CLASSES_NAME = "classes.txt"
 LABELS_NAME = "labels.csv"
 UNLABELLED = "unlabelled"
 
-_MAX_NAME_BYTES = 200  # file systems take 255, and a uid may come
+_MAX_NAME_BYTES = 200  # file systems take 255, and a uid may be added
 _MAX_PATH_BYTES = 1000
 _REPLACED = frozenset("/|")  # the latter separates labels in labels.csv
-_REPLACED_CATEGORIES = frozenset(("Cc", "Cs", "Zl", "Zp"))  # control and half characters, separators of lines
+_REPLACED_CATEGORIES = frozenset(("Cc", "Cs", "Zl", "Zp"))  # controls, surrogates, line and paragraph separators
 
 
 def export(manifest: Manifest, out: str, progress: Callable[[int], None] | None = None) -> int:
     """Write the selected samples of a dataset as files; returns their number.
 
-    The folder appears under its name when it is complete and on the disk.
+    The folder appears under its name only once it is complete and on the disk.
 
     Args:
         manifest: the dataset.
-        out: a new or empty folder of this machine.
-        progress: told the number of images written, now and then.
+        out: the folder for the files, new or empty, on this machine.
+        progress: called now and then with the number of images written.
 
     Raises:
-        RecipeError: `out` cannot be taken.
-        DataError: a damaged sample or shard; a disk that is full. Nothing is left behind.
-        StorageError: a URL that does not answer.
+        RecipeError: `out` cannot be used.
+        DataError: a sample or shard is damaged, or the disk is full. Nothing is left behind.
+        StorageError: a URL does not answer.
     """
     with new_folder(out) as folder:
         return _Writer(folder, manifest).write(progress or (lambda _: None))
 
 
 class _Writer:
-    """Writes into `folder`; the file system itself tells which names are taken."""
+    """Writes the files into `folder`, and lets the file system tell which names are taken."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._image_suffixes = frozenset(Image.registered_extensions())
@@ -84,7 +84,7 @@ class _Writer:
         return written
 
     def _write_image(self, key: str, labels: list[int], uid: int, image: bytes, ending: str) -> str:
-        """Returns the path of the file that was written, relative, parts joined by /."""
+        """Write one image; returns the file's path relative to the folder, with parts joined by /."""
         parts = key.split("/")
         if labels:
             name, folder = self._manifest.class_names[labels[0]], self._class_folders[labels[0]]
@@ -108,14 +108,14 @@ class _Writer:
                 with (self._folder / path).open("xb") as file:
                     file.write(image)
                 return path
-            except (FileExistsError, NotADirectoryError):  # taken, or a file is where a folder is wanted
+            except (FileExistsError, NotADirectoryError):  # taken, or a file is where a folder should be
                 continue
         raise AssertionError
 
     def _new_folder(self, name: str, otherwise: str) -> str:
-        """Make a folder for a class, named as nearly so as possible; nothing else has its name."""
+        """Make a folder for a class, with a name that is free and as close to the class's as possible."""
         safe = _safe(name)
-        # A label -1 is none; files have the other two names.
+        # -1 would read as no label; the other two names are those of files.
         first = otherwise if safe in ("", "-1", CLASSES_NAME, LABELS_NAME) else safe
         for attempt in chain((first,), _numbered(f"{first}-", "")):
             try:
@@ -131,13 +131,13 @@ def _numbered(before: str, after: str) -> Iterator[str]:
 
 
 def _safe(part: str) -> str:
-    """A name that no file system and no converter takes amiss; empty if there is none like it."""
+    """The name with what file systems or converters would misread replaced; empty if nothing usable remains."""
     name = "".join(
         "_" if char in _REPLACED or unicodedata.category(char) in _REPLACED_CATEGORIES else char for char in part
     ).strip()
     if name in ("", ".", ".."):
         return ""
-    if name.startswith(".") or name == "__MACOSX":  # converters take these for hidden
+    if name.startswith(".") or name == "__MACOSX":  # converters would skip these as hidden
         name = f"_{name}"
     encoded = name.encode()
     if len(encoded) > _MAX_NAME_BYTES:

@@ -1,7 +1,7 @@
-"""A `.beton` that FFCV's own writer wrote: any fields in any order, images as JPEGs or as raw pixels, no checksums.
+"""Reads a `.beton` of FFCV's own writer: any fields in any order, images as JPEGs or as raw pixels, no checksums.
 
-`vitscale shards adopt` makes a dataset of such a file. Its manifest says which fields are used, and where the checksums
-are that were taken then.
+`vitscale shards adopt` makes a dataset of such a file. The dataset's manifest says which fields are used, and where the
+checksums are that were computed then.
 """
 
 from pathlib import Path
@@ -28,13 +28,13 @@ _TYPES = (
 
 
 def read_fields(path: str | Path) -> dict[str, str]:
-    """Kinds of the fields of a file by name, in order. Raises DataError as `ForeignShard`."""
+    """A file's fields, in order: name -> kind. Raises DataError as `ForeignShard` does."""
     with _FieldTable(path) as file:
         return file.kinds
 
 
 class _FieldTable(ShardFile):
-    """A file of which only the fields are known: their names and kinds in `kinds`, and in `records` their metadata."""
+    """A file of which only the field table is read: `kinds` has the fields' names and kinds."""
 
     def _read_head(self, expected_bytes: int | None) -> None:
         self._head = self._read_header(expected_bytes, _SMALLEST_PAGE)
@@ -50,12 +50,12 @@ class _FieldTable(ShardFile):
             )
         self.fields = tuple(names)
         self.kinds = {name: _TYPES[of][0] for name, of in zip(names, types, strict=True)}
-        # By position: names that others chose may be none for NumPy.
+        # Named by position, since NumPy may not accept the names that others chose.
         self._record = np.dtype([(f"f{i}", _TYPES[of][1]) for i, of in enumerate(types)], align=True)
 
 
 class ForeignShard(_FieldTable):
-    """An open file of FFCV's writer, as a shard. Uids are its slots; a sample has one label at most."""
+    """An open file of FFCV's writer, as a shard. A sample's uid is its slot; it has at most one label."""
 
     def __init__(
         self,
@@ -69,15 +69,15 @@ class ForeignShard(_FieldTable):
         """Open a file and check its head.
 
         Args:
-            path: of the file.
-            image_field: name of the field of images that is used.
-            label_field: name of the field of labels, integers; None for no labels.
-            crc: uint32 (samples,), crc32c of every stored image; None while they are not known: then `crc` is zero.
-            expected_bytes: the manifest's word on the file's size.
+            path: the file's path.
+            image_field: name of the image field to use.
+            label_field: name of the integer field to use as labels; None for no labels.
+            crc: crc32c of every stored image, uint32 (samples,); None while they are unknown: then `crc` is zero.
+            expected_bytes: the file's size according to the manifest.
 
         Raises:
-            DataError: missing, truncated, unfinished or damaged; without these fields, or with one of a type that is
-                not FFCV's own; labels that are none; another number of samples than `crc` has.
+            DataError: the file is missing, truncated, unfinished or damaged; it lacks one of these fields, or has one
+                of a type that is not FFCV's own; a label is below -1; the number of samples is not that of `crc`.
         """
         self._image_field, self._label_field, self._known_crc = image_field, label_field, crc
         super().__init__(path, expected_bytes)
@@ -126,19 +126,19 @@ class ForeignShard(_FieldTable):
             )
 
     def _column(self, metadata: np.ndarray, name: str, kind: str) -> np.ndarray:
-        """What the metadata have of a field."""
+        """The metadata of a field, (samples,). Raises DataError if there is no field of this name and kind."""
         found = ", ".join(f"{field} ({of})" for field, of in self.kinds.items())
         self._require(self.kinds.get(name) == kind, f"the fields {found}", f"{name} ({kind}) among them")
         return metadata[f"f{self.fields.index(name)}"]
 
     def _sizes(self, positions: np.ndarray, table: np.ndarray, first_byte: int, end: int) -> np.ndarray:
-        """Bytes of the image of every slot, int64 (samples,): of what was allocated at its position."""
+        """The size of each slot's image in bytes, int64 (samples,): that of the piece allocated at its position."""
         position, size = table["position"], table["size"]
-        # Unsigned sums may wrap; those of a piece that starts inside the file and is no longer than it cannot.
+        # Unsigned sums may wrap, but not for a piece that starts inside the file and is no longer than it.
         outside = (position < first_byte) | (position > end) | (size > end) | (position + size > end)
         self._refuse({"a piece outside the pages": outside})
-        order = np.argsort(position, kind="stable")  # several processes wrote, so pieces come in any order
-        order = order[size[order] > 0]  # an empty piece, of another field, lies where the next one begins
+        order = np.argsort(position, kind="stable")  # several processes wrote the file, so pieces are in any order
+        order = order[size[order] > 0]  # an empty piece, of another field, shares its position with the next one
         self._require(order.size > 0, "nothing allocated", "images")
         position, size, sample = position[order], size[order], table["sample"][order]
         self._refuse({"overlapping pieces": position[1:] < position[:-1] + size[:-1]})

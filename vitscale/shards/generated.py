@@ -1,4 +1,4 @@
-"""Datasets of generated pictures whose colour tells their class, for smoke runs and tests."""
+"""Datasets of generated pictures whose colour shows their class, for smoke runs and tests."""
 
 import contextlib
 import io
@@ -19,10 +19,10 @@ _COLOURS = np.array(
 
 
 def write_generated_dataset(folder: Path, shard_sizes: list[int], seed: int = 0) -> Manifest:
-    """Shards of pictures of 24 x 24 to 40 x 40 pixels, the seven classes equally often, and their manifest.
+    """Write shards of pictures of 24 x 24 to 40 x 40 pixels, the seven classes equally often, and their manifest.
 
-    Equal arguments give equal bytes. What is there already is left as it is, so that several processes may call this at
-    once: each writes aside, and one of them renames first.
+    Equal arguments give equal bytes. A dataset that is already there is left as it is, so that several processes may
+    call this at once: each writes to a folder of its own, and the first to finish renames it.
     """
     if not (folder / MANIFEST_NAME).exists():
         folder.parent.mkdir(parents=True, exist_ok=True)

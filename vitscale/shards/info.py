@@ -1,4 +1,4 @@
-"""What a dataset is, from its manifest alone; and its classes and the size of its images, from its shards."""
+"""Facts about a dataset: what its manifest says, and, from its shards, samples per class and bytes of images."""
 
 from collections import Counter
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from vitscale.shards.opening import open_shard
 
 
 def describe(manifest: Manifest) -> dict[str, Any]:
-    """The facts that `vitscale shards info` prints, by name; `bytes` and the like are those of whole files."""
+    """The facts that `vitscale shards info` prints, by name; byte counts are those of whole files."""
     shards = manifest.shards
     stored = sum(shard.samples for shard in shards)
     size = sum(shard.bytes for shard in shards)
@@ -42,9 +42,9 @@ class Census(NamedTuple):
     """Counts over the selected samples of a dataset.
 
     Attributes:
-        classes: samples of each class, in order of the classes; one with several labels counts in each of them.
-        unlabelled: samples without a label.
-        image_bytes: of all stored images together, without what else a shard has.
+        classes: the number of samples of each class, in the classes' order; one with several labels counts in each.
+        unlabelled: the number of samples without a label.
+        image_bytes: the bytes of all stored images together, without the rest of the shards.
     """
 
     classes: dict[str, int]

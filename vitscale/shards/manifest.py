@@ -1,7 +1,7 @@
 """A dataset: `manifest.json`, which lists its shards and which of their samples belong to it.
 
-A subset or a de-duplicated view is another manifest over the same shards (`select`), not a copy. Nothing of when, where
-or how fast stands in it, so equal inputs give equal bytes.
+A subset or a de-duplicated view is another manifest over the same shards (`select`), not a copy. A manifest does not
+say when, where or how fast it was made, so equal inputs give equal bytes.
 """
 
 import hashlib
@@ -57,20 +57,20 @@ class ExcludedSlots(_Strict):
 
 
 class SelectExclude(_Strict):
-    """All slots of a shard but those listed in a file."""
+    """All slots of a shard except those listed in a file."""
 
     exclude: ExcludedSlots
 
 
 class StoredChecksums(_Strict):
-    """A .npy file of uint32 (samples,), crc32c of every image; `path` is relative to the manifest's directory."""
+    """A .npy file with the crc32c of every image, uint32 (samples,); `path` is relative to the manifest's directory."""
 
     path: str
     sha256: _Sha256
 
 
 class Adopted(_Strict):
-    """That a shard is a file of FFCV's own writer: names of the fields that are used, and what such a file lacks.
+    """Marks a shard as a file of FFCV's own writer: the fields that are used, and the checksums that it lacks.
 
     A `label_field` of None means that there are no labels.
     """
@@ -81,7 +81,7 @@ class Adopted(_Strict):
 
 
 class ShardEntry(_Strict):
-    """One shard: where it is (relative to the manifest, may leave its directory), what it holds, what of it is used."""
+    """One shard: its path (relative to the manifest, possibly outside its directory), its content and its selection."""
 
     path: str
     samples: Annotated[int, Field(ge=1, le=2**32)]
@@ -94,7 +94,7 @@ class ShardEntry(_Strict):
 
     @model_serializer(mode="wrap")
     def _without_nothing(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Manifests of version 1 know no adopted shards."""
+        """Leave out `adopted` where it is None: manifests of version 1 do not have it."""
         content: dict[str, Any] = serialize(self)
         if self.adopted is None:
             del content["adopted"]
@@ -110,13 +110,13 @@ class ShardEntry(_Strict):
 
     @classmethod
     def of_file(cls, path: Path, *, samples: int, first_uid: int) -> "ShardEntry":
-        """The entry of a shard that lies beside its manifest, its digests taken from the file. Raises OSError."""
+        """The entry of a shard beside its manifest, with digests computed from the file. Raises OSError."""
         digests = file_digests(path)
         return cls(path=path.name, samples=samples, first_uid=first_uid, **digests._asdict())
 
     @property
     def num_selected(self) -> int:
-        """Samples of this shard that belong to the dataset."""
+        """The number of samples of this shard that belong to the dataset."""
         match self.select:
             case SelectFirst(first=first):
                 return first
@@ -129,15 +129,15 @@ class Manifest(_Strict):
     """A dataset.
 
     Attributes:
-        schema_version: as `schema_version_of` has it; a version 2 that needs only 1 is read as well.
-        fields: what a sample of the shards has, in order.
-        num_samples: selected samples over all shards.
-        class_names: by label; empty for a dataset without labels.
-        shuffle_seed: of the conversion's global shuffle.
-        options: settings of the conversion that change its content.
-        num_rejected: images of the source that could not be decoded.
-        num_removed: samples that were taken out later (near-duplicates of a test set).
-        shards: in order of uid.
+        schema_version: as `schema_version_of` gives it; a version 2 that would only need 1 is read as well.
+        fields: the names of the shards' fields, in order.
+        num_samples: the number of selected samples of all shards.
+        class_names: the classes' names, by label; empty for a dataset without labels.
+        shuffle_seed: the seed of the conversion's global shuffle.
+        options: the conversion's settings that change its content.
+        num_rejected: the number of images of the source that could not be decoded.
+        num_removed: the number of samples that were removed later (near-duplicates of a test set).
+        shards: the shards, in order of uid.
     """
 
     schema_version: Literal[1, 2] = 1
@@ -173,8 +173,9 @@ class Manifest(_Strict):
         """Read a dataset's manifest, given its directory or the file itself, on this machine or at a URL.
 
         Raises:
-            DataError: missing, unreadable, no JSON, of another schema version, or contradicting itself.
-            RecipeError, StorageError: a URL of an unknown kind; one that does not answer.
+            DataError: the manifest is missing, unreadable, not JSON, of another schema version, or contradicts itself.
+            RecipeError: a URL of an unknown kind.
+            StorageError: a URL does not answer.
         """
         where = str(path)
         if is_url(where):
@@ -218,14 +219,14 @@ class Manifest(_Strict):
 
     @property
     def path(self) -> Path:
-        """The manifest file. Raises ValueError unless it lies on this machine."""
+        """The manifest file's path. Raises ValueError unless it is on this machine."""
         if is_url(self.where):
             raise ValueError(f"{self.where} is not on this machine")
         return Path(self.where)
 
     @property
     def directory(self) -> Path:
-        """The dataset's directory."""
+        """The manifest file's directory. Raises ValueError unless it is on this machine."""
         return self.path.parent
 
     @property
@@ -234,7 +235,10 @@ class Manifest(_Strict):
         return self._sha256 or hashlib.sha256(self._content()).hexdigest()
 
     def location(self, path: str) -> str:
-        """Path or URL of what the manifest names relative to its directory. Raises DataError for what leaves a URL."""
+        """Path or URL of a file that the manifest names relative to its directory.
+
+        Raises DataError for a path that leads out of a URL's host or bucket.
+        """
         if not is_url(self.where):
             return str(self.directory / path)
         scheme, _, file = self.where.partition("://")
@@ -245,7 +249,7 @@ class Manifest(_Strict):
         return f"{scheme}://{inside}"
 
     def shard_path(self, index: int) -> Path:
-        """Where shard `index` of `shards` lies."""
+        """The path of shard `index` of `shards`. Raises ValueError unless the dataset is on this machine."""
         return self.directory / self.shards[index].path
 
     def selected_slots(self, index: int) -> np.ndarray | None:
@@ -263,7 +267,7 @@ class Manifest(_Strict):
         return None
 
     def slots(self, index: int) -> np.ndarray:
-        """As `selected_slots`, with all of them where it says None."""
+        """As `selected_slots`, but always an array: all slots of the shard in place of None."""
         selected = self.selected_slots(index)
         return np.arange(self.shards[index].samples, dtype=np.int64) if selected is None else selected
 
@@ -271,8 +275,8 @@ class Manifest(_Strict):
         """CRC-32C of the stored images of an adopted shard, uint32 (samples,); None for a shard that has its own.
 
         Raises:
-            DataError: they are missing, damaged or impossible.
-            StorageError: a URL that does not answer.
+            DataError: the checksums are missing, damaged or impossible.
+            StorageError: a URL does not answer.
         """
         shard = self.shards[index]
         if shard.adopted is None:
@@ -291,7 +295,7 @@ class Manifest(_Strict):
     def _read_numbers(
         self, listed: ExcludedSlots | StoredChecksums, count: int, what: str, expected: str
     ) -> np.ndarray:
-        """What is in a .npy file that the manifest lists, uint32 (count,)."""
+        """The content of a .npy file that the manifest lists, uint32 (count,). Raises DataError."""
         file = self.location(listed.path)
         try:
             content = read_bytes(file)
@@ -314,7 +318,7 @@ class Manifest(_Strict):
 
 
 def schema_version_of(shards: Iterable[ShardEntry]) -> Literal[1, 2]:
-    """The version of a manifest of these shards."""
+    """The schema version that a manifest of these shards needs: 2 if any of them is adopted."""
     return 2 if any(shard.adopted is not None for shard in shards) else 1
 
 
@@ -323,7 +327,7 @@ def _repeats(values: list[str]) -> bool:
 
 
 def _what_is_wrong(content: bytes, error: ValidationError) -> str:
-    """Why this is no manifest that we read: a large one is parsed a second time only for that."""
+    """Why this is not a manifest that we can read. Parses it a second time, so only call it after an error."""
     try:
         data = json.loads(content)
     except ValueError as problem:
@@ -337,7 +341,7 @@ def _what_is_wrong(content: bytes, error: ValidationError) -> str:
 
 
 def _readable(error: ValidationError) -> str:
-    """pydantic's errors in one line; a handful are enough to see what is wrong."""
+    """pydantic's errors in one line: the first five, which are enough to see what is wrong."""
     problems = []
     for problem in error.errors(include_url=False)[:5]:
         where = ".".join(str(part) for part in problem["loc"])

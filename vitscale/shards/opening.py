@@ -1,4 +1,4 @@
-"""Reads a dataset shard by shard, wherever it is: from a URL one shard at a time comes into a temporary folder."""
+"""Reads a dataset shard by shard, wherever it is; from a URL, one shard at a time is copied to a temporary folder."""
 
 import tempfile
 from collections.abc import Iterator
@@ -24,10 +24,10 @@ class OpenShard:
     """One shard of a dataset, open.
 
     Attributes:
-        index: of the shard in the manifest.
-        file: the shard.
+        index: the shard's index in the manifest.
+        file: the open file.
         slots: the slots that belong to the dataset, sorted, int64 (n,).
-        keys: what the images of all slots were called in the source; None if no table of provenance is there.
+        keys: the source's names of the images of all slots; None if there is no provenance table.
     """
 
     index: int
@@ -36,12 +36,12 @@ class OpenShard:
     keys: list[str] | None
 
     def name(self, slot: int) -> str:
-        """What people call a sample."""
+        """A sample's name in messages: its uid, and its key if known."""
         uid = f"uid {int(self.file.uid[slot])}"
         return uid if self.keys is None else f"{uid} ({self.keys[slot]})"
 
     def image(self, slot: int) -> bytes:
-        """The stored image of a slot, checked. Raises DataError if it is damaged."""
+        """The stored image of a slot, compared with its checksum. Raises DataError if it is damaged."""
         content = self.file.read(slot)
         if crc32c(content) != int(self.file.crc[slot]):
             raise DataError(
@@ -57,7 +57,7 @@ class OpenShard:
         content = self.image(slot)
         if not self.file.raw[slot]:
             return content, ".jpg"
-        from vitscale.shards.raw import raw_to_png  # loads Pillow, for files of FFCV's own writer alone
+        from vitscale.shards.raw import raw_to_png  # loads Pillow, which only files of FFCV's own writer need
 
         return raw_to_png(content, int(self.file.height[slot]), int(self.file.width[slot])), ".png"
 
@@ -80,7 +80,7 @@ def labels_of(file: ShardFile, slot: int) -> list[int]:
 
 @lru_cache(maxsize=1)
 def known_manifest(where: str, sha256: str) -> Manifest:
-    """A manifest, read once a process: that of a large dataset has megabytes. Raises DataError if it has changed."""
+    """A manifest, read once per process, as a large one has megabytes. Raises DataError if `sha256` is not its own."""
     manifest = Manifest.load(where)
     if manifest.sha256 != sha256:
         raise DataError(f"{where}: has changed since the command began. Repeat it")
@@ -88,17 +88,17 @@ def known_manifest(where: str, sha256: str) -> Manifest:
 
 
 def shard_file(manifest: Manifest, index: int, path: Path, expected_bytes: int | None = None) -> ShardFile:
-    """A shard of a dataset, open: one of ours, or an adopted one, whose checksums lie beside the manifest.
+    """Open a shard of a dataset: one of ours, or an adopted one, whose checksums are beside the manifest.
 
     Args:
-        manifest: of the dataset.
-        index: of the shard in the manifest.
-        path: where its file lies on this machine.
-        expected_bytes: that it must have.
+        manifest: the dataset's manifest.
+        index: the shard's index in the manifest.
+        path: the shard's file on this machine.
+        expected_bytes: the size that the file must have; None for any.
 
     Raises:
         DataError: the file or its checksums are missing or damaged.
-        StorageError: a URL that does not answer.
+        StorageError: a URL does not answer.
     """
     adopted = manifest.shards[index].adopted
     if adopted is None:
@@ -113,7 +113,7 @@ def shard_file(manifest: Manifest, index: int, path: Path, expected_bytes: int |
 
 
 def open_shard_file(manifest: Manifest, index: int, path: Path) -> ShardFile:
-    """As `shard_file`, and of the size, the number of samples and the first uid that the manifest says."""
+    """As `shard_file`; also raises DataError unless size, number of samples and first uid are the manifest's."""
     entry = manifest.shards[index]
     file = shard_file(manifest, index, path, entry.bytes)
     found = file.samples, int(file.uid[0])
@@ -128,11 +128,11 @@ def open_shard_file(manifest: Manifest, index: int, path: Path) -> ShardFile:
 
 @contextmanager
 def open_shard(manifest: Manifest, index: int, with_keys: bool = True) -> Iterator[OpenShard]:
-    """One shard of a dataset, with the keys of its samples if wanted and there.
+    """Open one shard of a dataset, with its samples' keys if these are wanted and known. A context manager.
 
     Raises:
-        DataError: anything of it missing, damaged, or other than the manifest says.
-        StorageError: a URL that does not answer.
+        DataError: anything of it is missing, damaged, or not what the manifest says.
+        StorageError: a URL does not answer.
     """
     entry = manifest.shards[index]
     where = manifest.location(entry.path)
@@ -148,9 +148,9 @@ def open_shard(manifest: Manifest, index: int, with_keys: bool = True) -> Iterat
 
 
 def sample_names(manifest: Manifest) -> Iterator[tuple[int, str]]:
-    """(uid, what the image was called in the source) of every sample of a dataset.
+    """(uid, the image's name in the source) of every sample of a dataset.
 
-    Raises `DataError` where no table of provenance tells, and as `open_shard` does.
+    Raises `DataError` if a shard has no provenance table, and otherwise as `open_shard` does.
     """
     for index in range(len(manifest.shards)):
         with open_shard(manifest, index) as shard:
@@ -163,11 +163,11 @@ def sample_names(manifest: Manifest) -> Iterator[tuple[int, str]]:
 
 @contextmanager
 def local_copy(where: str) -> Iterator[Path]:
-    """A file as it lies on this machine, or a copy of what is at a URL, gone afterwards.
+    """The path itself if it is on this machine; for a URL, the path of a temporary copy. A context manager.
 
     Raises:
-        DataError: nothing is there, or it may not be read.
-        StorageError: a URL that does not answer.
+        DataError: there is nothing at the URL, or it may not be read.
+        StorageError: the URL does not answer.
     """
     if not is_url(where):
         yield Path(where)

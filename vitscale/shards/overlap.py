@@ -1,4 +1,4 @@
-"""How many samples of one dataset are in another: the same slots of one shard, or equal bytes anywhere."""
+"""Counts the samples of one dataset that are in another: the same slots of one shard, or equal bytes anywhere."""
 
 from typing import NamedTuple
 
@@ -9,15 +9,15 @@ from vitscale.shards.opening import open_shard_file
 from vitscale.storage import is_url
 
 LARGEST_BY_BYTES = 1 << 24
-"""Samples of a dataset beyond which bytes are not compared: 0.2 s for each 100,000."""
+"""The number of samples in a dataset beyond which bytes are not compared: each 100,000 take 0.2 s."""
 
 
 class Overlap(NamedTuple):
-    """Samples of a dataset that another one has, too.
+    """The number of a dataset's samples that another one also has.
 
     Attributes:
-        stored: those that both select of one shard.
-        equal: others whose stored image has the size and the CRC-32C of one there; None where that was not looked at.
+        stored: the samples in slots of a shard that both select.
+        equal: others whose stored image has the size and CRC-32C of one there; None if this was not compared.
     """
 
     stored: int
@@ -25,10 +25,10 @@ class Overlap(NamedTuple):
 
 
 def overlap(dataset: Manifest, other: Manifest) -> Overlap:
-    """How many samples of `dataset` are among those of `other`.
+    """Count the samples of `dataset` that are also in `other`.
 
-    Bytes are compared by what the shards' own tables say, of datasets on this machine with at most 16.8 million
-    samples. Copies that are stored with other bytes are for `vitscale dedup`.
+    Bytes are compared by the sizes and checksums in the shards' own tables, for datasets on this machine with at most
+    16.8 million samples. Copies that are stored as different bytes are what `vitscale dedup` finds.
 
     Raises `DataError` for shards and lists of slots that are missing or damaged, `StorageError` for a URL that does not
     answer.
@@ -51,7 +51,7 @@ def _stored(dataset: Manifest, other: Manifest) -> int:
 
 
 def _contents(dataset: Manifest) -> np.ndarray:
-    """Size and CRC-32C of every selected image, as one number, uint64 (num_samples,)."""
+    """Size and CRC-32C of every selected image, packed into one number, uint64 (num_samples,)."""
     found = [np.empty(0, np.uint64)]
     for index in range(len(dataset.shards)):
         slots = dataset.selected_slots(index)

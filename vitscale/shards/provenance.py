@@ -1,7 +1,7 @@
 """Where samples came from: `shard-NNNNN.idx.parquet` beside every shard, and `rejects.parquet` beside the manifest.
 
-Training never reads these tables; hence nothing but what does reads this module, which loads pyarrow. The fingerprints
-in them, by which copies are found, are only kept here; the table says which algorithm made them.
+Training never reads these tables, so only their readers import this module, which loads pyarrow. The fingerprints by
+which copies are found are kept only here; each table says which algorithm made them.
 """
 
 import tempfile
@@ -26,13 +26,13 @@ PROVENANCE = pa.schema(
         pa.field("height", pa.int32(), nullable=False),
         pa.field("width", pa.int32(), nullable=False),
         pa.field("size", pa.int64(), nullable=False),  # bytes as stored
-        pa.field("crc32c", pa.uint32(), nullable=False),  # of the bytes as stored
-        pa.field("sha256", pa.binary(32), nullable=False),  # of the source's bytes
+        pa.field("crc32c", pa.uint32(), nullable=False),  # checksum of the bytes as stored
+        pa.field("sha256", pa.binary(32), nullable=False),  # digest of the source image's bytes
         pa.field("passed_through", pa.bool_(), nullable=False),
         pa.field("pixels", pa.uint64(), nullable=False),  # digest of the decoded pixels
         pa.field("pdq", pa.binary(32), nullable=False),
         pa.field("pdq_quality", pa.uint8(), nullable=False),
-        pa.field("pdq_trimmed", pa.binary(32)),  # of the picture without uniform borders; null: it has none
+        pa.field("pdq_trimmed", pa.binary(32)),  # PDQ of the picture without uniform borders; null if it has none
     ]
 )
 FINGERPRINT_COLUMNS = ("pixels", "pdq", "pdq_quality", "pdq_trimmed")
@@ -49,17 +49,17 @@ _PathOrUrl = TypeVar("_PathOrUrl", str, Path)
 
 
 def provenance_path(shard: _PathOrUrl) -> _PathOrUrl:
-    """Path or URL of the table that belongs to a shard: `a/shard-00000.beton` -> `a/shard-00000.idx.parquet`."""
+    """Path or URL of a shard's table: `a/shard-00000.beton` -> `a/shard-00000.idx.parquet`."""
     if isinstance(shard, Path):
         return shard.with_name(provenance_path(shard.name))
     return shard.removesuffix(_SHARD_SUFFIX) + _TABLE_SUFFIX
 
 
 def write_provenance(path: str | Path, table: pa.Table, algorithm: str) -> None:
-    """Write a shard's table, of schema PROVENANCE, one row a sample in order of slots; complete or not at all.
+    """Write a shard's table, of schema PROVENANCE, one row per sample in slot order; complete or not at all.
 
-    `algorithm` is what made the fingerprints. Equal tables give equal bytes. Raises OSError, or ValueError for another
-    schema.
+    `algorithm` names what made the fingerprints. Equal tables give equal bytes. Raises OSError, or ValueError for
+    another schema.
     """
     stated = {_VERSION_KEY: str(_VERSION), _ALGORITHM_KEY: algorithm}
     write_tables(path, [table], PROVENANCE.with_metadata(stated))
@@ -74,18 +74,21 @@ def read_provenance(path: str | Path, columns: list[str] | None = None) -> pa.Ta
 
 
 def fingerprint_algorithm(table: pa.Table) -> str | None:
-    """What made the fingerprints of a table that `read_provenance` gave; None for one without any."""
+    """The algorithm that made the fingerprints of a table from `read_provenance`; None for a table without any."""
     algorithm = (table.schema.metadata or {}).get(_ALGORITHM_KEY)
     return None if algorithm is None else algorithm.decode("utf-8", "replace")
 
 
 def write_rejects(path: str | Path, tables: Iterable[pa.Table]) -> None:
-    """Write the images that could not be stored, in pieces of schema REJECTS; otherwise as `write_provenance`."""
+    """Write the list of images that could not be stored: tables of schema REJECTS, complete or not at all.
+
+    Raises OSError, or ValueError for another schema.
+    """
     write_tables(path, tables, REJECTS)
 
 
 def read_rejects(path: str | Path) -> pa.Table:
-    """The images that could not be stored; `path` may be a URL. Raises as `read_provenance`, and StorageError."""
+    """Read the images that could not be stored; `path` may be a URL. Raises as `read_provenance`, and StorageError."""
     if not storage.is_url(str(path)):
         return read_table(path, REJECTS)
     with tempfile.NamedTemporaryFile() as copy:
@@ -94,7 +97,7 @@ def read_rejects(path: str | Path) -> pa.Table:
 
 
 def write_tables(path: str | Path, tables: Iterable[pa.Table], schema: pa.Schema) -> None:
-    """Write tables of one schema, one after the other, as one file; complete or not at all.
+    """Write tables of one schema, concatenated, as one file; complete or not at all.
 
     Raises OSError, or ValueError for a table of another schema.
     """
@@ -107,7 +110,7 @@ def write_tables(path: str | Path, tables: Iterable[pa.Table], schema: pa.Schema
             if table.schema != schema:
                 raise ValueError(f"{path}: a table of {table.schema.to_string()}, expected {schema.to_string()}")
             held.append(table)
-            if sum(one.num_rows for one in held) >= _GROUP_ROWS:  # many small groups cost a kilobyte each
+            if sum(one.num_rows for one in held) >= _GROUP_ROWS:  # each row group costs a kilobyte
                 writer.write_table(pa.concat_tables(held))
                 held = []
         if held:
@@ -117,7 +120,7 @@ def write_tables(path: str | Path, tables: Iterable[pa.Table], schema: pa.Schema
 def read_table(
     path: str | Path, schema: pa.Schema, columns: list[str] | None = None, older: Sequence[pa.Schema] = ()
 ) -> pa.Table:
-    """A table that `write_tables` wrote, or some of its columns; of this schema, or one that it had in older versions.
+    """Read a table that `write_tables` wrote, or some of its columns; `older` are earlier schemas that are accepted.
 
     Raises DataError: missing, damaged, another schema.
     """
@@ -128,12 +131,12 @@ def read_table(
                 raise DataError(f"{path}: a table of {', '.join(found.names)}; expected {', '.join(schema.names)}")
             table = file.read(columns, use_threads=False)
             table.validate(full=True)
-            # No checksum covers the footer: a row group that is said to be shorter than it is reads without complaint.
+            # No checksum covers the footer: a row group whose stated length is too short reads without an error.
             if table.num_rows != file.metadata.num_rows:
                 raise DataError(f"{path}: damaged: {table.num_rows:,} rows of {file.metadata.num_rows:,}")
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file; vitscale-convert writes it with the dataset") from error
-    # pyarrow reports damage as any of them.
+    # pyarrow reports damage as any of these.
     except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: damaged or not readable ({error})") from error
     return table

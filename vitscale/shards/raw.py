@@ -1,4 +1,4 @@
-"""Images that are stored as their pixels, which files of FFCV's own writer may have: height x width x 3 bytes, RGB."""
+"""Images stored as raw pixels, which files of FFCV's own writer may contain: height x width x 3 bytes, RGB."""
 
 import io
 
@@ -12,7 +12,7 @@ def raw_to_rgb(content: bytes, height: int, width: int) -> np.ndarray:
 
 
 def raw_to_png(content: bytes, height: int, width: int) -> bytes:
-    """The stored bytes as a PNG of the same pixels."""
+    """A PNG of the same pixels."""
     png = io.BytesIO()
     Image.fromarray(raw_to_rgb(content, height, width)).save(png, "PNG")
     return png.getvalue()

@@ -18,14 +18,14 @@ _BLOCK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Scan:
-    """What a shard's bytes say.
+    """What a shard's bytes actually are, to be compared with what is stated about them.
 
     Attributes:
-        digests: of the file.
-        crc: uint32 (samples,), crc32c of the bytes that lie there.
-        is_sized: bool (samples,), whether the image is a JPEG of the height and width that the shard states, by its own
-            header; raw pixels are.
-        status: int32 (samples,), of decoding them, 0 for a clean one; None if that was not asked for.
+        digests: the file's digests.
+        crc: crc32c of the bytes found for each image, uint32 (samples,).
+        is_sized: whether the image is a JPEG whose own header has the height and width that the shard states, bool
+            (samples,); always True for raw pixels.
+        status: the decoder's status for each image, 0 for a clean one, int32 (samples,); None if not decoded.
     """
 
     digests: FileDigests
@@ -35,14 +35,14 @@ class Scan:
 
 
 def scan(shard: ShardFile, decode: bool = False, progress: Callable[[int], None] | None = None) -> Scan:
-    """Read a shard once, 8 MiB in memory at a time, or its largest image if that is larger.
+    """Read a shard once, with 8 MiB in memory at a time, or its largest image if that is larger.
 
-    An image that the file no longer holds in full has no checksum (0), no size and no clean status.
+    An image that the file no longer holds in full gets a checksum of 0, `is_sized` False and a status that is not 0.
 
     Args:
-        shard: open.
+        shard: the open shard.
         decode: decode every image as well.
-        progress: told the number of bytes read, now and then.
+        progress: called now and then with the number of bytes read.
 
     Raises OSError, and RecipeError as `vitscale.images` does.
     """
@@ -71,7 +71,7 @@ def scan(shard: ShardFile, decode: bool = False, progress: Callable[[int], None]
                 if status is not None:
                     status[slot] = OK if shard.raw[slot] else check(image, height, width)
             done = whole
-            # What has begun goes to the front, and the rest of it behind.
+            # The beginning of an incomplete image moves to the front of the buffer; the rest of it is read behind.
             kept, needed = total, 0
             if done < shard.samples:
                 kept, needed = min(total, int(shard.offset[order[done]])), int(shard.size[order[done]])

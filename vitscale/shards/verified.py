@@ -1,8 +1,8 @@
 """Checks once that a local shard is the one its manifest lists, and remembers the answer.
 
-What is remembered holds as long as the file keeps its place, inode, size and times of change. Not noticed is damage
-that changes none of them, such as that of a disk which returns other bytes than it was given: for that each sample has
-a checksum of its own. Nor is a change in the very moment of the reading, nor somebody who edits what is remembered.
+The answer is valid as long as the file keeps its path, inode, size and times of change. Damage that changes none of
+them goes unnoticed, such as that of a disk which returns other bytes than it was given: for that, each sample has a
+checksum of its own. Also unnoticed are a change at the very moment of reading, and edits of the remembered answers.
 """
 
 import logging
@@ -28,20 +28,20 @@ _warned: set[Path] = set()
 
 
 def verify_once(path: Path, entry: ShardEntry, markers: Path, cancelled: Callable[[], bool] = never) -> None:
-    """Compare a shard's bytes with the manifest, unless this machine has read the file before, as it is now.
+    """Compare a shard's bytes with the manifest, unless this machine has already read the file in its present state.
 
-    Of several processes one reads, and the others wait for it.
+    If several processes want this, one reads and the others wait for it.
 
     Args:
-        path: of the shard.
-        entry: what the manifest says of it.
-        markers: a folder for what is remembered, made if it is not there: at most 256 files of 66 bytes a shard, which
-            are the locks too. Where it cannot be written, every process reads, and says so once.
-        cancelled: asked for every block that is read, and while another process reads.
+        path: the shard's path.
+        entry: the shard's entry in the manifest.
+        markers: the folder for the remembered answers, created if missing: at most 256 files, which also are the locks,
+            with 66 bytes for each shard. If it cannot be written, every process reads, and warns once.
+        cancelled: polled for every block that is read, and while another process reads.
 
     Raises:
         DataError: the shard is missing, cannot be read, or is not what the manifest says.
-        CancelledError: soon after `cancelled` says so.
+        CancelledError: `cancelled` returned True.
     """
     try:
         with FileIO(path) as file:
@@ -60,7 +60,7 @@ def verify_once(path: Path, entry: ShardEntry, markers: Path, cancelled: Callabl
 
 
 def _remembered_digest(file: FileIO, path: Path, markers: Path, cancelled: Callable[[], bool]) -> str:
-    """xxh3_128 of an open file. Raises OSError if it cannot be read."""
+    """xxh3_128 of an open file, remembered or computed. Raises OSError if it cannot be read."""
     state = _state(file, path)
     book = _open_book(markers, state)
     if book is None:
@@ -72,20 +72,20 @@ def _remembered_digest(file: FileIO, path: Path, markers: Path, cancelled: Calla
             known = _look_up(book, state)
         if known is None:
             known = _digest(file, cancelled)
-            if state == _state(file, path):  # else it changed meanwhile
+            if state == _state(file, path):  # otherwise it changed meanwhile
                 _note(book, f"{state} {known}\n", markers)
         return known
 
 
 def _state(file: FileIO, path: Path) -> str:
-    """What changes when a file is replaced or written to, as 32 hexadecimal digits."""
+    """A digest of all that changes when a file is replaced or written to, as 32 hexadecimal digits."""
     stat = os.fstat(file.fileno())
     place = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     return xxhash.xxh3_128_hexdigest(f"{place} ".encode() + os.fsencode(path.resolve()))
 
 
 def _lock(book: FileIO, cancelled: Callable[[], bool]) -> None:
-    """Be the only one who reads; where there are no locks, several processes do."""
+    """Wait until this process alone may read; without file locks, several processes read at once."""
     with suppress(OSError):
         while not try_lock(book):
             pause(_POLL_SECONDS, cancelled)
@@ -102,7 +102,7 @@ def _digest(file: FileIO, cancelled: Callable[[], bool]) -> str:
 
 
 def _open_book(markers: Path, state: str) -> FileIO | None:
-    """The file that remembers this state if any does; None, with a warning, where it cannot be written."""
+    """The one file that may remember this state; None, with a warning, if it cannot be written."""
     try:
         markers.mkdir(parents=True, exist_ok=True)
         return FileIO(markers / state[:2], "a+")
@@ -112,7 +112,7 @@ def _open_book(markers: Path, state: str) -> FileIO | None:
 
 
 def _look_up(book: FileIO, state: str) -> str | None:
-    """The digest of the file in this state, if it is remembered; half a line of a process that was killed is none."""
+    """The digest of the file in this state, if remembered; the incomplete line of a killed process is ignored."""
     with suppress(OSError):
         book.seek(0)
         for line in book.readall().split(b"\n"):
@@ -123,7 +123,7 @@ def _look_up(book: FileIO, state: str) -> str | None:
 
 def _note(book: FileIO, line: str, markers: Path) -> None:
     try:
-        book.write(line.encode())  # at the end, whoever else writes
+        book.write(line.encode())  # appended, even if other processes write too
     except OSError as error:
         _warn(markers, error)
 

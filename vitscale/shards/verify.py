@@ -1,7 +1,7 @@
 """Verifies a whole dataset: every byte of every shard, every stored image, every table beside them.
 
-A shard's digests tell of any flipped byte. Where that byte lies, the images' own checksums tell, and the shard's table
-of provenance, which holds uids, sizes and labels a second time.
+A shard's digests reveal any flipped byte. The images' own checksums tell where it is, as does the shard's provenance
+table, which holds uids, sizes and labels a second time.
 """
 
 from collections import deque
@@ -23,13 +23,13 @@ from vitscale.shards.scan import scan
 from vitscale.storage import base_name, names_in, size_of
 from vitscale.wording import counted
 
-_LISTED_SAMPLES = 20  # of one shard and one kind of damage
+_LISTED_SAMPLES = 20  # for each shard and kind of damage
 _LISTED_NAMES = 5
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing that is wrong: in which file, what, and if it is in one sample, in which."""
+    """One thing that is wrong: the file, what is wrong, and the sample's uid and key if it concerns one sample."""
 
     path: str
     what: str
@@ -39,12 +39,12 @@ class Damage:
 
 @dataclass
 class Verdict:
-    """What a verification found.
+    """The result of a verification.
 
     Attributes:
-        shards, samples, bytes: that were looked at.
+        shards, samples, bytes: the numbers of shards, samples and bytes that were checked.
         decoded: whether images were decoded as well.
-        damage: everything that is wrong; of the samples of a shard that are wrong alike, the first 20 by name.
+        damage: everything that is wrong; of a shard's samples with the same damage, only the first 20 are named.
         notes: what is odd but harmless.
     """
 
@@ -58,7 +58,7 @@ class Verdict:
 
 @dataclass
 class _Finding:
-    """What one shard is like. `uids` are its first and last, unless it is damaged: others must not be blamed then."""
+    """The result for one shard. `uids` are its first and highest; None if damaged, so that no other shard is blamed."""
 
     entry: ShardEntry
     samples: int = 0
@@ -93,17 +93,17 @@ class _Finding:
 def verify(
     manifest: Manifest, *, workers: int = 1, decode: bool = False, progress: Callable[[int], None] | None = None
 ) -> Verdict:
-    """Look at everything that a dataset consists of; damage never stops it.
+    """Check everything that a dataset consists of; damage never stops it.
 
     Args:
         manifest: the dataset.
-        workers: shards at a time. Of each, a page is in memory (8 MiB, or more if an image is larger) and, for a
-            dataset at a URL, the whole on this machine's disk.
+        workers: the number of shards checked at a time. Each takes a page of memory (8 MiB, or more if an image is
+            larger) and, for a dataset at a URL, its whole size on this machine's disk.
         decode: decode every image as well, as training will.
-        progress: told the number of shards done after each.
+        progress: called after each shard with the number of shards done.
 
     Raises:
-        StorageError: a URL that does not answer, which says nothing about what it holds.
+        StorageError: a URL does not answer, which says nothing about what is there.
         RecipeError: as `vitscale.images` does.
     """
     verdict = Verdict(decode)
@@ -133,7 +133,7 @@ def verify(
 
 
 def _in_order(manifest: Manifest, workers: int, decode: bool) -> Iterator[_Finding]:
-    # Threads: reading, digests and checksums release Python's lock.
+    # Threads suffice: reading, digests and checksums release Python's lock.
     pending: deque[Future[_Finding]] = deque()
     with ThreadPoolExecutor(workers) as pool:
         try:
@@ -169,7 +169,7 @@ def _verify_shard(manifest: Manifest, index: int, decode: bool) -> _Finding:
 
 
 def _read_table(where: str, finding: _Finding) -> pa.Table | None:
-    """A shard's table of provenance; None if there is none, or none that can be read."""
+    """A shard's provenance table; None if there is none or it cannot be read, which is reported."""
     beside = provenance_path(where)
     finding.has_provenance = size_of(beside) is not None
     if not finding.has_provenance:
@@ -185,7 +185,7 @@ def _read_table(where: str, finding: _Finding) -> pa.Table | None:
 def _verify_file(
     manifest: Manifest, index: int, path: Path, table: pa.Table | None, decode: bool, finding: _Finding
 ) -> None:
-    """Raises OSError if it cannot be read."""
+    """Check a shard's file, on this machine, against manifest and table. Raises OSError if it cannot be read."""
     entry, size, num_classes = finding.entry, path.stat().st_size, len(manifest.class_names)
     if size != entry.bytes:
         finding.add(f"{size:,} bytes; the manifest says {entry.bytes:,}")
@@ -244,7 +244,7 @@ def _check_labels(
 
 
 def _all_labels(shard: ShardFile) -> list[list[int] | None]:
-    """Labels of every slot; None where they cannot be read."""
+    """The labels of every slot; None where they are damaged."""
     labels: list[list[int] | None] = []
     for slot in range(shard.samples):
         try:

@@ -1,4 +1,4 @@
-"""Whether a dataset is a view of another one: some of its samples, in the same shards."""
+"""Tells whether a dataset is a view of another one: some of its samples, in the same shards."""
 
 import numpy as np
 
@@ -6,10 +6,10 @@ from vitscale.shards.manifest import Manifest
 
 
 def why_no_view(view: Manifest, whole: Manifest) -> str | None:
-    """What a dataset has that another one has not, in words; None where all its samples are the other's.
+    """What a dataset has that another one lacks, in words; None if all its samples are in the other.
 
-    Shards are compared by their digests, and selections slot by slot where they differ. Raises `DataError` as
-    `Manifest.selected_slots`.
+    Shards are compared by their digests, and selections slot by slot if they differ. Raises `DataError` as
+    `Manifest.selected_slots` does.
     """
     if view.class_names != whole.class_names:
         return "its classes are others"
