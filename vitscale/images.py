@@ -1,7 +1,7 @@
-"""Stored images: headers, checksums, pixels, operations on pixels, and whether an image is good; the C in `native/`.
+"""Stored images: headers, checksums, decoding, operations on pixels, and whether an image is good; the C in `native/`.
 
 Training, conversion, verification, de-duplication and contact sheets all call this module, so that they cannot disagree
-about an image. Calls release the interpreter's lock. They raise RecipeError where the C is not compiled.
+about an image. Calls release the interpreter's lock. They raise RecipeError if the C library is not compiled.
 """
 
 import ctypes
@@ -13,24 +13,24 @@ import numpy as np
 from vitscale import native
 
 OK, CRC_MISMATCH, REFUSED, WRONG_SIZE, NO_MEMORY = range(5)
-"""What becomes of an image: it is decoded to its end without a warning; its bytes are not those of its checksum; it is
-damaged, or of a kind that is not taken; it is of another size than stated; or memory ran out."""
+"""Status of an image: it was decoded to its end without a warning; its bytes do not match their checksum; it is damaged
+or of a kind that is not accepted; its size is not the stated one; or memory ran out."""
 
-SUBSAMPLING = "4:4:4"  # of what `encode` writes
-MAX_SIDE = 65500  # pixels; what libjpeg reads and writes, less than the format's 65535
+SUBSAMPLING = "4:4:4"  # chroma subsampling of what `encode` writes: none
+MAX_SIDE = 65500  # pixels; libjpeg's limit for reading and writing, less than the format's 65535
 
 
 class Code(IntEnum):
-    """The operations on pixels, each in place of Pillow's of that name, and what the values of an instruction are."""
+    """The operations on pixels, each replacing Pillow's of that name, and the meaning of an instruction's values."""
 
     NOTHING = 0
     INVERT = 1
-    SOLARIZE = 2  # from which value on
+    SOLARIZE = 2  # the threshold: values from it on are inverted
     SOLARIZE_ADD = 3  # what is added to values below 128
-    POSTERIZE = 4  # how many bits stay; 8 and more: all
+    POSTERIZE = 4  # the number of bits kept; 8 and more keep all
     AUTOCONTRAST = 5
     EQUALIZE = 6
-    COLOR = 7  # the factor of ImageEnhance, and so below; 0 is gray
+    COLOR = 7  # the factor of ImageEnhance, as for the next three; 0 is gray
     CONTRAST = 8
     BRIGHTNESS = 9
     SHARPNESS = 10
@@ -40,7 +40,7 @@ class Code(IntEnum):
 
 
 class Interpolation(IntEnum):
-    """How an affine transform finds values between pixels."""
+    """How an affine transform interpolates between pixels."""
 
     NEAREST = 0
     BILINEAR = 1
@@ -48,10 +48,11 @@ class Interpolation(IntEnum):
 
 
 class Resize(IntEnum):
-    """How a part of a picture becomes the model's input.
+    """How a crop is resized to the model's input.
 
-    By the mean over the area that each pixel covers; between the two nearest pixels each way, however much the picture
-    shrinks, as TensorFlow does unless it is told otherwise; or as Pillow does, with its antialiased kernels.
+    AREA takes the mean over the area that each output pixel covers. TF_BILINEAR interpolates between the two nearest
+    pixels each way, however much the picture shrinks, as TensorFlow does by default. The other two are Pillow's
+    antialiased kernels.
     """
 
     AREA = 0
@@ -63,16 +64,21 @@ class Resize(IntEnum):
 INSTRUCTION = np.dtype(
     [("code", np.int32), ("interpolation", np.int32), ("fill", np.int32, 3), ("spare", np.int32), ("values", "f8", 6)]
 )
-"""One operation, as C has it. Programs are arrays (B, L) of them: for each picture L, one after the other."""
+"""One operation, in C's layout. Programs are arrays (B, L) of instructions: L for each picture, applied in order."""
 
 Bytes = bytes | bytearray | memoryview | np.ndarray
 
 
 class Header(NamedTuple):
-    """What a JPEG says of itself: its frame marker's second byte, bits a component, size in pixels.
+    """A JPEG's own header.
 
-    `has_exif`: whether it has segments that may hold EXIF or XMP data. Of kinds that libjpeg does not read at all, only
-    the marker is known; the rest is 0.
+    For kinds that libjpeg does not read at all, only the marker is known; the rest is 0.
+
+    Attributes:
+        marker: the second byte of its frame marker.
+        precision: bits per component.
+        height, width: pixels.
+        has_exif: whether it has segments that may contain EXIF or XMP data.
     """
 
     marker: int
@@ -83,7 +89,7 @@ class Header(NamedTuple):
 
     @property
     def refusal(self) -> str | None:
-        """Why such a JPEG is never decoded, whatever other programs make of it; None for ordinary ones."""
+        """Why such a JPEG is never decoded, whatever other programs do with it; None for ordinary ones."""
         kind = f"SOF{self.marker - 0xC0}"
         if self.marker == 0xF7:
             return "JPEG-LS (SOF55), which is another format: convert it first"
@@ -101,9 +107,10 @@ class Header(NamedTuple):
 
 
 def read_header(jpeg: Bytes) -> Header | None:
-    """The header of a JPEG file; None if there is none. Damage behind its start of frame does not matter here.
+    """The header of a JPEG file; None if there is none. Damage behind its start of frame goes unnoticed.
 
-    Raises ValueError for a header without end or with two frames, unless the first of them is of a kind refused anyway.
+    Raises ValueError for a header of more than 10,000 segments or, unless the first frame is of a kind that is refused
+    anyway, with two frames.
     """
     found = _header(jpeg)
     header = Header(found.marker, found.precision, found.height, found.width, bool(found.has_exif))
@@ -115,13 +122,13 @@ def read_header(jpeg: Bytes) -> Header | None:
 
 
 def states_size(jpeg: Bytes, height: int, width: int) -> bool:
-    """Whether a file is a JPEG of this size in pixels by its own header. A checksum covers the stored bytes alone."""
+    """Whether a file is a JPEG whose own header has this size in pixels; a checksum of its bytes does not tell that."""
     found = _header(jpeg)
     return (found.height, found.width) == (height, width) and not found.two_frames
 
 
 def check(jpeg: Bytes, height: int, width: int) -> int:
-    """The status of decoding a whole JPEG of this size, whose pixels are not wanted. Raises MemoryError."""
+    """The status of decoding a whole JPEG of this size, without keeping its pixels. Raises MemoryError."""
     return _decode(jpeg, height, width, False, None)
 
 
@@ -130,11 +137,11 @@ def decode(jpeg: Bytes, height: int, width: int, exact: bool = False) -> tuple[i
 
     Args:
         jpeg: the file's bytes.
-        height, width: the size in pixels that it is said to have.
-        exact: by the exact DCT, as most programs do; training and FFCV use the fast one.
+        height, width: its stated size in pixels.
+        exact: use the exact DCT, as most programs do; training and FFCV use the fast one.
 
     Returns:
-        the status, and the pixels, uint8 (height, width, 3) RGB, meaningful only if it is OK.
+        The status, and the pixels, uint8 (height, width, 3) RGB, which are meaningful only if the status is OK.
 
     Raises MemoryError, which says nothing about the image.
     """
@@ -143,18 +150,18 @@ def decode(jpeg: Bytes, height: int, width: int, exact: bool = False) -> tuple[i
 
 
 def encode(rgb: np.ndarray, quality: int) -> bytes:
-    """A baseline JPEG without metadata, chroma as fine as luma. Equal pixels give equal bytes.
+    """Encode a baseline JPEG without metadata or chroma subsampling. Equal pixels give equal bytes.
 
     Args:
-        rgb: uint8 (height, width, 3), sides of 1 to `MAX_SIDE`.
-        quality: 1 to 100, as libjpeg scales its tables.
+        rgb: the pixels, uint8 (height, width, 3), with sides of 1 to `MAX_SIDE`.
+        quality: libjpeg's quality, 1 to 100.
 
     Raises ValueError for other sides, and MemoryError.
     """
     height, width, channels = rgb.shape
     assert channels == 3 and rgb.dtype == np.uint8, (rgb.shape, rgb.dtype)
     pixels = np.ascontiguousarray(rgb)
-    # libjpeg-turbo's own worst case (tjBufSize); memory is taken only where it is written to.
+    # libjpeg-turbo's own worst case (tjBufSize); only the part that is written takes memory.
     file = np.empty(6 * (-(-width // 8) * 8) * (-(-height // 8) * 8) + 2048, np.uint8)
     size = ctypes.c_uint64(file.size)
     status = native.load().vitscale_encode(pixels.ctypes.data, height, width, quality, file.ctypes.data, size)
@@ -185,23 +192,23 @@ def decode_slice(
     status: np.ndarray,
     resize: Resize = Resize.AREA,
 ) -> None:
-    """The loader's heart: stored bytes -> checked, decoded, cropped, resized, flipped pixels of B samples.
+    """The loader's core: stored bytes -> checked, decoded, cropped, resized, flipped pixels of B samples.
 
-    A view is decoded only as far as it needs: a damaged image may have good views, a good image has no bad one.
+    An image is decoded only as far as its crop needs: a damaged image may have good crops, a good image has no bad one.
 
     Args:
-        stored: uint8, the samples' stored bytes, sample b at [starts[b], starts[b] + sizes[b]).
-        starts, sizes: int64 (B,).
-        crcs: uint32 (B,), CRC-32C of each sample's stored bytes.
-        checked: bool (B,), whether it is compared.
-        raw: bool (B,), whether the stored bytes are pixels, not a JPEG.
-        heights, widths: int64 (B,), size of the stored picture.
-        boxes: int32 (B, 4), top, left, height, width of what is seen.
-        flips: bool (B,).
-        may_scale: whether the decoder may halve a picture that is large enough, and is resized by area.
-        out: uint8 (B, S, S, 3), the result; zeros where the status is not OK.
-        status: int32 (B,); a sample that comes with another status than OK stays as it is.
-        resize: how what is seen gets its size.
+        stored: the samples' stored bytes, uint8 (bytes,), sample b at [starts[b], starts[b] + sizes[b]).
+        starts, sizes: positions and sizes in bytes, int64 (B,).
+        crcs: CRC-32C of each sample's stored bytes, uint32 (B,).
+        checked: whether the checksum is compared, bool (B,).
+        raw: whether the stored bytes are raw pixels instead of a JPEG, bool (B,).
+        heights, widths: size of the stored picture in pixels, int64 (B,).
+        boxes: each crop's top, left, height and width in pixels, int32 (B, 4).
+        flips: whether the crop is flipped horizontally, bool (B,).
+        may_scale: whether the decoder may halve a picture that is large enough, if `resize` is AREA.
+        out: the result, uint8 (B, S, S, 3); zeros where the status is not OK.
+        status: the result's status, int32 (B,); one that is not OK beforehand is kept.
+        resize: how the crop is resized.
     """
     count, side = out.shape[:2]
     kinds = [np.int64, np.int64, np.uint32, bool, bool, np.int64, np.int64, np.int32, bool]
@@ -221,13 +228,13 @@ def decode_slice(
 def operate(pixels: np.ndarray, programs: np.ndarray, status: np.ndarray) -> None:
     """Change decoded pictures in place, each by its own program.
 
-    Whatever Pillow computes in whole numbers or in float32 has its result to the last bit; affine transforms that are
-    not NEAREST differ from Pillow's by one grey value at most.
+    Whatever Pillow computes in integers or in float32 has the same result to the last bit; affine transforms other than
+    NEAREST differ from Pillow's by at most one grey value.
 
     Args:
-        pixels: uint8 (B, S, S, 3).
-        programs: INSTRUCTION (B, L), values between -32768 and 32768.
-        status: int32 (B,); a picture whose status is not OK stays as it is.
+        pixels: the pictures, uint8 (B, S, S, 3).
+        programs: their programs, INSTRUCTION (B, L), with values between -32768 and 32768.
+        status: their status, int32 (B,); a picture whose status is not OK stays as it is.
 
     Raises MemoryError.
     """
@@ -257,5 +264,5 @@ def _known(status: int) -> int:
 
 
 def _bytes(data: Bytes) -> np.ndarray:
-    """The same memory as an array of bytes that lie side by side."""
+    """The same memory as an array of contiguous bytes, uint8 (bytes,)."""
     return np.frombuffer(data, np.uint8)

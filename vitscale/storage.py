@@ -1,8 +1,8 @@
 """Files on this machine or at any URL that fsspec knows: `s3://`, `gs://`, `hf://`, `memory://`.
 
-What a network does now and then (a reset connection, a busy server) is tried again; what stays away after that is a
-StorageError, after which the same command may simply be repeated. A missing or forbidden object is no such thing: it
-raises FileNotFoundError or PermissionError at once, as a file would.
+A network's passing errors (a reset connection, a busy server) are retried; if they persist they become a StorageError,
+after which the same command may simply be repeated. A missing or forbidden object is not retried: it raises
+FileNotFoundError or PermissionError at once, as a file would.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from typing import Any, BinaryIO, TypeVar
 from vitscale.errors import RecipeError, StorageError
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-_PAUSES = (0.5, 2.0, 8.0)  # seconds before the second, third and fourth try
-_TRY_SECONDS = 60.0  # for one try of a question, of a small file or of a piece of a large one
-_SLOWEST = 1e6  # bytes a second, below which sending a file counts as no answer
+_PAUSES = (0.5, 2.0, 8.0)  # seconds before the second, third and fourth attempts
+_TRY_SECONDS = 60.0  # for one attempt at a query, a small file or a piece of a large one
+_SLOWEST = 1e6  # bytes a second; sending a file more slowly counts as no answer
 _POLL_SECONDS = 0.1
 _READ_AHEAD = 8 << 20
 _PIECE_BYTES = 8 << 20
@@ -40,22 +40,22 @@ _INSTALL = {
     "abfs": "adlfs",
     "az": "adlfs",
 }
-# What is so, however often one asks.
+# Errors that retrying would not change.
 _FINAL: dict[type[OSError], int] = {
     FileNotFoundError: errno.ENOENT,
     PermissionError: errno.EACCES,
     IsADirectoryError: errno.EISDIR,
     NotADirectoryError: errno.ENOTDIR,
 }
-# The same, by name: it comes from packages that need not be installed (botocore, google-auth, azure-core).
+# The same, by name: these come from packages that may not be installed (botocore, google-auth, azure-core).
 _NO_ACCESS = {
     *("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError"),
     *("UnauthorizedSSOTokenError", "SSOTokenLoadError", "ProfileNotFound", "ConfigNotFound", "NoRegionError"),
     *("DefaultCredentialsError", "RefreshError", "ClientAuthenticationError"),
 }
-# Listings are not remembered: others write there too, and those of a large collection would fill the memory. s3fs asks
-# for the size of every object before it reads it, unless told that the pieces of one are not to be read at once. Many
-# servers send the checksum of the whole object with a piece of it (ceph/ceph#61901), which botocore then refuses.
+# Listings are not cached: others write there too, and those of a large collection would fill the memory. s3fs asks for
+# the size of every object before it reads it, unless max_concurrency is 1. Many servers send the checksum of the whole
+# object with a piece of it (ceph/ceph#61901), which botocore then refuses unless validation is "when_required".
 _S3: dict[str, Any] = {"max_concurrency": 1, "config_kwargs": {"response_checksum_validation": "when_required"}}
 _OPTIONS = {"s3": _S3, "s3a": _S3}
 
@@ -65,7 +65,7 @@ Result = TypeVar("Result")
 
 
 def never() -> bool:
-    """What nobody cancels."""
+    """False: the `cancelled` of work that nobody cancels."""
     return False
 
 
@@ -75,22 +75,22 @@ def is_url(where: str) -> bool:
 
 
 def without_file_scheme(where: str) -> str:
-    """`file:///a/b` as the path that it is; anything else as it is."""
+    """`file:///a/b` as the path `/a/b`; anything else unchanged."""
     return where.removeprefix("file://") if where.startswith("file:///") else where
 
 
 def without_secrets(where: str) -> str:
-    """A URL without what may grant access: user and password, signatures in the query. A path as it is."""
+    """A URL without what may grant access: user, password, and signatures in the query. A path stays unchanged."""
     if not is_url(where):
         return where
     scheme, _, rest = where.partition("://")
     host, slash, path = rest.partition("/")
-    is_web = scheme.lower() in ("http", "https")  # elsewhere ? is a part of names, or a pattern
+    is_web = scheme.lower() in ("http", "https")  # elsewhere ? may be part of a name or a pattern
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path.partition('?')[0] if is_web else path}"
 
 
 def join(where: str, name: str) -> str:
-    """`name` inside of the folder `where`."""
+    """The path or URL of `name` in the folder `where`."""
     return f"{where.rstrip('/')}/{name}" if is_url(where) else os.path.join(where, name)  # noqa: PTH118
 
 
@@ -100,7 +100,7 @@ def base_name(where: str) -> str:
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """fsspec's file system for a URL, and the path within it. Raises RecipeError for a kind that is not installed."""
+    """fsspec's file system for a URL, and the path in it. Raises RecipeError for a kind unknown or not installed."""
     import fsspec
 
     scheme, _, path = url.partition("://")
@@ -117,7 +117,7 @@ def filesystem(url: str) -> tuple[Any, str]:
 
 
 def read_bytes(where: str) -> bytes:
-    """A whole file. Raises OSError for what is missing or forbidden, StorageError for what does not answer."""
+    """A whole file's content. Raises OSError if it is missing or forbidden, StorageError if a URL does not answer."""
     if not is_url(where):
         if not stat.S_ISREG(Path(where).stat().st_mode):  # a pipe would never end
             raise OSError(errno.EINVAL, "is no regular file", where)
@@ -127,9 +127,9 @@ def read_bytes(where: str) -> bytes:
 
 
 class RemoteFile:
-    """A file at a URL, read in pieces; within a second after `cancelled` says so, each wait ends in CancelledError.
+    """A file at a URL, read in pieces. Waits raise CancelledError within a second after `cancelled` returns True.
 
-    Its methods raise as `read_bytes`.
+    Its methods raise as `read_bytes` does.
     """
 
     def __init__(self, url: str, cancelled: Callable[[], bool] = never) -> None:
@@ -137,12 +137,12 @@ class RemoteFile:
         self._fs, self._path = filesystem(url)
 
     def size(self) -> int | None:
-        """Bytes of the file; None where the server does not say."""
+        """The file's size in bytes; None if the server does not say."""
         size: int | None = self._patiently(lambda: _Call(self._fs, "info", self._path).result(self._cancelled))["size"]
         return size
 
     def pieces(self, size: int) -> Iterator[bytes]:
-        """The file of so many bytes, in order, up to 8 MiB at a time, with four connections where that can be."""
+        """The file's `size` bytes, in order, in pieces of up to 8 MiB, fetched over four connections if possible."""
         starts = range(0, size, _PIECE_BYTES)
         under_way: deque[_Call] = deque()
         try:
@@ -155,7 +155,7 @@ class RemoteFile:
                 call.cancel()
 
     def _ask(self, start: int, size: int) -> "_Call":
-        # A file of one piece is asked for as a whole, which servers know that do not know ranges.
+        # A file of one piece is requested as a whole, so that it works on servers without ranges, too.
         part = {} if size <= _PIECE_BYTES else {"start": start, "end": min(start + _PIECE_BYTES, size)}
         return _Call(self._fs, "cat_file", self._path, **part)
 
@@ -180,10 +180,10 @@ class RemoteFile:
 
 
 class _Call:
-    """A call to a file system, under way from the start where it can be, and then with a time limit.
+    """A call to a file system. If that is asynchronous, the call starts at once and has a time limit.
 
-    The libraries' own limits are for silence and come many times over: s3fs tries five times what botocore tries five
-    times for 15 s each. A server that sends a byte now and then would hold one for ever.
+    The libraries' own limits apply to silence, and multiply: s3fs tries five times what botocore tries five times for
+    15 s each. A server that sends a byte now and then would hold a call forever.
     """
 
     def __init__(self, fs: Any, name: str, *arguments: Any, **options: Any) -> None:
@@ -194,7 +194,7 @@ class _Call:
             self._act = partial(getattr(fs, name), *arguments, **options)
 
     def result(self, cancelled: Callable[[], bool] = never, more_seconds: float = 0.0) -> Any:
-        """What it returns. Raises what it raises, TimeoutError after a minute and `more_seconds`, or CancelledError."""
+        """The call's result. Raises its error, TimeoutError after a minute plus `more_seconds`, or CancelledError."""
         if self._future is None:
             if cancelled():
                 raise CancelledError
@@ -210,21 +210,21 @@ class _Call:
         finally:
             self._future.cancel()
         future, self._future = self._future, None
-        if future.cancelled():  # by a library, not by us
+        if future.cancelled():  # by a library, not by this class
             raise ConnectionError("the call was broken off")
         try:
             return future.result()
         finally:
-            del future  # its exception would hold on to this frame, and so to all that the callers have
+            del future  # its exception would keep this frame alive, and so everything that the callers hold
 
     def cancel(self) -> None:
-        """Let go of the connection; nobody waits for the answer any more."""
+        """Give up the call and its connection."""
         if self._future is not None:
             self._future.cancel()
 
 
 def pause(seconds: float, cancelled: Callable[[], bool]) -> None:
-    """Sleep. Raises CancelledError soon after `cancelled` says so."""
+    """Sleep. Raises CancelledError within 0.1 s after `cancelled` returns True."""
     end = time.monotonic() + seconds
     while not cancelled():
         if (left := end - time.monotonic()) <= 0:
@@ -234,7 +234,7 @@ def pause(seconds: float, cancelled: Callable[[], bool]) -> None:
 
 
 def open_stream(where: str) -> BinaryIO:
-    """A file to be read from the start to the end. Raises as `read_bytes`; reading may raise OSError of any kind."""
+    """Open a file to be read from start to end. Raises as `read_bytes`; reading it may raise any OSError."""
     if not is_url(where):
         return Path(where).open("rb")
     fs, path = filesystem(where)
@@ -242,7 +242,7 @@ def open_stream(where: str) -> BinaryIO:
 
 
 def size_of(where: str) -> int | None:
-    """Bytes of a file; None if there is none. Raises StorageError."""
+    """A file's size in bytes; None if there is no such file. Raises StorageError."""
     if not is_url(where):
         path = Path(where)
         return path.stat().st_size if path.is_file() else None
@@ -278,7 +278,7 @@ def _info(url: str) -> dict[str, Any] | None:
 
 
 def names_in(folder: str) -> list[str]:
-    """Sorted names of what lies directly in a folder; empty if there is none. Raises OSError or StorageError."""
+    """Sorted names of the entries of a folder; empty if it does not exist. Raises OSError or StorageError."""
     if not is_url(folder):
         path = Path(folder)
         return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
@@ -286,7 +286,7 @@ def names_in(folder: str) -> list[str]:
 
 
 def sizes_in(folder: str) -> dict[str, int]:
-    """Bytes of the files that lie directly in a folder, by name; empty if there is none. Raises as `names_in`."""
+    """Sizes in bytes of the files directly in a folder, by name; empty if it does not exist. Raises as `names_in`."""
     if not is_url(folder):
         path = Path(folder)
         files = path.iterdir() if path.is_dir() else ()
@@ -295,7 +295,7 @@ def sizes_in(folder: str) -> dict[str, int]:
 
 
 def _entries(url: str) -> list[dict[str, Any]]:
-    """What lies directly below a URL, under its last name."""
+    """fsspec's entries directly below a URL, with the last part of each path as `name`."""
     fs, there = filesystem(url)
 
     def ask() -> list[dict[str, Any]]:
@@ -314,7 +314,7 @@ def _entries(url: str) -> list[dict[str, Any]]:
 
 
 def put(local: Path, url: str) -> None:
-    """Copy a file to a URL and see that it has arrived whole. Raises OSError or StorageError."""
+    """Copy a file to a URL and check that it has arrived whole. Raises OSError or StorageError."""
     fs, path = filesystem(url)
 
     def copy() -> None:
@@ -328,7 +328,7 @@ def put(local: Path, url: str) -> None:
 
 
 def get(url: str, local: Path) -> None:
-    """Copy what is at a URL to a file. Raises OSError or StorageError."""
+    """Copy a file from a URL. Raises OSError or StorageError."""
     fs, path = filesystem(url)
     patiently(url, lambda: fs.get_file(path, str(local)))
 
@@ -359,12 +359,12 @@ def remove_folder(url: str) -> None:
 
 
 def patiently(where: str, act: Callable[[], Result], sleep: Callable[[float], None] = time.sleep) -> Result:
-    """What `act` returns, tried four times over ten seconds.
+    """Call `act` up to four times over ten seconds, until it raises nothing; returns its result.
 
     Raises:
-        FileNotFoundError, PermissionError: at once, with `where` as the file.
+        FileNotFoundError, PermissionError: from `act`, at once, with `where` as the file.
         CancelledError: from `act` or `sleep`, at once.
-        StorageError: with the last reason, when trying does not help.
+        StorageError: all attempts failed; the message has the last reason.
     """
     for seconds in (*_PAUSES, None):
         try:
@@ -391,7 +391,7 @@ def patiently(where: str, act: Callable[[], Result], sleep: Callable[[float], No
 
 
 def _hides_an_outage(error: BaseException) -> bool:
-    """Whether "no such file" is what a file system over HTTP makes of a server that is away."""
+    """Whether a "no such file" of a file system over HTTP is really a server that cannot be reached."""
     cause = error.__cause__
     if cause is None:
         return False
@@ -402,7 +402,7 @@ def _hides_an_outage(error: BaseException) -> bool:
 
 
 def _of_file(error: OSError, where: str) -> OSError:
-    """The error as one of a file: some file systems give only a text, which may be no more than a path."""
+    """The error with an errno, a text and the file: some file systems give only a text, which may be just a path."""
     kind = next(kind for kind in _FINAL if isinstance(error, kind))
     text = error.strerror or str(error)
     return kind(_FINAL[kind], os.strerror(_FINAL[kind]) if text in where else text, where)

@@ -1,4 +1,5 @@
-"""Files as processes share them: complete or absent, locked, digested, fetched, and in folders of one machine.
+"""Files that processes share: written completely or not at all, locks, digests, fetching, folders of one machine.
 
-Nothing here knows what is in a file. No torch and no numba: what only looks at a run or a dataset starts at once.
+Nothing here knows what is in a file. It imports no torch and no numba, so commands that only look at a run or a dataset
+start at once.
 """

@@ -18,7 +18,7 @@ class FileDigests(NamedTuple):
 
 
 def file_digests(path: str | Path) -> FileDigests:
-    """Size, SHA-256 and XXH3-128 of a file in one pass of bounded memory. Raises OSError."""
+    """Size, SHA-256 and XXH3-128 of a file, in one pass and bounded memory. Raises OSError."""
     sha256, xxh3 = hashlib.sha256(), xxhash.xxh3_128()
     size = 0
     with Path(path).open("rb", buffering=0) as file:

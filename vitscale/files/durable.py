@@ -1,4 +1,4 @@
-"""Files and folders that exist completely or not at all under their final name."""
+"""Writes files and folders that exist under their final name completely or not at all."""
 
 import os
 import secrets
@@ -14,7 +14,7 @@ from vitscale.storage import is_url, without_file_scheme
 
 
 def forbid_writing_by_everybody() -> None:
-    """What this process and its children make from now on is not world-writable, even where the umask is 0."""
+    """Set the umask so that nothing this process and its children create is world-writable, even if it was 0."""
     os.umask(os.umask(0o077) | stat.S_IWOTH)
 
 
@@ -22,10 +22,10 @@ def forbid_writing_by_everybody() -> None:
 def durable_file(path: str | Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
     """Write a file under a temporary name; on leaving, flush it to the disk and rename it.
 
-    The temporary name is nobody else's: of two writers of one file the last one wins, whole. An exception inside leaves
-    nothing behind; a killed process leaves the temporary name only. Raises OSError.
+    The temporary name is unique, so if two processes write one file, the complete file of the last one stays. An
+    exception inside leaves nothing behind; a killed process leaves only the temporary file. Raises OSError.
 
-    Without `overwrite` whatever has the name at the end keeps it, a dangling link too: FileExistsError.
+    Without `overwrite`, raises FileExistsError if anything has the name by then, even a dangling link.
     """
     path = Path(path)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")  # hidden, beside its final name
@@ -47,7 +47,7 @@ def durable_file(path: str | Path, *, overwrite: bool = True) -> Iterator[Binary
 def _take_new_name(part: Path, path: Path) -> None:
     try:
         path.hardlink_to(part)
-    except OSError:  # the name is taken, or the file system has no links: there an empty file reserves it
+    except OSError:  # the name is taken, or the file system has no hard links: then an empty file reserves the name
         path.touch(exist_ok=False)
         part.replace(path)
     else:
@@ -58,15 +58,15 @@ def _take_new_name(part: Path, path: Path) -> None:
 def new_folder(out: str | Path, what: str = "OUT") -> Iterator[Path]:
     """Fill a folder under a hidden name; on leaving, flush it to the disk and rename it.
 
-    An exception inside leaves nothing behind; a killed process leaves the hidden name only.
+    An exception inside leaves nothing behind; a killed process leaves only the hidden folder.
 
     Args:
-        out: a folder of this machine that does not exist, or is empty.
-        what: what the command line calls it.
+        out: a folder on this machine that does not exist or is empty.
+        what: the argument's name on the command line, for messages.
 
     Raises:
-        RecipeError: `out` cannot be taken.
-        DataError: in place of an OSError inside: a disk that is full, or refuses.
+        RecipeError: `out` cannot be used.
+        DataError: in place of an OSError inside, such as a full disk.
     """
     out = without_file_scheme(str(out))
     if is_url(out):
@@ -86,7 +86,7 @@ def new_folder(out: str | Path, what: str = "OUT") -> Iterator[Path]:
         raise RecipeError(f"{what} {out}: cannot be written ({error.strerror})") from error
     try:
         yield aside
-        os.sync()  # hundreds of thousands of files at once, instead of one by one
+        os.sync()  # all files at once, which may be hundreds of thousands, instead of one by one
         aside.replace(target)
         sync_folder(target.parent)
     except OSError as error:
@@ -96,7 +96,7 @@ def new_folder(out: str | Path, what: str = "OUT") -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut."""
+    """Flush a folder to the disk, so that a rename in it survives a power cut. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -105,6 +105,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A text file, complete or not at all. Raises OSError."""
+    """Write a UTF-8 text file, complete or not at all. Raises OSError."""
     with durable_file(path) as file:
         file.write(text.encode("utf-8"))

@@ -1,7 +1,7 @@
-"""Fetching a file from a URL until its digest is right.
+"""Fetches a file from a URL until its digest is right.
 
-What a network does now and then is repeated by `vitscale.storage`. This is for what came without an error and is wrong
-all the same: a damaged transfer, or a file that somebody is just replacing.
+`vitscale.storage` already retries a network's passing errors. This is for a file that arrives without an error but is
+wrong: a damaged transfer, or a file that is being replaced at that moment.
 """
 
 import time
@@ -12,13 +12,13 @@ from typing import Protocol, TypeVar
 
 from vitscale.storage import RemoteFile, never, pause
 
-PAUSES = (0.5, 2.0)  # seconds before the second and third try
+PAUSES = (0.5, 2.0)  # seconds before the second and third attempts
 
 Result = TypeVar("Result")
 
 
 class Digest(Protocol):
-    """An object of hashlib's or xxhash's."""
+    """A hash object of hashlib or xxhash."""
 
     def update(self, data: bytes, /) -> object: ...
 
@@ -27,7 +27,7 @@ class Digest(Protocol):
 
 @dataclass(frozen=True)
 class Promise:
-    """What a file should be: its size in bytes, its digest under the digest's name, and which file says so."""
+    """What a file should be: its size in bytes, its digest and that digest's name, and which file says so."""
 
     bytes: int
     digest_name: str
@@ -36,11 +36,11 @@ class Promise:
 
 
 class WrongContentError(Exception):
-    """What came is not what was promised; the message says where and how."""
+    """A fetched file is not what was promised; the message says which and how."""
 
 
 class _WrongDigestError(WrongContentError):
-    """The same, perhaps only this time."""
+    """A fetched file has the wrong digest, which another transfer may put right."""
 
 
 def fetch(
@@ -50,18 +50,18 @@ def fetch(
     write: Callable[[bytes, int], object],
     cancelled: Callable[[], bool] = never,
 ) -> None:
-    """Bring a file here, with up to three transfers of which the last one is right.
+    """Fetch a file, with up to three transfers until its digest is right.
 
     Args:
-        url: of the file.
-        promise: what it should be.
-        digest: makes an empty digest.
-        write: takes each piece and its position, which begins at 0 again with each transfer.
-        cancelled: asked ten times a second while this waits.
+        url: the file's URL.
+        promise: what the file should be.
+        digest: makes an empty hash object.
+        write: called with each piece and its position in bytes, which begins at 0 again with each transfer.
+        cancelled: polled ten times a second while this waits.
 
     Raises:
-        WrongContentError: the size, or three times the digest, is not the one promised.
-        OSError, StorageError, CancelledError: as `RemoteFile`; also what `write` raises.
+        WrongContentError: the size is not the promised one, or the digest is wrong three times.
+        OSError, StorageError, CancelledError: as `RemoteFile` does; also whatever `write` raises.
     """
 
     def transfer() -> None:
@@ -88,7 +88,7 @@ def fetch(
 def with_pauses(
     act: Callable[[], Result], again: type[Exception], sleep: Callable[[float], None] = time.sleep
 ) -> Result:
-    """What `act` returns, tried up to three times while it raises `again`."""
+    """Call `act` up to three times, as long as it raises `again`, with pauses in between; returns its result."""
     for seconds in PAUSES:
         with suppress(again):
             return act()

@@ -1,7 +1,7 @@
-"""The one kind of lock: `flock`, which the kernel takes from a process that dies, so that none has to be cleaned up.
+"""File locks by `flock`, the only kind used: the kernel releases those of a process that dies, so none is left behind.
 
-All functions raise OSError on a file system without locks. NFS locks exclusively only what is open for writing, and
-shares only what is open for reading.
+All functions raise OSError on a file system without locks. On NFS an exclusive lock needs a file that is open for
+writing, and a shared lock one that is open for reading.
 """
 
 import fcntl
@@ -13,12 +13,12 @@ from typing import IO
 
 
 def lock(file: IO | FileIO, *, shared: bool = False) -> None:
-    """Wait for the lock of an open file. It lasts until `unlock`, or until the file is closed in every process."""
+    """Lock an open file, waiting if need be. The lock lasts until `unlock`, or until the file is closed everywhere."""
     fcntl.flock(file, _kind(shared))
 
 
 def try_lock(file: IO | FileIO, *, shared: bool = False) -> bool:
-    """Take the lock of an open file as `lock` does, or return False at once where somebody else holds it."""
+    """Lock an open file as `lock` does, but return False at once if another process holds it."""
     try:
         fcntl.flock(file, _kind(shared) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -27,13 +27,13 @@ def try_lock(file: IO | FileIO, *, shared: bool = False) -> bool:
 
 
 def unlock(file: IO | FileIO) -> None:
-    """Release the lock, also for forked processes that still have the file open."""
+    """Release the lock, even if forked processes still have the file open."""
     fcntl.flock(file, fcntl.LOCK_UN)
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a file's lock exclusively: one thread of one process at a time. The file is made and stays."""
+    """Hold a file's lock exclusively: one thread of one process at a time. Creates the file if missing; it stays."""
     with FileIO(path, "a") as file:
         lock(file)
         yield

@@ -1,8 +1,8 @@
-"""Folders on this machine's disk that are there for as long as a process uses them.
+"""Folders on this machine's disk that exist for as long as any process uses them.
 
-Each holds a file that its users lock together; the kernel takes the lock from a process that dies. A folder that nobody
-has locked is rubbish, and is removed by its last user, or else by the next process that makes one beside it. `lock`, in
-the folder above, is held for the moments in which folders come and go.
+Each contains a file on which its users hold a shared lock; the kernel releases those of a process that dies. A folder
+that is not locked is rubbish: its last user removes it, or else the next process that creates one beside it. `lock`, in
+the folder above, is held for the moments in which folders are created and removed.
 """
 
 import os
@@ -23,11 +23,11 @@ class MachineFolder:
     """A folder of this machine, removed with the last `MachineFolder` of its name in any process. A context manager.
 
     Args:
-        above: the folder in which it is made, which holds nothing else.
-        name: in there.
+        above: the folder to create it in, which contains nothing else.
+        name: its name in there.
 
     Attributes:
-        path: of the folder.
+        path: the folder's path.
 
     Raises OSError.
     """
@@ -40,12 +40,12 @@ class MachineFolder:
                 if other.is_dir():
                     _remove_unused(other)
             self.path.mkdir(exist_ok=True)
-            in_use = FileIO(self.path / _IN_USE, "a+")  # NFS locks what can be written, and shares what can be read
+            in_use = FileIO(self.path / _IN_USE, "a+")  # to read and write, as NFS requires for both kinds of lock
             lock(in_use, shared=True)
         self._release = weakref.finalize(self, _release, self.path, in_use, os.getpid())
 
     def release(self) -> None:
-        """Let go of the folder. Once or more; also what happens when this object is forgotten."""
+        """Stop using the folder. Harmless when repeated; also happens when this object is garbage-collected."""
         self._release()
 
     def __enter__(self) -> Self:
@@ -62,7 +62,7 @@ def _alone(above: Path) -> AbstractContextManager[None]:
 
 
 def _release(folder: Path, in_use: FileIO, owner: int) -> None:
-    if os.getpid() != owner:  # a process that was forked shares the lock with the one that it came from
+    if os.getpid() != owner:  # a forked process shares its parent's lock and must not release it
         return
     with suppress(OSError), _alone(folder.parent):
         unlock(in_use)
@@ -71,7 +71,7 @@ def _release(folder: Path, in_use: FileIO, owner: int) -> None:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove a folder unless somebody uses it, or it is another user's. For whoever is alone."""
+    """Remove a folder, unless it is in use or another user's. Only call this within `_alone`."""
     with suppress(OSError), FileIO(folder / _IN_USE, "a+") as in_use:
         if try_lock(in_use):
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What of vitscale is compiled, from the C files in this folder: found, loaded and checked, without torch or NumPy."""
+"""Finds, loads and checks the library compiled from the C files in this folder, without loading torch or NumPy."""
 
 import ctypes
 from ctypes import POINTER, c_double, c_int, c_int64, c_uint32, c_uint64, c_void_p
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vitscale.errors import MachineError
 
-_VERSION = 5  # of the C files: a checkout may be newer than what was compiled in it
+_VERSION = 5  # the C files' version: a checkout may be newer than the library compiled in it
 _BUILD = "sudo apt-get install -y gcc libjpeg-dev && pip install --editable ."
 _FOLDER = Path(__file__).parent
 
@@ -22,7 +22,7 @@ class Header(ctypes.Structure):
 
 
 _ARRAY = c_void_p
-# Arguments and result of each function, in C's order. Calls release the interpreter's lock for as long as they take.
+# Arguments and result of each function, in C's order. Calls release the interpreter's lock while they run.
 _FUNCTIONS = {
     "vitscale_libjpeg_turbo_version": ([], c_int),
     "vitscale_crc32c": ([_ARRAY, c_uint64], c_uint32),
@@ -38,7 +38,7 @@ _FUNCTIONS = {
 
 @cache
 def load() -> ctypes.CDLL:
-    """The library, its functions declared. Raises MachineError where it was not compiled, or from other C files."""
+    """The library with its functions declared. Raises MachineError if it is not compiled, or from other C files."""
     found = [library for suffix in EXTENSION_SUFFIXES if (library := _FOLDER / f"_images{suffix}").is_file()]
     if not found:
         raise MachineError(f"the part of vitscale that decodes images is not compiled. Build it with: {_BUILD}")
@@ -60,9 +60,9 @@ def load() -> ctypes.CDLL:
 
 @cache
 def libjpeg_turbo_version() -> str:
-    """The version of libjpeg-turbo that images are decoded with, as "2.1.5". Raises MachineError as `load` does.
+    """The version of libjpeg-turbo that decodes images, such as "2.1.5". Raises MachineError as `load` does.
 
-    Pixels are promised to be the same for one version.
+    Decoded pixels are promised to be the same for the same version.
     """
     number = load().vitscale_libjpeg_turbo_version()
     return f"{number // 1_000_000}.{number // 1_000 % 1_000}.{number % 1_000}"
