@@ -15,15 +15,15 @@ _DECAY_RATE = 0.8
 
 
 class Adafactor(WholeTensorOptimizer):
-    """Gradients by the root of their mean squares, which are kept by rows and columns; then momentum in bf16."""
+    """Divides gradients by the root of their mean squares, kept by row and column; their momentum is kept in bf16."""
 
     def __init__(self, groups: Iterable[Group], settings: Settings) -> None:
         super().__init__(groups, {"momentum": settings.momentum})
         self._settings = settings
 
     def update(self, group: Group, masters: list[Tensor]) -> None:
-        """One update; one sum over the ranks of as many numbers as the matrices have rows and columns."""
-        kept = 1 - min(self._settings.beta2_cap, 1 - group["updates"] ** -_DECAY_RATE)  # of what is new
+        """Make one update. The ranks sum one vector, with an element for each row and column of the matrices."""
+        kept = 1 - min(self._settings.beta2_cap, 1 - group["updates"] ** -_DECAY_RATE)  # the weight of the new value
         parts = self.parts(masters)
         factored = [part for part in parts if self._settings.factored_dims(part.shape) is not None]
         self._update_factors(factored, kept)
@@ -41,7 +41,7 @@ class Adafactor(WholeTensorOptimizer):
             weights.add_(mean.float(), alpha=-group["lr"])
 
     def _update_factors(self, parts: list[Part], kept: float) -> None:
-        """Update the means of rows and columns; what they make of the gradients takes the gradients' place."""
+        """Update the means of rows and columns, and scale the gradients by them in place."""
         if not parts:
             return
         shapes = [shape for part in parts for shape in self._factors(part)]
@@ -70,7 +70,7 @@ class Adafactor(WholeTensorOptimizer):
             part.piece.of_gradient().copy_(slab.piece)
 
     def _sides(self, part: Part) -> tuple[int, int]:
-        """The longest side of a tensor, over which rows are means, and the second longest, of columns."""
+        """The longest side of a tensor, over which row means run, and the second longest, for column means."""
         dims = self._settings.factored_dims(part.shape)
         assert dims is not None
         return dims[1], dims[0]
@@ -81,10 +81,10 @@ class Adafactor(WholeTensorOptimizer):
 
 
 class _Slab:
-    """A piece of a gradient within those indices of the first side that it touches, the rest zero.
+    """A piece of a gradient, padded with zeros to whole indices of the tensor's first side.
 
     Attributes:
-        values: (indices, other sides ...), a copy.
+        values: a copy, (indices touched, other sides ...).
     """
 
     def __init__(self, part: Part, piece: Piece) -> None:
@@ -101,5 +101,5 @@ class _Slab:
         return self.values.view(-1).narrow(0, self._from, self._length)
 
     def of(self, factor: Tensor) -> Tensor:
-        """The part of rows or columns that belongs to the slab."""
+        """The part of a factor of rows or columns that belongs to the slab."""
         return factor if factor.shape[0] == 1 else factor[self._first : self._stop]

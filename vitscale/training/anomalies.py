@@ -19,9 +19,9 @@ from vitscale.runs.names import ANOMALIES_DIR
 
 Kind = Literal["non-finite", "spike"]
 
-_TO_DEVIATION = 1.4826  # of a normal distribution, times its median absolute deviation
-_LEAST_DEVIATION = 1e-3  # of the median: losses that hardly differ are no measure of what may come
-_SHOWN = 8  # uids in a message
+_TO_DEVIATION = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
+_LEAST_DEVIATION = 1e-3  # as a share of the median: losses that hardly differ say little about what may come
+_SHOWN = 8  # uids shown in a message
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SkippedData:
     ranges: tuple[tuple[int, int], ...] = ()
 
     def adding(self, start: int, stop: int) -> "SkippedData":
-        """Positions [start, stop) as well; they may overlap what is left out already."""
+        """This with positions [start, stop) added; they may overlap ranges that are already left out."""
         merged: list[tuple[int, int]] = []
         for low, high in sorted([*self.ranges, (start, stop)]):
             if merged and low <= merged[-1][1]:
@@ -41,7 +41,7 @@ class SkippedData:
         return SkippedData(tuple(merged))
 
     def next_stretch(self, position: int) -> tuple[int, int | None]:
-        """The first position from `position` on that is not left out, and where the next range begins, if any does."""
+        """The first position at or after `position` not left out, and the start of the next range left out, if any."""
         for low, high in self.ranges:
             if position < low:
                 return position, low
@@ -65,12 +65,12 @@ def loss_limit(settings: Spike, losses: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class AnomalyRecord:
-    """What has happened so far in a run; travels in checkpoints.
+    """A run's anomalies so far; saved in checkpoints.
 
     Attributes:
         count: anomalies that the run has survived.
         skipped: the batches that were left out.
-        losses: of the last steps, oldest first, while the recipe watches for leaps.
+        losses: the losses of the last steps, oldest first, while the recipe watches for leaps.
     """
 
     count: int = 0
@@ -93,28 +93,28 @@ class AnomalyRecord:
         return None if settings.spike is None else loss_limit(settings.spike, self.losses)
 
     def after(self, loss: float | None, settings: Anomalies) -> "AnomalyRecord":
-        """A step was taken, with this mean loss where it is watched."""
+        """The record after a step was taken, with its mean loss if the recipe watches it."""
         if settings.spike is None or loss is None:
             return self
         return replace(self, losses=(*self.losses, loss)[-settings.spike.window :])
 
     def survived(self) -> "AnomalyRecord":
-        """One more."""
+        """The record with one more anomaly survived."""
         return replace(self, count=self.count + 1)
 
     def leaving_out(self, start: int, stop: int) -> "AnomalyRecord":
-        """Batches at positions [start, stop) are not trained on."""
+        """The record with the batches at positions [start, stop) left out."""
         return replace(self, skipped=self.skipped.adding(start, stop))
 
     def knowing(self, later: "AnomalyRecord") -> "AnomalyRecord":
-        """This record of the past, with what is known from after it."""
+        """This earlier record, with the count and the skipped data of a `later` one."""
         skipped = self.skipped
         for start, stop in later.skipped.ranges:
             skipped = skipped.adding(start, stop)
         return replace(self, count=later.count, skipped=skipped)
 
     def policy(self, kind: Kind, settings: Anomalies) -> Policy:
-        """What is to be done about one more anomaly."""
+        """What to do about one more anomaly."""
         if self.count >= settings.limit:
             return "stop"
         if kind == "non-finite":
@@ -130,11 +130,11 @@ class Anomaly:
     Attributes:
         kind: what is wrong.
         step: the update that it would have been, from 1.
-        position: of its batch in the order.
+        position: the position of its batch in the order.
         loss: the mean over the global batch.
         rate: the learning rate.
-        gradient_norm: as DeepSpeed tells it.
-        ranks: each rank's samples.
+        gradient_norm: the norm that DeepSpeed reports.
+        ranks: the samples of each rank.
     """
 
     kind: Kind
@@ -147,11 +147,11 @@ class Anomaly:
 
     @property
     def key(self) -> str:
-        """The recipe's key that says what becomes of it, below `anomalies`."""
+        """The recipe's key, below `anomalies`, that decides what is done about it."""
         return "spike.policy" if self.kind == "spike" else "non_finite"
 
     def describe(self, policy: Policy) -> str:
-        """What happened, and what becomes of it, in words."""
+        """What happened and what is done about it, in words."""
         then = {"stop": "", "skip": "; the batch is left out", "rewind": "; going back, without the batches since then"}
         if self.kind == "spike":
             return f"step {self.step:,}: the loss leaps to {self.loss:.6g}{then[policy]}"
@@ -164,7 +164,7 @@ class Anomaly:
         return f"step {self.step:,}: the gradient is not finite (learning rate {self.rate:.3g}); {losses}{then[policy]}"
 
     def error(self, message: str, newest: int, count: int, limit: int) -> NonFiniteError:
-        """What ends the run: the message, the step of the newest checkpoint, and what can be done."""
+        """The error that ends the run: the message, the step of the newest checkpoint, and what can be done."""
         return NonFiniteError(
             f"{message}. The newest checkpoint is that of step {newest:,}. Lower optimizer.lr, set "
             f"optimizer.clip_norm, in another --run-dir, or have such batches left out (anomalies.{self.key}; "
@@ -172,7 +172,7 @@ class Anomaly:
         )
 
     def write(self, run_dir: Path, policy: Policy) -> str:
-        """Write uids and losses of the batch beside the checkpoints; where they are, in words.
+        """Write the batch's uids and losses beside the checkpoints. Returns where they are, in words.
 
         The pixels are not written: they are a function of (recipe, epoch, uid).
         """
@@ -186,7 +186,7 @@ class Anomaly:
             "grad_norm": _json(self.gradient_norm),
             "ranks": [{"uids": rank.uids, "losses": [_json(loss) for loss in rank.losses]} for rank in self.ranks],
         }
-        # Several batches may want one step.
+        # Several batches may be tried for one step.
         path = run_dir / ANOMALIES_DIR / f"step-{self.step:08d}-batch-{self.position:08d}.json"
         try:
             path.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The gradients that the optimizer is given: all that DeepSpeed has made of micro-batches, ranks and clipping.
+"""The gradients that the optimizer is given, after DeepSpeed has summed over micro-batches and ranks and clipped.
 
 Read where every ZeRO stage, precision and offload meet: in the torch optimizer, at the moment of its step.
 """
@@ -28,7 +28,7 @@ class AppliedGradients:
         engine.client_optimizer.register_step_pre_hook(self._keep)
 
     def take(self) -> list[GradientPiece]:
-        """Those since the last call; none where DeepSpeed has dropped the update."""
+        """The pieces since the last call; none if DeepSpeed dropped the update."""
         taken, self._pieces = self._pieces, []
         return taken
 

@@ -1,4 +1,4 @@
-"""Chooses which of torch's implementations of attention computes."""
+"""Chooses among torch's implementations of attention."""
 
 import contextlib
 
@@ -9,11 +9,11 @@ _HOPPER = (9, 0)
 
 
 def preferred_attention(device: torch.device, *, has_bias: bool = False) -> contextlib.AbstractContextManager[None]:
-    """cuDNN's attention before flash attention on Hopper, where it was found to be 1.7 to 2.3 times as fast
+    """Prefer cuDNN's attention to flash attention on Hopper, where it was found to be 1.7 to 2.3 times as fast
     (transformers, pull request 48163).
 
-    What one of them does not take, the next one computes. Elsewhere torch chooses by itself, and so it does for logits
-    with a bias that is learned (`has_bias`), for which cuDNN's has no gradient.
+    Inputs that one implementation does not support go to the next. Elsewhere torch chooses, as it does for logits with
+    a learned bias (`has_bias`), for which cuDNN's has no gradient.
     """
     if has_bias or device.type != "cuda" or torch.cuda.get_device_capability(device) != _HOPPER:
         return contextlib.nullcontext()

@@ -1,16 +1,16 @@
-"""Looks whether the update that DeepSpeed made is that of the batch, on a step now and then.
+"""Checks on occasional steps that the update DeepSpeed made is the one that the batch calls for.
 
-Such a step is watched from outside of DeepSpeed, and nothing of it is changed:
+Such a step is watched from outside DeepSpeed, and nothing about it is changed:
 
-- **Gradients.** A hook on each parameter sees what autograd computes there, before anybody else does. Its random
-  projections (projections.py), added up over micro-batches and ranks, are compared with those of the gradient that the
-  optimizer is given, fragment by fragment. What has to agree is the gradient of the mean loss of the global batch,
-  whatever DeepSpeed has multiplied the loss by: the hook on the losses tells how much that was.
-- **Norm and clipping.** The norm that DeepSpeed tells is that of the gradient that it applies.
-- **Updates.** Some elements of every fragment follow from their state before by the optimizer's formula
-  (update_rules.py). The state after is taken from what a checkpoint would hold.
-- **Weights.** What each rank computes with is, bit by bit, what its owner's fp32 weights are rounded to: before the
-  step and after it, and under ZeRO 3 whatever is gathered in the forward and backward pass.
+- **Gradients.** A hook on each parameter sees what autograd computes there, before anything else does. Random
+  projections of it (projections.py), summed over micro-batches and ranks, are compared with those of the gradient that
+  the optimizer is given, fragment by fragment. What must agree is the gradient of the global batch's mean loss; a hook
+  on the losses finds the factor that DeepSpeed has multiplied the loss by.
+- **Norm and clipping.** The norm that DeepSpeed reports is that of the gradient that it applies.
+- **Updates.** Some elements of every fragment are recomputed from their earlier state by the optimizer's formula
+  (update_rules.py). The state afterwards is taken from what a checkpoint would hold.
+- **Weights.** The weights that each rank computes with are, bit by bit, their owner's fp32 weights rounded: before and
+  after the step, and under ZeRO 3 also as gathered in the forward and backward passes.
 
 How far two numbers may differ follows from their formats. With random signs an error e of a vector becomes one of about
 |e|, and larger than 8 |e| with a probability of less than 3e-14 (Hoeffding), so |e| has only to be bounded.
@@ -39,25 +39,25 @@ from vitscale.training.projections import key_of, project, sample
 from vitscale.training.replicas import checksum
 from vitscale.training.schedule import Rates
 
-_SAMPLED = 64  # elements of a fragment
+_SAMPLED = 64  # elements checked in each fragment
 _DEVIATIONS = 8.0
 _BF16, _FP32 = 2.0**-9, 2.0**-24  # half a unit in the last place
-_NORM = 2.0**-6  # of a norm that is computed in bf16, relative
-_SHOWN = 2  # of each check
-_ORDER = ("weights", "gradient", "update", "checkpoint", "norm")  # what may follow from another comes after it
+_NORM = 2.0**-6  # relative error of a norm that is computed in bf16
+_SHOWN = 2  # findings shown of each check
+_ORDER = ("weights", "gradient", "update", "checkpoint", "norm")  # causes before what may follow from them
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not as it has to be.
+    """One thing that an audit found wrong.
 
     Attributes:
         check: gradient, norm, update, checkpoint or weights.
-        rank: whose it is.
-        name: of a parameter; empty where it is no single one.
-        start, length: of the fragment.
-        what: in words.
-        missing: of a gradient: what has to be added, in projection, and how far that may be off.
+        rank: the rank that found it.
+        name: the parameter's name; empty if the finding is about no single one.
+        start, length: the fragment's first element and its number of elements.
+        what: the finding in words.
+        missing: for a gradient, the projection of what is missing from it, and how far that may be off.
     """
 
     check: str
@@ -74,7 +74,7 @@ class Finding:
 
 
 class _Place(NamedTuple):
-    """A fragment: which rank has it, and what of which parameter it is."""
+    """A fragment: which part of which parameter it is, and which rank has it."""
 
     name: str
     start: int
@@ -84,7 +84,7 @@ class _Place(NamedTuple):
 
 @dataclass
 class _Sampled:
-    """Some elements of a fragment before the update: where, and their state and gradient."""
+    """Some elements of a fragment before the update: their places, state and gradient."""
 
     places: Tensor
     state: update_rules.State
@@ -95,8 +95,8 @@ class Audit:
     """One audited step: construct it before the first micro-batch on every rank, and `end` it after the update.
 
     Args:
-        rates: what the optimizer is to be given.
-        to_save: what this rank would save now.
+        rates: the rates that the optimizer should be given.
+        to_save: returns what this rank would save now.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Audit:
         self._sampled: dict[Piece, _Sampled] = {}
         self._seed = 0.0
         self._seen: set[tuple[str, str]] = set()
-        self._names: dict[nn.Parameter, str] = {}  # of ZeRO 3, where they are gathered as they are
+        self._names: dict[nn.Parameter, str] = {}  # under ZeRO 3, if weights are gathered unquantised
         if recipe.parallelism.zero_stage == 3 and not _zero(recipe).get("zero_quantized_weights"):
             self._names = {parameter: name for name, parameter in self._trained.items()}
         self._owners_checksums = self._compare_weights("before the step")
@@ -124,11 +124,11 @@ class Audit:
         for name, parameter in self._trained.items():
             self._hooks.append(parameter.register_hook(partial(self._take_gradient, name, parameter)))
         if self._names:
-            for module in engine.module.modules():  # behind DeepSpeed's own hook, which gathers
+            for module in engine.module.modules():  # runs after DeepSpeed's own hook, which gathers
                 self._hooks.append(module.register_forward_pre_hook(self._look_at_gathered))
 
     def _lay_out(self) -> None:
-        """See which rank has which part of each parameter."""
+        """Work out which rank has which part of each parameter."""
         mine = [(piece.name, piece.start, piece.length) for piece in self._pieces]
         by_rank = [mine] if self._is_replicated else gather(mine)
         order = {name: index for index, name in enumerate(self._trained)}
@@ -154,15 +154,15 @@ class Audit:
     # ---- Gradients ---------------------------------------------------------------------------------------------------
 
     def watch(self, losses: Tensor) -> None:
-        """Be told of a micro-batch's losses (b,), before the backward pass."""
+        """Watch a micro-batch's losses (b,); called before its backward pass."""
         losses.register_hook(self._take_seed)
 
     def _take_seed(self, gradient: Tensor) -> None:
-        """What each loss is multiplied by in the backward pass; 0 for those that do not count."""
+        """Note the factor of the losses in the backward pass; it is 0 for samples that do not count."""
         self._seed = float(gradient.detach().float().max())
 
     def _take_gradient(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Called by autograd with a part of this rank's gradient, mostly the whole of a micro-batch."""
+        """Called by autograd with a part of this rank's gradient, usually that of a whole micro-batch."""
         first, lengths = self._rows[name]
         if self._seed > 0 and int(lengths.sum()) == gradient.numel():
             found = project(gradient.detach().reshape(-1), 0, self._key(name), lengths)
@@ -176,7 +176,7 @@ class Audit:
                 self._compare_gathered(self._names[parameter], parameter, "forward")
 
     def _compare_gathered(self, name: str, parameter: Any, way: str) -> None:
-        """Under ZeRO 3: compare a parameter that is whole for the moment to its owners' parts, once on each way."""
+        """Under ZeRO 3, compare a parameter gathered now with its owners' parts, once forward and once backward."""
         if (name, way) in self._seen or parameter.numel() != parameter.ds_numel:
             return
         self._seen.add((name, way))
@@ -190,7 +190,7 @@ class Audit:
 
     @torch.no_grad()
     def _before_update(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
-        """Called by torch before an optimizer steps: perhaps with some of its tensors only."""
+        """Called by torch before an optimizer's step, which may be for only some of its tensors."""
         for piece in fragments.stepped(self._pieces, optimizer):
             if piece in self._applied:
                 continue
@@ -210,11 +210,11 @@ class Audit:
 
     @torch.no_grad()
     def end(self, *, samples: int, gradient_norm: float, was_made: bool) -> list[Finding]:
-        """What is not as it has to be, of all ranks, on all of them.
+        """Remove the hooks and return the findings of all ranks, the same list on every rank.
 
         Args:
-            samples: of the global batch that count.
-            gradient_norm: as DeepSpeed tells it, before clipping.
+            samples: the number of samples of the global batch that count.
+            gradient_norm: the norm before clipping, as DeepSpeed reports it.
             was_made: whether there was an update at all.
         """
         for hook in self._hooks:
@@ -241,13 +241,13 @@ class Audit:
             self._find("norm", f"DeepSpeed tells {told:.6g}{clipped} and applies a gradient of norm {applied:.6g}")
 
     def _check_gradients(self, totals: Sequence[Sequence[float]], clipping: float) -> None:
-        """See that what is applied is the mean of all ranks' gradients."""
+        """Check that the gradient applied is the mean of all ranks' gradients."""
         once = _roundings(self._recipe, self._world.size)
         if math.isinf(once):
             return
         for piece in self._pieces:
             if piece not in self._applied:
-                continue  # is told of as an update
+                continue  # reported by _check_updates
             dot, norm = (value / clipping for value in self._applied[piece])
             expected, squares = totals[self._index[piece.name, piece.start]]
             off = _DEVIATIONS * once * (norm + math.sqrt(squares))
@@ -258,10 +258,10 @@ class Audit:
                 self._find("gradient", what, piece=piece, missing=(expected - dot, off))
 
     def _check_updates(self, squares: Sequence[float]) -> None:
-        """See that masters and moments follow from those before, and are what a checkpoint would hold.
+        """Check that masters and moments follow from the earlier ones, and are what a checkpoint would hold.
 
         Args:
-            squares: of the gradients that the ranks computed, by fragment.
+            squares: sums of squares of the gradients that the ranks computed, by fragment.
         """
         saved: dict[tuple[str, int], dict[str, Tensor]] = {}
         for fragment in self._to_save():
@@ -299,7 +299,7 @@ class Audit:
 
     @torch.no_grad()
     def _compare_weights(self, when: str) -> list[int]:
-        """Compare what this rank computes with to the owners' masters, rounded; their checksums, by fragment."""
+        """Compare this rank's weights with the owners' masters, rounded. Returns the masters' checksums by fragment."""
         settle_weights(self._engine)
         own = torch.zeros(len(self._places), dtype=torch.int64)
         for piece in self._pieces if not self._is_replicated or self._world.is_main else []:
@@ -314,7 +314,7 @@ class Audit:
         return of_owners
 
     def _weights_at(self, place: _Place) -> Tensor | None:
-        """A fragment of what this rank computes with, 1-D; under ZeRO 3 None where it has to ask another for it."""
+        """A fragment of the weights that this rank computes with, 1-D; None under ZeRO 3 if another rank has it."""
         parameter: Any = self._trained[place.name]
         if not hasattr(parameter, "ds_tensor") or (self._names and parameter.numel() == parameter.ds_numel):
             whole: Tensor = parameter.detach().reshape(-1)
@@ -327,7 +327,7 @@ class Audit:
     # ---- Words -------------------------------------------------------------------------------------------------------
 
     def _explained(self, found: list[Finding], samples: int) -> list[Finding]:
-        """Causes first, with the rank whose part of the gradient was left out or came twice, where it is that."""
+        """The findings, causes first, naming the rank whose part of the gradient was left out or counted twice."""
         local = gather((self._local[:, 0] / samples).tolist())
         wrong = [finding for finding in found if finding.missing is not None]
         parts = [[of_rank[self._index[finding.name, finding.start]] for of_rank in local] for finding in wrong]
@@ -341,11 +341,11 @@ class Audit:
 
 
 def _cause(missing: Sequence[tuple[float, float]], parts: Sequence[Sequence[float]]) -> str | None:
-    """The one thing that explains what is missing from all wrong fragments, in words; None where there is no such.
+    """The only explanation, in words, that fits what is missing from all wrong fragments; None if none or several fit.
 
     Args:
-        missing: of each fragment, with how far it may be off.
-        parts: of each fragment, what each rank has computed.
+        missing: for each fragment, the projection of what is missing, and how far that may be off.
+        parts: for each fragment, the projection of what each rank has computed.
     """
     suspects = {"without the part of any rank": [sum(of_ranks) for of_ranks in parts]}
     for rank in range(len(parts[0]) if parts and len(parts[0]) > 1 else 0):
@@ -360,12 +360,12 @@ def _cause(missing: Sequence[tuple[float, float]], parts: Sequence[Sequence[floa
 
 
 def _roundings(recipe: Recipe, ranks: int) -> float:
-    """By how much a gradient may be off after autograd, relative to its norm; infinite where it is quantised."""
+    """The relative error that a gradient may pick up after autograd; infinite if it is quantised."""
     added = recipe.deepspeed
     if _zero(recipe).get("zero_quantized_gradients"):
         return math.inf
     is_added = any(key in added for key in ("torch_autocast", "communication_data_type", "data_types"))
-    sums = math.sqrt(ranks)  # roundings of a sum over ranks, which are independent
+    sums = math.sqrt(ranks)  # independent roundings in a sum over ranks
     off = _FP32 * (8 + sums)
     if recipe.precision != "fp32" or is_added:
         off += _BF16 * (2 + (sums if recipe.parallelism.reduce_dtype == "bf16" or is_added else 0))
@@ -373,7 +373,7 @@ def _roundings(recipe: Recipe, ranks: int) -> float:
 
 
 def _zero(recipe: Recipe) -> dict[str, Any]:
-    """What the recipe adds to DeepSpeed's settings of ZeRO."""
+    """What the recipe adds to DeepSpeed's ZeRO settings."""
     added: dict[str, Any] = recipe.deepspeed.get("zero_optimization", {})
     return added
 
@@ -412,7 +412,7 @@ def describe(findings: Sequence[Finding], step: int) -> str:
 
 
 def error(findings: Sequence[Finding], step: int) -> AuditError:
-    """What ends the run."""
+    """The error that ends the run."""
     return AuditError(
         f"{describe(findings, step)}. DeepSpeed or a device computes wrongly; repeat the command to go on from the "
         f"last checkpoint, and if it happens again change parallelism, or set check.audit: warn to go on regardless"

@@ -14,7 +14,7 @@ from torch import Tensor
 from vitscale.recipe import Ema
 from vitscale.training import fragments
 
-_EXCHANGED_AT_ONCE = 1 << 24  # elements, of which there is a copy while weights and average change places
+_EXCHANGED_AT_ONCE = 1 << 24  # elements copied at a time while weights and average change places
 
 
 def decay(settings: Ema, updates: int) -> float:
@@ -35,16 +35,16 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, updates: int) -> None:
-        """Move towards the masters after so many updates."""
+        """Move the average towards the masters; `updates` is their number so far."""
         masters = [flat.detach() for flat in self.values]
         torch._foreach_lerp_(list(self.values.values()), masters, 1 - decay(self._settings, updates))
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """The engine computes with the average in here; afterwards with its weights again, to the last bit.
+        """Have the engine compute with the average inside; afterwards its weights are restored to the last bit.
 
-        After an exception the masters alone are those of before: the engine's weights take all ranks, and an exception
-        may be that of one.
+        After an exception only the masters are restored: refreshing the engine's weights takes all ranks, and the
+        exception may have come from one alone.
         """
         self._exchange()
         fragments.refresh_weights(self._engine)

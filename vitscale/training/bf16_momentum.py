@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-_AT_ONCE = 1 << 24  # elements, of which there are copies in fp32
+_AT_ONCE = 1 << 24  # elements copied to fp32 at a time
 
 
 class Bf16MomentumSGD(torch.optim.Optimizer):
@@ -19,7 +19,7 @@ class Bf16MomentumSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient; no closure."""
+        """Update every parameter that has a gradient; takes no closure."""
         assert closure is None, "a loss is not computed anew"
         for group in self.param_groups:
             for parameter in group["params"]:

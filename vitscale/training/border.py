@@ -1,4 +1,4 @@
-"""The border of two steps, where all ranks agree on what reaches them at different moments: signals, clocks, saves."""
+"""Between two steps: all ranks agree on what reaches them at different moments, such as signals, clocks and saves."""
 
 import math
 import time
@@ -11,11 +11,11 @@ from vitscale.training.saves import Saves
 
 
 class StepBorder:
-    """All ranks make one and call its methods together.
+    """What the ranks agree on between two steps. Every rank makes one, and all call its methods together.
 
     Attributes:
-        line_is_overdue: a line of metrics is due, since there was none for too long; the same on all ranks.
-        save_is_overdue: a save is, in a run that saves by the clock.
+        line_is_overdue: whether a line of metrics is due because there was none for too long; the same on all ranks.
+        save_is_overdue: whether a save is due, in a run that saves by the clock; the same on all ranks.
     """
 
     def __init__(self, recipe: Recipe, plan: Plan, report: Report) -> None:
@@ -25,22 +25,22 @@ class StepBorder:
         self.line_is_overdue = self.save_is_overdue = False
 
     def begin(self) -> None:
-        """The loop begins: a process's first step is shown at once."""
+        """Note that the loop begins. A process's first step is shown at once."""
         self.line_is_overdue, self._saved_at = True, time.monotonic()
 
     def logged(self) -> None:
-        """A line of metrics was written."""
+        """Note that a line of metrics was written."""
         self.line_is_overdue = False
 
     def saved(self) -> None:
-        """A save has begun."""
+        """Note that a save has begun."""
         self.save_is_overdue, self._saved_at = False, time.monotonic()
 
     def is_end(self, wanted: bool, saves: Saves, step_s: float = 0.0) -> bool:
         """Whether any rank wants to end here.
 
-        Looks at the saves, too, that have ended on all ranks, and at what will be overdue after a step of `step_s`.
-        Raises `CheckpointError` on all ranks for too many saves in a row that have failed.
+        Also notes the saves that have ended on all ranks, and what will be overdue after a step of `step_s` seconds.
+        Raises `CheckpointError` on all ranks if too many saves in a row have failed.
         """
         then = time.monotonic() + step_s
         late_line, late_save = self._report.line_is_late(then), then - self._saved_at > self._save_after_s

@@ -1,11 +1,11 @@
-"""A branch: a run that goes on after a step of another run, its trunk, under another schedule: `init.continue`.
+"""Branches: runs that continue another run, the trunk, after one of its steps under another schedule (`init.continue`).
 
-It takes everything over, the optimizer, averages, position in the data and what was skipped, so that it is to the last
-bit the run that has had its schedule from the start, where both schedules say the same up to that step. What was
-selected stays with the trunk, whose checkpoints the branch does not have.
+A branch takes over everything: optimizer, averages, position in the data and what was skipped. If both schedules agree
+up to that step, it equals, to the last bit, a run that has had its schedule from the start. The selection stays with
+the trunk, whose checkpoints the branch does not have.
 
-Its data are the trunk's or a view of them. With a view, the order from the branch on is the view's own, from the first
-epoch that begins at or after the trunk's position: all positions before it are the trunk's, or are left out.
+Its data are the trunk's or a view of them. A view brings its own order, starting with the first epoch that begins at or
+after the trunk's position; all positions before it are the trunk's, or are left out.
 """
 
 from collections.abc import Callable
@@ -33,10 +33,10 @@ from vitscale.training.state import changed_data
 
 
 def check_branch(recipe: Recipe, plan: Plan, run_dir: Path) -> None:
-    """Find what is wrong with a branch before the ranks meet; other runs, and those that have begun, pass.
+    """Check a branch before the ranks meet; runs that are no branch or have already begun pass.
 
-    Raises `RecipeError` where there is no trunk or the recipe differs from its in what may not differ, and
-    `CheckpointError` where the trunk has no such checkpoint, or its data are neither these nor more of them.
+    Raises `RecipeError` if there is no trunk, or the recipe differs from the trunk's where it must not, and
+    `CheckpointError` if the trunk has no such checkpoint, or its data neither equal nor contain the branch's.
     """
     if recipe.init is None or not recipe.init.continues or has_begun(recipe, run_dir):
         return
@@ -51,12 +51,12 @@ def check_branch(recipe: Recipe, plan: Plan, run_dir: Path) -> None:
 def trunk_checkpoint(
     recipe: Recipe, plan: Plan, world: distributed.World, say: Callable[[str], None]
 ) -> CheckpointReader:
-    """The checkpoint of its trunk that a branch goes on from; all ranks call it together.
+    """The trunk's checkpoint that a branch continues from; all ranks call it together.
 
-    Its index is that of the branch's beginning: with nothing selected, and, in `init`, what identifies the trunk.
+    Its index is rewritten for the branch's start: nothing is selected, and `init` identifies the trunk.
 
     Args:
-        say: tells people, on rank 0.
+        say: prints a line for people, on rank 0.
 
     Raises as `check_branch`, and `CheckpointError` where the checkpoint does not verify.
     """
@@ -93,7 +93,7 @@ def trunk_checkpoint(
 
 
 def _described(whole: Manifest, trunk: Recipe, stop: int, start: int) -> dict[str, Any]:
-    """What a checkpoint says of the data before a branch on a view of them, for whoever asks what the run has seen."""
+    """A checkpoint's record of the data before a branch on a view of them; tells later what the run has seen."""
     where = whole.where if is_url(whole.where) else str(Path(whole.where).absolute())
     return {
         "train": trunk.data.train,
@@ -113,7 +113,7 @@ def _no_run(recipe: Recipe) -> RecipeError:
 
 
 def _check(recipe: Recipe, plan: Plan, index: Index, trunk: Recipe) -> Manifest | None:
-    """Returns the trunk's data where the branch's are a view of them, and None where they are the same."""
+    """Check a branch against its trunk. Returns the trunk's data if the branch's are a view of them, else None."""
     assert recipe.init is not None
     where = f"init.from: {recipe.init.source}"
     if index.step >= plan.total_steps:
@@ -141,7 +141,7 @@ def _check(recipe: Recipe, plan: Plan, index: Index, trunk: Recipe) -> Manifest 
 
 
 def _trunk_data(recipe: Recipe, index: Index, trunk: Recipe) -> Manifest | None:
-    """What the trunk learns from, looked for by its name where the branch's data are, and where its own were."""
+    """The trunk's data, searched for by name where the branch's data are and then where the trunk's were."""
     for root in (recipe.data.root, data_root(trunk, index)):
         with suppress(RecipeError, DataError):
             found = Manifest.load(find_dataset(trunk.data.train, root))
@@ -151,7 +151,7 @@ def _trunk_data(recipe: Recipe, index: Index, trunk: Recipe) -> Manifest | None:
 
 
 def _other_past(recipe: Recipe, plan: Plan, trunk: Recipe, index: Index) -> str | None:
-    """Where the schedules differ before the branch, in words: the run is no other's then that began with its own."""
+    """Where the schedules differ before the branch, in words: then no run with this schedule alone equals it."""
     theirs_has, steps = index.num_samples or plan.manifest.num_samples, index.step
     if trunk.schedule == recipe.schedule and theirs_has == plan.manifest.num_samples:
         return None

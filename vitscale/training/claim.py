@@ -11,7 +11,7 @@ from vitscale.runs.names import RECIPE_FILE
 
 
 class Claim:
-    """Held from here until `close`; rank 0 holds it for all ranks, which make it together.
+    """The claim, held until `close` by rank 0 for all ranks, which make it together.
 
     Raises `RecipeError` where another launch has the directory.
     """
@@ -25,19 +25,19 @@ class Claim:
         self._held = run_directory.claim(self._run_dir, self._recipe)
 
     def renew(self) -> bool:
-        """Make the directory whole again where it was moved or deleted: the repeated command finds a run in it.
+        """Restore the directory if it was moved or deleted, so that the repeated command finds a run in it.
 
-        Of rank 0 alone. Returns whether there was need.
+        Called on rank 0 only. Returns whether it was restored.
         """
         if (self._run_dir / RECIPE_FILE).exists():
             return False
         self.close()
-        with contextlib.suppress(OSError, VitscaleError):  # what is to be saved will tell
+        with contextlib.suppress(OSError, VitscaleError):  # the next save will report it
             self._take()
             return True
         return False
 
     def close(self) -> None:
-        """Let others have it."""
+        """Release the claim."""
         if self._held is not None:
             self._held.close()

@@ -23,7 +23,7 @@ from vitscale.training.progress import tell
 
 _STALE_LOCK_SECONDS = 1800
 _AFTER_THE_WATCHDOG_S = 60
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _HAS_A_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _store: dist.TCPStore | None = None  # the rendezvous lives as long as this does
 
@@ -45,8 +45,8 @@ class World:
 def start(rank: int, size: int, local_rank: int, timeout: timedelta = timedelta(minutes=10)) -> World:
     """Join the process group: NCCL on CUDA devices, gloo on CPUs.
 
-    Raises `RecipeError` for more local ranks than devices, and where the ranks cannot meet; `PeerLostError` where that
-    is because one has failed.
+    Raises `MachineError` for more local ranks than devices, `RecipeError` if the ranks cannot meet, and `PeerLostError`
+    if that is because one has failed.
     """
     for lock in stale_build_locks() if rank == 0 else []:
         tell(f"WARNING: {lock}: a killed build left this lock; whatever needs that build waits forever: rm {lock}")
@@ -75,15 +75,15 @@ def start(rank: int, size: int, local_rank: int, timeout: timedelta = timedelta(
         deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
     except (OSError, dist.DistError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        # Under `vitscale launch`, whoever does not come has failed, and its launch says why.
+        # Under `vitscale launch`, a rank that does not come has failed, and its launch says why.
         kind = PeerLostError if HEARTBEAT_VARIABLE in os.environ and is_lost_peer(error) else RecipeError
         raise kind(
             f"the ranks cannot meet at MASTER_ADDR:MASTER_PORT {where}: {reason}. Is the port in use, the address "
             f"right, every rank started? Where a machine has several networks, or its name means 127.0.1.1 to itself, "
             f"set {backend.upper()}_SOCKET_IFNAME to the interface of that address; here are {', '.join(_interfaces())}"
         ) from None
-    # What the imports have made stays to the end. Collections that look at it take half a second; DeepSpeed's stage 3
-    # makes one when it is set up.
+    # Objects that the imports made stay to the end. A collection that looks at them takes half a second, and
+    # DeepSpeed's stage 3 runs one when it is set up.
     gc.freeze()
     return World(rank, size, device)
 
@@ -91,8 +91,8 @@ def start(rank: int, size: int, local_rank: int, timeout: timedelta = timedelta(
 def _keep_freed_memory() -> None:
     """Have the C library keep what one step frees for the next one.
 
-    By itself it gives tensors of more than 32 MiB back to the system, which makes each of their pages anew in the next
-    step: 6 % of a step of ViT-B/16 on two cores. glibc alone knows of this.
+    By default it returns tensors of more than 32 MiB to the system, which makes each of their pages anew in the next
+    step: 6 % of a step of ViT-B/16 on two cores. Only glibc has these settings.
     """
     with contextlib.suppress(AttributeError, OSError):
         library = ctypes.CDLL(None)
@@ -101,9 +101,9 @@ def _keep_freed_memory() -> None:
 
 
 def threads_of_a_rank(environment: Mapping[str, str], local_size: int) -> int | None:
-    """Threads that a rank on CPUs computes with: its part of the cores; None where OMP_NUM_THREADS is to decide.
+    """Threads that a rank on CPUs computes with: its share of the cores; None to leave it to OMP_NUM_THREADS.
 
-    torchrun sets that to 1 for several ranks, whatever the machine has; from anybody else 1 is meant.
+    torchrun sets that to 1 for several ranks, whatever the machine has; if anyone else sets 1, it is meant.
     """
     set_by_torchrun = environment.get(_HAS_A_STORE) == "True" and local_size > 1
     if environment.get("OMP_NUM_THREADS") in (None, "1" if set_by_torchrun else None):
@@ -112,10 +112,10 @@ def threads_of_a_rank(environment: Mapping[str, str], local_size: int) -> int | 
 
 
 def _serve_rendezvous(size: int) -> None:
-    """Rank 0's end of the rendezvous, at MASTER_ADDR alone: torch by itself listens at every address of the machine.
+    """Serve the rendezvous on rank 0, at MASTER_ADDR only: torch by default listens at every address of the machine.
 
-    So it does where MASTER_ADDR is not an address of this machine, or one that only this machine can reach while there
-    are ranks elsewhere.
+    That default stays if MASTER_ADDR is not an address of this machine, or is one that only this machine can reach
+    although there are ranks elsewhere.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -154,7 +154,7 @@ def set_timeout_everywhere(step_timeout_s: float) -> None:
 
 
 def stale_build_locks() -> list[Path]:
-    """Locks of builds of torch extensions that began long ago. Nothing of ours is built, but an addition may be."""
+    """Locks of torch extension builds begun more than 30 minutes ago. vitscale builds none, but an addition may."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
     old = time.time() - _STALE_LOCK_SECONDS
     return [lock for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")) if _modified(lock) < old]
@@ -168,7 +168,7 @@ def _modified(path: Path) -> float:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed because another rank has gone or keeps silent: gloo says so in words only."""
+    """Whether a collective failed because another rank has gone or does not answer: gloo says so only in words."""
     words = ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "timed out", "Connection refused")
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 

@@ -1,6 +1,6 @@
-"""The weights that a recipe names, of a run or of a file: what they are, of which no value is read yet.
+"""Finds the weights that a recipe names, of a run or a file, and describes them before any value is read.
 
-`init` begins with them, and a teacher of `objective` computes with them.
+They are what `init` starts from, or what a teacher of `objective` computes with.
 """
 
 import dataclasses
@@ -25,15 +25,15 @@ from vitscale.runs.checkpoints import steps_among
 from vitscale.runs.names import INDEX_FILE, RECIPE_FILE
 from vitscale.training import distributed, fragments
 
-_READ_WITH_WEIGHTS = (".safetensors", ".bin", ".json")  # of a folder in another library's format
+_READ_WITH_WEIGHTS = (".safetensors", ".bin", ".json")  # what is read of a folder in another library's format
 
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """What a block of a recipe says of weights.
+    """How a block of a recipe names weights.
 
     Attributes:
-        key: of the block, as in recipes.
+        key: the block's key in the recipe.
         source: a run, a checkpoint of one, or a file or folder of weights.
         step: the checkpoint of a run; None for its newest.
     """
@@ -44,7 +44,7 @@ class Named:
 
     @classmethod
     def by_init(cls, init: Init) -> "Named":
-        """Those that a run begins with."""
+        """The weights that a run begins with."""
         return cls("init", init.source, init.step)
 
 
@@ -53,11 +53,11 @@ class Found:
     """Weights of which no value is read yet.
 
     Attributes:
-        title: for people.
+        title: what the weights are called in messages.
         source: names and shapes, and how to read.
-        model: of which the weights say that they are; None where they do not tell.
-        class_names: of the outputs, where they are known.
-        normalise: of the images that they are for, where it is known.
+        model: the model that the weights say they belong to; None if they do not say.
+        class_names: the names of the outputs, if known.
+        normalise: how the images that they expect are normalised, if known.
         facts: what identifies the weights, besides their files.
         files: name -> sha256.
     """
@@ -76,7 +76,7 @@ class Found:
 
 
 def find_weights(named: Named) -> Found:
-    """Names and shapes alone, before the ranks meet; the files of a checkpoint are not looked at.
+    """The weights' names and shapes only, before the ranks meet; a checkpoint's files are not looked at.
 
     Raises `RecipeError` where there are no such weights, and `CheckpointError` where they are damaged.
     """
@@ -90,7 +90,7 @@ def open_found(named: Named, world: distributed.World, say: Callable[[str], None
     """The weights, for reading; all ranks call it together.
 
     Args:
-        say: tells people of damaged checkpoints, on rank 0.
+        say: reports damaged checkpoints, on rank 0.
 
     Raises as `find_weights`, and `CheckpointError` where no checkpoint of a run verifies.
     """
@@ -105,9 +105,9 @@ def open_found(named: Named, world: distributed.World, say: Callable[[str], None
 
 
 def find_checkpoint(named: Named, world: distributed.World | None = None) -> tuple[CheckpointStore | None, int | None]:
-    """The store and step of a checkpoint; no step where the newest one is meant, no store for a file of weights.
+    """The store and step of a checkpoint; step None means the newest, store None a file of weights.
 
-    Raises `RecipeError` where there is nothing, and where the recipe's step cannot be had from what there is.
+    Raises `RecipeError` if nothing is there, or if what is there does not have the recipe's step.
     """
     path = _path(named)
 
@@ -145,7 +145,7 @@ def _path(named: Named) -> Path:
 
 
 def read_found_index(named: Named, store: CheckpointStore, step: int | None) -> Index:
-    """The index of a checkpoint, or of the newest one that has a whole one; its files are not looked at.
+    """The index of a checkpoint, or the newest intact one if `step` is None; the checkpoint's files are not looked at.
 
     Raises `CheckpointError` where there is none.
     """
@@ -211,7 +211,7 @@ def _of_file(path: Path) -> Found:
 
 
 def _digests(path: Path) -> dict[str, str]:
-    """Name -> sha256 of a file of weights, or of all that a folder of another library's format is read from."""
+    """Name -> sha256 of a file of weights, or of every file that is read of a folder in another library's format."""
     try:
         files = [path] if path.is_file() else [file for file in path.iterdir() if file.suffix in _READ_WITH_WEIGHTS]
         return {file.name: file_digests(file).sha256 for file in sorted(files)}
@@ -223,7 +223,7 @@ def _digests(path: Path) -> dict[str, str]:
 
 
 def check_model(named: Named, found: Found, ours: Model, whose: str) -> None:
-    """Compare what no shape of a parameter shows, such as the number of heads; `whose` model ours is, for people."""
+    """Compare what no parameter's shape shows, such as the number of heads; `whose` names our model in the error."""
     if found.model is None:
         return
     theirs, own = found.model.facts(), ours.facts()
@@ -233,7 +233,7 @@ def check_model(named: Named, found: Found, ours: Model, whose: str) -> None:
 
 
 def check_normalisation(named: Named, found: Found, ours: Normalise, field: str) -> None:
-    """Compare how images are normalised, where the weights say it; `field` of the recipe says it here."""
+    """Compare how images are normalised, if the weights say so; `field` is the recipe's key for it."""
     if found.normalise is None or found.normalise == ours:
         return
     raise RecipeError(
@@ -243,15 +243,16 @@ def check_normalisation(named: Named, found: Found, ours: Normalise, field: str)
 
 
 def in_yaml(normalise: Normalise) -> str:
-    """As a command line has it."""
+    """The normalisation as written on a command line."""
     return f"{{mean: {normalise.mean}, std: {normalise.std}}}"
 
 
 def check_classes(found: Found, class_names: list[str], where: str, otherwise: str) -> None:
-    """Compare the names of the classes, where both sides have them; their number is a shape of the head.
+    """Compare the names of the classes, if both sides have them; their number shows in the head's shape.
 
     Args:
-        where: begins the message of an error, `otherwise` ends it.
+        where: begins the error's message.
+        otherwise: begins the advice at its end.
     """
     theirs = found.class_names
     if theirs is None or len(theirs) != len(class_names) or theirs in (class_names, distinct(class_names)):

@@ -1,11 +1,11 @@
-"""One way in and out of DeepSpeed's optimizers: fragments of fp32 masters and of moments, for every ZeRO stage.
+"""Reads and writes the state of DeepSpeed's optimizers as fragments of fp32 masters and moments, for every ZeRO stage.
 
-A rank of ZeRO 1 and 2 owns a slice of one long vector of all parameters, of ZeRO 3 an equal share of each parameter; in
-stage 0 every rank holds everything, and the parameters are dealt out for saving. Nothing is gathered. The attributes
-read here are DeepSpeed 0.19's; `pyproject.toml` pins it for that reason.
+Under ZeRO 1 and 2 a rank owns a slice of one long vector of all parameters, under ZeRO 3 an equal share of each
+parameter; in stage 0 every rank holds everything, and the parameters are dealt out for saving. Nothing is gathered. The
+attributes read here are DeepSpeed 0.19's; `pyproject.toml` pins it for that reason.
 
-Frozen parameters are unknown to the optimizer. Of their fp32 values, which low-precision weights would lose, each rank
-keeps an equal share in host memory, in every stage.
+The optimizer does not know frozen parameters. Each rank keeps an equal share of their fp32 values, which low-precision
+weights would lose, in host memory, in every stage.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,7 +27,7 @@ Source = Callable[[str, str, int, int], Tensor]
 
 
 class InPieces:
-    """A source of pieces for what can only be had whole; the last parameter is kept, as its pieces come together.
+    """A source of pieces of what can only be read whole; keeps the last parameter, as its pieces are read in a row.
 
     Args:
         whole: a parameter's name -> its fp32 tensor, on the CPU.
@@ -63,7 +63,7 @@ def shapes(engine: Any) -> dict[str, list[int]]:
 
 
 def state_shapes(engine: Any) -> dict[str, dict[str, list[int] | None]]:
-    """Kind -> parameter -> shape of its state, as far as that is not the parameter's; None where it has no state."""
+    """Kind -> parameter -> shape of its state where that differs from the parameter's; None if it has no state."""
     found: dict[str, dict[str, list[int] | None]] = {}
     whole = shapes(engine)
     for kind in moment_kinds(engine):
@@ -79,7 +79,7 @@ def owned(engine: Any, rank: int, world_size: int, average: Average | None = Non
     pieces = list(pieces_of(engine))
     if is_replicated(engine):
         pieces = pieces[rank::world_size]
-    frozen_kinds = [MASTER, *([EMA] if average is not None else [])]  # the average of what never changes
+    frozen_kinds = [MASTER, *([EMA] if average is not None else [])]  # a frozen parameter's average is its value
     return (
         [
             Fragment(
@@ -134,7 +134,7 @@ def load_average(engine: Any, average: Average, source: Source) -> None:
 
 
 def checkpoint_bytes(recipe: Recipe, num_classes: int) -> int:
-    """Size of a checkpoint, before there is a model."""
+    """Bytes of a checkpoint, known before there is a model."""
     with torch.device("meta"):
         objective = build_objective(recipe, num_classes)
     whole = {name: list(parameter.shape) for name, parameter in objective.named_weights()}
@@ -148,24 +148,24 @@ def checkpoint_bytes(recipe: Recipe, num_classes: int) -> int:
 
 
 def moment_kinds(engine: Any) -> list[str]:
-    """The tensors that the optimizer keeps for parameters that it updates."""
+    """Kinds of tensors that the optimizer keeps for parameters that it updates."""
     return sorted({kind for kept in engine.kept.values() for kind in kept})
 
 
 def kinds_as_parameter(engine: Any, name: str) -> list[str]:
-    """Kinds that are kept of a parameter in its shape, divided as itself."""
+    """Kinds of state that have the parameter's shape and are divided as it is."""
     whole = engine.whole_shapes[name]
     return [kind for kind, shape in engine.kept[name].items() if shape == whole]
 
 
 def _of_other_shape(engine: Any, name: str) -> list[str]:
-    """Kinds that are kept of a parameter in another shape, whole on every rank that has a part of it."""
+    """Kinds of state that have another shape than the parameter, whole on every rank that has a part of it."""
     whole = engine.whole_shapes[name]
     return [kind for kind, shape in engine.kept[name].items() if shape != whole]
 
 
 def _own_key(kind: str, name: str) -> str:
-    """Under which the optimizer has state of another shape than its parameter's."""
+    """The optimizer's key of state whose shape differs from its parameter's."""
     return f"{kind}/{name}"
 
 
@@ -190,7 +190,7 @@ def masters(engine: Any) -> list[Tensor]:
 
 
 def _create_state(engine: Any, optimizer_steps: int) -> None:
-    """Have zeros for everything that the optimizer keeps, whatever there is."""
+    """Set all state that the optimizer keeps to zero, creating what is missing, and AdamW's step count."""
     base = base_optimizer(engine)
     has_step = isinstance(base, torch.optim.AdamW)
     if isinstance(base, WholeTensorOptimizer):
@@ -220,9 +220,9 @@ def _zero(engine: Any, flat: Tensor, key: str, kind: str, shape: tuple[int, ...]
 
 
 def stepped(pieces: Iterable[Piece], optimizer: torch.optim.Optimizer) -> Iterator[Piece]:
-    """Those pieces that a torch optimizer is about to update, their gradients given.
+    """The pieces that a torch optimizer is about to update: those that have a gradient.
 
-    ZeRO 1 to 3 step once for each group, ZeRO 3 for parts of them.
+    ZeRO 1 to 3 step once for each group, ZeRO 3 for parts of groups.
     """
     given = {flat for group in optimizer.param_groups for flat in group["params"] if flat.grad is not None}
     return (piece for piece in pieces if piece.flat in given)
@@ -273,7 +273,7 @@ def _frozen(engine: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _load_frozen(name: str, parameter: Any, source: Source) -> _Share:
-    """Give a frozen parameter its value."""
+    """Give a frozen parameter its value. Returns this rank's share of it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if hasattr(parameter, "ds_tensor"):  # ZeRO 3: this rank has its share only, the last ranks with padding
         size, length = parameter.ds_tensor.ds_numel, parameter.ds_numel
@@ -289,7 +289,7 @@ def _load_frozen(name: str, parameter: Any, source: Source) -> _Share:
 
 
 def refresh_weights(engine: Any) -> None:
-    """Low-precision weights of what is trained from the masters; all ranks call it together."""
+    """Compute the low-precision weights of what is trained from the masters; all ranks call it together."""
     optimizer = engine.optimizer
     if _wrapper(engine) == "DeepSpeedZeroOptimizer_Stage3":
         optimizer._partition_all_parameters()

@@ -1,7 +1,7 @@
-"""A run that begins at step 0 with the weights of another run or of a file: `init` in its recipe.
+"""Initial weights taken from another run or from a file: `init` in a recipe.
 
-Every parameter comes from exactly one place: the weights, as they are or resampled; zero; or its initial value. What
-the weights hold besides is an error, except a head that the recipe does not keep.
+Every parameter comes from exactly one place: the weights, as they are or resampled; zero; or its initial value.
+Anything else that the weights hold is an error, except a head that the recipe does not keep.
 """
 
 import re
@@ -37,12 +37,12 @@ _ADVICE = "leave the whole head out, as for fine-tuning: model.head: linear and 
 
 
 def check_initial_weights(recipe: Recipe, class_names: list[str], run_dir: Path) -> None:
-    """Find what is wrong with `init` from names and shapes alone, before the ranks meet; for branches see `branch`.
+    """Check `init` by names and shapes alone, before the ranks meet; for branches see `branch`.
 
-    A run that has a checkpoint needs its initial weights no more, and nothing is looked at.
+    Nothing is looked at for a run that has a checkpoint, since it no longer needs its initial weights.
 
     Args:
-        class_names: of the training data.
+        class_names: the classes of the training data.
 
     Raises `RecipeError` where there are no such weights or they contradict the recipe, and `CheckpointError` where they
     are damaged or of another model.
@@ -62,9 +62,9 @@ def initial_source(
     """Where a run that has no checkpoint yet takes its weights from; all ranks call it together.
 
     Args:
-        class_names: of the training data.
+        class_names: the classes of the training data.
         initial: the initial value of every parameter.
-        say: tells people, on rank 0, what is taken from where.
+        say: prints what is taken from where, on rank 0.
 
     Returns:
         The source for `fragments.load`, and what identifies the weights, for the index of the run's checkpoints: their
@@ -94,17 +94,17 @@ def has_begun(recipe: Recipe, run_dir: Path) -> bool:
     return False
 
 
-# ---- What becomes of it ----------------------------------------------------------------------------------------------
+# ---- Where each parameter comes from ---------------------------------------------------------------------------------
 
 
 class _Assignment:
     """Where each parameter of a model comes from, all keys accounted for; nothing is read yet.
 
     Attributes:
-        readers: of the parameters that are taken.
-        zeros: names of those that begin with zeros.
+        readers: readers of the parameters that are taken, by name.
+        zeros: names of the parameters that begin as zeros.
         fresh: names of the others, which begin as without `init`.
-        notes: what a reader of the source should know.
+        notes: what people should know about the source.
 
     Raises as `check_initial_weights`.
     """
@@ -151,7 +151,7 @@ class _Assignment:
 
 
 def _has_pre_logits(source: Source) -> bool:
-    """Whether a model with this layer can have it from a source: no other format has a place for it."""
+    """Whether a source holds the layer `pre_logits`; no format but safetensors and npz has a place for it."""
     return source.form in ("safetensors", "npz") and any(key.startswith("pre_logits") for key in source.entries)
 
 

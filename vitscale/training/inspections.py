@@ -1,6 +1,6 @@
-"""Looking inside the model while it trains: `evaluation.inspect`, whose figures go to the trackers.
+"""Looks inside the model while it trains (`evaluation.inspect`); the figures go to the trackers.
 
-All ranks look at their part of the same pictures each time; rank 0 draws.
+Each rank looks at its part of the pictures, the same ones each time; rank 0 draws.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ Pictures = Mapping[str, np.ndarray]
 
 
 class Inspections:
-    """One rank's part of the pictures, and what is drawn of the model that sees them.
+    """Draws figures of a model from the findings of all ranks, each on its own part of the pictures.
 
     Args:
-        make_loader: of this rank's part of the dataset.
-        batches: of the loader that are looked at, the same on all ranks.
+        make_loader: opens a loader of this rank's part of the dataset.
+        batches: the number of its batches that are looked at, the same on all ranks.
     """
 
     def __init__(self, make_loader: MakeLoader, batches: int) -> None:
@@ -42,8 +42,8 @@ class Inspections:
         """The figures, on rank 0; none elsewhere. All ranks call it together.
 
         Args:
-            predict: of images, on all ranks together.
-            embedding: in it the parameters of the model's embedding are whole.
+            predict: predicts from images; all ranks call it together.
+            embedding: a context in which the parameters of the model's embedding are whole.
         """
         images, mask = self._pictures()
         anatomy = model.anatomy()
@@ -56,7 +56,7 @@ class Inspections:
         return {} if gathered is None else _drawn(gathered)
 
     def _pictures(self) -> tuple[Tensor, Tensor]:
-        """Images uint8 (n, S, S, 3), equally many on all ranks, and which of them are some (n,)."""
+        """Images uint8 (n, S, S, 3), equally many on all ranks, and a mask (n,) that is False for padding."""
         if self._seen is None:
             loader: Any = self._make_loader()
             with contextlib.closing(loader):

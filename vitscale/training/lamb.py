@@ -11,14 +11,14 @@ from vitscale.training.whole_tensors import Group, Part, WholeTensorOptimizer, u
 class Lamb(WholeTensorOptimizer):
     """Adam's direction plus weight decay, scaled to the norm of its parameter; without weight decay it is not scaled.
 
-    Gradients are clipped before, by the recipe's `clip_norm`; timm's does so itself.
+    Gradients are clipped beforehand, by the recipe's `clip_norm`; timm's LAMB clips them itself.
     """
 
     def __init__(self, groups: Iterable[Group], betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"betas": betas, "eps": eps})
 
     def update(self, group: Group, masters: list[Tensor]) -> None:
-        """One update; one sum of two numbers a parameter over the ranks."""
+        """Make one update. The ranks sum two numbers for each parameter."""
         parts = self.parts(masters)
         for part in parts:
             if part.piece is not None:

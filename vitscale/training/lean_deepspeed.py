@@ -1,8 +1,8 @@
-"""DeepSpeed, imported without what nothing here uses of it and every rank would wait for at its start (0.19.8).
+"""Imports DeepSpeed (0.19.8) without the parts that are unused here and that every rank would wait for at its start.
 
-Its autotuner imports MLflow wherever that is installed: half of the seconds that the import takes. Its Muon, which the
-first engine imports, is decorated by `torch.compile`: a quarter of what a rank does before its first step is the import
-of that compiler. And on CPUs it looks for an accelerator.
+Its autotuner imports MLflow if that is installed, which is half of the import's time. Its Muon, which the first engine
+imports, is decorated by `torch.compile`; importing that compiler takes a quarter of a rank's time before its first
+step. And on CPUs it looks for an accelerator.
 """
 
 import os
@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 if "mlflow" in sys.modules:
     import deepspeed
 else:
-    sys.modules["mlflow"] = None  # type: ignore[assignment]  # what Python itself takes as "not to be found"
+    sys.modules["mlflow"] = None  # type: ignore[assignment]  # Python's mark for "not to be found"
     try:
         import deepspeed
     finally:

@@ -1,6 +1,7 @@
 """The objective under DeepSpeed: updates, predictions, and what checkpoints hold of them.
 
-With engine.py, fragments.py and averaging.py all that knows DeepSpeed. It keeps no step: the loop says which one it is.
+This module, engine.py, fragments.py and averaging.py are all that knows DeepSpeed. The learner keeps no step count: the
+loop passes the step in.
 """
 
 import contextlib
@@ -42,18 +43,18 @@ from vitscale.training.teacher import check_same_teacher, load_teacher
 
 @dataclass
 class Update:
-    """One step's arithmetic.
+    """The figures of one step's update.
 
     Attributes:
-        samples: of all ranks that count.
+        samples: the number of samples that count, over all ranks.
         rate: the learning rate.
-        loss_sum: of this rank's samples, () on its device.
+        loss_sum: the sum of this rank's losses, () on its device.
         shown: other figures of the objective, summed in the same way.
-        losses: of this rank's samples, by micro-batch.
-        mean_loss: over the global batch, where it was asked for.
-        gradient_norm: of the global mean, before clipping.
+        losses: this rank's losses by sample, one tensor for each micro-batch.
+        mean_loss: the mean over the global batch, if it was asked for.
+        gradient_norm: the norm of the global mean gradient, before clipping.
         anomaly: why the update was not made; None where it was.
-        findings: of all ranks, where the step was audited.
+        findings: what the audit found on all ranks, if the step was audited.
     """
 
     samples: int
@@ -67,7 +68,7 @@ class Update:
     findings: list[Finding] = field(default_factory=list)
 
     def add(self, losses: Losses, counts: Tensor | None) -> Tensor:
-        """Take in a micro-batch; its losses, those that do not count (`counts` is False there) as 0."""
+        """Add a micro-batch's losses. Returns them, with 0 for those that do not count (where `counts` is False)."""
         per_sample = losses.per_sample if counts is None else torch.where(counts, losses.per_sample, 0.0)
         self.losses.append(per_sample.detach())
         self.loss_sum.add_(per_sample.detach().sum())
@@ -82,17 +83,17 @@ class Update:
 
 
 class Learner:
-    """All ranks make one and call its methods together.
+    """Trains an objective under DeepSpeed. All ranks make one and call its methods together.
 
     Args:
-        say: tells people, on rank 0.
+        say: prints a line for people, on rank 0.
 
     Attributes:
-        engine: DeepSpeed's, around the objective.
-        shapes: of the parameters, by the names that checkpoints have.
-        own_work: seconds of this rank's forward passes.
-        began_with: what identifies the weights that the run began with, where its recipe has an `init`.
-        learns_from: what identifies the weights of its teacher, where it has one from a file or a run.
+        engine: DeepSpeed's engine around the objective.
+        shapes: the parameters' shapes, by their names in checkpoints.
+        own_work: measures the seconds of this rank's forward passes.
+        began_with: what identifies the weights that the run began with, if its recipe has an `init`.
+        learns_from: what identifies the weights of its teacher, if it has one from a file or a run.
     """
 
     def __init__(self, recipe: Recipe, plan: Plan, world: distributed.World, say: Callable[[str], None]) -> None:
@@ -151,7 +152,7 @@ class Learner:
             check_same_teacher(self.learns_from, reader.index.data.get("teacher"))
             reader.check_shapes(self.shapes)
             fragments.load(self.engine, reader.read, optimizer_steps=reader.index.optimizer_steps)
-        self._average = None  # the memory of one is given back before more is taken
+        self._average = None  # frees the old average before a new one is allocated
         if self._recipe.ema is not None:
             self._average = WeightAverage(self.engine, self._recipe.ema)
             if reader is not None:
@@ -165,7 +166,7 @@ class Learner:
         return fragments.moment_kinds(self.engine)
 
     def state_shapes(self) -> dict[str, dict[str, list[int] | None]]:
-        """Kind -> parameter -> shape of its state, as far as that is not the parameter's; None where it has none."""
+        """Kind -> parameter -> shape of its state where that differs from the parameter's; None if it has no state."""
         return fragments.state_shapes(self.engine)
 
     def fragments(self) -> list[Fragment]:
@@ -180,8 +181,8 @@ class Learner:
 
         Args:
             step: updates done before.
-            loss_limit: above which the mean loss is an anomaly; None for not to look at it.
-            audited: whether to see that the update is that of the batch.
+            loss_limit: the mean loss above which the step is an anomaly; None not to check it.
+            audited: whether to check that the update is the one that the batch calls for.
 
         Raises `DataError` for a batch that cannot be learned from.
         """
@@ -211,8 +212,9 @@ class Learner:
             if is_last and loss_limit is not None:
                 update.mean_loss = self.mean_loss(update)
                 leaps = loss_limit < update.mean_loss < math.inf
-            # DeepSpeed drops an update whose gradient is not finite, in every stage, with all that it has gathered. A
-            # loss that is not finite may have a gradient that is: nothing times it is NaN, and no device has to wait.
+            # DeepSpeed drops an update whose gradient is not finite, in every stage, with all that it has accumulated.
+            # A loss that is not finite may have a finite gradient: adding zero times the loss to the factor makes it
+            # NaN, and no device has to wait.
             with part("backward"):
                 self.engine.backward(per_sample.sum() * (math.nan if leaps else scale + 0.0 * update.loss_sum))
             with part("update"):
@@ -235,14 +237,14 @@ class Learner:
         return update
 
     def anomaly(self, update: Update, batch: Batch, step: int) -> Anomaly:
-        """What was wrong with the update after `step` updates, which was not made; of all ranks."""
+        """The anomaly because of which the update after `step` updates was not made, with the samples of all ranks."""
         assert update.anomaly is not None
         ranks = gather(update.suspects(batch))
         mean, norm = self.mean_loss(update), update.gradient_norm
         return Anomaly(update.anomaly, step + 1, batch.step, mean, update.rate, norm, ranks)
 
     def mean_loss(self, update: Update) -> float:
-        """Over the global batch."""
+        """The mean loss over the global batch."""
         return gather_numbers([update.loss_sum.item()], self._world.device).sum().item() / update.samples
 
     def _to_device(self, rows: Tensor) -> Tensor:
@@ -258,7 +260,7 @@ class Learner:
         return samples
 
     def _clip_plain(self) -> float:
-        """Norm, check and clipping of the averaged gradients, where DeepSpeed has none: stage 0 in fp32."""
+        """Check and clip the averaged gradients where DeepSpeed does not: stage 0 in fp32. Returns their norm."""
         limit = self._recipe.optimizer.clip_norm or math.inf
         norm = float(torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), limit))
         if not math.isfinite(norm):
@@ -275,7 +277,7 @@ class Learner:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """In here `predict` uses the average of the weights, where the recipe has one, and nothing is dropped out."""
+        """A context in which `predict` uses the average of the weights, if there is one, and dropout is off."""
         average = self._average
         self.engine.eval()
         try:
@@ -297,7 +299,7 @@ class Learner:
         return to_model_input(images, self._world.device, self._dtype, self._recipe.data.normalise)
 
     def reading(self, modules: Sequence[torch.nn.Module]) -> contextlib.AbstractContextManager[None]:
-        """In here the parameters of some modules are whole on every rank."""
+        """A context in which the parameters of `modules` are whole on every rank."""
         if self._recipe.parallelism.zero_stage < 3:
             settle_weights(self.engine)
             return contextlib.nullcontext()
@@ -307,18 +309,18 @@ class Learner:
         return gathered
 
     def compare_replicas(self, step: int) -> None:
-        """See that all ranks hold the same weights; stage 3 has no replicas. Raises `ReplicaError`."""
+        """Check that all ranks hold the same weights; stage 3 has no replicas. Raises `ReplicaError`."""
         if self._recipe.parallelism.zero_stage < 3:
             settle_weights(self.engine)
             replicas.compare_weights(self.engine.module, step)
 
     def compare_computation(self, batch: Batch, step: int) -> None:
-        """See that all ranks compute the same. Raises `ReplicaError`."""
+        """Check that all ranks compute the same. Raises `ReplicaError`."""
         images, zero = batch.images[: self._plan.micro_batch], self._recipe.parallelism.zero_stage
         with self._eager():  # what is compiled by several processes may differ in its last bits
             replicas.compare_computation(self.engine, images, self._world, self._normalised, step, zero)
 
     def _eager(self) -> contextlib.AbstractContextManager[None]:
-        """In here, blocks are not those that were compiled."""
+        """A context in which blocks run uncompiled."""
         is_compiled = self._recipe.parallelism.compile
         return torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""What a run reports: `metrics.jsonl` in the run directory, and the same by trackers."""
+"""Writes a run's metrics: to `metrics.jsonl` in the run directory, and the same to trackers."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ class MetricsWriter:
     Args:
         run_dir: the run's directory; must exist.
         resume_step: the step that training continues from, 0 for a new run.
-        trackers: names of those that get the same, as in `logging.trackers`.
+        trackers: names of the trackers that get the same, as in `logging.trackers`.
     """
 
     def __init__(self, run_dir: Path, resume_step: int, trackers: Sequence[str]) -> None:

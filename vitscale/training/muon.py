@@ -11,7 +11,8 @@ from vitscale.recipe import Muon as Settings
 from vitscale.training.pieces import Piece
 from vitscale.training.whole_tensors import Group, WholeTensorOptimizer, update_means
 
-# Of the polynomials a x + b x^3 + c x^5 that take singular values to 1, one a step (modded-nanogpt, 2025).
+# Coefficients (a, b, c) of the polynomials a x + b x^3 + c x^5 that take singular values to 1, one for each step
+# (modded-nanogpt, 2025).
 _COEFFICIENTS = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -33,7 +34,7 @@ class Muon(WholeTensorOptimizer):
         self._settings = settings
 
     def update(self, group: Group, masters: list[Tensor]) -> None:
-        """One update. Of matrices two exchanges between the ranks, of 2 bytes an element each."""
+        """Make one update. For matrices the ranks exchange data twice, 2 bytes an element each time."""
         parts = self.parts(masters)
         are_matrices = any("momentum_buffer" in self._settings.kept(part.name, part.shape) for part in parts)
         for part in parts:
@@ -53,7 +54,7 @@ class Muon(WholeTensorOptimizer):
 
 
 def orthogonal(matrix: Tensor, eps: float) -> Tensor:
-    """About the nearest matrix with orthogonal rows or columns, by five steps of Newton and Schulz in bf16.
+    """Approximately the nearest matrix with orthogonal rows or columns, by five Newton-Schulz steps in bf16.
 
     Args:
         matrix: bf16 (m, n).

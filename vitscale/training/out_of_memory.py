@@ -1,4 +1,4 @@
-"""Running out of memory: one message, with the micro-batch that should fit, in place of an allocator's trace."""
+"""Turns running out of memory into one message with the micro-batch that should fit, not an allocator's trace."""
 
 import os
 import resource
@@ -43,7 +43,7 @@ def explain(recipe: Recipe, plan: Plan, world: World) -> OutOfMemoryError:
 
 
 def _own_memory(world: World) -> int:
-    """Bytes that this rank has and can have together."""
+    """Bytes that this rank has allocated, plus those that it can still have."""
     if world.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(world.device)
         return free + torch.cuda.memory_reserved(world.device)

@@ -20,7 +20,7 @@ class Pace:
         self._step, self._began, self._waited, self._paused = step, time.perf_counter(), 0.0, 0.0
 
     def timed(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The loader's batches, the wait for each of them counted."""
+        """The loader's batches; counts the time waiting for each."""
         batches = iter(loader)
         while True:
             asked = time.perf_counter()
@@ -33,7 +33,7 @@ class Pace:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time in here is no part of any step."""
+        """A context whose time counts for no step."""
         began = time.perf_counter()
         yield
         self._paused += time.perf_counter() - began
@@ -48,9 +48,9 @@ class Pace:
 
 
 class OwnWork:
-    """Seconds of this rank's forward passes: there it waits for no other one, but under ZeRO 3.
+    """Measures the seconds of this rank's forward passes, in which it waits for no other rank (except under ZeRO 3).
 
-    All ranks take equally long for a step, since they wait for the slowest one when gradients are summed.
+    A whole step takes all ranks equally long, since they wait for the slowest one when gradients are summed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class OwnWork:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """What is computed in here counts."""
+        """A context in which computing counts."""
         if self._is_cuda:
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
@@ -73,7 +73,7 @@ class OwnWork:
             self._seconds += time.perf_counter() - began
 
     def take(self) -> float:
-        """Seconds since this was last asked. The device waits for nothing else then."""
+        """Seconds since the last call. Waits until the device has done what was counted."""
         for first, last in self._events:
             last.synchronize()
             self._seconds += first.elapsed_time(last) / 1000

@@ -17,7 +17,7 @@ BASE_DECAY = "base_weight_decay"
 
 
 def freeze(recipe: Recipe, objective: Objective) -> None:
-    """Have no gradient computed for what the recipe freezes."""
+    """Turn off the gradients of the parameters that the recipe freezes."""
     for name, parameter in objective.named_weights():
         if is_frozen(recipe.optimizer, name):
             parameter.requires_grad_(False)
@@ -26,11 +26,11 @@ def freeze(recipe: Recipe, objective: Objective) -> None:
 def parameter_groups(recipe: Recipe, objective: Objective) -> list[dict[str, Any]]:
     """Groups for torch's optimizer with `params`, `weight_decay` and `lr_factor`; frozen parameters are in none.
 
-    First those of parameters that `decay_exclude` does not find, then those of the others: each in the order in which
-    the model meets them, as the parameters in them. Of all parameters of a group the optimizer keeps the same, as far
-    as that has their shape: under ZeRO 1 to 3 they lie side by side in one tensor, and so does it.
+    Groups of parameters that `decay_exclude` does not match come first, then the others; groups, and the parameters in
+    them, are in the model's order. For all parameters of a group the optimizer keeps the same kinds of state in the
+    parameter's shape: under ZeRO 1 to 3 the parameters lie side by side in one tensor, and so does their state.
 
-    Raises `RecipeError` for an exclusion or a group that finds no parameter, and where nothing is left to train.
+    Raises `RecipeError` for an exclusion or a group that matches no parameter, and if nothing is left to train.
     """
     settings = recipe.optimizer
     names = [name for name, _ in objective.named_weights()]
@@ -66,7 +66,7 @@ def parameter_groups(recipe: Recipe, objective: Objective) -> list[dict[str, Any
 
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO 3 keeps that of the whole there
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO 3 keeps the whole shape in ds_shape
 
 
 def _is_excluded(settings: Optimizer, name: str) -> bool:
@@ -74,7 +74,7 @@ def _is_excluded(settings: Optimizer, name: str) -> bool:
 
 
 def _idle_groups(settings: Optimizer, names: list[str]) -> Iterator[str]:
-    """What is wrong with groups that have no parameter."""
+    """A message for each group that gets no parameter."""
     chosen = [group_of(settings, name) for name in names]
     for index, group in enumerate(settings.groups):
         if not any(group is each for each in chosen):

@@ -1,4 +1,4 @@
-"""What a run amounts to on this world and this data: everything that can be checked before the ranks meet.
+"""Works out a run for this world size and these data: everything that can be checked before the ranks meet.
 
 All of it is a function of the recipe, the manifests and the world size, so that a mistake ends the command at once,
 without a process group, a model or a first step.
@@ -25,7 +25,7 @@ from vitscale.training.schedule import Rates, course, learning_rate
 
 
 class Due(NamedTuple):
-    """What is done after an update, or an audit while it is made: a function of the step alone."""
+    """What to do after an update (an audit: while it is made); a function of the step alone."""
 
     log: bool
     audit: bool
@@ -38,23 +38,23 @@ class Due(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe in steps.
+    """A recipe worked out in steps.
 
     Attributes:
-        manifest, order: of the training data.
-        num_classes: of the training data, for the objective.
-        micro_batch, accumulation: of each rank.
-        config: DeepSpeed's.
+        manifest, order: the training data's manifest, and the order in which they are read.
+        num_classes: the number of classes of the training data, for the objective.
+        micro_batch, accumulation: each rank's samples in a micro-batch, and micro-batches in a step.
+        config: DeepSpeed's configuration.
         evaluators: in the order in which they run.
-        inspections: of `evaluation.inspect`.
-        total_steps: of the whole run.
+        inspections: those of `evaluation.inspect`; None without it.
+        total_steps: steps of the whole run.
         evaluate_every, checkpoint_every: steps; None for at the end only.
         inspect_every: steps; None for never.
-        keep_every: steps whose checkpoints are kept for good; None for none.
+        keep_every: the interval, in steps, of checkpoints that are kept for good; None for none.
         log_every, audit_every, compare_replicas_every, compare_computation_every: steps; None for never.
-        rates: of the update that follows so many steps.
-        warnings: what is possible, but hardly meant.
-        working_directory: what a relative `data.root` is relative to; None where somebody has deleted it.
+        rates: the number of updates done -> the rates of the next one.
+        warnings: what is allowed, but hardly meant.
+        working_directory: what a relative `data.root` is relative to; None if it was deleted.
     """
 
     manifest: Manifest
@@ -113,7 +113,7 @@ def open_loader(recipe: Recipe, plan: Plan, world: World, start: int, stop: int)
 def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
     """Work out one rank's part of a run.
 
-    Raises `RecipeError` for what the recipe says, `DataError` for what the data hold.
+    Raises `RecipeError` for mistakes in the recipe, `DataError` for faults of the data.
     """
     micro_batch, accumulation = recipe.split(world_size)
     config = derive_config(recipe, world_size)
@@ -155,9 +155,9 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
 
 
 def schedule_in_steps(recipe: Recipe, num_samples: int) -> tuple[int, Callable[[int], Rates]]:
-    """Steps of a run on so many samples, and its learning rate and what else changes, by the number of updates done.
+    """The steps of a run on `num_samples` samples, and its rates by the number of updates done.
 
-    Raises `RecipeError` for a part of the schedule that is less than one step.
+    Raises `RecipeError` for a part of the schedule that is shorter than one step.
     """
     schedule, optimizer = recipe.schedule, recipe.optimizer
 

@@ -1,4 +1,4 @@
-"""Which precision a run computes in, where its recipe leaves that to the device (`precision: auto`)."""
+"""Chooses the precision of a run whose recipe leaves it to the device (`precision: auto`)."""
 
 import time
 from pathlib import Path
@@ -15,10 +15,10 @@ _ROUNDS = 5
 
 
 def settle_precision(recipe: Recipe, run_dir: Path, local_rank: int) -> tuple[Recipe, str | None]:
-    """A recipe without `precision: auto`, and what was chosen why, in words; None where the recipe says it itself.
+    """The recipe with its precision settled, and what was chosen and why, in words; None if the recipe names it itself.
 
-    A run keeps what it began with: bf16 where the device of this rank computes it, else fp32.
-    Raises `RecipeError` where the recipe does not go with that, or the run's own cannot be read.
+    A run keeps what it began with; a new one gets bf16 if the device of this rank computes it, else fp32.
+    Raises `RecipeError` if the recipe does not go with that precision, or the run's own recipe cannot be read.
     """
     if recipe.precision != "auto":
         return recipe, None
@@ -39,7 +39,7 @@ def settle_precision(recipe: Recipe, run_dir: Path, local_rank: int) -> tuple[Re
 
 
 def slowness_of_bf16() -> float:
-    """How many times as long as in fp32 a product of matrices takes in bf16 on the CPU, measured in a moment."""
+    """The time of a matrix product in bf16 over that in fp32 on this CPU, from a quick measurement."""
     return _product_s(torch.bfloat16) / _product_s(torch.float32)
 
 

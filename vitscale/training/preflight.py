@@ -39,7 +39,7 @@ from vitscale.training.trackers import absent_packages
 
 _WORTH_A_WARNING = 1.5  # times as slow
 _SHARED_WITHIN_SECONDS = 5.0  # a network file system may be late with what another machine has written
-_OF_EACH_MACHINE = ("root", "cache")  # of data: where they lie may differ, what they are may not
+_OF_EACH_MACHINE = ("root", "cache")  # keys of `data` that may differ: where the data lie, not what they are
 _NAMED = 4
 _DIGITS = 16  # of a sha256
 _FIRST_WITH_FLOAT8 = (8, 9)  # compute capability
@@ -52,12 +52,12 @@ def preflight(recipe: Recipe, plan: Plan, run_dir: Path, world: distributed.Worl
         checkpoint_bytes: size of one checkpoint.
 
     Returns:
-        Lines to print, the same on all ranks but for the seconds: warnings, and a summary.
+        Lines to print, the same on all ranks except for the seconds: warnings, and a summary.
 
     Raises:
-        RecipeError: on all ranks alike, for what the run cannot begin or end with.
-        DataError: on all ranks alike, where it would be evaluated on its training samples.
-        StorageError: on all ranks alike, where a run that goes on finds no room for its next checkpoint.
+        RecipeError: on all ranks alike, for what would keep the run from beginning or ending.
+        DataError: on all ranks alike, if it would be evaluated on its training samples.
+        StorageError: on all ranks alike, if a resumed run has no room for its next checkpoint.
     """
     began = time.monotonic()
     device: DeviceType = "cuda" if world.device.type == "cuda" else "cpu"
@@ -92,12 +92,12 @@ class _Rank:
 
     Attributes:
         host: name of its machine.
-        identity: what has to be the same everywhere, in words -> a digest or version.
-        device_memory: bytes that a CUDA device has left.
-        host_memory: bytes that its machine has left for all its ranks.
-        has_bf16: whether the device computes with bf16 itself.
-        can_compile: whether torch finds what compiles for the device; true where nobody asks for it.
-        without_float8: why it cannot train in float8; empty where it can, or nobody asks for it.
+        identity: what must be the same on all ranks, in words -> its digest or version.
+        device_memory: bytes free on its CUDA device; None on CPUs.
+        host_memory: bytes free on its machine, for all its ranks together; None if unknown.
+        has_bf16: whether the device has bf16 arithmetic of its own; None if unknown.
+        can_compile: whether torch finds a compiler for the device; true if the recipe does not compile.
+        without_float8: why it cannot train in float8; empty if it can, or need not.
     """
 
     host: str
@@ -144,7 +144,7 @@ def has_compiler(device: torch.device) -> bool:
         return has_triton() and any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "clang"))
     from torch._inductor import cpp_builder, exc
 
-    if shutil.which("openssl") is None:  # torch takes the digests of headers that it compiles beforehand by it
+    if shutil.which("openssl") is None:  # torch uses it for the digests of headers that it precompiles
         return False
     try:
         return bool(cpp_builder.get_cpp_compiler()) and Path(sysconfig.get_path("include"), "Python.h").exists()
@@ -153,7 +153,7 @@ def has_compiler(device: torch.device) -> bool:
 
 
 def code_fingerprint(package: Path) -> str:
-    """Beginning of a sha256 over a package's Python files and compiled parts, names and contents; or why not."""
+    """The beginning of a sha256 over names and contents of a package's Python and compiled files; or why not."""
     total = hashlib.sha256()
     try:
         for path in sorted(path for pattern in ("*.py", "*.so") for path in package.rglob(pattern)):
@@ -182,7 +182,7 @@ def _check_agreement(ranks: Sequence[_Rank], recipe: Recipe) -> None:
         counts = Counter(values)
         if len(counts) == 1:
             continue
-        usual, number = counts.most_common(1)[0]  # of equally many, rank 0's
+        usual, number = counts.most_common(1)[0]  # of equally common ones, rank 0's
         for value in counts:
             if value != usual:
                 where = _describe([index for index, other in enumerate(values) if other == value], ranks)
@@ -316,7 +316,7 @@ def _check_memory(
 
 
 def _check_shared(folder: Path, world: distributed.World, ranks: Sequence[_Rank]) -> None:
-    """Raise `RecipeError` unless what rank 0 writes into the folder is there for all."""
+    """Raise `RecipeError` unless all ranks see what rank 0 writes into the folder."""
     folder_of_main, name = on_rank_zero(lambda: (str(folder), f".preflight-{secrets.token_hex(8)}"))
     token = folder / name
 
@@ -342,7 +342,7 @@ def _appears(path: Path) -> bool:
     deadline = time.monotonic() + _SHARED_WITHIN_SECONDS
     while True:
         with suppress(OSError):
-            # Looking into the folders makes a network file system ask its server instead of its memory.
+            # Listing the folders makes a network file system ask its server, not its cache.
             for folder in (path.parent.parent, path.parent):
                 with os.scandir(folder) as entries:
                     next(entries, None)
@@ -354,9 +354,9 @@ def _appears(path: Path) -> bool:
 
 
 def _check_room(recipe: Recipe, place: LocalPlace, checkpoint_bytes: int) -> tuple[int, list[str]]:
-    """(bytes free, warnings) of the tidied folder of checkpoints.
+    """Tidy the folder of checkpoints. Returns (bytes free, warnings).
 
-    Raises `RecipeError` where not even the first fits, `StorageError` where the next does not.
+    Raises `RecipeError` if not even the first fits, `StorageError` if the next one does not.
     """
     try:
         place.tidy()  # a save that was killed may have left as much as a checkpoint
@@ -366,7 +366,7 @@ def _check_room(recipe: Recipe, place: LocalPlace, checkpoint_bytes: int) -> tup
     keep = recipe.checkpoint.keep
     size, left = _decimal(checkpoint_bytes), f"{_decimal(free)} are free"
     if free < 1.5 * checkpoint_bytes:
-        # What has filled the disk since a run began may go away again: that run is worth a repetition.
+        # What has filled the disk since a run began may go away again, so the run is worth repeating.
         raise (StorageError if present else RecipeError)(
             f"{place.root}: {left}, and a checkpoint has {size}; half as much again has to be free. Make room, or set "
             f"checkpoint.dir to another folder or a URL"
@@ -388,10 +388,10 @@ def _count(number: int, noun: str) -> str:
 
 
 def _binary(size: int) -> str:
-    """Memory, as its makers count it."""
+    """Memory in binary units, as its makers count it."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 def _decimal(size: int) -> str:
-    """Room on a disk, as its makers count it."""
+    """Room on a disk in decimal units, as its makers count it."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -1,6 +1,6 @@
 """Where the time of a step goes: a trace of some steps, and a table of them.
 
-The trainer names the parts of a step by `part`; what torch computes in each of them, its own profiler sees.
+The trainer marks the parts of a step by `part`; torch's own profiler sees what is computed in each.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _MOST_OPERATIONS = 20
 
 
 def part(name: str) -> contextlib.AbstractContextManager[Any]:
-    """What is done in here is one part of a step. Costs microseconds while nobody profiles."""
+    """A context that marks one part of a step. Costs microseconds while nobody profiles."""
     return record_function(f"{_PREFIX}{name}")
 
 
@@ -32,8 +32,8 @@ class StepProfiler:
     """Profiles some steps of this process, and writes what it found into the run directory.
 
     Args:
-        steps: how many; 0 for none.
-        say: tells people.
+        steps: the number of steps to profile; 0 for none.
+        say: prints a line for people.
     """
 
     def __init__(self, steps: int, run_dir: Path, device: torch.device, say: Callable[[str], None]) -> None:
@@ -43,7 +43,7 @@ class StepProfiler:
         self._profiler: Any = None
 
     def step_ends(self, step: int) -> None:
-        """`step` updates are done."""
+        """Note that `step` updates are done; begins or writes the profile when its time has come."""
         self._seen += 1
         if self._steps and self._seen == STEPS_BEFORE:
             self._begin()
@@ -51,7 +51,7 @@ class StepProfiler:
             self._say(self._write(step))
 
     def end(self) -> None:
-        """There are no more steps."""
+        """Say so if the process had too few steps for a profile."""
         needed = STEPS_BEFORE + self._steps
         if self._steps and self._seen < needed:
             self._say(
@@ -94,7 +94,7 @@ class StepProfiler:
         def own(one: Any) -> float:
             return (one.self_device_time_total if kind == "cuda" else one.self_cpu_time_total) / 1e6 / self._steps
 
-        # On CUDA the parts are there once more, as spans of its stream, and operations besides their kernels.
+        # On CUDA the parts appear once more, as spans of its stream, and operations beside their kernels.
         on_host = [one for one in averages if one.device_type == DeviceType.CPU]
         on_device = [one for one in averages if one.device_type != DeviceType.CPU and not one.is_user_annotation]
         parts = [one for one in on_host if one.key.startswith(_PREFIX)]

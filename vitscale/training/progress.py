@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 PLAIN_INTERVAL_S = 30.0
-_STATUS_WIDTH = 66  # of what stands beside the bar, two numbers of steps left out
+_STATUS_WIDTH = 66  # of the text beside the bar, without its two numbers of steps
 _LONGEST_S = 10**12  # about what a timedelta holds
 
 
@@ -21,8 +21,8 @@ class TrainingProgress:
     and start-up and compilation not.
 
     Args:
-        total_steps: of the whole run.
-        step: done before this process.
+        total_steps: steps of the whole run.
+        step: steps done before this process.
         console: where to write; None is standard output.
         clock: seconds from an arbitrary start.
     """
@@ -62,7 +62,7 @@ class TrainingProgress:
                 self._live.stop()
 
     def advance(self, step: int) -> None:
-        """`step` updates are done: moves the live line, which keeps the loss of the last report, and the time left."""
+        """Move the live line to `step` updates done: a new time left, and the loss of the last report."""
         now = self._clock()
         if self._first is None:
             self._first = (step, now)
@@ -112,8 +112,8 @@ def tell(message: str) -> None:
 
 
 def _without_terminal() -> AbstractContextManager[None]:
-    """A terminal or pipe that was closed, or a disk that is full, must not end a run that saves at this moment.
+    """Ignore a terminal or pipe that was closed, or a full disk: it must not end a run in the middle of a save.
 
-    Rich answers a closed pipe with the end of the process, after it has turned its output off.
+    Rich answers a closed pipe by turning its output off and ending the process.
     """
     return suppress(OSError, SystemExit)

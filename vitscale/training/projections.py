@@ -1,15 +1,16 @@
 """Random projections of gradients: one number that tells two long vectors apart, wherever their parts lie.
 
-The dot product with random signs has the mean square of the vector's own length, so that a difference of vectors shows
-as one of numbers, and rounding errors shrink as they do in a sum of independent ones. The signs are a function of a key
-and an element's place in its parameter: pieces that several ranks hold add up to the whole.
+The mean square of a vector's dot product with random signs is its squared length, so that a difference between vectors
+shows as one between numbers, and rounding errors shrink as they do in a sum of independent ones. The signs are a
+function of a key and an element's place in its parameter: the projections of pieces on several ranks add up to that of
+the whole.
 """
 
 import torch
 import xxhash
 from torch import Tensor
 
-_AT_ONCE, _AT_ONCE_IN_CACHE = 1 << 22, 1 << 16  # elements, of which there are a few copies of 8 bytes; on CPUs
+_AT_ONCE, _AT_ONCE_IN_CACHE = 1 << 22, 1 << 16  # elements at a time, with a few copies of 8 bytes each; on CPUs
 _BITS = 64
 # Odd factors of the mixer SplitMix64 (Steele et al. 2014), as signed numbers.
 _GOLDEN, _MIX_1, _MIX_2 = (number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -58,7 +59,7 @@ def project(values: Tensor, start: int, key: int, lengths: Tensor) -> Tensor:
 
 
 def sample(length: int, count: int, key: int) -> Tensor:
-    """Places, int64 (at most `count`,), of a piece of so many elements: all of a short one, else some of them."""
+    """Places to sample in a piece of `length` elements, int64 (at most `count`,): all if it is short, else random."""
     if length <= count:
         return torch.arange(length)
     return mixed(0, count, key, torch.device("cpu")) % length

@@ -17,14 +17,14 @@ from vitscale.errors import ReplicaError
 from vitscale.ranks import gather
 from vitscale.training.distributed import World
 
-_AT_ONCE = 1 << 22  # elements, of which there are copies of 8 bytes
+_AT_ONCE = 1 << 22  # elements copied at a time, to 8 bytes each
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: Tensor, first: int = 0) -> int:
     """A checksum modulo 2^64 of a tensor's bits and their order, computed where the tensor lies.
 
-    Those of consecutive pieces of one tensor, each of which begins at element `first`, add up to that of the whole.
+    The checksums of consecutive pieces of a tensor, each beginning at element `first`, add up to that of the whole.
     """
     bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -36,7 +36,7 @@ def checksum(tensor: Tensor, first: int = 0) -> int:
 
 
 def compare_weights(module: nn.Module, step: int) -> None:
-    """See that all ranks hold the same weights; ZeRO 0 to 2, all ranks together.
+    """Check that all ranks hold the same weights, under ZeRO 0 to 2; all ranks call it together.
 
     Raises `ReplicaError` on all ranks.
     """
@@ -47,14 +47,14 @@ def compare_weights(module: nn.Module, step: int) -> None:
 def compare_computation(
     engine: Any, images: Tensor, world: World, to_input: Callable[[Tensor], Tensor], step: int, zero: int
 ) -> None:
-    """Have all ranks compute one micro-batch of one of them, and see that every bit of the results agrees.
+    """Have all ranks compute one micro-batch of one of them, and check that every bit of the results agrees.
 
-    The ranks take turns in giving theirs. Compared are the logits, and below ZeRO 3 the gradient of the input too,
-    whose way leads back through every layer.
+    The ranks take turns in providing it. The logits are compared, and below ZeRO 3 also the gradient of the input,
+    which passes back through every layer.
 
     Args:
         images: uint8 (b, S, S, 3), equally many on every rank.
-        to_input: makes the model's input of them, on the device.
+        to_input: turns them into the model's input, on the device.
         zero: the ZeRO stage.
 
     Raises `ReplicaError` on all ranks.
@@ -62,7 +62,7 @@ def compare_computation(
     same = images.to(world.device).contiguous()
     source = step % world.size
     dist.broadcast(same, source)
-    has_gradient = zero < 3  # there, the order in which parameters are gathered must not change
+    has_gradient = zero < 3  # under ZeRO 3 the order in which parameters are gathered must not change
     engine.eval()
     with torch.set_grad_enabled(has_gradient), _reproducibly():
         inputs = to_input(same).requires_grad_(has_gradient)
@@ -79,7 +79,7 @@ def compare_computation(
 
 @contextlib.contextmanager
 def _reproducibly() -> Iterator[None]:
-    """Kernels that add in an order of their own, such as attention's backward pass on CUDA, are not used in here."""
+    """A context without kernels that add in a varying order, such as attention's backward pass on CUDA."""
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)

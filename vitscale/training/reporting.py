@@ -1,4 +1,4 @@
-"""What a run tells: lines for people, metrics, and DONE at its end."""
+"""What a run reports: lines for people, metrics, and DONE at its end."""
 
 import contextlib
 import resource
@@ -27,10 +27,10 @@ from vitscale.training.state import RunState
 
 
 class Report:
-    """All ranks make one and call `log` together; rank 0 writes and prints.
+    """Reports on a run: rank 0 writes and prints. All ranks make one and call `log` together.
 
     Attributes:
-        logged_step: of the last line of metrics.
+        logged_step: the step of the last line of metrics.
     """
 
     def __init__(self, recipe: Recipe, plan: Plan, run_dir: Path, world: distributed.World) -> None:
@@ -46,7 +46,7 @@ class Report:
         self.logged_step, self._logged_at = 0, time.monotonic()
 
     def say(self, message: str) -> None:
-        """Tell people, on rank 0."""
+        """Print a line for people, on rank 0."""
         if self._world.is_main:
             if self._progress is not None:
                 self._progress.note(message)
@@ -54,7 +54,7 @@ class Report:
                 tell(message)
 
     def begin_at(self, step: int) -> None:
-        """The run goes on from this step, or goes back to it: later lines are of steps that are done again."""
+        """Begin at this step, from which the run continues or to which it goes back: later steps are done again."""
         self.logged_step, self._bad_samples = step, 0
         self.reopen(step)
 
@@ -65,7 +65,7 @@ class Report:
             self._metrics = MetricsWriter(self._run_dir, step, self._recipe.logging.trackers)
 
     def go_on_in_new_directory(self, step: int) -> None:
-        """The run directory was moved or deleted, and there is a new one; of rank 0 alone."""
+        """Continue in a new run directory after the old one was moved or deleted; called on rank 0 only."""
         self.reopen(step)
         self.say(f"WARNING: {self._run_dir} was moved or deleted: from here on the run is in a new one of that name")
 
@@ -75,30 +75,30 @@ class Report:
             self._metrics.close()
 
     def progress(self, step: int) -> contextlib.AbstractContextManager[object]:
-        """In here the run's progress is shown, on rank 0."""
+        """A context in which the run's progress is shown, on rank 0."""
         if not self._world.is_main:
             return contextlib.nullcontext()
         self._progress = TrainingProgress(self._plan.total_steps, step)
         return self._progress
 
     def advance(self, step: int, batch: Batch) -> None:
-        """One more batch was trained on."""
+        """Note that one more batch was trained on."""
         self._bad_samples += batch.bad_samples
         if self._progress is not None:
             self._progress.advance(step)
 
     def line_is_late(self, at: float) -> bool:
-        """Whether, at that time of the monotonic clock, there was no line of metrics for too long."""
+        """Whether, at time `at` of the monotonic clock, the last line of metrics is too old."""
         return at - self._logged_at > self._recipe.logging.most_s
 
     def log(
         self, state: RunState, batch: Batch, update: Update, pace: Pace, computed_s: float, stalled_s: float
     ) -> None:
-        """One line of metrics.
+        """Write one line of metrics.
 
         Args:
             computed_s: seconds of this rank's forward passes since the last line.
-            stalled_s: seconds since then that training stood still for saves.
+            stalled_s: seconds since then that training has waited for saves.
         """
         seconds, waited = pace.per_step(state.step)
         own = waited + computed_s / (state.step - self.logged_step)
@@ -151,18 +151,18 @@ class Report:
             self._progress.update(state.step, loss=loss, lr=update.rate, images_per_s=images_per_s)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """What evaluators yielded after so many updates."""
+        """Write and print what evaluators yielded after `step` updates."""
         if self._metrics is not None and values:
             self._metrics.evaluation(step, values)
             self.say(f"step {step:,}  " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()))
 
     def pictures(self, step: int, pictures: Pictures) -> None:
-        """Figures of what the model does inside after so many updates, for the trackers."""
+        """Hand figures of the model's inside after `step` updates to the trackers."""
         if self._metrics is not None and pictures:
             self._metrics.pictures(step, pictures)
 
     def done(self, state: RunState, values: Mapping[str, float], *, stopped_early: bool) -> None:
-        """Write the file that says that the run is done; of rank 0 alone. Raises OSError."""
+        """Write the file that marks the run as done; called on rank 0 only. Raises OSError."""
         summary = {
             "step": state.step,
             "total_steps": self._plan.total_steps,

@@ -1,4 +1,4 @@
-"""From which checkpoint a run goes on, and whether it can."""
+"""Finds the checkpoint that a run continues from, and checks that it can."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +19,9 @@ from vitscale.training.state import changed_data
 def checkpoint_to_resume(
     recipe: Recipe, plan: Plan, run_dir: Path, saves: Saves, say: Callable[[str], None]
 ) -> CheckpointReader | None:
-    """The newest checkpoint of this run, or None where it begins; all ranks call it together.
+    """The newest checkpoint of this run, or None if it begins; all ranks call it together.
 
-    Raises `CheckpointError` and `RecipeError` where the run began on other data or by another recipe, and as
+    Raises `CheckpointError` and `RecipeError` if the run began on other data or with another recipe, and as
     `newest_checkpoint`.
     """
     if (run_dir / DONE_FILE).exists():
@@ -39,9 +39,9 @@ def checkpoint_to_resume(
 def newest_checkpoint(
     recipe: Recipe, run_dir: Path, saves: Saves, say: Callable[[str], None]
 ) -> CheckpointReader | None:
-    """The newest that verifies; None where the run has never saved. All ranks call it together.
+    """The newest checkpoint that verifies; None if the run has never saved. All ranks call it together.
 
-    Raises `CheckpointError` where there was one and is none any more, and `StorageError`.
+    Raises `CheckpointError` if there was one and none is left, and `StorageError`.
     """
     reader = saves.store.newest(lambda problem: say(f"WARNING: {problem}"))
     known = on_rank_zero(lambda: run_directory.read_newest(run_dir))

@@ -1,7 +1,7 @@
 """Names the rank that is missing when a collective fails or hangs.
 
-Every rank leaves a word at the rendezvous every few seconds. Who wants to know looks twice: a rank whose word has not
-changed meanwhile has ended, was stopped or is cut off.
+Every rank leaves a message at the rendezvous every few seconds. To find missing ranks, one looks twice: a rank whose
+message has not changed in between has ended, was stopped or is cut off.
 """
 
 import os
@@ -22,7 +22,7 @@ _JOIN_SECONDS = 0.1
 
 
 class Presence(NamedTuple):
-    """The last word of one rank: a count of its words, its machine, and where in training it is."""
+    """The last message of one rank: its number, the rank's machine, and where in training it is."""
 
     words: int
     host: str
@@ -31,7 +31,7 @@ class Presence(NamedTuple):
 
 
 class RollCall:
-    """One rank's end. Failing to reach the rendezvous is no error: it says that rank 0, which holds it, is gone."""
+    """One rank's part. Failing to reach the rendezvous is no error: it means that rank 0, which holds it, is gone."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -41,7 +41,7 @@ class RollCall:
         self._is_cut_off = False
 
     def answer(self, step: int, phase: str) -> None:
-        """Leave a word. Raises nothing."""
+        """Leave a message. Raises nothing."""
         if self._is_cut_off:
             return  # a connection that was closed never comes back, and torch prints a trace for each attempt
         self._count += 1
@@ -52,9 +52,9 @@ class RollCall:
             self._is_cut_off = True
 
     def missing(self) -> list[str]:
-        """The ranks that do not answer any more, each in words; empty where all do. Takes some seconds.
+        """The ranks that no longer answer, each in words; empty if all do. Takes some seconds.
 
-        Another thread should go on answering meanwhile: it notices at once where rank 0 has ended.
+        Another thread should keep answering meanwhile: it notices at once if rank 0 has ended.
         """
         found: list[list[str]] = []
         thread = threading.Thread(target=lambda: found.append(self._look()), daemon=True)
@@ -92,7 +92,7 @@ _ONLY_ZERO = "rank 0, or the machine that it runs on"
 
 
 def _connect() -> dist.TCPStore:
-    """A connection that nobody else uses: whoever waits for an answer holds the connection that they asked on."""
+    """A connection of its own: whoever waits for an answer blocks the connection that was asked."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_STORE_SECONDS))
 

@@ -1,4 +1,4 @@
-"""A run's saves: under way while training goes on, and what is done about those that fail."""
+"""A run's saves, written while it trains, and what is done about those that fail."""
 
 import time
 from collections.abc import Callable
@@ -15,23 +15,23 @@ from vitscale.recipe import Recipe
 from vitscale.runs.directory import write_newest
 from vitscale.training.distributed import World
 
-# Files may be written for longer than a step takes; a rank that has gone is noticed at once all the same.
+# Writing files may take longer than a step; a rank that has gone is noticed at once all the same.
 _TIMEOUT = timedelta(hours=2)
 
 
 class Saves:
-    """All ranks call every method together, but for `finished`, `settle` and `stalled_s`.
+    """Makes a run's saves. All ranks must call every method together, except `finished`, `settle` and `stalled_s`.
 
-    Losing one save is better than losing the machines that train: it is said, and training goes on, until too many in
-    a row have failed.
+    Losing one save is better than losing the machines that train: a failure is reported and training continues, until
+    too many in a row have failed.
 
     Args:
-        keep_every: steps whose checkpoints are kept for good.
-        say: tells people, on rank 0.
-        lost: is told of each step whose save has failed.
+        keep_every: the interval, in steps, of checkpoints that are kept for good.
+        say: prints a line for people, on rank 0.
+        lost: called with each step whose save has failed.
 
     Attributes:
-        store: for reading.
+        store: the checkpoints, for reading.
         newest: step of the newest checkpoint, 0 for none.
     """
 
@@ -61,7 +61,7 @@ class Saves:
         self._stalled_s = 0.0
 
     def begin(self, index: Index, fragments: list[Fragment], best: int | None) -> None:
-        """Save what this rank owns; the tensors may change when this returns."""
+        """Save what this rank owns; the tensors may change once this returns."""
         self._stalled_s += self._saver.save(index, fragments, best)
 
     def amend(self, step: int, selection: dict[str, Any]) -> None:
@@ -69,7 +69,7 @@ class Saves:
         self._saver.amend(step, selection)
 
     def stalled_s(self) -> float:
-        """Seconds that training stood still for saves since this was last asked."""
+        """Seconds that training has waited for saves since the last call."""
         seconds, self._stalled_s = self._stalled_s, 0.0
         return seconds
 
@@ -78,7 +78,7 @@ class Saves:
         return self._saver.finished()
 
     def note(self, count: int | None = None) -> None:
-        """Look at what has become of the next `count` saves, which have ended on every rank.
+        """Take note of how the next `count` saves went; they have ended on every rank. None means all.
 
         Raises `CheckpointError` on all ranks for too many failures in a row.
         """
@@ -97,14 +97,15 @@ class Saves:
                 self._say(f"WARNING: training goes on WITHOUT THIS CHECKPOINT: {outcome.error}")
 
     def wait(self) -> None:
-        """Wait for what is under way. Raises as `note`."""
+        """Wait for the saves under way. Raises as `note`."""
         began = time.monotonic()
         self._saver.wait()
         self._stalled_s += time.monotonic() - began
         self.note()
 
     def settle(self, timeout_s: float) -> None:
-        """Give what is under way so long to end, whatever becomes of it. One rank may do this without the others."""
+        """Wait at most `timeout_s` seconds for the saves under way, whatever becomes of them. One rank may do so alone.
+        """
         self._saver.wait(timeout_s)
 
     def finish(self, step: int) -> None:
@@ -126,7 +127,7 @@ class Saves:
             save()
             self.finish(step)
         except CheckpointError as error:
-            # The place may be in order where the run goes on.
+            # The place may be in order again where the run continues.
             unsaved = StorageError(f"{reason}: ending without a checkpoint of step {step:,}: {error}")
             raise unsaved.on_all_ranks() from None
         raise PreemptedError(
@@ -134,5 +135,5 @@ class Saves:
         ).on_all_ranks()
 
     def _give_up(self, message: str) -> NoReturn:
-        self.store.gather(None)  # fails where a rank has gone: then that is why, and nothing is to be mended
+        self.store.gather(None)  # fails if a rank has gone: then that is the cause, and there is nothing to mend
         raise CheckpointError(message).on_all_ranks()

@@ -11,10 +11,10 @@ class Rates(NamedTuple):
     """What the optimizer is given for one update.
 
     Attributes:
-        updates: done before.
-        learning_rate: before a group's factor.
-        weight_decay_factor: multiplies every group's weight decay; None where no schedule changes it.
-        momentum: of every group; None where no schedule changes it.
+        updates: the number of updates done before.
+        learning_rate: the learning rate, before a group's factor.
+        weight_decay_factor: multiplies every group's weight decay; None if no schedule changes it.
+        momentum: the momentum of every group; None if no schedule changes it.
     """
 
     updates: int
@@ -57,8 +57,8 @@ def learning_rate(
         cooldown_shape: after a part x of the cooldown, `linear` multiplies by 1 - x, `1-sqrt` by 1 - sqrt(x) (Haegele
             et al. 2024).
         timescale: for `rsqrt` only.
-        cycle, cycle_factor, restart_factor: of `restarts`: steps of the first fall, and what each restart multiplies
-            the steps and the rate by.
+        cycle, cycle_factor, restart_factor: for `restarts` only: steps of the first fall, and what each restart
+            multiplies the steps and the rate by.
     """
     progress = min(max((step - warmup) / max(total - warmup, 1), 0.0), 1.0)
     if decay == "linear":
@@ -81,7 +81,7 @@ def learning_rate(
 
 
 def _cycle_at(step: int, length: float, factor: float) -> tuple[int, float]:
-    """How many restarts there were before a step, and the part of the present cycle that is done."""
+    """The number of restarts before a step, and the part of the present cycle that is done."""
     if factor == 1.0:
         return int(step // length), step % length / length
     restarts, position = 0, float(step)
@@ -91,7 +91,8 @@ def _cycle_at(step: int, length: float, factor: float) -> tuple[int, float]:
 
 
 def course(step: int, *, start: float, end: float, steps: int, shape: Literal["linear", "cosine"]) -> float:
-    """A figure of the update that follows `step` completed ones: from `start` to `end` in so many steps, then `end`.
+    """The value of the update after `step` completed ones: it goes from `start` to `end` in `steps` steps and stays
+    there.
 
     Args:
         shape: `linear`, or `cosine`, which leaves `start` and reaches `end` slowly (the weight decay of DINO).

@@ -10,11 +10,11 @@ from vitscale.recipe import schema
 
 @dataclass(frozen=True)
 class Selection:
-    """What the evaluations so far have shown; travels in checkpoints.
+    """What the evaluations so far have shown; saved in checkpoints.
 
     Attributes:
         best, best_step: the best value of the rule's metric, and its step; None before there is one.
-        without_better: evaluations since then.
+        without_better: the number of evaluations since then.
         evaluated: the last step that was evaluated.
         before: the best value and step before these, for when the best step cannot be saved; not in checkpoints.
     """
@@ -27,7 +27,7 @@ class Selection:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "Selection":
-        """From a checkpoint; old ones do not say what was evaluated, and where nothing is said it begins anew."""
+        """From a checkpoint; old ones do not record what was evaluated, and an empty state begins anew."""
         if not state:
             return cls()
         return cls(state["best"], state["best_step"], state["without_better"], state.get("evaluated", 0))
@@ -39,7 +39,7 @@ class Selection:
         return state
 
     def after(self, rule: schema.Selection | None, step: int, metrics: Mapping[str, float]) -> "Selection":
-        """The metrics of one more step are known."""
+        """The selection with the metrics of one more step."""
         seen = replace(self, evaluated=step)
         if rule is None:
             return seen
@@ -53,7 +53,7 @@ class Selection:
         return replace(seen, best=value, best_step=step, without_better=0, before=(self.best, self.best_step))
 
     def without(self, step: int) -> "Selection":
-        """The save of a step has failed: where it was the best one, the one before is, and is kept."""
+        """The selection after a step's save has failed: if it was the best, the one before is again, and is kept."""
         if self.best_step != step:
             return self
         best, best_step = self.before

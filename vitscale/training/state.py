@@ -1,4 +1,4 @@
-"""Where a run is: what changes from step to step beside the weights, to and from a checkpoint's index."""
+"""The state of a run beside its weights: what changes from step to step, to and from a checkpoint's index."""
 
 import platform
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ class RunState:
 
     Attributes:
         step: updates done.
-        position: of the next batch in the order.
+        position: the next batch's position in the order.
         selection: what the evaluations so far have shown.
         anomalies: what has gone wrong so far, and what was left out.
     """
@@ -36,11 +36,11 @@ class RunState:
 
     @classmethod
     def of(cls, index: Index) -> "RunState":
-        """That of a checkpoint."""
+        """The state in a checkpoint."""
         return cls(index.step, index.position, Selection.of(index.selection), AnomalyRecord.of(index.anomalies))
 
     def after(self, batch: Batch) -> "RunState":
-        """One more batch was trained on."""
+        """The state after one more batch was trained on."""
         return replace(self, step=self.step + 1, position=batch.step + 1)
 
 
@@ -71,13 +71,13 @@ def make_index(state: RunState, recipe: Recipe, plan: Plan, learner: Learner, wo
 
 
 def changed_data(index: Index, plan: Plan) -> list[str]:
-    """What differs between the data of a checkpoint and those of now, and must not while a run goes on."""
+    """The keys of `data_identity` whose values differ between a checkpoint and now."""
     now = data_identity(plan)
     return [key for key in now if index.data.get(key) != now[key]]
 
 
 def data_identity(plan: Plan) -> dict[str, Any]:
-    """What must not change while a run goes on."""
+    """What must not change about the data while a run lasts."""
     return {
         "manifest_sha256": plan.manifest.sha256,
         "num_samples": plan.manifest.num_samples,

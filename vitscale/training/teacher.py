@@ -1,4 +1,4 @@
-"""The teacher of a run: a model that is learned from, whole on every rank and never updated."""
+"""The teacher of a run: a model that the run learns from, whole on every rank and never updated."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,10 +27,10 @@ _ADVICE = "a teacher needs its head, of the classes of data.train"
 
 
 def check_teacher(recipe: Recipe, class_names: list[str]) -> None:
-    """Find what is wrong with the teacher from names and shapes alone, before the ranks meet.
+    """Check the teacher by names and shapes alone, before the ranks meet.
 
     Args:
-        class_names: of the training data.
+        class_names: the classes of the training data.
 
     Raises `RecipeError` where there are no such weights or they contradict the recipe, and `CheckpointError` where they
     are damaged or of another model.
@@ -57,8 +57,8 @@ def load_teacher(
     """The teacher on this rank's device, in the dtype of the run; all ranks call it together.
 
     Args:
-        class_names: of the training data.
-        say: tells people, on rank 0, what is taken from where.
+        class_names: the classes of the training data.
+        say: prints what is taken from where, on rank 0.
 
     Returns:
         The teacher, None where there is none; and what identifies its weights.
@@ -87,7 +87,7 @@ def load_teacher(
 
 
 def check_same_teacher(now: dict[str, Any] | None, before: dict[str, Any] | None) -> None:
-    """Raise `CheckpointError` where a run that goes on has another teacher than the checkpoint that it goes on from."""
+    """Raise `CheckpointError` if a resumed run has another teacher than the checkpoint that it continues from."""
     if now == before:
         return
     files = {name: digest for each in (now, before) if each is not None for name, digest in each["files"].items()}

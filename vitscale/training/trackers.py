@@ -1,12 +1,12 @@
 """A run's metrics in TensorBoard, Weights & Biases, MLflow and others, by the trackers of Accelerate.
 
-Each tracker has a thread of its own, so that a server that is slow or away holds up no step; one that fails is a
-warning, and the run goes on without it.
+Each tracker has a thread of its own, so that a server that is slow or unreachable delays no step; if one fails, a
+warning is printed and the run continues without it.
 
 Steps that are done again, after a crash or a rewind, must not leave the points of the first time. TensorBoard hides
 them (`purge_step`). The others cannot take a point back: their run is continued if nothing was logged after the step
-that training continues from, and otherwise a new one begins with a copy of the lines of `metrics.jsonl` that still
-count. `trackers/NAME.json` in the run directory holds a tracker's run and the last step that was logged there.
+that training continues from; otherwise a new one begins with a copy of the lines of `metrics.jsonl` that still count.
+`trackers/NAME.json` in the run directory holds a tracker's run and the last step that was logged there.
 """
 
 import importlib.util
@@ -30,14 +30,14 @@ from vitscale.runs.reading import read_object
 
 _FOLDER = "trackers"
 _PROJECT = "vitscale"
-_STARTED_WITHIN_S = 10.0  # then training begins, and the trackers come when they come
-_ENDED_WITHIN_S = 20.0  # of the half minute that schedulers leave a process that they end
+_STARTED_WITHIN_S = 10.0  # after that training begins without waiting for the trackers
+_ENDED_WITHIN_S = 20.0  # less than the half minute that schedulers give a process to end
 
 _log = logging.getLogger(__name__)
 
 
 def absent_packages(names: Sequence[str]) -> list[str]:
-    """The packages that these trackers need and this machine has not, as `pip install` calls them."""
+    """The packages that these trackers need and this machine lacks, as `pip install` calls them."""
     return [name.replace("_", "-") for name in names if importlib.util.find_spec(name) is None]
 
 
@@ -54,7 +54,7 @@ class Trackers:
     """All trackers of a run; rank 0 alone has them.
 
     Args:
-        names: as in `logging.trackers`; installed.
+        names: the trackers, as in `logging.trackers`; installed.
         run_dir: the run's directory; must exist.
         resume_step: the step that training continues from, 0 for a new run.
     """
@@ -70,7 +70,7 @@ class Trackers:
             follower.items.put((step, named(line)))
 
     def draw(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
-        """Hand over pictures uint8 (height, width, 3) by their names. What is done again draws them again."""
+        """Hand over pictures uint8 (height, width, 3) by name. Steps that are done again draw them again."""
         for follower in self._followers:
             follower.items.put((step, pictures))
 
@@ -87,7 +87,7 @@ _Values = Mapping[str, Any]
 
 
 class _Known(NamedTuple):
-    """What an earlier process has left: the tracker's run, and the last step that was logged there."""
+    """What an earlier process left: the tracker's run, and the last step that was logged there."""
 
     run: str | None
     step: int
@@ -97,7 +97,7 @@ class _Follower:
     """One tracker and its thread.
 
     Attributes:
-        items: to be logged, (step, numbers or pictures); None for the end.
+        items: what is to be logged, (step, numbers or pictures); None for the end.
         has_begun: set when the tracker has been started, or has failed.
     """
 
@@ -108,13 +108,13 @@ class _Follower:
         self._known_file = run_dir / _FOLDER / f"{name}.json"
         self._known = _Known(None, 0)
         self._is_left = False
-        self._has_told = False  # that it takes no pictures
+        self._has_told = False  # about taking no pictures
         # A daemon: the process can end while a server does not answer.
         self._thread = threading.Thread(target=self._follow, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def leave(self, seconds: float) -> None:
-        """Wait so long for the end; then the thread is left to itself."""
+        """Wait up to `seconds` for the thread to end; after that it is left to itself."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             self._is_left = True
@@ -127,7 +127,7 @@ class _Follower:
             while (item := self.items.get()) is not None:
                 self._log(tracker, *item)
             tracker.finish()
-        except (Exception, SystemExit) as error:  # libraries raise what they like, and nothing of it is worth a run
+        except (Exception, SystemExit) as error:  # libraries raise what they like, and none of it is worth a run
             if not self._is_left:
                 reason = f"{type(error).__name__}: {error}"
                 _log.warning("logging.trackers: training goes on without %s: %s", self._name, reason)
@@ -145,7 +145,7 @@ class _Follower:
         except Exception:
             if run is None:
                 raise
-            run, tracker = None, self._start(None)  # perhaps it was deleted, or the server is another one
+            run, tracker = None, self._start(None)  # perhaps the run was deleted, or the server is another one
         self._known = before if run is not None else _Known(_run_of(tracker), 0)
         known_before = self._known.step
         for row in rows_up_to(self._run_dir / METRICS_FILE, self._resume_step):
@@ -158,10 +158,10 @@ class _Follower:
         return tracker
 
     def _start(self, run: str | None) -> Any:
-        """Accelerate's tracker of that name, for a run of its own or an earlier one."""
-        from accelerate import tracking  # only who has trackers waits for it
+        """Accelerate's tracker of that name, for a new run or an earlier one."""
+        from accelerate import tracking  # only users of trackers wait for this import
 
-        # Theirs is for processes that Accelerate has started, and raises an error in others.
+        # Accelerate's own logger raises an error in processes that Accelerate has not started.
         tracking.logger = logging.getLogger(tracking.__name__)
         kind = tracking.LOGGER_TYPE_TO_CLASS[self._name]
         match self._name:
@@ -180,10 +180,11 @@ class _Follower:
         return tracker
 
     def _log(self, tracker: Any, step: int, values: _Values) -> None:
-        if self._is_left:  # another one may follow the run by now
+        if self._is_left:  # another follower may have this run by now
             return
         if self._name != "tensorboard" and step > self._known.step:
-            # Before the point is: a crash between the two may lose it, and never leaves one that nobody knows of.
+            # Written before the point: a crash between the two may lose the point, but never leaves one that nobody
+            # knows of.
             self._known = self._known._replace(step=step)
             self._known_file.parent.mkdir(exist_ok=True)
             write_text(self._known_file, json.dumps(self._known._asdict()) + "\n")
@@ -210,7 +211,7 @@ class _Follower:
 
 
 def _run_of(tracker: Any) -> str | None:
-    """What continues a tracker's run in another process; None where that is not known of the tracker."""
+    """What another process needs to continue a tracker's run; None for trackers that are not known to support it."""
     match tracker.name:
         case "mlflow":
             return str(tracker.tracker.info.run_id)
@@ -220,14 +221,14 @@ def _run_of(tracker: Any) -> str | None:
 
 
 def _within(seconds: float, followers: Sequence[_Follower]) -> Iterator[tuple[_Follower, float]]:
-    """The followers, each with what is left of a time for all of them."""
+    """The followers, each with what is left of the time that they share."""
     deadline = time.monotonic() + seconds
     for follower in followers:
         yield follower, max(0.0, deadline - time.monotonic())
 
 
 def _without_traces_of_tensorboard(arguments: threading.ExceptHookArgs) -> None:
-    """Its writing thread hands an error to the next call, which reports it."""
+    """Print no trace: TensorBoard's writing thread hands an error to the next call, which reports it."""
     is_tensorboards = type(arguments.thread).__module__.startswith("tensorboard.")
     if not (is_tensorboards and isinstance(arguments.exc_value, OSError)):
         threading.__excepthook__(arguments)

@@ -1,8 +1,8 @@
 """The trainer: one recipe, one run directory, from the first step or the last checkpoint to the end.
 
-It is the loop and reads from top to bottom: set-up, checkpoints, loop, anomalies, evaluation, end. What it works with:
-the learner computes (learner.py), the state is where the run is (state.py), saves are written beside training
-(saves.py), and the report tells (reporting.py). The step is the only clock: what is due is a function of it (plan.py).
+It is the loop and reads from top to bottom: set-up, checkpoints, loop, anomalies, evaluation, end. Around it, the
+learner computes (learner.py), the state says where the run is (state.py), saves are written beside training (saves.py),
+and the report prints and records (reporting.py). The step is the only clock: what is due is a function of it (plan.py).
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class Trainer:
     """One run. Construct it on every rank, then `run`.
 
     Args:
-        alive: is told of all progress: updates done, and the phase that begins.
+        alive: called on all progress with the updates done and the phase that begins.
         interruption: what may ask this process to end early.
 
     Raises `RecipeError`, `DataError`, `CheckpointError`, `NonFiniteError`, `ReplicaError`, `AuditError` or
@@ -90,7 +90,7 @@ class Trainer:
     # ---- Checkpoints -------------------------------------------------------------------------------------------------
 
     def _load(self, reader: CheckpointReader | None) -> None:
-        """Take the state of a checkpoint; without one, of the trunk's where this is a branch, or begin at step 0."""
+        """Take the state of a checkpoint; without one, that of a branch's trunk, or begin at step 0."""
         self._begin("loading weights")
         self._saved_step = self.saves.newest = 0 if reader is None else reader.index.step
         if reader is None and self.recipe.first_step:
@@ -102,9 +102,9 @@ class Trainer:
     def save(self) -> None:
         """Hand a checkpoint of this step over to be written."""
         self._begin("saving")
-        self.saves.wait()  # whether the best checkpoint was lost decides which are kept
+        self.saves.wait()  # whether the best checkpoint was lost decides which ones are kept
         if self.recipe.check.replicas_every is not None:
-            self.learner.compare_replicas(self.state.step)  # what is saved is to be right
+            self.learner.compare_replicas(self.state.step)  # what is saved must be right
         index = make_index(self.state, self.recipe, self.plan, self.learner, self.world.size)
         self._renew_run_dir()
         self.saves.begin(index, self.learner.fragments(), best=self.state.selection.best_step)
@@ -120,8 +120,8 @@ class Trainer:
     def run(self, stop_at: int | None = None) -> None:
         """Train to the end, or until `stop_at` updates are done; leaves a checkpoint either way.
 
-        Raises `PreemptedError` on all ranks where the run was interrupted, with a checkpoint of that step, and
-        `RecipeError` where the ranks were told to stop at different steps.
+        Raises `PreemptedError` on all ranks if the run was interrupted, with a checkpoint of that step, and
+        `RecipeError` if the ranks were told to stop at different steps.
         """
         self._last = min(agreed(stop_at, "--stop-at") or self.plan.total_steps, self.plan.total_steps)
         past = f" (step {self._last:,} was past before)" if self.state.step > self._last else ""
@@ -139,8 +139,8 @@ class Trainer:
             except PeerLostError:
                 raise
             except VitscaleError:
-                # What was handed over before was right, and the next start goes on from it. The other ranks write their
-                # parts, too, whether or not they know of the error.
+                # Earlier saves were right, and the next start continues from them. The other ranks write their parts
+                # too, whether or not they know of the error.
                 self._begin("writing the checkpoint")
                 self.saves.settle(self.recipe.check.step_timeout_s / 2)
                 raise
@@ -151,7 +151,7 @@ class Trainer:
     def _train(self) -> None:
         step = self.state.step
         if step > 0 and self.plan.due(step, self._last).evaluate and self.state.selection.evaluated != step:
-            self._evaluate_and_select()  # the process that took this step ended before it could
+            self._evaluate_and_select()  # the process that took this step ended before it could evaluate
         while self.state.step < self._last and not self._is_out_of_patience():
             start, border = self.state.anomalies.skipped.next_stretch(self.state.position)
             stop = start + self._last - self.state.step
@@ -163,7 +163,7 @@ class Trainer:
                         break
 
     def take_step(self, batch: Batch, pace: Pace) -> bool:
-        """Learn from a batch and do what is due then. Returns whether the next batch of the loader is to follow."""
+        """Learn from a batch and do what is due then. Returns whether to go on with the loader's next batch."""
         began = time.monotonic()
         self._begin("training")
         limit = self.state.anomalies.limit(self.recipe.anomalies)
@@ -180,7 +180,7 @@ class Trainer:
         saves = due.save or self._border.save_is_overdue
         with part("metrics"):
             self.report.advance(step, batch)
-            # The records tell of every step that is saved or evaluated.
+            # The records have a line for every step that is saved or evaluated.
             if due.log or self._border.line_is_overdue or saves or due.evaluate:
                 self._log(batch, update, pace)
         with pace.paused(), part("checks, saving and evaluation"):
@@ -214,7 +214,7 @@ class Trainer:
         return self._border.is_end(self.interruption is not None and self.interruption.pending, self.saves, step_s)
 
     def _doubt(self, findings: Sequence[Finding]) -> None:
-        """The update just made is wrong, as an audit has found. Raises `AuditError`, unless the recipe has it said."""
+        """Report that an audit found the update just made wrong. Raises `AuditError`, unless the recipe only warns."""
         step = self.state.step + 1
         if self.recipe.check.audit == "stop":
             raise audit.error(findings, step)
@@ -223,7 +223,7 @@ class Trainer:
     # ---- Anomalies ---------------------------------------------------------------------------------------------------
 
     def _meet(self, update: Update, batch: Batch) -> None:
-        """Do what the recipe wants done about a batch that must not be trained on; all ranks come here together."""
+        """Do what the recipe asks for a batch that must not be trained on; all ranks call it together."""
         settings, known = self.recipe.anomalies, self.state.anomalies
         anomaly = self.learner.anomaly(update, batch, self.state.step)
         policy = known.policy(anomaly.kind, settings)
@@ -232,7 +232,7 @@ class Trainer:
             message += anomaly.write(self.run_dir, policy)
         if policy == "stop":
             self._begin("writing the checkpoint")
-            with contextlib.suppress(CheckpointError):  # said already, and not why the run ends
+            with contextlib.suppress(CheckpointError):  # already reported, and not why the run ends
                 self.saves.wait()  # what is being written was right
             raise anomaly.error(message, self.saves.newest, known.count, settings.limit).on_all_ranks()
         known = known.survived()
@@ -249,14 +249,14 @@ class Trainer:
         self.saves.wait()
         self._begin("verifying checkpoints")
         self._load(newest_checkpoint(self.recipe, self.run_dir, self.saves, self.report.say))
-        self.learner.own_work.take()  # of steps that are done again
+        self.learner.own_work.take()  # drop the time of steps that are done again
         self.report.begin_at(self.state.step)
         self.report.say(f"went back to step {self.state.step:,}")
 
     # ---- Evaluation --------------------------------------------------------------------------------------------------
 
     def _evaluate(self) -> dict[str, float]:
-        """Metrics of the weights, or of their average where the recipe has one. Raises `_Interrupted`."""
+        """Metrics of the weights, or of their average if the recipe has one. Raises `_Interrupted`."""
         if not self.plan.evaluators:
             return {}
         with self.learner.evaluating():
@@ -269,7 +269,7 @@ class Trainer:
         return self.learner.predict(images)
 
     def _evaluate_and_select(self) -> None:
-        """Evaluate this step; save it where it is the best so far, or the last for want of a better one."""
+        """Evaluate this step, and save it if it is the best so far or the run ends here out of patience."""
         step = self.state.step
         self._values = self._evaluate()
         self.report.evaluation(step, self._values)
@@ -281,7 +281,7 @@ class Trainer:
             self.save()
 
     def _inspect(self) -> None:
-        """Show the trackers what the weights, or their average, do inside."""
+        """Send the trackers figures of the inside of the model, with its weights or their average."""
         inspections, model = self.plan.inspections, self.learner.objective.backbone
         assert inspections is not None, "an inspection is due"
         with self.learner.evaluating():
@@ -295,20 +295,20 @@ class Trainer:
         return self.state.selection.is_out_of_patience(self.recipe.selection)
 
     def _end_early(self) -> NoReturn:
-        """Leave a checkpoint of this step, and say why the run ends."""
+        """Leave a checkpoint of this step, and raise the reason why the run ends."""
         assert self.interruption is not None
         saved = self.save if self._saved_step != self.state.step else lambda: None
         self.saves.end_early(saved, self.interruption.reason, self.state.step, self.plan.total_steps)
 
     def _finish(self, past: str) -> None:
-        """Leave a checkpoint of this step, and where the run is done the file that says so."""
+        """Leave a checkpoint of this step and, if the run is done, the file that says so."""
         self._profiler.end()
         step, stopped_early = self.state.step, self._is_out_of_patience()
         is_done = stopped_early or step == self.plan.total_steps
         if self._saved_step != step:
             self.save()
         if is_done and not self._values:
-            self._values = self._evaluate()  # again: the process that took the last step did not say that it is done
+            self._values = self._evaluate()  # again: the process that took the last step ended before it wrote DONE
         self._begin("writing the checkpoint")
         self.saves.finish(step)
         if is_done:
@@ -322,4 +322,4 @@ class Trainer:
 
 
 class _Interrupted(Exception):
-    """A rank was asked to end early, and all ranks know."""
+    """Raised on all ranks when any rank was asked to end early."""

@@ -1,8 +1,8 @@
-"""What an update makes of an element, by the formulas of the optimizers' papers: plain, in double precision.
+"""Recomputes the update of single elements by the formulas of the optimizers' papers, plainly, in double precision.
 
-The optimizers themselves work on long vectors in fp32, divided among ranks. Here are a few elements of one parameter,
-to compare with. What depends on a whole tensor is not computed: the length of LAMB's step is that which was made, of
-Muon's direction only its size is bounded, and the momentum of a tensor that Adafactor factors is taken as it is.
+The optimizers themselves work on long vectors in fp32, divided among ranks. Here a few elements of one parameter are
+computed for comparison. What depends on a whole tensor is not: the length of LAMB's step is taken from the step made,
+of Muon's direction only the size is bounded, and the momentum of a tensor that Adafactor factors is taken as it is.
 """
 
 import math
@@ -13,9 +13,9 @@ from torch import Tensor
 from vitscale.checkpoint import MASTER
 from vitscale.recipe import SGD, Adafactor, AdamW, Lamb, Muon, Optimizer
 
-# Of what is added, and of the change: a rounding of fp32 is 2^-24; 1 - 0.999 in fp32 is off by 2^-14.
+# Tolerances relative to the terms of a sum, and to the change: fp32 rounds by 2^-24; 1 - 0.999 in fp32 is off by 2^-14.
 _OF_TERMS, _OF_CHANGE, _LEAST = 2.0**-21, 2.0**-12, 1e-36
-_BF16 = 2.0**-7  # of what is kept in bf16, and computed there
+_BF16 = 2.0**-7  # relative to what is kept in bf16, and computed there
 
 State = dict[str, Tensor]
 """Kind, as in checkpoints -> float64 (elements,)."""
@@ -28,10 +28,10 @@ class Settings:
     """How one parameter is updated this time.
 
     Attributes:
-        optimizer: of the recipe.
-        update: from 1.
+        optimizer: the recipe's optimizer.
+        update: the number of this update, from 1.
         rate, decay: the learning rate and weight decay of this parameter now.
-        momentum: of now.
+        momentum: the present momentum.
     """
 
     optimizer: Optimizer
@@ -43,7 +43,7 @@ class Settings:
 
 
 def expected(settings: Settings, before: State, gradient: Tensor, after: State) -> Expected:
-    """The state that follows from the one before; `after` has what cannot be told from a few elements."""
+    """The state that should follow from the one before; `after` provides what a few elements cannot tell."""
     match settings.optimizer:
         case AdamW(betas=betas, eps=eps):
             direction, state = _adam(settings, settings.momentum, betas[1], eps, before, gradient)
@@ -68,7 +68,7 @@ def _close(value: Tensor, *terms: Tensor, change: Tensor, relative: float = _OF_
 
 
 def _mean(old: Tensor, new: Tensor, kept: float, relative: float = _OF_TERMS) -> tuple[Tensor, Tensor]:
-    """A running mean: `kept` of the old one, and of the new value the rest."""
+    """A running mean: `kept` of the old value plus 1 - `kept` of the new one."""
     change = (1 - kept) * new
     return _close(kept * old + change, old, change, change=change, relative=relative)
 
@@ -84,7 +84,7 @@ def _adam(
 
 
 def _decoupled(settings: Settings, before: State, direction: Tensor) -> Expected:
-    """The weight decay, times the learning rate, is taken off the weight itself."""
+    """AdamW's way: the weight decay, times the learning rate, is subtracted from the weight itself."""
     weights = before[MASTER]
     change = -settings.rate * (direction + settings.decay * weights)
     return {MASTER: _close(weights + change, weights, change=change)}

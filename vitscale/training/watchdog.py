@@ -1,6 +1,6 @@
-"""Notices that a rank stands still, shows the stacks of its threads, and ends it to be started again.
+"""Notices that a rank makes no progress, shows the stacks of its threads, and ends it so that it is started again.
 
-A rank in a collective waits for the slowest one without a word, for as long as the process group's time-out lasts.
+A rank in a collective waits silently for the slowest one, until the process group's timeout.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ _AFTER_THE_STACKS_SECONDS = 3.0
 
 
 class Watchdog(threading.Thread):
-    """Ends this process with the code for "repeat" when `at` was not called for `timeout_s`. A context manager.
+    """Ends this process with the code for "repeat" if `at` was not called for `timeout_s`. A context manager.
 
-    It also tells the other ranks and a supervising launch, every second, that this one lives, and where it is.
+    Every second it also tells the other ranks and a supervising launch that this rank lives, and where it is.
     """
 
     def __init__(self, world: World, timeout_s: float) -> None:
@@ -36,11 +36,11 @@ class Watchdog(threading.Thread):
             os.set_blocking(self._beat, False)  # a launch that does not read must not stop us
 
     def at(self, step: int, phase: str) -> None:
-        """There is progress: `step` updates are done, and `phase` begins."""
+        """Note progress: `step` updates are done, and `phase` begins."""
         self._where = (step, phase, time.monotonic())
 
     def who_is_missing(self) -> str:
-        """The other ranks that do not answer any more, in words. Takes some seconds."""
+        """The other ranks that no longer answer, in words. Takes some seconds."""
         return ", ".join(self._roll_call.missing()) or "another rank, though all of them still answer"
 
     def __enter__(self) -> "Watchdog":
@@ -50,7 +50,7 @@ class Watchdog(threading.Thread):
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         step, phase, since = self._where
-        self._tell_the_launch(step, phase, time.monotonic() - since)  # the beats are a second apart
+        self._tell_the_launch(step, phase, time.monotonic() - since)  # the last beat may be a second old
 
     def run(self) -> None:
         while not self._ended.wait(INTERVAL_SECONDS):
@@ -68,7 +68,7 @@ class Watchdog(threading.Thread):
 
     def _end(self, step: int, phase: str, seconds: float) -> None:
         stacks = _stacks()
-        # The others' watchdogs look as well: this thread has to go on answering while it looks itself.
+        # The other ranks' watchdogs look as well, so this one must keep answering while it looks.
         who: list[str] = []
         looking = threading.Thread(target=lambda: who.append(self.who_is_missing()), daemon=True)
         looking.start()

@@ -1,8 +1,9 @@
-"""Optimizers whose update of an element depends on others of its parameter, under every ZeRO stage.
+"""Optimizers in which the update of an element depends on others of its parameter, under every ZeRO stage.
 
-Such an optimizer sees, as every other, the tensors that its rank updates: a parameter, or under ZeRO 1 to 3 one long
-vector with pieces of many. It is told which piece of which parameter lies where, here and on the other ranks, and asks
-them for what it needs: sums of numbers, or whole matrices, each of which one rank works on. All ranks step together.
+Like every optimizer, such a one sees the tensors that its rank updates: a parameter, or under ZeRO 1 to 3 one long
+vector with pieces of many. It learns which piece of which parameter lies where, here and on the other ranks, and
+exchanges with them what it needs: sums of numbers, or whole matrices, each of which one rank works on. All ranks step
+together.
 """
 
 import math
@@ -17,20 +18,20 @@ from torch import Tensor
 from vitscale.ranks import gather
 from vitscale.training.pieces import Piece
 
-_AT_ONCE = 1 << 24  # elements, of which there are copies
+_AT_ONCE = 1 << 24  # elements copied at a time
 
 Group = dict[str, Any]
 
 
 @dataclass
 class Part:
-    """A parameter, parts of which are among the tensors that an optimizer updates together.
+    """A parameter that lies, in part or whole, in the tensors that an optimizer updates together.
 
     Attributes:
-        shape: of the whole parameter.
-        piece: of this rank; None where it has none.
+        shape: the whole parameter's shape.
+        piece: this rank's piece; None if it has none.
         holders: (rank, start, length) of every rank's piece, in the parameter's order.
-        owner: the rank that works on the whole of it.
+        owner: the rank that works on the whole parameter.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Part:
 
 
 class WholeTensorOptimizer(torch.optim.Optimizer):
-    """Does nothing until `attach`: DeepSpeed steps once with zero gradients to have state made."""
+    """Does nothing before `attach`: DeepSpeed first makes a step with zero gradients to have state created."""
 
     def __init__(self, groups: Iterable[Group], defaults: dict[str, Any]) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "updates": 0, **defaults})
@@ -56,13 +57,13 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         *,
         are_shared: bool,
     ) -> None:
-        """Be told where parameters lie; all ranks call it together.
+        """Set where parameters lie; all ranks call it together.
 
         Args:
-            masters: that the optimizer updates, on every rank in the same order.
-            pieces: of this rank.
-            shapes: of whole parameters, in the same order on every rank.
-            are_shared: whether the ranks have different pieces; else each has all parameters.
+            masters: the tensors that the optimizer updates, in the same order on every rank.
+            pieces: this rank's pieces.
+            shapes: shapes of whole parameters, in the same order on every rank.
+            are_shared: whether each rank has other pieces; else every rank has all parameters.
         """
         order = list(shapes)
         number = {name: index for index, name in enumerate(order)}
@@ -88,7 +89,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient; no closure. The gradients are overwritten."""
+        """Update all parameters that have a gradient; takes no closure. The gradients are overwritten."""
         assert closure is None, "a loss is not computed anew"
         for group in self.param_groups:
             masters = [master for master in group["params"] if master.grad is not None and master in self._parts]
@@ -100,18 +101,18 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def parts(self, masters: list[Tensor]) -> list[Part]:
-        """The parameters of these tensors, on every rank in the same order."""
+        """The parameters in these tensors, in the same order on every rank."""
         return [part for master in masters for part in self._parts[master]]
 
     @property
     def device(self) -> torch.device:
-        """Of all that is updated."""
+        """The device of all that is updated."""
         return next(iter(self._parts)).device
 
     # ---- What ranks ask each other -----------------------------------------------------------------------------------
 
     def summed(self, values: Tensor) -> Tensor:
-        """In place: the sum over the ranks that have different pieces."""
+        """Sum over the ranks that have different pieces, in place."""
         if self._world_size > 1:
             dist.all_reduce(values)
         return values
@@ -119,11 +120,11 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def on_whole_matrices(
         self, parts: list[Part], of: Callable[[Piece], Tensor], work: Callable[[Tensor], Tensor]
     ) -> None:
-        """Replace the values of every parameter by what `work` makes of the whole, each done by its owner, in bf16.
+        """Replace every parameter's values by what `work` makes of the whole parameter on its owner, in bf16.
 
         Args:
-            of: a piece -> its values, fp32 and 1-D, which are read and written.
-            work: a matrix in bf16 -> another of its shape; what has more sides comes with the others as one.
+            of: a piece -> its fp32 values, 1-D, which are read and written.
+            work: a bf16 matrix -> another of its shape; of tensors with more sides, all but the first are merged.
         """
         if self._world_size == 1:
             for part in parts:
@@ -135,10 +136,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             return
         ranks = range(self._world_size)
         mine = [(part.owner, part.piece) for part in parts if part.piece is not None]
-        mine.sort(key=lambda each: each[0])  # as they are sent; those of one owner stay in order
+        mine.sort(key=lambda each: each[0])  # in the order of sending; pieces of one owner stay in order
         owned = [part for part in parts if part.owner == self._rank]
         here = [(*holder, part) for part in owned for holder in part.holders]
-        here.sort(key=lambda each: each[0])  # as they come
+        here.sort(key=lambda each: each[0])  # in the order of arrival
         out = [sum(piece.length for owner, piece in mine if owner == rank) for rank in ranks]
         back = [sum(length for holder, _, length, _ in here if holder == rank) for rank in ranks]
         nothing = torch.empty(0, dtype=torch.bfloat16, device=self.device)
@@ -155,7 +156,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
 
 def _deal(parts: list[Part], world_size: int) -> None:
-    """Give every parameter an owner, so that all ranks have about as much to do; the same on every rank."""
+    """Give every parameter an owner, so that all ranks have about equally much to do; the same on every rank."""
     busy = [0] * world_size
     for part in sorted(parts, key=lambda part: -_multiplications(part.shape)):
         part.owner = busy.index(min(busy))
@@ -163,7 +164,7 @@ def _deal(parts: list[Part], world_size: int) -> None:
 
 
 def _multiplications(shape: tuple[int, ...]) -> int:
-    """Of a matrix with itself, whose shorter side counts twice."""
+    """Multiplications in a product of the matrix with its own transpose: the shorter side counts twice."""
     rows = shape[0] if shape else 1
     columns = math.prod(shape[1:])
     return rows * columns * min(rows, columns)
@@ -179,7 +180,7 @@ def _exchange(values: Tensor, out: list[int], back: list[int]) -> Tensor:
 
 
 def update_means(group: Group, gradient: Tensor, mean: Tensor, square: Tensor) -> None:
-    """Adam's update of a tensor, 1-D: its two means move, and its direction takes the place of the gradient."""
+    """Adam's update of 1-D tensors: moves the two means, and overwrites the gradient with the direction."""
     (beta1, beta2), updates = group["betas"], group["updates"]
     root = math.sqrt(1 - beta2**updates)
     pieces = (tensor.split(_AT_ONCE) for tensor in (gradient, mean, square))
