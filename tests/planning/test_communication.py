@@ -83,11 +83,20 @@ def cases(world_size: int) -> dict[str, dict[str, Any]]:
         )
         for blocks in (1, 2, 3)
     }
+    for size in (100_000, 20_000_000):
+        found[f"zero3-ahead{size}"] = case(world_size, 3, "bf16", "fp32", 2, stage3_prefetch_bucket_size=size)
+    found["zero2-small-buckets"] = case(world_size, 2, "bf16", "fp32", 2, reduce_bucket_size=50_000)
     return found
 
 
 QUICK = ("zero0-bf16-sums-fp32-x2", "zero1-bf16-sums-fp32-x2", "zero1-fp32-sums-fp32-x1", "zero2-bf16-sums-bf16-x2")
-QUICK += ("zero3-bf16-sums-fp32-x2", "zero3-again0-reuse0.5", "zero3-again1-reuse0", "zero3-again2-reuse3")
+QUICK += (
+    "zero3-again0-reuse3-ahead",
+    "zero3-bf16-sums-fp32-x2",
+    "zero3-again0-reuse0.5",
+    "zero3-again1-reuse0",
+    "zero3-again2-reuse3",
+)
 QUICK += ("overlap1-bf16-sums-fp32-x2", "overlap2-bf16-sums-bf16-x2", "overlap2-fp32-sums-fp32-x1", "zero3-ahead-live2")
 
 
@@ -99,8 +108,15 @@ def check(world_size: int, folder: Path, given: dict[str, dict[str, Any]]) -> No
         recipe = make_recipe(**blocks)
         _, accumulation = recipe.batch.split(world_size)
         expected: dict[str, float] = {}
+        messages: dict[str, int] = {}
         for one in communication(recipe, model_parameters(recipe, 10), world_size, accumulation):
             expected[one.kind] = expected.get(one.kind, 0) + one.sent(world_size)
+            messages[one.kind] = messages.get(one.kind, 0) + one.times * one.messages
+        calls = {KINDS[operation]: count for operation, count in counted[name]["calls"].items()}
+        agreements = calls.pop("all-reduce") - messages.pop("all-reduce")
+        # What is read ahead may end within a layer.
+        assert calls == pytest.approx(messages, rel=0.05 if "ahead" in name else 0), f"{name}: {calls}, {messages}"
+        assert -2 <= agreements <= 0, f"{name}: {agreements}"
         sent = {KINDS[operation]: size for operation, size in counted[name]["sent"].items()}
         assert sent.keys() == expected.keys(), name
         for kind, size in sent.items():

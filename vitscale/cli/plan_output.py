@@ -7,10 +7,12 @@ from typing import Any
 
 from vitscale.planning.cluster import GB, Cluster
 from vitscale.planning.plan import Choice, Goodput, Plan, Totals, find_best
+from vitscale.planning.step_time import message_time
 from vitscale.table import Column, Row, View, number, percent, render, short
 from vitscale.wording import counted
 
 _PARTS = ("weights", "optimizer", "ema", "gradients", "update", "activations", "workspace", "images")
+_WORTH_SAYING = 0.01  # of a step
 _ON_PAPER = (
     "On paper: vitscale was never measured on several of these devices. Memory and bytes follow from what DeepSpeed "
     "was seen to hold and send on 2 and 4 ranks; times, and how they scale to 8, 64 or 512 devices, are arithmetic."
@@ -132,10 +134,7 @@ def _of_the_best(plan: Plan, best: Choice) -> list[str]:
     }
     shown = ", ".join(f"{name} {1000 * seconds:,.1f} ms" for name, seconds in parts.items() if seconds)
     lines.append(f"step            {time.total:.3g} s: {shown}")
-    for collective in best.collectives:
-        sent = collective.sent(cluster.devices)
-        if sent > 0.005 * GB:
-            lines.append(f"network         {sent / GB:,.2f} GB a device: {collective.kind} of {collective.what}")
+    lines += [_of_network(row) for row in _sent(cluster, best) if row["seconds"] > _WORTH_SAYING * time.total]
     if totals.days is not None:
         lines.append(f"whole run       {_whole_run(totals)}")
     else:
@@ -154,6 +153,34 @@ def _of_the_best(plan: Plan, best: Choice) -> list[str]:
         f"training waits {short(totals.stall_s)} s{every}"
     )
     return lines
+
+
+def _sent(cluster: Cluster, choice: Choice) -> list[Row]:
+    """Each collective of a step: what it sends, in how many messages, by which way, and how long they are under way."""
+    rows = []
+    for each in choice.collectives:
+        one, count = message_time(each, cluster), each.times * each.messages
+        rows.append(
+            {
+                "what": each.what,
+                "kind": each.kind,
+                "bytes": each.sent(cluster.devices),
+                "messages": count,
+                "algorithm": one.algorithm,
+                "protocol": one.protocol,
+                "seconds": count * one.total,
+                "latency_s": count * one.latency,
+            }
+        )
+    return rows
+
+
+def _of_network(row: Row) -> str:
+    return (
+        f"network         {short(row['bytes'] / GB)} GB a device: {row['kind']} of {row['what']}, "
+        f"{counted(row['messages'], 'message')} by {row['algorithm']} ({row['protocol']}): "
+        f"{1000 * row['seconds']:,.1f} ms, {1000 * row['latency_s']:,.1f} ms of it latencies"
+    )
 
 
 def _of_failures(plan: Plan, goodput: Goodput) -> list[str]:
@@ -204,10 +231,7 @@ def _as_data(plan: Plan) -> dict[str, Any]:
             {
                 **_row(cluster, one),
                 "time_s": asdict(one.time),
-                "sent": [
-                    {"what": each.what, "kind": each.kind, "bytes": each.sent(cluster.devices)}
-                    for each in one.collectives
-                ],
+                "sent": _sent(cluster, one),
             }
             for one in plan.choices
         ],

@@ -11,6 +11,7 @@ DEVICES_PER_NODE = 8
 NETWORK = 50 * GB
 LINK = 25 * GB
 EFFICIENCY = 0.4
+_FASTEST_SLOT = 128 * GB  # PCIe 6
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class Cluster:
     def peak(self) -> float:
         """FLOP/s of one device in bf16."""
         return self.device.peak["bf16"]
+
+    @property
+    def has_nvlink(self) -> bool:
+        """Whether the devices of a node are connected by it: no PCIe slot is as fast."""
+        return self.link > _FASTEST_SLOT
 
     @property
     def ring_rate(self) -> float:

@@ -22,16 +22,16 @@ _CPU_RUNTIME = 160 << 20  # threads, kernels and buffers of libraries, measured 
 _BATCHES_BESIDE_PREFETCH = 3  # one in the planner's hands, one awaited, one in use
 _BATCHES_ON_CUDA = 3  # see data/device.py
 _ADAM_AT_ONCE = 1 << 24  # elements of which training/whole_tensors.py has copies
-_ALL_REDUCE_ELEMENTS = 500_000_000  # that DeepSpeed sums at once in stage 0
+ALL_REDUCE_ELEMENTS = 500_000_000  # that DeepSpeed sums at once in stage 0
 _BUCKETS_UNDER_WAY = 8 + 1  # training/exchange.py: those that are sent, and the one that is being filled
 _OVERLAPPED_BUCKET = 20_000_000
 # What training asks of DeepSpeed where a recipe does not (training/engine.py), and for the last its own default.
 _ELEMENTS = {
     "reduce_bucket_size": 50_000_000,
     "sub_group_size": 100_000_000,
+    "stage3_prefetch_bucket_size": 20_000_000,
     "stage3_max_live_parameters": 100_000_000,
     "stage3_max_reuse_distance": 100_000_000,
-    "stage3_prefetch_bucket_size": 20_000_000,
     "stage3_param_persistence_threshold": 100_000,
 }
 
@@ -181,7 +181,7 @@ def _model_states(
         case 0:
             accumulated = 4 * total if accumulates else 0
             gradients = accumulated + word * total if is_bf16 else 4 * total
-            flat = min(total, _ALL_REDUCE_ELEMENTS) * (word + in_other_dtype) if world_size > 1 else 0
+            flat = min(total, ALL_REDUCE_ELEMENTS) * (word + in_other_dtype) if world_size > 1 else 0
             update = max(4 * total if is_bf16 else 0, flat)
         case 1 | 2 if recipe.parallelism.overlap and world_size > 1:
             # Gradients go into buckets as they come. Besides each, what comes of it: by gloo from all ranks.

@@ -265,7 +265,7 @@ def _choice(recipe: Recipe, work: Work, parameters: Parameters, cluster: Cluster
 def find_best(choices: Sequence[Choice]) -> Choice | None:
     """Of those that fit the fastest; among as fast ones the largest micro-batch, then the lowest stage.
 
-    A lower stage sends fewer messages, whose latencies the time does not know.
+    A lower stage sends fewer messages, of which any may be late.
     """
     fitting = [one for one in choices if one.fits]
     if not fitting:
@@ -384,7 +384,9 @@ def _image_bytes(recipe: Recipe) -> tuple[float, str]:
 def _assumed_of_time(recipe: Recipe, cluster: Cluster) -> list[str]:
     said = [f"{1 - _USABLE:.0%} of the memory stay free, for CUDA, NCCL and fragments"]
     if cluster.devices > 1:
-        said.append("rings: the slowest link carries what one rank sends; no latencies, no slow rank")
+        said.append(
+            "rings and trees with NCCL's latencies of a hop; the slowest link carries what one rank sends; no slow rank"
+        )
         stages = (
             "1 to 3, not in 0" if overlaps(_with(recipe, 2, 0)) else "3 alone, by DeepSpeed's default (overlap_comm)"
         )

@@ -1,6 +1,6 @@
 """How long a step should take: computing, updating, and what of the network's time nothing else hides.
 
-A model on paper. It knows no latencies, no slow rank and no data that comes late; kernels have one efficiency whatever
+A model on paper. It knows no slow rank and no data that comes late; kernels have one efficiency whatever
 the micro-batch. All of this makes real steps longer.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from vitscale.flops.accounting import FLOPS_PER_MAC, training_flops_per_image
 from vitscale.flops.work import Work
 from vitscale.planning.cluster import Cluster
+from vitscale.planning.collective_time import CollectiveTime, collective_time
 from vitscale.planning.communication import Collective, Phase
 from vitscale.planning.memory import elements_in_flight, optimizer_share
 from vitscale.planning.parameters import Parameters
@@ -36,6 +37,7 @@ class StepTime:
         recompute: once more.
         update: of the optimizer; 0 where the device's bandwidth is not known, and for an offloaded optimizer.
         network: that messages are under way.
+        latency: of it, what would stay were all messages empty.
         waiting: for them, while nothing is computed.
     """
 
@@ -43,6 +45,7 @@ class StepTime:
     recompute: float
     update: float
     network: float
+    latency: float
     waiting: float
 
     @property
@@ -61,8 +64,11 @@ def step_time(
     again = work.recomputed(recipe.parallelism.activation_checkpointing)
     recompute = FLOPS_PER_MAC * again.macs * images / rate
     seconds: dict[Phase, float] = {"passes": 0.0, "backward": 0.0, "update": 0.0}
+    latency = 0.0
     for collective in collectives:
-        seconds[collective.phase] += collective.sent(cluster.devices) / cluster.ring_rate
+        one, count = message_time(collective, cluster), collective.times * collective.messages
+        seconds[collective.phase] += count * one.total
+        latency += count * one.latency
     in_passes = seconds["passes"] + seconds["backward"]
     if recipe.parallelism.overlap and recipe.parallelism.zero_stage in (1, 2):
         hidden = _overlapped(recipe, parameters, cluster.devices, seconds, compute, recompute)
@@ -73,8 +79,15 @@ def step_time(
         recompute=recompute,
         update=_update(recipe, parameters, cluster),
         network=in_passes + seconds["update"],
+        latency=latency,
         waiting=in_passes - hidden + seconds["update"],
     )
+
+
+def message_time(collective: Collective, cluster: Cluster) -> CollectiveTime:
+    """The time of one message of a collective."""
+    size = collective.elements * collective.element_bytes / collective.messages
+    return collective_time(collective.kind, size, cluster)
 
 
 def overlaps(recipe: Recipe) -> bool:
