@@ -104,7 +104,7 @@ class Saves:
         self.note()
 
     def settle(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` seconds for the saves under way, whatever becomes of them. One rank may do so alone."""
+        """Wait at most `timeout_s` seconds for the saves under way, whatever becomes of them. Not collective."""
         self._saver.wait(timeout_s)
 
     def finish(self, step: int) -> None:
