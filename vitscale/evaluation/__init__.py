@@ -1,4 +1,4 @@
-"""Evaluators: one contract, run during training by schedule or on their own."""
+"""Evaluators, all under one contract, run during training on a schedule or by commands of their own."""
 
 from vitscale.evaluation.build import build_evaluators, check_class_names
 from vitscale.evaluation.classification import Validation

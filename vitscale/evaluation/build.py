@@ -1,4 +1,4 @@
-"""The evaluators that a recipe asks for, with loaders over their data sets."""
+"""Builds the evaluators that a recipe asks for, with loaders over their datasets."""
 
 from collections.abc import Sequence
 
@@ -16,10 +16,10 @@ from vitscale.shards import Manifest
 
 
 def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 0, world: int = 1) -> list[Evaluator]:
-    """Evaluators of a model whose outputs are `class_names`, for one rank of `world`.
+    """The recipe's evaluators of a model whose outputs are `class_names`, for one rank of `world`.
 
-    Raises `DataError` where a validation set's classes are not the model's, and `RecipeError` for evaluators of other
-    packages that cannot be had.
+    Raises `DataError` if a validation set's classes are not the model's, and `RecipeError` for evaluators of other
+    packages that are not available.
     """
     evaluators: list[Evaluator] = []
     settings = recipe.evaluation
@@ -66,7 +66,7 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
 def evaluation_loader(
     recipe: Recipe, manifest: Manifest, crop: EvalCrop, *, rank: int = 0, world: int = 1
 ) -> MakeLoader:
-    """Makes loaders over all samples of a dataset, in the recipe's image size. Raises `DataError` where it has none."""
+    """Makes loaders over all samples of a dataset, at the recipe's image size. Raises `DataError` if it has none."""
     reading = Reading.of(recipe.data, pinned=torch.cuda.is_available())
     size, batch = recipe.data.image_size, recipe.evaluation.batch
     return exact_pass(manifest, EvalTransform.of(crop), size, batch, reading, rank=rank, world=world)
@@ -82,7 +82,7 @@ def exact_pass(
     rank: int = 0,
     world: int = 1,
 ) -> MakeLoader:
-    """Makes loaders of one rank, which together see every sample once: `batch` of each rank at a time.
+    """Makes one rank's loaders, with `batch` samples of this rank at a time; all ranks together see every sample once.
 
     Raises `DataError` for a dataset without samples.
     """
@@ -101,12 +101,12 @@ def exact_pass(
 
 
 def samples_expected(recipe: Recipe | None, manifest: Manifest) -> int | None:
-    """How many samples an exact pass over a dataset sees; None where a recipe lets damaged ones be left out."""
+    """The number of samples that an exact pass over a dataset sees; None if the recipe lets damaged ones be masked."""
     return manifest.num_samples if recipe is None or recipe.data.bad_samples == "error" else None
 
 
 def check_class_names(dataset: str, found: Sequence[str], expected: Sequence[str]) -> None:
-    """Raise `DataError` where a dataset's labels do not mean what the model's outputs mean."""
+    """Raise `DataError` unless a dataset's class names are the expected ones, in the same order."""
     if tuple(found) == tuple(expected):
         return
     first = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), None)

@@ -14,13 +14,17 @@ from vitscale.ranks import reduce_sum
 
 @dataclass(frozen=True)
 class Validation(Evaluator):
-    """Yields `loss` (its mean in nats), `top1` and, with more than five classes, `top5` (fractions).
+    """Yields `loss` (the mean, in nats), `top1` and, with more than five classes, `top5` (fractions).
 
     Each sample of the split counts once: counts are int64 and the loss is summed in float64, over all ranks. With five
     classes or fewer every answer is among the five best, so there is no `top5`.
 
     Args:
-        num_samples: of the split; another number is an error. None where damaged samples may be left out.
+        name: the evaluator's name.
+        make_loader: starts an exact pass over the split.
+        loss: the loss to report.
+        num_samples: the number of samples of the split; another number is an error. None if damaged samples may be
+            masked.
     """
 
     name: str
@@ -29,8 +33,10 @@ class Validation(Evaluator):
     num_samples: int | None = None
 
     def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
-        """Raises `DataError` for an empty split, for samples that are lost or counted twice, and for those without a
-        label among the model's classes.
+        """As `Evaluator.run`.
+
+        Raises `DataError` for an empty split, for samples that are lost or counted twice, and for those without a label
+        among the model's classes.
         """
         loss_sum, counts, num_classes = self._sums(predict)
         samples, mislabelled, top1, top5 = counts
@@ -49,7 +55,7 @@ class Validation(Evaluator):
 
     @torch.no_grad()
     def _sums(self, predict: Predict) -> tuple[float, list[int], int]:
-        """Sum of losses; samples, mislabelled, in the top 1, in the top 5; number of classes. Over all ranks."""
+        """Over all ranks: the sum of losses; numbers of samples, mislabelled, in the top 1, in the top 5; and K."""
         loss_sum: Tensor | None = None
         counts: Tensor | None = None
         num_classes = 0
@@ -73,16 +79,16 @@ class Validation(Evaluator):
 
 
 def check_count(what: str, found: int, expected: int | None) -> None:
-    """Raise `DataError` on all ranks where another number of samples was seen than a dataset has; None is any."""
+    """Raise `DataError` on all ranks if the number of evaluated samples is not the expected one; None accepts any."""
     if expected not in (None, found):
         raise DataError(f"{what}: {found:,} samples were evaluated, and the dataset has {expected:,}").on_all_ranks()
 
 
 def rank_of_label(logits: Tensor, labels: Tensor) -> Tensor:
-    """How many classes come before each label, (B,) int64: 0 is a correct answer.
+    """The number of classes ranked before each sample's label, (B,) int64: 0 is a correct answer.
 
-    Among equal logits the lower class comes first, so that a head of zeros scores as one class and not as all of them.
-    Rows with a NaN rank last: comparisons with NaN are false and would count as correct.
+    Among equal logits the lower class comes first, so that a head of zeros predicts one class and not all of them. Rows
+    with a NaN rank last: comparisons with NaN are false and would count as correct.
     """
     logits = logits.float()
     labelled = logits.gather(1, labels[:, None])

@@ -1,11 +1,11 @@
 """The contract between evaluators and their runner: the trainer, or a stand-alone command.
 
-The runner (the trainer, or a stand-alone command) supplies `predict`; the evaluator brings its data and yields numbers.
+The runner supplies `predict`; the evaluator brings its data and yields numbers.
 
 Every rank runs every evaluator and calls `predict` equally often: with ZeRO-3 a forward pass gathers parameters from
-all ranks, and one call more or less on some rank is a hang. Hence an evaluator never stops early on what it sees in
-its own batches; it raises after the ranks have compared notes, on all of them. All ranks yield the same numbers, so
-that decisions taken on them (keep the best, stop early) are the same everywhere.
+all ranks, and one call more or less on any rank is a hang. Hence an evaluator never stops early because of what it sees
+in its own batches; it raises on all ranks, after they have exchanged what they found. All ranks yield the same numbers,
+so that decisions based on them (keep the best, stop early) are the same everywhere.
 
 Shape legend: B batch, H W C image height, width, channels.
 """
@@ -21,9 +21,9 @@ from vitscale.shards import Manifest
 
 
 class EvaluationBatch(Protocol):
-    """One rank's part of one batch; `vitscale.data` yields such batches, equally many on every rank.
+    """One rank's part of one batch; `vitscale.data` yields such batches, the same number on every rank.
 
-    Rows whose `mask` is False are fillers that make ranks equal; they count for nothing.
+    Rows whose `mask` is False are fillers, which make the ranks' parts equal, or masked samples; they do not count.
     """
 
     @property
@@ -44,13 +44,14 @@ class EvaluationBatch(Protocol):
 
 
 Predict = Callable[[Tensor], Outputs]
-"""uint8 NHWC images on the host -> outputs. Moves, normalises, runs the model in evaluation mode, without gradients."""
+"""Images, uint8 (B, H, W, C) on the host -> outputs. Moves and normalises them, and runs the model in evaluation mode,
+without gradients."""
 
 MakeLoader = Callable[[], Iterable[EvaluationBatch]]
-"""Begins one exact pass over a split: every sample once over all ranks."""
+"""Starts one exact pass over a split: all ranks together see every sample once."""
 
 Loaders = Callable[[Manifest, EvalCrop], MakeLoader]
-"""Of this rank's part of the samples that a manifest selects."""
+"""A manifest and a crop -> what starts passes over this rank's part of the manifest's selected samples."""
 
 
 class Evaluator:
@@ -67,17 +68,17 @@ class Evaluator:
         """The evaluator that a block of `evaluation.evaluators` describes, for one rank.
 
         Args:
-            block: of the class whose `implementation` this is.
-            recipe: of the run; its `dataset_path` finds datasets.
-            class_names: of the model's outputs.
-            loaders: makes this rank's part of them.
+            block: the recipe's block, whose class names this evaluator as its `implementation`.
+            recipe: the run's recipe; its `dataset_path` finds datasets.
+            class_names: the names of the model's outputs.
+            loaders: makes loaders over this rank's part of a dataset.
 
-        Raises `DataError` for data that do not go with the model.
+        Raises `DataError` for data that do not fit the model.
         """
         raise NotImplementedError
 
     def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
-        """Yield (metric name, value), the same on all ranks, which all call `predict` equally often.
+        """Yield (metric name, value), the same on all ranks. Every rank must call `predict` equally often.
 
         Raises `DataError` on all ranks for data that cannot be evaluated.
         """
@@ -85,7 +86,7 @@ class Evaluator:
 
 
 def evaluate(evaluators: Sequence[Evaluator], predict: Predict) -> dict[str, float]:
-    """Run evaluators in order and collect `{"<evaluator>/<metric>": value}`."""
+    """Run the evaluators in order and return `{"<evaluator>/<metric>": value}`."""
     names = [evaluator.name for evaluator in evaluators]
     assert len(set(names)) == len(names), f"evaluators share a name: {names}"
     return {f"{evaluator.name}/{metric}": value for evaluator in evaluators for metric, value in evaluator.run(predict)}

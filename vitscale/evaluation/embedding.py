@@ -1,4 +1,4 @@
-"""The representation of single pictures, by a model that every process opens for itself: for de-duplication."""
+"""Representations of single pictures, for de-duplication: every process opens the model for itself."""
 
 import hashlib
 import io
@@ -20,15 +20,15 @@ from vitscale.evaluation.finished import FinishedModel, OfWeights
 
 @dataclass(frozen=True)
 class Embedder:
-    """A finished model as its place and digest, to be handed to other processes: picture -> representation.
+    """Picture -> representation by a finished model, kept as path and digest so that other processes can be given it.
 
     Attributes:
         source: a run's directory, or weights.
         title: the model's name.
-        sha256: of the weights, and of how pictures become the model's input.
-        dimensions: D of the representation.
-        step: of a run's checkpoint.
-        weights: what a file of weights does not tell.
+        sha256: the digest of the weights and of how pictures become the model's input.
+        dimensions: D, the width of the representation.
+        step: the step of a run's checkpoint; None for weights.
+        weights: what a weights file does not say.
     """
 
     source: Path
@@ -36,20 +36,20 @@ class Embedder:
     sha256: str
     dimensions: int
     step: int | None = None
-    weights: OfWeights | None = field(default=None, compare=False)  # which the digest covers
+    weights: OfWeights | None = field(default=None, compare=False)  # covered by the digest
 
     @classmethod
     def of(cls, source: Path, weights: OfWeights | None = None) -> Self:
-        """The model of a source as it is now; of a run the newest checkpoint. Raises as `FinishedModel` does."""
+        """The model of a source as it is now; for a run, its newest checkpoint. Raises as `FinishedModel` does."""
         model = FinishedModel(source.absolute(), weights=weights, on_cpu=True)
         pixels = np.zeros((model.image_size, model.image_size, 3), np.uint8)
         step = model.step if model.recipe is not None else None
         return cls(source.absolute(), model.title, _digest(model), len(_representation(model, pixels)), step, weights)
 
     def __call__(self, rgb: np.ndarray) -> np.ndarray:
-        """A picture, uint8 (height, width, 3), as evaluation sees it -> float32 (D,), by one core of this machine.
+        """The representation, float32 (D,), of a picture, uint8 (height, width, 3), as evaluation sees it.
 
-        Raises `DataError` where the weights are no more what they were, and as `FinishedModel` does.
+        It is computed by one core. Raises `DataError` if the weights have changed, and as `FinishedModel` does.
         """
         return _representation(_opened(self), rgb)
 
@@ -57,7 +57,7 @@ class Embedder:
 @lru_cache(maxsize=1)
 def _opened(embedder: Embedder) -> FinishedModel:
     torch.set_num_threads(1)  # a worker process has one core
-    with redirect_stderr(io.StringIO()):  # whoever made the embedder was told
+    with redirect_stderr(io.StringIO()):  # the process that made the embedder has printed these notes already
         model = FinishedModel(embedder.source, (), embedder.step, weights=embedder.weights, on_cpu=True)
     if _digest(model) != embedder.sha256:
         raise DataError(f"{embedder.source}: the weights have changed since the command was begun; repeat it")

@@ -1,9 +1,9 @@
-"""Representations of whole datasets: gathered from all processes in the dataset's own order, kept, or written to disk.
+"""Representations of whole datasets: gathered from all processes in the dataset's order, and kept or written to disk.
 
 A folder of features has `features-NNNNN.npy` (float32, rows of at most 65,536 samples), `uids.npy` and `labels.npy`
-(int64; a label of -1 is none), and `meta.json`, which says how they came about and has the sha256 of each file.
+(int64; a label of -1 is none), and `meta.json`, which says how they were made and has the sha256 of each file.
 
-Shape legend: B samples of a batch, N of a dataset, D width of the representation.
+Shape legend: B samples of a batch, N samples of a dataset, D width of the representation.
 """
 
 import json
@@ -46,7 +46,7 @@ class Features:
 
 @torch.no_grad()
 def gathered(make_loader: MakeLoader, predict: Predict) -> Iterator[Rows | None]:
-    """What every batch of all processes holds, in the loader's order, on rank 0; None on the others."""
+    """For each batch, the rows of all processes, in the loader's order, on rank 0; None on the other ranks."""
     for batch in make_loader():
         features = predict(batch.images).pooled.float()
         mask = batch.mask.to(features.device)
@@ -57,10 +57,10 @@ def gathered(make_loader: MakeLoader, predict: Predict) -> Iterator[Rows | None]
 def extract_features(
     make_loader: MakeLoader, predict: Predict, num_samples: int | None = None, what: str = "features"
 ) -> Features | None:
-    """Representations of every sample that the loader passes over, on rank 0; None elsewhere, or if there are none.
+    """Representations of every sample that the loader yields, on rank 0; None elsewhere, or if there are no samples.
 
-    Batches are gathered one by one, so that the split has to fit into the host memory of rank 0 only. Raises
-    `DataError` on all ranks for another number of samples than `num_samples`, where that is given; `what` opens it.
+    Batches are gathered one by one, so that the split only has to fit into the host memory of rank 0. Raises
+    `DataError` on all ranks if `num_samples` is given and another number is found; the message begins with `what`.
     """
     parts = [rows for rows in gathered(make_loader, predict) if rows is not None]
     if num_samples is not None:
@@ -75,17 +75,17 @@ def extract_features(
 def write_features(
     make_loader: MakeLoader, predict: Predict, out: Path, about: dict[str, Any], num_samples: int | None = None
 ) -> int:
-    """Write a folder of features, complete or not at all; how many samples it holds. All processes call it together.
+    """Write a folder of features, complete or not at all; returns the number of samples. Collective.
 
-    Rank 0 holds 65,536 samples at most.
+    Rank 0 holds the features of at most 65,536 samples, and of a batch, in memory.
 
     Args:
-        make_loader, predict: of all processes.
+        make_loader, predict: this process's loader and model.
         out: a folder that does not exist or is empty.
-        about: what goes into meta.json besides.
-        num_samples: of the dataset; None where damaged samples may be left out.
+        about: further content of meta.json.
+        num_samples: the number of samples of the dataset; None if damaged samples may be masked.
 
-    Raises `RecipeError` where the folder is taken, and `DataError` where the disk is full or samples are lost.
+    Raises `RecipeError` if the folder is not free, and `DataError` if the disk is full or samples are lost.
     """
     with ExitStack() as stack:
         folder = on_rank_zero(lambda: stack.enter_context(new_folder(out, "--out")))
@@ -100,9 +100,9 @@ def write_features(
 
 
 def read_features(folder: Path) -> tuple[Features, dict[str, Any]]:
-    """What `write_features` has written, sorted by uid, and its meta.json. Memory: the features, once.
+    """Read what `write_features` has written, sorted by uid, and its meta.json. Holds the features in memory once.
 
-    Raises `DataError` for another folder, and for files that are damaged or missing.
+    Raises `DataError` for a folder of anything else, and for files that are damaged or missing.
     """
     meta = _read_meta(folder)
     for name, sha256 in meta["sha256"].items():
@@ -151,7 +151,7 @@ class _Writer:
     def __init__(self, folder: Path) -> None:
         self.samples = 0
         self._folder = folder
-        self._held: list[Tensor] = []  # features that are not written yet
+        self._held: list[Tensor] = []  # features not yet written
         self._labels: list[Tensor] = []
         self._uids: list[Tensor] = []
         self._files: list[str] = []

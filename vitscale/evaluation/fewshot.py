@@ -15,7 +15,7 @@ from vitscale.evaluation.ridge import best_shared_l2, fewshot_accuracy
 from vitscale.ranks import on_rank_zero
 
 PAPER_L2S = tuple(2.0**exponent for exponent in range(-10, 20))
-"""The regularisation strengths that the authors' original few-shot code chose among."""
+"""The regularisation strengths among which the authors' original few-shot code chose."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,15 @@ class FewShot(Evaluator):
     """Yields `<shots>shot`: test accuracy (a fraction), the mean over `seeds` draws of training samples.
 
     Args:
-        make_train_loader, make_test_loader: exact passes over the two splits, without augmentation.
-        class_names: of the data set, by class index.
-        shots: training samples a class.
-        seeds: of the draws. Which samples are drawn depends on (seed, uid) alone, and fewer shots draw a subset of
-            more.
+        name: the evaluator's name.
+        make_train_loader, make_test_loader: start exact passes over the two splits, without augmentation.
+        class_names: the dataset's classes, by label.
+        shots: numbers of training samples per class.
+        seeds: the seeds of the draws. Which samples are drawn depends on (seed, uid) alone, and fewer shots draw a
+            subset of more.
         l2: regularisation strength; 2^10 is that of the authors' newer code.
-        train_samples, test_samples: of the two splits; another number is an error. None where damaged samples may be
-            left out.
+        train_samples, test_samples: the numbers of samples of the two splits; another number is an error. None if
+            damaged samples may be masked.
     """
 
     name: str
@@ -44,7 +45,7 @@ class FewShot(Evaluator):
     test_samples: int | None = None
 
     def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
-        """As `Evaluator.run`; where classes have too few training samples, `<shots>shot_scarce` says how many.
+        """As `Evaluator.run`; if some classes have too few training samples, `<shots>shot_scarce` is their number.
 
         Raises `DataError` for labels outside the classes, a split without samples, and samples that are lost or counted
         twice.
@@ -56,7 +57,7 @@ class FewShot(Evaluator):
                 yield f"{shots}shot_scarce", scarce
 
     def draws(self, predict: Predict, l2s: Sequence[float]) -> "Draws":
-        """Accuracy of every draw for every strength, on every rank. Raises as `run` does."""
+        """The accuracy of every draw with every strength, on every rank. Raises as `run` does."""
         what = f"few-shot evaluator {self.name!r}"
         train = extract_features(self.make_train_loader, predict, self.train_samples, f"{what}, training")
         test = extract_features(self.make_test_loader, predict, self.test_samples, f"{what}, test")
@@ -84,8 +85,8 @@ class Draws:
     """Few-shot accuracies.
 
     Attributes:
-        accuracies: (shots, seeds, strengths).
-        scarce: for each number of shots, classes that have fewer training samples: they contribute what they have.
+        accuracies: test accuracies (fractions), (shots, seeds, strengths).
+        scarce: for each number of shots, the number of classes with fewer training samples, which all are used.
     """
 
     accuracies: np.ndarray
@@ -94,10 +95,10 @@ class Draws:
 
 @dataclass(frozen=True)
 class SharedL2FewShot(Evaluator):
-    """Few-shot evaluation as the paper's time did it: one strength a shot count, shared by all data sets.
+    """Few-shot evaluation as done at the paper's time: for each number of shots one strength, shared by all datasets.
 
-    Of `l2s` it takes the one with the best mean rank over `tasks`, on test accuracies as the original did; the `l2` of
-    a task is not used. Yields `<task>/<shots>shot` and the choice as `l2_<shots>shot`.
+    It chooses the strength in `l2s` with the best mean rank over `tasks`, by test accuracy as the original did; the
+    tasks' own `l2` is not used. Yields `<task>/<shots>shot` and the choice as `l2_<shots>shot`.
     """
 
     name: str
@@ -119,7 +120,7 @@ class SharedL2FewShot(Evaluator):
 
 
 def check_labels(name: str, split: Features, which: str, num_classes: int) -> None:
-    """Raise `DataError` where samples have a label outside the classes."""
+    """Raise `DataError` if any sample of a split has a label outside the classes."""
     wrong = (split.labels < 0) | (split.labels >= num_classes)
     if wrong.any():
         raise DataError(
@@ -129,9 +130,9 @@ def check_labels(name: str, split: Features, which: str, num_classes: int) -> No
 
 
 def select_shots(labels: Tensor, uids: Tensor, shots: int, num_classes: int, seed: int) -> Tensor:
-    """Rows of `shots` samples of every class, sorted: (N,), (N,) int64 -> at most (num_classes * shots,) int64.
+    """Sorted rows of `shots` samples of every class: (N,), (N,) int64 -> at most (num_classes * shots,) int64.
 
-    Samples of a class are taken in the order of a hash of (seed, uid); a class with fewer gives all that it has.
+    A class's samples are taken in the order of a hash of (seed, uid); a class with fewer gives all that it has.
     """
     counts = torch.bincount(labels, minlength=num_classes).numpy()
     order = np.lexsort((hash_of(seed, uids.numpy()), labels.numpy()))  # by label, then by hash

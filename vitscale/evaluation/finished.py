@@ -1,7 +1,7 @@
-"""Finished models of any source, ready to look at images: a run's checkpoint, or weights in any format.
+"""Opens finished models for inference: a run's checkpoint, or weights in any format.
 
-Every process of `accelerate launch` has the model, or the part of the devices that it is spread over, and its own part
-of the images.
+Under `accelerate launch` every process has the model, spread over several devices if need be, and its own part of the
+images.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -56,10 +56,10 @@ _BICUBIC, _ANTIALIASED = "resampled, bicubic with edges in one place", "resample
 def open_run(
     run_dir: Path, step: int | None = None, report: Callable[[str], None] = print
 ) -> tuple[Recipe, CheckpointReader]:
-    """The recipe of a run and its newest checkpoint that verifies, or that of `step`.
+    """A run's recipe, and its newest checkpoint that verifies, or the one of `step`.
 
-    Raises `RecipeError` where there is no run, `CheckpointError` where there is no such checkpoint, and `StorageError`
-    where they are at a URL that does not answer.
+    Raises `RecipeError` if there is no run, `CheckpointError` if there is no such checkpoint, and `StorageError` if the
+    checkpoints are at a URL that does not answer.
     """
     recipe = recipe_of_run(run_dir)
     store = CheckpointStore(checkpoint_place(recipe, run_dir))
@@ -74,12 +74,12 @@ def open_run(
 
 
 def trained_recipe(reader: CheckpointReader) -> Recipe:
-    """What a checkpoint was trained by, by its own record, which has a checksum: a run's recipe.yaml can be edited."""
+    """The recipe that a checkpoint was trained with, from its own record: unlike recipe.yaml, that has a checksum."""
     return validate_recipe(reader.index.recipe, f"the recipe in {reader.folder}")
 
 
 def empty_objective(recipe: Recipe, reader: CheckpointReader) -> Objective:
-    """The objective of a checkpoint on the meta device. Raises `CheckpointError` where the checkpoint is of another."""
+    """A checkpoint's objective on the meta device. Raises `CheckpointError` if the checkpoint is of another model."""
     with torch.device("meta"):
         objective = build_objective(recipe, len(reader.index.data["class_names"]))
     reader.check_shapes({name: list(parameter.shape) for name, parameter in objective.named_weights()})
@@ -89,9 +89,9 @@ def empty_objective(recipe: Recipe, reader: CheckpointReader) -> Objective:
 def load_model(
     recipe: Recipe, reader: CheckpointReader, device: torch.device, *, use_average: bool = True
 ) -> Objective:
-    """The objective of a checkpoint in evaluation mode, in the precision that it was trained in.
+    """A checkpoint's objective in evaluation mode, in the precision it was trained in.
 
-    Its weights are their average where the run keeps one, unless `use_average` is False.
+    Its weights are the averaged ones if the run keeps an average, unless `use_average` is False.
     """
     model = empty_objective(recipe, reader).to(weight_dtype(recipe)).eval()
     return fill(model, _stored_values(model, reader, use_average), device)
@@ -109,31 +109,31 @@ _Opened = tuple[Model | Objective, Mapping[str, ReadTensor], torch.dtype]
 
 
 class FinishedModel:
-    """A trained model on this process's device, and what is to be known for looking at images with it.
+    """A trained model on this process's device, with all that is needed to run it on images.
 
     Args:
         source: a run's directory, or weights in any format that `vitscale export` reads.
-        settings: of a run, `a.b=c` overrides of its recipe, for example another `evaluation.validation`.
-        step: of a run's checkpoint; the newest one that verifies by default.
-        use_average: of a run's weights, where it keeps one.
-        weights: of weights, what their file does not tell.
+        settings: for a run, `a.b=c` overrides of its recipe, for example another `evaluation.validation`.
+        step: for a run, the step of the checkpoint; by default the newest one that verifies.
+        use_average: for a run, whether to use the average of the weights if it keeps one.
+        weights: for weights, what their file does not say.
         max_memory_gb: as in `placing.place`.
-        on_cpu: compute there, whatever else there is.
+        on_cpu: compute on the CPU even if there is a GPU.
 
     Attributes:
-        accelerator: this process among the others.
-        recipe: of a run; None for weights.
+        accelerator: Accelerate's view of this process among the others.
+        recipe: the run's recipe; None for weights.
         title: the model's name.
-        step: of the checkpoint, where the source has one.
-        class_names: of the K outputs; None where they are not known, and for a model without classes.
+        step: the checkpoint's step; None if unknown.
+        class_names: the names of the K outputs; None if unknown, and for a model without classes.
         num_classes: K; None for a model without classes.
-        image_size: side of the square input in pixels.
-        eval_crop: what is seen of an image.
-        normalise: of pixels.
-        loss: by which classes were learned, so that outputs become probabilities: softmax where nobody says.
-        positions: how position embeddings were resampled; None where they were not.
-        positions_of_origin: how the library that the weights are of would have done it.
-        precision: of the weights, fp32 or bf16.
+        image_size: side S of the square input in pixels.
+        eval_crop: the crop of each image.
+        normalise: the normalisation of pixels.
+        loss: the loss that the classes were trained with, which turns outputs into probabilities; softmax if unknown.
+        positions: how position embeddings were resampled; None if they were not.
+        positions_of_origin: how the library that the weights come from would have resampled them; None likewise.
+        precision: the precision of the weights, fp32 or bf16.
 
     Raises as `open_run` does, `RecipeError` for the settings, and `CheckpointError` for weights.
     """
@@ -202,14 +202,14 @@ class FinishedModel:
 
     @property
     def backbone(self) -> Model:
-        """The model itself, which `predict` computes with; where it is spread, some of its parameters are elsewhere."""
+        """The model that `predict` runs; if it is spread, some of its parameters are not on this device."""
         found = self._model.backbone if isinstance(self._model, Objective) else self._model
         assert isinstance(found, Model)
         return found
 
     @contextmanager
     def reading(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """In here all parameters of some modules of the backbone are at hand, wherever they are kept."""
+        """Within this context all parameters of these modules of the backbone are loaded, wherever they are kept."""
         with ExitStack() as stack:
             for part in {part: None for module in modules for part in module.modules()}:
                 stack.enter_context(align_module_device(part))
@@ -217,31 +217,31 @@ class FinishedModel:
 
     @torch.no_grad()
     def predict(self, images: torch.Tensor) -> Outputs:
-        """Outputs of images uint8 (B, S, S, 3)."""
+        """The model's outputs for images, uint8 (B, S, S, 3)."""
         return self._model(to_model_input(images, self.accelerator.device, self._dtype, self.normalise))
 
     @torch.no_grad()
     def block_tokens(self, images: torch.Tensor, count: int) -> BlockTokens:
-        """Tokens of the last `count` blocks of images uint8 (B, S, S, 3)."""
+        """The tokens of the last `count` blocks for images, uint8 (B, S, S, 3)."""
         backbone = self._model.backbone if isinstance(self._model, Objective) else self._model
         assert isinstance(backbone, Model), type(backbone)
         pixels = to_model_input(images, self.accelerator.device, self._dtype, self.normalise)
         return backbone.block_tokens(pixels, count)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter by its name, on the meta device where the model is spread and its value is elsewhere."""
+        """Every parameter with its name; on the meta device if the model is spread and its value is elsewhere."""
         for name, parameter in self._model.named_parameters():
             yield name, parameter.detach()
 
     def dataset(self, name: str) -> Manifest:
-        """The dataset `NAME[/SPLIT] | PATH | URL`, of a run under its `data.root`.
+        """The dataset `NAME[/SPLIT] | PATH | URL`; for a run, names are looked up under its `data.root`.
 
         Raises `RecipeError`, `DataError` and `StorageError`.
         """
         return Manifest.load(find_dataset(name, self._data.root))
 
     def loader(self, manifest: Manifest, crop: EvalCrop | None = None, border: int = 0) -> MakeLoader:
-        """This process's part of the samples of a dataset, as `EvalTransform` shows them.
+        """Makes loaders over this process's part of a dataset, seen through `EvalTransform`.
 
         `crop` is `eval_crop` by default. Raises `DataError` for a dataset without samples.
         """
@@ -257,7 +257,7 @@ class FinishedModel:
         )
 
     def policy(self, crop: EvalCrop | None = None, border: int = 0) -> dict[str, Any]:
-        """How images became the model's input, and which model it is: what goes along with every result, for JSON."""
+        """Which model this is and how images become its input: recorded with every result, as JSON values."""
         crop = crop or self.eval_crop
         return {
             "model": self.title,
@@ -277,14 +277,14 @@ class FinishedModel:
 
 @dataclass(frozen=True)
 class OfWeights:
-    """What a file of weights may not tell.
+    """What a weights file may not say itself.
 
     Args:
-        model: the block of a recipe; our own files say it themselves.
-        image_size: side in pixels, to which position embeddings are resampled; that of the file by default.
-        class_names: of the outputs.
-        batch: images a process forwards at once.
-        precision: of the weights.
+        model: a recipe's `model` block; our own files contain it.
+        image_size: side S of the input in pixels, to which position embeddings are resampled; the file's by default.
+        class_names: the names of the outputs.
+        batch: the number of images that a process forwards at once.
+        precision: the precision of the weights, in which the model computes.
     """
 
     model: dict[str, Any] | None = None
@@ -295,7 +295,7 @@ class OfWeights:
 
 
 def is_weights(source: Path) -> bool:
-    """Whether this is a file, or folder, of weights rather than the directory of a run."""
+    """Whether this is a file or folder of weights rather than a run's directory. Raises `RecipeError`."""
     try:
         return source.is_file() or ((source / "config.json").is_file() and not (source / RECIPE_FILE).is_file())
     except OSError as error:
@@ -303,7 +303,7 @@ def is_weights(source: Path) -> bool:
 
 
 def rule_of_origin(source: Source) -> str:
-    """How the library that weights are of resamples positions by default; docs/weights.md has the differences."""
+    """How the library that weights come from resamples positions by default; docs/weights.md has the differences."""
     if source.form == "timm":
         return _ANTIALIASED
     if source.form == "hf":
@@ -314,7 +314,7 @@ def rule_of_origin(source: Source) -> str:
 def _names(
     source: Path, own: Sequence[str] | None, given: Sequence[str] | None, num_classes: int | None
 ) -> list[str] | None:
-    """Names of classes: those that are given come before those that the file has. Raises `RecipeError`."""
+    """The class names: those given, otherwise the file's own. Raises `RecipeError` if their number is not K."""
     if given is None:
         return None if own is None else list(own)
     if len(given) != num_classes:
@@ -323,7 +323,7 @@ def _names(
 
 
 def evaluate_finished(model: FinishedModel) -> dict[str, float]:
-    """Metrics of a run's checkpoint by the evaluators of its recipe, the same on all processes."""
+    """A run's metrics by its recipe's evaluators, the same on all processes. Raises `RecipeError` if it has none."""
     if model.recipe is None:
         raise RecipeError(
             f"{model.source} is a file of weights, which has no recipe; say what to evaluate it on: --data"
@@ -342,14 +342,14 @@ def evaluate_finished(model: FinishedModel) -> dict[str, float]:
 def evaluate_run(
     run_dir: Path, settings: Sequence[str] = (), step: int | None = None, *, use_average: bool = True
 ) -> tuple[int, dict[str, float]]:
-    """(step, metrics) of a checkpoint by the evaluators of its recipe; arguments and errors as of `FinishedModel`."""
+    """(step, metrics) of a run's checkpoint by its recipe's evaluators; arguments and errors as for `FinishedModel`."""
     model = FinishedModel(run_dir, settings, step, use_average=use_average)
     assert model.step is not None, "a run's checkpoint has a step"
     return model.step, evaluate_finished(model)
 
 
 def tell_common_samples(model: FinishedModel, dataset: Manifest) -> None:
-    """Tell people of samples that a run was trained on, where its training data can be read from here."""
+    """Print how many of the dataset's samples the run was trained on, if its training data can be read from here."""
     if model.recipe is None or not is_main():
         return
     with suppress(VitscaleError):
@@ -358,7 +358,7 @@ def tell_common_samples(model: FinishedModel, dataset: Manifest) -> None:
 
 
 def predicted_classes(model: FinishedModel, manifest: Manifest) -> dict[int, str]:
-    """The most probable class of each selected sample of a dataset: uid -> class name."""
+    """The most probable class of each of this process's samples of a dataset: uid -> class name."""
     assert model.class_names is not None, "a model without classes predicts none"
     found = {}
     for batch in model.loader(manifest)():

@@ -1,9 +1,10 @@
 """A bank of linear heads on the last blocks of a frozen model, as DINOv2 measures representations (Oquab et al. 2023).
 
-The backbone sees each image once; all heads, one for each learning rate and choice of tokens, are trained on what it
-gave. The best on a part of the training samples is trained again on all of them and tested.
+The backbone sees each image once; all heads, one for each learning rate and choice of tokens, are trained on its
+outputs. The head that is best on a part of the training samples is trained again on all of them and tested.
 
-Shape legend: N samples, B of a batch, D width of a token, K classes, R learning rates, w width of a head's input.
+Shape legend: N samples, B samples of a batch, D width of a token, K classes, R learning rates, w width of a head's
+input.
 """
 
 import math
@@ -20,9 +21,9 @@ from vitscale.evaluation.features import Features, extract_features
 from vitscale.models import BlockTokens, Outputs
 
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
-"""Learning rates of a batch of 256: those of DINOv2."""
+"""DINOv2's learning rates, for a batch of 256."""
 BLOCKS = (1, 4)
-"""How many of the last blocks a head reads."""
+"""The numbers of last blocks that heads read."""
 BATCH = 256
 EPOCHS, FEWEST_STEPS = 10, 1250
 
@@ -33,12 +34,12 @@ _CHUNK = 4096
 
 @dataclass(frozen=True)
 class Layout:
-    """What the columns of features (N, w) are: tokens of the last blocks, the last one first.
+    """The meaning of the columns of features: the tokens of the last blocks, the last block first.
 
     Attributes:
-        blocks: how many there are.
-        width: D.
-        has_patches: whether the mean of the last block's patches comes before them.
+        blocks: the number of blocks.
+        width: D, the width of a token.
+        has_patches: whether the mean of the last block's patches comes before the tokens.
     """
 
     blocks: int
@@ -53,10 +54,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Head:
-    """Attributes:
-    blocks: how many of the last blocks' tokens it reads.
-    patches: whether it reads the mean of the last block's patches, too.
-    rate: peak learning rate.
+    """One linear head of the bank.
+
+    Attributes:
+        blocks: the number of last blocks whose tokens it reads.
+        patches: whether it also reads the mean of the last block's patches.
+        rate: peak learning rate.
     """
 
     blocks: int
@@ -66,9 +69,11 @@ class Head:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Attributes:
-    head: the best one.
-    accuracy: on the test samples.
+    """The result of a bank.
+
+    Attributes:
+        head: the best head.
+        accuracy: its accuracy on the test samples, a fraction.
     """
 
     head: Head
@@ -78,12 +83,12 @@ class Chosen:
 def extract_blocks(
     make_loader: MakeLoader, read: Callable[[Tensor, int], BlockTokens], num_samples: int | None = None
 ) -> tuple[Features | None, Layout]:
-    """Features of every sample for `bank_of_heads`, on rank 0, and what their columns are.
+    """Features of every sample for `best_of_bank`, on rank 0 (None elsewhere), and the layout of their columns.
 
     Args:
-        make_loader: of a dataset with samples.
-        read: images on the host and a number of blocks -> their tokens.
-        num_samples: as of `extract_features`.
+        make_loader: starts an exact pass over a dataset that has samples.
+        read: images on the host and a number of blocks -> the tokens of so many last blocks.
+        num_samples: as in `extract_features`.
     """
     layouts: set[Layout] = set()
 
@@ -99,7 +104,7 @@ def extract_blocks(
 
 
 def bank_of(layout: Layout, rates: Sequence[float] = RATES) -> list[Head]:
-    """All heads that features allow: 1 and 4 blocks, or as many as there are, with and without the patches' mean."""
+    """All heads that features allow: on 1 and 4 blocks, or as many as there are, with and without the patches' mean."""
     counts = sorted({min(count, layout.blocks) for count in BLOCKS})
     return [
         Head(count, patches, rate)
@@ -122,16 +127,19 @@ def best_of_bank(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Chosen:
-    """Choose a head on the samples where `development` (N,) bool is set, then train it on all of them and test.
+    """Choose a head by its accuracy on the development samples, then train it on all training samples and test it.
 
     Between equal accuracies the head that reads less wins, and then the lower learning rate.
 
     Args:
-        train_x, test_x: features (N, w), fp32, with the columns of `layout`.
-        train_y, test_y: classes in [0, num_classes), (N,) int64.
-        steps: of each training; by default as of `train_heads`.
-        seed: of the heads' initial values and the order of samples.
-        device: where heads are trained.
+        train_x, test_x: features, fp32 (N, columns of `layout`).
+        train_y, test_y: classes in [0, num_classes), int64 (N,).
+        num_classes: K.
+        development: which training samples heads are chosen on instead of trained on, bool (N,).
+        layout: the meaning of the features' columns.
+        steps: the number of updates of each training; by default as in `train_heads`.
+        seed: the seed of the heads' initial values and of the order of samples.
+        device: the device to train on.
     """
     bank = bank_of(layout)
 
@@ -158,13 +166,21 @@ def train_heads(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> list[tuple[Tensor, Tensor]]:
-    """Weights (K, w) and biases (K,) of each head, on `device`: SGD with momentum and a cosine, without weight decay.
+    """Train heads by SGD with momentum and a cosine schedule, without weight decay.
 
-    Heads that read the same begin with the same values, and all see the same batches, whatever others there are.
+    Heads that read the same columns begin with the same values, and all see the same batches, whatever other heads are
+    trained with them.
 
     Args:
-        x, y: (N, w) fp32 and (N,) int64, in host memory.
-        steps: by default those of 10 epochs, and 1,250 at least.
+        x, y: features, fp32 (N, columns of `layout`), and classes, int64 (N,), in host memory.
+        num_classes: K.
+        heads: the heads to train; those that read the same columns are next to each other.
+        layout: the meaning of the features' columns.
+        steps: the number of updates; by default that of 10 epochs, at least 1,250.
+        seed, device: as in `best_of_bank`.
+
+    Returns:
+        The weights (K, w) and biases (K,) of each head, on `device`.
     """
     steps = max(FEWEST_STEPS, math.ceil(EPOCHS * len(x) / BATCH)) if steps is None else steps
     groups = [
@@ -179,7 +195,7 @@ def train_heads(
 
 
 def accuracy(head: Head, layout: Layout, weight: Tensor, bias: Tensor, x: Tensor, y: Tensor) -> float:
-    """Of samples (N, w), (N,); a head whose outputs are NaN is never right."""
+    """A head's accuracy (a fraction) on features (N, columns of `layout`) and classes (N,); NaN outputs are wrong."""
     columns, right = layout.columns(head), 0
     for rows, labels in zip(x.split(_CHUNK), y.split(_CHUNK), strict=True):
         logits = rows[:, columns].to(weight) @ weight.T + bias
@@ -189,7 +205,7 @@ def accuracy(head: Head, layout: Layout, weight: Tensor, bias: Tensor, x: Tensor
 
 @dataclass
 class _Group:
-    """Heads that read the same columns, as one: weights (R, K, w), biases (R, K), the momentum of both."""
+    """Heads that read the same columns, trained as one: weights (R, K, w), biases (R, K), and the momentum of both."""
 
     columns: slice
     rates: Tensor
@@ -210,9 +226,9 @@ class _Group:
         return cls(columns, per_head, weight, bias, torch.zeros_like(weight), torch.zeros_like(bias))
 
     def update(self, x: Tensor, y: Tensor, factor: float) -> None:
-        """One step of every head by the mean cross-entropy of a batch (B, all columns), (B,)."""
+        """One update of every head by the mean cross-entropy of a batch: features (B, all columns), classes (B,)."""
         x = x[:, self.columns]
-        # (B, R, K): the gradient of a head's logits is its softmax less the targets.
+        # (B, R, K): the gradient with respect to a head's logits is its softmax minus the targets.
         gradient = (x @ self.weight.flatten(0, 1).T).view(len(x), *self.bias.shape).add_(self.bias).softmax(dim=2)
         gradient[torch.arange(len(x)), :, y] -= 1
         gradient /= len(x)
@@ -223,7 +239,7 @@ class _Group:
 
 
 def _batches(count: int, size: int, steps: int, seed: int) -> Iterator[Tensor]:
-    """Rows of each step's batch, (size,): one permutation of all samples behind the other."""
+    """The rows of each step's batch, (size,), from one permutation of all samples after another."""
     generator = torch.Generator().manual_seed(seed)
     left = torch.empty(0, dtype=torch.int64)
     for _ in range(steps):

@@ -6,6 +6,6 @@ from pathlib import Path
 
 @cache
 def imagenet_synsets() -> tuple[str, ...]:
-    """The ids, such as n01440764, by class number: what folders of ImageNet are called."""
+    """The ids, such as n01440764, by class number; ImageNet's folders are named after them."""
     # The ids and their order are facts about the data set; this list of them was written from timm's (Apache-2.0).
     return tuple(Path(__file__).with_name("imagenet_synsets.txt").read_text(encoding="ascii").split())

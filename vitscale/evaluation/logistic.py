@@ -1,4 +1,4 @@
-"""A logistic probe: multinomial regression with an L2 penalty, its strength chosen on a part of the training samples.
+"""A logistic probe: multinomial regression with an L2 penalty whose strength is chosen on part of the training samples.
 
 Shape legend: N samples, D width, K classes.
 """
@@ -12,19 +12,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 STRENGTHS = tuple(10.0**exponent for exponent in np.linspace(-6, 5, 45))
-"""C, the inverse of the penalty: the values that DINOv2 chooses among."""
+"""C, the inverse of the penalty: the values among which DINOv2 chooses."""
 
 DEVELOPMENT = 0.1
-"""Part of the training samples on which C is chosen."""
+"""The share of the training samples on which C is chosen."""
 
 _STD_FLOOR = 1e-5
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Attributes:
-    strength: C that was chosen.
-    accuracy: on the test samples.
+    """The result of a logistic probe.
+
+    Attributes:
+        strength: the chosen C.
+        accuracy: the accuracy on the test samples, a fraction.
     """
 
     strength: float
@@ -33,13 +35,13 @@ class Probe:
 
 @dataclass(frozen=True)
 class Solution:
-    """Weights (K, D) and biases (K,) in float64, of whitened features."""
+    """Weights (K, D) and biases (K,) for whitened features, in float64."""
 
     weight: Tensor
     bias: Tensor
 
     def accuracy(self, x: Tensor, y: Tensor) -> float:
-        """Of samples (N, D), (N,)."""
+        """The accuracy on whitened features (N, D) and classes (N,), a fraction."""
         return float(((x @ self.weight.T + self.bias).argmax(dim=1) == y).double().mean())
 
 
@@ -52,9 +54,14 @@ def logistic_probe(
     development: Tensor,
     strengths: Sequence[float] = STRENGTHS,
 ) -> Probe:
-    """Choose C on the samples where `development` (N,) bool is set, then fit all training samples and test.
+    """Choose C on the training samples where `development`, bool (N,), is True, then fit all of them and test.
 
-    Features are whitened by what is fitted. Between equal accuracies the smaller C wins.
+    Features are whitened by the mean and standard deviation of the samples that are fitted. Between equal accuracies
+    the smaller C wins.
+
+    Args:
+        train_x, test_x: features, (N, D).
+        train_y, test_y: classes in [0, num_classes), int64 (N,).
     """
     fit_x, held_x = whitened(train_x[~development], train_x[development])
     fit_y, held_y = train_y[~development], train_y[development]
@@ -69,7 +76,7 @@ def logistic_probe(
 
 
 def whitened(train_x: Tensor, other_x: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in float64, by the training samples' mean and standard deviation."""
+    """Both whitened by the training samples' mean and standard deviation, in float64."""
     train_x, other_x = train_x.double(), other_x.double()
     mean, std = train_x.mean(dim=0), train_x.std(dim=0, correction=0) + _STD_FLOOR
     return (train_x - mean) / std, (other_x - mean) / std
@@ -85,13 +92,15 @@ def solve(
     tolerance: float = 1e-6,
     most_steps: int = 1000,
 ) -> Solution:
-    """The minimum of C * sum of cross-entropies + |weights|^2 / 2 by L-BFGS; biases are not penalised.
+    """Minimise C * sum of cross-entropies + |weights|^2 / 2 by L-BFGS; biases are not penalised.
 
     Args:
-        x, y: (N, D) float64, (N,) int64.
+        x, y: whitened features, float64 (N, D), and classes, int64 (N,).
+        num_classes: K.
         strength: C.
-        start: where to begin; by default at zero.
-        tolerance: largest gradient, of the loss divided by C * N, at which it ends.
+        start: the initial values; zero by default.
+        tolerance: ends once no element of the gradient of the loss divided by C * N is larger.
+        most_steps: the largest number of iterations.
     """
     weight = x.new_zeros(num_classes, x.shape[1]) if start is None else start.weight.clone()
     bias = x.new_zeros(num_classes) if start is None else start.bias.clone()

@@ -1,4 +1,4 @@
-"""What is measured of a classifier on a labelled dataset, each metric as sums over samples that add up over processes.
+"""Metrics of a classifier on a labelled dataset, each from sums over samples, which add up over processes.
 
 Shape legend: B samples, K classes.
 """
@@ -23,27 +23,32 @@ from vitscale.ranks import reduce_sum
 from vitscale.shards import Manifest
 
 BINS = 15
-"""Of the expected calibration error."""
+"""The number of bins of the expected calibration error."""
 OBJECTNET_BORDER = 2
-"""Pixels of each side of ObjectNet's pictures that are a red frame, and are cut off first."""
+"""The width in pixels of the red frame of ObjectNet's pictures, which is cut off first."""
 
 _REAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")
 _REAL_IMAGES, _REAL_CLASSES = 50_000, 1000
 
 
 class Metric(Protocol):
-    """One or several numbers about classes."""
+    """One or several numbers that measure predicted classes."""
 
     def sums(self, logits: Tensor, labels: Tensor, uids: Tensor) -> Tensor:
-        """Sums over samples, float64 (n,): of logits (B, K) fp32 on any device, labels and uids (B,) int64 there."""
+        """Sums over the samples of a batch, float64 (n,).
+
+        Args:
+            logits: fp32 (B, K), on any device.
+            labels, uids: int64 (B,), on the same device.
+        """
 
     def results(self, sums: Tensor) -> dict[str, float]:
-        """Names and values, of sums over all samples, on the CPU."""
+        """The metrics by name, from the sums over all samples, on the CPU."""
 
 
 @dataclass(frozen=True)
 class TopK:
-    """`top<k>`: the part of samples whose class is among the k most probable ones; equal ones in their order."""
+    """`top<k>`: the share of samples whose class is among the k most probable; among equals the lower class leads."""
 
     k: int
 
@@ -76,10 +81,10 @@ class MeanPerClass:
 
 @dataclass(frozen=True)
 class Calibration:
-    """`nll`, nats, and `ece`, the expected calibration error, both of the softmax, by whatever loss was trained.
+    """`nll` in nats and `ece`, the expected calibration error, both of the softmax, whatever loss was used in training.
 
-    `ece` is the mean over samples of how far the accuracy of their bin is from its mean confidence; 15 bins of equal
-    width (Guo et al. 2017).
+    `ece` is the mean, over samples, of the distance between the accuracy and the mean confidence of their bin, with 15
+    bins of equal width (Guo et al. 2017).
     """
 
     def sums(self, logits: Tensor, labels: Tensor, uids: Tensor) -> Tensor:
@@ -101,12 +106,12 @@ class Calibration:
 
 
 class ReaL:
-    """`real_top1`: the part of samples whose most probable class is one of the reassessed labels of ImageNet.
+    """`real_top1`: the share of samples whose most probable class is one of the reassessed labels of ImageNet.
 
-    Images without any such label leave both sums (Beyer et al. 2020); `real_samples` is how many count.
+    Images without any such label do not count (Beyer et al. 2020); `real_samples` is the number of those that do.
 
     Args:
-        labels: uid -> the labels of that image, of all images.
+        labels: uid -> the labels of that image, for all images.
     """
 
     def __init__(self, labels: Mapping[int, Sequence[int]]) -> None:
@@ -118,9 +123,9 @@ class ReaL:
 
     @classmethod
     def of(cls, file: Path, manifest: Manifest) -> "ReaL":
-        """By a file `real.json`, a list of labels for each image, joined to a dataset by the names of its files.
+        """From a file `real.json`, a list of labels for each image, joined to a dataset by its files' names.
 
-        Raises `DataError` for another file, and for a dataset of other images.
+        Raises `DataError` for any other file, and for a dataset of other images.
         """
         from vitscale.shards.opening import sample_names  # loads pyarrow
 
@@ -158,11 +163,11 @@ class ObjectNet:
     """Accuracy on the classes that ObjectNet shares with a model, by the two protocols in use.
 
     `objectnet_top1_of_all`: the most probable of all K classes is one of those that the label is mapped to.
-    `objectnet_top1_of_mapped`: the same, of the classes that any label is mapped to alone. Samples of labels that are
-    mapped to none leave all sums; `objectnet_samples` is how many count.
+    `objectnet_top1_of_mapped`: the same, but only among the classes that any label is mapped to. Samples whose label is
+    mapped to no class do not count; `objectnet_samples` is the number of those that do.
 
     Args:
-        accepted: (labels, K) bool, which classes are right for a label.
+        accepted: which of the model's classes are right for a label, bool (labels, K).
     """
 
     def __init__(self, accepted: Tensor) -> None:
@@ -170,7 +175,7 @@ class ObjectNet:
 
     @classmethod
     def of(cls, file: Path, manifest: Manifest, class_names: Sequence[str] | None, num_classes: int) -> "ObjectNet":
-        """By a JSON file: the dataset's class -> the model's classes, by name or number, one or a list of them.
+        """From a JSON file: name of the dataset's class -> name or number of the model's class, or a list of these.
 
         Raises `DataError`.
         """
@@ -216,13 +221,17 @@ class ObjectNet:
 
 @dataclass(frozen=True)
 class Scores(Evaluator):
-    """The results of metrics over a whole dataset, each sample once over all processes.
+    """Evaluates metrics over a whole dataset; all processes together count each sample once.
 
     Args:
-        num_samples: of the dataset; another number is an error. None where damaged samples may be left out.
-        columns: (labels,) int64, the model's class of each of the dataset's; None where they are the same, or where the
-            metrics know the classes themselves.
-        num_labels: classes of the dataset.
+        name: the evaluator's name.
+        make_loader: starts an exact pass over the dataset.
+        metrics: the metrics to compute.
+        num_labels: the number of the dataset's classes.
+        num_samples: the number of the dataset's samples; another number is an error. None if damaged samples may be
+            masked.
+        columns: the model's class for each of the dataset's classes, int64 (labels,); None if they are the same, or if
+            the metrics map the classes themselves.
     """
 
     name: str
@@ -269,14 +278,14 @@ class Scores(Evaluator):
 
 
 def columns_of(manifest: Manifest, class_names: Sequence[str] | None, num_classes: int) -> tuple[Tensor | None, str]:
-    """Which of the model's classes are a dataset's, by name, and how to call that: `same`, or `160 of 1000, by name`.
+    """The model's class for each of a dataset's classes, and a description such as `same` or `160 of 1000, by name`.
 
     ImageNet-A and -R have 200 of the thousand classes: the others are left out of the model's answers. A thousand
-    outputs without names are ImageNet's where a class of the dataset is called by one of its WordNet ids. The columns
-    are None where both have the same classes in the same order, or where nobody knows the model's names and the numbers
-    agree.
+    outputs without names are taken for ImageNet's if the name of any of the dataset's classes is one of its WordNet
+    ids. The columns are None if both have the same classes in the same order, or if the model's names are unknown and
+    the numbers of classes agree.
 
-    Raises `DataError` where the dataset has a class that the model has not.
+    Raises `DataError` if the dataset has a class that the model does not have.
     """
     theirs, how, hint = manifest.class_names, "by name", ""
     if num_classes == len(imagenet_synsets()) and not set(theirs).isdisjoint(imagenet_synsets()):
@@ -304,7 +313,7 @@ def columns_of(manifest: Manifest, class_names: Sequence[str] | None, num_classe
 
 
 def real_labels_of_timm() -> Path:
-    """timm's copy of the reassessed labels. Raises `RecipeError` where timm is not installed."""
+    """The path of timm's copy of the reassessed labels. Raises `RecipeError` if timm is not installed."""
     found = find_spec("timm")
     if found is None or found.origin is None:
         raise RecipeError("--real timm: timm is not installed; pip install timm, or give the file real.json")
@@ -312,7 +321,7 @@ def real_labels_of_timm() -> Path:
 
 
 def most_probable(logits: Tensor) -> Tensor:
-    """The class of each row, (B,) int64; the first of equal ones."""
+    """The class with the largest logit in each row, int64 (B,); the first of equal ones."""
     return (logits == logits.amax(dim=1, keepdim=True)).int().argmax(dim=1)
 
 

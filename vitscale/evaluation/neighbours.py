@@ -22,13 +22,15 @@ def neighbour_accuracies(
     neighbours: Sequence[int] = NEIGHBOURS,
     temperature: float = TEMPERATURE,
 ) -> dict[int, float]:
-    """Test accuracy for each number of neighbours that there are training samples for.
+    """k -> test accuracy (a fraction) with k neighbours; numbers larger than N are left out.
 
-    The k most similar training samples (cosine) vote for their classes with exp(similarity / temperature).
+    The k training samples with the highest cosine similarity vote for their classes with exp(similarity / temperature).
 
     Args:
         train_x, test_x: features, (N, D) and (M, D).
-        train_y, test_y: classes in [0, num_classes), (N,) and (M,) int64.
+        train_y, test_y: classes in [0, num_classes), int64 (N,) and (M,).
+        num_classes: K.
+        neighbours: the numbers of neighbours k.
     """
     counts = sorted({k for k in neighbours if k <= len(train_x)})
     if not counts:

@@ -1,4 +1,4 @@
-"""Where a finished model computes: this process's device, or several devices, host memory and disk together."""
+"""Puts a finished model on this process's device, or spreads it over several devices, host memory and disk."""
 
 import logging
 import sys
@@ -16,36 +16,39 @@ from torch import Tensor, nn
 from vitscale.errors import RecipeError
 
 _ROOM = 0.8
-"""Part of a device's free memory that weights may take; the rest is for activations."""
+"""The share of a device's free memory that weights may take; the rest is for activations."""
 
 
 def join(on_cpu: bool = False) -> Accelerator:
-    """This process, alone or among those that `accelerate launch` started; `on_cpu`, whatever else there is.
+    """Accelerate's view of this process, alone or among those that `accelerate launch` started.
 
-    Accelerate takes the processes of a machine without an accelerator for strangers unless it is told to use the CPU:
-    each of them would evaluate everything.
+    On a machine without an accelerator, Accelerate must be told to use the CPU: otherwise its processes would not find
+    each other, and each would evaluate everything.
+
+    Args:
+        on_cpu: use the CPU even if there is an accelerator.
     """
     return Accelerator(cpu=on_cpu or not torch.accelerator.is_available())
 
 
 def is_main() -> bool:
-    """Whether this process writes and prints for all."""
+    """Whether this process is the one that writes and prints for all."""
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def tell(message: str) -> None:
-    """Print a note, once for all processes, to standard error: results go to standard output."""
+    """Print a note, once for all processes, to standard error, as standard output is for results."""
     if is_main():
         print(message, file=sys.stderr)
 
 
 Module = TypeVar("Module", bound=nn.Module)
 ReadTensor = Callable[[], Tensor]
-"""Reads a whole parameter, on the CPU."""
+"""Reads a whole parameter into host memory."""
 
 
 def fill(model: Module, values: Mapping[str, ReadTensor], device: torch.device) -> Module:
-    """Give a model on the meta device its values on one device, one parameter at a time."""
+    """Move a model from the meta device to one device, reading its values one parameter at a time."""
     model = model.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -60,17 +63,19 @@ def place(
     accelerator: Accelerator,
     max_memory_gb: float | None = None,
 ) -> nn.Module:
-    """Give a model on the meta device its values, one parameter at a time, and put it where it computes.
+    """Move a model from the meta device to where it computes, reading its values one parameter at a time.
 
-    A model that the device has no room for is spread by Accelerate: over all devices of this process, then host memory,
+    A model that does not fit on the device is spread by Accelerate over all devices of this process, then host memory,
     then files that vanish with the process.
 
     Args:
-        values: by the names of the parameters.
-        dtype: of the weights.
-        max_memory_gb: memory (10**9 bytes) of each device that weights may take; by default 80 % of what is free.
+        model: the model, on the meta device.
+        values: how to read each parameter, by name.
+        dtype: the dtype of the weights.
+        accelerator: this process, from `join`.
+        max_memory_gb: the memory (10**9 bytes) that weights may take on each device; by default 80 % of what is free.
 
-    Raises `RecipeError` where nothing of the model fits.
+    Raises `RecipeError` if no part of the model fits on the device.
     """
     model = model.to(dtype).eval()
     size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
@@ -81,7 +86,7 @@ def place(
 
 
 def _limits(accelerator: Accelerator, max_memory_gb: float | None) -> dict[int | str, int]:
-    """Bytes that weights may take of each device of this process, its own one first, and of host memory."""
+    """Bytes that weights may take on each device of this process, its own one first, and in host memory."""
     limit = None if max_memory_gb is None else int(max_memory_gb * 1e9)
     found: dict[int | str, int] = {name: int(free * _ROOM) for name, free in get_max_memory().items()}
     own = accelerator.device.index or 0
@@ -103,7 +108,7 @@ def _spread(
     if first not in places.values():
         raise RecipeError(f"no part of the model fits into {limits[first] / 1e9:.2f} GB of {first}")
     modules = {name for name, _ in model.named_modules()}
-    # Tensors of the model itself are used by its own forward, which no hook precedes.
+    # The model's own tensors are used by its own forward pass, before which no hook could fetch them.
     places = {name: place if name in modules else first for name, place in places.items()}
     folder = tempfile.TemporaryDirectory(prefix="vitscale-offload-")
     offloaded: dict[str, dict] = {}
@@ -119,12 +124,12 @@ def _spread(
     tell(f"the model takes more than {_listed(limits)}: it is spread over {', '.join(map(str, _order(places)))}")
     with _without_warnings():
         model = dispatch_model(model, places, main_device=first, offload_dir=folder.name)
-    object.__setattr__(model, "offload_folder", folder)  # which lives as long as the model does
+    object.__setattr__(model, "offload_folder", folder)  # so that the folder lives as long as the model
     return model
 
 
 def _computes_with_its_own(module: nn.Module) -> bool:
-    """Whether a module has both parameters of its own and modules: it is not split."""
+    """Whether a module has both parameters of its own and submodules, and so must not be split."""
     return any(True for _ in module.parameters(recurse=False)) and any(True for _ in module.children())
 
 
@@ -141,7 +146,7 @@ def _put(model: nn.Module, name: str, value: Tensor) -> None:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Of tensors that are no modules, and of weights that are on the disk, which is what was asked for."""
+    """Silence warnings of tensors that are not in modules and of weights on the disk, both of which are intended."""
     log = logging.getLogger("accelerate.big_modeling")
     level = log.level
     log.setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
 """Few-shot accuracy in closed form: ridge regression from frozen features to +-1 class targets (paper section 4.1).
 
 Everything is float64 on the features' device: with one feature of 100 among whitened ones and an l2 as small as 2^-10,
-the fp32 normal equations are short of digits, and the systems (at most D + 1 = 1,281 wide for ViT-H) are small.
+fp32 normal equations lack digits, and the systems are small (at most D + 1 = 1,281 wide for ViT-H).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ BIAS_FEATURE = 100.0
 _STD_FLOOR = 1e-5
 
 
-_CHUNK = 8192  # rows that are float64 at a time
+_CHUNK = 8192  # rows in float64 at a time
 
 
 class RidgePath:
@@ -23,12 +23,13 @@ class RidgePath:
 
     Features are whitened by the training samples' mean and standard deviation. All strengths share one
     eigendecomposition, of the smaller of the feature (primal) and the sample (dual) matrix. Weights are
-    `left @ diag(1 / (eigenvalues + l2)) @ right`. Beyond the features given, memory is that of some thousand rows in
-    float64 and of matrices (D + 1) x (D + 1) and (D + 1) x K.
+    `left @ diag(1 / (eigenvalues + l2)) @ right`. Besides the given features it holds some thousand rows in float64 and
+    matrices (D + 1) x (D + 1) and (D + 1) x K in memory.
 
     Args:
         x: features, (N, D).
-        y: classes in [0, num_classes), (N,) int64.
+        y: classes in [0, num_classes), int64 (N,).
+        num_classes: K.
     """
 
     def __init__(self, x: Tensor, y: Tensor, num_classes: int) -> None:
@@ -52,19 +53,19 @@ class RidgePath:
             eigenvalues, basis = torch.linalg.eigh(white @ white.T)
             targets = 2.0 * torch.nn.functional.one_hot(y, num_classes).double() - 1.0
             self._left, self._right = white.T @ basis, basis.T @ targets
-        # Rounding leaves those of a singular matrix around zero, on either side.
+        # Rounding leaves the eigenvalues of a singular matrix around zero, on either side.
         self._eigenvalues = eigenvalues.clamp(min=0)
 
     def whitened(self, x: Tensor) -> Tensor:
-        """Features as the regression sees them, with the constant one: (N, D) -> (N, D + 1) float64."""
+        """Whitened features with the constant one added: (N, D) -> float64 (N, D + 1)."""
         return torch.nn.functional.pad((x.double() - self._mean) / self._std, (0, 1), value=BIAS_FEATURE)
 
     def weights(self, l2: float) -> Tensor:
-        """(D + 1, K) float64, of whitened features."""
+        """The weights for whitened features at one strength, float64 (D + 1, K)."""
         return self._left @ self._scaled(l2)
 
     def accuracies(self, x: Tensor, y: Tensor, l2s: Sequence[float]) -> list[float]:
-        """The part of samples (M, D), (M,) whose class has the highest output, for each strength."""
+        """For each strength, the accuracy (a fraction) on features (M, D) and classes (M,)."""
         right = [0] * len(l2s)
         for rows, labels in zip(x.split(_CHUNK), y.split(_CHUNK), strict=True):
             projected = self.whitened(rows) @ self._left
@@ -79,16 +80,16 @@ class RidgePath:
 def fewshot_accuracy(
     train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tensor, num_classes: int, l2s: Sequence[float]
 ) -> list[float]:
-    """Test accuracy (a fraction) for each regularisation strength in `l2s`: see `RidgePath`."""
+    """Test accuracy (a fraction) for each regularisation strength in `l2s`; see `RidgePath`."""
     return RidgePath(train_x, train_y, num_classes).accuracies(test_x, test_y, l2s)
 
 
 def best_shared_l2(accuracies: Tensor, leave_out: int | None = None) -> int:
-    """Index of the regularisation strength with the best mean rank over data sets: (datasets, l2s) -> int.
+    """The index of the regularisation strength with the best mean rank over datasets: (datasets, l2s) -> int.
 
-    The paper-era choice: one strength shared by all data sets, so that none is fitted to its own test set alone; with
-    `leave_out`, the ranks on that data set play no part. Equal accuracies share their mean rank; between equal mean
-    ranks the smaller index wins.
+    The choice made at the paper's time: all datasets share one strength, so that none is fitted to its own test set
+    alone. `leave_out` is the index of a dataset whose ranks are ignored. Equal accuracies share their mean rank;
+    between equal mean ranks the smaller index wins.
     """
     if leave_out is not None:
         accuracies = torch.cat([accuracies[:leave_out], accuracies[leave_out + 1 :]])

@@ -1,4 +1,4 @@
-"""Whether what a model is evaluated on is among what it learns from."""
+"""Checks that a model is not evaluated on samples that it is trained on."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -9,16 +9,17 @@ from vitscale.shards import Manifest
 from vitscale.shards.overlap import overlap
 
 Overlap = Literal["refuse", "allow"]
-"""What becomes of samples that two splits have in common: an error, or they are told."""
+"""What samples in both of two splits lead to: an error, or a note."""
 
 
 def check_splits(recipe: Recipe, train: Manifest) -> list[str]:
-    """Compare every split that a recipe evaluates on with the training samples; lines to tell.
+    """Compare every split that a recipe evaluates on with the training samples; returns a line for each overlap.
 
     Args:
+        recipe: the recipe.
         train: the manifest of `data.train`.
 
-    Raises `DataError` where they have samples in common, unless `evaluation.overlap` allows it, and for splits that are
+    Raises `DataError` if they have samples in common, unless `evaluation.overlap` allows it, and for splits that are
     missing or damaged; `StorageError` for a URL that does not answer.
     """
     found = list(_overlaps(recipe, train))
@@ -27,9 +28,12 @@ def check_splits(recipe: Recipe, train: Manifest) -> list[str]:
 
 
 def judge(found: Sequence[str], overlap: Overlap, allow: str) -> None:
-    """Raise `DataError` where splits have samples in common and that is refused; `allow` is what lets them.
+    """Raise `DataError` if there are overlaps between splits and they are refused.
 
-    `found` are the lines that tell of it.
+    Args:
+        found: a line for each overlap.
+        overlap: whether overlaps are refused.
+        allow: the option that allows them, for the message.
     """
     if found and overlap == "refuse":
         raise DataError(
@@ -41,9 +45,9 @@ def judge(found: Sequence[str], overlap: Overlap, allow: str) -> None:
 
 
 def common_samples(dataset: Manifest, train: Manifest) -> str | None:
-    """What to tell of the samples of a dataset that are among those of another; None where there are none.
+    """A line that says how many samples of a dataset are also in another; None if none are.
 
-    Raises as `overlap`.
+    Raises as `overlap` does.
     """
     stored, equal = overlap(dataset, train)
     if not stored and not equal:
