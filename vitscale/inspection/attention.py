@@ -1,6 +1,6 @@
-"""What attention does: how far it reaches, how spread it is, what it looks at (section 4.5, appendices D.6 and D.7).
+"""Measures attention: how far it reaches, how spread out it is, what it looks at (section 4.5, appendices D.6 and D.7).
 
-Shape legend: B images, k pictures of which maps are made, A heads, T tokens, N patches, n of a side, L layers.
+Shape legend: B images, k pictures of which maps are made, A heads, T tokens, N patches, n patches on a side, L layers.
 """
 
 from dataclasses import dataclass, field
@@ -12,18 +12,18 @@ from vitscale.inspection.capture import Attending, chunks
 from vitscale.models.anatomy import Along, Anatomy
 
 POOLING = "pooling"
-"""What the attention of a model's pooling is called."""
+"""The layer name for the attention of a model's pooling."""
 
 
 @dataclass
 class Reach:
-    """How far the heads of one layer look; all are means over the patches that ask, one row an image.
+    """How far the heads of one layer look: means over the patches' queries, one row for each image.
 
     Attributes:
-        distance: (B, A), pixels from the asking patch to those that it attends to, weighted by attention; what goes to
-            other tokens does not count.
-        entropy: (B, A), nats, over all tokens.
-        on_patches: (B, A), the part of attention that goes to patches.
+        distance: mean distance in pixels from the query's patch to the patches that it attends to, weighted by
+            attention, (B, A); attention to other tokens does not count.
+        entropy: entropy of attention over all tokens in nats, (B, A).
+        on_patches: the share of attention that goes to patches, (B, A).
     """
 
     distance: Tensor
@@ -32,7 +32,7 @@ class Reach:
 
 
 def distances(grid: int, stride: int, along: Along) -> Tensor:
-    """Pixels between the centres of patches: (N, N), or (n, n) along one line."""
+    """Distances between the centres of patches in pixels: (N, N), or (n, n) along one line."""
     steps = torch.arange(grid, dtype=torch.float32) * stride
     if along != "grid":
         return (steps[:, None] - steps).abs()
@@ -42,17 +42,17 @@ def distances(grid: int, stride: int, along: Along) -> Tensor:
 
 @dataclass
 class AttentionMeter:
-    """Measures attention, call by call, as `capture.watching` shows it, of one batch of images after another.
+    """Measures the attention that `capture.watching` reports, call by call, for one batch of images after another.
 
     Args:
-        anatomy: of the model.
-        pictures: of how many of the first images maps are made.
+        anatomy: the model's anatomy.
+        pictures: the number of images, the first ones, of which maps are made.
 
     Attributes:
-        reach: name of a layer -> of each batch.
-        maps: name of a layer -> (k, N): what the class token attends to, as a mean over heads, or where the
-            representation is read from the patches, what they attend to.
-        rollout: (k, N), what the representation is made of, by attention alone.
+        reach: name of a layer -> the reach for each batch.
+        maps: name of a layer -> for each batch (k, N): what the class token attends to, as a mean over heads; or, if
+            the representation is read from the patches, what these attend to.
+        rollout: for each batch (k, N): how much of each patch the representation is made of, by attention alone.
     """
 
     anatomy: Anatomy
@@ -63,11 +63,11 @@ class AttentionMeter:
 
     def __post_init__(self) -> None:
         self._along = {layer.name: layer.along for layer in self.anatomy.attention}
-        self._product: Tensor | None = None  # of the layers so far (k, T, T): row i is what token i is made of
-        self._mapped = 0  # pictures that are done
+        self._product: Tensor | None = None  # over the layers so far, (k, T, T): row i is what token i is made of
+        self._mapped = 0  # the number of pictures done
 
     def begin(self, images: int) -> None:
-        """A batch of so many images follows."""
+        """Begin a batch of so many images."""
         self._images = images
         self._wanted = max(0, min(images, self.pictures - self._mapped))
         self._product = None
@@ -85,14 +85,14 @@ class AttentionMeter:
             self._finish((probe @ self._product)[:, 0])
 
     def end(self) -> None:
-        """The batch has been through all layers."""
+        """End the batch, which has passed all layers."""
         if self._product is None or self.anatomy.pooling is not None:
             return
         is_first = self.anatomy.reads == "class token"
         self._finish(self._product[:, 0] if is_first else self._product[:, self.anatomy.before :].mean(dim=1))
 
     def _measure(self, attending: Attending, along: Along) -> tuple[Reach, Tensor]:
-        """The reach, and of the first images the mean over heads: (k, T, T), or (k n, n, n) of lines."""
+        """The reach, and the first images' attention as a mean over heads: (k, T, T), or (k n, n, n) for lines."""
         B, A, T, _ = attending.query.shape
         before, grid = self.anatomy.before, self.anatomy.grid
         assert grid is not None, "a model with attention has a grid"
@@ -100,7 +100,7 @@ class AttentionMeter:
         lines = B // self._images
         sums, averaged = apart.new_zeros(3, B, A), apart.new_empty(self._wanted * lines, T, T)
         for images, queries, weights, entropy in chunks(attending):
-            first = max(before - queries.start, 0)  # query of a patch
+            first = max(before - queries.start, 0)  # the first query that is a patch's
             patches = slice(queries.start + first - before, queries.stop - before)
             to_patches = weights[:, :, first:, before:]
             on_patches = to_patches.sum(dim=-1)
@@ -115,7 +115,7 @@ class AttentionMeter:
         return Reach(*means), averaged
 
     def _mix(self, averaged: Tensor, along: Along) -> Tensor:
-        """Take one more layer into the rollout; its map (k, N)."""
+        """Add one more layer to the rollout; returns the layer's map (k, N)."""
         k, n, anatomy = self._wanted, averaged.shape[-1], self.anatomy
         if self._product is None:
             tokens = n if along == "grid" else n * n
@@ -125,7 +125,7 @@ class AttentionMeter:
             asked = averaged[:, 0] if anatomy.reads == "class token" else averaged[:, anatomy.before :].mean(dim=1)
             shown, mixed = asked[:, anatomy.before :], averaged @ product
         else:
-            lines = averaged.view(k, n, n, n)  # line, asking, asked
+            lines = averaged.view(k, n, n, n)  # picture, line, query, key
             formula = "brij,brjt->brit" if along == "rows" else "bcij,bjct->bict"
             mixed = torch.einsum(formula, lines, product.view(k, n, n, n * n)).reshape(k, n * n, n * n)
             received = lines.mean(dim=2) / n

@@ -1,9 +1,9 @@
-"""Attention as a model computes it, seen without keeping it: queries and keys are caught, weights made in chunks.
+"""Observes attention while a model computes it: catches queries and keys, and recomputes the weights in chunks.
 
-Attention is one fused call everywhere, so that no layer's weights exist. Its arguments are what is looked at here:
-queries and keys after norms and rotations, and the bias that relative positions add. No layer is changed.
+Attention is one fused call everywhere, so a layer's weights never exist as a tensor. What is observed are the call's
+arguments: queries and keys after norms and rotations, and the bias that relative positions add. No layer is changed.
 
-Shape legend: B images, or lines of axial attention, A heads, T tokens, Q queries of a chunk, d of a head.
+Shape legend: B images, or lines of axial attention, A heads, T tokens, Q queries of a chunk, d width of a head.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 _CHUNK = 2**21
-"""Weights that exist at once: 8 MB, about what stays in a processor's cache."""
+"""The number of attention weights that exist at once: 8 MB, about what stays in a processor's cache."""
 
 
 class Attending(NamedTuple):
-    """One call: queries (B, A, T, d), keys (B, A, T', d), and what is added to the logits, to be broadcast."""
+    """One attention call: queries (B, A, T, d), keys (B, A, T', d), and the bias to add to logits, broadcast."""
 
     query: Tensor
     key: Tensor
@@ -28,7 +28,7 @@ class Attending(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The weights (b, A, Q, T') of some images and queries, fp32; `entropy` (b, A, Q) in nats."""
+    """The attention weights of some images and queries, fp32 (b, A, Q, T'), and their `entropy` in nats, (b, A, Q)."""
 
     images: slice
     queries: slice
@@ -38,7 +38,7 @@ class Chunk(NamedTuple):
 
 @contextmanager
 def watching(modules: Mapping[nn.Module, str], observe: Callable[[str, Attending], None]) -> Iterator[None]:
-    """In here `observe` is told of the attention of these modules, by their names, in each forward pass."""
+    """Within this context `observe` is called with each attention call of these modules, and the module's name."""
     with ExitStack() as stack:
         mode = _Watch(observe)
         for module, name in modules.items():
@@ -56,7 +56,7 @@ def _sets(mode: "_Watch", name: str | None) -> Callable[..., None]:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees every call of a function of torch while it is entered; `name` is of the layer that computes, if any."""
+    """Sees every call of a torch function within its context; `name` is the watched layer that computes, if any."""
 
     name: str | None = None
 
@@ -73,7 +73,7 @@ class _Watch(TorchFunctionMode):
 
 
 def chunks(attending: Attending) -> Iterator[Chunk]:
-    """The weights of all images and queries, in pieces."""
+    """The attention weights of all images and queries, in chunks."""
     query, key, bias = attending
     B, A, T, d = query.shape
     keys = key.shape[2]
@@ -89,7 +89,7 @@ def chunks(attending: Attending) -> Iterator[Chunk]:
             rows = slice(start, min(start + queries, T))
             logits = scaled[:, :, rows] @ transposed
             if bias is not None:
-                # A bias of -inf forbids; 0 x -inf would make the entropy NaN.
+                # A bias of -inf masks a key; 0 x -inf would make the entropy NaN.
                 logits = (logits + bias[these, :, rows].float()).clamp_min_(-1e30)
             norm = logits.logsumexp(dim=-1, keepdim=True)
             weights = torch.exp(logits - norm)

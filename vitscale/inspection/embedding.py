@@ -1,4 +1,4 @@
-"""What the first layer has learned: its filters, and how alike the positions are (Figure 7 left and centre, Figure 9).
+"""What the first layer has learned: its filters, and the similarity of positions (Figure 7 left and centre, Figure 9).
 
 Shape legend: F filters, h w C their height, width and channels, N patches, D width, K components.
 """
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 SHOWN_COMPONENTS = 28
-"""As many as Figure 7 has."""
+"""The number of components shown, as in Figure 7."""
 
 
 class Components(NamedTuple):
     """Principal components of filters.
 
     Attributes:
-        filters: (K, h, w, C), of norm 1, the element that is largest without its sign is positive.
-        shares: (K,), the part of the filters' variance along each.
+        filters: the components, each of norm 1, its element of largest magnitude positive, (K, h, w, C).
+        shares: the share of the filters' variance along each, (K,).
     """
 
     filters: Tensor
@@ -25,10 +25,10 @@ class Components(NamedTuple):
 
 
 def principal_components(rows: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Principal components of vectors (R, E): (K, E) of norm 1, shares of the variance (K,), and the mean (E,).
+    """Principal components of vectors (R, E): (K, E) of norm 1, their shares of the variance (K,), and the mean (E,).
 
-    Their signs are chosen: the element that is largest without its sign is positive. There are `count` at most, as many
-    as the vectors have dimensions. Computed in fp64.
+    Signs are chosen so that each component's element of largest magnitude is positive. K is at most `count`, R and E.
+    Computed in fp64.
     """
     rows = rows.double()
     mean = rows.mean(dim=0)

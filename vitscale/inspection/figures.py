@@ -1,8 +1,8 @@
-"""The figures of what was seen of one model, or of several side by side, each with its numbers.
+"""The figures of an inspection, of one model or of several side by side, each with its numbers.
 
-Figures 6, 7, 9, 10 of the paper and those of its appendix, and what others have looked at since.
+They are Figures 6, 7, 9, 10 of the paper and those of its appendix, and others that later work introduced.
 
-Shape legend: k pictures, L layers, N patches, n of a side.
+Shape legend: k pictures, L layers, N patches, n patches on a side.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OUTLIER = 4.0
-"""A token is an outlier whose norm is more than this many times the median of its layer."""
-_PANEL = 360  # pixels of the width of one model's panel
+"""A token is an outlier if its norm is more than this many times the median of its layer."""
+_PANEL = 360  # width of one model's panel in pixels
 _LAYERS_SHOWN = 12
-_TILES_OF_A_SIDE = 16  # tiles of position similarity that are shown; of larger grids every second, third, ...
+_TILES_OF_A_SIDE = 16  # most tiles of position similarity on a side; of larger grids every second, third, ... is shown
 
 Value = str | int | float
 
@@ -39,10 +39,11 @@ class InspectionFigure:
     """One figure and its numbers.
 
     Attributes:
-        key: what its files are called.
-        title, caption: in words; the caption says how to read it.
+        key: the name of its files.
+        title, caption: its title, and a text that says how to read it.
         put: draws it into an empty figure of `width` x `height` CSS pixels.
-        columns, rows: the numbers.
+        width, height: its size in CSS pixels.
+        columns, rows: its numbers.
     """
 
     key: str
@@ -56,7 +57,7 @@ class InspectionFigure:
 
 
 def inspection_figures(findings: dict[str, Findings]) -> list[InspectionFigure]:
-    """All figures that some findings give, by what their models are called in the figures."""
+    """All figures that the findings allow. Their keys are the models' names in the figures."""
     makers = (_filters, _positions, _distance, _entropy, _rollout, _maps, _alignment, _norms, _norm_maps, _colours)
     return [figure for make in (*makers, _neighbours) if (figure := make(findings)) is not None]
 
@@ -208,12 +209,12 @@ def _entropy(findings: dict[str, Findings]) -> InspectionFigure | None:
 
 
 def _from_zero(axes: Axes) -> None:
-    """From 0, with some room above the highest value."""
+    """Let the y axis begin at 0 and leave some room above the highest value."""
     axes.set_ylim(0, max(axes.get_ylim()[1], *axes.dataLim.intervaly * 1.06))
 
 
 def _dots(axes: Axes, values: Sequence[Tensor], names: Sequence[str]) -> None:
-    """One dot a head, one column a layer, and a line through the means of the layers."""
+    """Draw a dot for each head, in a column for each layer, and a line through the layers' means."""
     means = [value.double().mean(dim=0).tolist() for value in values]
     at = [index for index, heads in enumerate(means, 1) for _ in heads]
     axes.plot(at, [head for heads in means for head in heads], "o", color=SERIES[0], alpha=0.6, markersize=4)
@@ -298,7 +299,7 @@ def _maps(findings: dict[str, Findings]) -> InspectionFigure | None:
 
 
 def _some(layers: Sequence[str]) -> list[str]:
-    """So many layers at most, the last of all among them."""
+    """At most `_LAYERS_SHOWN` layers, evenly spaced, including the last one."""
     if len(layers) <= _LAYERS_SHOWN:
         return list(layers)
     return [layers[round((at + 1) * len(layers) / _LAYERS_SHOWN) - 1] for at in range(_LAYERS_SHOWN)]
@@ -391,7 +392,7 @@ def _norms(findings: dict[str, Findings]) -> InspectionFigure | None:
 
 
 def _statistics(found: Findings) -> dict[str, tuple[float, ...]]:
-    """Layer -> median, 99th percentile and largest norm of a patch, share of outliers, mean of the first token."""
+    """Layer -> median, 99th percentile and largest norm of a patch, share of outliers, mean norm of the first token."""
     table: dict[str, tuple[float, ...]] = {}
     for layer, norms in found.norms.items():
         values = np.sort(norms.numpy(), axis=None)
@@ -501,7 +502,7 @@ def _panels(figure: Figure, across: int, down: int = 1, *, shared: bool = False)
 
 
 def _show(axes: Axes, pixels: np.ndarray, name: str, findings: dict[str, Findings], more: str = "") -> None:
-    """An image without axes; its name where there are several models."""
+    """Show pixels without axes, titled with the model's name if there are several models."""
     axes.imshow(pixels, interpolation="nearest")
     axes.grid(False)
     axes.set_xticks([])
@@ -542,10 +543,10 @@ def _grid_names(prefix: str, *sizes: int) -> Iterator[str]:
 
 
 def _short(number: float) -> str:
-    """Six digits: more of them differ between machines."""
+    """A number with six digits, since further ones differ between machines."""
     return f"{number:.6g}"
 
 
 def csv_lines(figure: InspectionFigure) -> Iterable[Sequence[Value]]:
-    """Heading and rows."""
+    """The figure's numbers as lines of a CSV file: the heading, then the rows."""
     return [list(figure.columns), *map(list, figure.rows)]

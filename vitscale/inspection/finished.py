@@ -1,4 +1,4 @@
-"""Finished models of any source, looked at: what `vitscale inspect` and pages of results make figures of."""
+"""Inspects finished models of any source, for the figures of `vitscale inspect` and of pages of results."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -16,11 +16,11 @@ from vitscale.shards import Manifest
 _NEIGHBOURS = 6
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""What is being done and how many images it has; in it, a function that is told how many more are done."""
+"""(what is being done, its number of images) -> a context giving a function to call with the number of images done."""
 
 
 class Pictures(NamedTuple):
-    """What a model is to see: uint8 (n, S, S, 3), their uids (n,), and the dataset where they are of one."""
+    """Pictures for a model: uint8 (n, S, S, 3), their uids (n,), and the dataset they are from, if any."""
 
     images: Tensor
     uids: Tensor
@@ -28,7 +28,7 @@ class Pictures(NamedTuple):
 
 
 def first_of(model: FinishedModel, dataset: str, count: int) -> Pictures:
-    """The first pictures of a dataset, whose order is a shuffled one. Raises `RecipeError` and `DataError`."""
+    """The first `count` pictures of a dataset, whose stored order is shuffled. Raises `RecipeError` and `DataError`."""
     manifest = model.dataset(dataset)
     images: list[Tensor] = []
     uids: list[Tensor] = []
@@ -52,14 +52,17 @@ def inspect_model(
     neighbours: str | None = None,
     progress: Progress = lambda what, total: nullcontext(lambda count: None),
 ) -> Findings:
-    """Look at a model while it sees pictures.
+    """Inspect a model while it sees pictures.
 
     Args:
-        wanted: what to look at; all that there is by default.
-        pictures: of how many of the first pictures maps, colours and neighbours are made.
-        neighbours: a dataset in which to look for pictures that are like them.
+        model: the model.
+        seen: the pictures that it sees.
+        wanted: what to inspect; by default all that the model has.
+        pictures: the number of pictures, the first ones, for which maps, colours and neighbours are made.
+        neighbours: a dataset in which to find the pictures most similar to them; None for no neighbours.
+        progress: reports progress.
 
-    Raises `RecipeError` for what the model has not, and for several processes.
+    Raises `RecipeError` for parts that the model does not have, and under several processes.
     """
     if model.accelerator.num_processes > 1:
         raise RecipeError("inspection is one process: start it without accelerate launch").on_all_ranks()

@@ -1,6 +1,6 @@
-"""Looks at a model while it sees pictures: one pass, from which all figures are made.
+"""Inspects a model while it sees pictures: one pass, from which all figures are made.
 
-Shape legend: n images, k pictures that are shown, S side in pixels, A heads, T tokens, N patches, D width.
+Shape legend: n images, k pictures that figures show, S side in pixels, A heads, T tokens, N patches, D width.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,28 +20,32 @@ from vitscale.models import Model, Outputs
 
 Part = Literal["filters", "positions", "attention", "rollout", "alignment", "norms", "colours"]
 PARTS: tuple[Part, ...] = get_args(Part)
-BATCH = 8  # of ViT-H/14 at 518 pixels, 16 took 6.03 GB of memory
-"""Images that are forwarded at once: the minibatch of the alignment, too, hence the same for all models."""
+BATCH = 8  # with ViT-H/14 at 518 pixels, 16 took 6.03 GB of memory
+"""The number of images forwarded at once. It is also the alignment's minibatch, hence the same for all models."""
 
 
 @dataclass
 class Findings:
-    """What was seen of one model.
+    """The results of inspecting one model. What was not inspected is empty or None.
 
     Attributes:
-        title: of the model.
-        image_size, grid, stride: of its input, its patches along one side and pixels between them.
-        components: of the filters.
-        similarities: where positions are added -> (N, N).
+        title: the model's name.
+        image_size: side S of the input in pixels.
+        grid: the number of patches along one side; None if the model has no grid.
+        stride: pixels from one patch to the next.
+        images: the number of images seen.
+        parts: what was inspected.
+        pictures: the first images as the model sees them, uint8 (k, S, S, 3).
+        components: principal components of the filters.
+        similarities: where positions are added -> the cosine similarity of their embeddings, (N, N).
         reach: layer -> how far its heads look, (n, A).
-        maps, rollout: as of `AttentionMeter`, (k, N).
-        norms: layer -> of the patches' tokens (n, N), or of all places of a feature map.
-        first_norms: layer -> of the first token (n,), where some come before the patches.
-        grams: layer -> of each minibatch.
-        colours, shares: of the patches (k, N, 3), and the share of the variance of each colour.
-        parts: that were looked at.
-        pictures: uint8 (k, S, S, 3), as the model sees them.
-        neighbours: of the pictures, where a dataset was given.
+        maps, rollout: as in `AttentionMeter`, of all batches together, (k, N).
+        norms: layer -> norms of the patches' tokens (n, N), or of all positions of a feature map.
+        first_norms: layer -> norms of the first token (n,), if any tokens come before the patches.
+        grams: layer -> the Gram matrix of each minibatch.
+        colours: the patches as colours, (k, N, 3).
+        shares: the share of the variance along each of the three colours, (3,).
+        neighbours: the pictures' nearest neighbours, if a dataset was given.
     """
 
     title: str
@@ -65,9 +69,9 @@ class Findings:
 
 
 def parts_of(model: Model, title: str, wanted: Sequence[Part] | None) -> list[Part]:
-    """What there is to be seen of a model: all of it, or what is wanted.
+    """The parts of a model to inspect: the wanted ones, or all that it has.
 
-    Raises `RecipeError` where the model has no such thing.
+    Raises `RecipeError` if the model does not have a wanted part.
     """
     anatomy = model.anatomy()
     missing: dict[Part, str] = {}
@@ -102,12 +106,14 @@ def look(
     """Show images to a model and measure what happens inside.
 
     Args:
-        model: computes in `predict`; its embedding's parameters are readable.
-        predict: of images uint8 (B, S, S, 3).
-        images: uint8 (n, S, S, 3); `batch` of them are forwarded at once.
-        parts: what to look at.
-        pictures: of how many of the first images maps, colours and neighbours are made.
-        seen: is told how many more images are done.
+        model: the model that `predict` runs; its embedding's parameters must be readable.
+        predict: images, uint8 (B, S, S, 3) -> the model's outputs.
+        images: the images to show, uint8 (n, S, S, 3).
+        title: the model's name.
+        parts: what to inspect.
+        pictures: the number of images, the first ones, of which maps, colours and neighbours are made.
+        batch: the number of images forwarded at once.
+        seen: called with the number of images just done.
     """
     anatomy = model.anatomy()
     found = Findings(title, images.shape[1], anatomy.grid, anatomy.stride, len(images), parts, images[:pictures])
@@ -165,7 +171,7 @@ def _joined(values: Sequence[Reach]) -> Reach:
 
 @contextmanager
 def _hearing(layers: Any, observe: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """In here `observe` is told of the output of each layer."""
+    """Within this context `observe` is called with each layer's name and output."""
     with ExitStack() as stack:
         for name, module in layers.items():
 

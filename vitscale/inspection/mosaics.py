@@ -9,12 +9,12 @@ import numpy as np
 from PIL import Image, ImageFilter
 
 TILE = 128
-"""Pixels of the side of a picture that is shown."""
+"""The side of a shown picture in pixels."""
 _GAP = 4
 
 
 def mosaic(tiles: Sequence[Sequence[np.ndarray]], gap: int = _GAP) -> np.ndarray:
-    """Tiles (h, w, 3) uint8 in rows -> RGBA uint8, transparent between them."""
+    """Rows of tiles, uint8 (h, w, 3) -> one RGBA picture, uint8, transparent between the tiles."""
     h, w, _ = tiles[0][0].shape
     columns = max(map(len, tiles))
     out = np.zeros((len(tiles) * (h + gap) - gap, columns * (w + gap) - gap, 4), np.uint8)
@@ -27,19 +27,19 @@ def mosaic(tiles: Sequence[Sequence[np.ndarray]], gap: int = _GAP) -> np.ndarray
 
 
 def picture_tile(picture: np.ndarray, side: int = TILE) -> np.ndarray:
-    """A picture uint8 (S, S, 3) at another size; the pixels of small ones stay sharp."""
+    """A picture, uint8 (S, S, 3), resized to `side` pixels; the pixels of enlarged ones stay sharp."""
     image = Image.fromarray(picture)
     how = Image.Resampling.LANCZOS if picture.shape[0] > side else Image.Resampling.NEAREST
     return np.asarray(image.resize((side, side), how))
 
 
 def colour_tile(values: np.ndarray, side: int = TILE) -> np.ndarray:
-    """Colours (n, n, 3) in [0, 1] as a tile, each a square."""
+    """Colours (n, n, 3) in [0, 1] as a tile, each as a square."""
     return picture_tile((values * 255).round().astype(np.uint8), side)
 
 
 def heat_tile(values: np.ndarray, low: float, high: float, side: int = TILE) -> np.ndarray:
-    """Numbers (n, n) as a tile of viridis, `low` and less dark, `high` and more yellow."""
+    """Numbers (n, n) as a tile in viridis colours: dark for `low` and less, yellow for `high` and more."""
     from matplotlib import colormaps
 
     scaled = np.clip((values - low) / max(high - low, 1e-30), 0, 1)
@@ -47,7 +47,7 @@ def heat_tile(values: np.ndarray, low: float, high: float, side: int = TILE) -> 
 
 
 def lit_tile(picture: np.ndarray, weights: np.ndarray, side: int = TILE) -> np.ndarray:
-    """A picture as bright as weights (n, n) are at each place: smooth, the brightest place as in the picture."""
+    """A picture dimmed by weights (n, n), smoothly; where the weight is largest it keeps its brightness."""
     scaled = Image.fromarray((weights / max(weights.max(), 1e-30)).astype(np.float32))
     smooth = np.clip(np.asarray(scaled.resize((side, side), Image.Resampling.BICUBIC)), 0, 1)
     grey = Image.fromarray((smooth * 255).round().astype(np.uint8))

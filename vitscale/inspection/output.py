@@ -1,6 +1,6 @@
-"""An inspection as files: each figure as PNG and SVG with its numbers as CSV, a page of all, and all for other pages.
+"""Writes an inspection: each figure as PNG and SVG, its numbers as CSV, a page of all, and a file for other pages.
 
-Equal findings are equal bytes: there are no dates and no paths in them.
+Equal findings give equal bytes: the files contain no dates and no paths.
 """
 
 import csv
@@ -28,7 +28,7 @@ PAGE = "index.html"
 
 
 def drawing(figure: InspectionFigure) -> Drawing:
-    """A figure for a page."""
+    """The figure as a drawing for a page."""
     name = figure.key.replace("_", "-")
     return draw(name, figure.title, figure.put, width=figure.width, height=figure.height, caption=figure.caption)
 

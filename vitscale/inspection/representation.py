@@ -1,4 +1,4 @@
-"""What layers represent: alike layers, norms of tokens, tokens as colours, nearest neighbours.
+"""Measures representations: the alignment of layers, tokens as colours, nearest neighbours.
 
 Shape legend: B images of a minibatch, T tokens, N patches, D width, k pictures, E elements of a representation.
 """
@@ -13,21 +13,21 @@ from torch.nn import functional as F
 from vitscale.inspection.embedding import principal_components
 
 SMALLEST_BATCH = 4
-"""Images that the unbiased estimator needs."""
+"""The number of images that the unbiased estimator needs."""
 
 
 def gram(representation: Tensor) -> Tensor:
-    """Inner products between the images of a minibatch (B, ...), centred, without the diagonal: (B, B) fp64."""
+    """The inner products of a minibatch's centred representations (B, ...), with a zero diagonal: fp64 (B, B)."""
     rows = representation.flatten(1).float()
     rows = rows - rows.mean(dim=0)
     return (rows @ rows.T).double().cpu().fill_diagonal_(0.0)
 
 
 def independence(one: Tensor, other: Tensor) -> float:
-    """The unbiased estimate of the Hilbert-Schmidt independence criterion from two Gram matrices without diagonals.
+    """The unbiased estimate of the Hilbert-Schmidt independence criterion from two Gram matrices with zero diagonals.
 
-    Song et al., 2012, equation 5: its mean over minibatches is that over all images, whatever their size (Nguyen et
-    al., 2021). Needs 4 images.
+    Song et al., 2012, equation 5. Whatever the minibatches' size, its mean over them estimates the value over all
+    images (Nguyen et al., 2021). Needs 4 images.
     """
     B = len(one)
     ones_one, ones_other = one.sum(dim=0), other.sum(dim=0)
@@ -36,10 +36,10 @@ def independence(one: Tensor, other: Tensor) -> float:
 
 
 def alignment(one: Sequence[Sequence[Tensor]], other: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Linear centred kernel alignment between layers, 1 where they are alike: (layers of one, layers of other).
+    """Linear centred kernel alignment between layers, 1 if they are alike: (layers of one, layers of other).
 
     Args:
-        one, other: by layer the Gram matrices of the minibatches, which are of the same images.
+        one, other: for each layer the Gram matrices of the minibatches; both must be of the same images.
     """
 
     def mean(these: Sequence[Tensor], those: Sequence[Tensor]) -> float:
@@ -52,9 +52,10 @@ def alignment(one: Sequence[Sequence[Tensor]], other: Sequence[Sequence[Tensor]]
 
 
 def colours(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The first three principal components of patch tokens (k, N, D) as red, green, blue in [0, 1]: (k, N, 3).
+    """The first three principal components of patch tokens (k, N, D) as red, green and blue in [0, 1], (k, N, 3).
 
-    Of all pictures together, so that one colour means one thing. Also the share of the variance along each (3,).
+    They are computed over all pictures together, so that a colour means the same in each. Also returns the share of the
+    variance along each component, (3,).
     """
     k, N, D = tokens.shape
     flat = tokens.detach().reshape(k * N, D).double().cpu()
@@ -66,7 +67,7 @@ def colours(tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Seen(Protocol):
-    """A batch of pictures of a dataset, as loaders yield them."""
+    """A batch of a dataset's pictures, as loaders yield it."""
 
     images: Tensor
     uids: Tensor
@@ -74,12 +75,12 @@ class Seen(Protocol):
 
 
 class Neighbours(NamedTuple):
-    """The pictures of a dataset that are most alike to k given ones, the most alike first.
+    """The pictures of a dataset that are most similar to k given ones, the most similar first.
 
     Attributes:
-        images: uint8 (k, M, S, S, 3).
-        uids: (k, M).
-        cosines: (k, M), of the representations.
+        images: the neighbours, uint8 (k, M, S, S, 3).
+        uids: their uids, (k, M).
+        cosines: cosine similarities of the representations, (k, M).
     """
 
     images: Tensor
@@ -88,13 +89,13 @@ class Neighbours(NamedTuple):
 
 
 def nearest(queries: Tensor, own: Tensor, batches: Iterable[tuple[Tensor, Tensor, Tensor]], count: int) -> Neighbours:
-    """Nearest neighbours in one pass over a dataset, of which only the best are kept.
+    """Find nearest neighbours in one pass over a dataset; only the best so far are kept in memory.
 
     Args:
-        queries: representations (k, D).
-        own: uids (k,) of the given pictures, which are not their own neighbours; -1 where they are not in the dataset.
-        batches: of the dataset: images uint8 (B, S, S, 3), representations (B, D), uids (B,).
-        count: M, as many as there are at most.
+        queries: representations of the given pictures, (k, D).
+        own: uids of the given pictures, which are not their own neighbours, (k,); -1 if they are not in the dataset.
+        batches: the dataset's batches: images uint8 (B, S, S, 3), representations (B, D), uids (B,).
+        count: M, the number of neighbours; fewer if the dataset has fewer pictures.
     """
     unit = F.normalize(queries.float().cpu(), dim=-1)
     best: Neighbours | None = None

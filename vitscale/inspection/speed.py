@@ -1,8 +1,8 @@
-"""How fast models are on this device: images/s and the largest batch by image size (appendix D.4, Figure 11).
+"""Measures how fast models are on this device: images/s and the largest batch by image size (appendix D.4, Figure 11).
 
-A forward pass without gradients, of random weights, with all of a batch's pixels on the device. A batch's size doubles
-as long as it pays: with CUDA until memory ends, and then the largest that fits is found between the last two; on CPUs,
-where memory has no such end, until the time is up.
+What is timed is a forward pass without gradients, with random weights and all of a batch's pixels on the device. The
+batch size is doubled: with CUDA until memory runs out, and then the largest batch that fits is found between the last
+two; on CPUs, where memory has no such limit, until the time is up.
 """
 
 import gc
@@ -30,18 +30,20 @@ Precision = Literal["bf16", "fp32"]
 _NUM_CLASSES = 1000
 _LARGEST = 2**17
 _FINENESS = 16
-"""The largest batch is found to one part in so many."""
+"""The largest batch is found to within one part in this many."""
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """One model at one size.
+    """The speed of one model at one image size.
 
     Attributes:
-        images_per_s: the best of all batch sizes.
-        batch: that was the fastest.
-        largest_batch: that fits into memory; None where that was not tried, on CPUs.
-        problem: why there is nothing, if so.
+        model: the model's name.
+        image_size: side of the image in pixels.
+        images_per_s: the best speed of all batch sizes.
+        batch: the batch size with that speed.
+        largest_batch: the largest batch that fits into memory; None on CPUs, where that is not tried.
+        problem: why there is no result; empty if there is one.
     """
 
     model: str
@@ -60,12 +62,17 @@ def throughputs(
     seconds: float,
     report: Callable[[Throughput], None],
 ) -> list[Throughput]:
-    """Measure every model at every size, and tell `report` each as it comes.
+    """Measure every model at every image size.
 
     Args:
-        seconds: for each model and size; with CUDA for each batch size.
+        names: the models' names.
+        sizes: sides of the images in pixels.
+        device: the device to measure.
+        precision: the precision of weights and pixels.
+        seconds: the time to spend on each model and size; with CUDA, on each batch size.
+        report: called with each result as soon as it is there.
 
-    Raises `RecipeError` for a name that is none.
+    Raises `RecipeError` for a name that is not a model's.
     """
     blocks = {}
     for name in names:
@@ -110,7 +117,7 @@ def _built(block: families.Model, size: int, device: torch.device, precision: Pr
 
 @torch.no_grad()
 def _measured(model: Model, size: int, device: torch.device, seconds: float) -> tuple[tuple[float, int] | None, int]:
-    """The best (images/s, batch), and the largest batch that was computed."""
+    """The best (images/s, batch), None if not even one image fits; and the largest batch that was computed."""
     best: tuple[float, int] | None = None
     largest, batch, until = 0, 1, time.monotonic() + seconds
     while batch <= _LARGEST:
@@ -126,7 +133,13 @@ def _measured(model: Model, size: int, device: torch.device, seconds: float) -> 
 
 
 def largest_between(fits: int, too_large: int, try_it: Callable[[int], bool]) -> int:
-    """The largest batch that fits, to one part in `_FINENESS`."""
+    """The largest batch that fits, to within one part in `_FINENESS`, by bisection.
+
+    Args:
+        fits: a batch that fits.
+        too_large: a batch that does not.
+        try_it: tells whether a batch fits.
+    """
     while too_large - fits > max(1, fits // _FINENESS):
         middle = (fits + too_large) // 2
         fits, too_large = (middle, too_large) if try_it(middle) else (fits, middle)
@@ -141,14 +154,14 @@ def _images(batch: int, size: int, model: Model, device: torch.device) -> Callab
 def _speed(
     model: Model, make: Callable[[], Tensor], device: torch.device, seconds: float, until: float
 ) -> float | None:
-    """Images/s: the median of several passes, after one that does not count; None where memory is too small."""
+    """Images/s: the median of several passes, after one that does not count; None if memory is too small."""
     try:
         images = make()
         _timed(model, images, device)
         taken = sorted(_passes(model, images, device, seconds, until))
         return len(images) / taken[len(taken) // 2]
     except torch.OutOfMemoryError:
-        images = torch.empty(0)  # what it held is given back
+        images = torch.empty(0)  # frees the batch
         _release(device)
         return None
 
@@ -179,14 +192,14 @@ def _fits(model: Model, size: int, batch: int, device: torch.device) -> bool:
 
 
 def _release(device: torch.device) -> None:
-    """Give memory back: what an exception held is garbage now, and torch's cache may be in pieces."""
+    """Free memory: collect what an exception kept alive, and empty torch's cache, which may be fragmented."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def speed_figure(found: Sequence[Throughput], device: str, precision: str) -> InspectionFigure:
-    """Images/s by image size, and where it was measured the largest batch beside it (Figure 11)."""
+    """The figure of images/s by image size, with the largest batch beside it if it was measured (Figure 11)."""
     has_largest = any(each.largest_batch for each in found)
     names = list(dict.fromkeys(each.model for each in found))
 
