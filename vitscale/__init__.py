@@ -7,9 +7,9 @@ __version__ = "0.1.0"
 
 
 def _choose_kernel_cache() -> None:
-    """Give numba a folder for compiled kernels where neither the installation nor the home can be written.
+    """Give numba a folder for compiled kernels if neither the installation nor the home directory can be written.
 
-    It would refuse to compile there at all: in a container with a read-only image, say.
+    Otherwise it would refuse to compile at all, for example in a container with a read-only image.
     """
     usual = (Path(__file__).parent, Path.home() / ".cache", Path.home())
     if "NUMBA_CACHE_DIR" not in os.environ and not any(os.access(place, os.W_OK) for place in usual):

@@ -1,4 +1,4 @@
-"""`python -m vitscale` is the `vitscale` command, for where only the interpreter's path is known."""
+"""`python -m vitscale`: the `vitscale` command where only the interpreter's path is known."""
 
 from vitscale.cli.entry import vitscale
 

@@ -1,4 +1,4 @@
-"""The base of every block of a recipe, and what a block says that contradicts itself."""
+"""The base of every block of a recipe, and the error for blocks that contradict themselves."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,13 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Block(BaseModel):
-    """Typed, strict and frozen: an unknown key, a wrong type and a number that is not finite are errors."""
+    """A typed, strict and frozen block: an unknown key, a wrong type or a number that is not finite is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Contradictions(ValueError):
-    """Several things in a block, or in several, that do not go together: a line each, in `lines`."""
+    """Values in one or more blocks that do not go together; `lines` has a line for each contradiction."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__("; ".join(lines))

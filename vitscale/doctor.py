@@ -1,6 +1,6 @@
-"""What this machine has for a run, what would stop or slow one, and how to mend it.
+"""Examines what this machine has for a run, what would stop or slow one, and how to mend it.
 
-Nothing is imported before it is asked for: whoever calls a doctor may have a torch that cannot be loaded.
+Every package is imported only when it is examined, since torch may be what cannot be loaded.
 """
 
 import ctypes
@@ -26,24 +26,24 @@ from vitscale.wording import counted
 State = Literal["good", "slows", "stops"]
 
 _GB = 1e9
-_SHARED_MEMORY = 1 << 30  # bytes that NCCL and the ranks of a node share without want
+_SHARED_MEMORY = 1 << 30  # bytes, enough for NCCL and the ranks of a node
 _OPEN_FILES = 4096
-_ROOM = 5 * _GB  # a checkpoint of ViT-L/16 and its successor
+_ROOM = 5 * _GB  # for a checkpoint of ViT-L/16 and its successor
 _MEMORY = 4 * _GB
 _FIRST_WITH_BF16, _FIRST_WITH_FP8 = (8, 0), (8, 9)  # compute capabilities
-_UNSYNCHRONISED = 5  # what adjtimex returns then
+_UNSYNCHRONISED = 5  # what adjtimex returns for a clock that is not synchronised
 _PREFIXES = ("CUDA_", "NCCL_", "GLOO_", "OMP_", "MKL_", "ONEDNN_", "DNNL_", "DS_", "TORCH_", "PYTORCH_", "KMP_")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of examining one thing.
 
     Attributes:
-        what: it is.
+        what: the name of the thing.
         state: whether it is as it should be, slows runs, or stops them.
-        found: in words.
-        mend: what to do; empty where nothing has to be done.
+        found: what was found, in words.
+        mend: what to do about it; empty if nothing.
     """
 
     what: str
@@ -53,12 +53,12 @@ class Finding:
 
 
 def examine(folder: Path) -> Iterator[Finding]:
-    """Look at everything, one thing after the other; the last ones take seconds.
+    """Examine everything, one thing after the other; the last ones take seconds.
 
     Args:
-        folder: where runs are going to be written.
+        folder: the folder that runs will be written to; it need not exist.
     """
-    devices = count_devices()  # by a process of its own, for which a driver in trouble makes us wait
+    devices = count_devices()  # in a separate process; this waits for it if the driver is in trouble
     yield from _packages()
     yield from _decoder()
     yield from _processor()
@@ -175,9 +175,9 @@ def _disk(folder: Path) -> Iterator[Finding]:
 
 
 def _clock() -> Iterator[Finding]:
-    """Whether somebody keeps the machine's time: events of several nodes are told apart by it."""
+    """Whether the machine's clock is synchronised: events on several nodes are ordered by it."""
     with suppress(OSError, AttributeError):
-        # struct timex is shorter than this everywhere; all of it zero asks and sets nothing.
+        # struct timex is shorter than this everywhere; all zeros only queries and sets nothing.
         answer = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(1024))
         if answer == _UNSYNCHRONISED:
             yield Finding(

@@ -10,13 +10,13 @@ EXIT_DONE = 0
 
 
 class VitscaleError(Exception):
-    """Base of the errors below; `exit_code` is what the process ends with."""
+    """Base of the errors below; `exit_code` is the process's exit code."""
 
     exit_code = 1
     is_on_all_ranks = False
 
     def on_all_ranks(self) -> Self:
-        """Mark an error that every rank of a run raises alike, so that one of them may speak for all."""
+        """Mark an error that every rank of a run raises alike, so that one of them may report it for all."""
         self.is_on_all_ranks = True
         return self
 
@@ -28,7 +28,7 @@ class RecipeError(VitscaleError):
 
 
 class MachineError(RecipeError):
-    """Something that this machine lacks, or has in a state that nothing runs with."""
+    """Something that this machine lacks, or has in a state in which nothing can run."""
 
     def __str__(self) -> str:
         return f"{super().__str__()}\n(`vitscale doctor` says what else this machine lacks)"
@@ -45,19 +45,19 @@ class DataError(VitscaleError):
 
 
 class NonFiniteError(VitscaleError):
-    """A loss or gradient that is NaN or infinite, or a loss that leaps."""
+    """A loss or gradient that is NaN or infinite, or a loss that jumps."""
 
     exit_code = 4
 
 
 class ProofError(VitscaleError):
-    """Updates that are not those which the same batches make in plain torch."""
+    """Updates that differ from those that plain torch makes of the same batches."""
 
     exit_code = 4
 
 
 class PeerLostError(VitscaleError):
-    """Another rank ended or fell silent; repeating the command continues from the last checkpoint."""
+    """Another rank has ended or stopped responding; repeating the command continues from the last checkpoint."""
 
     exit_code = 75
 
@@ -69,7 +69,7 @@ class ReplicaError(VitscaleError):
 
 
 class AuditError(VitscaleError):
-    """An update that is not that of its batch; repeating the command goes back to a checkpoint."""
+    """An update that does not follow from its batch; repeating the command goes back to a checkpoint."""
 
     exit_code = 75
 

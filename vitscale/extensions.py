@@ -1,7 +1,7 @@
-"""What other packages add to a recipe: typed blocks that it names by a dotted path such as `my_package.Mixer`.
+"""Extensions: typed blocks from other packages, which a recipe names by a dotted path such as `my_package.Mixer`.
 
-A path names a class: a subclass of the base that `vitscale` has for blocks of its place, without torch. Its
-`implementation`, `module:class`, is what computes it.
+A path names a class: a subclass, without torch, of the base that `vitscale` has for blocks at that place of a recipe.
+The class's `implementation`, `module:class`, names the class that does the computing.
 """
 
 import importlib
@@ -17,23 +17,23 @@ _Block = TypeVar("_Block", bound=Block)
 _Class = TypeVar("_Class")
 
 named: dict[str, dict[str, type[Block]]] = {}
-"""Dotted key of a place in a recipe, N for an index -> path -> the block that recipes have named there so far."""
+"""Dotted key of a place in a recipe, N for an index -> path -> block class: those that recipes have named so far."""
 
 
 def is_path(name: object) -> TypeGuard[str]:
-    """Whether a name in a recipe is a dotted path, and none of ours."""
+    """Whether a name in a recipe is a dotted path, and not one of our own names."""
     return isinstance(name, str) and "." in name
 
 
 def block_class(path: object, base: type[_Block], place: str) -> type[_Block]:
-    """The class of a block that a recipe names.
+    """The block class that a recipe names by a path.
 
     Args:
-        path: what the recipe says.
-        base: of all blocks at this place.
-        place: the dotted key of the block, N for an index of a list.
+        path: the recipe's value.
+        base: the base class of all blocks at this place.
+        place: the block's dotted key in the recipe, N for an index of a list.
 
-    Raises `ValueError` for what is no path, or does not lead to a whole block of this base.
+    Raises `ValueError` if this is not a path, or does not lead to a complete subclass of the base.
     """
     if not is_path(path) or not all(part.isidentifier() for part in path.split(".")):
         raise ValueError(f"{path!r}: expected a dotted path to a class, such as my_package.{base.__name__}")
@@ -58,12 +58,12 @@ def _imported(module: str, path: str) -> ModuleType:
         raise ValueError(
             f"{path}: there is no module {error.name!r}; install the package that has it beside vitscale"
         ) from None
-    except Exception as error:  # whatever another package does when it is imported
+    except Exception as error:  # importing another package may raise anything
         raise ValueError(f"{path}: importing {module} fails: {type(error).__name__}: {error}") from error
 
 
 def by_kind(base: type[Block], place: str) -> WrapValidator:
-    """Validates blocks whose `kind` is a dotted path as what they name, and leaves all others to what it wraps."""
+    """A validator that reads a block as the class its `kind` names if that is a dotted path, otherwise as usual."""
 
     def validate(content: Any, otherwise: ValidatorFunctionWrapHandler) -> Any:
         kind = content.get("kind") if isinstance(content, dict) else None
@@ -79,7 +79,7 @@ def by_kind(base: type[Block], place: str) -> WrapValidator:
 
 
 def implementation(path: str, base: type[_Class]) -> type[_Class]:
-    """The class that a block's `implementation`, `module:class`, names. Raises `RecipeError` where it is none."""
+    """The class that a block's `implementation`, `module:class`, names. Raises `RecipeError` unless it is a `base`."""
     module, _, name = path.partition(":")
     try:
         found = getattr(_imported(module, path), name, None)

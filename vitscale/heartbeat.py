@@ -1,27 +1,27 @@
-"""Heartbeats: what a rank tells the launch that supervises it, one JSON object a line through a pipe."""
+"""Heartbeats: a rank's progress reports to the launch that supervises it, one JSON object per line through a pipe."""
 
 import json
 from typing import NamedTuple, Self
 
 HEARTBEAT_VARIABLE = "VITSCALE_HEARTBEAT_FD"
-"""The number of an open file that a supervising launch reads: one JSON object with step, phase and phase_s a line."""
+"""The environment variable with the pipe's file descriptor; each line's object has step, phase and phase_s."""
 
 
 class Beat(NamedTuple):
-    """Updates done, and the phase in which the rank has been for `phase_s` seconds."""
+    """The number of updates done, the phase the rank is in, and for how many seconds it has been in it."""
 
     step: int
     phase: str
     phase_s: float
 
     def line(self) -> bytes:
-        """What goes through the pipe."""
+        """The beat as a line for the pipe."""
         content = {"step": self.step, "phase": self.phase, "phase_s": round(self.phase_s, 1)}
         return (json.dumps(content) + "\n").encode()
 
     @classmethod
     def parse(cls, line: bytes) -> Self | None:
-        """The beat that a line is, or None."""
+        """The beat that a line contains; None if the line is not a beat."""
         try:
             found = json.loads(line)
             return cls(int(found["step"]), str(found["phase"]), float(found.get("phase_s", 0.0)))

@@ -1,12 +1,12 @@
 """Requests to end: Ctrl-C, SIGTERM and SIGUSR1 from a scheduler, or a time limit.
 
-The first request asks for a checkpoint at the next border of two steps, a later one ends the process at once. Handlers
+The first request asks for a checkpoint between this step and the next; a later one ends the process at once. Handlers
 written in Python run only between two instructions of the main thread, which may be inside a collective for minutes.
 Hence a thread reads the signals from a pipe that the interpreter's own handler writes to.
 
-One Ctrl-C may come twice: from the terminal as SIGINT, and from torchrun as SIGINT or DeepSpeed's launcher as SIGTERM.
-The latter sends its SIGTERM to one rank after another, to each when the one before has ended: under it only another
-Ctrl-C is a second request.
+One Ctrl-C may arrive twice: from the terminal as SIGINT, and from torchrun as SIGINT or DeepSpeed's launcher as
+SIGTERM. That launcher sends its SIGTERM to one rank after another, to each when the previous one has ended: under it
+only another Ctrl-C is a second request.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ from typing import NoReturn
 from vitscale.errors import PeerLostError, PreemptedError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# A scheduler and a launcher may both pass on one request.
+# A scheduler and a launcher may both pass on the same request.
 _SAME_REQUEST_SECONDS = 2.0
-_OF_DEEPSPEEDS_LAUNCHER = "CROSS_RANK"  # a variable that it alone sets
+_OF_DEEPSPEEDS_LAUNCHER = "CROSS_RANK"  # a variable that only this launcher sets
 
 
 class Interruption:
-    """Listens from its construction, in the main thread, until `close`. A context manager.
+    """Listens for requests to end, from its construction until `close`. Use from the main thread. A context manager.
 
-    Until `save_first` the process has nothing to lose, and a request ends it at once.
+    Before `save_first` is called the process has nothing to lose, and a request ends it at once.
 
     Args:
-        time_limit_s: seconds after which this process is to end, from now; None for no limit.
-        answers: whether to tell people at once that a request was heard.
+        time_limit_s: seconds from now after which this process should end; None for no limit.
+        answers: whether to print at once that a request has arrived.
     """
 
     def __init__(self, time_limit_s: float | None = None, *, answers: bool = False) -> None:
@@ -46,17 +46,17 @@ class Interruption:
         self._before = {
             number: signal.signal(number, lambda *_: None)
             for number in _SIGNALS
-            if signal.getsignal(number) is not signal.SIG_IGN  # nohup and `command &` in a script mean it
+            if signal.getsignal(number) is not signal.SIG_IGN  # nohup and `command &` in scripts ignore it on purpose
         }
         self._writing, self._woke_before = writing, signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(reading,), name="vitscale-signals", daemon=True).start()
 
     def close(self) -> None:
-        """Leave signals as they were."""
+        """Restore the previous signal handlers."""
         signal.set_wakeup_fd(self._woke_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        os.close(self._writing)  # which ends the thread that listens
+        os.close(self._writing)  # ends the listening thread
 
     def __enter__(self) -> "Interruption":
         return self
@@ -65,10 +65,10 @@ class Interruption:
         self.close()
 
     def save_first(self) -> None:
-        """From now on a request waits for whoever looks at `pending`."""
+        """From now on a request only sets `pending`, for the caller to save and end."""
         self._saves_first = True
         if self._first is not None:
-            self._end_before_the_first_step()  # it came while this was being called
+            self._end_before_the_first_step()  # the request arrived during this call
 
     @property
     def pending(self) -> bool:
@@ -77,7 +77,7 @@ class Interruption:
 
     @property
     def reason(self) -> str:
-        """What asked this process to end; another rank, where it was not asked itself."""
+        """What asked this process to end; a signal to another rank if it was not asked itself."""
         if self._first is not None:
             return self._what
         return "the time limit" if self.pending else "a signal to another rank"
@@ -111,7 +111,7 @@ def _name(number: signal.Signals) -> str:
 
 
 def _is_of_launcher(number: signal.Signals) -> bool:
-    """Whether DeepSpeed's launcher sends a signal a second time, for the same request."""
+    """Whether a signal may be DeepSpeed's launcher passing on the same request a second time."""
     return number == signal.SIGTERM and _OF_DEEPSPEEDS_LAUNCHER in os.environ
 
 

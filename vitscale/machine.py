@@ -15,12 +15,12 @@ _MEMORY_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
 }
-_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # the last is what ARM calls it
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # the last is ARM's name
 _ISAS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI"}
 _STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk or device", "T": STOPPED, "Z": "ended"}
 _COUNTING_SECONDS = 120.0
 
-# CUDA's own count, which follows CUDA_VISIBLE_DEVICES. 34 and 100 are its words for "no driver" and "no device".
+# CUDA's own count, which respects CUDA_VISIBLE_DEVICES. 34 and 100 are its codes for "no driver" and "no device".
 _COUNT_DEVICES = """
 import ctypes
 count = ctypes.c_int()
@@ -34,9 +34,10 @@ print(count.value if error in (0, 34, 100) else f"error {error}")
 
 
 def count_devices() -> int | None:
-    """Number of CUDA devices that a rank would see; None where CUDA cannot tell.
+    """The number of CUDA devices that a rank would see; None if CUDA cannot tell.
 
-    Counted by a process of its own: a driver in trouble may hang, and whoever has opened it keeps what it saw.
+    They are counted in a separate process: a driver in trouble may hang, and a process that has initialised CUDA keeps
+    the devices it saw then.
     """
     command = [sys.executable, "-I", "-S", "-c", _COUNT_DEVICES]
     try:
@@ -47,9 +48,10 @@ def count_devices() -> int | None:
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that all processes here can still take together, by the kernel and by the control groups we are in.
+    """Bytes of memory that all processes here together can still allocate; None if unknown.
 
-    File caches count as free. None where nothing says so. `root` holds `proc` and `sys`.
+    The least of what the kernel and our control groups allow; file caches count as free. `root` is the folder that
+    contains `proc` and `sys`.
     """
     found = [*_of_the_machine(root), *_of_groups(root)]
     return max(0, min(found)) if found else None
@@ -63,7 +65,7 @@ def _of_the_machine(root: Path) -> list[int]:
 
 
 def _of_groups(root: Path) -> list[int]:
-    """What is left below the limit of each control group, version 1 or 2, from ours up to the top."""
+    """Bytes left below the limit of each control group, version 1 or 2, from ours up to the top."""
     found = []
     for version, folder in _groups("memory", root):
         limit, current, cache = _MEMORY_FILES[version]
@@ -75,7 +77,7 @@ def _of_groups(root: Path) -> list[int]:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Cores that the control groups we are in let us use, the least of them; None where they set no limit."""
+    """The number of cores that our control groups let us use, the least of their limits; None if they set none."""
     quotas = [quota for version, folder in _groups("cpu", root) for quota in _quota_of(version, folder)]
     return min(quotas, default=None)
 
@@ -86,12 +88,12 @@ def _quota_of(version: int, folder: Path) -> list[float]:
             quota, period = (folder / "cpu.max").read_text().split()
         else:
             quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        return [int(quota) / int(period)] if int(quota) > 0 else []  # -1 is none
+        return [int(quota) / int(period)] if int(quota) > 0 else []  # -1 is no limit
     return []
 
 
 def out_of_memory_kills(root: Path = Path("/")) -> int | None:
-    """Processes of this control group that the kernel has killed for want of memory; None where it does not say."""
+    """The number of processes of this control group that the kernel killed for lack of memory; None if unknown."""
     for version, folder in _groups("memory", root):
         with suppress(OSError):
             events = (folder / ("memory.events" if version == 2 else "memory.oom_control")).read_text()
@@ -101,7 +103,7 @@ def out_of_memory_kills(root: Path = Path("/")) -> int | None:
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
-    """Version, 1 or 2, and folder of each control group that such a controller governs, from ours up to the top."""
+    """Version (1 or 2) and folder of each control group under this controller, from ours up to the top."""
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -115,7 +117,7 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
         else:
             continue
         own = top / path.lstrip("/")
-        # In a container the path may be that of the machine, while the group itself is at the top.
+        # In a container the path may be the host's, while the group itself is at the top.
         for folder in (own, *own.parents):
             yield version, folder
             if folder == top:
@@ -123,9 +125,9 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def has_bf16_instructions(root: Path = Path("/")) -> bool | None:
-    """Whether torch multiplies bf16 numbers with instructions of the processor; None where nothing says so.
+    """Whether the processor has bf16 instructions that torch will use; None if unknown.
 
-    oneDNN, which multiplies for torch, can be kept from using them by its own environment variable.
+    oneDNN, which does torch's multiplications, can be kept from using them by ONEDNN_MAX_CPU_ISA.
     """
     if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _ISAS_WITHOUT_BF16:
         return False
@@ -137,9 +139,9 @@ def has_bf16_instructions(root: Path = Path("/")) -> bool | None:
 
 
 def hold_port() -> socket.socket:
-    """A TCP port at which the ranks can meet, kept from everybody else for as long as the socket is open.
+    """Reserve a TCP port at which the ranks can meet, for as long as the returned socket is open.
 
-    It does not listen, and allows the one who does to share the port; the system gives it to nobody else meanwhile.
+    The socket does not listen, and lets the one that does share the port; the system gives it to nobody else meanwhile.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -148,13 +150,13 @@ def hold_port() -> socket.socket:
 
 
 def free_port() -> str:
-    """A TCP port of this machine that nobody listens on at the moment."""
+    """A TCP port of this machine that is free at the moment."""
     with hold_port() as holder:
         return str(holder.getsockname()[1])
 
 
 def process_state(pid: int) -> str:
-    """State of a process in words, as Linux has it in /proc."""
+    """The state of a process in words, from /proc; "gone" if there is no such process."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""The program of every rank: pre-trains one recipe.
+"""The program that every rank runs: pre-trains one recipe.
 
     deepspeed vitscale/pretrain.py --recipe recipes/h14_jft.yaml [--set KEY=VALUE ...] [--run-dir DIR]
 
@@ -8,8 +8,8 @@ Also under `torchrun`, `srun`, `mpirun` and plain `python` (one rank). Repeating
 import sys
 from pathlib import Path
 
-# Started as a script, Python puts this file's own folder first, where `vitscale.checkpoint` and others would shadow
-# packages of those names; the folder above is what makes `import vitscale` work without an installation.
+# For a script, Python puts the file's own folder first in sys.path, where `vitscale.checkpoint` and others would shadow
+# packages of those names; with the folder above, `import vitscale` works without an installation.
 _HERE = Path(__file__).resolve().parent
 if sys.path and sys.path[0] and Path(sys.path[0]).resolve() == _HERE:
     sys.path[0] = str(_HERE.parent)
@@ -17,7 +17,7 @@ if sys.path and sys.path[0] and Path(sys.path[0]).resolve() == _HERE:
 import signal  # noqa: E402
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while this imports: no trace, there is nothing to say
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during these imports ends without a stack trace
 
 import argparse  # noqa: E402
 import contextlib  # noqa: E402
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; `--local_rank` is what the DeepSpeed launcher adds."""
+    """Parse the command line; the DeepSpeed launcher adds `--local_rank`."""
     parser = argparse.ArgumentParser(prog="pretrain.py", description="Pre-train one recipe. Repeating it continues it.")
     parser.add_argument("--recipe", required=True, help="a file, or the stem of a recipe that comes with vitscale")
     parser.add_argument(
@@ -66,7 +66,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Entry point: one readable message and an exit code for what a person can mend, a trace for a bug."""
+    """Entry point: a readable message and an exit code for errors that people can mend, a stack trace for bugs."""
     options = parse_arguments()
     forbid_writing_by_everybody()
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # the stacks of all threads to standard error
@@ -80,7 +80,7 @@ def main() -> None:
             speaker = "" if rank == "0" or isinstance(error, PeerLostError) else f"rank {rank}: "
             kind = "" if isinstance(error, PreemptedError) else "error: "
             with contextlib.suppress(OSError):  # a terminal that was closed
-                sys.stderr.write(f"{kind}{speaker}{error}\n")  # in one piece: other ranks write too
+                sys.stderr.write(f"{kind}{speaker}{error}\n")  # in one call, as other ranks write too
                 sys.stderr.flush()
     if "vitscale.training.distributed" in sys.modules:
         sys.modules["vitscale.training.distributed"].finish(code)
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def write_smoke_data(data_root: Path, world_size: int) -> None:
-    """The pictures that a smoke form trains on: some batches of them."""
+    """Write the pictures that a smoke form trains on, a few batches of them. Raises `RecipeError`."""
     from vitscale.shards.generated import write_generated_dataset
 
     try:
@@ -99,8 +99,8 @@ def write_smoke_data(data_root: Path, world_size: int) -> None:
 
 
 def pretrain(options: argparse.Namespace) -> None:
-    """Check everything that can be checked alone, then start the process group and train."""
-    rank, world_size, local_rank, _ = read_environment()  # what is wrong there each rank says: it may be its own alone
+    """Check everything that one rank can check alone, then start the process group and train."""
+    rank, world_size, local_rank, _ = read_environment()  # every rank reports its errors, which may be its own alone
     with Interruption(
         None if options.time_limit is None else 60 * options.time_limit,
         answers=rank == 0 and HEARTBEAT_VARIABLE not in os.environ,  # `vitscale launch` answers itself
@@ -113,7 +113,7 @@ def pretrain(options: argparse.Namespace) -> None:
             if options.time_limit is not None and not options.time_limit > 0:
                 raise RecipeError(f"--time-limit {options.time_limit:g}: expected minutes above 0")
 
-            # Imported when there is something to train: it takes seconds.
+            # Imported only once there is something to train, as it takes seconds.
             from vitscale.runs.directory import check_run_dir
             from vitscale.training import distributed
             from vitscale.training.branch import check_branch
@@ -142,7 +142,7 @@ def pretrain(options: argparse.Namespace) -> None:
                 tell(chosen)
         except VitscaleError as error:
             if os.environ.get("LOCAL_RANK", "0") != "0":
-                error.on_all_ranks()  # the ranks of one machine see the same recipe and files, and its first one speaks
+                error.on_all_ranks()  # ranks of one machine see the same recipe and files, so its first one reports
             raise
         train(recipe, plan, run_dir, distributed.start(rank, world_size, local_rank), interruption, options.stop_at)
 
@@ -155,7 +155,7 @@ def train(
     interruption: Interruption | None = None,
     stop_at: int | None = None,
 ) -> None:
-    """Train, and say what a failing collective or allocation means. Raises VitscaleError."""
+    """Train, and turn a failing collective or allocation into an error that explains it. Raises VitscaleError."""
     from vitscale.training import distributed
     from vitscale.training.out_of_memory import explain, is_out_of_memory
     from vitscale.training.trainer import Trainer
@@ -169,7 +169,7 @@ def train(
                 raise explain(recipe, plan, world) from None
             if not distributed.is_lost_peer(error):
                 raise
-            reason = str(error).strip().splitlines()[0].partition(". ")[0]  # gloo's own advice is for others
+            reason = str(error).strip().splitlines()[0].partition(". ")[0]  # without gloo's own advice
             raise PeerLostError(f"rank {world.rank} lost {watchdog.who_is_missing()}: {reason}") from None
 
 

@@ -1,7 +1,7 @@
-"""What ranks tell each other: sums, gathered rows, results of rank 0, and what they agree on between two steps.
+"""Communication between ranks: sums, gathered rows, results of rank 0, and what they agree on between two steps.
 
-Sums, gathered rows and what rank 0 does need no process group: without one there is one rank and nothing to exchange.
-Tensors stay on the device they come on, which has to be one that the process group's backend serves.
+Sums, gathered rows and work of rank 0 need no process group: without one there is one rank and nothing to exchange.
+Tensors stay on their device, which must be one that the process group's backend supports.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 def world_size() -> int:
-    """Ranks that work together."""
+    """The number of ranks in the process group; 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -31,9 +31,9 @@ def reduce_sum(values: Tensor) -> Tensor:
 
 
 def gather_rows(*columns: Tensor) -> tuple[Tensor, ...] | None:
-    """Rows of all ranks, in rank order, in host memory of rank 0; None on the other ranks.
+    """The rows of all ranks, in rank order, in host memory of rank 0; None on the other ranks.
 
-    The columns of one rank have equally many rows; ranks may differ.
+    All columns of a rank have the same number of rows; ranks may differ.
     """
     if world_size() == 1:
         return tuple(column.cpu() for column in columns)
@@ -44,7 +44,7 @@ def gather_rows(*columns: Tensor) -> tuple[Tensor, ...] | None:
     rows_by_rank = [int(other) for other in counts]
     gathered = []
     for column in columns:
-        # The backends exchange equal shapes only.
+        # The backends only exchange equal shapes.
         padded = column.new_zeros(max(1, *rows_by_rank), *column.shape[1:])
         padded[:rows] = column
         parts = [torch.empty_like(padded) for _ in rows_by_rank] if dist.get_rank() == 0 else None
@@ -57,7 +57,7 @@ def gather_rows(*columns: Tensor) -> tuple[Tensor, ...] | None:
 def on_rank_zero(compute: Callable[[], Result]) -> Result:
     """Run `compute` on rank 0 and return its result, or raise its exception, on every rank.
 
-    For work that would be repeated needlessly, and whose last bits might differ between devices.
+    For work that need not be repeated on every rank, and whose last bits might differ between devices.
     """
     if world_size() == 1:
         return compute()
@@ -65,7 +65,7 @@ def on_rank_zero(compute: Callable[[], Result]) -> Result:
     if dist.get_rank() == 0:
         try:
             outcome[0] = compute()
-        except Exception as error:  # the others wait in the broadcast: whatever it is, they must hear of it
+        except Exception as error:  # any error must reach the others, which wait in the broadcast
             outcome[1] = error
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
@@ -74,7 +74,7 @@ def on_rank_zero(compute: Callable[[], Result]) -> Result:
 
 
 def write_on_rank_zero(work: Callable[[], None], folder: Path) -> None:
-    """Run on rank 0 what writes into `folder` for all; its failure is a `RecipeError` on every rank: nobody waits."""
+    """Run on rank 0 what writes into `folder` for all. On failure every rank raises `RecipeError` and none hangs."""
 
     def guarded() -> None:
         try:
@@ -93,7 +93,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list:
 
 
 def agreed(value: int | None, what: str) -> int | None:
-    """The value that all ranks were given; all call it together. Raises `RecipeError` where they differ."""
+    """The value that all ranks were given. Collective. Raises `RecipeError` if the values differ; `what` names them."""
     given = gather(value)
     if len(set(given)) > 1:
         raise RecipeError(f"{what} differs between the ranks: {', '.join(map(str, given))}").on_all_ranks()
@@ -101,7 +101,7 @@ def agreed(value: int | None, what: str) -> int | None:
 
 
 def gather_numbers(numbers: Sequence[float], device: torch.device) -> Tensor:
-    """float64 (ranks, len(numbers)) on the CPU, of every rank's numbers; exchanged on `device`."""
+    """Every rank's numbers, float64 (ranks, len(numbers)) on the CPU, on every rank; exchanged on `device`."""
     own = torch.tensor(numbers, dtype=torch.float64, device=device)
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, own)
@@ -109,23 +109,23 @@ def gather_numbers(numbers: Sequence[float], device: torch.device) -> Tensor:
 
 
 def sum_integers(value: int, device: torch.device) -> int:
-    """Sum over the ranks modulo 2^64 of unsigned integers; exchanged on `device`."""
+    """The sum of unsigned integers over all ranks, modulo 2^64; exchanged on `device`."""
     signed = value - 2**64 if value >= 2**63 else value
     return int(reduce_sum(torch.tensor(signed, dtype=torch.int64, device=device)).item()) % 2**64
 
 
 class Agreement:
-    """What ranks agree on between two steps, over a process group of its own in host memory: no device waits for it.
+    """Lets ranks agree between two steps, over a process group of its own in host memory, so that no device waits.
 
-    A signal reaches ranks at different moments, and files are written at different speeds. Whatever follows from such a
-    thing must happen at the same step on every rank, or one of them waits for ever in a collective that others left.
+    A signal reaches ranks at different moments, and files are written at different speeds. Whatever follows from such
+    an event must happen at the same step on every rank, or one of them waits forever in a collective that others left.
     """
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo")
 
     def largest(self, *numbers: int) -> list[int]:
-        """The largest over the ranks of each number; all ranks call it together with equally many."""
+        """The maximum of each number over all ranks. Collective: every rank must give the same count of numbers."""
         values = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
         return [int(value) for value in values]

@@ -1,4 +1,4 @@
-"""Joining a Ray cluster: the one that RAY_ADDRESS names, or one started on this machine."""
+"""Joins a Ray cluster: the one that RAY_ADDRESS names, or one started on this machine."""
 
 import os
 import socket
@@ -11,8 +11,8 @@ _OBJECT_STORE_BYTES = 512 << 20  # tasks and their results are small; Ray would 
 
 
 def import_ray() -> Any:
-    """The module. Raises `RecipeError` where Ray is not installed."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray reports to its makers
+    """Ray's module. Raises `RecipeError` if Ray is not installed."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # otherwise Ray reports usage to its makers
     try:
         import ray
     except ImportError as error:
@@ -21,7 +21,7 @@ def import_ray() -> Any:
 
 
 def connect(ray: Any, cpus: int | None) -> None:
-    """Join the cluster that the environment names, or start one with so many CPUs. Raises `RecipeError`."""
+    """Join the cluster that RAY_ADDRESS names, or start one with `cpus` CPUs. Raises `RecipeError`."""
     address = os.environ.get("RAY_ADDRESS")
     start: dict[str, Any] = {}
     if address in (None, "", "local"):

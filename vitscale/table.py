@@ -1,4 +1,4 @@
-"""A table of results and the four forms it is printed in."""
+"""A table of results, printed in one of four forms."""
 
 import csv
 import json
@@ -21,10 +21,16 @@ _UNLIMITED = 2**20  # characters in a line
 
 @dataclass(frozen=True)
 class Column:
-    """One column: its key in JSON and CSV, which have the bare value, and how people see it.
+    """One column of a table.
 
-    `spare` is the order in which a narrow terminal leaves columns out, the highest first; 0 stays. Long cells of
-    a column that `folds` continue in the next line. `style` is rich's style of a value.
+    Attributes:
+        key: its key in rows, JSON and CSV, which have the bare values.
+        heading: its heading for people; may have several lines.
+        show: turns a value into the text that people see.
+        is_text: whether it is text, aligned to the left, instead of numbers.
+        spare: the priority for leaving it out on a narrow terminal, highest first; 0 always stays.
+        folds: whether long cells continue on the next line.
+        style: turns a value into rich's style for it; None for no style.
     """
 
     key: str
@@ -37,20 +43,24 @@ class Column:
 
     @property
     def title(self) -> str:
-        """The heading in one line."""
+        """The heading on one line."""
         return self.heading.replace("\n", " ")
 
     def cell(self, row: Row) -> str:
-        """What people see; nothing for None."""
+        """The text of a row's value that people see; empty for None."""
         return "" if row[self.key] is None else self.show(row[self.key])
 
 
 @dataclass(frozen=True)
 class View:
-    """Rows, each with a value for every column, and what is said below them.
+    """A table. People do not see columns without any value; programs get all columns.
 
-    The `legend` explains columns; `notes` tell of these rows what the columns cannot. `groups` are the lengths of
-    blocks of rows that belong together. People are not shown a column without a single value; programs get them all.
+    Attributes:
+        columns: its columns.
+        rows: its rows, each with a value for every column.
+        legend: lines below the table that explain columns.
+        notes: lines below the table that say about these rows what the columns cannot.
+        groups: the lengths of blocks of rows that belong together.
     """
 
     columns: Sequence[Column]
@@ -60,16 +70,16 @@ class View:
     groups: Sequence[int] = ()
 
     def bare_rows(self) -> list[Row]:
-        """The values of all columns."""
+        """The rows with the values of all columns, in the columns' order."""
         return [{column.key: row[column.key] for column in self.columns} for row in self.rows]
 
     def shown_columns(self) -> list[Column]:
-        """Those that people see."""
+        """The columns that people see."""
         return [column for column in self.columns if any(row[column.key] is not None for row in self.rows)]
 
 
 def number(decimals: int, scale: float = 1.0) -> Callable[[float], str]:
-    """Digits in groups of three; what would be shown as zero, with three significant digits."""
+    """Shows numbers with digits in groups of three; those that would look like zero, with three significant digits."""
 
     def show(value: float) -> str:
         scaled = value / scale
@@ -81,24 +91,24 @@ def number(decimals: int, scale: float = 1.0) -> Callable[[float], str]:
 
 
 def short(value: float) -> str:
-    """Four significant digits, none that say nothing: 7, 0.5, 235.7."""
+    """A number with four significant digits and no trailing zeros: 7, 0.5, 235.7."""
     return f"{value:,.4g}"
 
 
 def hours(value: float) -> str:
-    """With two decimals; below one hour with three significant digits."""
+    """Hours with two decimals; below one hour, with three significant digits."""
     return f"{value:,.2f}" if value >= 1 else f"{value:.3g}"
 
 
 def percent(decimals: int, sign: str = "") -> Callable[[float], str]:
-    """A fraction in percent; with a sign a difference, without one a share: `number` says how small ones look."""
+    """Shows a fraction in percent: with a sign a difference, without one a share, with small values as in `number`."""
     if sign:
         return lambda value: f"{100 * value:{sign}.{decimals}f} %"
     return lambda value: f"{number(decimals, 0.01)(value)} %"
 
 
 def render(view: View, form: Form) -> None:
-    """Print to stdout; where a program reads that, the notes go to stderr and there is no legend."""
+    """Print a table to stdout; in the forms other than "table", notes go to stderr and there is no legend."""
     _PRINTERS[form](view)
     if form != "table":
         for note in view.notes:
@@ -126,10 +136,10 @@ def _print_markdown(view: View) -> None:
 
 def _print_table(view: View) -> None:
     console = Console(highlight=False)
-    # What is piped has no terminal whose width would matter.
+    # Piped output has no terminal whose width would matter.
     room = console.width if console.is_terminal else _UNLIMITED
     table, hidden = fitted(console, view, room)
-    # A number cut short would be another number: where there is no room even so, lines are longer than the terminal.
+    # A number cut short would be another number: if there still is no room, lines are longer than the terminal.
     if view.rows:
         Console(highlight=False, width=_width(console, table)).print(table)
         print()
@@ -142,7 +152,7 @@ def _print_table(view: View) -> None:
 
 
 def fitted(console: Console, view: View, room: int) -> tuple[Table, list[Column]]:
-    """The table that people see, and the columns that were left out to make it at most `room` characters wide."""
+    """The table for people, and the columns that were left out to make it at most `room` characters wide."""
     columns = view.shown_columns()
     hidden: list[Column] = []
     table = _table(view, columns)
@@ -154,12 +164,12 @@ def fitted(console: Console, view: View, room: int) -> tuple[Table, list[Column]
 
 
 def printable(text: str) -> str:
-    """Text in which nothing steers a terminal."""
+    """Text with its unprintable characters escaped, so that nothing in it controls a terminal."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _width(console: Console, table: Table) -> int:
-    """Columns of the terminal that the table would like to have."""
+    """The width in characters that the table needs to be shown in full."""
     return Measurement.get(console, console.options.update(width=_UNLIMITED), table).maximum
 
 

@@ -1,4 +1,4 @@
-"""The versions that a result depends on, for `--version` and for reports of faults. Imports neither torch nor numba."""
+"""The versions that a result depends on, for `--version` and bug reports. Imports neither torch nor numba."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -11,8 +11,8 @@ from vitscale.native import libjpeg_turbo_version
 def versions() -> dict[str, str]:
     """Name -> version: vitscale, torch, deepspeed, ffcv, libjpeg_turbo (the decoder), python; shown in this order.
 
-    The names are those in a checkpoint's index. What is absent is "not installed" or "not compiled", no error: versions
-    are asked for when something is wrong.
+    The names are those in a checkpoint's index. What is absent is "not installed" or "cannot be loaded" instead of an
+    error, since versions are asked for when something is wrong.
     """
     return {
         "vitscale": vitscale.__version__,

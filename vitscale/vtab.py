@@ -1,4 +1,4 @@
-"""VTAB-1k: its 19 tasks in their three groups, and the means and the table by group of their results."""
+"""VTAB-1k: its 19 tasks in three groups, and the means and table of results by group."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class VtabTask:
     """One task.
 
     Attributes:
-        name: as in results, recipes and the columns of the paper's Table 9.
-        group: what its images are like.
-        num_classes: that a model tells apart.
+        name: its name in results, recipes and the columns of the paper's Table 9.
+        group: its group, by what its images are like.
+        num_classes: the number of its classes.
     """
 
     name: str
@@ -28,9 +28,9 @@ class VtabTask:
 
     @property
     def keeps_label(self) -> bool:
-        """Whether random crops and flips leave the label true, by our decision: the paper does not say.
+        """Whether the label stays true under random crops and flips. Our decision, as the paper does not say.
 
-        They do not where it says where something is or how many there are: the whole structured group.
+        It does not if the label says where something is or how many there are: in the whole structured group.
         """
         return self.group != "structured"
 
@@ -66,12 +66,12 @@ OVER_GROUPS = "mean of the 3 group means"
 
 
 def vtab_means(results: Mapping[str, float]) -> dict[str, float]:
-    """The means of the groups, by name; OVER_TASKS, which is the paper's; and OVER_GROUPS, which most others print.
+    """The groups' means, by name; OVER_TASKS, the paper's mean; and OVER_GROUPS, the mean that most others print.
 
     Args:
-        results: top-1 by task, in any unit; what is no task, such as a printed `mean`, is passed over.
+        results: task -> top-1, in any unit; other keys, such as a printed `mean`, are ignored.
 
-    Raises DataError where a task is missing: a mean over fewer would be another quantity under the same name.
+    Raises DataError if a task is missing: a mean over fewer tasks would be another quantity under the same name.
     """
     if missing := [name for name in TASKS if name not in results]:
         raise DataError(f"VTAB-1k: no result of {', '.join(missing)}; its means are over all {len(TASKS)} tasks")
@@ -81,11 +81,11 @@ def vtab_means(results: Mapping[str, float]) -> dict[str, float]:
 
 
 def vtab_table(runs: Mapping[str, Mapping[str, float]]) -> View:
-    """Results beside each other by group, each group with its mean; at the end the two means over all.
+    """Results side by side, by group, each group with its mean; at the end the two means over all tasks.
 
     Args:
-        runs: title of a column -> top-1 in percent by task, measured or published. Tasks may be missing, and with them
-            the means that need them.
+        runs: title of a column -> task -> top-1 in percent, measured or published. Tasks may be missing; then the means
+            that need them are missing, too.
     """
     columns = [Column("group", "group", is_text=True), Column("task", "task", is_text=True)]
     columns += [Column(title, title, number(2)) for title in runs]

@@ -1,9 +1,9 @@
-"""The formats in which weights leave and enter. Pure data: no torch, so that a command line can offer them at once."""
+"""Formats for exporting and importing weights. Pure data, no torch, so that a command line can list them at once."""
 
 from typing import Literal
 
 Format = Literal["hf", "timm", "npz", "safetensors"]
-"""`safetensors` is ours; `npz` is Google's, `timm` a state dict of timm's, `hf` a folder of transformers'."""
+"""`safetensors` is our own; `npz` is Google's, `timm` a state dict of timm, `hf` a folder of transformers."""
 
 POSITIONS_RULE = "resampled, bilinear with corners aligned"
-"""How position embeddings of another resolution become ours: the authors' way, whatever library the weights are of."""
+"""How position embeddings of another resolution are resampled: the authors' way, whatever library weights come from."""

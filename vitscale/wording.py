@@ -11,7 +11,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def ranges(numbers: list[int]) -> str:
-    """`0-3, 7, 9-12`: sorted numbers, up to the tenth span."""
+    """`0-3, 7, 9-12`: sorted numbers as spans, of which the first ten are shown."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][1] == number - 1:
