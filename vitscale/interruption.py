@@ -65,7 +65,7 @@ class Interruption:
         self.close()
 
     def save_first(self) -> None:
-        """From now on a request only sets `pending`, for the caller to save and end."""
+        """From now on the first request only sets `pending`, for the caller to save and end."""
         self._saves_first = True
         if self._first is not None:
             self._end_before_the_first_step()  # the request arrived during this call

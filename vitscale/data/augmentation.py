@@ -79,7 +79,7 @@ class ResizeTransform:
 
 @dataclass(frozen=True)
 class EvalTransform:
-    """Evaluation's fixed central crop, without a flip.
+    """Evaluation's fixed crop from the middle of a picture, without a flip.
 
     `central` takes the square in the middle whose side is `fraction` of the short side: 224/256 shows the same as
     resizing the short side to 256 and cropping 224. `square` takes `fraction` of each side and loses the aspect ratio:

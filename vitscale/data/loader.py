@@ -141,7 +141,8 @@ class _Engine(threading.Thread):
         self._next: Work | BaseException | None = None  # taken from the queue, not yet done
         self._taking = threading.Lock()
         self._process = os.getpid()
-        # `stop` puts into this, and the garbage collector may call it at any moment: it holds no lock of Python's.
+        # `stop` puts into this, and the garbage collector may call `stop` at any moment: a SimpleQueue allows that, as
+        # it needs no lock of Python's.
         self._given_up: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     # ---- The planner -------------------------------------------------------------------------------------------------

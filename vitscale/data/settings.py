@@ -61,9 +61,9 @@ class Reading:
 
 
 def _threads_beside_a_device() -> int:
-    """This rank's part of the machine's cores, less the one that keeps the device busy; 2 to 16.
+    """Threads of a loader with a device: this rank's part of the machine's cores, less one that keeps the device busy.
 
-    (Without a device, training itself takes all cores, and a loader has two threads.)
+    At least 2, at most 16. Without a device, training itself takes all cores, and a loader has two threads.
     """
     ranks_here, cores = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), len(os.sched_getaffinity(0))
     if cores * ranks_here > (os.cpu_count() or 1):  # otherwise this rank has been bound to its own part

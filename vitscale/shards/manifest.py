@@ -94,7 +94,7 @@ class ShardEntry(_Strict):
 
     @model_serializer(mode="wrap")
     def _without_nothing(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out `adopted` where it is None: manifests of version 1 do not have it."""
+        """Leave out `adopted` if it is None: manifests of version 1 do not have it."""
         content: dict[str, Any] = serialize(self)
         if self.adopted is None:
             del content["adopted"]
