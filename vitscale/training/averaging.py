@@ -35,7 +35,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, updates: int) -> None:
-        """Move the average towards the masters; `updates` is their number so far."""
+        """Move the average towards the masters, after `updates` updates."""
         masters = [flat.detach() for flat in self.values]
         torch._foreach_lerp_(list(self.values.values()), masters, 1 - decay(self._settings, updates))
 
