@@ -1,4 +1,4 @@
-"""Starting the ranks of a run, watching them, and starting them again. No torch."""
+"""Starts the ranks of a run, watches them and starts them again. Needs no torch."""
 
 from vitscale.launch.environment import RankEnvironment, find_place, read_environment
 from vitscale.launch.first_node import FirstNode

@@ -13,7 +13,7 @@ EXIT_NON_FINITE, EXIT_RETRY, EXIT_PREEMPTED = (
     PreemptedError.exit_code,
 )
 FINAL = (EXIT_RECIPE, EXIT_DATA, EXIT_NON_FINITE)
-"""Codes of what a repetition does not mend."""
+"""Exit codes of what repeating the command does not mend."""
 
 _MEANINGS = {
     EXIT_DONE: "done",
@@ -30,9 +30,9 @@ _MEANINGS = {
 class End:
     """The end of one rank.
 
-    `returncode` is negative for a signal; `step` and `where` are what the last heartbeat said. `was_told` where the
-    rank died of the very signal that the supervisor passed on, as it does before there is anything to save;
-    `was_killed` where the supervisor killed it; `hung` says how, where the rank gave no sign of life before.
+    `returncode` is negative for a signal; `step` and `where` come from the last heartbeat. `was_told`: the rank died of
+    the very signal that the supervisor passed on, as it does before there is anything to save. `was_killed`: the
+    supervisor killed it. `hung`: how the rank gave no sign of life before, in words, else empty.
     """
 
     rank: int
@@ -66,12 +66,12 @@ class End:
 
     @property
     def code(self) -> int:
-        """What a launch ends with when this is why: a signal is worth a repetition, an unknown code is a bug's."""
+        """A launch's exit code if it ends for this reason: a signal is worth a repetition, an unknown code a bug."""
         known = self.returncode in _MEANINGS
         return EXIT_RETRY if self.returncode < 0 else self.returncode if known else EXIT_BUG
 
     def describe(self) -> str:
-        """Which rank, how, and where in training."""
+        """Which rank ended, how, and where in training, in words."""
         return f"rank {self.rank} (pid {self.pid}) {self._how()} {self.where}"
 
     def _how(self) -> str:
@@ -84,7 +84,7 @@ class End:
 
 
 def signal_name(number: int) -> str:
-    """Such as SIGKILL."""
+    """The signal's name, such as SIGKILL."""
     try:
         return signal.Signals(number).name
     except ValueError:  # one of the real-time signals
@@ -92,15 +92,15 @@ def signal_name(number: int) -> str:
 
 
 def cause(ends: Sequence[End]) -> End | None:
-    """Of the ends of all ranks, in their order, the one that the bad ones follow from; None where none is bad.
+    """The exit that caused the others, or None if no rank ended badly.
 
-    A rank that loses another one ends with 75 or has to be killed: both are consequences where there is anything else.
+    A rank that loses another one ends with 75 or has to be killed: both are consequences if there is any other bad end.
     """
     return min((end for end in ends if end.is_bad), key=_distance, default=None)
 
 
 def _distance(end: End) -> int:
-    """From the cause."""
+    """How far an end is from the cause: 0 for a cause in itself, more for what may follow from one."""
     if end.hung:
         return 1
     return 3 if end.was_killed else 2 if end.returncode == EXIT_RETRY else 0

@@ -1,6 +1,6 @@
-"""This process's place, read from its launcher's variables: a rank among ranks, or a launch among nodes. No torch.
+"""Reads this process's place from its launcher's variables: a rank among ranks, or a launch among nodes. No torch.
 
-A launcher says so in variables of its own. Whatever it was, afterwards the variables of torch are set, for all that
+Every launcher has variables of its own. Whichever it was, afterwards torch's variables are set, for everything that
 reads those.
 """
 
@@ -42,13 +42,13 @@ class RankEnvironment(NamedTuple):
 
 
 def read_environment() -> RankEnvironment:
-    """This rank, from deepspeed, torchrun, Open MPI, another MPI or Slurm; one rank alone where nothing launched us.
+    """This rank, from deepspeed, torchrun, Open MPI, another MPI or Slurm; one rank alone without a launcher.
 
-    RANK and WORLD_SIZE come before all others. MPI comes before Slurm, as inside a Slurm job the variables of Slurm are
-    those of MPI's own daemon. Sets the variables of torch, LOCAL_WORLD_SIZE among them.
+    RANK and WORLD_SIZE take precedence over all others, and MPI over Slurm, because inside a Slurm job Slurm's
+    variables are those of MPI's own daemon. Sets torch's variables, LOCAL_WORLD_SIZE among them.
 
-    Raises `RecipeError` naming what is missing where the environment is half set, for values that cannot be, and where
-    the launcher has quietly left out the other machines.
+    Raises `RecipeError` naming what is missing if the environment is half set, for impossible values, and if the
+    launcher has quietly left out the other machines.
     """
     _refuse_a_missing_hostfile()
     found = os.environ
@@ -80,12 +80,12 @@ def read_environment() -> RankEnvironment:
 
 
 def find_place(nodes: int | None, node_rank: int | None, master: str | None, *, wait_s: float) -> Place | None:
-    """This launch among those of other nodes: as it was told, else as Slurm has it; None for one node.
+    """This launch's place among those of other nodes: as given, else as Slurm has it; None for one node.
 
     Args:
         master: HOST or HOST:PORT of node 0.
 
-    Raises `RecipeError` where something is missing or cannot be.
+    Raises `RecipeError` if something is missing or impossible.
     """
     in_a_step = _is_in_a_step()
     if nodes is None and node_rank is None and master is None and not in_a_step:
@@ -173,7 +173,7 @@ def expand_nodes(names: str) -> list[str]:
 
 
 def first_host(names: str) -> str:
-    """The first of a list of nodes as Slurm writes it."""
+    """The first host of a list of nodes as Slurm writes it."""
     return expand_nodes(names)[0]
 
 
@@ -186,7 +186,7 @@ def _range(part: str, names: str) -> list[str]:
 
 
 def _is_in_a_step() -> bool:
-    """Whether srun has started us, and not a batch script or a shell on a node of the job."""
+    """Whether srun started this process, rather than a batch script or a shell on a node of the job."""
     step = os.environ.get("SLURM_STEP_ID", os.environ.get("SLURM_STEPID", ""))
     return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
 
@@ -200,13 +200,13 @@ def _of_slurm() -> tuple[dict[str, str], str]:
 
 
 def _port_of_the_job(first: int) -> int:
-    """Jobs may share a node: each has a port of its own, below those that systems hand out."""
+    """A port of the job's own, as jobs may share a node; below those that systems hand out."""
     job = os.environ.get("SLURM_JOB_ID", os.environ.get("SLURM_JOBID", "0"))
     return first + (int(job) if job.isdecimal() else 0) % 10000
 
 
 def _tasks_on(node: int, size: int) -> int:
-    """Tasks of the step on its n-th node, from such as "2(x3),1"."""
+    """The number of the step's tasks on its n-th node, from a variable such as "2(x3),1"."""
     for name in _TASK_COUNTS:
         counts: list[int] = []
         for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get(name, "")):
@@ -233,7 +233,7 @@ def _node_list() -> str:
 
 
 def _refuse_to_be_one_of_several(count: str, of_what: str) -> None:
-    """Raise `RecipeError` where one process would do alone what several were started or room was reserved for."""
+    """Raise `RecipeError` if this process would do alone what several were started or reserved for."""
     if "PMIX_RANK" in os.environ:
         raise RecipeError("PMIX_RANK is set, but nothing says how many ranks there are: set RANK, WORLD_SIZE and so on")
     number = os.environ.get(count, "1")
@@ -262,9 +262,9 @@ def _number(name: str) -> int:
 
 
 def _refuse_a_missing_hostfile() -> None:
-    """Raise `RecipeError` where `deepspeed --hostfile FILE` runs on this machine alone because FILE does not exist.
+    """Raise `RecipeError` if `deepspeed --hostfile FILE` runs on this machine alone because FILE does not exist.
 
-    DeepSpeed only logs a warning and goes on. Its command line is among those of our ancestors.
+    DeepSpeed only logs a warning and continues. Its command line is found among our ancestor processes.
     """
     for process, words in _ancestors():
         if not any(word.endswith(("/deepspeed", "/ds")) or word == "deepspeed.launcher.runner" for word in words[:4]):

@@ -17,15 +17,15 @@ from vitscale.launch.rank import RankCommand, RankProcess
 from vitscale.launch.supervisor import say
 
 SILENCE_SECONDS = 30.0
-"""Without a line, after which the other end has gone."""
+"""Seconds without a line after which the other end counts as gone."""
 
 _LOOK_EVERY_SECONDS = 0.05
 
 
 def main() -> None:
-    """Entry point: ends with the command's exit code, or with 75 where that was killed."""
+    """Entry point: ends with the command's exit code, or with 75 if the command was killed."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _only_the_connection_ends_it)  # not ignored, which what it runs would inherit
+        signal.signal(number, _only_the_connection_ends_it)  # not ignored: the command would inherit that
     lines = _Lines()
     first = lines.wait()
     if first is None:
@@ -49,7 +49,7 @@ def _only_the_connection_ends_it(number: int, frame: FrameType | None) -> None:
 
 
 class _Lines:
-    """What comes over the connection."""
+    """The lines of JSON that come over the connection."""
 
     def __init__(self) -> None:
         self.has_ended = ""
@@ -58,7 +58,7 @@ class _Lines:
         self._heard_at = time.monotonic()
 
     def read(self, seconds: float) -> list[dict[str, Any]]:
-        """What has come, after so many seconds at the latest."""
+        """The lines that have come, after `seconds` at the latest."""
         if not self._is_open:
             time.sleep(seconds)
             return []
@@ -75,7 +75,7 @@ class _Lines:
         return []
 
     def wait(self) -> dict[str, Any] | None:
-        """The first line; None where none comes."""
+        """The first line; None if the connection ends without one."""
         while self._is_open:
             for line in self.read(1.0):
                 return line

@@ -23,12 +23,12 @@ from vitscale.runs.names import RECIPE_FILE, default_run_dir
 from vitscale.wording import counted
 
 Resume = Literal["auto", "never"]
-_PATIENCE_SECONDS = (0.5, 1.0, 2.0)  # with ranks whose launch was killed a moment ago
+_PATIENCE_SECONDS = (0.5, 1.0, 2.0)  # waits for ranks whose launch was killed a moment ago
 
 
 @dataclass(frozen=True)
 class Pretraining:
-    """What to pre-train, and on how many ranks a node; None for one a CUDA device, or one on CPUs."""
+    """What to pre-train, and on how many ranks a node: None for one a CUDA device, or one on CPUs."""
 
     recipe: str
     settings: tuple[str, ...] = ()
@@ -47,10 +47,10 @@ def launch_pretraining(
     max_restarts: int = 3,
     count: Callable[[], int | None] = count_devices,
 ) -> int:
-    """Pre-train on this machine's devices, and with a place on other nodes' too, as often as it takes: the exit code.
+    """Pre-train on this machine (with a `place`, on other nodes too), with restarts as needed. Returns the exit code.
 
-    Raises `RecipeError` for what can be seen before anything starts, `PreemptedError` when the time is up before a
-    restart, `PeerLostError` where no device is left or a node does not come.
+    Raises `RecipeError` for mistakes that show before anything starts, `PreemptedError` if the time is up before a
+    restart, `PeerLostError` if no device is left or a node does not come.
     """
     global_batch = _global_batch(what)
     if place is None or place.node == 0:
@@ -69,7 +69,7 @@ def launch_pretraining(
 
 
 def _refuse_if_held(run_dir: Path) -> None:
-    """Raise where another launch trains there: its journal is no place for what becomes of this one."""
+    """Raise if another launch trains there: this one must not write into that one's journal."""
     for seconds in (*_PATIENCE_SECONDS, None):
         if not is_held(run_dir):
             return
@@ -79,13 +79,13 @@ def _refuse_if_held(run_dir: Path) -> None:
 
 
 def _global_batch(what: Pretraining) -> int | None:
-    """Of the recipe; None for the smoke form, whose batch suits any number of ranks. Raises `RecipeError`."""
+    """The recipe's global batch; None for the smoke form, whose batch suits any rank count. Raises `RecipeError`."""
     recipe = load_recipe(what.recipe, [] if what.smoke else what.settings)
     return None if what.smoke else recipe.batch.global_size
 
 
 class PretrainingRanks:
-    """The commands of each attempt: called with its number, counted from 0."""
+    """Makes the commands of each attempt: called with its number, counted from 0."""
 
     def __init__(
         self, what: Pretraining, count: Callable[[], int | None] = count_devices, nodes: Nodes | None = None
@@ -97,7 +97,7 @@ class PretrainingRanks:
         self._devices: int | None = None
 
     def __call__(self, attempt: int) -> list[RankCommand]:
-        """Raises as `launch_pretraining` does; nothing where it was told to end while it waited for other nodes."""
+        """The attempt's commands; none if told to end while waiting for other nodes. Raises as `launch_pretraining`."""
         asked_for = self._what.ranks
         devices = asked_for or max(1, self._count_devices())
         layout = self._nodes.meet(devices, is_asked_for=asked_for is not None)
@@ -112,7 +112,7 @@ class PretrainingRanks:
         return self.commands(layout, attempt)
 
     def commands(self, layout: Layout, attempt: int) -> list[RankCommand]:
-        """Those of this node's ranks."""
+        """The commands of this node's ranks."""
         command = [sys.executable, str(Path(vitscale.__file__).with_name("pretrain.py")), *self._arguments(attempt)]
         shared = {
             "WORLD_SIZE": str(layout.world_size),
@@ -125,12 +125,12 @@ class PretrainingRanks:
         return [RankCommand(rank, command, shared | environment) for rank, environment in zip(ranks, own, strict=True)]
 
     def fitting_here(self) -> int:
-        """Ranks of this node if it were the only one."""
+        """The number of ranks of this node if it were the only one."""
         return self._what.ranks or fitting([max(1, self._count_devices())], _global_batch(self._what))[0]
 
     def _arguments(self, attempt: int) -> list[str]:
         what = self._what
-        # Only the first attempt may find a run that it is not to continue; the others continue the first one's.
+        # Only the first attempt may refuse a run that is there already; later ones continue the first one's.
         resume = what.resume if attempt == 0 or self._held_a_run else "auto"
         arguments = ["--recipe", what.recipe, "--run-dir", str(self.run_dir), "--resume", resume]
         for setting in what.settings:
@@ -147,7 +147,7 @@ class PretrainingRanks:
         return arguments
 
     def _count_devices(self) -> int:
-        """CUDA devices of this machine that are there now."""
+        """The number of CUDA devices that this machine has now."""
         devices, before = self._count(), self._devices
         if devices is None:
             if before is None:

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from vitscale.heartbeat import HEARTBEAT_VARIABLE, Beat
 from vitscale.machine import process_state
 
-"""The number of an open file, to which a rank writes one JSON object with step, phase and phase_s a line."""
-
 _PR_SET_PDEATHSIG = 1
-_PRCTL = ctypes.CDLL(None).prctl  # looked up here: between fork and exec the less is done the better
+_PRCTL = ctypes.CDLL(None).prctl  # looked up here: the less is done between fork and exec the better
 
 
 @dataclass(frozen=True)
@@ -63,19 +61,19 @@ class RankProcess:
         self.pid = self._process.pid
 
     def signal(self, number: int) -> None:
-        """To the rank alone, not to what it has started."""
+        """Send a signal to the rank alone, not to what it has started."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """The rank and all that it has started, as far as it has stayed in the rank's process group."""
+        """Kill the rank and all that it has started, as far as that has stayed in the rank's process group."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def look(self) -> bool:
-        """Read the heartbeats; whether the rank has ended. What it has started ends with it."""
+        """Read the heartbeats. Returns whether the rank has ended; if so, what it has started is killed."""
         if self.returncode is not None:
             return True
         has_ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -87,7 +85,7 @@ class RankProcess:
         return has_ended
 
     def seconds_silent(self) -> float:
-        """Since the last heartbeat; 0 where there was none yet."""
+        """Seconds since the last heartbeat; 0 if there was none yet."""
         return 0.0 if self._heard_at is None else time.monotonic() - self._heard_at
 
     def forgive_silence(self) -> None:
@@ -96,11 +94,11 @@ class RankProcess:
             self._heard_at = time.monotonic()
 
     def state(self) -> str:
-        """Of the process, in words."""
+        """The state of its process, in words."""
         return process_state(self.pid)
 
     def where(self) -> str:
-        """In training, in words, as far as the heartbeats tell."""
+        """Where in training it is, in words, as far as the heartbeats tell."""
         return "before its first heartbeat" if self.step is None else f"after step {self.step:,} ({self._phase})"
 
     def _read_beats(self) -> None:

@@ -22,13 +22,13 @@ class Launch:
     """One run on this machine, or this machine's part of one.
 
     Args:
-        run_dir: of the run; DONE in it says that the run is finished.
-        prepare: the ranks of an attempt, counted from 0. Raises `VitscaleError` where there is nothing to start.
-        supervisor: starts and watches them.
-        nodes: the others of this launch, which do the same at the same time.
+        run_dir: the run's directory; DONE in it marks the run as finished.
+        prepare: the number of an attempt, from 0 -> its ranks. Raises `VitscaleError` if there is nothing to start.
+        supervisor: starts and watches the ranks.
+        nodes: the other nodes of this launch, which do the same at the same time.
         max_restarts: how often in a row to restart without a new checkpoint in between.
-        stops_early: the ranks are to end with 0 before the run is done.
-        first_pause_s: before a restart; doubled for each further one in a row, up to a minute.
+        stops_early: whether the ranks are to end with 0 before the run is done.
+        first_pause_s: seconds before a restart; doubled for each further one in a row, up to a minute.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Launch:
         self._in_a_row = 0
 
     def run(self) -> int:
-        """The exit code of the launch. Raises what `prepare` raises."""
+        """Make attempts until one is the last. Returns the exit code of the launch. Raises what `prepare` raises."""
         began = time.monotonic()
         self._supervisor.exchange = self._nodes.exchange
         try:
@@ -153,6 +153,6 @@ class Launch:
         return read_done(self._run_dir) is not None
 
     def _progress(self) -> tuple[int, int]:
-        """How far the run has come for good. Checkpoints elsewhere cannot be seen: there the steps taken have to do."""
+        """How far the run has come for good. Checkpoints elsewhere cannot be seen; for those the steps taken count."""
         saved = newest_checkpoint_step(self._run_dir)
         return saved, 0 if saved else self._supervisor.highest_step

@@ -19,7 +19,7 @@ from vitscale.launch.rank import RankCommand, RankProcess
 from vitscale.machine import STOPPED, out_of_memory_kills
 from vitscale.wording import counted
 
-# What is passed on as what. SIGINT is a person's Ctrl-C, SIGHUP a terminal that was closed.
+# Signals that are passed on -> as what. SIGINT is a person's Ctrl-C, SIGHUP a terminal that was closed.
 PASSED_ON = {
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGINT: signal.SIGTERM,
@@ -33,7 +33,7 @@ _STACKS_SECONDS = 1.0
 _DYING_SECONDS = 30.0
 _SUSPICIOUS_SECONDS = 5.0
 
-# Reads the numbers of process groups, and kills them when whoever writes them has gone.
+# Reads the numbers of process groups, and kills the groups when the writer has gone.
 _GUARD = 'while read -r group; do groups="$groups -$group"; done; kill -s KILL -- $groups'
 
 
@@ -49,9 +49,9 @@ class Supervisor:
     Inside, SIGTERM, SIGINT, SIGHUP and SIGUSR1 to this process go to all ranks at once; a second one ends all of them.
 
     Args:
-        grace_s: what other ranks have to end by themselves when one has failed.
-        silence_s: without a heartbeat, after which a rank that has begun to send some hangs. Also what other ranks have
-            when one has ended well.
+        grace_s: seconds that other ranks have to end by themselves when one has failed.
+        silence_s: seconds without a heartbeat after which a rank that has sent some counts as hung. Other ranks have as
+            long to end when one has ended well.
     """
 
     def __init__(self, *, grace_s: float = 20.0, silence_s: float = 60.0) -> None:
@@ -60,12 +60,13 @@ class Supervisor:
         self.at_once = False
         """Whether it got a second one."""
         self.unkillable = False
-        """Whether a rank of the last attempt is still there."""
+        """Whether a rank of the last attempt is still alive, despite SIGKILL."""
         self.highest_step = 0
-        """Of all heartbeats."""
+        """The highest step of all heartbeats."""
         self.exchange: Callable[[str], str] = lambda trouble: ""
-        """Called again and again with what has gone wrong here, if anything. What it returns has gone wrong elsewhere,
-        and counts as a failed rank does."""
+        """Called again and again with what has gone wrong here, if anything. Returns what has gone wrong elsewhere,
+        which counts as a failed rank does.
+        """
         self._grace, self._silence = grace_s, silence_s
         self._elsewhere = ""
         self._told_at = 0.0
@@ -78,9 +79,9 @@ class Supervisor:
 
     def __enter__(self) -> Self:
         for number in PASSED_ON:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored on purpose, as by nohup
                 self._handlers[number] = signal.signal(number, self._pass_on)
-        self._handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, exit codes are lost
+        self._handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else exit codes may be lost
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -88,9 +89,9 @@ class Supervisor:
             signal.signal(number, handler)
 
     def run(self, ranks: Sequence[RankCommand]) -> list[End]:
-        """Start these ranks and wait until all have ended: their ends, in their order.
+        """Start these ranks and wait until all have ended. Returns their ends, in the order in which they came.
 
-        Nothing is started once this process was told to end. Raises OSError where a rank cannot be started.
+        Nothing is started once this process was told to end. Raises OSError if a rank cannot be started.
         """
         self._ends, self._hung, self._killed, self.unkillable, self._elsewhere = [], {}, False, False, ""
         self._memory_kills = out_of_memory_kills()
@@ -110,7 +111,7 @@ class Supervisor:
         return self._ends
 
     def wait(self, seconds: float) -> None:
-        """Return after so many seconds, or when this process is told to end."""
+        """Wait for `seconds`, or until this process is told to end."""
         until = time.monotonic() + seconds
         while self.told is None and time.monotonic() < until:
             self.exchange("")
@@ -144,7 +145,7 @@ class Supervisor:
             time.sleep(_LOOK_EVERY_SECONDS)
 
     def _look(self) -> bool:
-        """Note which ranks have ended, and what happens elsewhere; whether any is left."""
+        """Note which ranks have ended and what has gone wrong elsewhere. Returns whether any rank is left."""
         for rank in self._running():
             if rank.look():
                 self._note_end(rank)
@@ -158,7 +159,7 @@ class Supervisor:
         return bool(self._running())
 
     def _reap_orphans(self) -> None:
-        """As the first process of a container, this one inherits what ranks leave behind, and has to see it end."""
+        """Reap what ranks leave behind: as the first process of a container, this one inherits it."""
         own = {self._guard.pid, *(rank.pid for rank in self._running())}
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
@@ -196,7 +197,7 @@ class Supervisor:
         return bool(self._hung)
 
     def _note_left(self, rank: RankProcess) -> None:
-        """Say what is known of a rank that has to be killed."""
+        """Say what is known about a rank that has to be killed."""
         silent, state = rank.seconds_silent(), rank.state()
         is_silent = silent > min(_SUSPICIOUS_SECONDS, self._silence)
         what = f"gave no sign of life for {silent:.0f} s" if is_silent else "did not end by itself"
@@ -208,7 +209,7 @@ class Supervisor:
     # ---- Ending ------------------------------------------------------------------------------------------------------
 
     def _kill_with_stacks(self) -> None:
-        """The ranks dump the stacks of their threads on SIGUSR2; one that is stopped has to go on to do so."""
+        """Have the ranks dump their threads' stacks on SIGUSR2 (stopped ones are continued for it), then kill them."""
         self._killed = True
         for rank in self._running():
             if rank.rank not in self._hung:
@@ -232,7 +233,7 @@ class Supervisor:
             say(f"rank {rank.rank} (pid {rank.pid}) does not die of SIGKILL (its process: {rank.state()})")
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """The handler: nothing is printed here, as what it interrupts may be printing."""
+        """The signal handler. It prints nothing, because what it interrupts may be printing."""
         del frame
         now = time.monotonic()
         if self.told is None:
@@ -250,7 +251,7 @@ class Supervisor:
 
         The ranks themselves die with this process without its help.
         """
-        with _signals_held_back():  # which it inherits: nothing but its end of input ends it
+        with _signals_held_back():  # which it inherits: only the end of its input ends it
             self._guard = subprocess.Popen(
                 ["/bin/sh", "-c", _GUARD],
                 stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Clusters: the places that one command starts a run on. Each module here is one, with `render` and `submit`."""
+"""Clusters: where one command can start a run. Each module here is one, with `render` and `submit`."""
 
 import importlib
 import shlex
@@ -21,12 +21,13 @@ _Options = TypeVar("_Options", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Job:
-    """A pre-training, and how it is to be started.
+    """A pre-training and how to start it.
 
     Attributes:
-        nodes: number of machines; None for what the cluster has, or one.
-        node_rank, master: of this machine; for a cluster whose machines are told each by itself.
-        options: what only the chosen cluster knows, as given; `read_options` checks them.
+        nodes: number of machines; None for all that the cluster has, or one.
+        node_rank, master: this machine's number and node 0's address, for clusters whose machines are each started by
+            hand.
+        options: options of the chosen cluster alone, as given; `read_options` checks them.
     """
 
     what: Pretraining
@@ -42,10 +43,10 @@ class Cluster(Protocol):
     """What a module of this package offers. Both raise `RecipeError` for what cannot be started as asked."""
 
     def render(self, job: Job) -> str:
-        """What exactly would run, or be handed in, as text that can be used by hand. Starts and asks nothing."""
+        """Exactly what would run or be submitted, as text that can be used by hand. Starts and asks nothing."""
 
     def submit(self, job: Job) -> int:
-        """Start it or hand it in: the exit code of `vitscale launch`."""
+        """Start or submit the job. Returns the exit code of `vitscale launch`."""
 
 
 def find_cluster(name: str) -> Cluster:
@@ -69,7 +70,7 @@ def read_options(job: Job, kind: type[_Options]) -> _Options:
 
 
 def read_pairs(option: str, given: Sequence[str]) -> dict[str, str]:
-    """What was given as KEY=VALUE to an option of a command, several times. Raises `RecipeError`."""
+    """Read what was given as KEY=VALUE to a command's repeatable option. Raises `RecipeError`."""
     found: dict[str, str] = {}
     for pair in given:
         key, is_there, value = pair.partition("=")
@@ -88,11 +89,11 @@ def launch_command(
     master: str = "",
     ranks: int | None = None,
 ) -> list[str]:
-    """`vitscale launch` as it has to run on every node; without a master, srun says which node is which.
+    """The `vitscale launch` to run on a node; without a master, srun tells each node its number.
 
     Args:
-        node_rank: may be what the cluster puts a number in place of.
-        ranks: of this node, instead of the job's.
+        node_rank: this node's number, or a placeholder that the cluster replaces by it.
+        ranks: the number of ranks of this node, in place of the job's.
     """
     what = job.what
     command = [*program, "launch", what.recipe]
@@ -117,7 +118,7 @@ def launch_command(
 
 
 def shell_words(name: str, text: str) -> list[str]:
-    """The words of a cluster's option, as a shell divides them. Raises `RecipeError`."""
+    """The words of a cluster's option, split as a shell does. Raises `RecipeError`."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -125,13 +126,13 @@ def shell_words(name: str, text: str) -> list[str]:
 
 
 def refuse_node_options(job: Job, cluster: str) -> None:
-    """Raise `RecipeError` where the job says what the cluster finds out by itself."""
+    """Raise `RecipeError` if the job numbers its nodes, which the cluster does by itself."""
     if job.node_rank is not None:
         raise RecipeError(f"--node-rank is not for --cluster {cluster}: it numbers the nodes itself")
 
 
 def shell_line(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """A command and what it adds to the environment, to be pasted into a shell."""
+    """A command, with what it adds to the environment, as a line to paste into a shell."""
     return " ".join(
         [*(f"{name}={shlex.quote(value)}" for name, value in (environment or {}).items()), shlex.join(command)]
     )

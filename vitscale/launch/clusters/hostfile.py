@@ -1,7 +1,7 @@
-"""The hosts of a file, by ssh: one `vitscale launch` on each, which the front watches and which dies with it.
+"""Runs on the hosts of a file, by ssh: one `vitscale launch` on each, which the front watches and which dies with it.
 
-The front is the process that a person has started. What it runs on a host hangs on the ssh connection: far_end.py kills
-it when that breaks. The launches meet and restart by themselves; the front goes on without hosts that are lost.
+The front is the process that a person started. What it runs on a host depends on the ssh connection: far_end.py kills
+it when that breaks. The launches meet and restart by themselves; the front continues without hosts that are lost.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ from vitscale.runs.names import LAUNCH_FILE, checkpoints_root, default_run_dir
 from vitscale.storage import is_url
 from vitscale.wording import counted
 
-_LOST = 255  # what ssh ends with when it has lost the connection, or never had one
+_LOST = 255  # ssh's exit code if it lost the connection, or never had one
 _ANSWER_SECONDS = 10
 _LATE_SECONDS = 5.0  # a network file system may show late what another machine has written
-_NODE_WAIT_MINUTES = 1.0  # of the launches for each other: the front then starts them anew without those that are lost
+_NODE_WAIT_MINUTES = 1.0  # for the launches to meet; after that the front starts them anew without those that are lost
 _BEAT_SECONDS = 3.0
 _LOOK_EVERY_SECONDS = 0.05
 _FORWARDED = re.compile(r"(VITSCALE|NCCL|GLOO|TORCH|OMP|PYTHON|UCX|FI)_?[A-Z0-9_]*|LD_LIBRARY_PATH")
@@ -73,7 +73,7 @@ class Options(BaseModel):
 
 
 class Host(NamedTuple):
-    """A machine and the ranks that it is to have."""
+    """A machine and its number of ranks."""
 
     name: str
     slots: int
@@ -112,7 +112,7 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def render(job: Job) -> str:
-    """What runs on each host, through which ssh."""
+    """What runs on each host, and the ssh that starts it."""
     front = _Front(job)
     lines = []
     for node, host in enumerate(front.hosts):
@@ -124,9 +124,9 @@ def render(job: Job) -> str:
 
 
 def submit(job: Job) -> int:
-    """Run it on all hosts and stay until it has ended.
+    """Run the job on all hosts, and wait until it has ended.
 
-    Raises `RecipeError` where a host is not as it has to be, `PeerLostError` where too few of them are left.
+    Raises `RecipeError` if a host cannot take part, `PeerLostError` if too few of them are left.
     """
     front = _Front(job)
     if [host.name for host in front.hosts] == ["localhost"]:
@@ -135,7 +135,7 @@ def submit(job: Job) -> int:
 
 
 class _Front:
-    """The process that a person has started."""
+    """The process that a person started, which watches one launch on each host."""
 
     def __init__(self, job: Job) -> None:
         refuse_node_options(job, "hostfile")
@@ -169,7 +169,7 @@ class _Front:
     # ---- What runs where ---------------------------------------------------------------------------------------------
 
     def ssh(self, host: Host, command: str | None = None) -> list[str]:
-        """The ssh to a host; by default what keeps a launch there."""
+        """The ssh command to a host; by default the one that keeps a launch there."""
         alive = ["-o", "ServerAliveInterval=5", "-o", f"ServerAliveCountMax={SILENCE_SECONDS / 5:.0f}"]
         options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_ANSWER_SECONDS}", *alive]
         root = str(Path(vitscale.__file__).parents[1])
@@ -182,7 +182,7 @@ class _Front:
         if len(hosts) == 1:
             return launch_command(self._job, program, ranks=hosts[0].slots)
         address, port = split_address(self._job.master or hosts[0].name)
-        if hosts[0] != self.hosts[0]:  # which --master is
+        if hosts[0] != self.hosts[0]:  # --master names the first host
             address = hosts[0].name
         return launch_command(
             self._job,
@@ -196,7 +196,7 @@ class _Front:
     # ---- The run -----------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Until it has ended on all hosts: the exit code."""
+        """Run until the job has ended on all hosts. Returns the exit code."""
         began, hosts, furthest, in_a_row = time.monotonic(), self.hosts, newest_checkpoint_step(self._run_dir), 0
         journal = Journal(self._run_dir / LAUNCH_FILE, say)
         with self._passing_signals_on():
@@ -209,7 +209,7 @@ class _Front:
                     return code
                 left = [host for host, answer in self._ask(self.hosts, "").items() if "version" in answer]
                 if not lost and len(left) >= len(hosts):
-                    return code  # the hosts are well: it is the run that does not get any further
+                    return code  # the hosts are well: the run itself does not get any further
                 silent = [host.name for host in self.hosts if host not in left]
                 cause = (
                     f"no answer from {' and '.join(silent)}" if silent else f"connection to {' and '.join(lost)} lost"
@@ -232,7 +232,7 @@ class _Front:
                 self._continue(began)
 
     def _continue(self, began: float) -> None:
-        """From here on the job continues what it has begun, in the time that it has left."""
+        """Have the job's next launches continue the run, in the time that is left."""
         what = replace(self._job.what, resume="auto")
         if self._limit is not None:
             left = self._limit - (time.monotonic() - began) / 60
@@ -242,13 +242,13 @@ class _Front:
         self._job = replace(self._job, what=what)
 
     def _attempt(self, hosts: Sequence[Host]) -> list[int]:
-        """Run on these hosts: the exit code of each, `_LOST` where that is not known."""
+        """Run on these hosts. Returns the exit code of each, `_LOST` if it is not known."""
         say(f"starts on {', '.join(f'{host.name} ({host.slots})' for host in hosts)}, run directory {self._run_dir}")
         try:
             for node, host in enumerate(hosts):
                 start = {"folder": str(Path.cwd()), "environment": _environment(), "command": self.command(hosts, node)}
                 self._launches.append(_HostLaunch(host, self.ssh(host), start))
-                if self._told is not None:  # before there was anybody to pass it on to
+                if self._told is not None:  # told before there was a launch to pass it on to
                     self._launches[-1].send({"signal": PASSED_ON[self._told].name})
             return self._watch()
         finally:
@@ -279,7 +279,7 @@ class _Front:
             time.sleep(_LOOK_EVERY_SECONDS)
 
     def _fitting(self, hosts: Sequence[Host]) -> list[Host]:
-        """The most of these hosts, from the first one on, whose ranks divide the global batch."""
+        """As many of these hosts as possible, from the first one on, whose ranks divide the global batch."""
         for count in range(len(hosts), 0, -1):
             if self._global_batch is None or self._global_batch % sum(host.slots for host in hosts[:count]) == 0:
                 return list(hosts[:count])
@@ -340,7 +340,7 @@ class _Front:
             )
 
     def _ask(self, hosts: Sequence[Host], token: str) -> dict[Host, dict[str, Any]]:
-        """What every host says of itself: version and shares, or error."""
+        """Each host's answer to the probe: version, file and shares, or error."""
         root, folder = str(Path(vitscale.__file__).parents[1]), str(Path.cwd())
         probe = _python(_PROBE.format(root=root, folder=folder, late=_LATE_SECONDS, token=token))
         asked = {
@@ -358,7 +358,7 @@ class _Front:
 
 
 class _HostLaunch:
-    """One host's launch, at the near end of its ssh connection. It dies with this process, and what it runs with it."""
+    """The near end of the ssh connection to a host's launch. It dies with this process, and so does what it runs."""
 
     def __init__(self, host: Host, ssh: Sequence[str], start: Mapping[str, Any]) -> None:
         self.host = host
@@ -370,13 +370,13 @@ class _HostLaunch:
         os.set_blocking(self._process.stdin.fileno(), False)  # a connection that hangs must not stop us
 
     def send(self, line: Mapping[str, Any]) -> None:
-        """To the far end, if there is one."""
+        """Send a line to the far end, if there still is one."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(json.dumps(line).encode() + b"\n")
 
     def code(self) -> int | None:
-        """Exit code of the launch, `_LOST` where the connection ended without one; None while it runs."""
+        """The launch's exit code, `_LOST` if the connection ended without one; None while it runs."""
         code = self._process.poll()
         return _LOST if code is not None and code < 0 else code
 
@@ -402,7 +402,7 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def _joint(codes: Sequence[int]) -> int:
-    """Of the launches, which agree but for those that were lost."""
+    """The exit code of the launches, which all agree except those that were lost."""
     known = [code for code in codes if code != _LOST]
     for code in (EXIT_DONE, *FINAL):
         if code in known:
@@ -411,12 +411,12 @@ def _joint(codes: Sequence[int]) -> int:
 
 
 def _python(program: str) -> str:
-    """For a remote shell."""
+    """A Python program as a command for a remote shell."""
     return shlex.join([sys.executable, "-c", program])
 
 
 def _environment() -> dict[str, str]:
-    """What of ours goes to every host; what is secret, or differs between hosts, does not."""
+    """The variables of ours that every host gets; none that is secret or differs between hosts."""
     chosen = {name: value for name, value in sorted(os.environ.items()) if _FORWARDED.fullmatch(name)}
     root = str(Path(vitscale.__file__).parents[1])
     return {**chosen, "PYTHONPATH": os.pathsep.join(filter(None, [root, chosen.get("PYTHONPATH")]))}

@@ -1,6 +1,6 @@
 """Kubernetes: an Indexed Job of one pod a node, each of which runs `vitscale launch`.
 
-Nothing is asked of a cluster to render the objects; kubectl hands them in.
+Rendering the objects asks nothing of a cluster; kubectl submits them.
 """
 
 import hashlib
@@ -53,12 +53,12 @@ class Options(BaseModel):
     """`--cluster-option`s of this cluster.
 
     Attributes:
-        image: has `vitscale` on its path.
-        pvc: CLAIM[:MOUNT], what all pods see at MOUNT, and work in.
-        name: of all objects; by default the recipe's.
-        gpus: of a pod, if not one a rank; 0 for ranks on CPUs.
-        secret: becomes environment variables.
-        grace_s: what a pod that is told to end has to save.
+        image: the pods' image, with `vitscale` on its path.
+        pvc: CLAIM[:MOUNT], the volume that all pods see at MOUNT and work in.
+        name: the name of all objects; by default the recipe's.
+        gpus: the GPUs of a pod, if not one a rank; 0 for ranks on CPUs.
+        secret: a secret whose entries become environment variables.
+        grace_s: seconds that a pod has to save when it is told to end.
         cluster_domain: the end of all names in the cluster's DNS.
     """
 
@@ -78,9 +78,9 @@ def render(job: Job) -> str:
 
 
 def submit(job: Job) -> int:
-    """Hand the objects in, and leave.
+    """Submit the objects, and return without waiting for the job.
 
-    Raises `RecipeError` where kubectl is missing or refuses, and where the same job is there already.
+    Raises `RecipeError` if kubectl is missing or refuses, and if the same job is there already.
     """
     objects = _objects(job)
     try:
@@ -106,7 +106,7 @@ def submit(job: Job) -> int:
 
 
 def _checked_options(job: Job) -> Options:
-    """Raises `RecipeError` for what a cluster would refuse, or would not do as it is meant."""
+    """The job's checked options. Raises `RecipeError` for what a cluster would refuse, or do otherwise than meant."""
     refuse_node_options(job, "k8s")
     options = read_options(job, Options)
     what, nodes = job.what, job.nodes or 1
@@ -160,7 +160,7 @@ def _mount(options: Options) -> PurePosixPath:
 
 
 def _objects(job: Job) -> list[Object]:
-    """In the order in which they are needed; the job itself is the last one."""
+    """The objects in the order in which they are needed; the job itself is the last one."""
     options = _checked_options(job)
     name, nodes = options.name or _name_of(job), job.nodes or 1
     found = [
@@ -175,7 +175,7 @@ def _objects(job: Job) -> list[Object]:
 
 
 def _service(name: str) -> Object:
-    """Gives the pods of a Job names. Before they are ready, as they have to meet in order to become so."""
+    """Gives the pods of a Job names, even before they are ready, as they must meet to become ready."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -190,7 +190,7 @@ def _service(name: str) -> Object:
 
 
 def _indexed_job(job: Job, options: Options, name: str, nodes: int) -> Object:
-    # The full name of a pod is in its own /etc/hosts from the first moment on; a shorter one has to wait for DNS.
+    # The full name of a pod is in its own /etc/hosts from the start; a shorter one has to wait for DNS.
     master = f"{name}-0.{name}.$(POD_NAMESPACE).svc.{options.cluster_domain}"
     pod = _pod(job, options, name, nodes, master)
     if nodes > 1:
@@ -226,7 +226,7 @@ def _job_policy(job: Job, nodes: int) -> Object:
 
 
 def _deadline(job: Job) -> Object:
-    """The time limit is the whole job's: of a launch, it would be over for one pod and begin again for the next."""
+    """The time limit, as the whole job's: that of a launch would end one pod and begin again for the next."""
     minutes = job.what.time_limit_minutes
     return {} if minutes is None else {"activeDeadlineSeconds": math.ceil(60 * minutes)}
 
@@ -238,7 +238,7 @@ def _pod(job: Job, options: Options, name: str, nodes: int, master: str) -> Obje
     ]
     volumes: list[Object] = [
         {"name": "work", "persistentVolumeClaim": {"claimName": _claim(options)}},
-        # NCCL's, between the GPUs of a node; what containers have by default is too small for it.
+        # NCCL uses it between the GPUs of a node; the default size in containers is too small.
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
     ]
     if _is_own_recipe(job):
@@ -286,14 +286,14 @@ def _command(job: Job, nodes: int, master: str) -> list[str]:
 
 
 def _is_own_recipe(job: Job) -> bool:
-    """Whether the recipe is a file of this machine, and none that comes with vitscale."""
+    """Whether the recipe is a file of this machine, not one that comes with vitscale."""
     return Path(job.what.recipe).is_file()
 
 
 def _recipe_file(job: Job, name: str) -> Object:
     """The recipe as pods see it: complete, as what it extends need not be in the image.
 
-    Its name is that of its content, so that another recipe is another object: pods see what becomes of an object.
+    Its name has a digest of its content, so that another recipe is another object: pods see changes of an object.
     """
     what = job.what
     recipe = load_recipe(what.recipe, [] if what.smoke else what.settings)
@@ -320,10 +320,10 @@ def _labels(name: str) -> Object:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes more than it has to: 1e3 and y are texts to PyYAML, and a number and a truth value to kubectl."""
+    """Quotes more than PyYAML, which takes 1e3 and y for text; kubectl takes them for a number and a truth value."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Nothing is written by reference."""
+        """Write nothing by reference."""
         return True
 
 

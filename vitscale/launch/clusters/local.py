@@ -10,7 +10,7 @@ from vitscale.launch.pretraining import PretrainingRanks, launch_pretraining
 def render(job: Job) -> str:
     """The command of each rank of this node, with its environment.
 
-    Other nodes are taken to have as many ranks as this one. Where the ranks meet is chosen when they start.
+    Other nodes are assumed to have as many ranks as this one. The port where the ranks meet is chosen when they start.
     """
     _refuse_options(job)
     place = _place(job)
@@ -25,7 +25,7 @@ def render(job: Job) -> str:
 
 
 def submit(job: Job) -> int:
-    """Run it here and now."""
+    """Run the job on this machine, now. Returns the exit code."""
     _refuse_options(job)
     return launch_pretraining(job.what, _place(job), max_restarts=job.max_restarts)
 

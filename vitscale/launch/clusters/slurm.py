@@ -24,7 +24,7 @@ from vitscale.wording import counted
 
 _SIGNAL_SECONDS = 300
 
-# What the command line says already, or what the script relies on.
+# Options of sbatch that the command line or the script sets -> what to use instead.
 _OURS = {
     "nodes": "--nodes",
     "time": "--time-limit",
@@ -71,7 +71,7 @@ sleep 60 # until Slurm ends this script
 
 
 class Options(BaseModel):
-    """What is no option of sbatch.
+    """The `--cluster-option`s that are not sbatch's own.
 
     Attributes:
         tasks: what srun starts: a launch a node, which starts the ranks and watches them, or the ranks themselves.
@@ -86,13 +86,13 @@ class Options(BaseModel):
 
 
 def render(job: Job) -> str:
-    """The batch script, for sbatch; the run directory has to be there when it starts."""
+    """The batch script, for sbatch; the run directory must exist when it starts."""
     refuse_node_options(job, "slurm")
     if job.master is not None:
         raise RecipeError("--master is not for --cluster slurm: the first node of the job is the first one")
     nodes, ranks = job.nodes or 1, job.what.ranks
     run_dir = _run_dir(job)
-    if not str(run_dir.absolute()).isprintable():  # a line of a batch script is not to become two
+    if not str(run_dir.absolute()).isprintable():  # a line of the batch script must not become two
         raise RecipeError(f"--run-dir {str(run_dir)!r}, in {str(Path.cwd())!r}: has characters that cannot be printed")
     recipe = load_recipe(job.what.recipe, [] if job.what.smoke else job.what.settings)
     if ranks and not job.what.smoke and recipe.batch.global_size % (nodes * ranks):
@@ -133,15 +133,15 @@ def render(job: Job) -> str:
 
 
 def render_array(jobs: Sequence[Job], name: str, folder: Path, log: str, at_once: int | None = None) -> str:
-    """The batch script of an array of launches on one node each, the n-th of which is the n-th of these.
+    """The batch script of a job array, whose n-th task is the n-th of these launches, each on one node.
 
     Args:
-        name: of the array.
-        folder: where what the scripts print goes; it has to be there when they start.
-        log: the file in each run directory that takes what its launch prints.
-        at_once: how many may run at a time.
+        name: the array's name.
+        folder: the folder for the output of the scripts; must exist when they start.
+        log: the file in each run directory that takes the output of its launch.
+        at_once: how many may run at a time; None for no limit.
 
-    Raises `RecipeError` for options that cannot be; these are those of the first job.
+    The options are those of the first job. Raises `RecipeError` for impossible ones.
     """
     own, of_sbatch = _read_options(jobs[0])
     if own.tasks != "node":
@@ -176,7 +176,7 @@ def _script(options: Mapping[str, str], begin: str, srun: str, command: str, max
 
 
 def submit(job: Job) -> int:
-    """Hand the script in: the exit code of `vitscale launch`. Raises `RecipeError` where Slurm does not take it."""
+    """Submit the script. Returns the exit code of `vitscale launch`. Raises `RecipeError` if Slurm does not take it."""
     script, run_dir = render(job), _run_dir(job)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -188,14 +188,14 @@ def submit(job: Job) -> int:
 
 
 def hand_in(script: str) -> str:
-    """The number of the job that sbatch makes of a script. Raises `RecipeError` where it does not take it."""
+    """Submit a script by sbatch. Returns the job's number. Raises `RecipeError` if sbatch does not take it."""
     try:
         answer = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True)
     except FileNotFoundError:
         raise RecipeError("there is no sbatch here: run this where jobs are submitted, or see --dry-run") from None
     if answer.returncode:
         raise RecipeError(f"sbatch did not take the job: {answer.stderr.strip()}")
-    return answer.stdout.strip().partition(";")[0]  # then comes the name of the cluster, where there are several
+    return answer.stdout.strip().partition(";")[0]  # the name of the cluster follows, if there are several
 
 
 def _run_dir(job: Job) -> Path:
@@ -203,7 +203,7 @@ def _run_dir(job: Job) -> Path:
 
 
 def _read_options(job: Job) -> tuple[Options, dict[str, str]]:
-    """Ours, and those of sbatch, which checks them itself."""
+    """Our options, and those of sbatch, which checks them itself."""
     ours = {name: value for name, value in job.options.items() if name in Options.model_fields}
     theirs = {name: value for name, value in job.options.items() if name not in ours}
     for name, value in theirs.items():
