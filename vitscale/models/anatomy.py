@@ -27,8 +27,8 @@ class Anatomy:
 
     Attributes:
         layers: name -> a module whose output is a hidden representation, (B, T, D) or (B, C, h, w), in order.
-        attention: in order; empty for a model without any.
-        pooling: the layer whose attention makes one vector of the tokens, where there is one.
+        attention: the attention layers in order; empty for a model without any.
+        pooling: the layer whose attention makes one vector of the tokens; None without one.
         reads: what the representation is read from.
         grid: patches, or positions of the last feature map, along one side; None where that is not known.
         stride: pixels of the input from one of them to the next.

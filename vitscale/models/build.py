@@ -1,4 +1,4 @@
-"""From a recipe to its model."""
+"""Builds the model of a recipe."""
 
 import torch
 
@@ -9,7 +9,7 @@ from vitscale.models.model import Model
 
 
 def weight_dtype(recipe: recipes.Recipe) -> torch.dtype:
-    """Of the weights that a recipe's model computes with; its precision is no longer `auto`."""
+    """The dtype of the weights that a recipe's model computes with; its precision must no longer be `auto`."""
     assert recipe.precision != "auto", "which precision auto is depends on a device: see training/precision.py"
     return torch.float32 if recipe.precision == "fp32" else torch.bfloat16
 
@@ -30,7 +30,7 @@ def build_model(recipe: recipes.Recipe, num_classes: int | None) -> Model:
 def build_of_block(
     block: families.Model, *, image_size: int, num_classes: int | None, checkpoint_every: int = 0
 ) -> Model:
-    """The model of a recipe's `model` block. Raises `RecipeError` where another package's is not there."""
+    """The model of a recipe's `model` block. Raises `RecipeError` if its family's package is not installed."""
     family = implementation(block.implementation, Model)
     return family.of(block, image_size=image_size, num_classes=num_classes, checkpoint_every=checkpoint_every)
 
@@ -38,17 +38,17 @@ def build_of_block(
 def compile_blocks(model: Model, backend: str = "inductor") -> None:
     """Have torch compile every block and residual unit by itself, once for all that are alike; names stay as they are.
 
-    Shapes are static: another batch size compiles anew. `backend` is torch's word.
+    Shapes are static: another batch size compiles anew. `backend` is one of torch's names.
     """
-    from torch._dynamo import config  # imported by those who compile: it takes a second
+    from torch._dynamo import config  # imported only to compile: it takes a second
 
-    # Torch's cache of what it compiled does not ask for which processor. Loops for vectors of another width write
-    # beyond their tensors; the machine of a folder may change overnight, and on a cluster from node to node.
+    # Torch's cache of compiled code does not ask for which processor it is. Loops for vectors of another width write
+    # beyond their tensors; the machine that uses a folder may change overnight, and on a cluster from node to node.
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in torch.compiler.config.cache_key_tag:
         torch.compiler.config.cache_key_tag += capability
     blocks = model.units()
-    # Blocks share their code, by which torch counts. Units differ in shape, and each is one shape in training.
+    # Torch counts by code, which blocks share. Units differ in shape, and each has one shape in training.
     config.recompile_limit = max(config.recompile_limit, len(blocks) + 8)
     for block in blocks:
         block.compile(fullgraph=True, dynamic=False, backend=backend)

@@ -1,7 +1,7 @@
 """Products in float8, for devices that compute them at twice the rate of bf16 (Ada, Hopper and later).
 
-torchao multiplies: e4m3 forward, e5m2 for gradients, one scale a tensor, of the tensor's own largest value. Nothing is
-remembered from step to step, so that a run resumes as exactly as without.
+torchao multiplies: e4m3 forward, e5m2 for gradients, one scale a tensor, from the tensor's own largest value. Nothing
+is remembered from step to step, so that a run resumes as exactly as without float8.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from vitscale.errors import RecipeError
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """torchao tells at its import of every kernel that was not built for this torch; none of them is used here."""
+    """Silences torchao, which reports at import every kernel that was not built for this torch; none is used here."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -32,11 +32,11 @@ with _quietly():
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
-_MULTIPLE = 16  # of both widths, which the product of CUDA wants
+_MULTIPLE = 16  # both widths must be multiples of it, for the product on CUDA
 
 
 class _TrainedInFloat8(Float8Linear):
-    """A dense layer whose three products are in float8 while it trains; what it predicts is computed as without."""
+    """A dense layer whose three products are in float8 while it trains; predictions are computed without."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) if self.training else F.linear(input, self.weight, self.bias)
@@ -45,11 +45,11 @@ class _TrainedInFloat8(Float8Linear):
 def train_in_float8(blocks: nn.ModuleList, device: torch.device) -> int:
     """Have the dense layers of Transformer blocks compute in float8 while they train; parameters and names stay.
 
-    On a CPU the products are of the same rounded numbers, and in the weights' dtype. Returns how many layers do.
+    On a CPU the same rounded numbers are multiplied in the weights' dtype. Returns the number of such layers.
 
-    Raises `RecipeError` where there is none of a width that float8 takes.
+    Raises `RecipeError` if no layer has widths that float8 takes.
     """
-    # The number of tokens of a micro-batch, over which the weights' gradients sum, may be any: it is padded.
+    # The weights' gradients sum over the tokens of a micro-batch, whose number may be any: it is padded.
     config = Float8LinearConfig(pad_inner_dim=True, emulate=device.type == "cpu")
 
     def fits(layer: nn.Module, name: str) -> bool:

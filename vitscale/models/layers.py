@@ -65,7 +65,7 @@ def check_size(images_BHWC: Tensor, image_size: int) -> None:
 
 
 def run_block(block: Callable[..., Tensor], *inputs: Tensor | None, recompute: bool) -> Tensor:
-    """One block of a model, whose activations are recomputed in the backward pass where `recompute` says so."""
+    """Run one block of a model; with `recompute` its activations are recomputed in the backward pass."""
     if recompute and torch.is_grad_enabled():
         result = checkpoint(block, *inputs, use_reentrant=False)
         assert isinstance(result, Tensor)
@@ -74,13 +74,13 @@ def run_block(block: Callable[..., Tensor], *inputs: Tensor | None, recompute: b
 
 
 def drop_path(branch: Tensor, share: float) -> Tensor:
-    """What a branch (B, ...) adds while training, where it is left out for a `share` of the samples, each by itself.
+    """What a branch (B, ...) adds while training, when it is left out for a `share` of the samples, drawn for each.
 
-    Those that stay weigh more, so that the mean is that of evaluation.
+    The branches that stay are scaled up, so that the mean is that of evaluation.
     """
     keep = 1 - share
     return branch / keep * branch.new_empty(len(branch), *[1] * (branch.ndim - 1)).bernoulli_(keep)
 
 
 def no_record(name: str, value: Tensor) -> None:
-    """Where the intermediate results of a forward pass go while nobody asks for them."""
+    """Discards the intermediate results of a forward pass, while nobody asks for them."""

@@ -18,10 +18,10 @@ class Model(nn.Module):
     """A model: images (B, H, W, 3) in [-1, 1] -> `Outputs` by `forward`, its values unset.
 
     Attributes:
-        shape: the dimensions, of its family.
+        shape: the dimensions, a class of the family's own.
         image_size: side of the square input in pixels.
         head: the output layer; None for a backbone without one.
-        blocks: the Transformer blocks, of families that have some.
+        blocks: the Transformer blocks, in families that have some.
     """
 
     shape: Any
@@ -42,7 +42,7 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def initialiser(self, name: str) -> Initialiser:
-        """How the parameter `name` is filled at the start of training. Raises `KeyError` for one that it has not."""
+        """How the parameter `name` is filled at the start of training. Raises `KeyError` for an unknown one."""
         raise NotImplementedError
 
     def units(self) -> Sequence[nn.Module]:
@@ -50,21 +50,21 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def foreign(self) -> "ForeignWeights":
-        """What it is called in the formats of other libraries, and how its values are laid out there."""
-        from vitscale.models.weights.foreign import ForeignWeights  # which knows models itself
+        """The names of its parameters in the formats of other libraries, and how their values are laid out there."""
+        from vitscale.models.weights.foreign import ForeignWeights  # it imports models itself
 
         return ForeignWeights()
 
     def block_tokens(self, images: Tensor, count: int) -> BlockTokens:
-        """What linear heads read of the last `count` blocks, fewer where there are not so many.
+        """What linear heads read from the last `count` blocks, or from all if there are fewer.
 
         By default the representation stands for the last block, and is the only one.
         """
         return BlockTokens(self(images).pooled[:, None], None)
 
     # ---- Of a model that cuts the picture itself into patches: `patches` of its block --------------------------------
-    # Its `forward` takes `edit`: patch embeddings (B, N, D) -> those that are used instead; and `kept`, the patches
-    # (B, C) that it goes on with, where `operations_of_part` of its block does not refuse.
+    # Its `forward` takes `edit`: patch embeddings (B, N, D) -> those that are used instead; and `kept`, the patches (B,
+    # C) that are used further, unless `operations_of_part` of its block refuses.
 
     def patchify(self, images_BHWC: Tensor) -> Tensor:
         """The pixels of patches: (B, H, W, 3) -> (B, N, P * P * 3), rows of patches first, in each height first."""

@@ -15,7 +15,7 @@ class Outputs(NamedTuple):
         tokens: (B, T, D), after the final norm; a class token comes first, a distillation token next.
         pooled: (B, D), the representation: what linear read-outs see, before the tanh of the pre-training head.
         logits: (B, K); None from a backbone without a head.
-        heads: (B, 2, K), those of class and distillation token, whose mean `logits` are; None from other models.
+        heads: (B, 2, K), the logits of class and distillation token, whose mean `logits` is; None from other models.
     """
 
     tokens: Tensor

@@ -44,7 +44,7 @@ class LineAttention(nn.Module):
 class AxialAttention2d(nn.Module):
     """Row and then column attention over a feature map, where a ResNet has its 3x3 convolution (AxialResNet).
 
-    A stride of 2 is an average over 2 x 2 positions behind the attention.
+    A stride of 2 is an average over 2 x 2 positions after the attention.
     """
 
     def __init__(self, channels: int, size: int, stride: int) -> None:

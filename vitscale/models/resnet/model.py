@@ -103,7 +103,7 @@ class PreActivationUnit(nn.Module):
 
 
 class PostActivationUnit(nn.Module):
-    """A bottleneck unit of v1: norm behind each convolution, ReLU behind the sum."""
+    """A bottleneck unit of v1: norm after each convolution, ReLU after the sum."""
 
     def __init__(
         self, shape: ResNetShape, inputs: int, outputs: int, size: int, stride: int, drop_path: float = 0.0
@@ -191,7 +191,7 @@ class Features(nn.Module):
         }
 
     def filters(self) -> Tensor:
-        """Those of the root (F, 7, 7, 3), standardised."""
+        """The root's filters (F, 7, 7, 3), standardised."""
         return self.root.conv.standardised().permute(0, 2, 3, 1)
 
     def forward(self, images_BHWC: Tensor) -> Tensor:
@@ -284,7 +284,8 @@ def resnet_initialiser(name: str, variant: Variant) -> Initialiser:
     """How a parameter of `Features` or a norm begins, as in the authors' code.
 
     Convolutions and axial attention have variance 1 / fan_in (standardisation makes the scale of a convolution
-    indifferent); norms are the identity, but the last of each v1 unit begins at zero, and so the unit as its shortcut.
+    indifferent); norms begin as the identity, except the last of each v1 unit, which begins at zero, so that the unit
+    begins as its shortcut.
     """
     layer, _, kind = name.rpartition(".")
     module = layer.rpartition(".")[2]

@@ -23,7 +23,7 @@ _LARGEST_RATIO = 64
 
 
 def model_type(model: "ViT") -> str | None:
-    """What transformers calls a model of these parts; None where it is neither of the two."""
+    """The model_type in transformers of a model with these parts; None if it is neither of the two."""
     shape = model.shape
     is_either = (
         (shape.attention, shape.stem, shape.norm, shape.qk_norm, model.pool) == ("full", None, "layer", False, "cls")
@@ -40,7 +40,7 @@ def model_type(model: "ViT") -> str | None:
 
 
 def _mlp_ratio(shape: "ViTShape") -> int | None:
-    """The whole number by which DINOv2's configuration says how large the hidden layer is; None where none does."""
+    """The whole number that gives the hidden layer's size in DINOv2's configuration; None if there is none."""
     for ratio in range(1, _LARGEST_RATIO + 1):
         hidden = shape.width * ratio
         if shape.mlp == "swiglu":
@@ -51,7 +51,7 @@ def _mlp_ratio(shape: "ViTShape") -> int | None:
 
 
 def configuration(model: "ViT") -> dict[str, Any]:
-    """What config.json says of a model that has a `model_type`, and that decides what it computes."""
+    """What config.json says about a model that has a `model_type`, as far as it decides what the model computes."""
     shape, kind = model.shape, model_type(model)
     is_gated = shape.mlp == "swiglu"
     config: dict[str, Any] = {
@@ -81,7 +81,7 @@ def configuration(model: "ViT") -> dict[str, Any]:
 
 
 def rules(model: "ViT") -> Iterator[Rule]:
-    """Every parameter but the head's, by the names in transformers' files."""
+    """Every parameter except the head's, by the names in transformers' files."""
     shape, is_v2 = model.shape, model_type(model) == DINOV2
     patches = "embeddings.patch_embeddings.projection" if is_v2 else "embeddings.patch_embeddings"
     yield Rule(

@@ -61,8 +61,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two dense layers with GELU between them, dropout after each (as the authors' code has it).
 
-    With SwiGLU the outputs of the first are the gates of its hidden layer, and then what passes them. With `sub_norm`
-    the second begins with a norm.
+    With SwiGLU the first half of the first layer's outputs gates the second half. With `sub_norm` the second layer
+    begins with a norm.
     """
 
     def __init__(self, shape: ViTShape, dropout: float) -> None:
@@ -85,7 +85,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm encoder block (eq. 2 and 3), with position embeddings of its own where it is given some.
+    """One pre-norm encoder block (eq. 2 and 3), with position embeddings of its own if it is given some.
 
     `drop_path` is the share of samples for which attention, and the MLP, is left out while training.
     """
@@ -121,7 +121,7 @@ class Block(nn.Module):
         return x_BTD + self._branch(self.mlp(self.norm2(x_BTD)), self.layer_scale2)
 
     def _branch(self, x_BTD: Tensor, scale_D: Tensor | None) -> Tensor:
-        """What is added of attention or MLP."""
+        """What attention or MLP adds to the tokens."""
         if scale_D is not None:
             x_BTD = x_BTD * scale_D
         return drop_path(x_BTD, self.drop_path) if self.training and self.drop_path > 0 else x_BTD
@@ -159,7 +159,7 @@ class AxialBlock(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """Tokens become one vector by the attention of a learned query, and an MLP behind it (big_vision's `map`)."""
+    """Pools tokens into one vector by the attention of a learned query, followed by an MLP (big_vision's `map`)."""
 
     def __init__(self, shape: ViTShape) -> None:
         super().__init__()
@@ -183,6 +183,6 @@ class AttentionPool(nn.Module):
 
 
 def add_positions(x_BTD: Tensor, own: nn.Parameter | TwoDPositions | None, shared_1TD: Tensor | None = None) -> Tensor:
-    """What a block's input becomes by the position embeddings that are its own or shared by all blocks."""
+    """A block's input plus the position embeddings that are its own or shared by all blocks."""
     values_1TD = position_values(own) if own is not None else shared_1TD
     return x_BTD if values_1TD is None else x_BTD + values_1TD

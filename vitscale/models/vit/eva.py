@@ -1,7 +1,7 @@
 """EVA-02 in timm's format: which models it has, their names, arguments and parameters.
 
-timm turns neighbouring elements of queries and keys together, where ours are half a head apart: the rows that compute
-them are in another order. Models with norms inside have separate layers where the others have stacked ones.
+timm rotates neighbouring elements of queries and keys together, ours are half a head apart: the rows that compute them
+are in another order. Models with inner norms have separate layers where the others have stacked ones.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ _FIXED: dict[str, Any] = {
 
 
 def other_parts(model: "ViT") -> list[str]:
-    """In which parts a model with EVA-02's positions is none, as a recipe says them."""
+    """The parts, as a recipe names them, in which a model with EVA-02's positions is not an EVA-02."""
     parts = [key for key, value in _FIXED.items() if getattr(model.shape, key) != value]
     if model.position_unit != "image":
         parts.append(f"position.unit: {model.position_unit}")
@@ -104,7 +104,7 @@ def _halves(value: Tensor, heads: int) -> Tensor:
 
 
 def timm(model: "ViT") -> TimmModel:
-    """timm's model, of one that has no `other_parts`: the most alike of its names, and what differs as arguments."""
+    """timm's model for one without `other_parts`: the most similar name, and what differs as arguments."""
     shape = model.shape
     dimensions = (shape.patch_size, shape.width, shape.depth, shape.num_heads)
     alike = {
@@ -130,7 +130,7 @@ def timm(model: "ViT") -> TimmModel:
 
 
 def facts(name: str, arguments: dict[str, Any]) -> dict[str, Any] | None:
-    """What no tensor shows of the model that timm has by this name and these arguments; None for other models."""
+    """What no tensor shows of timm's model of this name and these arguments; None for other models than EVA-02."""
     if (named := _MODELS.get(name.rpartition("_")[0])) is None:
         return None
     return {
@@ -140,5 +140,5 @@ def facts(name: str, arguments: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def own_facts(model: "ViT") -> dict[str, Any]:
-    """The same of our model."""
+    """The same facts about our model."""
     return {"num_heads": model.shape.num_heads, "rope_temperature": model.position_base, "ref_feat_shape": _GRID}

@@ -46,11 +46,11 @@ class ViT(Model):
 
     Args:
         shape: the dimensions.
-        image_size: side of the square input in pixels. Where the patch size does not divide it, what lies right and
-            below of the last whole patch is not seen (the original's VALID convolution).
+        image_size: side of the square input in pixels. If the patch size does not divide it, what lies right of and
+            below the last whole patch is not seen (the original's VALID convolution).
         num_classes: K; None for a backbone without a head, whatever `head` says.
         pool: `cls` reads the class token; `mean` averages the patches and `map` attends to all tokens, and neither has
-            a class token; `normed_mean` has one, averages the patches, and its final norm is that of their mean. Axial
+            a class token; `normed_mean` has one, averages the patches, and applies its final norm to their mean. Axial
             models have a grid of tokens, hence neither `cls` nor `normed_mean`.
         head: `pretrain` has a dense layer of width D with tanh before the output layer (section 3.1), `linear` has the
             output layer alone (fine-tuning).
@@ -59,9 +59,9 @@ class ViT(Model):
             training; that of the blocks before it grows from 0 in equal steps, or is the same.
         position, position_at: how and where positions are told (appendix D.3). `relative` and `rope` are told in every
             attention, `1d_rope` there too.
-        position_base: of `rope` and `1d_rope`.
-        position_unit: of `1d_rope`: what its radians are counted in.
-        registers_base: of the rotations of registers, which are a square; None where they are not turned.
+        position_base: the base of the frequencies of `rope` and `1d_rope`.
+        position_unit: the unit in which `1d_rope` counts its radians.
+        registers_base: the base of the rotations of registers, which form a square; None if they are not rotated.
         checkpoint_every: recompute every k-th block's activations in the backward pass; 0 keeps all of them. The units
             of a hybrid's stem are counted by themselves.
     """
@@ -189,7 +189,7 @@ class ViT(Model):
     ) -> Tensor:
         """Patch embeddings (B, N, D) -> tokens (B, T, D) after the final norm: class token, registers, patches.
 
-        With `normed_mean` one more comes before them: that of the patches' mean.
+        With `normed_mean` the normed mean of the patches comes before them.
         """
         grid = self.shape.grid(self.image_size)
         if self.position == "sincos":  # of patches alone
@@ -211,7 +211,7 @@ class ViT(Model):
             others_BTD = x_BTD[:, : x_BTD.shape[1] - patches_BND.shape[1]]
             at_BCD = kept_BC[..., None].expand(-1, -1, patches_BND.shape[2])
             x_BTD = torch.cat([others_BTD, patches_BND.gather(1, at_BCD)], dim=1)
-            if self.registers_base is not None:  # which are turned as well, before the patches
+            if self.registers_base is not None:  # registers are rotated as well, and come before the patches
                 of_registers = torch.arange(self.shape.registers, device=kept_BC.device).expand(len(kept_BC), -1)
                 kept_BC = torch.cat([of_registers, kept_BC + self.shape.registers], dim=1)
             rotations = [rotation_2Nd[:, kept_BC][:, :, None] for rotation_2Nd in rotations]
@@ -221,12 +221,12 @@ class ViT(Model):
             recompute = self.training and self.checkpoint_every > 0 and index % self.checkpoint_every == 0
             x_BTD = run_block(block, x_BTD, positions_1TD, *rotations, recompute=recompute)
             keep(f"block_{index}", x_BTD)
-        if self.pool == "normed_mean":  # among the tokens, as DeepSpeed wants a module to be called once
+        if self.pool == "normed_mean":  # among the tokens, as DeepSpeed expects one call of a module
             x_BTD = torch.cat([self.patch_tokens(x_BTD).mean(dim=1, keepdim=True), x_BTD], dim=1)
         return self.norm(x_BTD)
 
     def _rotations(self, like: Tensor) -> list[Tensor]:
-        """By how much the last tokens are turned, (2, N, d), registers before the patches; nothing where none are."""
+        """How the last tokens are rotated, (2, N, d), registers before the patches; empty without rotations."""
         if self.position not in ("rope", "1d_rope"):
             return []
         grid, head_dim = self.shape.grid(self.image_size), self.shape.head_dim

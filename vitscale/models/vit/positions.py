@@ -37,9 +37,9 @@ class TwoDPositions(nn.Module):
 def absolute_positions(
     kind: PositionKind, grid: int, width: int, class_token: int
 ) -> nn.Parameter | TwoDPositions | None:
-    """What is learned in order to be added to the tokens of a grid x grid of patches.
+    """The learned embeddings to add to the tokens of a grid x grid of patches; None if there are none.
 
-    `class_token` counts the tokens before them: 2 where a distillation token follows it.
+    `class_token` is the number of tokens before them: 2 if a distillation token follows the class token.
     """
     if kind in ("1d", "1d_rope"):
         return nn.Parameter(torch.empty(1, grid**2 + class_token, width))
@@ -75,7 +75,7 @@ def relative_logits(query_BATd: Tensor, table_LAd: Tensor) -> Tensor:
         table_LAd: (L, A, d) with L = 2 T - 1; row o belongs to the offset j - i = o - (T - 1).
 
     Returns:
-        (B, A, T, T), of query i and position j.
+        (B, A, T, T), for query i and position j.
     """
     B, A, T, _ = query_BATd.shape
     by_offset = torch.einsum("batd,lad->batl", query_BATd, table_LAd)
@@ -97,10 +97,10 @@ def patch_rotation(
     """Cosines and sines of the angles by which `rotate` turns a grid x grid of patches: (2, N, d).
 
     `rope` as in DINOv3: rows and columns of the patches' centres are numbers in [-1, 1], whatever the resolution, and
-    turns. `1d_rope` as in EVA-02: they begin at 0, a side is 16 whatever the resolution, and they are radians; with the
-    unit `patch` as in ViT-5, where a patch is one. Of d / 4 frequencies, from 1 down to 1 / base, there is an angle by
-    row and one by column, and each turns two of the d elements. Computed in fp32, in the dtype and on the device of
-    `like`.
+    count full turns. `1d_rope` as in EVA-02: they begin at 0, a side is 16 whatever the resolution, and they count
+    radians; with the unit `patch`, as in ViT-5, a patch is one. For each of d / 4 frequencies, from 1 down to 1 / base,
+    there is an angle by row and one by column, and each rotates two of the d elements. Computed in fp32, in the dtype
+    and on the device of `like`.
     """
     frequencies = base ** (-torch.arange(head_dim // 4, dtype=torch.float32, device=like.device) / (head_dim // 4))
     patches = torch.arange(grid, dtype=torch.float32, device=like.device)
@@ -114,9 +114,9 @@ def patch_rotation(
 
 
 def rotate(x_BATd: Tensor, rotation_2Nd: Tensor) -> Tensor:
-    """Queries or keys (B, A, T, d), the last N of T turned: elements i and i + d / 2 are a point of a plane.
+    """Queries or keys (B, A, T, d), the last N of T rotated: elements i and i + d / 2 are a point of a plane.
 
-    `rotation_2Nd` may be (2, B, 1, N, d): images have patches of their own.
+    `rotation_2Nd` may be (2, B, 1, N, d), if images have patches of their own.
     """
     cos_Nd, sin_Nd = rotation_2Nd
     before = x_BATd.shape[2] - cos_Nd.shape[-2]
@@ -141,7 +141,7 @@ def resample_positions(
     Returns:
         (1, T', D) in the dtype of `positions_1TD`, computed in fp32.
 
-    Raises `ValueError` where T is not that of `old`.
+    Raises `ValueError` if T is not that of `old`.
     """
     head, grid = positions_1TD[:, :class_token], positions_1TD[:, class_token:]
     if grid.shape[1] != old[0] * old[1]:

@@ -44,7 +44,7 @@ _POOLS: dict[str, dict[str, Any]] = {
 }
 _TIMM_GELU = {"gelu": "gelu_tanh", "exact_gelu": "gelu"}
 _TIMM_GATED = ("vit_giant_patch14_reg4_dinov2", (14, 1536, 40, 24))
-# timm's name -> blocks of the stem, and the arguments that the name stands for. Any other value can be given besides.
+# timm's name -> blocks of the stem, and the arguments that the name stands for. Any others can be given besides.
 _TIMM_ARGUMENTS = ("patch_size", "embed_dim", "depth", "num_heads")
 _TIMM_MODELS: dict[str, tuple[tuple[int, ...] | None, tuple[int, int, int, int]]] = {
     "vit_tiny_patch16_224": (None, (16, 192, 12, 3)),
@@ -62,7 +62,7 @@ _TIMM_MODELS: dict[str, tuple[tuple[int, ...] | None, tuple[int, int, int, int]]
     "vit_base_r50_s16_224": ((3, 4, 9), (1, 768, 12, 12)),
     "vit_large_r50_s32_224": ((3, 4, 6, 3), (1, 1024, 24, 16)),
 }
-# Of these the whole name is to be known: with a distillation token it is another class of timm's.
+# These are used under their exact names: with a distillation token timm has another class.
 _TIMM_DISTILLED: dict[str, tuple[tuple[int, ...] | None, tuple[int, int, int, int]]] = {
     "deit_tiny_distilled_patch16_224": (None, (16, 192, 12, 3)),
     "deit_small_distilled_patch16_224": (None, (16, 384, 12, 6)),
@@ -131,7 +131,7 @@ class ViTWeights(ForeignWeights):
         return list({"npz": _flax, "timm": of_timm, "hf": of_transformers}[form](self._model))
 
     def contradictions(self, form: Format, config: dict[str, Any]) -> list[tuple[str, str]]:
-        """As `ForeignWeights.contradictions`: of transformers' whatever it says, of timm's what no tensor shows."""
+        """As `ForeignWeights.contradictions`: all that transformers' says, and what no tensor shows of timm's."""
         shape = self._model.shape
         given = config.get("model_args")
         arguments: dict[str, Any] = given if isinstance(given, dict) else {}
@@ -166,7 +166,7 @@ class ViTWeights(ForeignWeights):
         return {"hidden_act": ACTIVATIONS[shape.mlp], "layer_norm_eps": shape.norm_eps}
 
     def _facts_for_transformers(self) -> dict[str, Any]:
-        """What config.json has to say for the tensors to be this model's."""
+        """What config.json must say for the tensors to be this model's."""
         if dino.model_type(self._model) is not None:
             return dino.configuration(self._model)
         dimensions = {key: getattr(self._model.shape, name) for key, name in _HF_DIMENSIONS.items()}
@@ -233,7 +233,7 @@ class ViTWeights(ForeignWeights):
         )
 
     def _timm_parts(self) -> dict[str, Any]:
-        """Arguments of timm for what differs from the paper's models, and for what differs from a name's."""
+        """timm's arguments for what differs from the paper's models, and from the model that a name stands for."""
         shape = self._model.shape
         arguments: dict[str, Any] = {}
         if shape.mlp == "swiglu" or shape.registers or not shape.class_position:
@@ -287,7 +287,7 @@ def _positions(model: "ViT") -> str:
 
 
 def _parts_without_place(model: "ViT", form: Format) -> list[str]:
-    """Those that the paper's models do not have, as a recipe says them, and that a format cannot hold."""
+    """The parts, as a recipe names them, that the paper's models do not have and a format cannot hold."""
     shape, has_map = model.shape, model.pool == "map"
     found = [key for key, plain in _PLAIN.items() if getattr(shape, key) != plain]
     if model.pool in ("map", "normed_mean"):
@@ -332,7 +332,7 @@ def _flax(model: "ViT") -> Iterator[Rule]:
 
 
 def _flax_map(num_heads: int) -> Iterator[Rule]:
-    """By big_vision's names: the paper's authors have no such pooling."""
+    """The rules of attention pooling, by big_vision's names: the paper's authors have no such pooling."""
     ours, theirs = "map", "MAPHead_0"
     attention = f"{theirs}/MultiHeadDotProductAttention_0"
     yield same(f"{ours}.probe", f"{theirs}/probe")
@@ -366,7 +366,7 @@ def _timm(model: "ViT") -> Iterator[Rule]:
 
 
 def _transformers(model: "ViT") -> Iterator[Rule]:
-    """The names that transformers 4 and 5 both read, and both write."""
+    """The rules, by the names that transformers 4 and 5 both read and write."""
     yield same("cls", "vit.embeddings.cls_token")
     yield same("pos_embedding", "vit.embeddings.position_embeddings")
     yield from torch_patches("embedding", "vit.embeddings.patch_embeddings.projection", model.shape.patch_size)

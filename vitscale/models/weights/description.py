@@ -28,13 +28,13 @@ class Description:
     """A model without its values.
 
     Args:
-        model: the block of a recipe, as plain data.
+        model: the `model` block of a recipe, as plain data.
         image_size: side of the square input in pixels, at most 8192.
-        num_classes: K, at most 1e9; None where the file has no head.
-        class_names: of the K outputs, where they are known.
-        step: of the checkpoint that the values are from, where they are from one.
-        eval_crop: what the model was evaluated on, where it is known.
-        normalise: of the images that the model is for, where it is known.
+        num_classes: K, at most 1e9; None if the file has no head.
+        class_names: the names of the K outputs, if known.
+        step: the step of the checkpoint that the values are from, if any.
+        eval_crop: the crop that the model was evaluated with, if known.
+        normalise: how the images that the model is for are normalised, if known.
     """
 
     model: dict[str, Any]
@@ -54,7 +54,7 @@ class Description:
         return f"{name} with {dimensions}" if name and dimensions else str(name or dimensions)
 
     def build(self, *, with_head: bool = True) -> Model:
-        """The model on the meta device, of one class where their number is not known. Raises `RecipeError`."""
+        """The model on the meta device, with one class if their number is not known. Raises `RecipeError`."""
         sizes = (("image size", self.image_size, _MAX_IMAGE_SIZE), ("num_classes", self.num_classes or 1, _MAX_CLASSES))
         for what, value, largest in sizes:
             if not 1 <= value <= largest:
@@ -65,7 +65,7 @@ class Description:
             return build_of_block(block, image_size=self.image_size, num_classes=num_classes)
 
     def to_json(self) -> str:
-        """For a file's metadata."""
+        """The description in JSON, for a file's metadata."""
         content = {
             "version": _VERSION,
             "model": {key: value for key, value in self.model.items() if value is not None},
@@ -83,14 +83,15 @@ _STORED = pydantic.TypeAdapter(Description)
 
 
 def describe(source: Source, model: dict[str, Any] | None = None, image_size: int | None = None) -> Description:
-    """What a source holds.
+    """Describe what a source holds.
 
     Args:
-        source: of any format.
-        model: the block of a recipe, a name at least; our own files say it themselves. Head and pooling are the file's.
-        image_size: to give the model; by default that of the source, or 224 where it does not tell (ResNets).
+        source: the weights, of any format.
+        model: the `model` block of a recipe, a name at least; our own files contain it. Head and pooling are the
+            file's.
+        image_size: the size to give the model; by default that of the source, or 224 if it does not tell (ResNets).
 
-    Raises `RecipeError` where a model is missing, or is not the one that the file says it is of.
+    Raises `RecipeError` if a model is missing, or is not the one that the file says it is of.
     """
     own = own_description(source)
     if own is not None:
@@ -103,7 +104,7 @@ def describe(source: Source, model: dict[str, Any] | None = None, image_size: in
             f"{source.path} ({source.form}) does not say which model it is of; name it: --model NAME or --model RECIPE"
         )
     pixels = _shape(model).stride
-    # Whatever its head and its classes, a model of these dimensions tells what its parameters are called here.
+    # A model of these dimensions, whatever its head and classes, tells what its parameters are called in the format.
     is_distilled = bool(model.get("distilled"))
     block = model | {"head": "linear" if is_distilled else "pretrain", "num_classes": None}
     keys = {rule.ours: rule.theirs[0] for rule in table(Description(block, pixels, 1).build(), source.form)}

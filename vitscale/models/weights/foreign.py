@@ -29,10 +29,10 @@ class TimmModel:
     """A model as `timm.create_model` builds it.
 
     Args:
-        name: timm's.
-        arguments: besides the name, classes aside.
-        about: what config.json says besides.
-        layers: in the part on pretraining, names of the first convolution and the classifier.
+        name: timm's name for it.
+        arguments: the arguments besides the name, without the number of classes.
+        about: what else config.json says.
+        layers: names of the first convolution and the classifier, for config.json's part on pretraining.
         fixed_size: whether it takes images of one size.
     """
 
@@ -44,26 +44,26 @@ class TimmModel:
 
 
 class ForeignWeights:
-    """One model in the formats of other libraries: what subclasses of each family know; by default none has it."""
+    """One model in the formats of other libraries. Each family has a subclass; by default no format has the model."""
 
     def refusal(self, form: Format) -> str | None:
         """Why a format cannot hold this model; None where it can."""
         return f"format {form} has no such model; safetensors, vitscale's own, has any"
 
     def rules(self, form: Format) -> Sequence[Rule]:
-        """Every parameter in a format that can hold it, `pre_logits` excepted where the format has none."""
+        """A rule for every parameter, if the format can hold the model, except `pre_logits` if it has none."""
         raise NotImplementedError
 
     def contradictions(self, form: Format, config: dict[str, Any]) -> list[tuple[str, str]]:
-        """(key, what is wrong) of all by which a folder's config.json is of another model, where no tensor shows it."""
+        """(key, what is wrong) for all in a folder's config.json that is of another model, where no tensor shows it."""
         return []
 
     def differences(self, form: Format, config: dict[str, Any]) -> list[str]:
-        """One note on what a folder's config.json asks for that the model computes a little otherwise, or none."""
+        """One note on what the model computes a little otherwise than a folder's config.json asks for, or none."""
         return []
 
     def resampling(self, name: str, shape: tuple[int, ...]) -> Resampling | None:
-        """How our parameter is made of one of this shape, where the two differ by nothing but the resolution."""
+        """How our parameter is made of one of this shape, if the two differ by nothing but the resolution."""
         return None
 
     def timm(self) -> TimmModel | None:

@@ -61,12 +61,12 @@ def renamed(path: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
 
 
 def _dino_name(name: str) -> str:
-    """The name in files of DINO, which has no prefix without a head, for what is a module's name in some version."""
+    """The name in DINO's files for a module's name in some version; without a head there is no prefix."""
     return re.sub(r"^(dinov2_with_registers\.|model\.(?=layer\.))", "", name)
 
 
 def file_name(name: str) -> str:
-    """The name in files for what is a module's name in some version; `ViTModel` has no `vit.` before its names."""
+    """The name in files for a module's name in some version; `ViTModel` has no `vit.` before its names."""
     if not name.startswith(("vit.", "classifier.")):
         name = f"vit.{name}"
     for pattern, replacement in _RENAMES:
@@ -75,7 +75,7 @@ def file_name(name: str) -> str:
 
 
 def read_folder(folder: Path, config: dict[str, Any]) -> Source:
-    """A folder of transformers' with this config.json.
+    """Read a folder in transformers' format with this config.json.
 
     Raises `CheckpointError` for one without a Vision Transformer.
     """
@@ -113,7 +113,7 @@ def _class_names(config: dict[str, Any]) -> list[str] | None:
 
 
 def _crop(preprocessor: dict[str, Any]) -> EvalCrop | None:
-    """The crop of a preprocessor_config.json, unless it is none of ours."""
+    """The crop of a preprocessor_config.json; None if it is none of ours."""
     size, crop = (_sides(preprocessor.get(key)) for key in ("size", "crop_size"))
     if not preprocessor.get("do_center_crop", False):
         crop = size if len(size) == 2 else []  # the shortest edge alone is no square
@@ -124,7 +124,7 @@ def _crop(preprocessor: dict[str, Any]) -> EvalCrop | None:
 
 
 def _normalise(preprocessor: dict[str, Any]) -> Normalise | None:
-    """What a preprocessor_config.json makes of pixels, unless it is nothing that we can do or it does not say."""
+    """How a preprocessor_config.json normalises pixels; None if it does not say, or we cannot do the same."""
     factor = preprocessor.get("rescale_factor", 1 / 255)
     if not (preprocessor.get("do_rescale", True) and isinstance(factor, float) and math.isclose(factor, 1 / 255)):
         return None
@@ -142,7 +142,7 @@ def _sides(size: Any) -> list[int]:
 
 
 def distinct(labels: list[str]) -> list[str]:
-    """The labels, those that stand twice with their class number behind them: label2id has room for one of a name."""
+    """The labels, repeated ones with their class number appended: label2id has room for one of a name."""
     while len(set(labels)) < len(labels):
         times = Counter(labels)
         labels = [f"{label} ({i})" if times[label] > 1 else label for i, label in enumerate(labels)]

@@ -1,7 +1,7 @@
 """Google's `.npz`: every naming of it read, one written, one array in memory at a time.
 
-Its names are those of the paper's authors; the later ones of their Big Vision project are taken back to them. A stacked
-file has the layers of all blocks in one array, with the block as its first axis.
+Its names are those of the paper's authors; the later ones of their Big Vision project are mapped back to them. A
+stacked file has the layers of all blocks in one array, with the block as its first axis.
 """
 
 import math
@@ -22,8 +22,8 @@ from vitscale.errors import CheckpointError
 from vitscale.models.weights.source import Entry, Source, rename, some
 from vitscale.recipe import Normalise
 
-# Prefix of the weights -> what else may stand beside them: the state of the optimizer and of the trainer's clock, and
-# the other half of a pair of image and text towers. The longest comes first.
+# Prefix of the weights -> what else the file may hold: the state of the optimizer and of the trainer's clock, and the
+# other half of a pair of image and text towers. The longest comes first.
 _PREFIXES = {
     "params/img/": ("params/txt/", "params/t", "params/b", "opt/", "chrono/"),
     "opt/target/": ("opt/state/",),
@@ -43,7 +43,7 @@ _DAMAGED = (zipfile.BadZipFile, zlib.error, TokenError, ValueError, EOFError, OS
 
 
 def read_npz(path: Path) -> Source:
-    """Raises `CheckpointError` for a file that is damaged, pickled or none of Google's."""
+    """Read one of Google's files. Raises `CheckpointError` for one that is damaged, pickled or none of Google's."""
     found = _members(path)
     prefix = next((p for p in _PREFIXES if any(p + landmark in found for landmark in _LANDMARKS)), None)
     if prefix is None:
@@ -59,7 +59,7 @@ def read_npz(path: Path) -> Source:
     entries = rename(path, entries, _author_s_name)
     own = entries.get(_POSITIONS)
     if own is not None and "cls" in entries and len(own.shape) == 3 and math.isqrt(own.shape[1]) ** 2 == own.shape[1]:
-        # Big Vision adds positions before the class token comes, which so has none: ours is zero.
+        # Big Vision adds positions before it adds the class token, which so has none: ours is zero.
         rows = (own.shape[0], own.shape[1] + 1, own.shape[2])
         entries[_POSITIONS] = own.changed(rows, lambda value: torch.cat([torch.zeros_like(value[:, :1]), value], 1))
     for name, entry in entries.items():
@@ -69,7 +69,7 @@ def read_npz(path: Path) -> Source:
 
 
 def write_npz(file: BinaryIO, arrays: Iterable[tuple[str, Tensor]]) -> None:
-    """Arrays (key, fp32 tensor) in the order given, uncompressed as numpy has it. Raises OSError."""
+    """Write arrays (key, fp32 tensor) in the order given, uncompressed as numpy has it. Raises OSError."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for key, value in arrays:
             with archive.open(f"{key}.npy", "w", force_zip64=True) as member:
@@ -128,7 +128,7 @@ def _header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def _read(path: Path, key: str, layer: int | None = None) -> Tensor:
-    """One array, or one layer of a stacked one without the others: fp32."""
+    """Read one array, or one layer of a stacked one without the others, as fp32."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open(f"{key}.npy") as member:
             if layer is None:

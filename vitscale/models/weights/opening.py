@@ -1,4 +1,4 @@
-"""Which format a file or folder has, by its name and its keys."""
+"""Tells the format of a file or folder by its name and its keys."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What our models see of an image as other libraries have it: resized, the centre cut out, normalised."""
+"""The preprocessing of our models' images as other libraries have it: resized, the centre cut out, normalised."""
 
 import math
 
@@ -21,12 +21,12 @@ def resized_edge(image_size: int, crop: EvalCrop) -> int:
 
 
 def resize_of(filter_name: object) -> str:
-    """How pictures are resized by what other libraries call so; as we do it where that is none of Pillow's two."""
+    """Our name for a resizing filter of other libraries; our own method if it is none of Pillow's two."""
     return _RESIZE_OF.get(str(filter_name), "area")
 
 
 def filter_of(crop: EvalCrop) -> str:
-    """What is nearest to a crop's way of resizing in other libraries, which all have Pillow's filters.
+    """The filter nearest to a crop's way of resizing in other libraries, which all have Pillow's filters.
 
     Bilinear with antialiasing is the nearest to our mean over areas; none is without antialiasing.
     """
@@ -34,7 +34,7 @@ def filter_of(crop: EvalCrop) -> str:
 
 
 def crop_of(edge: object, side: object, *, is_square: bool, resize: str) -> EvalCrop | None:
-    """The crop that keeps the central `side` of `edge` pixels; None where these are no such numbers."""
+    """The crop that keeps the central `side` of `edge` pixels; None if these are not such numbers."""
     numbers = [number for number in (edge, side) if isinstance(number, int | float) and math.isfinite(number)]
     if len(numbers) < 2 or not 0 < numbers[1] <= numbers[0]:
         return None
@@ -43,7 +43,7 @@ def crop_of(edge: object, side: object, *, is_square: bool, resize: str) -> Eval
 
 
 def normalise_of(mean: object, std: object) -> Normalise | None:
-    """A normalisation from a file's numbers; None where these are none."""
+    """A normalisation from a file's numbers; None if these are not such numbers."""
     try:
         return Normalise.model_validate({"mean": mean, "std": std})
     except pydantic.ValidationError:

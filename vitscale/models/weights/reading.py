@@ -1,4 +1,4 @@
-"""From a source to our parameters: every key accounted for, one parameter computed at a time."""
+"""Reads our parameters from a source: every key accounted for, one parameter computed at a time."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Reader:
     """How to read one of our parameters; calling it gives the whole: fp32, on the CPU, in the model's shape.
 
     Args:
-        keys: of the source that it is made of.
+        keys: the keys of the source that it is made of.
         is_resampled: whether these are position embeddings of another resolution.
         read: the whole tensor.
         piece: (start, length) -> those elements of the flattened parameter without the others; None where it has to be
@@ -64,13 +64,14 @@ def parameters(
     Args:
         model: holds the shapes; its values, if it has any, are not looked at.
         source: of any format.
-        drop: those of `HEAD` that are not to be read; then whatever else the source has of a head is left unread, too.
-        report: is told what is worth knowing: positions resampled, a head of zeros, what the source has besides.
+        drop: the parameters of `HEAD` not to be read; if any, all else that the source has of a head is left unread
+            too.
+        report: called with what is worth knowing: positions resampled, a head of zeros, what else the source has.
         resample: whether position embeddings of another resolution are resampled (section 3.2).
-        advice: ends the message of an error that only the head has caused.
+        advice: ends an error's message if the head alone has caused it.
 
-    Raises `CheckpointError` listing every key that is missing, unexpected or of another shape, and `RecipeError` where
-    the format cannot hold the model.
+    Raises `CheckpointError` listing every key that is missing, unexpected or of another shape, and `RecipeError` if the
+    format cannot hold the model.
     """
     names = [name for name, _ in model.named_parameters() if name not in drop]
     rules = {rule.ours: rule for rule in table(model, source.form) if rule.ours in names}
@@ -87,7 +88,7 @@ def parameters(
 
 
 def notes(model: Model, source: Source) -> list[str]:
-    """What a reader should know of a source whose values a model takes."""
+    """What people should know about a source whose values a model takes."""
     differences = model.foreign().differences(source.form, source.config) if source.config else []
     return [*differences, *source.notes]
 
@@ -95,7 +96,7 @@ def notes(model: Model, source: Source) -> list[str]:
 def load_weights(model: Model, source: Source, drop: Collection[str] = (), report: Report = print) -> None:
     """Give a model that holds whole parameters, in any dtype, the values of a source; see `parameters`.
 
-    What is in `drop` keeps the values that it has.
+    Parameters in `drop` keep their values.
     """
     readers = parameters(model, source, drop, report)
     ours = dict(model.named_parameters())

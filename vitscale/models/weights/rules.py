@@ -1,6 +1,6 @@
 """One rule of a converter: a parameter of ours, what it is called elsewhere, and how its values are laid out there.
 
-A rule works in both directions, so that one table serves import and export. On meta tensors it tells shapes.
+A rule works in both directions, so that one table serves import and export. Applied to meta tensors it gives shapes.
 
 Shape legend: D width, H heads, d = D / H, P patch size, C channels, K classes, O I outputs and inputs of a layer.
 """
@@ -29,7 +29,7 @@ class Rule:
 
 
 def same(ours: str, theirs: str) -> Rule:
-    """Another name alone."""
+    """A rule that only renames."""
     return Rule(ours, (theirs,), lambda value: (value,), lambda values: values[0], renames=True)
 
 
@@ -94,7 +94,7 @@ def flax_heads(ours: str, theirs: Sequence[str], num_heads: int) -> list[Rule]:
 
 
 def flax_out(ours: str, theirs: str, num_heads: int) -> list[Rule]:
-    """weight (D, D) and bias <-> kernel (H, d, D) and bias, of the layer behind the heads of attention."""
+    """weight (D, D) and bias <-> kernel (H, d, D) and bias, of the layer after the attention heads."""
     kernel = _one(
         f"{ours}.weight",
         f"{theirs}/kernel",
@@ -117,7 +117,7 @@ def torch_patches(ours: str, theirs: str, patch_size: int) -> list[Rule]:
 
 
 def stacked(ours: str, theirs: Sequence[str], kinds: Sequence[str] = ("weight", "bias")) -> list[Rule]:
-    """A layer of stacked parts <-> a layer each."""
+    """A layer of stacked parts <-> one layer for each part."""
     return [
         Rule(f"{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs), lambda value: value.chunk(len(theirs)), cat)
         for kind in kinds

@@ -35,15 +35,15 @@ class Source:
     """The weights in one file or folder, under the names that our table of its format uses.
 
     Args:
-        path: of the file or folder.
+        path: the file or folder.
         form: its format.
         entries: name in the table -> array.
         metadata: what our own files say of their model; empty in other formats.
         config: config.json of a folder of transformers', with its defaults, or of timm's; empty in other formats.
-        class_names: of the outputs, where a folder names them.
-        eval_crop: by which a folder's images are prepared, where it says so and we can do the same.
-        normalise: of the images that the weights are for, where the format or a folder says so.
-        notes: what a reader should know: what was left unread, and what the file says that we compute otherwise.
+        class_names: the names of the outputs, if a folder has them.
+        eval_crop: how a folder's images are cropped, if it says so and we can do the same.
+        normalise: how the images that the weights are for are normalised, if the format or a folder says so.
+        notes: what people should know: what was left unread, and what the file says that we compute otherwise.
     """
 
     path: Path
@@ -79,7 +79,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def differing(path: Path, content: dict[str, Any], ours: dict[str, Any], so: str) -> list[str]:
-    """One note on the keys of a folder's file that ask for something else than we compute; none where none does."""
+    """One note on the keys of a folder's file that ask for something else than we compute, or none."""
     found = [f"{key} {content[key]!r} (here {ours[key]!r})" for key in ours if content.get(key, ours[key]) != ours[key]]
     return [f"{path.name} asks for {' and '.join(found)}: {so}"] if found else []
 

@@ -15,7 +15,7 @@ HEAD = (
 
 
 def table(model: Model, form: Format) -> list[Rule]:
-    """One rule for each parameter of a model, `pre_logits` excepted where a format has none.
+    """One rule for each parameter of a model, except `pre_logits` if a format has none.
 
     Raises `RecipeError` saying what the format can hold.
     """
@@ -27,7 +27,7 @@ def table(model: Model, form: Format) -> list[Rule]:
 
 
 def their_shapes(model: Model, rules: list[Rule]) -> dict[str, tuple[int, ...]]:
-    """Key -> shape of everything that a table of this model speaks of."""
+    """Key -> shape of every array in a table of this model."""
     ours = {name: torch.empty(parameter.shape, device="meta") for name, parameter in model.named_parameters()}
     shapes = {}
     for rule in rules:

@@ -15,7 +15,7 @@ from vitscale.models.weights.source import Source
 from vitscale.models.weights.torch_files import SAFETENSORS, read_beside_config
 from vitscale.recipe import EvalCrop, Normalise
 
-# What timm takes where a folder says nothing; of ImageNet's pixels.
+# timm's defaults for a folder that says nothing; from ImageNet's pixels.
 _MEAN, _STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 _INTERPOLATION = "bicubic"
 
@@ -69,7 +69,7 @@ def loading_lines(path: Path, model: Model, num_classes: int | None) -> list[str
 
 
 def read_folder(folder: Path, config: dict[str, Any]) -> Source:
-    """A folder of timm's with this config.json. Raises `CheckpointError`."""
+    """Read a folder in timm's format with this config.json. Raises `CheckpointError`."""
     data = _object(config, "pretrained_cfg") or config  # the older form has all in one
     return Source(
         folder,
@@ -105,7 +105,7 @@ def _crop(data: dict[str, Any]) -> EvalCrop | None:
 
 
 def _crop_pct(image_size: int, crop: EvalCrop) -> float:
-    """The share of which timm makes the edge that we want: the whole part of image_size / share."""
+    """The share from which timm computes the edge that we want: the whole part of image_size / share."""
     edge = resized_edge(image_size, crop)
     share = image_size / edge
     return share if math.floor(image_size / share) == edge else math.nextafter(share, 0)

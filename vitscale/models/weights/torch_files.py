@@ -119,11 +119,11 @@ def read_torch(path: Path) -> dict[str, Entry]:
 
 
 def _reason(error: Exception) -> str:
-    """In our words: torch's own advise to run what a stranger's file asks for."""
+    """The reason in our words: torch's own advise to run what a stranger's file asks for."""
     text = str(error)
     if asked := re.search(r"GLOBAL (\S+) was not an allowed", text):
         return f"it asks to run {asked[1]}; save the values alone: torch.save(model.state_dict(), ...)"
-    # Of bytes that are no pickle, torch's unpickler has a KeyError, whose text is a byte.
+    # For bytes that are no pickle, torch's unpickler raises a KeyError whose text is a byte.
     if isinstance(error, pickle.UnpicklingError | KeyError) or "weights_only" in text:
         return "it is damaged, or holds more than tensors"
     return text.partition("\n")[0] or type(error).__name__
@@ -145,7 +145,7 @@ def write_safetensors(
     tensors: Iterable[tuple[str, Tensor]],
     metadata: dict[str, str],
 ) -> None:
-    """fp32 tensors in the order of `shapes`, one at a time: the library's own writer wants all of them at once.
+    """Write fp32 tensors in the order of `shapes`, one at a time: the library's own writer wants all of them at once.
 
     The format: 8 bytes of the header's length, a JSON header of types, shapes and positions, the values.
     Raises OSError.

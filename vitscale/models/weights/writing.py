@@ -1,4 +1,4 @@
-"""From our parameters to a file or folder of any format, one parameter in memory at a time."""
+"""Writes our parameters to a file or folder of any format, one parameter in memory at a time."""
 
 import errno
 import json
@@ -29,7 +29,7 @@ from vitscale.recipe import Normalise
 from vitscale.weight_formats import Format
 
 _SUFFIX: dict[Format, str] = {"safetensors": SAFETENSORS, "npz": ".npz", "timm": SAFETENSORS}
-# What a system says where the name of a new file or folder is taken, an empty folder's excepted.
+# The system's errors if the name of a new file or folder is taken, except by an empty folder.
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 
 
@@ -41,19 +41,19 @@ def write_weights(
     drop_head: bool = False,
     report: Report = print,
 ) -> int:
-    """Write the weights of a model; the number of values written.
+    """Write the weights of a model. Returns the number of values written.
 
     Args:
         out: the file, or the folder for hf, and for timm unless it ends in `.safetensors`. Complete or absent: it is
-            written aside and renamed. What has this name, now or when it is to be renamed, is left as it is.
+            written aside and renamed. Anything that has this name, now or by then, is left as it is.
         form: the format.
         description: the model, its image size and classes.
         parameter: our parameter's name -> its whole tensor, fp32 on the CPU; asked once for each.
         drop_head: leave the output layer and `pre_logits` out.
-        report: is told what is worth knowing: values that are not finite, classes of one name.
+        report: called with what is worth knowing: values that are not finite, classes of one name.
 
-    Raises `RecipeError` where the format cannot hold the model, where `out` ends otherwise than the format does, or
-    where it exists; an empty folder may be there for a folder. `CheckpointError` where there is no room.
+    Raises `RecipeError` if the format cannot hold the model, if `out` does not end as the format does, or if it exists
+    (for a folder, an empty one may exist), and `CheckpointError` if there is no room.
     """
     if drop_head:
         description = replace(description, num_classes=None, class_names=None)
