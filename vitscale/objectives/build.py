@@ -1,4 +1,4 @@
-"""From a recipe to its objective."""
+"""Builds the objective of a recipe."""
 
 from vitscale import recipe as recipes
 from vitscale.extensions import implementation
@@ -9,7 +9,7 @@ from vitscale.recipe import Recipe
 
 
 def objective_class(recipe: Recipe) -> type[Objective]:
-    """The module that computes a recipe's objective. Raises `RecipeError` where another package's is not there."""
+    """The module that computes a recipe's objective. Raises `RecipeError` if its package is not installed."""
     return implementation(recipe.objective.implementation, Objective)
 
 
@@ -19,7 +19,7 @@ def build_objective(recipe: Recipe, num_classes: int) -> Objective:
 
 
 def build_teacher(recipe: Recipe, num_classes: int) -> Model | None:
-    """The model that a recipe's objective learns from, its values unset too; None where there is none."""
+    """The model that a recipe's objective learns from, its values unset too; None without one."""
     settings = recipe.objective
     if not isinstance(settings, recipes.Distillation):
         return None

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from vitscale.shards import Manifest
 
 UNLABELLED = -1
-_KEPT = 28  # what a hash is for; see data/augmentation.py
+_KEPT = 28  # the purpose of a hash; see data/augmentation.py
 
 
 Share = tuple[Tensor, Tensor | float]
-"""Labels (B,) int64, and how far the targets of these classes lie above those of the others, (B,) or alike for all."""
+"""Labels (B,) int64, and by how much the targets of these classes exceed those of the others, (B,) or one for all."""
 
 
 def sigmoid_cross_entropy(logits: Tensor, shares: Sequence[Share], off: float = 0.0) -> Tensor:
@@ -96,7 +96,7 @@ class CrossEntropy:
 
     @classmethod
     def of(cls, recipe: Recipe) -> Self:
-        """That of a recipe whose objective is classification."""
+        """The loss of a recipe whose objective is classification."""
         settings = recipe.objective
         assert isinstance(settings, recipes.Classification), settings.kind
         return cls(settings.loss, settings.on, settings.off, settings.label_smoothing, settings.threshold)
@@ -111,13 +111,13 @@ class CrossEntropy:
         return loss / num_classes if self.loss == "bce" else loss
 
     def _targets(self, labels: Tensor, partners: Partners | None, num_classes: int) -> tuple[Sequence[Share], float]:
-        """The targets of labelled classes above those of the others, and those of the others."""
+        """By how much the targets of labelled classes exceed those of the others, and those of the others."""
         on, off = self.on, self.off
         if self.label_smoothing:
             off = self.label_smoothing / num_classes
             on = 1 - self.label_smoothing + off
         parts: list[Share] = [(labels, 1.0)]
-        if partners is not None:  # of one class they are as one
+        if partners is not None:  # partners of one class count as one label
             own = torch.where(labels == partners.labels, 1.0, partners.own)
             parts = [(labels, own), (partners.labels, 1 - own)]
         if self.threshold is None:
@@ -127,7 +127,7 @@ class CrossEntropy:
         return [(of_class, is_on * 1.0 - least) for of_class, is_on in above], least
 
     def check_labels(self, labels: Tensor, num_classes: int) -> None:
-        """Raise `DataError` for labels (B,) outside the classes; -1 passes but for softmax.
+        """Raise `DataError` for labels (B,) outside the classes; -1 passes, except for softmax.
 
         Cheap in host memory. On a device it would wait for everything queued there, so call it before the batch is
         copied.
@@ -151,8 +151,8 @@ class Classification(Objective):
         cross_entropy: the loss.
         num_classes: K.
         head_bias: initial bias of the output layer.
-        mixer: of images and their targets; None to leave them alone.
-        kept: patches of each image that the backbone sees while it trains; None for all.
+        mixer: mixes images and their targets; None to leave them alone.
+        kept: the number of patches of each image that the backbone sees while it trains; None for all.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Classification(Objective):
         return Losses(self.cross_entropy.per_sample_loss(logits, labels, partners))
 
     def mixed(self, images: Tensor, labels: Tensor, plan: Plan) -> tuple[Tensor, Partners | None, Plan]:
-        """The images as they are mixed, with whom, and what else is planned."""
+        """(images, mixed if need be; the samples' partners, None without mixing; what else is planned)."""
         if self.mixer is None:
             return images, None, plan
         own, blend, boxes, *others = plan
@@ -224,7 +224,7 @@ class Classification(Objective):
         return images, Partners(partners_of(labels), own), tuple(others)
 
     def seen(self, images: Tensor, plan: Plan) -> Outputs:
-        """What the backbone says of the patches that are kept."""
+        """The backbone's outputs for the patches that are kept."""
         outputs: Outputs = self.backbone(images) if self.kept is None else self.backbone(images, kept=plan[0])
         return outputs
 
@@ -234,7 +234,7 @@ class Classification(Objective):
 
 
 def initial_head_bias(recipe: Recipe) -> float:
-    """-10 where the sigmoid loss meets the pre-training head, unless the recipe says otherwise; softmax cannot tell.
+    """-10 for the sigmoid loss with the pre-training head, unless the recipe says otherwise; softmax cannot tell.
 
     With -10, the authors' value, every class starts improbable.
     """

@@ -1,7 +1,7 @@
 """Distillation through a token (Touvron et al., 2021, section 4): a model learns from labels and from a teacher.
 
-The teacher is no submodule, so that its weights are not in checkpoints, not the optimizer's, not divided by ZeRO and
-not exported. Each rank has it whole.
+The teacher is no submodule, so that its weights are not in checkpoints, not updated by the optimizer, not divided by
+ZeRO and not exported. Each rank has all of it.
 
 Shape legend: B batch, S side in pixels, K classes.
 """
@@ -24,7 +24,7 @@ class Distillation(Classification):
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
-        self._teacher: list[Model] = []  # a list, which a module does not look into
+        self._teacher: list[Model] = []  # a list, so that it is no submodule
         self._change: tuple[list[float], list[float]] | None = None
 
     @classmethod
@@ -42,7 +42,7 @@ class Distillation(Classification):
 
     @torch.no_grad()
     def taught(self, images: Tensor) -> Tensor:
-        """The classes int64 (B,) that the teacher names for images (B, S, S, 3), normalised as the model's."""
+        """The classes int64 (B,) that the teacher predicts for images (B, S, S, 3), normalised as the model's."""
         assert self._teacher, "the teacher is given before the first step"
         if self._change is not None:
             factor, shift = (torch.tensor(each, device=images.device) for each in self._change)
@@ -52,7 +52,7 @@ class Distillation(Classification):
         return outputs.logits.argmax(dim=1)
 
     def losses(self, images: Tensor, labels: Tensor, plan: Plan) -> Losses:
-        """As `Objective.losses`: the mean of both heads'. `agreement` is how often the second names the same class."""
+        """As `Objective.losses`: the mean of both heads' losses; how often the second head agrees with the teacher."""
         images, partners, plan = self.mixed(images, labels, plan)
         taught = self.taught(images)
         heads = self.seen(images, plan).heads
@@ -65,7 +65,7 @@ class Distillation(Classification):
 
 
 def change_of_pixels(ours: Normalise, theirs: Normalise | None) -> tuple[list[float], list[float]] | None:
-    """(factor, shift) by channel, with which pixels normalised our way become theirs; None where they are the same."""
+    """(factor, shift) by channel that turn pixels normalised our way into theirs; None if both are the same."""
     if theirs is None or theirs == ours:
         return None
     factor = [std / other for std, other in zip(ours.std, theirs.std, strict=True)]

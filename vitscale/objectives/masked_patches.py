@@ -1,7 +1,7 @@
 """Masked patch prediction (section 4.6, appendix B.1.2): self-supervision as BERT's, on patches.
 
-Corrupted are patch embeddings, before class token and positions are added: where a patch lies stays known. Which ones,
-and how, is a function of each sample's key, so that it is the same on every world and after resuming.
+Patch embeddings are corrupted before class token and positions are added, so where a patch lies stays known. Which
+ones, and how, is a function of each sample's key, so that it is the same on every world and after resuming.
 
 Shape legend: B batch, S side in pixels, N patches, C corrupted patches, P patch size, D width.
 """
@@ -20,8 +20,8 @@ from vitscale.objectives.objective import Losses, Objective, Plan
 from vitscale.recipe import Recipe
 from vitscale.recipe.masked_patches import CELLS, COLOURS, Counts, MaskedPatches
 
-_PATCH_ORDER = 8  # what a hash is for; see data/augmentation.py
-_LEVELS = 8  # of each channel, 3 bits
+_PATCH_ORDER = 8  # the purpose of a hash; see data/augmentation.py
+_LEVELS = 8  # levels of each channel, 3 bits
 
 
 class MaskedPatchPrediction(Objective):
@@ -29,9 +29,9 @@ class MaskedPatchPrediction(Objective):
 
     Args:
         backbone: a Transformer without a head, which cuts the image itself into patches.
-        target: as in the recipe's block.
-        counts: patches of each image that are corrupted.
-        outputs: numbers that are predicted of one patch.
+        target: what is predicted, as in the recipe's block.
+        counts: the numbers of patches of each image that are corrupted, by kind.
+        outputs: how many numbers are predicted for one patch.
     """
 
     def __init__(self, backbone: Model, target: str, counts: Counts, outputs: int) -> None:
@@ -48,12 +48,12 @@ class MaskedPatchPrediction(Objective):
         return cls(backbone, settings.target, settings.counts(recipe), settings.outputs(backbone.shape.patch_size))
 
     def plan(self, keys: np.ndarray, step: int) -> Plan:
-        """A random order of each image's patches, (B, N) int64: masked, replaced, kept, and those that are intact."""
+        """A random order of each image's patches, (B, N) int64: masked, replaced, kept, and then those left intact."""
         patches = self.backbone.shape.grid(self.backbone.image_size) ** 2
         return (torch.from_numpy(orders(keys.view(np.uint64), patches, _PATCH_ORDER)),)
 
     def losses(self, images: Tensor, labels: Tensor, plan: Plan) -> Losses:
-        """As `Objective.losses`: the mean over corrupted patches, in nats, or of squares in units of half the range."""
+        """As `Objective.losses`: means over corrupted patches, in nats, or of squares in units of half the range."""
         (order_BN,) = plan
         corrupted_BC = order_BN[:, : self.counts.corrupted]
         tokens_BTD = self.backbone(images, edit=lambda x_BND: self._corrupt(x_BND, order_BN)).tokens
@@ -69,10 +69,10 @@ class MaskedPatchPrediction(Objective):
         return Losses(losses.mean(dim=(1, 2)), {"colour_accuracy": is_right.mean(dim=(1, 2))})
 
     def _corrupt(self, x_BND: Tensor, order_BN: Tensor) -> Tensor:
-        """Patch embeddings of which some are another's, or [mask]."""
+        """Patch embeddings, some of them replaced by another patch's or by [mask]."""
         masked, replaced, kept = self.counts
         changed = order_BN[:, : masked + replaced]
-        # Each replaced patch becomes another one in the order, and no two the same: gradients of sources that coincide
+        # Each replaced patch becomes another one in the order, no two the same: gradients of sources that coincide
         # would be added in any order.
         at = torch.arange(masked, masked + replaced, device=order_BN.device) + replaced + kept
         others = order_BN[:, at % order_BN.shape[1]]
@@ -80,7 +80,7 @@ class MaskedPatchPrediction(Objective):
         return x_BND.scatter(1, changed[..., None].expand_as(values), values)
 
     def initialiser(self, name: str) -> Initialiser:
-        """As `Objective.initialiser`: [mask] as a position embedding; the prediction at zero, as output layers."""
+        """As `Objective.initialiser`: [mask] begins as a position embedding, the prediction at zero, as an output."""
         if name == "mask":
             return normal(0.02)
         return constant(0.0) if name.startswith("prediction.") else super().initialiser(name)
@@ -92,7 +92,7 @@ def _rows(values_BND: Tensor, at_BC: Tensor) -> Tensor:
 
 
 def whole_pixels(images: Tensor) -> Tensor:
-    """Pixels from 0 to 255, fp32, of those in [-1, 1]; exact in bf16 too, whose 8 bits tell x / 127.5 - 1 apart."""
+    """Pixels from 0 to 255, fp32, from those in [-1, 1]; exact in bf16 too, whose 8 bits tell x / 127.5 - 1 apart."""
     return ((images.float() + 1) * 127.5).round()
 
 
@@ -102,7 +102,7 @@ def quantised_colours(patches: Tensor, patch_size: int, cells: int) -> Tensor:
     Args:
         patches: pixels from 0 to 255, (..., P * P * 3) in the order height, width, channel.
         patch_size: P.
-        cells: along each side; P is a multiple of it.
+        cells: the number of cells along each side; P is a multiple of it.
 
     Returns:
         int64 (..., cells * cells), row by row.

@@ -1,4 +1,4 @@
-"""Mixup and CutMix: which images are mixed, by what, and the mixing itself.
+"""Mixup and CutMix: which images are mixed, in what proportion, and the mixing itself.
 
 Partners are slots 2k and 2k + 1 of the global batch. What is drawn is a function of the samples' keys, or for a whole
 batch of (seed, batch), so that it is the same on every world and after resuming.
@@ -16,15 +16,15 @@ from vitscale.data.draws import uniform
 from vitscale.data.hashing import combine, mix
 from vitscale.recipe import Mixing
 
-_BATCH, _MIXED, _CUT, _RADIUS, _ANGLE, _ROW, _COLUMN = range(20, 27)  # what a hash is for; see data/augmentation.py
+_BATCH, _MIXED, _CUT, _RADIUS, _ANGLE, _ROW, _COLUMN = range(20, 27)  # purposes of hashes; see data/augmentation.py
 
 
 class Partners(NamedTuple):
-    """Whom each sample is mixed with.
+    """What each sample is mixed with.
 
     Attributes:
-        labels: int64 (B,), of the partner.
-        own: fp32 (B,), the part of the target that is the sample's own label's.
+        labels: int64 (B,), the partners' labels.
+        own: fp32 (B,), the sample's own label's share of the target.
     """
 
     labels: Tensor
@@ -35,8 +35,8 @@ class Mixer:
     """Mixup and CutMix of pairs, as timm's `Mixup` draws and computes them.
 
     Args:
-        settings: the recipe's.
-        seed: the recipe's.
+        settings: the recipe's settings of mixing.
+        seed: the recipe's seed.
         image_size: S.
     """
 
@@ -45,12 +45,12 @@ class Mixer:
         self._sides = settings.sides(image_size)
 
     def plan(self, keys: np.ndarray, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What each sample becomes: a box of its partner, and outside of the box a sum of both.
+        """What each sample becomes: its partner's pixels in a box, and a weighted sum of both outside it.
 
         Returns:
-            own: fp32 (B,), the part of the target that is the sample's own label's.
+            own: fp32 (B,), the sample's own label's share of the target.
             blend: fp32 (B,), the weight of its own pixels outside of the box.
-            boxes: int64 (B, 4), top, bottom, left, right, the ends excluded; empty where there is none.
+            boxes: int64 (B, 4), top, bottom, left, right, the ends excluded; empty without a box.
         """
         settings, keys = self._settings, keys.view(np.uint64)
         if settings.per == "batch":
@@ -77,7 +77,7 @@ class Mixer:
         return np.where(is_cut, 1 - areas / side**2, weights), np.where(is_cut, 1.0, weights), boxes
 
     def _ends_around(self, keys: np.ndarray, weights: np.ndarray) -> list[np.ndarray]:
-        """Boxes of the other image's part of the area, around any pixel; beyond the border they are cut off."""
+        """Boxes with the partner's share of the area, centred on any pixel; beyond the border they are cut off."""
         side = self._image_size
         cut = (side * np.sqrt(1 - weights)).astype(np.int64)
         centres = ((uniform(keys, purpose) * side).astype(np.int64) for purpose in (_ROW, _COLUMN))
@@ -86,14 +86,14 @@ class Mixer:
     def _ends_within(self, keys: np.ndarray, low: int, high: int) -> list[np.ndarray]:
         """Boxes of any sides from `low` and below `high`, anywhere within the image."""
         ends = []
-        for of_length, of_place in ((_RADIUS, _ROW), (_ANGLE, _COLUMN)):  # no weight is drawn of them
+        for of_length, of_place in ((_RADIUS, _ROW), (_ANGLE, _COLUMN)):  # hash purposes that no weight uses here
             lengths = low + (uniform(keys, of_length) * (high - low)).astype(np.int64)
             first = (uniform(keys, of_place) * (self._image_size - lengths + 1)).astype(np.int64)
             ends += [first, first + lengths]
         return ends
 
     def mix_images(self, images: Tensor, blend: Tensor, boxes: Tensor) -> Tensor:
-        """Images (B, S, S, 3) of any floating dtype, mixed in fp32; `blend` and `boxes` as `plan` has them."""
+        """Mix images (B, S, S, 3) of any floating dtype, in fp32; `blend` and `boxes` are those of `plan`."""
         along = torch.arange(images.shape[1], device=images.device)
         inside = [(along >= boxes[:, at, None]) & (along < boxes[:, at + 1, None]) for at in (0, 2)]  # each (B, S)
         in_box = (inside[0][:, :, None] & inside[1][:, None, :])[..., None]
@@ -105,14 +105,14 @@ class Mixer:
 def symmetric_beta(alphas: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Beta(alpha, alpha) from two independent uniforms in [0, 1), all float64 of one shape.
 
-    Exact and without rejection: (1 + T / sqrt(2 alpha + T^2)) / 2 of a Student's T with 2 alpha degrees of freedom,
-    which Bailey's polar method (1994) makes of two uniforms.
+    Exact and without rejection: (1 + T / sqrt(2 alpha + T^2)) / 2 for a Student's T with 2 alpha degrees of freedom,
+    which Bailey's polar method (1994) makes from two uniforms.
     """
     power, cosine = first ** (1 / alphas), np.cos(2 * np.pi * second)
     centred = cosine * np.sqrt((1 - power) / (power + (1 - power) * cosine**2))
-    return np.clip((1 + centred) / 2, 0, 1)  # what is rounded may lie outside by a last bit
+    return np.clip((1 + centred) / 2, 0, 1)  # rounding may lead outside by a last bit
 
 
 def partners_of(values: Tensor) -> Tensor:
-    """Rows (B, ...) of which 2k and 2k + 1 have changed places."""
+    """Rows (B, ...) in which 2k and 2k + 1 have changed places."""
     return values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)

@@ -1,7 +1,7 @@
 """The contract of an objective: a module around a backbone that turns a batch into losses.
 
-DeepSpeed's engine wraps this module, so that whatever has parameters is computed inside it: ZeRO-3 gathers parameters
-by the hooks of modules, and a head that is called beside the engine sees empty ones. For the same reason a backbone is
+DeepSpeed's engine wraps this module, so everything with parameters is computed inside it: ZeRO-3 gathers parameters by
+the hooks of modules, and a head that is called beside the engine sees empty ones. For the same reason a backbone is
 called as a whole, and once in each micro-batch: DeepSpeed has computed wrong gradients for modules that are used twice
 (its issue 8224).
 
@@ -31,7 +31,7 @@ class Losses(NamedTuple):
     """What training minimises: the mean of `per_sample` over the global batch.
 
     Attributes:
-        per_sample: (B,) fp32, in nats where it is a cross-entropy.
+        per_sample: (B,) fp32, in nats if it is a cross-entropy.
         shown: other figures of each sample, (B,) fp32 without gradients, whose means are reported by these names.
     """
 
@@ -42,7 +42,7 @@ class Losses(NamedTuple):
 class Objective(nn.Module):
     """What is learned. Subclasses add heads to the backbone and say how its outputs become losses.
 
-    Parameters are called in checkpoints as here, the backbone's without a prefix.
+    Checkpoints use the parameters' names here, the backbone's without a prefix.
     """
 
     def __init__(self, backbone: Model) -> None:
@@ -51,20 +51,21 @@ class Objective(nn.Module):
 
     @classmethod
     def num_outputs(cls, recipe: Recipe, manifest: "Manifest") -> int:
-        """The classes that a dataset has for this objective. Raises `DataError` and `RecipeError`."""
+        """The number of classes that a dataset has for this objective. Raises `DataError` and `RecipeError`."""
         return len(manifest.class_names)
 
     @classmethod
     def of(cls, recipe: Recipe, num_classes: int) -> Self:
-        """The objective of a recipe whose training data have so many classes; its values are unset."""
+        """The objective of a recipe whose training data have `num_classes` classes; its values are unset."""
         raise NotImplementedError
 
     def check(self, batch: "Batch") -> None:
-        """Raise `DataError` for a batch that cannot be learned from. It is in host memory still, where looking is
-        cheap."""
+        """Raise `DataError` for a batch that cannot be learned from. It is still in host memory, where looking is
+        cheap.
+        """
 
     def plan(self, keys: np.ndarray, step: int) -> Plan:
-        """What is drawn for samples with these keys: the same on every world and after resuming.
+        """Draw for samples with these keys: the same on every world and after resuming.
 
         Args:
             keys: the bits of each sample's randomness in this epoch, 64-bit integers (B,), in the order of the global
@@ -78,19 +79,19 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def predict(self, images: Tensor) -> Outputs:
-        """What evaluators see of images (B, S, S, 3) in [-1, 1]."""
+        """What evaluators get for images (B, S, S, 3) in [-1, 1]."""
         return self.backbone(images)
 
     def forward(self, images: Tensor, labels: Tensor | None = None, plan: Plan = ()) -> Losses | Outputs:
-        """The engine's one door: losses with labels, outputs without."""
+        """The engine's only entry: losses with labels, outputs without."""
         return self.predict(images) if labels is None else self.losses(images, labels, plan)
 
     def learn_from(self, teacher: Model) -> None:
-        """Be given the teacher that `build_teacher` has made, with its values; it does not become a part of this."""
+        """Take the teacher that `build_teacher` has made, with its values; it does not become a submodule."""
         raise NotImplementedError
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """All parameters by the names that checkpoints have."""
+        """All parameters, by their names in checkpoints."""
         for name, parameter in self.named_parameters():
             yield name.removeprefix(_BACKBONE), parameter
 
