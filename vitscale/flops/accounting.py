@@ -24,8 +24,8 @@ def mfu(images_per_s: float, macs: int, num_devices: int, peak: float | None) ->
     """Model FLOPs utilisation, a fraction: what the model needs over what the devices could do.
 
     Args:
-        images_per_s: of all devices together.
-        macs: of one forward pass of one image, padding counted.
+        images_per_s: images per second of all devices together.
+        macs: the MACs of one image's forward pass, padding counted.
         peak: FLOP/s of one device (`hardware.peak_flops`). None, an unknown device, has no utilisation: None.
     """
     if peak is None:

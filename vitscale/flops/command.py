@@ -20,7 +20,7 @@ from vitscale.flops.published import table_6
 from vitscale.recipe import find_recipe, load_recipe, recipes_dir
 from vitscale.table import Form, render
 
-# What goes with the option that chooses the report; the first of them that is given chooses.
+# Options that go with the option that chooses the report; the first of these that is given chooses.
 _OF_HARDWARE = {"--devices", "--mfu", "--price"}
 _COST_OPTIONS = {"--hardware", *_OF_HARDWARE}
 _GOES_WITH = {
@@ -163,7 +163,7 @@ def _plot(path: Path, runs: Sequence[Path]) -> None:
 
 
 def _estimates(names: list[str], settings: list[str], samples: int | None) -> list[Estimate]:
-    """Of the named recipes in their order, or of all: first the rows of Table 6 in its order, then by name."""
+    """Estimates of the named recipes in their order, or of all: first Table 6's rows in its order, then by name."""
     if not names:
         files = sorted(recipes_dir().glob("*.yaml"))
         found = [estimate(file.stem, load_recipe(file, settings)) for file in files]

@@ -1,4 +1,4 @@
-"""From model FLOPs to hours, energy and money on some devices. Nothing is assumed: the utilisation is given."""
+"""From model FLOPs to hours, energy and money on given devices. Nothing is assumed: the utilisation is given."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from vitscale.flops.hardware import Device
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a run is to be computed on.
+    """The devices that a run is to be computed on.
 
     Args:
-        device: one of them.
-        count: how many.
-        price: of one device for one hour, in any currency; None where nobody asks.
+        device: the kind of device.
+        count: the number of devices.
+        price: the price of one device for one hour, in any currency; None if nobody asks.
     """
 
     device: Device
@@ -36,7 +36,7 @@ class Hardware:
 def cost_row(
     hours: float, device_hours: float | None, device: Device | None, price: float | None
 ) -> dict[str, float | None]:
-    """Hours on the clock, hours of all devices, kWh that these draw at most, and the price; None where not known."""
+    """Hours on the clock, hours of all devices, the most kWh that these draw, and the price; None if not known."""
     watts = None if device is None else device.watts
     return {
         "hours": hours,

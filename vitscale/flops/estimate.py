@@ -1,4 +1,4 @@
-"""A recipe's estimate: its work, the images it trains on, what that comes to, and what the paper says of it."""
+"""A recipe's estimate: its work, the images it trains on, the FLOPs of that, and what the paper says about it."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,11 +17,11 @@ class Estimate:
     """One recipe's figures.
 
     Attributes:
-        name: of the recipe.
-        recipe: itself.
-        work: on one image; None where nothing says how many classes the model has.
-        samples: in the training set, or None.
-        images: that the whole run trains on, or None.
+        name: the recipe's name.
+        recipe: the recipe itself.
+        work: the work for one image; None if nothing says how many classes the model has.
+        samples: the number of samples in the training set, or None.
+        images: the number of images that the whole run trains on, or None.
         problem: why something is None.
     """
 
@@ -34,19 +34,19 @@ class Estimate:
 
     @property
     def epochs(self) -> float | None:
-        """As the recipe says, or images by samples."""
+        """Epochs as the recipe says, or images by samples."""
         if self.recipe.schedule.duration.epochs is not None:
             return self.recipe.schedule.duration.epochs
         return None if not self.samples or self.images is None else self.images / self.samples
 
     @property
     def tokens(self) -> int | None:
-        """Of a Transformer, class token included."""
+        """A Transformer's tokens, class token included."""
         return self.recipe.model.num_tokens(self.recipe.data.image_size)
 
     @property
     def own_images(self) -> int | None:
-        """Images that a branch itself trains on, after those of its trunk; of other runs all."""
+        """Images that a branch itself trains on, after those of its trunk; all images of other runs."""
         before = self.recipe.first_step * self.recipe.batch.global_size
         return None if self.images is None else max(0, self.images - before)
 
@@ -56,30 +56,30 @@ class Estimate:
         return self.exaflops_of(self.work)
 
     def exaflops_of(self, work: Work | None) -> float | None:
-        """Model FLOPs of a part of the model over the whole run."""
+        """Model FLOPs of a part of the model over the whole run, in exaFLOPs."""
         return None if work is None or self.images is None else exaflops(work.accounting_macs, self.images)
 
     @property
     def own_exaflops(self) -> float | None:
-        """The same of `own_images`."""
+        """exaFLOPs of training on `own_images`."""
         if self.work is None or self.own_images is None:
             return None
         return exaflops(self.work.accounting_macs, self.own_images)
 
     @cached_property
     def recomputed(self) -> Work:
-        """What activation checkpointing computes once more: forward passes that model FLOPs do not count."""
+        """What activation checkpointing computes a second time: forward passes that model FLOPs do not count."""
         return Work(()) if self.work is None else self.work.recomputed(self.recipe.parallelism.activation_checkpointing)
 
     @property
     def recomputed_exaflops(self) -> float | None:
-        """What `recomputed` adds over the whole run: one pass, of the three that training has."""
+        """exaFLOPs that `recomputed` adds over the whole run: one pass, of the three that training has."""
         trained = self.exaflops_of(self.recomputed)
         return None if trained is None else trained / FORWARD_PASSES_PER_TRAINING_STEP
 
     @property
     def hardware_exaflops(self) -> float | None:
-        """What the devices compute: model FLOPs and what is recomputed."""
+        """exaFLOPs that the devices compute: model FLOPs and what is recomputed."""
         return None if self.exaflops is None else self.exaflops + (self.recomputed_exaflops or 0.0)
 
     @cached_property
@@ -89,19 +89,19 @@ class Estimate:
 
     @property
     def deviation(self) -> float | None:
-        """From the corrected table, as a fraction of it."""
+        """The deviation from the corrected table, as a fraction of its value."""
         if self.published is None or self.exaflops is None:
             return None
         return self.exaflops / self.published.exaflops - 1
 
     @property
     def model_name(self) -> str:
-        """The model's name with what is replaced in it, or its dimensions."""
+        """The model's name with what is changed in it, or its dimensions."""
         return self.recipe.model.describe()
 
 
 def estimate(name: str, recipe: Recipe, samples: int | None = None) -> Estimate:
-    """Work out a recipe; `samples` overrules the size of its training set."""
+    """Work out a recipe; `samples` overrides the size of its training set."""
     data = training_set(recipe, samples)
     work = None if data.num_classes is None else recipe_work(recipe, data.num_classes)
     return Estimate(name, recipe, work, data.samples, images_of(recipe, data.samples), data.problem)

@@ -1,8 +1,8 @@
 """Figure 5 from the paper's Table 6: transfer accuracy against pre-training compute, beside runs of one's own.
 
-What is reported of the paper is top-1 after fine-tuning. A run has something else, the top-1 of its own head on its own
-validation data, without fine-tuning. Only on ImageNet are the two of one kind, and there a run stands in the paper's
-panel, with a marker of its own. Runs on other data get a panel of their own: their accuracies compare with no other.
+The paper reports top-1 after fine-tuning. A run has something else, the top-1 of its own head on its own validation
+data, without fine-tuning. Only on ImageNet are the two comparable, and there a run is in the paper's panel, with a
+marker of its own. Runs on other data get a panel of their own: their accuracies compare with no other.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SUFFIXES = (".png", ".svg")
-# Name, marker, colour and the side of its label: up or down, and slanted, because neighbours stand close.
+# Name, marker, colour and the side of its label: up or down, and slanted, because neighbours are close.
 _KINDS = {
     "vit": ("ViT", "o", "tab:blue", -1),
     "resnet": ("ResNet (BiT)", "s", "tab:gray", -1),
@@ -33,8 +33,9 @@ _MOST_IN_LEGEND = 12
 
 @dataclass(frozen=True)
 class Point:
-    """A finished run: exaFLOPs of the whole, and top-1 in percent on its validation dataset, of the step that was
-    selected or else of the last."""
+    """A finished run: exaFLOPs of all of it, and top-1 in percent on its validation dataset, at the selected step or
+    else the last.
+    """
 
     label: str
     exaflops: float
@@ -43,7 +44,7 @@ class Point:
 
     @property
     def is_on_imagenet(self) -> bool:
-        """Whether it was validated on the data set of that name."""
+        """Whether it was validated on the dataset named imagenet."""
         return self.dataset.split("/")[0] == "imagenet"
 
 
@@ -68,7 +69,7 @@ def points_of(runs: Sequence[Run]) -> tuple[list[Point], list[str]]:
 def draw(path: Path, points: Sequence[Point]) -> None:
     """Write the figure as PNG or SVG, by the suffix of `path`.
 
-    Raises `RecipeError` for another suffix, without matplotlib, or where nothing can be written.
+    Raises `RecipeError` for another suffix, without matplotlib, or if the file cannot be written.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise RecipeError(f"--plot {path}: expected a name that ends with {' or '.join(SUFFIXES)}")

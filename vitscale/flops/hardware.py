@@ -1,4 +1,4 @@
-"""Peak matrix throughput of known accelerators, by the name the CUDA driver reports or by the one people say.
+"""Peak matrix throughput of known accelerators, by the name the CUDA driver reports or by the common one.
 
 Figures are dense (datasheets often print twice as much, for 2:4 sparsity), with fp32 accumulation, at boost clock. A
 device is listed when its maker publishes the figure and its driver name is unambiguous. Everything else is unknown and
@@ -19,13 +19,13 @@ Dtype = Literal["bf16", "fp16"]
 
 @dataclass(frozen=True)
 class Board:
-    """What is around the chip, by the datasheet.
+    """What surrounds the chip, by the datasheet.
 
     Args:
-        memory: bytes; None where there are several variants, or we are not sure.
-        bandwidth: bytes/s of that memory, of the slowest variant; None where we are not sure.
-        link: bytes/s that one device can send to the others of its node: by NVLink where a board connects all by it,
-            else by its PCIe slot.
+        memory: bytes; None if there are several variants, or we are not sure.
+        bandwidth: bytes/s of that memory, for the slowest variant; None if we are not sure.
+        link: bytes/s that one device can send to the others of its node: by NVLink if a board connects all by it, else
+            by its PCIe slot.
     """
 
     memory: float | None = None
@@ -38,12 +38,12 @@ class Device:
     """One accelerator.
 
     Args:
-        name: what people say: `h200`.
+        name: the common name, such as `h200`.
         driver_name: a regular expression for the whole name that its driver reports.
-        peak: FLOP/s by dtype, where they are published.
-        watts: the most it is made to draw, as the maker publishes it for the accelerator alone; None where that is not
+        peak: FLOP/s by dtype, if published.
+        watts: the most power it is made to draw, as the maker publishes it for the accelerator alone; None if not
             published.
-        source: of the peak, and of the watts.
+        source: where the peak and the watts are published.
     """
 
     name: str
@@ -54,12 +54,12 @@ class Device:
 
     @property
     def board(self) -> Board:
-        """Its memory and links, None where they are not known."""
+        """Its memory and links, None if they are not known."""
         return _BOARDS.get(self.name, Board())
 
     @property
     def training_peak(self) -> tuple[float, Dtype]:
-        """FLOP/s and dtype of training: bf16, or fp16 where there is no bf16."""
+        """FLOP/s and dtype of training: bf16, or fp16 if there is no bf16."""
         dtype: Dtype = "bf16" if "bf16" in self.peak else "fp16"
         return self.peak[dtype], dtype
 
@@ -85,7 +85,7 @@ _B200 = "NVIDIA HGX B200 datasheet (36 PFLOP/s with sparsity over 8 GPUs)"
 _TPUV3 = "Google Cloud TPU v3 documentation, half a chip of two cores (123 TFLOP/s, at most 262 W measured)"
 
 DEVICES = (
-    # Of the superchips with a CPU only the power of the whole is published.
+    # For superchips with a CPU only the power of the whole is published.
     Device("gb200", r"NVIDIA GB200", _same(2500), None, _GB200),
     Device("b200", r"NVIDIA B200", _same(2250), 1000, _B200),
     Device(
@@ -143,7 +143,7 @@ _BOARDS = {
 
 
 def peak_flops(device_name: str, dtype: Dtype) -> float | None:
-    """Peak dense FLOP/s of one device for matrix products in `dtype`, or None where it is not known.
+    """Peak dense FLOP/s of one device for matrix products in `dtype`, or None if not known.
 
     `device_name` is what `torch.cuda.get_device_name()` says.
     """
@@ -154,7 +154,7 @@ def peak_flops(device_name: str, dtype: Dtype) -> float | None:
 
 
 def find_device(name: str) -> Device:
-    """A device by the name that people say, in any case. Raises `RecipeError` listing the known ones."""
+    """A device by its common name, in any case. Raises `RecipeError` listing the known ones."""
     by_name = {device.name: device for device in DEVICES}
     if name.lower() in by_name:
         return by_name[name.lower()]

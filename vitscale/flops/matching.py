@@ -1,6 +1,6 @@
-"""Which of the paper's results belong to a recipe: by what the recipe is, not by the name of its file.
+"""Finds the paper's results that belong to a recipe, by what the recipe is, not by the name of its file.
 
-The model, the images and how often they are seen, and the optimizer decide. Its learning rate, the batch,
+The model, the images and how often they are seen, and the optimizer decide. The learning rate, the batch,
 regularisation and what is evaluated on the way do not.
 """
 
@@ -20,7 +20,7 @@ from vitscale.flops.published import (
 from vitscale.flops.training_set import PAPER_SETS
 from vitscale.recipe import Recipe
 
-# Tables 7 and 8 are of runs of 7 epochs.
+# Tables 7 and 8 report runs of 7 epochs.
 _ABLATION_EPOCHS = 7
 
 
@@ -72,8 +72,9 @@ def _is_run(
     optimizer: str = "adamw",
     **changed: Any,
 ) -> bool:
-    """Whether the recipe pre-trains the paper's model of that name, unchanged but for some keys, on one of its data
-    sets so long."""
+    """Whether the recipe pre-trains the paper's model of that name, unchanged except for some keys, on one of its data
+    sets for one of these lengths.
+    """
     name = f"{pretraining}/train"
     if recipe.data.train != name or recipe.data.image_size != 224 or recipe.optimizer.name != optimizer:
         return False

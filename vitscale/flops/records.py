@@ -1,4 +1,4 @@
-"""What a run's records say of its cost: recipe, metrics, checkpoint indices and DONE, finished or under way.
+"""Reads what a run has cost from its records: recipe, metrics, checkpoint indices and DONE, finished or under way.
 
 No torch, and no tensor of a checkpoint is read.
 """
@@ -26,21 +26,21 @@ class Run:
     """What a run has done and what it cost.
 
     Attributes:
-        directory: of the run.
-        recipe: that it follows.
-        step: the last one that metrics tell of.
-        seconds: that all steps took.
-        device_seconds: the same, summed over devices; None where nothing tells how many there were.
-        exaflops: up to that step, without what the trunk of a branch has computed.
-        mfu: the mean over the device-seconds that have one, a fraction; None where none has.
-        world_size: devices of the last steps, None as above.
-        world_sizes: all that it has run on.
+        directory: the run's directory.
+        recipe: the recipe that it follows.
+        step: the last step in the metrics.
+        seconds: the time that all steps took.
+        device_seconds: the same, summed over devices; None if nothing tells how many there were.
+        exaflops: exaFLOPs up to that step, without those of a branch's trunk.
+        mfu: the mean over the device-seconds that have one, a fraction; None if none has.
+        world_size: the number of devices in the last steps; None as above.
+        world_sizes: all numbers of devices that it has run on.
         is_world_size_assumed: whether there are steps whose world size is taken from the newest checkpoint.
-        num_classes, num_samples: of the newest checkpoint; None without one.
+        num_classes, num_samples: as the newest checkpoint says; None without one.
         is_done: whether it is finished.
-        best_step: that was selected; None before the end, and where nothing selects.
-        evaluation: of the best step, or else of the last: values by evaluator/metric.
-        notes: on what is damaged or missing.
+        best_step: the step that was selected; None before the end, and if nothing selects.
+        evaluation: values by evaluator/metric, of the best step, or else of the last.
+        notes: what is damaged or missing.
     """
 
     directory: Path
@@ -62,17 +62,17 @@ class Run:
 
     @property
     def images(self) -> int:
-        """That the run itself has trained on."""
+        """The number of images that the run itself has trained on."""
         return (self.step - self.recipe.first_step) * self.recipe.batch.global_size
 
     @property
     def images_per_s(self) -> float:
-        """Of all devices together, over all steps."""
+        """Images per second of all devices together, over all steps."""
         return self.images / self.seconds
 
     @property
     def total_steps(self) -> int | None:
-        """Of the whole run, where something tells it."""
+        """Steps of the whole run, if something tells."""
         duration = self.recipe.schedule.duration
         if self.num_samples is None and duration.epochs is not None:
             return None
@@ -82,7 +82,7 @@ class Run:
 def read_run(directory: Path) -> Run:
     """Read the records of a run.
 
-    Raises `RecipeError` where there is no run, `DataError` where it has not taken a step yet or its records are broken.
+    Raises `RecipeError` if there is no run, `DataError` if it has not taken a step yet or its records are broken.
     """
     saved = directory / RECIPE_FILE
     try:
@@ -142,16 +142,16 @@ def read_run(directory: Path) -> Run:
 
 
 def _seconds(lines: Sequence[Row], first: int) -> list[float]:
-    """What the steps took that each line closes; `first` were another run's."""
+    """Seconds of the steps that each line covers; the `first` steps were another run's."""
     before = [first, *(line["step"] for line in lines[:-1])]
     return [(line["step"] - step) * line["step_time_s"] for step, line in zip(before, lines, strict=True)]
 
 
 def _gap_notes(steps: Sequence[int], every: int, first: int) -> list[str]:
-    """On steps whose metrics are lost. There is a line at every multiple of `every`, and where training stopped."""
+    """Notes on steps whose metrics are lost. A line is due at every multiple of `every`, and where training stopped."""
     gaps = []
     for before, step in zip([first, *steps[:-1]], steps, strict=True):
-        covered = (step - 1) // every * every  # the line tells of the steps behind that one
+        covered = (step - 1) // every * every  # the line covers the steps after that one
         if covered > before:
             gaps.append(f"{before + 1:,} to {covered:,}")
     if not gaps:
@@ -161,7 +161,7 @@ def _gap_notes(steps: Sequence[int], every: int, first: int) -> list[str]:
 
 
 def _newest_index(recipe: Recipe, directory: Path) -> tuple[Index | None, list[str]]:
-    """The newest index that can be read, and notes on what is damaged. Checkpoints at a URL are not asked for."""
+    """The newest index that can be read, and notes on what is damaged. Checkpoints at a URL are not looked at."""
     root = checkpoints_root(recipe, directory)
     if is_url(root):
         return None, []
@@ -170,7 +170,7 @@ def _newest_index(recipe: Recipe, directory: Path) -> tuple[Index | None, list[s
 
 
 def _numbers(values: Any) -> dict[str, float]:
-    """Those of an evaluation."""
+    """The numbers of an evaluation."""
     if not isinstance(values, dict):
         return {}
     return {key: value for key, value in values.items() if number(value) is not None}

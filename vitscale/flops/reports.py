@@ -1,4 +1,4 @@
-"""What `vitscale-flops` reports of recipes: the grid, where the FLOPs go, what a budget buys, hours and money."""
+"""What `vitscale-flops` reports on recipes: the grid, where the FLOPs go, what a budget buys, hours and money."""
 
 from collections.abc import Sequence
 
@@ -71,7 +71,7 @@ TRAINING_HOURS_SAY = "Hours: of training steps alone, without evaluation and che
 
 
 def grid_view(estimates: Sequence[Estimate]) -> View:
-    """Every recipe beside what the paper publishes of it."""
+    """Every recipe beside what the paper publishes about it."""
     rows: list[Row] = []
     for one in estimates:
         work, published = one.work, one.published
@@ -101,7 +101,7 @@ def grid_view(estimates: Sequence[Estimate]) -> View:
 
 
 def breakdown_view(estimates: Sequence[Estimate]) -> View:
-    """Where MACs, FLOPs and parameters are; behind model FLOPs what recomputing activations adds to them."""
+    """Where MACs, FLOPs and parameters are; after model FLOPs, what recomputing activations adds to them."""
     rows: list[Row] = []
     groups = []
     for one in estimates:
@@ -141,9 +141,9 @@ def _parts(one: Estimate) -> list[Row]:
 def purchase_view(
     estimates: Sequence[Estimate], budget: float | None, hardware: Hardware | None, mfu: float | None
 ) -> View:
-    """Of the recipes those that fit in a budget of exaFLOPs, the best first by the paper's results; and their cost.
+    """The recipes that fit in a budget of exaFLOPs, the best by the paper's results first; and their cost.
 
-    Without a budget all of them, in their order; without hardware no cost.
+    Without a budget, all of them in their order; without hardware, no cost.
     """
     columns, legend = [RECIPE, _MODEL, _EPOCHS, EXAFLOPS], []
     notes: list[str] = []
@@ -200,7 +200,7 @@ def _cost_row(one: Estimate, hardware: Hardware, mfu: float) -> Row:
 
 
 def energy_legend(device: Device | None) -> list[str]:
-    """What kWh are, where there are any."""
+    """What kWh means, if there are any."""
     known = device is not None and device.watts is not None
     return ["kWh: what the devices draw at most, without hosts and cooling."] if known else []
 
@@ -219,7 +219,7 @@ def _cost_notes(estimates: Sequence[Estimate], hardware: Hardware, mfu: float) -
 
 
 def _notes(estimates: Sequence[Estimate]) -> list[str]:
-    """What is missing and why, what is recomputed, what of an image is not seen."""
+    """Notes on what is missing and why, what is recomputed, and what part of an image is not seen."""
     notes = _unknown(estimates)
     for one in estimates:
         if one.images == 0:
@@ -250,13 +250,13 @@ def _unknown(estimates: Sequence[Estimate]) -> list[str]:
 
 
 def check_known(one: Estimate) -> None:
-    """Raise `RecipeError` where something keeps a recipe from being worked out."""
+    """Raise `RecipeError` if something keeps a recipe from being worked out."""
     if one.problem is not None:
         raise RecipeError(f"{one.name}: {one.problem}. Without the dataset, {_stand_ins(one)} for it")
 
 
 def _stand_ins(one: Estimate) -> str:
-    """What is to be said in place of the dataset, of what is not known."""
+    """The options that can replace the dataset, for what is not known."""
     options = [
         *(["--samples N"] if one.images is None else []),
         *(["--set model.num_classes=K"] if one.work is None else []),

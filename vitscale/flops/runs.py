@@ -29,7 +29,7 @@ _HOURS_SAY = "Hours and images/s: of training steps alone, without evaluation, c
 
 
 def runs_view(runs: Sequence[Run], device: Device | None, count: int | None, price: float | None) -> View:
-    """What runs have cost so far, on as many devices as their records say; `count` overrules that."""
+    """What runs have cost so far, on as many devices as their records say; `count` overrides that."""
     rows: list[Row] = []
     notes: list[str] = []
     for run in runs:
@@ -75,7 +75,7 @@ def _device_notes(run: Run) -> list[str]:
 
 
 def _mfu(run: Run, device: Device | None, device_seconds: float | None) -> float | None:
-    """Where the metrics have none: from images a device-second, on the device that the user names."""
+    """MFU if the metrics have none: from images a device-second, on the device that the user names."""
     num_classes = run.recipe.model.num_classes or run.num_classes
     if device is None or device_seconds is None or num_classes is None or run.recipe.precision not in device.peak:
         return None

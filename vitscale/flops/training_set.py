@@ -1,8 +1,8 @@
-"""How many images a run trains on, and how many classes its model tells apart.
+"""Works out how many images a run trains on, and how many classes its model tells apart.
 
 The paper's data sets have the paper's sizes, so that figures of the grid are the same everywhere. A recipe that says
-where its data are, or has other classes than the paper's, means a data set of one's own, whatever it is called: like
-any other it is asked for its manifest.
+where its data are, or has other classes than the paper's, means the user's own data set, whatever it is called: its
+manifest is read, like any other's.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ PAPER_SETS = {
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """Training samples and classes (0 where they play no part), None where they are not known, and then why not."""
+    """Training samples and classes (0 if they play no part), None if not known, and then why not."""
 
     samples: int | None
     num_classes: int | None
@@ -39,7 +39,7 @@ class TrainingSet:
 
 
 def training_set(recipe: Recipe, samples: int | None = None) -> TrainingSet:
-    """The training data of a recipe; `samples` overrules how many there are."""
+    """The training data of a recipe; `samples` overrides how many there are."""
     has_classes = recipe.objective.has_classes
     num_classes = recipe.model.num_classes if has_classes else 0
     paper = PAPER_SETS.get(recipe.data.train)
@@ -63,10 +63,10 @@ def training_set(recipe: Recipe, samples: int | None = None) -> TrainingSet:
 
 
 def images_of(recipe: Recipe, samples: int | None) -> int | None:
-    """Images that the whole run trains on; None where its length is in epochs and the samples are not known.
+    """Images that the whole run trains on; None if its length is in epochs and the samples are not known.
 
     As many as training takes: whole batches. But epochs of the paper's data sets are counted whole, samples times
-    epochs, as in the paper's accounting. An early stop is not foreseen.
+    epochs, as in the paper's accounting. An early stop is not taken into account.
     """
     duration, batch = recipe.schedule.duration, recipe.batch.global_size
     if duration.epochs is not None:

@@ -11,7 +11,7 @@ from vitscale.recipe import Recipe
 
 @dataclass(frozen=True)
 class Work:
-    """What one image costs a model, or a part of it, and the parameters."""
+    """What one image costs a model, or a part of it, and the parameters of that."""
 
     operations: tuple[Operation, ...]
 
@@ -19,7 +19,7 @@ class Work:
     def macs(self) -> int:
         """MACs of the forward pass, taps on zero padding counted: comparable with torch's and timm's figures.
 
-        What is not trained, a teacher, counts a third: of training these are three times as many.
+        What is not trained, a teacher, counts a third, because training counts three times these MACs.
         """
         return _weighed((operation.macs, operation) for operation in self.operations)
 
@@ -40,10 +40,10 @@ class Work:
         return sum(operation.params for operation in self.operations)
 
     def recomputed(self, every: int) -> "Work":
-        """What the backward pass computes again where the activations of every k-th block are not kept; 0: nothing.
+        """What the backward pass computes again if the activations of every k-th block are not kept; nothing for 0.
 
-        `every` is the recipe's `parallelism.activation_checkpointing`; blocks and the units of a stem are counted each
-        from their first. What a fused attention computes again on its own account is not in it.
+        `every` is the recipe's `parallelism.activation_checkpointing`; blocks and the units of a stem are each counted
+        from their first. What a fused attention recomputes by itself is not included.
         """
         if every == 0:
             return Work(())
@@ -51,7 +51,7 @@ class Work:
         return Work(tuple(again))
 
     def parts(self) -> dict[str, "Work"]:
-        """The breakdown, in the order in which an image meets the parts."""
+        """The breakdown by part, in the order in which an image meets the parts."""
         parts: dict[str, list[Operation]] = {}
         for operation in self.operations:
             parts.setdefault(operation.part, []).append(operation)
@@ -59,7 +59,7 @@ class Work:
 
 
 def _weighed(macs: Iterable[tuple[int, Operation]]) -> int:
-    """The sum of figures of operations, as if all were trained."""
+    """The sum of figures of operations, scaled as if all were trained."""
     trained, others = 0, 0
     for count, operation in macs:
         if operation.is_trained:
@@ -75,7 +75,7 @@ def model_work(model: Model, image_size: int, num_classes: int | None) -> Work:
 
 
 def recipe_work(recipe: Recipe, num_classes: int) -> Work:
-    """Work of a recipe's model and objective on one training image; `num_classes` are those of the training data."""
+    """Work of a recipe's model and objective on one training image; `num_classes` is that of the training data."""
     outputs = num_classes if recipe.objective.has_classes else None
     of_model = recipe.objective.model_operations(recipe, outputs)
     return Work((*of_model, *recipe.objective.operations(recipe)))

@@ -1,7 +1,7 @@
 """What the paper reports, table by table, as data: reports, plots and comparisons read it here.
 
 Files are named after the tables of "An Image is Worth 16x16 Words" and hold what is printed: top-1 accuracies in
-percent, but in table 8, which prints fractions. An empty cell is one that the paper leaves out. Names of models and
+percent, except in table 8, which prints fractions. An empty cell is one that the paper leaves out. Names of models and
 data sets are those of recipes. Beside what is printed:
 
 * Table 6 has two columns of exaFLOPs: those of the corrected table ("Fixed an error in exaFLOPs computation in Figure 5
