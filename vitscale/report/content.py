@@ -1,4 +1,4 @@
-"""What the report says, as data: all that the page shows, numbers first."""
+"""What the report says, as data: everything that the page shows, numbers first."""
 
 import json
 import statistics
@@ -25,7 +25,7 @@ _VALIDATION = "validation/"
 
 @dataclass(frozen=True)
 class _Item:
-    """A run of the report: what its study says of it, and its directory where it has begun."""
+    """A run of the report: what its study says about it, and its directory's record if it has begun."""
 
     name: str
     record: Record | None
@@ -34,19 +34,19 @@ class _Item:
 
     @property
     def split(self) -> str:
-        """`dev`, `test`, or `evaluation` where no study says which of them."""
+        """`dev`, `test`, or `evaluation` if no study says which of them."""
         return (self.entry.get("evaluated_on") or {}).get("split") or "evaluation"
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Of its end; none before."""
+        """The metrics at its end; none before."""
         if self.entry:
             return self.entry["metrics"] if self.entry["state"] == "done" else {}
         return self.record.metrics if self.record is not None and self.record.is_done else {}
 
     @property
     def state(self) -> str:
-        """In a word, as people read it."""
+        """Its state in a word, for people."""
         if self.entry and self.entry["state"] not in ("waiting", "running"):
             return str(self.entry["state"])
         if self.record is None:
@@ -60,11 +60,11 @@ def gather(
     """The content of the report's results.json.
 
     Args:
-        sources: directories of runs, and at most one of a study.
-        title: of the page; by default the study's name, or the runs'.
+        sources: directories of runs, and of at most one study.
+        title: the page's title; by default the study's name, or the runs'.
         inspected: folders of inspections, with what was drawn there.
 
-    Raises `RecipeError` for what is neither, or is named twice, and `DataError` where records are broken.
+    Raises `RecipeError` for what is neither, or is named twice, and `DataError` if records are broken.
     """
     study, items = _items(sources)
     records = _all_records(items)
@@ -139,12 +139,12 @@ def _entry_item(folder: Path, entry: Mapping[str, Any]) -> _Item:
         return _Item(str(entry["name"]), None, entry)
     try:
         return _Item(str(entry["name"]), read_record(directory), entry)
-    except VitscaleError as error:  # of one entry: the page says so, beside the others
+    except VitscaleError as error:  # of one entry: the page shows it beside the others
         return _Item(str(entry["name"]), None, entry, str(error))
 
 
 def _all_records(items: Sequence[_Item]) -> list[Record]:
-    """Of all runs, and of those that they go back to, each once."""
+    """The records of all runs, and of those that they go back to, each once."""
     found: dict[Path, Record] = {}
     for item in items:
         for record in item.record.chain if item.record is not None else []:
@@ -169,7 +169,7 @@ def _run(item: _Item) -> dict[str, Any]:
 
 
 def _inspection(figures: Figures) -> dict[str, Any]:
-    """All of an inspection but its drawings."""
+    """An inspection without its drawings."""
     content = asdict(figures)
     del content["version"]
     for figure in content["figures"]:
@@ -183,7 +183,7 @@ def _inspection(figures: Figures) -> dict[str, Any]:
 def _results(
     items: Sequence[_Item], policies: list[dict[str, Any]], datasets: dict[tuple[str, str | None], Dataset]
 ) -> Iterator[dict[str, Any]]:
-    """Mean and sample standard deviation (n - 1) over runs that differ in nothing but their seed, metric by metric."""
+    """Mean and sample standard deviation (n - 1) over runs that differ only in their seed, metric by metric."""
     groups: dict[str, list[_Item]] = {}
     for item in items:
         groups.setdefault(_but_for_the_seed(item), []).append(item)
@@ -221,7 +221,7 @@ def _results(
 
 
 def item_split(item: _Item, metric: str) -> str:
-    """Which split a metric is of: a study says it of the validation alone."""
+    """The split that a metric belongs to: a study names one for the validation alone."""
     return item.split if metric.startswith(_VALIDATION) else "evaluation"
 
 
@@ -258,7 +258,7 @@ def _seed(item: _Item) -> int | None:
 
 
 def _exaflops(record: Record, until: int | None = None) -> float | None:
-    """Of a run, or of its steps up to one, and of those that it goes back to: of a trunk as far as the branch."""
+    """exaFLOPs of a run, or of its steps up to one, and of the runs that it goes back to: trunks up to the branch."""
     if record.run is None:
         return None
     first = record.recipe.first_step
@@ -272,7 +272,7 @@ def _samples(record: Record) -> int | None:
 
 
 def _dataset_of(record: Record, metric: str) -> tuple[str | None, Any]:
-    """The dataset that a metric is of, and the crop; (None, None) for what an evaluator of another package says."""
+    """The dataset that a metric belongs to, and the crop; (None, None) for another package's evaluator."""
     settings = record.recipe.evaluation
     if metric.startswith(_VALIDATION):
         return settings.validation, record.recipe.data.eval_crop
@@ -284,7 +284,7 @@ def _dataset_of(record: Record, metric: str) -> tuple[str | None, Any]:
 
 
 def task_of(dataset: str) -> str:
-    """What a dataset is called without its split: `pets` for `pets/test`, `vtab/dtd` for `vtab/dtd/test`."""
+    """A dataset's name without its split: `pets` for `pets/test`, `vtab/dtd` for `vtab/dtd/test`."""
     parts = [part for part in dataset.split("/") if part not in ("", ".", "..", "~")]
     named = parts[-2:-1] if dataset.startswith(("/", ".", "~")) or "://" in dataset else parts[:-1]
     return "/".join(named or parts)
@@ -303,7 +303,7 @@ def _letter(policies: list[dict[str, Any]], policy: dict[str, Any]) -> str:
 
 
 def _dataset(datasets: dict[tuple[str, str | None], Dataset], record: Record, name: str) -> Dataset:
-    """Opened once: two runs may mean other folders by one name."""
+    """A dataset, opened once for each root: two runs may mean different folders by one name."""
     key = name, record.recipe.data.root
     if key not in datasets:
         datasets[key] = open_dataset(record, name)
@@ -311,7 +311,7 @@ def _dataset(datasets: dict[tuple[str, str | None], Dataset], record: Record, na
 
 
 def _deduplications(items: Sequence[_Item], datasets: dict[tuple[str, str | None], Dataset]) -> list[dict[str, Any]]:
-    """Every pair of a training set and a set that the trained model, or one that goes back to it, is evaluated on."""
+    """Every pair of a training set and a set that the trained model, or one derived from it, is evaluated on."""
     found: dict[tuple[str, str, str, str], dict[str, Any]] = {}
     for item in items:
         if item.record is None:
@@ -341,7 +341,7 @@ def _deduplications(items: Sequence[_Item], datasets: dict[tuple[str, str | None
 
 
 def _compute(records: Sequence[Record], given: Iterable[Path]) -> dict[str, Any]:
-    """What all runs together have spent, and what those before them."""
+    """What all reported runs together have spent, and what those before them have."""
     inside = set(given)
 
     def of(chosen: Sequence[Record]) -> dict[str, Any]:

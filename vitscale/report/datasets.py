@@ -1,4 +1,4 @@
-"""The datasets that runs have seen: which manifests they are, and what was left out of training sets for test sets."""
+"""The datasets that runs have used: their manifests, and what was left out of training sets because of test sets."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ from vitscale.shards.decisions import DECISIONS_NAME, read_decisions
 from vitscale.shards.opening import local_copy
 from vitscale.storage import base_name, size_of
 
-_AGAINST = "dedup_against"  # of a manifest's options
+_AGAINST = "dedup_against"  # a key of a manifest's options
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset as recipes name it; `manifest` is None where it cannot be read, and `problem` says why."""
+    """A dataset as recipes name it; if it cannot be read, `manifest` is None and `problem` says why."""
 
     name: str
     manifest: Manifest | None
     problem: str = ""
 
     def content(self) -> dict[str, Any]:
-        """What results.json says of it."""
+        """The dataset's content of results.json."""
         manifest = self.manifest
         return {
             "name": self.name,
@@ -42,7 +42,7 @@ class Dataset:
 
 
 def open_dataset(record: Record, name: str) -> Dataset:
-    """A dataset of a run's recipe. Raises nothing: a report of runs whose data have gone still says all the rest."""
+    """A dataset of a run's recipe. Raises nothing: a report of runs whose data have gone still has all the rest."""
     try:
         return Dataset(name, Manifest.load(record.place_of(name)))
     except VitscaleError as error:
@@ -50,9 +50,9 @@ def open_dataset(record: Record, name: str) -> Dataset:
 
 
 def deduplication(train: Dataset, test: Dataset, role: str) -> dict[str, Any]:
-    """What a training set's manifest records of a test set.
+    """What a training set's manifest records about a test set.
 
-    `status` is "recorded", "none recorded" or "unknown", where the manifest cannot be read. Test sets are compared by
+    `status` is "recorded", "none recorded", or "unknown" if the manifest cannot be read. Test sets are compared by
     name: that of an index covers the dataset of the same name, or the one whose first part is its name (`pets` for
     `pets/test`).
     """
@@ -84,7 +84,7 @@ def deduplication(train: Dataset, test: Dataset, role: str) -> dict[str, Any]:
 
 
 def shown_path(where: str) -> str:
-    """A path below the current folder without that folder, as people name it: a report goes to other machines."""
+    """A path below the current folder relative to that folder, as people name it: a report goes to other machines."""
     here = Path.cwd()
     return str(Path(where).relative_to(here)) if Path(where).is_relative_to(here) else where
 
@@ -95,7 +95,7 @@ def _indexes(manifest: Manifest) -> Iterable[dict[str, Any]]:
 
 
 def _left_out(manifest: Manifest, test_set: str) -> int | None:
-    """Training images left out as copies of a test set's; None where no list of them lies beside the manifest."""
+    """Training images left out as copies of a test set's; None if there is no list of them beside the manifest."""
     try:
         where = manifest.location(DECISIONS_NAME)
         if size_of(where) is None:

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 Content = Mapping[str, Any]
 _MOST_LINES = 8
 _PRETRAINING = {"imagenet": "ImageNet", "imagenet21k": "ImageNet-21k", "jft300m": "JFT-300M"}
-_OWN = "*XPDsv^p"  # marks of the report's own results beside the paper's dots
+_OWN = "*XPDsv^p"  # marks of the report's own results, beside the paper's dots
 _FIVE_SHOT = re.compile(r"fewshot/imagenet[^/]*/5shot")
 
 
 def glance(content: Content, policy: str) -> Drawing | None:
-    """Top-1 by task, a mark for each result under one policy, with its deviation; None for fewer than two."""
+    """Top-1 by task, with a mark and a deviation for each result under one policy; None for fewer than two."""
     rows = [
         result
         for result in content["results"]
@@ -32,7 +32,7 @@ def glance(content: Content, policy: str) -> Drawing | None:
         return None
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     by_part = [(row["part"], row["begins_with"], row["task"]) for row in rows]
-    # What a choice has set differs from task to task: winners of one part are one series.
+    # What a choice has set differs from task to task, so winners of one part are one series.
     by = "part" if all(row["part"] for row in rows) and len(set(by_part)) == len(rows) else "label"
     labels = list(dict.fromkeys(described(row, by) for row in rows))
     if len(labels) > len(SERIES):
@@ -64,13 +64,13 @@ def glance(content: Content, policy: str) -> Drawing | None:
 
 
 def described(result: Mapping[str, Any], by: str = "label") -> str:
-    """A result's name, or another key of it, and what it begins with, in a line."""
+    """A result's name, or another key of it, and what it begins with, on one line."""
     begins = result["begins_with"]
     return f"{result[by]}: {'from scratch' if begins is None else f'begins with {begins}'}"
 
 
 def means_over_steps(content: Content) -> Iterator[Drawing]:
-    """Top-1 over steps, a figure a task: the mean over seeds of each result not on a development split, as a line."""
+    """Top-1 over steps, a figure a task: for each result not on a development split, the mean over seeds as a line."""
     evaluations = {run["name"]: run.get("curves", {}).get("evaluations", {}).get(TOP1, []) for run in content["runs"]}
     lines: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     for result in content["results"]:
@@ -144,7 +144,7 @@ def curves(content: Content) -> Iterator[Drawing]:
 
 
 def _evaluated(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """At most two curves of evaluations, top-1 first, of which any run has a point."""
+    """At most two evaluation curves that any run has a point of, top-1 first."""
     keys = sorted({key for run in runs for key in run["curves"]["evaluations"]})
     keys.sort(key=lambda key: (key != TOP1, not key.endswith("shot"), key != "validation/loss"))
     return keys[:2]
@@ -167,7 +167,7 @@ def _title(what: str) -> str:
 
 
 def figure_3(content: Content) -> Drawing | None:
-    """Top-1 on ImageNet after fine-tuning against the pre-training set: Table 5's, and own results of these sets."""
+    """Top-1 on ImageNet after fine-tuning against the pre-training set: Table 5's, and own results with these sets."""
     own = [
         (result, (result["pretraining_data"] or "").partition("/")[0])
         for result in transfers(content["results"])
@@ -198,7 +198,7 @@ def figure_3(content: Content) -> Drawing | None:
 
 
 def figure_4(content: Content) -> Drawing | None:
-    """5-shot accuracy on ImageNet against pre-training images; the paper prints no numbers of this figure."""
+    """5-shot accuracy on ImageNet against pre-training images; the paper prints no numbers for this figure."""
     own = [
         result
         for result in content["results"]
@@ -227,7 +227,7 @@ def figure_4(content: Content) -> Drawing | None:
 
 
 def figure_5(content: Content) -> Drawing | None:
-    """Top-1 after fine-tuning against compute: Table 6's ImageNet, and own results of ImageNet beside it."""
+    """Top-1 after fine-tuning against compute: Table 6's on ImageNet, and own results on ImageNet beside them."""
     own = [
         result
         for result in transfers(content["results"])
@@ -261,7 +261,7 @@ def figure_5(content: Content) -> Drawing | None:
 
 
 def against_compute(content: Content) -> Drawing | None:
-    """As Figure 5 for the report's own tasks: top-1 against all compute that went in, task by task."""
+    """Like Figure 5 for the report's own tasks: top-1 against all compute that went in, task by task."""
     own = [
         result
         for result in content["results"]
@@ -286,7 +286,7 @@ def against_compute(content: Content) -> Drawing | None:
 
 
 def _log(axes: "Axes", values: Sequence[float]) -> None:
-    """A logarithmic axis with ticks of plain numbers, where the values are of different magnitudes."""
+    """Make an axis logarithmic, with ticks of plain numbers, if the values are of different magnitudes."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     if max(values) < 10 * min(values):

@@ -1,4 +1,4 @@
-"""What the paper reports of the same tasks: its Tables 2, 5, 6 and 9, and the figures drawn from them."""
+"""What the paper reports for the same tasks: its Tables 2, 5, 6 and 9, and the figures drawn from them."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,7 +20,7 @@ _TABLES = {
 
 
 def transfers(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the kind that the paper's tables are of: top-1, after fine-tuning, not on a development split."""
+    """The results of the kind that the paper's tables have: top-1, after fine-tuning, not on a development split."""
     return [
         result
         for result in results
@@ -34,7 +34,7 @@ def transfers(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def beside_the_paper(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each table that concerns a task of the results: the task's results, and the paper's rows, in percent.
 
-    A result's `published` is the paper's value of the same model, pre-trained on the data set of the same name.
+    A result's `published` is the paper's value for the same model, pre-trained on the data set of the same name.
     """
     own = transfers(results)
     found = []

@@ -1,4 +1,4 @@
-"""What a run directory tells, finished or not, as the report's results.json has it."""
+"""What a run directory holds, finished or not, as the report's results.json has it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ from vitscale.storage import is_url
 from vitscale.weight_formats import POSITIONS_RULE
 
 _MOST_POINTS = 300
-"""Of a curve: a page of a long run stays small."""
+"""Points of a curve at most, so that the page of a long run stays small."""
 _MOST_PARENTS = 20
 
 
 @dataclass(frozen=True)
 class Record:
-    """A run.
+    """A run as its directory tells it.
 
     Attributes:
-        directory: of the run.
-        recipe: as it lies there.
-        index: of the newest checkpoint; None without one, and for checkpoints at a URL.
-        run: what it has done and cost; None before its first step.
+        directory: the run's directory.
+        recipe: the recipe in that directory.
+        index: the newest checkpoint's index; None without one, and for checkpoints at a URL.
+        run: what the run has done and cost; None before its first step.
         log: its metrics.
-        parent: the run that it began with; None where it began with none, or with a file of weights.
-        notes: on what is damaged, missing or contradicts itself.
+        parent: the run that it began with; None if it began with none, or with a file of weights.
+        notes: what is damaged, missing or contradictory.
     """
 
     directory: Path
@@ -45,7 +45,7 @@ class Record:
 
     @property
     def name(self) -> str:
-        """The directory's."""
+        """The directory's name."""
         return self.directory.resolve().name
 
     @property
@@ -60,7 +60,7 @@ class Record:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the end, or else of the last evaluation so far."""
+        """The metrics at the end, or else of the last evaluation so far."""
         if self.run is not None and self.run.is_done:
             return self.run.evaluation
         last = self.log.evaluations[-1][1] if self.log.evaluations else {}
@@ -68,7 +68,7 @@ class Record:
 
     @property
     def trunk(self) -> "Record":
-        """The run whose first step was step 1: this one, or what a branch goes on with, where that is still there."""
+        """The run whose first step was step 1: this one, or what a branch continues, if that is still there."""
         return self.parent.trunk if self.recipe.first_step and self.parent is not None else self
 
     @property
@@ -95,7 +95,7 @@ class Record:
 
     @property
     def _grid(self) -> object:
-        """What positions are of: the patches, or what a stem makes of images of this size."""
+        """What positions depend on: the patches, or what a stem makes of images of this size."""
         return self.recipe.model.patches(self.recipe.data.image_size) or self.recipe.data.image_size
 
     def policy(self, crop: EvalCrop) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Record:
         }
 
     def content(self) -> dict[str, Any]:
-        """What results.json says of it."""
+        """The run's content of results.json."""
         run, index, recipe = self.run, self.index, self.recipe
         device_seconds = None if run is None else run.device_seconds
         return {
@@ -154,7 +154,7 @@ class Record:
 def read_record(directory: Path, seen: Sequence[Path] = ()) -> Record:
     """Read a run, and those that it goes back to as far as they are still there.
 
-    Raises `RecipeError` where there is no run, `DataError` where its records are broken.
+    Raises `RecipeError` if there is no run, `DataError` if its records are broken.
     """
     try:
         known = (directory / RECIPE_FILE).is_file()
@@ -205,7 +205,7 @@ def _parent(directory: Path, recipe: Recipe, index: Index | None, seen: Sequence
 
 
 def _points(rows: Sequence[Row], key: str) -> list[list[float]]:
-    """[step, value] of a curve, thinned out evenly; its last point stays."""
+    """[step, value] of a curve, thinned out evenly; the last point is kept."""
     known = [[row["step"], value] for row in rows if (value := number(row.get(key))) is not None]
     every = -(-len(known) // _MOST_POINTS) or 1
     return known[::-1][::every][::-1]

@@ -1,4 +1,4 @@
-"""The page of a report, from its results.json; and the drawings of inspections, whose numbers are there, too."""
+"""The page of a report, from its results.json and the drawings of inspections, whose numbers are in it too."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,8 +20,8 @@ def page(content: Content, inspected: Sequence[Figures] = ()) -> str:
     """The HTML document. Raises `RecipeError` without matplotlib.
 
     Args:
-        content: of results.json.
-        inspected: the inspections that it tells of, with their drawings.
+        content: the content of results.json.
+        inspected: the inspections in it, with their drawings.
     """
     check_drawing("vitscale report")
     sections = [
@@ -227,7 +227,7 @@ _COMPARED = (
 
 
 def _of_table(table: Mapping[str, Any], *, repeats: bool) -> Iterator[Part]:
-    """Own results and the paper's; own ones that an earlier table `repeats` only where this one has their model."""
+    """Own results and the paper's. If the table `repeats` own results of an earlier one, only if it has their model."""
     is_shown = not repeats or any(r["published"] is not None for r in table["results"])
     for policy in sorted({r["policy"] for r in table["results"]}) if is_shown else []:
         rows = [_row(r) for r in table["results"] if r["policy"] == policy]

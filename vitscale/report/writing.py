@@ -16,7 +16,7 @@ RESULTS_FILE = "results.json"
 
 
 def check_folder(folder: Path) -> None:
-    """Raise `RecipeError` for a folder that holds something other than a report: nobody's results are overwritten."""
+    """Raise `RecipeError` for a folder that holds something other than a report: no other results are overwritten."""
     try:
         if folder.exists() and not folder.is_dir():
             raise RecipeError(f"--out {folder}: is a file; expected a folder")
