@@ -1,7 +1,7 @@
 """Figures as SVG within a page: text as text, colours that follow the page's light, dark or print.
 
-matplotlib draws each with its own defaults, not with the settings of whoever runs it, and without pyplot: equal figures
-are equal bytes.
+matplotlib draws each with its own defaults, not with the user's settings, and without pyplot: equal figures are equal
+bytes.
 """
 
 import io
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SERIES = ("#1f6fb4", "#c2571a", "#2a8a4a", "#8a4fb0", "#b8860b", "#c23b6b", "#3a8f9c", "#7a6a58")
-"""Colours for lines and points. Each becomes the page's variable `--series-N`, which has another value in the dark."""
+"""Colours for lines and points. Each becomes the page's variable `--series-N`, which has another value in dark mode."""
 FAINT = "#7b8087"
-"""For what is in the background: grid lines, figures of others. Becomes `--faint`."""
+"""The colour of the background: grid lines, figures of others. Becomes `--faint`."""
 
-_INK = "#010203"  # all else; becomes the colour of the page's text
+_INK = "#010203"  # the colour of all else; becomes that of the page's text
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "vitscale",
@@ -51,12 +51,12 @@ _ID = re.compile(r'(\bid="|xlink:href="#|url\(#)')
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure to be put into a page.
+    """A figure to put into a page.
 
     Attributes:
-        svg: an element, from `draw`.
+        svg: an SVG element, from `draw`.
         alt: what it shows, in words.
-        width: in CSS pixels, at most.
+        width: the most, in CSS pixels.
     """
 
     svg: str
@@ -67,13 +67,13 @@ class Drawing:
 
 
 def check_drawing(what: str) -> None:
-    """Raise `RecipeError` where matplotlib is missing or refuses its settings. `what` needs it: `vitscale report`."""
+    """Raise `RecipeError` if matplotlib is missing or refuses its settings. `what` needs it: `vitscale report`."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         raise RecipeError(f"{what} needs matplotlib: pip install matplotlib") from None
     except ValueError as error:
-        # It wants to know the backend of MPLBACKEND, though nothing is shown in a window.
+        # matplotlib checks the backend in MPLBACKEND, though nothing is shown in a window.
         raise RecipeError(f"{what}: matplotlib refuses its settings (MPLBACKEND, matplotlibrc): {error}") from None
 
 
@@ -85,7 +85,7 @@ def draw(
     Args:
         name: of letters, digits and `-`; no two figures of a page have the same.
         alt: what it shows, in words.
-        put: gets an empty figure and draws into it, with `SERIES`, `FAINT` and the default colour of text alone.
+        put: draws into an empty figure, with `SERIES`, `FAINT` and the default text colour alone.
         width, height: in CSS pixels.
 
     Raises `RecipeError` as `check_drawing` does.
@@ -120,7 +120,7 @@ def _rendered(
 
 
 def _inline(svg: str, name: str) -> str:
-    """The element alone, with ids of its own, and colours that are the page's."""
+    """The SVG element alone, with ids of its own and the page's colours."""
     svg = _DROPPED.sub("", svg[svg.index("<svg") :])
     svg = _ID.sub(lambda found: f"{found[0]}{name}-", svg).replace("xlink:href", "href")
     svg = re.sub(r'^<svg [^>]*?(viewBox="[^"]*")[^>]*>', r"<svg \1>", svg)

@@ -1,4 +1,4 @@
-"""figures.json: what one command has drawn, with its numbers, for the page of another."""
+"""Reads and writes figures.json: what one command has drawn, with its numbers, for the page of another."""
 
 import json
 import math
@@ -20,12 +20,12 @@ _ID = re.compile(r'\bid="|\bhref="#|url\(#')
 
 @dataclass(frozen=True)
 class NumberedDrawing:
-    """A `Drawing` and its numbers: rows of what the columns are called. A number that is not finite is None.
+    """A `Drawing` and its numbers, as rows of named columns. A number that is not finite is None.
 
     Attributes:
-        key: what it is called in files.
+        key: the figure's name in files.
         title: what it shows, in words.
-        svg, width, caption: as of `Drawing`.
+        svg, width, caption: as in `Drawing`.
     """
 
     key: str
@@ -38,23 +38,23 @@ class NumberedDrawing:
 
     @property
     def drawing(self) -> Drawing:
-        """For a page."""
+        """The drawing, for a page."""
         return Drawing(self.svg, self.title, self.width, self.caption)
 
     def under(self, name: str) -> "NumberedDrawing":
-        """The same, its ids beginning with a name, so that a page can have several of one key."""
+        """The same with ids that begin with `name`, so that a page can have several of one key."""
         return replace(self, svg=_ID.sub(lambda found: f"{found[0]}{name}-", self.svg))
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What was drawn.
+    """What a command has drawn.
 
     Attributes:
-        title: of the page that it was drawn for.
-        facts: names, with what is known of each.
-        notes: what else is to be said.
-        figures: in order.
+        title: the title of the page that it was drawn for.
+        facts: names, with what is known about each.
+        notes: what else should be said.
+        figures: the figures, in order.
     """
 
     title: str
@@ -79,7 +79,7 @@ def write_figures(folder: Path, figures: Figures) -> None:
 
 
 def read_figures(folder: Path) -> Figures:
-    """What was written into a folder. Raises `RecipeError` where there is none, `DataError` where it is damaged."""
+    """Read what was written into a folder. Raises `RecipeError` if there is none, `DataError` if it is damaged."""
     path = folder / FIGURES_FILE
     try:
         found = _FIGURES.validate_json(path.read_bytes(), strict=True)
@@ -94,7 +94,7 @@ def read_figures(folder: Path) -> Figures:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except pydantic.ValidationError as error:
         problem = error.errors()[0]
-        what = [".".join(map(str, problem["loc"])), problem["msg"]]  # of what is no JSON there is no place
+        what = [".".join(map(str, problem["loc"])), problem["msg"]]  # for what is no JSON there is no location
         raise DataError(f"{path}: damaged: {': '.join(filter(None, what))}") from None
     except (ValueError, ElementTree.ParseError) as error:
         raise DataError(f"{path}: damaged: {error}") from None

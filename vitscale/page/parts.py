@@ -23,7 +23,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Facts:
-    """Names with what is known of each; a value of several lines has a line for each."""
+    """Names with what is known about each; a value of several lines has a line for each."""
 
     rows: Sequence[tuple[str, str]]
     kind: ClassVar[str] = "facts"
@@ -62,7 +62,7 @@ class Picture:
 
     @property
     def url(self) -> str:
-        """The picture itself as a URL."""
+        """The picture itself as a data URL."""
         return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
 
 

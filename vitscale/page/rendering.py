@@ -1,4 +1,4 @@
-"""A page from its parts: one HTML document that refers to nothing outside it, the same bytes for the same parts."""
+"""Renders a page: one HTML document that refers to nothing outside it, the same bytes for the same parts."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from vitscale.page.parts import Section
 
 
 def page_text(title: str, subtitle: str, sections: Sequence[Section]) -> str:
-    """The HTML document. `subtitle` is a line below the title: what this is and of what."""
+    """The HTML document. `subtitle` is a line below the title: what this is, and about what."""
     return _template().render(
         title=title,
         subtitle=subtitle,
@@ -38,7 +38,7 @@ def _template() -> Template:
 
 
 def _all_digits(value: Any) -> str:
-    """A number as results.json has it; nothing for what is none. A number that is not finite is a bug."""
+    """A number as results.json has it; empty for anything else. A number that is not finite is a bug."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     if not math.isfinite(value):
