@@ -1,4 +1,4 @@
-"""Whether all that the entries of a study read is there and goes together, before the first of them starts."""
+"""Checks that all that a study's entries read is there and goes together, before the first of them starts."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ _NAMED = 3
 
 
 def check_entries(expansion: Expansion, folder: Path) -> None:
-    """Look at the data sets and initial weights of every entry that is not finished, whichever candidate may win.
+    """Check the data sets and initial weights of every unfinished entry, whichever candidate may win.
 
     Raises `RecipeError` with every problem: data sets and weights that are missing, damaged or of another model,
     classes that do not match, samples that are trained and evaluated on.
@@ -30,7 +30,7 @@ def check_entries(expansion: Expansion, folder: Path) -> None:
         for option in entry.options:
             content = option.recipe.dump()
             what = [content[key] for key in ("data", "evaluation", "objective", "model")]
-            init = content["init"] if entry.parent is None else None  # else the parent's run, which comes first
+            init = content["init"] if entry.parent is None else None  # else it is the parent's run, which comes first
             key = json.dumps([*what, init], sort_keys=True)
             if key not in known:
                 known[key] = list(dict.fromkeys(_problems(option.recipe, folder / entry.name, entry.parent is None)))
@@ -47,7 +47,7 @@ def check_entries(expansion: Expansion, folder: Path) -> None:
 
 
 def _problems(recipe: Recipe, run_dir: Path, has_own_weights: bool) -> Iterator[str]:
-    """What is wrong with what a recipe names, in words; `run_dir` is where it would run."""
+    """What is wrong with what a recipe names, in words; `run_dir` is the directory in which it would run."""
     found: list[Manifest] = []
     yield from _tried(lambda: found.append(Manifest.load(recipe.dataset_path(recipe.data.train))))
     if not found:

@@ -1,4 +1,4 @@
-"""Which candidate wins: a pure function of what their runs reached on development splits. It is given nothing else."""
+"""Which candidate wins: a pure function of what their runs reached on development splits, and of nothing else."""
 
 import math
 import statistics
@@ -8,7 +8,7 @@ from vitscale.studies.schema import Selection
 
 
 def mean_scores(scores: Mapping[str, Sequence[float | None]]) -> dict[str, float | None]:
-    """The mean of each candidate over its runs; None where one of them has diverged."""
+    """The mean of each candidate over its runs; None if one of them has diverged."""
     means = {}
     for label, values in scores.items():
         known = [value for value in values if value is not None and math.isfinite(value)]
@@ -17,10 +17,10 @@ def mean_scores(scores: Mapping[str, Sequence[float | None]]) -> dict[str, float
 
 
 def choose(rule: Selection, scores: Mapping[str, Sequence[float | None]]) -> str | None:
-    """The label of the winner, of equal ones the first; None where every candidate has diverged.
+    """The label of the winner, the first of equal ones; None if every candidate has diverged.
 
-    `scores`: label -> the metric of each of its runs (seeds, and data sets where these share a winner), None for one
-    that has diverged.
+    `scores`: label -> the metric of each of its runs (seeds, and data sets that share a winner), None for one that has
+    diverged.
     """
     sign = 1 if rule.mode == "max" else -1
     known = [(sign * mean, label) for label, mean in mean_scores(scores).items() if mean is not None]

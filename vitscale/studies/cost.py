@@ -1,4 +1,4 @@
-"""What a whole study costs before it starts: exaFLOPs, hours on some devices, money."""
+"""What a whole study costs, before it starts: exaFLOPs, hours on given devices, money."""
 
 import heapq
 import json
@@ -14,20 +14,20 @@ from vitscale.recipe import Recipe, override
 from vitscale.studies.expansion import Entry, Expansion
 from vitscale.studies.schema import Study
 
-# What a run's speed has nothing to do with.
+# Keys of a recipe that do not affect a run's speed.
 _OF_NO_MATTER = ("seed", "init", "schedule", "evaluation", "selection", "checkpoint", "anomalies", "check", "logging")
 
 
 @dataclass(frozen=True)
 class EntryCost:
-    """One entry on its slot; None where nothing says how large its data are.
+    """The cost of one entry on its slot; None if nothing says how large its data are.
 
     Attributes:
-        exaflops: model FLOPs of the run; of a branch, of what comes after its trunk.
-        images: that it trains on then.
-        hours: of training; evaluations and interruptions come on top.
-        device_hours: of the slot's devices.
-        saved_exaflops: of the steps that a branch takes over from its trunk.
+        exaflops: model FLOPs of the run; for a branch, of the steps after its trunk's.
+        images: the images that it trains on in these steps.
+        hours: hours of training; evaluations and interruptions come on top.
+        device_hours: the same hours, summed over the slot's devices.
+        saved_exaflops: exaFLOPs of the steps that a branch takes over from its trunk.
         problem: why something is None.
     """
 
@@ -42,12 +42,13 @@ class EntryCost:
 
 @dataclass(frozen=True)
 class StudyCost:
-    """A study: sums over the entries whose cost is known.
+    """The cost of a study: sums over the entries whose cost is known.
 
     Attributes:
-        hours: from the first entry's start to the last one's end, `slots` at a time, each after those it depends on.
-        cost: device-hours times the price; None without one.
-        assumptions: of the plans behind the hours.
+        hours: from the first entry's start to the last one's end, with `slots` entries at a time, each after those it
+            depends on.
+        cost: device-hours times the price; None without a price.
+        assumptions: those of the plans behind the hours.
     """
 
     entries: tuple[EntryCost, ...]
@@ -60,17 +61,17 @@ class StudyCost:
 
     @property
     def unknown(self) -> list[EntryCost]:
-        """Entries that the sums are without."""
+        """Entries that the sums do not include."""
         return [entry for entry in self.entries if entry.hours is None]
 
     @property
     def branches(self) -> list[EntryCost]:
-        """Entries that go on from a step of another's run."""
+        """Entries that continue another run from one of its steps."""
         return [entry for entry in self.entries if entry.saved_exaflops]
 
     @property
     def saved_exaflops(self) -> float:
-        """What the study would cost besides if every run began at step 0."""
+        """exaFLOPs that the study would cost in addition if every run began at step 0."""
         return sum(entry.saved_exaflops for entry in self.entries)
 
 
@@ -84,16 +85,16 @@ def cost_of(
     price: float | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> StudyCost:
-    """Work out every entry.
+    """Work out the cost of every entry.
 
     Args:
         cluster: the devices of one slot.
-        slots: entries at a time.
-        samples: of a training set of which neither a manifest nor the study tells.
-        price: of one device for one hour.
-        say: is told which plan is being made, as one takes seconds.
+        slots: the number of entries at a time.
+        samples: the size of a training set, if neither a manifest nor the study gives it.
+        price: the price of one device for one hour.
+        say: called with the plan that is being made, as one takes seconds.
 
-    Raises `RecipeError` where the devices of a slot do not divide a global batch, a recipe cannot be planned, or no
+    Raises `RecipeError` if the devices of a slot do not divide a global batch, a recipe cannot be planned, or no
     entry's cost is known.
     """
     plans: dict[str, Plan] = {}
@@ -103,7 +104,7 @@ def cost_of(
             _cost(study, entry, option.recipe, cluster, samples, plans, say)
             for option in {_key(option.recipe, ("seed",)): option for option in entry.options}.values()
         ]
-        costs[name] = max(found, key=lambda one: (one.hours is not None, one.hours or 0.0))  # whoever wins
+        costs[name] = max(found, key=lambda one: (one.hours is not None, one.hours or 0.0))  # whichever wins
     if all(one.hours is None for one in costs.values()):
         first = next(iter(costs.values()))
         raise RecipeError(f"nothing says how large the data of any run are. The first, {first.name}: {first.problem}")
@@ -153,7 +154,7 @@ def _cost(
 
 
 def _estimate(study: Study, entry: Entry, recipe: Recipe, samples: int | None) -> Estimate:
-    """By the manifest, or the paper's data sets; else by what the study and the command line say."""
+    """Estimate by the manifest, or the paper's data sets; else by what the study and the command line say."""
     found = estimate(entry.name, recipe)
     if found.work is not None and found.images is not None:
         return found
@@ -174,7 +175,7 @@ def _key(recipe: Recipe, without: Sequence[str]) -> str:
 
 
 def _makespan(entries: Sequence[Entry], hours: dict[str, float], slots: int) -> float:
-    """When the last entry ends, each started in the study's order as soon as it can be and a slot is free."""
+    """The hour at which the last entry ends, if each starts in the study's order once it and a slot are ready."""
     ends: dict[str, float] = {}
     free = [0.0] * slots
     for entry in entries:

@@ -6,24 +6,24 @@ from typing import Protocol
 from vitscale.launch import Pretraining
 
 LOG_FILE = "launch.log"
-"""In a run directory: what the launch of an entry prints."""
+"""The file in a run directory that takes what an entry's launch prints."""
 
 
 class Engine(Protocol):
-    """Starts launches and tells of their ends. A work's name is that of its run directory."""
+    """Starts launches and reports their ends. A launch goes by the name of its run directory."""
 
     @property
     def running(self) -> Collection[str]:
-        """The launches that it has, those of an earlier process included."""
+        """The names of launches under way, those of an earlier process included."""
         ...
 
     @property
     def room(self) -> int:
-        """How many more it would start now."""
+        """The number of further launches that it would start now."""
         ...
 
     def start(self, works: Sequence[Pretraining]) -> None:
-        """Start, or hand in, as many as there is room for. Raises `VitscaleError`."""
+        """Start or submit these launches, no more than there is room for. Raises `VitscaleError`."""
         ...
 
     def ended(self) -> Mapping[str, int]:

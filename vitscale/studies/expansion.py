@@ -1,4 +1,4 @@
-"""From a study to its entries: a pure function, which validates every recipe that may come to run."""
+"""Expands a study into its entries: a pure function, which validates every recipe that may come to run."""
 
 import difflib
 import itertools
@@ -17,7 +17,7 @@ from vitscale.storage import is_url
 from vitscale.studies.schema import DEV, DataSet, Part, Selection, Study
 
 _VALIDATION = "validation/"
-"""What metrics of a recipe's `evaluation.validation` begin with."""
+"""The prefix of the metrics of a recipe's `evaluation.validation`."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Option:
     """A recipe that an entry may come to run.
 
     Attributes:
-        label: what sets it apart from other candidates, in file names; empty where there is no grid.
+        label: what sets it apart from other candidates, in file names; empty without a grid.
         source: the recipe's file.
-        settings: KEY=VALUE on top of it.
-        values: of the grid.
-        recipe: all of it together.
+        settings: KEY=VALUE settings on top of it.
+        values: the grid's values.
+        recipe: the recipe with all of these.
     """
 
     label: str
@@ -40,7 +40,7 @@ class Option:
 
     @cached_property
     def recipe_sha256(self) -> str:
-        """Of all fields, defaults included; in hexadecimal."""
+        """The digest of all fields, defaults included; in hexadecimal."""
         return recipe_sha256(self.recipe.dump())
 
 
@@ -49,13 +49,13 @@ class Entry:
     """One run of a study; its directory has its name.
 
     Attributes:
-        part: of the study.
-        dataset: name of its data set in the study, or None.
-        split: of that data set which it is evaluated on, `dev` or `test`; None without a data set.
+        part: the part of the study.
+        dataset: the name of its data set in the study, or None.
+        split: the split of that data set that it is evaluated on, `dev` or `test`; None without a data set.
         evaluated_on: that split as recipes name it.
-        seed: as the study says, or as taken from the parent; None for the recipe's own.
+        seed: the seed that the study gives or that is taken from the parent; None for the recipe's own.
         parent: the entry whose run it begins with, or None.
-        options: one; of an entry that waits for a choice, one for each candidate that may win.
+        options: a single one; if the entry waits for a choice, one for each candidate that may win.
         choice: the name of that choice, or None.
     """
 
@@ -71,7 +71,7 @@ class Entry:
     depends_on: tuple[str, ...] = ()
 
     def option(self, label: str | None) -> Option:
-        """The one that runs: the only one, or the winner's."""
+        """The option that runs: the only one, or the winner's."""
         if self.choice is None:
             return self.options[0]
         return next(option for option in self.options if option.label == label)
@@ -79,12 +79,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Choice:
-    """One winner among candidates.
+    """A choice of one winner among candidates.
 
     Attributes:
-        name: part and, where they are several, run that they begin with and data set.
-        metric: as runs report it.
-        candidates: label -> entries, whose mean counts.
+        name: the part and, if there are several, the run that they begin with and the data set.
+        metric: the metric, as runs report it.
+        candidates: label -> entries, over which the metric is averaged.
         decided_by: the development splits, as recipes name them.
     """
 
@@ -96,7 +96,7 @@ class Choice:
 
     @property
     def entries(self) -> tuple[str, ...]:
-        """All candidates' runs."""
+        """The runs of all candidates."""
         return tuple(entry for entries in self.candidates.values() for entry in entries)
 
 
@@ -109,15 +109,16 @@ class Expansion:
 
 
 def expand(study: Study, folder: Path, settings: Sequence[str] = (), beside: Path | None = None) -> Expansion:
-    """Every run of a study.
+    """Expand a study into all of its runs.
 
     Args:
-        folder: in which each has a directory of its name; runs that begin with another's weights name it.
+        folder: the folder in which each run has a directory of its name; runs that begin with another's weights refer
+            to it.
         settings: KEY=VALUE for the recipes of all entries.
         beside: the folder of the study's file, where recipes given by a path are looked for first.
 
-    Raises `RecipeError` for a recipe that is not valid, an edge to nothing, a cycle, two entries of one name, and where
-    a choice could see a test split.
+    Raises `RecipeError` for a recipe that is not valid, an edge to nothing, a cycle, two entries of one name, and if a
+    choice could see a test split.
     """
     expander = _Expander(study, folder, settings, beside)
     for name in study.parts:
@@ -140,7 +141,7 @@ class _Expander:
         }
 
     def add(self, name: str, chain: tuple[str, ...]) -> None:
-        """A part, after those that it begins with."""
+        """Add a part, after those that it begins with."""
         if name in self._finals:
             return
         if name in chain:
@@ -158,7 +159,7 @@ class _Expander:
             _PartOfOneParent(self, part, name, label, parent).add()
 
     def _entries_of(self, source: str, name: str) -> list[str]:
-        """The entries that one name of `from` means."""
+        """The entries that a name in `from` stands for."""
         if source in self._finals:
             return self._finals[source]
         if source in self.expansion.entries:
@@ -188,11 +189,11 @@ class _Expander:
         recipe = self._valid[key]
         if seed is not None:
             settings.append(f"seed={seed}")
-            recipe = recipe.model_copy(update={"seed": seed})  # whose bounds are the same in both schemas
+            recipe = recipe.model_copy(update={"seed": seed})  # the seed's bounds are the same in both schemas
         return Option(label, str(path), tuple(settings), values, recipe)
 
     def enter(self, entry: Entry, *, is_final: bool) -> None:
-        """One more entry, whose name nobody else has."""
+        """Add an entry. Raises `RecipeError` if another one has its name."""
         if entry.name in self.expansion.entries:
             raise RecipeError(
                 f"parts.{entry.part}: two entries are called {entry.name}: a value stands twice in a list"
@@ -205,24 +206,24 @@ class _Expander:
             self._finals[entry.part].append(entry.name)
 
     def choose(self, choice: Choice) -> None:
-        """One more choice, by recipes that see no test split."""
+        """Add a choice. Raises `RecipeError` if a recipe that decides it sees a test split."""
         self.expansion.choices[choice.name] = choice
         for name in choice.entries:
             self._refuse_tests(self.expansion.entries[name].options[0], f"{name}, a candidate,")
 
     def _refuse_tests(self, option: Option, who: str) -> None:
-        """Raise `RecipeError` where a recipe by which something is chosen names a test split of the study."""
+        """Raise `RecipeError` if a recipe by which something is chosen names a test split of the study."""
         tests = {_place(test, option.recipe): key for test, key in self._tests.items()}
         for text in _texts(option.recipe.dump()):
             if key := tests.get(_place(text, option.recipe)):
                 raise RecipeError(f"{who} would see {text!r}, which is {key}: no choice may see a test split")
 
     def run_dir(self, entry: str) -> str:
-        """Where an entry's run is, whoever asks from where."""
+        """The absolute path of an entry's run, the same from every working directory."""
         return str((self._folder / entry).absolute())
 
     def taken(self, part: Part, parent: str, where: str) -> dict[str, Any]:
-        """The fields that are those of the parent's recipe."""
+        """The fields that are taken from the parent's recipe."""
         found = {}
         for key in part.take:
             values = []
@@ -240,7 +241,7 @@ class _Expander:
 
 
 class _PartOfOneParent:
-    """The entries of a part that begin with one run, or with none."""
+    """The entries of a part that begin with one run, or with no run."""
 
     def __init__(self, expander: _Expander, part: Part, name: str, label: str, parent: str | None) -> None:
         self._expander, self._part, self._name, self._label, self._parent = expander, part, name, label, parent
@@ -275,7 +276,7 @@ class _PartOfOneParent:
 
     def _validate(self) -> None:
         """Raise one `RecipeError` for all recipes of the part that are not valid."""
-        problems: dict[str, None] = {}  # in their order, each once
+        problems: dict[str, None] = {}  # in order, each once
         for dataset in self._part.datasets or [None]:
             splits = None if dataset is None else self._part.datasets[dataset]
             last = {} if splits is None else {"data.train": splits.train, "evaluation.validation": splits.dev}
@@ -347,7 +348,7 @@ class _PartOfOneParent:
         probe = entries[names[0]].options[0].recipe.dump()
         probe["evaluation"]["every"] = {"steps": 1}
         probe["selection"] = {"metric": metric, "mode": rule.mode}
-        override(probe, [], f"parts.{self._name}.selection")  # the recipe knows what is evaluated
+        override(probe, [], f"parts.{self._name}.selection")  # the recipe's schema knows what is evaluated
         decided_by = tuple(dict.fromkeys(str(entries[entry].evaluated_on) for entry in names))
         choice = Choice(name, rule, metric, candidates, decided_by)
         self._expander.choose(choice)
@@ -376,7 +377,7 @@ def _combinations(part: Part) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def _word(keys: Sequence[str], index: int, point: Mapping[str, Any]) -> str:
-    """What a point of an axis is called: keys, shortened from the left as far as that tells them apart, and values."""
+    """The name of a point of an axis: keys, shortened from the left as far as they stay distinct, and values."""
     words = []
     for key, value in point.items():
         if isinstance(value, str):
@@ -388,14 +389,14 @@ def _word(keys: Sequence[str], index: int, point: Mapping[str, Any]) -> str:
 
 
 def _short(key: str, keys: Sequence[str]) -> str:
-    """The last parts of a key, as few as no other key ends with."""
+    """The last parts of a key, as few as tell it from all other keys."""
     parts = key.split(".")
     endings = (".".join(parts[-count:]) for count in range(1, len(parts)))
     return next((end for end in endings if sum(f".{other}".endswith(f".{end}") for other in keys) == 1), key)
 
 
 def _setting(pair: tuple[str, Any]) -> str:
-    """KEY=VALUE as a command line has it; the value reads as what it is."""
+    """KEY=VALUE as on a command line; the value reads as what it is."""
     key, value = pair
     if isinstance(value, str):
         try:
@@ -419,7 +420,7 @@ def _texts(content: Any) -> Iterator[str]:
 
 
 def _place(dataset: str, recipe: Recipe) -> str:
-    """The real path of a dataset that is there; otherwise what it is called."""
+    """The real path of a dataset if it is there, otherwise its name."""
     try:
         where = recipe.dataset_path(dataset)
         return where if is_url(where) else str(Path(where).resolve())

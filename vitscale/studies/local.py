@@ -19,12 +19,12 @@ _DEVICES, _THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
 
 
 def slot_environments(slots: int | None, count: Callable[[], int | None] = count_devices) -> list[dict[str, str]]:
-    """What each slot adds to the environment of its launches: its part of the devices, or of the cores.
+    """What each slot adds to the environment of its launches: its share of the devices, or of the cores.
 
     Args:
-        slots: None for one a device; one where there is none.
+        slots: the number of slots; None for one a device, or a single one without devices.
 
-    Raises `RecipeError` where there are more slots than devices, or these cannot be counted.
+    Raises `RecipeError` if there are more slots than devices, or these cannot be counted.
     """
     devices = count()
     if devices is None:
@@ -52,7 +52,7 @@ class LocalEngine:
 
     @property
     def running(self) -> Collection[str]:
-        """Children of this process: none when it begins."""
+        """Children of this process: none at the beginning."""
         return self._running.keys()
 
     @property
@@ -61,7 +61,7 @@ class LocalEngine:
         return len(self._free)
 
     def start(self, works: Sequence[Pretraining]) -> None:
-        """Start as many as there are free slots. Raises `PeerLostError` where a process cannot be started."""
+        """Start these launches, each in a free slot. Raises `PeerLostError` if a process cannot be started."""
         for what in works:
             assert what.run_dir is not None
             environment = self._free.pop(0)
@@ -71,7 +71,7 @@ class LocalEngine:
                 raise PeerLostError(f"{what.run_dir}: a launch cannot be started: {error}") from None
 
     def ended(self) -> Mapping[str, int]:
-        """Name -> exit code; of one that was killed, that of what may be repeated."""
+        """Name -> exit code; for a launch that was killed, the code for "repeat"."""
         found = {}
         for name, (process, environment) in list(self._running.items()):
             code = process.poll()
@@ -82,11 +82,11 @@ class LocalEngine:
         return found
 
     def tell_to_end(self) -> None:
-        """Pass SIGTERM on."""
+        """Pass SIGTERM to all launches."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ranks die with their launch."""
+        """Kill all launches; ranks die with their launch."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -96,7 +96,7 @@ class LocalEngine:
 
 
 def start_launch(what: Pretraining, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    """`vitscale launch` of one entry, which dies with the thread that calls this. Raises OSError."""
+    """Start `vitscale launch` for one entry; it dies with the calling thread. Raises OSError."""
     assert what.run_dir is not None
     what.run_dir.mkdir(parents=True, exist_ok=True)
     with Path(what.run_dir / LOG_FILE).open("ab") as log:

@@ -1,4 +1,4 @@
-"""What the runs of entries have come to, read from their directories; and whether these are still the entries' own."""
+"""What the entries' runs have come to, read from their directories, and whether these still belong to the entries."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ class Outcome:
     """A finished run.
 
     Attributes:
-        metrics: by evaluator/metric: of the best step where the recipe selects one, else of the last.
-        step: that they are of.
-        steps: that the run took.
-        exaflops: of the run.
+        metrics: values by evaluator/metric: of the best step if the recipe selects one, else of the last.
+        step: the step that the metrics belong to.
+        steps: the number of steps that the run took.
+        exaflops: the run's exaFLOPs.
     """
 
     metrics: dict[str, float]
@@ -31,7 +31,7 @@ class Outcome:
 
 
 def read_outcome(run_dir: Path) -> Outcome | None:
-    """None where the run is not finished. Raises `DataError` where its metrics cannot be read."""
+    """Read a run's outcome; None if it is not finished. Raises `DataError` if its metrics cannot be read."""
     done = read_done(run_dir)
     if done is None:
         return None
@@ -46,22 +46,22 @@ def read_outcome(run_dir: Path) -> Outcome | None:
 
 
 def changed_fields(run_dir: Path, recipe: Recipe) -> list[str]:
-    """Lines `key: old -> new` where the run in a directory is of another recipe; none where no run has begun there.
+    """Lines `key: old -> new` if the run in a directory has another recipe; none if no run has begun there.
 
-    What is free when a run is resumed may differ, but for its evaluation: results of two would stand side by side.
+    Fields that may change when a run is resumed may differ, except its evaluation: results would not be comparable.
     """
     saved = run_dir / RECIPE_FILE
     if not saved.exists():
         return []
     old, new = read_recipe(saved).dump(), recipe.dump()
-    if new["precision"] == "auto":  # which the run has settled
+    if new["precision"] == "auto":  # the run has settled it
         new["precision"] = old["precision"]
     evaluation = changes(old["evaluation"], new["evaluation"], "evaluation.")
     return differences(old, new) + [f"{key}: {before!r} -> {after!r}" for key, before, after in evaluation]
 
 
 def check_unchanged(entries: Iterable[Entry], folder: Path) -> None:
-    """Raise `RecipeError` where a directory holds the run of an entry that the study has changed since."""
+    """Raise `RecipeError` if a directory holds the run of an entry that the study has changed since."""
     found = []
     for entry in entries:
         each = [changed_fields(folder / entry.name, option.recipe) for option in entry.options]

@@ -23,10 +23,10 @@ class RayEngine:
     """Tasks on the cluster that RAY_ADDRESS names, or on one started on this machine.
 
     Args:
-        slots: entries at a time; None for one a GPU, or one a node of a cluster without any.
-        options: `gpus` and `cpus` of each entry; by default one GPU where there are some, and one CPU.
+        slots: the number of entries at a time; None for one a GPU, or one a node in a cluster without GPUs.
+        options: `gpus` and `cpus` of each entry; by default one CPU, and one GPU if there are any.
 
-    Raises `RecipeError` where Ray is missing, there is no cluster, or it can never give what an entry wants.
+    Raises `RecipeError` if Ray is missing, there is no cluster, or it can never provide what an entry needs.
     """
 
     def __init__(self, slots: int | None = None, options: Mapping[str, str] | None = None) -> None:
@@ -46,7 +46,7 @@ class RayEngine:
 
     @property
     def running(self) -> Collection[str]:
-        """Tasks end with the process that has started them."""
+        """The names of running tasks; they end with the process that started them."""
         return self._tasks.values()
 
     @property
@@ -55,14 +55,14 @@ class RayEngine:
         return self._slots - len(self._tasks)
 
     def start(self, works: Sequence[Pretraining]) -> None:
-        """Hand tasks over."""
+        """Submit a task for each launch."""
         for what in works:
             assert what.run_dir is not None
             absolute = replace(what, recipe=str(Path(what.recipe).absolute()), run_dir=what.run_dir.absolute())
             self._tasks[self._perform.remote(absolute)] = what.run_dir.name
 
     def ended(self) -> Mapping[str, int]:
-        """Name -> exit code. Raises `RecipeError` where a node lacks what it needs."""
+        """Name -> exit code. Raises `RecipeError` if a node lacks what it needs."""
         if not self._tasks:
             return {}
         ready, _ = self._ray.wait(list(self._tasks), num_returns=len(self._tasks), timeout=0)
@@ -89,13 +89,13 @@ class RayEngine:
             self._ray.cancel(task)
 
     def kill(self) -> None:
-        """Launches die with their workers."""
+        """Cancel the tasks by force; launches die with their workers."""
         for task in self._tasks:
             self._ray.cancel(task, force=True)
 
 
 def perform(what: Pretraining) -> int:
-    """On a worker: the exit code of the launch."""
+    """Run a launch on a worker. Returns its exit code."""
     process = start_launch(what, {})
     while process.poll() is None:
         try:

@@ -1,4 +1,4 @@
-"""From a file to a validated study. Every mistake is a `RecipeError` with the key, the value and what was expected."""
+"""Reads and validates a study's file. Every mistake is a `RecipeError` with key, value and what was expected."""
 
 import difflib
 from pathlib import Path
@@ -12,7 +12,7 @@ from vitscale.recipe import describe_expected, recipe_title, recipes_dir
 from vitscale.recipe.strict_yaml import parse_yaml
 from vitscale.studies.schema import DataSet, Part, Refit, Selection, Study
 
-# Keys on the way to a block, * for a name -> the block.
+# Keys that lead to a block, * for any name -> the block.
 _BLOCKS: dict[tuple[str, ...], type[Block]] = {
     (): Study,
     ("parts", "*"): Part,
@@ -91,6 +91,6 @@ def _describe(details: Any) -> str:
 
 
 def _keys_of(place: tuple[str, ...]) -> list[str]:
-    """The valid keys of the block at a place."""
+    """The valid keys of the block at this place."""
     named = tuple("*" if index in (1, 3) else part for index, part in enumerate(place))
     return [field.alias or name for name, field in _BLOCKS[named].model_fields.items()]

@@ -22,7 +22,7 @@ _TOP1 = "validation/top1"
 
 
 def results_text(about: dict[str, Any], run: "StudyRun") -> str:
-    """The content of results.json: `about` beside entries, choices and summaries."""
+    """The content of results.json: `about`, then entries, choices and summaries."""
     entries = run.expansion.entries.values()
     summaries = list(_summaries(entries, run))
     content = {
@@ -37,7 +37,7 @@ def results_text(about: dict[str, Any], run: "StudyRun") -> str:
 
 
 def read_results(folder: Path) -> dict[str, Any] | None:
-    """What results.json of a study's folder says; None where there is none of a study.
+    """The content of results.json in a study's folder; None if there is none, or it is not a study's.
 
     Raises `DataError` for another version.
     """
@@ -59,7 +59,7 @@ def _entry(entry: Entry, run: "StudyRun") -> dict[str, Any]:
     return {
         "name": entry.name,
         "part": entry.part,
-        "state": "waiting" if progress.state == "running" else progress.state,  # as whoever reads this finds it later
+        "state": "waiting" if progress.state == "running" else progress.state,  # readers find it so later
         "exit_code": progress.code,
         "why": progress.why,
         "dataset": entry.dataset,
@@ -100,7 +100,7 @@ def _choice(choice: Choice, run: "StudyRun") -> dict[str, Any]:
 
 
 def _summaries(entries: Iterable[Entry], run: "StudyRun") -> Any:
-    """Mean and sample standard deviation (n - 1) over entries that differ in their seed alone, once all are done."""
+    """Mean and sample standard deviation (n - 1) over entries that differ only in their seed, once all are done."""
     groups: dict[tuple[Any, ...], list[Entry]] = {}
     for entry in entries:
         groups.setdefault(_but_for_the_seed(entry, run), []).append(entry)
@@ -127,7 +127,7 @@ def _summaries(entries: Iterable[Entry], run: "StudyRun") -> Any:
 
 
 def _but_for_the_seed(entry: Entry, run: "StudyRun") -> tuple[Any, ...]:
-    """What entries have in common that differ in their seed alone; branches go with those of the other trunks."""
+    """What entries that differ only in their seed have in common; branches go with those of the other trunks."""
     label = None if entry.choice is not None else entry.options[0].label
     parent: Any = entry.parent
     if entry.parent is not None and entry.options[0].recipe.first_step:
@@ -136,7 +136,7 @@ def _but_for_the_seed(entry: Entry, run: "StudyRun") -> tuple[Any, ...]:
 
 
 def _vtab(summaries: list[dict[str, Any]], run: "StudyRun") -> Iterator[dict[str, Any]]:
-    """VTAB-1k's score of every part that has all 19 tasks: the means of each group, over tasks and over groups.
+    """VTAB-1k's scores of every part that has all 19 tasks: the means of each group, over tasks and over groups.
 
     Each is the mean and sample standard deviation over seeds of a mean over tasks, as in the paper's Table 2.
     """

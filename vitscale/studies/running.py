@@ -1,6 +1,6 @@
 """Runs a study: starts entries as they become ready, decides choices, keeps results.json up to date.
 
-What is finished is told by the run directories alone, so that a study may be killed and repeated at any moment.
+The run directories alone tell what is finished, so that a study may be killed and repeated at any moment.
 """
 
 import itertools
@@ -30,21 +30,21 @@ _LOOK_EVERY_SECONDS = 0.2
 _SAME_REQUEST_SECONDS = 1.0
 _LOCK_FILE = ".lock"
 _LOG_END_BYTES = 1 << 16
-# Codes of entries, the worst first.
+# Exit codes of entries, the worst first.
 _SEVERITY = (EXIT_BUG, EXIT_RECIPE, EXIT_DATA, EXIT_NON_FINITE, EXIT_RETRY, EXIT_PREEMPTED)
 
 
 @dataclass
 class Progress:
-    """How an entry is doing.
+    """The progress of an entry.
 
     Attributes:
-        code: of its launch, where that has failed.
-        why: it has failed or is not run.
-        outcome: once it is done.
-        label: of the option that runs, once that is known.
-        began: by the monotonic clock, where this process has started it.
-        seconds: that it took this process.
+        code: the exit code of its launch, if that has failed.
+        why: why it has failed or is not run.
+        outcome: its outcome, once it is done.
+        label: the label of the option that runs, once that is known.
+        began: its start by the monotonic clock, if this process has started it.
+        seconds: the time that it took in this process.
     """
 
     state: State = "waiting"
@@ -61,10 +61,10 @@ class StudyRun:
 
     Args:
         expansion: its entries and choices.
-        folder: with a directory for each entry, and results.json.
+        folder: the study's folder, with a directory for each entry, and results.json.
         engine: starts their launches.
-        about: what results.json says of the study: name, file, engine.
-        look: called again and again with this, for people.
+        about: what results.json says about the study: name, file, engine.
+        look: called again and again with this object, to show it to people.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class StudyRun:
         self._known: Any = None
 
     def run(self) -> int:
-        """The exit code: 0 where all are done, 85 where this process was told to end before, else the worst of entries.
+        """Run the study. Returns 0 if all entries are done, 85 if told to end before, else the worst code of an entry.
 
-        Raises `RecipeError` where another process runs a study in the folder, and `DataError` where results.json cannot
-        be written.
+        Raises `RecipeError` if another process runs a study in the folder, and `DataError` if results.json cannot be
+        written.
         """
         self._find_finished()
         self._find_running()
@@ -103,7 +103,7 @@ class StudyRun:
         return self._code()
 
     def _step(self, requests: "_Requests") -> bool:
-        """See what has ended, and start what can be; whether there may be more to do."""
+        """Note what has ended and start what is ready. Returns whether there may be more to do."""
         for name, code in self._engine.ended().items():
             self._note_end(name, code)
         if requests.told is not None and self.told is None:
@@ -123,7 +123,7 @@ class StudyRun:
     # ---- What is known -----------------------------------------------------------------------------------------------
 
     def _find_finished(self) -> None:
-        """Take what is done already; an entry that waits for a choice, once that is made."""
+        """Take over what is done already; an entry that waits for a choice, once that is made."""
         for entry in self.expansion.entries.values():  # each after those it depends on
             self._decide_choices()
             if self._label_of(entry) is not None:
@@ -131,7 +131,7 @@ class StudyRun:
         self._decide_choices()
 
     def _find_running(self) -> None:
-        """Take what an earlier process has started and the engine still has."""
+        """Take over what an earlier process has started and the engine still runs."""
         for name in self._engine.running:
             if name in self.progress and self.progress[name].state == "waiting":
                 self.progress[name] = Progress("running", label=self._label_of(self.expansion.entries[name]))
@@ -147,7 +147,7 @@ class StudyRun:
         return True
 
     def _is_refused(self, entry: Entry) -> bool:
-        """Whether the entry's directory holds the run of another recipe, such as that of an earlier winner."""
+        """Whether the entry's directory holds a run of another recipe, such as that of an earlier winner."""
         option, progress = entry.option(self._label_of(entry)), self.progress[entry.name]
         changed = changed_fields(self.folder / entry.name, option.recipe)
         if changed:
@@ -156,7 +156,7 @@ class StudyRun:
         return bool(changed)
 
     def _label_of(self, entry: Entry) -> str | None:
-        """Which option runs; None where that is not known yet."""
+        """The label of the option that runs; None if that is not known yet."""
         return entry.options[0].label if entry.choice is None else self.winners.get(entry.choice)
 
     def _decide_choices(self) -> None:
@@ -165,12 +165,12 @@ class StudyRun:
                 self.winners[choice.name] = choose(choice.rule, self.scores(choice))
 
     def _has_scored(self, name: str) -> bool:
-        """Whether a candidate has come to its end; one that has diverged has lost."""
+        """Whether a candidate's run has ended; one that has diverged has lost."""
         progress = self.progress[name]
         return progress.state == "done" or progress.code == EXIT_NON_FINITE
 
     def scores(self, choice: Choice) -> dict[str, list[float | None]]:
-        """What the runs of each candidate have reached so far."""
+        """The scores that the runs of each candidate have reached so far."""
         found: dict[str, list[float | None]] = {}
         for label, entries in choice.candidates.items():
             outcomes = [self.progress[name].outcome for name in entries]
@@ -180,7 +180,7 @@ class StudyRun:
     # ---- Starting and ending -----------------------------------------------------------------------------------------
 
     def _ready(self) -> Iterator[str]:
-        """Entries that can be started, in the study's order; those that never can are noted."""
+        """Entries that can be started, in the study's order; notes those that never can."""
         for name, entry in self.expansion.entries.items():
             progress = self.progress[name]
             if progress.state != "waiting":
@@ -191,7 +191,7 @@ class StudyRun:
                 yield name
 
     def _blocker(self, entry: Entry) -> str:
-        """Why an entry can never be run, in words; nothing where it may."""
+        """Why an entry can never be run, in words; empty if it may."""
         of_choice = self.expansion.choices[entry.choice].entries if entry.choice is not None else ()
         for name in entry.depends_on:
             if self.progress[name].state == "not run":
@@ -215,7 +215,7 @@ class StudyRun:
     def _note_end(self, name: str, code: int) -> None:
         progress = self.progress.get(name)
         if progress is None or progress.state != "running":
-            return  # it was done when this process began, or is of a study that has changed since
+            return  # it was done when this process began, or belongs to a study that has changed since
         if progress.began is not None:
             progress.seconds = time.monotonic() - progress.began
         if code == EXIT_DONE:
@@ -227,7 +227,7 @@ class StudyRun:
             progress.state = "done"
             self._decide_choices()
             return
-        if self.told is not None and code in (EXIT_PREEMPTED, EXIT_RETRY):  # a launch that has just begun dies of it
+        if self.told is not None and code in (EXIT_PREEMPTED, EXIT_RETRY):  # a new launch dies of a signal
             progress.state = "waiting"
             return
         progress.state, progress.code = "failed", code or EXIT_RETRY
@@ -243,7 +243,7 @@ class StudyRun:
         return next((code for code in _SEVERITY if code in codes), EXIT_BUG)
 
     def _has_changed(self) -> bool:
-        """Whether there is anything new since the last call; if so, results.json has it."""
+        """Whether there is anything new since the last call; if so, writes results.json."""
         known = [(one.state, one.code, one.label) for one in self.progress.values()], {**self.winners}
         if known == self._known:
             return False
@@ -253,7 +253,7 @@ class StudyRun:
         return True
 
     def _write_results(self) -> None:
-        """Raises `DataError`."""
+        """Write results.json. Raises `DataError`."""
         try:
             write_text(self.folder / RESULTS_FILE, results_text(self._about, self))
         except OSError as error:
@@ -261,7 +261,7 @@ class StudyRun:
 
 
 def last_words(log: Path) -> str:
-    """Of a launch that has failed: its error where it has said one, else its last line."""
+    """The error of a launch that has failed, if its log has one, else its last line."""
     lines: list[str] = []
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_END_BYTES))
@@ -271,7 +271,7 @@ def last_words(log: Path) -> str:
 
 @contextmanager
 def _claimed(folder: Path) -> Iterator[None]:
-    """Keep the folder for this process. Raises `RecipeError` where another one has it."""
+    """Keep the folder for this process. Raises `RecipeError` if another one has it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / _LOCK_FILE).open("a")
@@ -285,7 +285,7 @@ def _claimed(folder: Path) -> Iterator[None]:
 
 
 class _Requests:
-    """Ctrl-C and its like while a study runs: the first one asks all entries to save and end, a later one ends them."""
+    """Signals such as Ctrl-C during a study: the first asks all entries to save and end, a later one ends them."""
 
     def __init__(self) -> None:
         self.told: signal.Signals | None = None
@@ -295,7 +295,7 @@ class _Requests:
 
     def __enter__(self) -> Self:
         for number in PASSED_ON:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored on purpose, as by nohup
                 self._before[number] = signal.signal(number, self._note)
         return self
 

@@ -75,7 +75,7 @@ class Part(Block):
 
     @property
     def recipes(self) -> list[str]:
-        """One or several."""
+        """The recipes as a list, even if there is one."""
         return [self.recipe] if isinstance(self.recipe, str) else self.recipe
 
     @model_validator(mode="after")
@@ -104,7 +104,7 @@ class Part(Block):
 
     @property
     def num_settings(self) -> int:
-        """Combinations of recipes and grid."""
+        """The number of combinations of recipes and grid points."""
         return len(self.recipes) * math.prod(len(next(iter(axis.values()))) for axis in self.grid)
 
 

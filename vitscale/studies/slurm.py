@@ -1,7 +1,7 @@
-"""Entries as array jobs of Slurm, each a launch on a node. The jobs outlive this process, which only watches them.
+"""Runs entries as array jobs of Slurm, each a launch on a node. The jobs outlive this process, which only watches.
 
-Every time that entries become ready, they are handed in as one array. Which jobs these are stands in a file of the
-study's folder, so that a repetition watches those that are still in the queue.
+Entries that become ready at the same time are submitted as one array. A file in the study's folder records the jobs, so
+that a repetition watches those that are still in the queue.
 """
 
 import json
@@ -23,19 +23,19 @@ from vitscale.runs.reading import read_object
 from vitscale.studies.engine import LOG_FILE
 
 JOBS_FILE = "slurm-jobs.json"
-"""Entry -> the number of its job, as ARRAY_INDEX."""
+"""The file of entry -> number of its job, as ARRAY_INDEX."""
 _ASK_EVERY_SECONDS = 5.0
 
 
 class SlurmEngine:
-    """Array jobs.
+    """Submits array jobs and watches the queue.
 
     Args:
-        folder: of the study; all nodes have to reach it.
-        slots: entries of an array at a time; None for as many as there is room for.
-        options: of sbatch, and `python` and `srun` as `vitscale launch --cluster slurm` has them.
+        folder: the study's folder; all nodes must reach it.
+        slots: the number of an array's entries at a time; None for as many as there is room for.
+        options: sbatch's options, and `python` and `srun` as in `vitscale launch --cluster slurm`.
 
-    Raises `RecipeError` where there is no Slurm.
+    Raises `RecipeError` if there is no Slurm.
     """
 
     def __init__(self, folder: Path, slots: int | None = None, options: Mapping[str, str] | None = None) -> None:
@@ -53,11 +53,11 @@ class SlurmEngine:
 
     @property
     def room(self) -> int:
-        """Slurm takes them all."""
+        """Unlimited: Slurm takes them all."""
         return sys.maxsize
 
     def start(self, works: Sequence[Pretraining]) -> None:
-        """Hand in one array. Raises `RecipeError` where sbatch does not take it."""
+        """Submit one array. Raises `RecipeError` if sbatch does not take it."""
         for what in works:
             assert what.run_dir is not None
             what.run_dir.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ class SlurmEngine:
         write_text(self._folder / JOBS_FILE, json.dumps(self._jobs, indent=1) + "\n")
 
     def ended(self) -> Mapping[str, int]:
-        """Those whose job is in the queue no longer; all of them, once this process is told to end."""
+        """Entries whose job has left the queue, with exit codes; all of them, once this process is told to end."""
         if self._told:
             found = dict.fromkeys(self._jobs, PreemptedError.exit_code)
         elif not self._jobs or time.monotonic() - self._asked_at < _ASK_EVERY_SECONDS:
@@ -86,15 +86,15 @@ class SlurmEngine:
         return found
 
     def tell_to_end(self) -> None:
-        """End watching: the jobs go on, and `scancel` ends them."""
+        """Stop watching: the jobs continue, and `scancel` ends them."""
         self._told = True
 
     def kill(self) -> None:
-        """The jobs go on."""
+        """Do nothing: the jobs continue."""
 
 
 def _queued() -> set[str]:
-    """The array jobs in the queue, as ARRAY_INDEX. Raises `RecipeError` where Slurm cannot be asked."""
+    """The array jobs in the queue, as ARRAY_INDEX. Raises `RecipeError` if Slurm cannot be asked."""
     try:
         answer = subprocess.run(
             ["squeue", "--me", "--noheader", "--array", "--format=%F_%K"], capture_output=True, text=True
@@ -108,7 +108,7 @@ def _queued() -> set[str]:
 
 
 def _exit_code(run_dir: Path) -> int:
-    """Of a launch whose job is over; that of what may be repeated where it has not said."""
+    """The exit code of a launch whose job is over; the code for "repeat" if it left none."""
     if read_done(run_dir) is not None:
         return EXIT_DONE
     try:
