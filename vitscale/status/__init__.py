@@ -1,4 +1,4 @@
-"""How a run is doing, by its directory alone: read while it trains, after it, or after what ended it. No torch."""
+"""Tells how a run is doing by its directory alone: while it trains, after it, or after what ended it. No torch."""
 
 from vitscale.status.run import NoRunYetError, RunReader
 from vitscale.status.summary import RunStatus

@@ -1,4 +1,4 @@
-"""Whether a run trains, and if not, what ended it."""
+"""Judges whether a run trains, and if not, what ended it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,23 +18,23 @@ State = Literal[
     "not running",
     "unknown",
 ]
-"""`stopped early` is done, for want of a better evaluation; `stopped` is not: it was started with --stop-at."""
+"""`stopped early` is done: no evaluation was better for long; `stopped` is not: it was started with --stop-at."""
 
 _TO_START_S = 600.0  # importing torch from a slow file system, and starting as many processes as there are devices
-_LATER_S = 5.0  # that two clocks may differ by
+_LATER_S = 5.0  # two clocks may differ by this
 
 
 @dataclass(frozen=True)
 class Signs:
-    """What there is to judge by.
+    """What a run's state is judged by.
 
     Attributes:
-        is_held: by a rank, seen from this machine; None where that cannot be told.
-        last_event: of the launches; None where there are none.
-        is_only_here: whether the only launch that has not finished, or else the last rank, was one of this machine.
+        is_held: whether a rank holds the directory, seen from this machine; None if that cannot be told.
+        last_event: the last event of the launches; None without any.
+        is_only_here: whether the only launch that has not finished, or else the last rank, ran on this machine.
         line_at: when the last line of metrics was written, in seconds since 1970; None without one.
-        due_s: between two lines; None where that is not known.
-        timeout_s: after which a run without progress ends itself.
+        due_s: seconds between two lines; None if not known.
+        timeout_s: seconds without progress after which a run ends itself.
     """
 
     is_held: bool | None
@@ -46,7 +46,7 @@ class Signs:
 
 
 def judge(signs: Signs, now: float) -> tuple[State, str]:
-    """The state, `now` in seconds since 1970, of a run that is not done, and why it is thought so."""
+    """The state of a run that is not done, and the reason for thinking so; `now` in seconds since 1970."""
     event, line_at = signs.last_event, signs.line_at
     line = "no line of metrics yet"
     if line_at is not None:
@@ -79,7 +79,7 @@ def judge(signs: Signs, now: float) -> tuple[State, str]:
 
 
 def duration(seconds: float) -> str:
-    """In the two largest units: 12 s, 5 min, 3 h 12 min, 2 d 4 h."""
+    """A duration in its two largest units: 12 s, 5 min, 3 h 12 min, 2 d 4 h."""
     if seconds < 1:
         return f"{max(seconds, 0.0):.2g} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -11,14 +11,14 @@ from vitscale.status.summary import Direction, SlowestRank, Trend
 
 _STRAGGLES_ABOVE = 1.2  # times the median rank
 _STRAGGLES_SHARE = 0.05  # of a step's time, which the others then wait for it
-_STRAGGLES_IN = 0.8  # of the last lines: ranks that share a busy machine take turns
+_STRAGGLES_IN = 0.8  # share of the last lines: ranks that share a busy machine take turns
 _FEWEST_FOR_A_STRAGGLER = 5
 _FEWEST_FOR_A_TREND = 10
 _LINES_OF_RANKS = 10
 
 
 def trend(rows: Sequence[Row]) -> Trend | None:
-    """Of the loss; None where there are too few lines."""
+    """The trend of the loss; None if there are too few lines."""
     points = [(row["step"], loss) for row in rows if (loss := number(row.get("loss"))) is not None]
     if len(points) < _FEWEST_FOR_A_TREND:
         return None
@@ -39,7 +39,7 @@ def pace(rows: Sequence[Row]) -> float | None:
 
 
 def data_wait(rows: Sequence[Row]) -> float | None:
-    """The share of the time that was spent waiting for data."""
+    """The share of the time that was spent waiting for data, a fraction."""
     waited = seconds = 0.0
     for row, steps in _spans(rows):
         wait = number(row.get("data_wait_s", row.get("data_wait")))
@@ -49,9 +49,9 @@ def data_wait(rows: Sequence[Row]) -> float | None:
 
 
 def _spans(rows: Sequence[Row]) -> list[tuple[Row, int]]:
-    """Lines, and how many steps each tells of.
+    """Lines, and the number of steps that each covers.
 
-    A line of one step among others is of the first step of a process, which takes longer, and is left out.
+    A line of one step among others covers the first step of a process, which takes longer, and is left out.
     """
     steps = [row["step"] - before["step"] for before, row in pairwise(rows)]
     first = [row["step"] for row in rows[:1]] if len(rows) < RECENT_LINES else steps[:1]
@@ -60,7 +60,7 @@ def _spans(rows: Sequence[Row]) -> list[tuple[Row, int]]:
 
 
 def slowest_rank(rows: Sequence[Row]) -> SlowestRank | None:
-    """None where the last line does not tell, as on one rank."""
+    """The slowest rank; None if the last line does not tell, as with one rank."""
     last = rows[-1] if rows else {}
     rank = text(last.get("slowest_rank"))
     seconds, median = number(last.get("slowest_rank_s")), number(last.get("median_rank_s"))

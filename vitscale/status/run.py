@@ -1,4 +1,4 @@
-"""Reading one run directory: whatever state it is in, there is an answer or one readable error."""
+"""Reads one run directory: whatever state it is in, there is an answer or one readable error."""
 
 import math
 import os
@@ -34,23 +34,23 @@ from vitscale.status.liveness import Signs, State, judge
 from vitscale.status.summary import Anomalies, Best, Evaluation, Restarts, RunStatus, Saved
 from vitscale.storage import is_url, without_secrets
 
-_MANIFEST = "manifest.json"  # that of shards.manifest, which brings NumPy along
+_MANIFEST = "manifest.json"  # the name in shards.manifest, which would import NumPy
 _SIGNS_OF_A_RUN = (RECIPE_FILE, METRICS_FILE, LAUNCH_FILE, DONE_FILE, CHECKPOINTS)
-_STEP_TIMEOUT_S = 600.0  # where no recipe says `check.step_timeout_s`
+_STEP_TIMEOUT_S = 600.0  # if no recipe gives `check.step_timeout_s`
 _SHOWN_RESTARTS = 5
 
 
 class NoRunYetError(RecipeError):
-    """There is nothing at a path yet, or an empty folder."""
+    """Nothing is at a path yet, or only an empty folder."""
 
 
 class RunReader:
-    """Reads one run directory, as often as one likes: of the metrics what is new.
+    """Reads one run directory, as often as needed; only the new part of the metrics each time.
 
     Args:
-        directory: of the run, as messages are to call it.
-        device: for energy, and for the MFU where the metrics have none.
-        price: of one device for one hour.
+        directory: the run's directory, as messages should call it.
+        device: the device for energy, and for the MFU if the metrics have none.
+        price: the price of one device for one hour.
     """
 
     def __init__(self, directory: str, device: Device | None = None, price: float | None = None) -> None:
@@ -65,7 +65,7 @@ class RunReader:
     def read(self) -> RunStatus:
         """How the run is doing now.
 
-        Raises `RecipeError` where there is no run, `DataError` where its metrics or launches cannot be read.
+        Raises `RecipeError` if there is no run, `DataError` if its metrics or launches cannot be read.
         """
         self._check_is_run()
         self._read_recipe()
@@ -147,7 +147,7 @@ class RunReader:
             self._recipe, self._recipe_problem = None, " ".join(str(error).split())
 
     def _data(self, index: Index | None) -> tuple[int | None, int | None]:
-        """Training samples and classes: by the newest checkpoint, or by the manifest where that is on this machine."""
+        """Training samples and classes: from the newest checkpoint, or from the manifest if it is on this machine."""
         if index is not None:
             return index.num_samples, index.num_classes
         if self._manifest is None and self._recipe is not None:
@@ -168,7 +168,7 @@ class RunReader:
     # ---- How it is doing ---------------------------------------------------------------------------------------------
 
     def _read_done(self, notes: list[str]) -> dict[str, Any] | None:
-        """What DONE says; None without one."""
+        """The content of DONE; None without one."""
         path = self._directory / DONE_FILE
         content = read_done(self._directory)
         if content is None and path.exists():
@@ -192,7 +192,7 @@ class RunReader:
         )
 
     def _step(self, saved: Saved) -> int | None:
-        """The highest that metrics tell of, or a checkpoint that is newer than these."""
+        """The highest step in the metrics, or that of a checkpoint that is newer."""
         log = self._log
         steps = [row["step"] for row in [*log.rows][-1:]] + [step for step, _ in log.evaluations[-1:]]
         line_age_s = math.inf if log.line_at is None else _age(log.line_at)
@@ -201,7 +201,7 @@ class RunReader:
         return max(steps, default=None)
 
     def _mfu(self, last: Row, num_classes: int | None) -> float | None:
-        """Of the last line; on the device that the user names where that has none."""
+        """The MFU of the last line; if that has none, on the device that the user names."""
         logged = number(last.get("mfu"))
         images_per_s, world_size = number(last.get("images_per_s")), count(last.get("world_size"))
         recipe, device = self._recipe, self._device
@@ -229,7 +229,7 @@ class RunReader:
         return Evaluation(step, {key: number(value) for key, value in values.items()})
 
     def _best(self, index: Index | None, saved: Saved) -> Best | None:
-        """What the run itself has selected, or a later evaluation; without a selection, the best one there is."""
+        """The best step that the run itself has selected, or a later one; without a selection, the best evaluation."""
         rule = self._recipe.selection if self._recipe is not None else None
         metric, sign = (rule.metric, 1 if rule.mode == "max" else -1) if rule is not None else ("validation/top1", 1)
         found = [(step, values.get(metric)) for step, values in self._log.evaluations]
@@ -239,7 +239,7 @@ class RunReader:
         known = [(sign * value, -step) for step, value in found if value is not None]
         if not known:
             return None
-        value, step = max(known)  # of equal ones the first
+        value, step = max(known)  # the first of equal ones
         return Best(-step, metric, sign * value, None if saved.steps is None else -step in saved.steps)
 
     def _read_checkpoints(self, notes: list[str]) -> tuple[Saved, Index | None]:
@@ -311,5 +311,5 @@ def _left(step: int | None, total: int | None, pace: float | None) -> float | No
 
 
 def _age(at: float) -> float:
-    """Seconds since then; the clocks of two machines may differ, so never less than none."""
+    """Seconds since `at`, at least 0, as the clocks of two machines may differ."""
     return max(0.0, time.time() - at)

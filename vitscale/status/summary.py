@@ -14,8 +14,8 @@ class Trend:
     """The straight line through the losses of the last lines of metrics.
 
     Attributes:
-        change: of it, over `steps`.
-        direction: level where the slope is less than twice its standard error.
+        change: the line's change over `steps`.
+        direction: level if the slope is less than twice its standard error.
     """
 
     change: float
@@ -25,13 +25,13 @@ class Trend:
 
 @dataclass(frozen=True)
 class SlowestRank:
-    """By the last line of metrics; seconds of own work a step.
+    """The slowest rank by the last line of metrics; seconds are of its own work a step.
 
     Attributes:
-        rank: and its host: `3 (host)`.
+        rank: the rank and its host: `3 (host)`.
         is_straggler: whether it takes more than 1.2 times as long as the median rank, this is above 5 % of a step, and
             it was the slowest in four of five of the last lines, of at least five.
-        lines: of the last `of_lines` in which this rank was the slowest.
+        lines: how many of the last `of_lines` lines had this rank as the slowest.
     """
 
     rank: str
@@ -55,7 +55,7 @@ class Best:
     """The best evaluation by `metric`.
 
     Attributes:
-        is_kept: whether there is a checkpoint of its step; None at a URL, which is not asked.
+        is_kept: whether there is a checkpoint of its step; None for checkpoints at a URL, which is not asked.
     """
 
     step: int
@@ -69,10 +69,10 @@ class Saved:
     """The checkpoints, and the newest of them.
 
     Attributes:
-        where: path or URL. Nothing more is known at a URL, which is not asked.
-        steps: of those there, oldest first.
-        count: of those there.
-        step, age_s, bytes: of the newest.
+        where: path or URL. Nothing more is known about a URL, which is not asked.
+        steps: the steps of the checkpoints there, oldest first.
+        count: the number of checkpoints there.
+        step, age_s, bytes: the newest one's step, age in seconds and size.
     """
 
     where: str
@@ -85,12 +85,12 @@ class Saved:
 
 @dataclass(frozen=True)
 class Restarts:
-    """By `vitscale launch`.
+    """Restarts by `vitscale launch`.
 
     Attributes:
-        launches: how often that was called.
-        count: of restarts by these.
-        last: of them, oldest first.
+        launches: how often it was called.
+        count: the number of restarts by these calls.
+        last: the last restarts, oldest first.
     """
 
     launches: int
@@ -103,9 +103,9 @@ class Anomalies:
     """Batches that must not be trained on.
 
     Attributes:
-        left_out: times that the run skipped or went back.
-        limit: of the recipe for that.
-        reports: files in anomalies/.
+        left_out: how often the run skipped batches or went back.
+        limit: the recipe's limit for that.
+        reports: the number of files in anomalies/.
         last: `step`, `kind` and `policy` of the report of the highest step.
     """
 
@@ -122,19 +122,19 @@ class RunStatus:
     Attributes:
         run: its directory.
         state, why: see `liveness`.
-        step, total_steps: updates done, and of the whole run.
-        precision: in which the recipe computes.
+        step, total_steps: updates done, and those of the whole run.
+        precision: the precision that the recipe computes in.
         selects: whether the recipe has a `selection`.
-        line_age_s: of the last line of metrics.
-        loss, lr, images_per_s, mfu, step_time_s, world_size, peak_memory_bytes: by that line.
-        trend: of the loss.
-        data_wait: share of the last lines' time that was spent waiting for data, a fraction.
-        left_s: that the steps which are left take at the mean pace of the last lines.
-        exaflops: so far.
-        hours, device_hours, energy_kwh, cost: of the steps so far, without evaluations, checkpoints and lost steps.
-        is_estimated: whether these four are estimates, by parts of a large file.
+        line_age_s: seconds since the last line of metrics.
+        loss, lr, images_per_s, mfu, step_time_s, world_size, peak_memory_bytes: the values in that line.
+        trend: the trend of the loss.
+        data_wait: the share of the last lines' time that was spent waiting for data, a fraction.
+        left_s: seconds that the remaining steps take at the mean pace of the last lines.
+        exaflops: exaFLOPs so far.
+        hours, device_hours, energy_kwh, cost: for the steps so far, without evaluations, checkpoints and lost steps.
+        is_estimated: whether these four are estimates, from parts of a large file.
         evaluation, best: the last one, and the best one by the recipe's `selection`, or else by top-1 accuracy.
-        notes: on what is damaged or missing.
+        notes: what is damaged or missing.
     """
 
     run: str
