@@ -1,1 +1,1 @@
-"""Proves a recipe's updates: the engine that it trains with, step by step beside a computation in plain torch."""
+"""Proves a recipe's updates: runs its engine step by step beside a computation in plain torch."""

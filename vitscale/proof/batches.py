@@ -1,4 +1,4 @@
-"""Made batches: pictures, labels and keys that are a function of the step, the same on every rank."""
+"""Generated batches: pictures, labels and keys that are a function of the step, the same on every rank."""
 
 from dataclasses import replace
 
@@ -7,13 +7,13 @@ import torch
 from vitscale.data import Batch
 from vitscale.recipe import Recipe
 
-_CELLS = 4  # along each side of a picture, of one colour each
+_CELLS = 4  # along each side of a picture, each of one colour
 
 
 def make_batch(recipe: Recipe, num_classes: int, step: int) -> Batch:
     """The whole global batch of a step: noise around patches of colour, so that each picture has its own gradient.
 
-    One of its samples counts for nothing where the recipe leaves damaged ones out.
+    If the recipe leaves damaged samples out, one sample does not count.
     """
     generator = torch.Generator().manual_seed(recipe.seed + step)
     rows, side = recipe.batch.global_size, recipe.data.image_size
@@ -37,7 +37,7 @@ def make_batch(recipe: Recipe, num_classes: int, step: int) -> Batch:
 
 
 def part_of(batch: Batch, rank: int, ranks: int) -> Batch:
-    """What one rank has of a global batch."""
+    """One rank's part of a global batch."""
     rows = len(batch.labels) // ranks
     part = slice(rank * rows, (rank + 1) * rows)
     return replace(

@@ -1,6 +1,6 @@
-"""What the engine did beside what it had to do: the worst of every group of parameters, and all that is beyond limits.
+"""Compares what the engine did with what it had to do: the worst of every parameter group, and all beyond limits.
 
-Errors and limits are relative: of gradients to what micro-batches add to them, of all else to the norm of the values.
+Errors and limits are relative: for gradients to what micro-batches add to them, for all else to the values' norm.
 """
 
 import math
@@ -18,7 +18,7 @@ from vitscale.training.applied_gradients import GradientPiece
 Aspect = Literal["gradient", "update", "moments", "average", "weights"]
 ASPECTS: tuple[Aspect, ...] = ("gradient", "update", "moments", "average", "weights")
 _LEAST = 1e-30
-_ORTHOGONAL = 64  # roundings of Muon's 15 products of matrices, each of which enlarges the errors of those before
+_ORTHOGONAL = 64  # roundings of Muon's 15 products of matrices, each of which enlarges the errors of the ones before
 
 
 class Worst(NamedTuple):
@@ -30,29 +30,29 @@ class Worst(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Of error and limit; infinite for what is not a number, and for any error where there may be none."""
+        """Error over limit; infinite for an error that is not a number, and for any error if none is allowed."""
         if math.isnan(self.error):
             return math.inf
         return self.error / self.limit if self.limit else math.inf if self.error else 0.0
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it: an error that is not finite is None."""
+        """Plain data for JSON: an error that is not finite is None."""
         return {"error": self.error if math.isfinite(self.error) else None, "limit": self.limit, "where": self.where}
 
     @property
     def is_within(self) -> bool:
-        """Whether the limit is kept."""
+        """Whether the error is within the limit."""
         return self.ratio <= 1
 
 
 @dataclass
 class GroupResult:
-    """Of the parameters that are trained in one way.
+    """The results for the parameters that are trained in one way.
 
     Attributes:
-        name: what tells it from others.
-        parameters, elements: how many.
-        worst: of each aspect that was compared.
+        name: what distinguishes the group from others.
+        parameters, elements: the number of each.
+        worst: the worst comparison of each aspect that was compared.
     """
 
     name: str
@@ -63,11 +63,11 @@ class GroupResult:
 
 @dataclass
 class State:
-    """What the ranks hold, put together.
+    """What the ranks hold, assembled.
 
     Attributes:
         values: kind -> parameter -> its values in its own shape, fp32; what no rank holds is NaN.
-        checksums: of each rank, of the weights that it computes with, by parameter.
+        checksums: for each rank, of the weights that it computes with, by parameter.
     """
 
     values: dict[str, dict[str, Tensor]]
@@ -75,7 +75,7 @@ class State:
 
 
 class Comparison:
-    """Collects what is compared, step by step.
+    """Collects the comparisons, step by step.
 
     Args:
         oracle: which says what has to be.
@@ -116,7 +116,7 @@ class Comparison:
         """Compare every rank's pieces of the gradients of a step, and their norm before clipping.
 
         Args:
-            norms: that the oracle found, and the engine.
+            norms: the norms that the oracle and the engine found.
 
         Returns:
             The gradients that were applied, whole.
@@ -133,7 +133,8 @@ class Comparison:
             for name, start, values in pieces:
                 stop, right = start + len(values), expected[name].value.view(-1)
                 whole[name][start:stop] = values
-                # A piece of a parameter may have next to nothing of its gradient, and its part of the rounding errors.
+                # A piece of a parameter may have next to none of its gradient, but still its part of the rounding
+                # errors.
                 size = max(expected[name].size * math.sqrt(len(values) / len(right)), _LEAST)
                 error = float((values - right[start:stop]).norm()) / size
                 where = f"step {step}, rank {rank}, {name}[{start}:{stop}]"
@@ -174,7 +175,7 @@ class Comparison:
                 self._note("average", name, Worst(error, rounding.of_update(torch.float32), where))
 
     def weights(self, step: int, state: State, checksum: Any) -> None:
-        """See that the weights of every rank are the masters, rounded, to the last bit."""
+        """Check that the weights of every rank are the masters, rounded, to the last bit."""
         for name, master in state.values["master"].items():
             expected = checksum(self.oracle.rounded(master))
             for rank, of_rank in enumerate(state.checksums):

@@ -1,7 +1,7 @@
-"""What an update has to be, in plain torch: one process, whole tensors, no DeepSpeed, nothing of `vitscale.training`.
+"""What an update must be, in plain torch: one process, whole tensors, no DeepSpeed, nothing of `vitscale.training`.
 
-It is short so that it can be read and believed. With training it shares the model, the objective with what that draws
-for a batch, and the operations on pixels. All else is written here once more: the mean over the global batch, clipping,
+It is short so that it can be read and believed. It shares with training the model, the objective with what that draws
+for a batch, and the operations on pixels. All else is written again here: the mean over the global batch, clipping,
 groups, optimizers and averages. The forward and backward pass are in fp32, on the weights and pixels that the engine
 computes with (rounded to bf16 where it does); an update and its moments are in double precision.
 """
@@ -20,7 +20,7 @@ from vitscale.objectives import build_objective
 from vitscale.proof.rounding import ways
 from vitscale.recipe import Recipe, validate_recipe
 
-_LINEAR, _CUBIC, _FIFTH = (  # Muon's: x -> a x + b x^3 + c x^5, one a step
+_LINEAR, _CUBIC, _FIFTH = (  # Muon's: x -> a x + b x^3 + c x^5, one for each step
     (4.0848, 3.9505, 3.7418, 2.8769, 2.8366),
     (-6.8946, -6.3029, -5.5913, -3.1427, -3.0525),
     (2.9270, 2.6377, 2.3037, 1.2046, 1.2012),
@@ -31,7 +31,7 @@ Rates = tuple[int, float, float | None, float | None]
 """Updates done before, learning rate, and where a schedule changes them, weight decay's factor and momentum."""
 
 Kept = Mapping[str, Tensor]
-"""What an optimizer keeps of a parameter, by kind."""
+"""What an optimizer keeps for a parameter, by kind."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Gradient:
     """The gradient of one parameter.
 
     Attributes:
-        value: in double precision and host memory, clipped.
-        size: the root of the sum of squares of what micro-batches add to it: rounding errors are in proportion to it.
-        way: operations on the longest way from the loss to the parameter.
-        noise: how far away plain torch is in the engine's number format, relative to `size`.
+        value: the gradient in double precision and host memory, clipped.
+        size: the root of the sum of squares of what micro-batches add to it; rounding errors are proportional to it.
+        way: the number of operations on the longest way from the loss to the parameter.
+        noise: how far off plain torch is in the engine's number format, relative to `size`.
     """
 
     value: Tensor
@@ -52,7 +52,7 @@ class Gradient:
 
 
 class Oracle:
-    """The updates of a recipe, by a `module` of its own. `dtype` is the engine's, `device` where this computes."""
+    """Computes a recipe's updates by a `module` of its own, on `device`. `dtype` is the engine's."""
 
     def __init__(self, recipe: Recipe, num_classes: int, dtype: torch.dtype, device: torch.device) -> None:
         self.recipe, self._dtype, self._device = recipe, dtype, device
@@ -82,7 +82,7 @@ class Oracle:
     # ---- Gradients ---------------------------------------------------------------------------------------------------
 
     def gradients(self, masters: Mapping[str, Tensor], batch: Batch, rows: int) -> tuple[dict[str, Gradient], float]:
-        """Those of the mean loss of a global batch, so many rows at a time; and their norm before clipping."""
+        """Clipped gradients of the mean loss of a global batch, `rows` rows at a time; their norm before clipping."""
         parts, sizes, found_ways = self._sums(masters, batch, rows, torch.float32)
         norm = math.sqrt(sum(float(part.square().sum()) for part in parts.values()))
         limit = self.recipe.optimizer.clip_norm
@@ -123,7 +123,7 @@ class Oracle:
     # ---- Updates -----------------------------------------------------------------------------------------------------
 
     def update(self, name: str, weight: Tensor, kept: Kept, gradient: Tensor, rates: Rates) -> tuple[Tensor, Kept]:
-        """A parameter and what is kept of it, after an update with this gradient; all in double precision."""
+        """A parameter and what is kept for it after an update with this gradient; all in double precision."""
         settings: Any = self.recipe.optimizer
         group = self.group(name)
         if group is None:
@@ -156,7 +156,7 @@ class Oracle:
         return weight * (1 - rate * decay) - rate * step, kept
 
     def average(self, old: Tensor, weight: Tensor, updates: int) -> Tensor:
-        """The moving average of a parameter after so many updates."""
+        """The moving average of a parameter after `updates` updates."""
         settings = self.recipe.ema
         assert settings is not None
         part = min(settings.decay, (1 + updates) / (10 + updates)) if settings.warmup else settings.decay
@@ -186,13 +186,13 @@ def _adafactor(kept: Kept, gradient: Tensor, momentum: float, cap: float, update
 
 
 def _mean_like(values: Tensor, shaped: Tensor) -> Tensor:
-    """The mean over those sides that have one element in `shaped`."""
+    """The mean over the sides that have one element in `shaped`."""
     sides = [side for side in range(values.ndim) if shaped.shape[side] == 1 and values.shape[side] > 1]
     return values.mean(dim=sides, keepdim=True) if sides else values
 
 
 def _orthogonal(matrix: Tensor, eps: float) -> Tensor:
-    """Jordan et al., 2024."""
+    """The orthogonalised matrix (Jordan et al., 2024)."""
     x = matrix.flatten(1) / max(float(matrix.norm()), eps)
     for a, b, c in zip(_LINEAR, _CUBIC, _FIFTH, strict=True):
         square = x @ x.mT

@@ -32,12 +32,13 @@ def prove_recipe(
     ranks: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """What ten updates of a recipe's small form were found to be; see `vitscale.proof.rank`.
+    """Make ten updates of a recipe's small form and return what was found; see `vitscale.proof.rank`.
 
     Args:
-        name, settings: as of `load_recipe`.
-        ranks: on this machine; by default a rank a CUDA device, or two on CPUs, as far as they divide the batch.
-        say: is told what begins.
+        name, settings: as for `load_recipe`.
+        ranks: the number of ranks on this machine; by default one a CUDA device, or two on CPUs, as far as they divide
+            the batch.
+        say: called with what begins.
 
     Raises `RecipeError` for what cannot be proved so, whatever a rank ends with, and `KeyboardInterrupt` for Ctrl-C.
     """

@@ -35,7 +35,7 @@ from vitscale.training.preflight import preflight
 from vitscale.training.replicas import checksum
 from vitscale.training.teacher import load_teacher
 
-_SPREAD = 0.02  # what is added to initial values: where output layers are zero, most gradients are, too
+_SPREAD = 0.02  # added to initial values: where output layers are zero, most gradients are too
 _TIMEOUT_S = 120.0
 
 
@@ -65,7 +65,7 @@ class Prover:
         return Comparison(oracle, self.learner.shapes, dtype, roundings)
 
     def _start(self, name: str) -> torch.Tensor:
-        """The initial value, of which no part is zero."""
+        """The initial value with noise added, so that no part of it is zero."""
         shape = torch.Size(self.learner.shapes[name])
         value = initial_value(self.learner.objective, name, shape, self._recipe.seed)
         generator = torch.Generator().manual_seed(len(name))
@@ -81,7 +81,7 @@ class Prover:
         return None if self._comparison is None else self._result(steps, self._comparison)
 
     def _take_step(self, step: int, before: State | None) -> State | None:
-        """Take a step and compare it with what has to follow from the state before it; returns the state after it."""
+        """Take a step and compare it with what must follow from the earlier state. Returns the state after it."""
         batch = make_batch(self._recipe, self._plan.num_classes, step)
         update = self.learner.update(part_of(batch, self._world.rank, self._world.size), step)
         after, gradients = self._gather(step + 1, self._applied.take())
@@ -89,15 +89,15 @@ class Prover:
             expected, norm = self._comparison.oracle.gradients(before.values[MASTER], batch, self._plan.micro_batch)
             applied = self._comparison.gradients(step + 1, expected, (norm, update.gradient_norm), gradients)
             self._comparison.updates(step + 1, before, after, applied, self._plan.rates(step))
-        # As evaluations do between two steps: weights and average change places and come back.
+        # As evaluations do between two steps: weights and average change places and back.
         with self.learner.evaluating():
             self.learner.predict(batch.images[: self._plan.micro_batch])
         return after
 
     def _gather(self, step: int, gradients: list[GradientPiece]) -> tuple[State | None, list[list[GradientPiece]]]:
-        """On rank 0, what all ranks hold, and their pieces of the gradients; the weights of every rank are compared."""
+        """On rank 0, what all ranks hold, and their pieces of the gradients; compares the weights of every rank."""
         learner = self.learner
-        held = [  # copies: with a view, all that it is a part of would be sent
+        held = [  # copies: a view would be sent with all that it is a part of
             (each.name, each.start, {kind: value.float().cpu().clone() for kind, value in each.tensors.items()})
             for each in learner.fragments()
         ]

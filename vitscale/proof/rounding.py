@@ -1,10 +1,10 @@
-"""How far apart two computations of one thing may lie, by the number formats in which they were made.
+"""How far apart two computations of the same thing may be, given the number formats in which they were made.
 
-A rounding moves a number by at most its format's `unit`, in proportion to the number. What is rounded R times on its
-way, each time by chance up or down, ends about sqrt(R) units away. R is counted: it is the length of the longest way
-from the loss to a parameter in autograd's graph, there and back. Some models enlarge errors on their way (a normed
-convolution's weights, say): so plain torch computes each gradient in the engine's format, too, and the engine may be
-as far from fp32 as that is. `_MARGIN` stands for chance that is not kind.
+A rounding moves a number by at most its format's `unit`, in proportion to the number. A number that is rounded R times
+on its way, each time randomly up or down, ends about sqrt(R) units away. R is counted: it is the length of the longest
+way from the loss to a parameter in autograd's graph, there and back. Some models amplify errors on the way (a normed
+convolution's weights, say), so plain torch computes each gradient in the engine's format too, and the engine may be as
+far from fp32 as that is. `_MARGIN` allows for bad luck.
 """
 
 import math
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MARGIN = 2.0
 _TERMS = 4096
-"""Terms of the sums that are made in fp32, whatever the format: in another order they round otherwise."""
+"""Terms of the sums that are made in fp32, whatever the format: in another order they round differently."""
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -28,10 +28,10 @@ def unit(dtype: torch.dtype) -> float:
 
 
 def of_gradient(gradient: "Gradient", dtype: torch.dtype, exchanges: int) -> float:
-    """Of a gradient, relative to its size.
+    """The limit for a gradient, relative to its size.
 
     Args:
-        dtype: in which the engine computes.
+        dtype: the dtype in which the engine computes.
         exchanges: roundings to the format in which ranks exchange gradients.
     """
     of_one = unit(dtype) + math.sqrt(_TERMS) * unit(torch.float32) / 8
@@ -39,12 +39,12 @@ def of_gradient(gradient: "Gradient", dtype: torch.dtype, exchanges: int) -> flo
 
 
 def of_update(dtype: torch.dtype, roundings: int = 16) -> float:
-    """Of what an optimizer computes from one gradient in so many operations, relative to its size."""
+    """The limit for what an optimizer computes from one gradient in `roundings` operations, relative to its size."""
     return roundings * unit(dtype)
 
 
 def ways(loss: Tensor, weights: Mapping[str, Tensor]) -> dict[str, int]:
-    """Operations on the longest way from a loss to each of some leaves, in autograd's graph."""
+    """The number of operations on the longest way from a loss to each of some leaves, in autograd's graph."""
     length: dict[Any, int] = {loss.grad_fn: 0}
     missing: dict[Any, int] = {}  # node -> ways to it that are not known yet
     stack: list[Any] = [loss.grad_fn]

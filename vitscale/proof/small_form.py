@@ -1,4 +1,4 @@
-"""The form in which a recipe is proved: its engine as it is, around a small model of its family."""
+"""The form in which a recipe is proved: its engine unchanged, around a small model of its family."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +13,12 @@ from vitscale.training.engine import derive_config
 
 STEPS = 10
 MOST_ACCUMULATED = 4
-"""Micro-batches of an update, at most: beyond the first sum, one is as the other."""
+"""The most micro-batches of an update: beyond the first sum, one is like the other."""
 _MOST_ROWS = 2
-_ALIGNED = 8  # elements of which DeepSpeed wants multiples
+_ALIGNED = 8  # DeepSpeed wants multiples of this many elements
 _USUAL_CLASSES = 1000
 _PERSISTENT, _USUAL_PERSISTENT = "stage3_param_persistence_threshold", 100_000  # the default is DeepSpeed's
-_SIZES = {  # elements -> whether there has to be room for the largest parameter
+_SIZES = {  # sizes in elements -> whether there has to be room for the largest parameter
     "reduce_bucket_size": True,
     "allgather_bucket_size": True,
     "stage3_prefetch_bucket_size": False,
@@ -33,11 +33,11 @@ _NOT_RANDOM = {"dropout": 0.0, "drop_path": 0.0, "drop_path_rule": "growing"}  #
 def small_form(recipe: Recipe, data_root: Path, ranks: int) -> Recipe:
     """The recipe with a small model, small images and micro-batches, and ten steps.
 
-    As they are stay: the ZeRO stage and whatever else a `deepspeed` block says, precision, offload, compilation, what
-    is recomputed, objective, optimizer, groups, clipping, kind of schedule, average, and whether micro-batches are
-    accumulated. Sizes of buckets shrink with the model, so that it has several, too. Dropout and drop-path are off.
+    Unchanged are the ZeRO stage and whatever else a `deepspeed` block says, precision, offload, compilation, what is
+    recomputed, objective, optimizer, groups, clipping, kind of schedule, average, and whether micro-batches are
+    accumulated. Sizes of buckets shrink with the model, so that it has several too. Dropout and drop-path are off.
 
-    Raises `RecipeError` where the recipe does not run on so many ranks, or its model draws other random numbers.
+    Raises `RecipeError` if the recipe does not run on so many ranks, or its model draws other random numbers.
     """
     micro, accumulation = recipe.split(ranks)
     sizes = derive_config(recipe, ranks)["zero_optimization"]
@@ -65,14 +65,14 @@ def small_form(recipe: Recipe, data_root: Path, ranks: int) -> Recipe:
 
 
 def _elements(recipe: Recipe) -> list[int]:
-    """Of each parameter of a recipe's objective."""
+    """The number of elements of each parameter of a recipe's objective."""
     with torch.device("meta"):
         objective = build_objective(recipe, recipe.model.num_classes or _USUAL_CLASSES)
     return [parameter.numel() for parameter in objective.parameters()]
 
 
 def _shrunken(sizes: dict[str, Any], whole: Sequence[int], small: Sequence[int]) -> dict[str, int]:
-    """Sizes of ZeRO's buckets in proportion to the model, counted in elements."""
+    """Sizes of ZeRO's buckets in elements, scaled down with the model."""
     share = min(1.0, sum(small) / sum(whole))
     least = {True: max(small), False: 1}
     present = sizes | ({_PERSISTENT: sizes.get(_PERSISTENT, _USUAL_PERSISTENT)} if sizes["stage"] == 3 else {})
