@@ -25,7 +25,7 @@ _ABLATION_EPOCHS = 7
 
 
 def possible_epochs(row: DataSize) -> tuple[int, ...]:
-    """The lengths that a row may be of, where its table does not say: those that Table 3 has."""
+    """The epochs that a row may be of, since its table does not say: those that Table 3 has."""
     if row.pretraining == "jft300m":
         return tuple(scaling.epochs for scaling in table_6() if scaling.model == row.model)
     if row.pretraining == "imagenet21k" and row.model.startswith("ViT-L"):

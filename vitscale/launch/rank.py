@@ -29,8 +29,8 @@ class RankProcess:
     """A rank from its start to its end.
 
     It is a session of its own: a terminal's signals reach the supervisor alone, and whatever the rank starts can be
-    ended with it. It dies with the supervisor's main thread, which therefore has to be the one that starts it.
-    Raises OSError where it cannot be started.
+    ended with it. It dies with the supervisor's main thread, which must therefore be the one that starts it.
+    Raises OSError if it cannot be started.
     """
 
     def __init__(self, start: RankCommand) -> None:

@@ -58,7 +58,7 @@ def relative_table(tokens: int, width: int) -> nn.Parameter:
 
 
 def check_size(images_BHWC: Tensor, image_size: int) -> None:
-    """Raise `ValueError` where images are not those the model was built for: a part of them would silently be lost."""
+    """Raise `ValueError` for images that the model was not built for: a part of them would silently be lost."""
     expected = (image_size, image_size, CHANNELS)
     if tuple(images_BHWC.shape[1:]) != expected:
         raise ValueError(f"images of shape {tuple(images_BHWC.shape)}; this model takes (batch, *{expected})")

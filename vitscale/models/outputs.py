@@ -29,7 +29,7 @@ class BlockTokens(NamedTuple):
 
     Attributes:
         tokens: (B, n, D), one of each block, the last block first: the class token, or else the mean of its patches.
-        patches: (B, D), the mean of the last block's patches; None where the tokens are such means, or there are none.
+        patches: (B, D), the mean of the last block's patches; None if the tokens are such means, or there are none.
     """
 
     tokens: Tensor

@@ -46,7 +46,7 @@ def sigmoid_cross_entropy(logits: Tensor, shares: Sequence[Share], off: float = 
     readable way to report one that does not; `CrossEntropy.check_labels` has, on the host.
     """
     logits = logits.float()
-    # With targets t: softplus(z) - t z, where t is `off` everywhere but for labelled classes.
+    # With targets t: softplus(z) - t z, where t is `off` everywhere except for labelled classes.
     loss = (F.softplus(logits) - off * logits).sum(dim=1)
     for labels, above in shares:
         loss = loss - above * torch.where(labels == UNLABELLED, 0.0, _labelled_logit(logits, labels))

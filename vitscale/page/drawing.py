@@ -83,7 +83,7 @@ def draw(
     """Make a figure.
 
     Args:
-        name: of letters, digits and `-`; no two figures of a page have the same.
+        name: letters, digits and `-`; no two figures of a page have the same.
         alt: what it shows, in words.
         put: draws into an empty figure, with `SERIES`, `FAINT` and the default text colour alone.
         width, height: in CSS pixels.

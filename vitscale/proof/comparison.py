@@ -78,9 +78,9 @@ class Comparison:
     """Collects the comparisons, step by step.
 
     Args:
-        oracle: which says what has to be.
-        shapes: of all parameters.
-        roundings: of a gradient on its way from rank to rank.
+        oracle: computes what the engine must do.
+        shapes: the shapes of all parameters.
+        roundings: the roundings of a gradient on its way from rank to rank.
     """
 
     def __init__(self, oracle: Oracle, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, roundings: int) -> None:

@@ -40,7 +40,8 @@ def prove_recipe(
             the batch.
         say: called with what begins.
 
-    Raises `RecipeError` for what cannot be proved so, whatever a rank ends with, and `KeyboardInterrupt` for Ctrl-C.
+    Raises `RecipeError` for what cannot be proved this way, whatever error a rank ends with, and `KeyboardInterrupt`
+    for Ctrl-C.
     """
     recipe = load_recipe(name, settings)
     ranks = ranks or _ranks(recipe)

@@ -58,7 +58,7 @@ class Prover:
         oracle = Oracle(recipe, self._plan.num_classes, dtype, world.device)
         # A small form's teacher has initial weights, so that making one takes no other rank.
         teacher, _ = load_teacher(recipe, list(self._plan.manifest.class_names), world, lambda line: None)
-        if teacher is not None:  # a second one, of the same weights, in the engine's number format
+        if teacher is not None:  # of the same weights as the learner's, in the engine's number format
             teacher.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(dtype),))
             oracle.module.learn_from(teacher)
         roundings = 2 + (world.size if recipe.parallelism.reduce_dtype == "bf16" else 0)
@@ -72,7 +72,7 @@ class Prover:
         return value + _SPREAD * torch.randn(shape, generator=generator)
 
     def run(self, steps: int = STEPS) -> dict[str, Any] | None:
-        """So many updates; on rank 0, what was found, and None on the others."""
+        """Make `steps` updates. Returns what was found on rank 0, and None on the others."""
         has_bias = self._recipe.model.has_attention_bias
         with preferred_attention(self._world.device, has_bias=has_bias):
             before = self._gather(0, [])[0]

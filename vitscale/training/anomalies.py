@@ -89,7 +89,7 @@ class AnomalyRecord:
         return {**state, "losses": list(self.losses)} if self.losses else state
 
     def limit(self, settings: Anomalies) -> float | None:
-        """The loss above which the next step is an anomaly; None where the recipe watches for none."""
+        """The loss above which the next step is an anomaly; None if the recipe watches for none."""
         return None if settings.spike is None else loss_limit(settings.spike, self.losses)
 
     def after(self, loss: float | None, settings: Anomalies) -> "AnomalyRecord":

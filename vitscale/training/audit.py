@@ -383,7 +383,7 @@ def _signed(number: int) -> int:
 
 
 def _settings(recipe: Recipe, engine: Any, rates: Rates) -> dict[str, update_rules.Settings]:
-    """How each parameter is to be updated, from the recipe and not from what DeepSpeed has in its groups."""
+    """How each parameter must be updated, by the recipe and not by what DeepSpeed has in its groups."""
     names = {parameter: name for name, parameter in engine.module.named_weights()}
     optimizer, factor = recipe.optimizer, rates.weight_decay_factor
     momentum = optimizer.first_momentum if rates.momentum is None else rates.momentum

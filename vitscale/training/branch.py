@@ -58,7 +58,7 @@ def trunk_checkpoint(
     Args:
         say: prints a line for people, on rank 0.
 
-    Raises as `check_branch`, and `CheckpointError` where the checkpoint does not verify.
+    Raises as `check_branch`, and `CheckpointError` if the checkpoint does not verify.
     """
     assert recipe.init is not None
     store, step = find_checkpoint(Named.by_init(recipe.init), world)

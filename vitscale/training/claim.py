@@ -13,7 +13,7 @@ from vitscale.runs.names import RECIPE_FILE
 class Claim:
     """The claim, held until `close` by rank 0 for all ranks, which make it together.
 
-    Raises `RecipeError` where another launch has the directory.
+    Raises `RecipeError` if another launch has the directory.
     """
 
     def __init__(self, run_dir: Path, recipe: Recipe) -> None:

@@ -1,19 +1,19 @@
-"""Gradients and weights under way between ranks while something is computed (`parallelism.overlap`).
+"""Sends gradients and weights between ranks while something is computed (`parallelism.overlap`).
 
 In ZeRO 1 and 2, DeepSpeed's optimizer keeps the state and makes the update; what is summed, and when, is decided here,
 because its own way (0.19.8) all-reduces, and on CPUs never sends while it computes. Its groups of parameters are the
 buckets: each is one flat tensor of which every rank owns an equal part, so that a bucket's gradients are summed by one
 reduce-scatter as soon as the backward pass has made them, and its new weights come by one all-gather, for which only
-the module waits that needs them in the next forward pass.
+the module that needs them in the next forward pass waits.
 
 Collectives are asynchronous and wait for what is on their device's stream; nothing here has a stream of its own.
 Buckets are sent in one fixed order, whatever the order in which gradients come.
 
-Stage 1 sums micro-batches in fp32 and sends once a step. Stage 2 holds no more than its own part, and so has to send
-what each micro-batch adds.
+Stage 1 sums micro-batches in fp32 and sends once a step. Stage 2 holds only its own part, so it must send what each
+micro-batch adds.
 
-In ZeRO 3, DeepSpeed does all of this itself on CUDA, on streams. Where there are none it gathers ahead, but waits for
-every sum: `ScatteredSums` sends those in its place.
+In ZeRO 3, DeepSpeed does all of this itself on CUDA, on streams. Without streams it gathers ahead, but waits for every
+sum: `ScatteredSums` sends those instead.
 """
 
 from collections import deque
@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from vitscale.training.lean_deepspeed import deepspeed
 
 MOST_UNDER_WAY = 8
-"""Buckets whose gradients are sent at one time, which have to be kept meanwhile."""
+"""The most buckets whose gradients are sent at one time; they must be kept meanwhile."""
 
 
 def in_buckets(groups: Iterable[dict[str, Any]], elements: int) -> list[dict[str, Any]]:
-    """An optimizer's groups, each cut into groups of at most so many elements, or of a single parameter.
+    """An optimizer's groups, each cut into groups of at most `elements` elements, or of a single parameter.
 
-    They are filled from the model's end: what is left over is small, and is what nothing is computed behind.
+    They are filled from the model's end: the rest is small, and comes last, when no computation can hide it.
     """
     cut = []
     for group in groups:
@@ -57,11 +57,11 @@ class _Bucket:
 
     Attributes:
         index: its number in DeepSpeed's lists.
-        weights: what the model computes with, flat and with padding.
-        part: this rank's part of them.
-        places: where in them each parameter begins.
-        awaited: parameters of which this backward pass has made no gradient yet.
-        sums: gradients (elements of `weights`,), while not all are there.
+        weights: the weights that the model computes with, flat and padded.
+        part: this rank's part of `weights`.
+        places: parameter -> where it begins in `weights`.
+        awaited: parameters whose gradients this backward pass has not made yet.
+        sums: gradients (elements of `weights`,), until they are sent; None before the first.
         share: this rank's part of the mean over ranks, in fp32, summed over micro-batches.
         gathering: the all-gather of the weights, while it is under way.
     """
@@ -80,7 +80,7 @@ class _ReduceScatter:
     """The sum over ranks of a bucket's gradients, under way.
 
     Args:
-        values: gradients of this rank, (ranks * n,).
+        values: this rank's gradients, (ranks * n,).
     """
 
     def __init__(self, values: Tensor, group: dist.ProcessGroup) -> None:
@@ -88,7 +88,7 @@ class _ReduceScatter:
         self._is_by_parts = dist.get_backend(group) == "gloo"
         self._sent = values  # kept as long as it is read
         if self._is_by_parts:
-            # What gloo calls a reduce-scatter is an all-reduce, and sends twice as much.
+            # gloo's reduce-scatter is an all-reduce, which sends twice as much.
             self._received = torch.empty_like(values)
             work = dist.all_to_all_single(_words(self._received), _words(values), group=group, async_op=True)
         else:
@@ -97,27 +97,27 @@ class _ReduceScatter:
         self._work = work
 
     def mean(self) -> Tensor:
-        """Wait for it; fp32 (n,)."""
+        """Wait for the sum. Returns this rank's part of the mean over ranks, fp32 (n,)."""
         assert self._work is not None
         self._work.wait()
         total = self._received
         if self._is_by_parts:
             total = torch.zeros(len(total) // self._ranks, device=total.device)
-            for part in self._received.view(self._ranks, -1):  # in the order of ranks, whoever came first
+            for part in self._received.view(self._ranks, -1):  # in the order of ranks, whichever came first
                 total.add_(part)
         return total.float().div_(self._ranks)
 
 
 def _words(values: Tensor) -> Tensor:
-    """As bytes: not every backend knows every number format."""
+    """The values as bytes: not every backend knows every number format."""
     return values.view(torch.uint8)
 
 
 class Exchange:
-    """Takes the sending out of the hands of an engine's ZeRO optimizer; every rank makes one.
+    """Sends gradients and weights in place of an engine's ZeRO optimizer; every rank makes one.
 
     Args:
-        reduce_dtype: in which gradients are sent.
+        reduce_dtype: the dtype in which gradients are sent.
     """
 
     def __init__(self, engine: Any, reduce_dtype: torch.dtype) -> None:
@@ -128,7 +128,7 @@ class Exchange:
         self._buckets = self._lay_out()
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.places}
         self._is_in_backward = False
-        self._complete = 0  # of the buckets, in their order, sent in this backward pass
+        self._complete = 0  # number of buckets, in their order, sent in this backward pass
         self._take_over()
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self._take)
@@ -147,7 +147,7 @@ class Exchange:
         return found
 
     def _take_over(self) -> None:
-        """DeepSpeed sums nothing, asks for one norm in place of one a group, and gathers weights by `gather`."""
+        """Have DeepSpeed sum nothing, ask for one norm instead of one a group, and gather weights by `gather`."""
         optimizer = self._optimizer
         for hook in optimizer._grad_acc_hooks:
             hook.remove()
@@ -210,11 +210,11 @@ class Exchange:
 
     @torch.no_grad()
     def _end_backward(self, *_: Any) -> None:
-        """Called by the engine behind every backward pass."""
+        """Called by the engine after every backward pass."""
         if not self._is_in_backward:  # nothing that is trained had a part in the loss
             self._begin_backward()
         if self._sends_each or self._is_last:
-            for bucket in self._buckets[self._complete :]:  # what has no gradient has zeros
+            for bucket in self._buckets[self._complete :]:  # parameters without a gradient have zeros
                 self._send(bucket)
         self._is_in_backward = False
         if self._is_last:
@@ -227,7 +227,7 @@ class Exchange:
                 self._optimizer.averaged_gradients[bucket.index] = gradients
 
     def _norm(self, norm_type: float = 2) -> Tensor:
-        """That of all gradients; -1 where it is not finite, as DeepSpeed has it."""
+        """The norm of all gradients; -1 if it is not finite, as in DeepSpeed."""
         given = [
             (self._optimizer.averaged_gradients[index][0], parameters[0])
             for index, parameters in enumerate(self._optimizer.params_in_partition)
@@ -240,7 +240,7 @@ class Exchange:
     # ---- Weights -----------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Have every rank's part of the weights sent to all; what reads them otherwise than by a module: `settle`."""
+        """Begin to send every rank's weights to all ranks; readers outside of modules call `settle` first."""
         self.settle()
         for bucket in reversed(self._buckets):  # as the forward pass will need them
             bucket.gathering = dist.all_gather_into_tensor(
@@ -248,12 +248,12 @@ class Exchange:
             )
 
     def _refresh(self, refresh: Callable[[], None]) -> None:
-        """Of all weights from the masters: this rank's part must not be overwritten while it is sent."""
+        """Refresh all weights from the masters: this rank's part must not be overwritten while it is sent."""
         self.settle()
         refresh()
 
     def settle(self) -> None:
-        """Wait until all weights are there."""
+        """Wait until all weights have arrived."""
         self._await(self._buckets)
 
     def _await(self, buckets: Sequence[_Bucket], *_: Any) -> None:
@@ -263,7 +263,7 @@ class Exchange:
                 bucket.gathering = None
 
     def _wait_before_use(self) -> None:
-        """Have each module wait for its own weights; what is compiled cannot, and the whole waits in its place."""
+        """Have each module wait for its own weights; compiled modules cannot, so the whole model waits for theirs."""
         compiled = {
             inner
             for module in self._engine.module.modules()
@@ -289,7 +289,7 @@ class ScatteredSums:
     """Sends the gradients of an engine of ZeRO 3 while others are computed, on devices without streams.
 
     Args:
-        engine: whose optimizer fills the buckets, and keeps what comes of them.
+        engine: its optimizer fills the buckets and keeps the sums.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -303,7 +303,7 @@ class ScatteredSums:
         optimizer.independent_gradient_partition_epilogue = self._end_backward
 
     def _send(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> _ReduceScatter:
-        """In the place of a sum that is waited for: gradients of a bucket, each cut into the ranks' parts."""
+        """Replaces a sum that is waited for: sends a bucket's gradients, each cut into the ranks' parts."""
         ranks = dist.get_world_size(self._group)
         by_rank = []
         for parameter in parameters:
@@ -313,7 +313,7 @@ class ScatteredSums:
         return _ReduceScatter(torch.cat(by_rank, dim=1).view(-1), self._group)
 
     def _note(self, parameters: list[nn.Parameter], message: _ReduceScatter) -> list[Tensor]:
-        """In the place of what keeps the parts of a sum, which are not there yet."""
+        """Replaces what keeps the parts of a sum: they have not arrived yet, so the message is noted."""
         for parameter in parameters:
             parameter.grad = None
         self._under_way.append((list(parameters), message))
@@ -340,7 +340,7 @@ class ScatteredSums:
 
 
 class _Gathered(list[Tensor]):
-    """DeepSpeed's list of flat weights, by which `_all_gather` finds whose they are."""
+    """DeepSpeed's list of flat weights, by which `_all_gather` finds the exchange that they belong to."""
 
     def __init__(self, weights: Iterable[Tensor], exchange: Exchange) -> None:
         super().__init__(weights)
@@ -351,7 +351,7 @@ _deepspeeds_all_gather = deepspeed.runtime.zero.stage_1_and_2.all_gather_dp_grou
 
 
 def _all_gather(groups_flat: list[Tensor], **others: Any) -> None:
-    """DeepSpeed's, but for engines with an exchange."""
+    """DeepSpeed's function, except for engines with an exchange."""
     if isinstance(groups_flat, _Gathered):
         groups_flat.exchange.gather()
     else:

@@ -78,7 +78,7 @@ class Found:
 def find_weights(named: Named) -> Found:
     """The weights' names and shapes only, before the ranks meet; a checkpoint's files are not looked at.
 
-    Raises `RecipeError` where there are no such weights, and `CheckpointError` where they are damaged.
+    Raises `RecipeError` if there are no such weights, and `CheckpointError` if they are damaged.
     """
     store, step = find_checkpoint(named)
     if store is None:
@@ -92,7 +92,7 @@ def open_found(named: Named, world: distributed.World, say: Callable[[str], None
     Args:
         say: reports damaged checkpoints, on rank 0.
 
-    Raises as `find_weights`, and `CheckpointError` where no checkpoint of a run verifies.
+    Raises as `find_weights`, and `CheckpointError` if no checkpoint of a run verifies.
     """
     store, step = find_checkpoint(named, world)
     if store is None:
@@ -147,7 +147,7 @@ def _path(named: Named) -> Path:
 def read_found_index(named: Named, store: CheckpointStore, step: int | None) -> Index:
     """The index of a checkpoint, or the newest intact one if `step` is None; the checkpoint's files are not looked at.
 
-    Raises `CheckpointError` where there is none.
+    Raises `CheckpointError` if there is none.
     """
     problem = None
     try:
@@ -219,7 +219,7 @@ def _digests(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-# ---- What has to be the same -----------------------------------------------------------------------------------------
+# ---- What must be the same -------------------------------------------------------------------------------------------
 
 
 def check_model(named: Named, found: Found, ours: Model, whose: str) -> None:

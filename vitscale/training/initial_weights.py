@@ -44,8 +44,8 @@ def check_initial_weights(recipe: Recipe, class_names: list[str], run_dir: Path)
     Args:
         class_names: the classes of the training data.
 
-    Raises `RecipeError` where there are no such weights or they contradict the recipe, and `CheckpointError` where they
-    are damaged or of another model.
+    Raises `RecipeError` if there are no such weights or they contradict the recipe, and `CheckpointError` if they are
+    damaged or of another model.
     """
     if recipe.init is None or recipe.init.continues or has_begun(recipe, run_dir):
         return
@@ -68,9 +68,9 @@ def initial_source(
 
     Returns:
         The source for `fragments.load`, and what identifies the weights, for the index of the run's checkpoints: their
-        format, or step and kind, and the sha256 of each file; None where the recipe has no `init`.
+        format, or step and kind, and the sha256 of each file; None if the recipe has no `init`.
 
-    Raises as `check_initial_weights`, and `CheckpointError` where no checkpoint of a run verifies.
+    Raises as `check_initial_weights`, and `CheckpointError` if no checkpoint of a run verifies.
     """
     if recipe.init is None:
         return initial, None

@@ -11,7 +11,7 @@ import sys
 import torch
 
 if not torch.cuda.is_available():
-    # DeepSpeed looks for an accelerator when it is imported, and warns where it finds none. Nothing is missing here.
+    # DeepSpeed looks for an accelerator when it is imported, and warns if it finds none. Nothing is missing here.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 if "mlflow" in sys.modules:

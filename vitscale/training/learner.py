@@ -53,7 +53,7 @@ class Update:
         losses: this rank's losses by sample, one tensor for each micro-batch.
         mean_loss: the mean over the global batch, if it was asked for.
         gradient_norm: the norm of the global mean gradient, before clipping.
-        anomaly: why the update was not made; None where it was.
+        anomaly: why the update was not made; None if it was.
         findings: what the audit found on all ranks, if the step was audited.
     """
 

@@ -20,6 +20,6 @@ class Piece:
         return tensor.detach().view(-1).narrow(0, self.offset, self.length)
 
     def of_gradient(self) -> Tensor:
-        """The same part of the gradient, which has to be there."""
+        """The same part of the gradient, which must exist."""
         assert self.flat.grad is not None
         return self.view(self.flat.grad)

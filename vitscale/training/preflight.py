@@ -175,7 +175,7 @@ def _canonical(recipe: Recipe) -> str:
 
 
 def _check_agreement(ranks: Sequence[_Rank], recipe: Recipe) -> None:
-    """Raise `RecipeError` where not all ranks are the same, naming those that differ from most."""
+    """Raise `RecipeError` if not all ranks are the same, naming those that differ from most."""
     problems = []
     for what in ranks[0].identity:
         values = [rank.identity[what] for rank in ranks]

@@ -82,7 +82,7 @@ class TrainingProgress:
             self._plain(f"step {step:,}/{self._total:,}  {self._status}  ETA {self._time_left(step, now)}")
 
     def note(self, message: str) -> None:
-        """Print a line, above the live one where there is one."""
+        """Print a line, above the live one if there is one."""
         if self._live is not None:
             with _without_terminal():
                 self._live.console.print(message, markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""Random projections of gradients: one number that tells two long vectors apart, wherever their parts lie.
+"""Random projections of gradients: one number that distinguishes two long vectors, wherever their parts lie.
 
 The mean square of a vector's dot product with random signs is its squared length, so that a difference between vectors
 shows as one between numbers, and rounding errors shrink as they do in a sum of independent ones. The signs are a

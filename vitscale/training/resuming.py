@@ -55,7 +55,7 @@ def newest_checkpoint(
 
 
 def tell_other_decoder(index: Index, say: Callable[[str], None]) -> None:
-    """Warn where the images so far were decoded by another version of the library."""
+    """Warn if the images so far were decoded by another version of the library."""
     ours = libjpeg_turbo_version()
     decoder = index.versions.get("libjpeg_turbo", ours)
     if decoder != ours:

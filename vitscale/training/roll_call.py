@@ -92,7 +92,7 @@ _ONLY_ZERO = "rank 0, or the machine that it runs on"
 
 
 def _connect() -> dist.TCPStore:
-    """A connection of its own: whoever waits for an answer blocks the connection that was asked."""
+    """A connection for one caller: waiting for an answer blocks the connection that was asked."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_STORE_SECONDS))
 

@@ -108,7 +108,7 @@ class Saves:
         self._saver.wait(timeout_s)
 
     def finish(self, step: int) -> None:
-        """Wait for the last save, that of `step`. Raises `CheckpointError` on all ranks where it has failed."""
+        """Wait for the last save, that of `step`. Raises `CheckpointError` on all ranks if it has failed."""
         self.wait()
         if self._failures:
             self._give_up(
@@ -120,7 +120,7 @@ class Saves:
     def end_early(self, save: Callable[[], None], reason: str, step: int, total_steps: int) -> NoReturn:
         """Wait for the save of `step`, which `save` begins if need be, and end the run for a reason.
 
-        Raises `PreemptedError` on all ranks, or `StorageError` where the step cannot be saved.
+        Raises `PreemptedError` on all ranks, or `StorageError` if the step cannot be saved.
         """
         try:
             save()

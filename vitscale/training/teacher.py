@@ -32,8 +32,8 @@ def check_teacher(recipe: Recipe, class_names: list[str]) -> None:
     Args:
         class_names: the classes of the training data.
 
-    Raises `RecipeError` where there are no such weights or they contradict the recipe, and `CheckpointError` where they
-    are damaged or of another model.
+    Raises `RecipeError` if there are no such weights or they contradict the recipe, and `CheckpointError` if they are
+    damaged or of another model.
     """
     settings = recipe.objective
     if isinstance(settings, recipes.Distillation) and settings.teacher.model.num_classes not in (
@@ -61,9 +61,9 @@ def load_teacher(
         say: prints what is taken from where, on rank 0.
 
     Returns:
-        The teacher, None where there is none; and what identifies its weights.
+        The teacher, or None without one; and what identifies its weights, None without a source.
 
-    Raises as `check_teacher`, and `CheckpointError` where no checkpoint of a run verifies.
+    Raises as `check_teacher`, and `CheckpointError` if no checkpoint of a run verifies.
     """
     teacher = build_teacher(recipe, len(class_names))
     if teacher is None:

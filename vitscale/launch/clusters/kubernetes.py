@@ -211,7 +211,7 @@ def _indexed_job(job: Job, options: Options, name: str, nodes: int) -> Object:
 
 
 def _job_policy(job: Job, nodes: int) -> Object:
-    """What becomes of the Job when a pod ends: the first rule that fits; what none fits is counted."""
+    """What happens to the Job when a pod ends: the first rule that matches; failures that match none are counted."""
     codes = {"containerName": _CONTAINER, "operator": "In"}
     return {
         "backoffLimit": nodes * job.max_restarts,  # counted once a node: all pods of a run end together
@@ -272,7 +272,7 @@ def _pod(job: Job, options: Options, name: str, nodes: int, master: str) -> Obje
 
 
 def _command(job: Job, nodes: int, master: str) -> list[str]:
-    """`vitscale launch` in a pod, where only the node's number and `master` are to be expanded."""
+    """The `vitscale launch` of a pod, in which Kubernetes expands only the node's number and `master`."""
     what = replace(job.what, time_limit_minutes=None)
     if _is_own_recipe(job):
         file = f"{_RECIPE_FOLDER}/{_file_name(what.recipe)}"

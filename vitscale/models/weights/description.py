@@ -133,7 +133,7 @@ def _shape(model: dict[str, Any]) -> Shape:
 
 
 def own_description(source: Source) -> Description | None:
-    """What a file of ours says of its model; None for other files. Raises `CheckpointError` where it is damaged."""
+    """What a file of ours says about its model; None for other files. Raises `CheckpointError` if it is damaged."""
     text = source.metadata.get(METADATA_KEY)
     if text is None:
         return None

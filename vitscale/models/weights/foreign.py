@@ -47,7 +47,7 @@ class ForeignWeights:
     """One model in the formats of other libraries. Each family has a subclass; by default no format has the model."""
 
     def refusal(self, form: Format) -> str | None:
-        """Why a format cannot hold this model; None where it can."""
+        """Why a format cannot hold this model; None if it can."""
         return f"format {form} has no such model; safetensors, vitscale's own, has any"
 
     def rules(self, form: Format) -> Sequence[Rule]:
@@ -67,7 +67,7 @@ class ForeignWeights:
         return None
 
     def timm(self) -> TimmModel | None:
-        """timm's model; None where timm has no name for it."""
+        """timm's model; None if timm has no name for it."""
         return None
 
     def transformers_config(self) -> dict[str, Any]:

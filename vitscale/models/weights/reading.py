@@ -63,7 +63,7 @@ def parameters(
 
     Args:
         model: holds the shapes; its values, if it has any, are not looked at.
-        source: of any format.
+        source: the weights, of any format.
         drop: the parameters of `HEAD` not to be read; if any, all else that the source has of a head is left unread
             too.
         report: called with what is worth knowing: positions resampled, a head of zeros, what else the source has.

@@ -58,7 +58,7 @@ class Source:
 
 
 def rename(path: Path, entries: dict[str, Entry], new_name: Callable[[str], str]) -> dict[str, Entry]:
-    """The same entries under other names. Raises `CheckpointError` where two of them would have one."""
+    """The same entries under other names. Raises `CheckpointError` if two of them would have the same."""
     result: dict[str, Entry] = {}
     for name, entry in entries.items():
         other = result.setdefault(new_name(name), entry)

@@ -23,7 +23,7 @@ _INTERPOLATION = "bicubic"
 def configuration(
     model: Model, num_classes: int | None, labels: list[str] | None, crop: EvalCrop, normalise: Normalise
 ) -> dict[str, Any]:
-    """The content of config.json; labels are distinct. Raises `RecipeError` where timm has no name for the model."""
+    """The content of config.json; labels are distinct. Raises `RecipeError` if timm has no name for the model."""
     if (found := model.foreign().timm()) is None:
         raise RecipeError(
             "timm has no name for this model, by which a folder of its could be opened; "
@@ -55,7 +55,7 @@ def mlp_ratio(width: int, hidden: int) -> float:
 
 
 def loading_lines(path: Path, model: Model, num_classes: int | None) -> list[str]:
-    """Python that opens a written folder or file; empty where timm has no name for the model."""
+    """Python that opens a written folder or file; empty if timm has no name for the model."""
     if path.suffix != SAFETENSORS:
         return [
             f"model = timm.create_model({f'local-dir:{path}'!r}, pretrained=True)",
