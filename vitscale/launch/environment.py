@@ -233,7 +233,7 @@ def _node_list() -> str:
 
 
 def _refuse_to_be_one_of_several(count: str, of_what: str) -> None:
-    """Raise `RecipeError` if this process would do alone what several were started or reserved for."""
+    """Raise `RecipeError` if several processes, or room for them, were asked for and this one would run alone."""
     if "PMIX_RANK" in os.environ:
         raise RecipeError("PMIX_RANK is set, but nothing says how many ranks there are: set RANK, WORLD_SIZE and so on")
     number = os.environ.get(count, "1")

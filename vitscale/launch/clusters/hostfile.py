@@ -402,7 +402,7 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def _joint(codes: Sequence[int]) -> int:
-    """The exit code of the launches, which all agree except those that were lost."""
+    """The exit code on which all launches agree, except those that were lost."""
     known = [code for code in codes if code != _LOST]
     for code in (EXIT_DONE, *FINAL):
         if code in known:
