@@ -52,7 +52,7 @@ def _heading(plan: Plan) -> str:
 def _shortlist(plan: Plan) -> list[Choice]:
     """Of each stage and recomputation the best micro-batch, or the one that lacks least."""
     kept = []
-    for _, group in groupby(plan.choices, key=lambda one: (one.zero_stage, one.activation_checkpointing)):
+    for _, group in groupby(plan.choices, key=lambda one: (one.zero_stage, one.overlap, one.activation_checkpointing)):
         sizes = list(group)
         marked = next((one for one in sizes if one.is_best), None)
         kept.append(marked or find_best(sizes) or min(sizes, key=lambda one: one.memory.device_bytes))
@@ -68,6 +68,7 @@ def _giga(value: float) -> str:
 
 _COLUMNS = (
     Column("zero_stage", "ZeRO"),
+    Column("overlap", "overlap", spare=1),
     Column("activation_checkpointing", "recompute\nevery"),
     Column("micro_batch", "micro\nbatch"),
     Column("accumulation", "x"),
@@ -96,13 +97,15 @@ def _table(plan: Plan, choices: list[Choice] | tuple[Choice, ...]) -> View:
     rows = [_row(plan.cluster, one) for one in choices]
     for row in rows:
         row["ema"] = row["ema"] or None  # a column of zeros says nothing
-    groups = [len(list(group)) for _, group in groupby(choices, key=lambda one: one.zero_stage)]
+        row["overlap"] = "yes" if row["overlap"] else None
+    groups = [len(list(group)) for _, group in groupby(choices, key=lambda one: (one.zero_stage, one.overlap))]
     return View(_COLUMNS, rows, legend=_LEGEND, groups=groups)
 
 
 def _row(cluster: Cluster, choice: Choice) -> Row:
     return {
         "zero_stage": choice.zero_stage,
+        "overlap": choice.overlap,
         "activation_checkpointing": choice.activation_checkpointing,
         "micro_batch": choice.micro_batch,
         "accumulation": choice.accumulation,

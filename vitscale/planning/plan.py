@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from vitscale.errors import RecipeError, VitscaleError
 from vitscale.flops.accounting import mfu
@@ -36,7 +37,7 @@ class Choice:
     """One way to spread a recipe.
 
     Attributes:
-        zero_stage, activation_checkpointing: as in the recipe's `parallelism`.
+        zero_stage, overlap, activation_checkpointing: as in the recipe's `parallelism`.
         micro_batch, accumulation: whose product is a rank's part of the global batch.
         memory: of one device.
         collectives: of one step.
@@ -48,6 +49,7 @@ class Choice:
     """
 
     zero_stage: int
+    overlap: bool
     activation_checkpointing: int
     micro_batch: int
     accumulation: int
@@ -68,6 +70,7 @@ class Choice:
         """What makes a recipe take this way, for `--set`."""
         return [
             f"parallelism.zero_stage={self.zero_stage}",
+            *(["parallelism.overlap=true"] if self.overlap else []),
             f"parallelism.activation_checkpointing={self.activation_checkpointing}",
             f"batch.micro_max={self.micro_batch}",
         ]
@@ -196,12 +199,12 @@ def make_plan(
             divides = recipe.parallelism.offload != "none" or recipe.parallelism.overlap
             if (stage == 0 and divides) or (stage == 3 and recipe.parallelism.compile):
                 continue  # no recipe says that
-            for micro in sizes:
-                one = _with(recipe, stage, again, micro)
+            for micro, overlap in product(sizes, _ways_to_send(recipe, stage, cluster.devices)):
+                one = _with(recipe, stage, again, micro, overlap)
                 accumulates = recipe.batch.global_size > micro * cluster.devices
                 memory = memory_of(one, parameters, tensors(micro), cluster.devices, accumulates, "cuda")
                 choices.append(_choice(one, work, parameters, cluster, memory))
-    choices.sort(key=lambda one: (one.zero_stage, one.activation_checkpointing, one.micro_batch))
+    choices.sort(key=lambda one: (one.zero_stage, one.overlap, one.activation_checkpointing, one.micro_batch))
     best = find_best(choices)
     judged = tuple(replace(one, verdict=_verdict(one, best, cluster)) for one in choices)
     assumptions = [*cluster.assumptions, *_assumed_of_time(recipe, cluster)]
@@ -233,8 +236,18 @@ def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
     return [size for size in divisors if size & (size - 1) == 0 or size in (micro, per_rank)]
 
 
-def _with(recipe: Recipe, stage: int, again: int, micro_batch: int | None = None) -> Recipe:
+def _ways_to_send(recipe: Recipe, stage: int, world_size: int) -> tuple[bool, ...]:
+    """Values of `parallelism.overlap`: both where it changes what is sent and when, unless the recipe asks for it."""
+    asked, possible = recipe.parallelism.overlap, world_size > 1 and recipe.parallelism.offload == "none"
+    return (False, True) if stage in (1, 2) and possible and not asked else (asked,)
+
+
+def _with(
+    recipe: Recipe, stage: int, again: int, micro_batch: int | None = None, overlap: bool | None = None
+) -> Recipe:
     update = {"zero_stage": stage, "activation_checkpointing": again}
+    if overlap is not None:
+        update["overlap"] = overlap
     changed = recipe.model_copy(update={"parallelism": recipe.parallelism.model_copy(update=update)})
     if micro_batch is None:
         return changed
@@ -250,6 +263,7 @@ def _choice(recipe: Recipe, work: Work, parameters: Parameters, cluster: Cluster
     assert utilisation is not None
     return Choice(
         zero_stage=recipe.parallelism.zero_stage,
+        overlap=recipe.parallelism.overlap,
         activation_checkpointing=recipe.parallelism.activation_checkpointing,
         micro_batch=micro,
         accumulation=accumulation,
@@ -263,7 +277,7 @@ def _choice(recipe: Recipe, work: Work, parameters: Parameters, cluster: Cluster
 
 
 def find_best(choices: Sequence[Choice]) -> Choice | None:
-    """Of those that fit the fastest; among as fast ones the largest micro-batch, then the lowest stage.
+    """Of those that fit the fastest; among as fast ones the largest micro-batch, the lowest stage, no overlap.
 
     A lower stage sends fewer messages, of which any may be late.
     """
@@ -272,7 +286,7 @@ def find_best(choices: Sequence[Choice]) -> Choice | None:
         return None
     limit = min(one.time.total for one in fitting) * (1 + _AS_FAST)
     as_fast = [one for one in fitting if one.time.total <= limit]
-    return max(as_fast, key=lambda one: (one.micro_batch, -one.zero_stage))
+    return max(as_fast, key=lambda one: (one.micro_batch, -one.zero_stage, not one.overlap))
 
 
 def _verdict(choice: Choice, best: Choice | None, cluster: Cluster) -> str:
@@ -391,12 +405,14 @@ def _assumed_of_time(recipe: Recipe, cluster: Cluster) -> list[str]:
             "1 to 3, not in 0" if overlaps(_with(recipe, 2, 0)) else "3 alone, by DeepSpeed's default (overlap_comm)"
         )
         if recipe.parallelism.overlap:
-            said.append(
-                f"messages are sent during {OVERLAPPED:.0%} of the passes in stages 1 and 2, but for a bucket each of "
-                f"gradients and of weights, and during {HIDDEN:.0%} in stage 3"
-            )
+            said.append(f"messages are sent during {HIDDEN:.0%} of the passes in stage 3")
         else:
             said.append(f"messages are sent during {HIDDEN:.0%} of the passes in stage {stages}")
+        if recipe.parallelism.offload == "none":
+            said.append(
+                f"with parallelism.overlap during {OVERLAPPED:.0%} of the passes in stages 1 and 2, but for a bucket "
+                "each of gradients and of weights: measured between CPUs, never on CUDA"
+            )
     if cluster.device.board.bandwidth is None:
         said.append(f"no time for the optimizer's update: the bandwidth of {cluster.device.name} is not known")
     if recipe.parallelism.offload != "none":
