@@ -25,7 +25,14 @@ ADAMW, SGD = {"lr": 3e-3, "decay_exclude": "bias|norm"}, {"name": "sgd", "lr": 0
 
 
 def blocks(
-    stage: int, precision: str, *, steps: int = STEPS, optimizer: Any = ADAMW, offload: str = "none", **anomalies: Any
+    stage: int,
+    precision: str,
+    *,
+    steps: int = STEPS,
+    optimizer: Any = ADAMW,
+    offload: str = "none",
+    overlap: bool = False,
+    **anomalies: Any,
 ) -> dict[str, Any]:
     """All that keeps state is on: dropout, two micro-batches a step, the average, two groups of parameters."""
     return {
@@ -34,7 +41,12 @@ def blocks(
         "batch": {"micro_max": 4},
         "optimizer": optimizer,
         "schedule": {"duration": {"steps": steps}, "warmup": {"steps": 2}},
-        "parallelism": {"zero_stage": stage, "activation_checkpointing": 2, "offload": offload},
+        "parallelism": {
+            "zero_stage": stage,
+            "activation_checkpointing": 2,
+            "offload": offload,
+            "overlap": overlap,
+        },
         "ema": {"decay": 0.9},
         "checkpoint": {"every": {"steps": 2}, "keep": 20},
         "evaluation": {"validation": None},
@@ -60,6 +72,7 @@ class Case:
     is_slow: bool = False
     optimizer: str = "adamw"
     offload: str = "none"
+    overlap: bool = False
 
     @property
     def steps(self) -> int:
@@ -68,7 +81,7 @@ class Case:
     @property
     def reference(self) -> str:
         ranges = "-".join(f"{start}to{stop}" for start, stop in self.skipped)
-        how = f"zero{self.stage}-{self.precision}-{self.optimizer}-{self.offload}"
+        how = f"zero{self.stage}-{self.precision}-{self.optimizer}-{self.offload}-{self.overlap}"
         return f"without-{ranges}-{how}-{self.steps}"
 
     def jobs(self, name: str) -> list[dict[str, Any]]:
@@ -78,7 +91,7 @@ class Case:
         watch = {} if self.spike is None else {"spike": {"policy": self.spike, "window": 5, "factor": 10}}
         anomalies = {"non_finite": self.policy, **watch}
         optimizer = SGD if self.optimizer == "sgd" else ADAMW
-        how = {"steps": self.steps, "optimizer": optimizer, "offload": self.offload}
+        how = {"steps": self.steps, "optimizer": optimizer, "offload": self.offload, "overlap": self.overlap}
         content = [blocks(self.stage, self.precision, **how, **anomalies)] * len(self.stops)
         return [
             {"name": name, "stops": self.stops, "blocks": content, "faults": [bad]},
@@ -137,6 +150,13 @@ CASES |= {
         for stage, precision in ((1, "bf16"), (2, "bf16"), (3, "bf16"), (2, "fp32"), (3, "fp32"))
         for name in [f"{policy}-offload-zero{stage}-{precision}"]
     },
+    # ---- sent while something is computed
+    **{
+        f"{policy}-overlap-zero{stage}": Case(policy, {3: "nan"}, skipped, stage, overlap=True, is_slow=stage != 1)
+        for policy, skipped in (("skip", [[3, 4]]), ("rewind", [[2, 4]]))
+        for stage in (1, 2, 3)
+    },
+    "skip-spike-overlap": Case("stop", {7: 1e4}, [[7, 8]], 2, spike="skip", overlap=True, is_slow=True),
     # ---- interrupted before, at and after it
     "skip-resumed": Case("skip", {3: "nan"}, [[3, 4]], stops=(3, 4, None)),
     "rewind-resumed": Case("rewind", {3: "nan"}, [[2, 4]], 2, stops=(1, 2, 5, None)),

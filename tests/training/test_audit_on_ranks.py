@@ -80,6 +80,7 @@ RIGHT: dict[str, dict[str, Any]] = {
         ema={"decay": 0.9},
         schedule={"duration": {"steps": STEPS}, "warmup": {"steps": 1}, "weight_decay": {"to": 0.3}},
     ),
+    **{f"overlap-{stage}": content(stage, parallelism={"zero_stage": stage, "overlap": True}) for stage in (1, 2, 3)},
     "offload": content(2, parallelism={"zero_stage": 2, "offload": "optimizer"}),
     "reduced-in-bf16": content(2, parallelism={"zero_stage": 2, "reduce_dtype": "bf16"}),
     "fp32": content(0, precision="fp32"),

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.slow  # compiling takes a minute or two
 
 RUNS = {
     **{f"zero{stage}": {"parallelism": {"zero_stage": stage}} for stage in range(3)},
+    "overlap": {"parallelism": {"zero_stage": 1, "overlap": True}},
     "recomputed": {"parallelism": {"zero_stage": 1, "activation_checkpointing": 1}},
     "float8": {"parallelism": {"zero_stage": 1}, "precision": "fp8"},
     "float8-recomputed": {"parallelism": {"zero_stage": 0, "activation_checkpointing": 1}, "precision": "fp8"},

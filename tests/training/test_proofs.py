@@ -108,7 +108,7 @@ CASES |= {
     "overlapped-masked": case("masked", "bf16", 1, "adamw", OVERLAP),
 }
 CASES |= {stem: (stem, ["precision=bf16"], STEPS, None) for stem in RECIPES}
-FAST = ("grouped-bf16-zero1", "masked-fp32-zero3", "muon-bf16-zero2", "classes-bf16-zero0")
+FAST = ("grouped-bf16-zero1", "overlapped-bf16-zero2", "masked-fp32-zero3", "muon-bf16-zero2", "classes-bf16-zero0")
 
 FC1, HEAD = "blocks.1.mlp.fc1.weight", "head.weight"
 # Where, and what else the recipe says; updates that it takes to be seen, what is broken, the aspect in which it shows,

@@ -90,11 +90,10 @@ class _ReduceScatter:
         if self._is_by_parts:
             # gloo's reduce-scatter is an all-reduce, which sends twice as much.
             self._received = torch.empty_like(values)
-            work = dist.all_to_all_single(_words(self._received), _words(values), group=group, async_op=True)
+            self._work = dist.all_to_all_single(_words(self._received), _words(values), group=group, async_op=True)
         else:
             self._received = values.new_empty(len(values) // self._ranks)
-            work = dist.reduce_scatter_tensor(self._received, values, group=group, async_op=True)
-        self._work = work
+            self._work = dist.reduce_scatter_tensor(self._received, values, group=group, async_op=True)
 
     def mean(self) -> Tensor:
         """Wait for the sum. Returns this rank's part of the mean over ranks, fp32 (n,)."""
@@ -157,9 +156,7 @@ class Exchange:
         optimizer.scaled_global_norm = self._norm
         optimizer.update_lp_params = partial(self._refresh, optimizer.update_lp_params)
         optimizer.bit16_groups_flat = _Gathered(optimizer.bit16_groups_flat, self)
-        module = deepspeed.runtime.zero.stage_1_and_2
-        if module.all_gather_dp_groups is not _all_gather:
-            module.all_gather_dp_groups = _all_gather
+        deepspeed.runtime.zero.stage_1_and_2.all_gather_dp_groups = _all_gather
 
     # ---- Gradients ---------------------------------------------------------------------------------------------------
 
@@ -256,7 +253,7 @@ class Exchange:
         """Wait until all weights have arrived."""
         self._await(self._buckets)
 
-    def _await(self, buckets: Sequence[_Bucket], *_: Any) -> None:
+    def _await(self, buckets: Sequence[_Bucket]) -> None:
         for bucket in buckets:
             if bucket.gathering is not None:
                 bucket.gathering.wait()
@@ -281,7 +278,8 @@ class Exchange:
             self._engine.module.register_forward_pre_hook(partial(_before_forward, self._await, list(at_once)))
 
 
-def _before_forward(wait: Any, buckets: list[_Bucket], *_: Any) -> None:
+def _before_forward(wait: Callable[[Sequence[_Bucket]], None], buckets: Sequence[_Bucket], *_: Any) -> None:
+    """A module's hook; what torch tells it of the module is of no concern."""
     wait(buckets)
 
 
