@@ -32,7 +32,7 @@ COMMANDS = {
     "loader": "",
     "feeding": "",
     "ridge_scale": "",
-    "network": "",
+    "network": "--rounds 4 --steps 3",
     "many_nodes": "--nodes 1000",
     "looking_inside": "",
     "looking_inside_h14": "--model ViT-H/14 --image-size 518 --images 16 --rounds 0",
