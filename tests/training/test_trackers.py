@@ -12,7 +12,7 @@ from PIL import Image
 from ranks import make_recipe
 
 from vitscale.errors import RecipeError
-from vitscale.recipe.schema import Logging, Tracker
+from vitscale.recipe.watching import Logging, Tracker
 from vitscale.training import trackers
 from vitscale.training.metrics import MetricsWriter
 

@@ -5,8 +5,10 @@ anything starts. Nothing is silently ignored.
 """
 
 from vitscale.recipe.comparing import FREE_ON_BRANCHING, FREE_ON_RESUME, changes, differences, recipe_sha256
+from vitscale.recipe.data import Cache, Crop, Data, EvalCrop
 from vitscale.recipe.datasets import DATA_ROOT_VARIABLE, find_dataset
 from vitscale.recipe.distillation import Distillation, Teacher
+from vitscale.recipe.durations import Duration
 from vitscale.recipe.evaluators import Evaluator
 from vitscale.recipe.fields import explain_fields, json_schema
 from vitscale.recipe.image_operations import (
@@ -38,21 +40,10 @@ from vitscale.recipe.reading import (
     validate_model,
     validate_recipe,
 )
-from vitscale.recipe.schema import (
-    Anomalies,
-    Cache,
-    Course,
-    Crop,
-    Data,
-    Duration,
-    Ema,
-    EvalCrop,
-    Init,
-    Policy,
-    Recipe,
-    Spike,
-)
+from vitscale.recipe.schedule import Course
+from vitscale.recipe.schema import Ema, Init, Recipe
 from vitscale.recipe.smoke import smoke_form
+from vitscale.recipe.watching import Anomalies, Policy, Spike
 
 __all__ = [
     "DATA_ROOT_VARIABLE",

@@ -13,8 +13,9 @@ from pydantic import BaseModel
 from vitscale import extensions
 from vitscale.errors import RecipeError
 from vitscale.families import FAMILIES, UNSET
+from vitscale.recipe.durations import Duration
 from vitscale.recipe.field_notes import NO_UNIT, notes
-from vitscale.recipe.schema import Duration, Recipe
+from vitscale.recipe.schema import Recipe
 
 _COLUMNS = 80
 _WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}

@@ -16,9 +16,10 @@ from pydantic import TypeAdapter, create_model
 from vitscale.block import Block, Contradictions
 from vitscale.errors import RecipeError
 from vitscale.families import Model, ModelBlock
+from vitscale.recipe.durations import Duration
 from vitscale.recipe.fields import blocks, keys, keys_in, nearest, without_indices
 from vitscale.recipe.objectives import DEFAULT_KIND
-from vitscale.recipe.schema import Duration, Recipe
+from vitscale.recipe.schema import Recipe
 from vitscale.recipe.strict_yaml import parse_yaml
 
 _Block = TypeVar("_Block")

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from vitscale.recipe.reading import validate_recipe
-from vitscale.recipe.schema import Recipe, Schedule
+from vitscale.recipe.schedule import Schedule
+from vitscale.recipe.schema import Recipe
 
 SMOKE_STEPS = 4
 TRAIN, TEST = "train", "test"

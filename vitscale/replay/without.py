@@ -9,8 +9,7 @@ import numpy as np
 from vitscale.checkpoint import checkpoint_place
 from vitscale.errors import CheckpointError, DataError
 from vitscale.flops.records import read_run
-from vitscale.recipe import Recipe, read_recipe, validate_recipe
-from vitscale.recipe.schema import Duration
+from vitscale.recipe import Duration, Recipe, read_recipe, validate_recipe
 from vitscale.replay.seen import History
 from vitscale.runs.directory import recipe_of_run
 from vitscale.runs.done import read_done

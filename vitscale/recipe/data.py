@@ -1,0 +1,145 @@
+"""The `data` block of a recipe: what is trained on, how pictures are cut, read and kept."""
+
+import itertools
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, SerializeAsAny, model_validator
+
+from vitscale.block import Block, Contradictions
+from vitscale.errors import RecipeError
+from vitscale.extensions import by_kind
+from vitscale.recipe.image_operations import AnyOperation, ImageOperation
+from vitscale.recipe.normalise import Normalise
+from vitscale.storage import is_url
+
+CACHE_VARIABLE = "VITSCALE_CACHE"
+
+
+class Crop(Block):
+    """Random crop for training.
+
+    `inception` is the paper's: part of the area, aspect ratio width / height, both [low, high]. `resize` is BiT's:
+    the picture becomes a square, of which a square with `fraction` of its sides is cut (128 / 160 for small pictures).
+    """
+
+    kind: Literal["inception", "resize"] = Field("inception", description="which of the two")
+    area: list[float] = Field([0.05, 1.0], description="of inception: lowest and highest part of the picture's area")
+    aspect: list[float] = Field([3 / 4, 4 / 3], description="of inception: lowest and highest width / height")
+    fraction: float = Field(480 / 512, gt=0, le=1, description="of resize: side of the crop / side of the square")
+
+    @model_validator(mode="after")
+    def _ranges(self) -> "Crop":
+        found = []
+        for name, (bounds, ceiling) in {"area": (self.area, 1.0), "aspect": (self.aspect, float("inf"))}.items():
+            if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] <= ceiling:
+                limit = " <= 1" if ceiling == 1.0 else ""
+                found.append(f"{name} must be [low, high] with 0 < low <= high{limit}, not {bounds}")
+        for key, owner in (("area", "inception"), ("aspect", "inception"), ("fraction", "resize")):
+            # A dumped recipe sets every field, so that a default is no sign of intent.
+            if getattr(self, key) != type(self).model_fields[key].default and self.kind != owner:
+                found.append(f"{key} belongs to kind: {owner}, and kind is {self.kind}")
+        if found:
+            raise Contradictions(found)
+        return self
+
+
+class EvalCrop(Block):
+    """What evaluation sees: the central `fraction` of the short side (`central`), or of each side (`square`)."""
+
+    kind: Literal["central", "square"] = Field("central", description="which of the two")
+    fraction: float = Field(224 / 256, gt=0, le=1, description="part of the side or sides that is seen")
+    resize: Literal["area", "tf_bilinear", "pil_bilinear", "pil_bicubic"] = Field(
+        "area",
+        description="how that becomes image_size: by the mean over areas; between neighbours without antialiasing, as "
+        "TensorFlow and the authors' code do; or as Pillow does, antialiased. All but area decode at full size",
+    )
+
+
+class Cache(Block):
+    """Where shards of datasets at a URL are kept on each machine, and what else is kept of data between runs."""
+
+    dir: str | None = Field(
+        None, description=f"a folder on each machine; default: ${CACHE_VARIABLE} or ~/.cache/vitscale"
+    )
+    limit_gb: float = Field(
+        100.0, gt=0, le=1e9, description="gigabytes (10**9) that the shards of all runs on a machine may take"
+    )
+
+    def folder(self) -> Path:
+        """The folder on this machine, absolute; it need not be there. Raises `RecipeError`."""
+        place = self.dir or os.environ.get(CACHE_VARIABLE)
+        try:
+            if place:
+                return Path(place).expanduser().absolute()
+            return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "vitscale"
+        except RuntimeError as error:  # a container's user need not have a home
+            raise RecipeError(f"data.cache.dir: {error} Set a folder with --set data.cache.dir=DIR") from None
+
+    @model_validator(mode="after")
+    def _on_this_machine(self) -> "Cache":
+        if self.dir is not None and is_url(self.dir):
+            raise ValueError(f"dir {self.dir!r}: expected a folder of each machine, no URL")
+        return self
+
+
+class Data(Block):
+    """The training data and how it is read."""
+
+    train: str = Field(description="a dataset: NAME or NAME/SPLIT under data.root, a path, or a URL")
+    root: str | None = Field(
+        None,
+        description="the folder or URL that holds the datasets; default: datasets.yaml or $VITSCALE_DATA_ROOT says",
+    )
+    image_size: int = Field(224, ge=1, le=8192, description="side in pixels of what the model sees")
+    crop: Crop = Crop()
+    flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
+    repeats: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="views of each sample in a global batch, which then has as many times fewer samples (repeated "
+        "augmentation); epochs go on counting images",
+    )
+    operations: list[
+        Annotated[
+            Annotated[SerializeAsAny[AnyOperation], Field(discriminator="kind")],
+            by_kind(ImageOperation, "data.operations.N"),
+        ]
+    ] = Field(
+        [],
+        description="what happens to training images behind crop and flip, in this order: first what the loader does "
+        "(ours on uint8 pixels), then on the device other packages' operations on uint8 pixels, then all on floats",
+    )
+    normalise: Normalise = Normalise()
+    eval_crop: EvalCrop = EvalCrop()
+    threads: int | None = Field(
+        None,
+        ge=1,
+        le=256,
+        description="threads of a rank that decode; default: 2, and beside a GPU the rank's part of the cores less "
+        "one, at most 16",
+    )
+    prefetch: int = Field(2, ge=1, le=64, description="batches decoded ahead")
+    dct_scaling: bool = Field(
+        False, description="decode at 1/2, 1/4 or 1/8 where that leaves image_size; faster, other pixels"
+    )
+    verify_shards: bool = Field(True, description="compare each shard with its digest when a machine first opens it")
+    check_rate: float = Field(1.0, ge=0, le=1, description="share of images whose checksum is compared on each read")
+    bad_samples: Literal["error", "substitute", "mask"] = Field(
+        "error", description="a damaged image ends the run, is replaced by another of its shard, or weighs nothing"
+    )
+    stall_s: float = Field(300.0, gt=0, description="seconds after which a read that has not returned ends the run")
+    cache: Cache = Cache()
+
+    @model_validator(mode="after")
+    def _uint8_first(self) -> "Data":
+        places = ("in the loader", "on the device's uint8 pixels", "on floats")
+        for operation, next_one in itertools.pairwise(self.operations):
+            if operation.place > next_one.place:
+                raise ValueError(
+                    f"operations: {next_one.kind} works {places[next_one.place]}, and {operation.kind} before it "
+                    f"{places[operation.place]}; put it before all of those"
+                )
+        return self

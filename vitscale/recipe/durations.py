@@ -1,0 +1,44 @@
+"""Lengths of training: so many steps, epochs or examples."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, model_validator
+
+from vitscale.block import Block
+
+
+class Duration(Block):
+    """A length of training in exactly one unit: `{steps: n}`, `{epochs: x}` or `{examples: n}`."""
+
+    steps: int | None = Field(None, ge=0, lt=2**53, description="updates of the weights")
+    epochs: float | None = Field(None, ge=0, lt=1e9, description="passes over the training data")
+    examples: int | None = Field(None, ge=0, lt=2**53, description="training images")
+
+    @model_validator(mode="after")
+    def _one_unit(self) -> "Duration":
+        if sum(value is not None for value in (self.steps, self.epochs, self.examples)) != 1:
+            raise ValueError("give exactly one of steps, epochs, examples, e.g. {epochs: 7}")
+        return self
+
+    def describe(self) -> str:
+        """In words, for messages."""
+        return ", ".join(f"{value:g} {unit}" for unit, value in self if value is not None)
+
+    def to_steps(self, train_samples: int, global_batch: int) -> int:
+        """Steps of `global_batch` samples; an epoch has train_samples // global_batch."""
+        if self.steps is not None:
+            return self.steps
+        if self.examples is not None:
+            return self.examples // global_batch
+        assert self.epochs is not None
+        return int(self.epochs * (train_samples // global_batch))
+
+
+def _is_above_zero(duration: Duration) -> Duration:
+    if not any(value for _, value in duration if value is not None):
+        raise ValueError(f"{duration.describe()}: expected more than 0")
+    return duration
+
+
+Interval = Annotated[Duration, AfterValidator(_is_above_zero)]
+"""A duration above zero."""

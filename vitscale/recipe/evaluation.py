@@ -1,0 +1,76 @@
+"""The `evaluation` and `selection` blocks of a recipe: what is measured while training, and how to choose by it."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, SerializeAsAny, model_validator
+
+from vitscale.block import Block
+from vitscale.extensions import by_kind
+from vitscale.recipe.data import EvalCrop
+from vitscale.recipe.durations import Interval
+from vitscale.recipe.evaluators import Evaluator
+
+
+class FewShotTask(Block):
+    """One data set of the few-shot evaluation."""
+
+    name: str = Field(min_length=1, description="what metrics call it")
+    train: str = Field(description="a dataset, as data.train")
+    test: str = Field(description="a dataset, as data.train")
+
+
+class FewShot(Block):
+    """Closed-form few-shot evaluation on the representation (section 4.1)."""
+
+    tasks: list[FewShotTask] = Field(min_length=1, description="the data sets")
+    shots: list[Annotated[int, Field(ge=1)]] = Field(
+        [1, 5, 10, 25], min_length=1, description="training images a class"
+    )
+    seeds: int = Field(3, ge=1, description="draws of training samples that are averaged")
+    l2: Annotated[float, Field(gt=0)] | Literal["shared"] = Field(
+        2.0**10,
+        description="weight of the ridge penalty; shared: the paper's way, one a shot for all tasks by its mean rank "
+        "on them",
+    )
+    crop: EvalCrop = EvalCrop(kind="square")
+
+    @model_validator(mode="after")
+    def _names(self) -> "FewShot":
+        names = [task.name for task in self.tasks]
+        if len(set(names)) != len(names):
+            raise ValueError(f"two tasks have one name: {names}")
+        return self
+
+
+class Inspect(Block):
+    """Figures of what the model does inside, drawn into the trackers: attention distance and entropy, norms of tokens,
+    filters.
+    """
+
+    every: Interval = Field(description="how often")
+    images: str = Field(description="a dataset, as data.train: the model sees its first images")
+    count: int = Field(128, ge=1, le=10_000, description="images, rounded up to whole batches of all ranks")
+
+
+class Evaluation(Block):
+    """What is measured during training, and when; always at the end as well."""
+
+    every: Interval | None = Field(None, description="default: at the end only")
+    validation: str | None = Field(None, description="a dataset, as data.train: top-1, top-5 and loss")
+    fewshot: FewShot | None = None
+    evaluators: list[Annotated[SerializeAsAny[Evaluator], by_kind(Evaluator, "evaluation.evaluators.N")]] = Field(
+        [], description="evaluators of other packages"
+    )
+    batch: int = Field(64, ge=1, description="images a rank forwards at once")
+    overlap: Literal["refuse", "allow"] = Field(
+        "refuse", description="evaluated samples that are among the training samples: an error, or told"
+    )
+    inspect: Inspect | None = None
+
+
+class Selection(Block):
+    """Keep the best checkpoint by a metric; with `patience`, stop after so many evaluations without a better one."""
+
+    metric: str = Field("validation/top1", description="as metrics.jsonl has it, without eval/")
+    mode: Literal["max", "min"] = Field("max", description="whether high or low is good")
+    patience: int | None = Field(None, ge=1, description="evaluations without a better one that end the run")

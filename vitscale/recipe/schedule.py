@@ -1,0 +1,92 @@
+"""The `schedule` block of a recipe: how long to train, and what changes with the step."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from vitscale.block import Block, Contradictions
+from vitscale.recipe.durations import Duration, Interval
+from vitscale.recipe.optimizers import Optimizer
+
+
+class Course(Block):
+    """A figure of the optimizer that changes with the step: from the optimizer's own value to another one."""
+
+    to: float = Field(ge=0, description="the value that it reaches, and keeps")
+    over: Interval | None = Field(None, description="how long it takes, from the first step on; default: the whole run")
+    shape: Literal["linear", "cosine"] = Field("cosine", description="cosine begins and ends slowly")
+
+
+_OWNERS = {
+    "end_lr": ("linear",),
+    "boundaries": ("stairs",),
+    "factor": ("stairs",),
+    "cooldown": ("wsd", "rsqrt"),
+    "cooldown_shape": ("wsd",),
+    "timescale": ("rsqrt",),
+    "cycle": ("restarts",),
+    "cycle_factor": ("restarts",),
+    "restart_factor": ("restarts",),
+}
+"""Field of a schedule -> the kinds of decay that it belongs to."""
+_NEEDED = {"stairs": "boundaries", "wsd": "cooldown", "restarts": "cycle"}
+"""Kind of decay -> the field that it cannot do without."""
+
+
+class Schedule(Block):
+    """How long to train, and the learning rate over the steps, as in the authors' code."""
+
+    duration: Interval = Field(description="how long to train")
+    warmup: Duration = Field(Duration(steps=0), description="the learning rate rises from 0 to optimizer.lr")
+    decay: Literal["linear", "cosine", "stairs", "constant", "wsd", "rsqrt", "restarts"] = Field(
+        "linear",
+        description="from the end of the warmup: to end_lr, to 0, by factor at each of boundaries, or not at all; wsd: "
+        "not at all until the cooldown (warmup, stable, decay); rsqrt: by 1 / sqrt(1 + t / timescale) after t steps, "
+        "as big_vision's; restarts: to 0 by a cosine, and again from the top after each cycle (SGDR)",
+    )
+    end_lr: float = Field(1e-5, ge=0, description="where decay: linear ends; no effect on the others")
+    boundaries: list[Duration] = Field([], description="where decay: stairs multiplies the rate by factor")
+    factor: float = Field(0.1, gt=0, lt=1, description="of decay: stairs; no effect on the others")
+    cooldown: Duration = Field(
+        Duration(steps=0), description="of decay: wsd and rsqrt: at the end of the run, the rate falls to 0"
+    )
+    cooldown_shape: Literal["linear", "1-sqrt"] = Field(
+        "linear",
+        description="of decay: wsd: after a part x of the cooldown, the rate is multiplied by 1 - x or by 1 - sqrt(x)",
+    )
+    timescale: Interval = Field(Duration(steps=10_000), description="of decay: rsqrt")
+    cycle: Interval | None = Field(None, description="of decay: restarts: from the end of the warmup to the first one")
+    cycle_factor: float = Field(
+        1.0, ge=1, le=1e6, description="of decay: restarts: each cycle is longer than the one before by this factor"
+    )
+    restart_factor: float = Field(
+        1.0, gt=0, le=1, description="of decay: restarts: each begins at the last one's rate times this"
+    )
+    weight_decay: Course | None = Field(
+        None, description="changes optimizer.weight_decay, and that of its groups by the same factor"
+    )
+    momentum: Course | None = Field(None, description="changes optimizer.momentum, or the first of optimizer.betas")
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> "Schedule":
+        found = []
+        for key, owners in _OWNERS.items():
+            # A dumped recipe sets every field, so that a default is no sign of intent.
+            is_set = getattr(self, key) != type(self).model_fields[key].default
+            if is_set and self.decay not in owners:
+                found.append(f"{key} belongs to decay: {' or '.join(owners)}, and decay is {self.decay}")
+            if not is_set and _NEEDED.get(self.decay) == key:
+                found.append(f"decay: {self.decay} needs {key}")
+        if self.momentum is not None and not 0 < self.momentum.to < 1:
+            found.append(f"momentum.to {self.momentum.to:g}: expected a number above 0 and below 1")
+        if found:
+            raise Contradictions(found)
+        return self
+
+    def check_optimizer(self, optimizer: Optimizer) -> Iterator[str]:
+        """Lines on what is to change and is not there."""
+        if self.weight_decay is not None and optimizer.weight_decay == 0:
+            yield "schedule.weight_decay changes optimizer.weight_decay by a factor, and that is 0"
+        if self.momentum is not None and optimizer.first_momentum == 0:
+            yield f"schedule.momentum: optimizer {optimizer.name} has none at the beginning"

@@ -1,0 +1,104 @@
+"""The blocks of a recipe that watch a run: `anomalies`, `check`, `logging` and `profile`."""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from vitscale.block import Block
+
+Policy = Literal["stop", "skip", "rewind"]
+"""What becomes of a batch that must not be trained on.
+
+`stop` ends the run; `skip` leaves the batch out, and the next one takes its step; `rewind` goes back to the last
+checkpoint and leaves out all batches since then.
+"""
+
+
+class Spike(Block):
+    """A loss above the median of the last `window` by `factor` times their median absolute deviation x 1.4826.
+
+    The deviation counts as a thousandth of the median at least.
+    """
+
+    policy: Policy = Field("stop", description="what becomes of its batch")
+    window: int = Field(100, ge=5, le=10_000, description="steps that it is compared with")
+    factor: float = Field(10.0, gt=0, description="deviations above the median")
+
+
+class Anomalies(Block):
+    """What becomes of a step with a loss or gradient that is not finite, and of one whose loss leaps."""
+
+    non_finite: Policy = Field(
+        "stop",
+        description="stop ends the run; skip leaves the batch out; rewind goes back to the last checkpoint and leaves "
+        "out all batches since then",
+    )
+    spike: Spike | None = None
+    limit: int = Field(10, ge=1, description="times that the run may skip or rewind before it ends")
+
+
+class Check(Block):
+    """Looking for devices that compute wrongly and ranks that hang."""
+
+    replicas_every: int | None = Field(
+        1000, ge=1, description="steps between comparisons of the ranks' weights; zero_stage 3 has no replicas"
+    )
+    recompute_every: int | None = Field(
+        None, ge=1, description="steps between micro-batches that all ranks compute, whose bits are compared"
+    )
+    audit_every: int | None = Field(
+        1000,
+        ge=1,
+        description="steps between audits, which see that the gradient that is applied is that of the batch, and that "
+        "weights and optimizer state follow from it",
+    )
+    audit: Literal["stop", "warn"] = Field(
+        "stop", description="what an audit does that finds something wrong: end the run (exit code 75), or say it"
+    )
+    step_timeout_s: float = Field(
+        600.0, gt=0, le=86400, description="seconds without progress after which a rank ends the run"
+    )
+
+
+Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "trackio", "swanlab", "aim", "clearml"]
+
+
+class Logging(Block):
+    """What is written while training, and who else gets it."""
+
+    most_s: ClassVar[float] = 30.0
+
+    every: int = Field(
+        50,
+        ge=1,
+        description="steps between lines of metrics.jsonl; also a line after 30 s without one, at the first step of a "
+        "process, and at every step that is evaluated or saved",
+    )
+    trackers: list[Tracker] = Field(
+        ["tensorboard"], description="what else gets the figures; each needs its package, and its own set-up"
+    )
+    batch_digest: bool = Field(False, description="a checksum over every pixel of each global batch")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older_form(cls, content: Any) -> Any:
+        """`tensorboard: true` or `false`, as recipes said before there were other trackers."""
+        if not isinstance(content, dict) or not isinstance(content.get("tensorboard"), bool):
+            return content
+        trackers = content.get("trackers", cls.model_fields["trackers"].default)
+        if isinstance(trackers, list):
+            others = [name for name in trackers if name != "tensorboard"]
+            trackers = ["tensorboard", *others] if content["tensorboard"] else others
+        return {key: value for key, value in content.items() if key != "tensorboard"} | {"trackers": trackers}
+
+    @model_validator(mode="after")
+    def _each_once(self) -> "Logging":
+        if len(set(self.trackers)) != len(self.trackers):
+            raise ValueError(f"trackers: {self.trackers} has one twice")
+        return self
+
+
+class Profile(Block):
+    """Where the time of some steps goes: a trace and a table in the run directory."""
+
+    steps: int = Field(0, ge=0, le=100, description="how many, from the fourth step of a process on; 0: none")
