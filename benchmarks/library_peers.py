@@ -183,8 +183,7 @@ def pdq_library(folder: Path, count: int) -> int:
 
 
 def _lumas() -> np.ndarray:
-    pixels = np.random.default_rng(0).integers(0, 256, (20_000, 8, 8), np.uint8)
-    return np.kron(pixels, np.ones((1, 8, 8), np.uint8))
+    return np.random.default_rng(0).integers(0, 256, (20_000, 64, 64), np.uint8)
 
 
 # ---- Two datasets, image by image ------------------------------------------------------------------------------------
