@@ -92,6 +92,13 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list:
     return values
 
 
+def from_rank_zero(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Rank 0's object, on every rank; what the others give is not looked at."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0, group=group)
+    return values[0]
+
+
 def agreed(value: int | None, what: str) -> int | None:
     """The value that all ranks were given. Collective. Raises `RecipeError` if the values differ; `what` names them."""
     given = gather(value)

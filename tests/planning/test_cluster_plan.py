@@ -94,9 +94,8 @@ def test_what_is_hidden_is_not_waited_for():
 
 def test_with_1024_devices_latencies_are_most_of_what_is_waited_for_in_stage_3():
     """A gather of each layer and of each small weight, and 1,023 hops for each of them."""
-    few, many = (time_of(make_cluster(H100, count), 3, 0, 1)[0] for count in (8, 1024))
-    assert few.latency < 0.02 * few.total and many.latency > 0.5 * many.waiting
-    assert many.latency > 50 * few.latency / 128  # 128 micro-batches are accumulated on 8 devices, one on 1,024
+    few, many = (time_of(make_cluster(H100, count), 3, 0, 128)[0] for count in (8, 1024))
+    assert few.latency < 0.05 * few.total and many.latency > 0.5 * many.waiting > 0.5 * many.compute
 
 
 def plan_of(cluster: Cluster) -> Plan:

@@ -29,7 +29,7 @@ _BLOCK_BYTES = 16 << 20
 _HEADER_BYTES = 160  # of one key: its name, type, shape and position
 
 Layout = dict[str, int]
-"""The keys of a rank's file and the length of each one's tensor."""
+"""The keys of a rank's file and the length of each one's tensor, as these lie one behind the other to its end."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,12 @@ def read_layout(path: Path) -> Layout:
     layout = {}
     try:
         with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 (not a dictionary)
+            for key in file.offset_keys():
                 parse_key(key)
-                (layout[key],) = file.get_slice(key).get_shape()
+                tensor = file.get_slice(key)
+                if tensor.get_dtype() != "F32":
+                    raise CheckpointError(f"{path}: {key} is {tensor.get_dtype()}, expected F32")
+                (layout[key],) = tensor.get_shape()
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path}: not a file of fragments: {error}") from None
     return layout

@@ -2,13 +2,13 @@
 
 import math
 import shutil
+from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vitscale.checkpoint.format import Layout, parse_key, read_layout
@@ -18,13 +18,16 @@ from vitscale.files.durable import write_text
 from vitscale.runs.index import MASTER, FileEntry, Index, index_text, read_index
 from vitscale.runs.names import INDEX_FILE
 
+_WORD = 4  # bytes of an element
 
-@dataclass(frozen=True)
-class _Piece:
+
+class _Piece(NamedTuple):
+    """Elements [start, stop) of something, in a file from a byte on."""
+
     start: int
     stop: int
     file: FileEntry
-    key: str
+    byte: int
 
 
 class CheckpointReader:
@@ -51,11 +54,13 @@ class CheckpointReader:
         self._files = files
         self._pieces: dict[tuple[str, str], list[_Piece]] = {}
         for entry in index.files:
+            byte = entry.bytes - _WORD * sum(layouts[entry.path].values())
             for key, length in layouts[entry.path].items():
                 kind, name, start = parse_key(key)
-                self._pieces.setdefault((kind, name), []).append(_Piece(start, start + length, entry, key))
+                self._pieces.setdefault((kind, name), []).append(_Piece(start, start + length, entry, byte))
+                byte += _WORD * length
         for pieces in self._pieces.values():
-            pieces.sort(key=lambda piece: piece.start)
+            pieces.sort(key=lambda piece: (piece.start, piece.stop))
         for name in index.shapes:
             for kind in index.kinds:
                 shape = index.shape_of(kind, name)
@@ -96,23 +101,28 @@ class CheckpointReader:
 
         Raises `CheckpointError` for a parameter or range that is not there, or no longer; `StorageError`.
         """
-        result = torch.empty(length, dtype=torch.float32)
+        result = np.empty(length, np.float32)
         filled = 0
-        for piece in self._pieces.get((kind, name), []):
+        pieces = self._pieces.get((kind, name), [])
+        for piece in pieces[max(0, bisect_right(pieces, start, key=lambda piece: piece.start) - 1) :]:
             low, high = max(piece.start, start), min(piece.stop, start + length)
-            if low < high:
-                path = self._files.path(piece.file)
-                try:
-                    with safe_open(path, framework="pt") as file:
-                        result[low - start : high - start] = file.get_slice(piece.key)[
-                            low - piece.start : high - piece.start
-                        ]
-                except (OSError, SafetensorError) as error:
-                    raise CheckpointError(f"{path}: cannot be read any more: {error}") from None
-                filled += high - low
+            if piece.start >= start + length:
+                break
+            if low >= high:  # an empty one
+                continue
+            path = self._files.path(piece.file)
+            try:
+                with path.open("rb") as file:
+                    file.seek(piece.byte + _WORD * (low - piece.start))
+                    count = file.readinto(result[low - start : high - start].data.cast("B"))
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be read any more: {error}") from None
+            if count != _WORD * (high - low):
+                raise CheckpointError(f"{path}: cannot be read any more: it ends before its last values")
+            filled += high - low
         if filled != length:
             raise CheckpointError(f"{self.folder}: no {kind}/{name}[{start}:{start + length}] in it")
-        return result
+        return torch.from_numpy(result)
 
     def parameter(self, name: str, kind: str = MASTER) -> Tensor:
         """One whole parameter, or what is stored of another kind for it, in its shape: fp32, on the CPU."""

@@ -15,6 +15,9 @@ from vitscale.runs.index import FileEntry, Index
 Gather = Callable[[object], list]
 """Collects one object of every rank, in rank order, on every rank; also a barrier."""
 
+Share = Callable[[Any], Any]
+"""Gives rank 0's object to every rank; what the others give is not looked at."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -32,16 +35,21 @@ class CheckpointStore:
         place: where they are; a path is that of a folder that all ranks share.
         rank: of this process.
         gather: over the processes whose ranks are 0, 1, ...; one process alone by default.
+        share: over the same. By default a `gather`, in which every rank sends every rank as much as the one that has
+            most to say: of an index, which grows with the ranks, that is too much for a thousand of them.
 
     Attributes:
         root: path or URL of the place.
     """
 
-    def __init__(self, place: Place | Path, *, rank: int = 0, gather: Gather = alone) -> None:
+    def __init__(
+        self, place: Place | Path, *, rank: int = 0, gather: Gather = alone, share: Share | None = None
+    ) -> None:
         self.place = LocalPlace(place) if isinstance(place, Path) else place
         self.root = self.place.root
         self.rank = rank
         self.gather = gather
+        self._share = share or (lambda value: gather(value)[0])
 
     def steps(self) -> list[int]:
         """Steps of which there is a checkpoint, oldest first; not yet verified. Any rank may call it alone."""
@@ -145,24 +153,31 @@ class CheckpointStore:
 
     def _on_first_rank(self, doing: str, work: Callable[[], Any]) -> Any:
         """Rank 0's result of `work`, on every rank: also so that a slow file system cannot split them."""
-        return self._together(doing, work if self.rank == 0 else lambda: None)[0]
+        outcome = self._share(self._outcome(doing, work) if self.rank == 0 else None)
+        self._raise_any(doing, [outcome])
+        return outcome
 
     def _together(self, doing: str, work: Callable[[], object]) -> list:
         """Every rank's result of `work`; a failure on any of them is an error on all of them, and never a hang."""
+        outcomes = self.gather(self._outcome(doing, work))
+        self._raise_any(doing, outcomes)
+        return outcomes
+
+    def _outcome(self, doing: str, work: Callable[[], object]) -> object:
         try:
-            outcome: object = work()
+            return work()
         except Exception as error:
             if not isinstance(error, VitscaleError | OSError):
                 _log.exception("rank %d: %s", self.rank, doing)  # a bug, of which others get the message alone
-            outcome = _Failure.of(error, self.rank)
-        outcomes = self.gather(outcome)
+            return _Failure.of(error, self.rank)
+
+    def _raise_any(self, doing: str, outcomes: list) -> None:
         failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
         if failures:
             kinds = {failure.kind for failure in failures}
             kind = kinds.pop() if len(kinds) == 1 else CheckpointError
             messages = "; ".join(failure.message for failure in failures)
             raise kind(f"{self.root}: {doing}. {messages}").on_all_ranks()
-        return outcomes
 
 
 class _Problem(str):

@@ -1,5 +1,6 @@
 """`vitscale plan`: the command line of vitscale.planning.plan."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -35,6 +36,9 @@ def plan(
     restart: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="With --mtbf: from a failure to the next step.")
     ] = None,
+    restart_of: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Instead of --restart: as long as the restarts of a run took.")
+    ] = None,
     repair: Annotated[
         float | None, typer.Option(metavar="HOURS", help="With --mtbf: until a failed node can be used again.")
     ] = None,
@@ -47,8 +51,6 @@ def plan(
 
     By every ZeRO stage, recomputation and micro-batch; on paper, nothing is run.
     """
-    from pathlib import Path
-
     from rich.console import Console
 
     from vitscale.cli.plan_output import show_plan
@@ -71,6 +73,7 @@ def plan(
             raise RecipeError(f"{option} says nothing without --mtbf HOURS")
         if value is not None and not 0 <= value <= 1e9:
             raise RecipeError(f"{option} {value:g}: expected a number from 0 to 1e9")
+    restarts = [] if restart_of is None else _restarts(restart_of, is_asked=mtbf is not None and restart is None)
     device = find_device(hardware)
     estimated = estimate(Path(recipe).stem, load_recipe(recipe, settings or []), samples)
     if estimated.work is None:
@@ -96,6 +99,18 @@ def plan(
             cluster,
             price=price,
             storage=None if storage is None else storage * _GB,
-            failures=None if mtbf is None else make_failures(cluster.nodes, mtbf, restart, repair),
+            failures=None if mtbf is None else make_failures(cluster.nodes, mtbf, restart, repair, restarts),
         )
     show_plan(made, every_micro_batch=every_micro_batch, as_json=as_json)
+
+
+def _restarts(run: Path, *, is_asked: bool) -> list[float]:
+    """Seconds of each restart of a run. Raises `RecipeError` where it has none, or nobody asks for them."""
+    from vitscale.errors import RecipeError
+    from vitscale.runs.restarts import restart_times
+
+    if not is_asked:
+        raise RecipeError("--restart-of is for --mtbf HOURS, in place of --restart")
+    if found := restart_times(run):
+        return found
+    raise RecipeError(f"--restart-of {run}: no launch there has restarted it and come to another step; say --restart")

@@ -86,7 +86,8 @@ def _by(way: _Way, kind: Kind, message_bytes: float, cluster: Cluster) -> Collec
     if way.algorithm == "ring":
         sent = _passes(kind) * (cluster.devices - 1) / cluster.devices * message_bytes
     inside = way.nvlink if cluster.has_nvlink else way.pcie
-    latency = way.start + (hops - crossing) * inside + crossing * way.network
+    start = way.start if cluster.devices > 1 else 0.0  # alone, nothing is started
+    latency = start + (hops - crossing) * inside + crossing * way.network
     return CollectiveTime(way.algorithm, way.protocol, _US * latency, sent / (cluster.ring_rate * way.payload))
 
 

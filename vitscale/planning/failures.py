@@ -7,7 +7,11 @@ dumps" (2006), here with checkpoints that are written while training goes on.
 """
 
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from vitscale.wording import counted
 
 RESTART_S = 120.0
 REPAIR_HOURS = 1.0
@@ -94,16 +98,27 @@ class Failures:
         return blocked
 
 
-def make_failures(nodes: int, mtbf: float, restart: float | None = None, repair: float | None = None) -> Failures:
+def make_failures(
+    nodes: int,
+    mtbf: float,
+    restart: float | None = None,
+    repair: float | None = None,
+    restarts: Sequence[float] = (),
+) -> Failures:
     """The failures of so many nodes, with what is assumed where a figure is None.
 
     Args:
         mtbf: hours between two failures of one node.
         restart: seconds from a failure to the next step.
+        restarts: the same, as measured: their median counts where `restart` is None.
         repair: hours until a failed node can be used again.
     """
     assumed = ["nodes fail independently, at a constant rate, and every failure takes its node away"]
-    if restart is None:
+    if restart is None and restarts:
+        restart = statistics.median(restarts)
+        of = f"{counted(len(restarts), 'restart')} ({min(restarts):.3g} to {max(restarts):.3g} s)"
+        assumed.append(f"{restart:.3g} s from a failure to the next step, the median of {of}")
+    elif restart is None:
         restart = RESTART_S
         assumed.append(f"{restart:g} s from a failure to the next step (--restart)")
     if repair is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vitscale.errors import DataError
-from vitscale.runs.reading import count, number, parse_object, text
+from vitscale.runs.reading import count, number, parse_object, text, timestamp
 
 _MOST_BYTES = 4 << 20  # the end of the file; an event is some hundred bytes
 _AT_ONCE_S = 30.0  # between the launches of several nodes, which tell of each attempt alike
@@ -114,7 +114,7 @@ def read_launches(path: Path) -> Launches:
     last, damaged = None, 0
     for line in lines:
         row = parse_object(line)
-        time = _seconds(text(row.get("time"))) if row else None
+        time = timestamp(row.get("time")) if row else None
         if row is None or time is None:
             damaged += 1
             continue
@@ -142,10 +142,3 @@ def _is_told(event: Event, told: list[Event]) -> bool:
     """Whether the last one of those told is the same, by another node."""
     last = told[-1] if told else event
     return last.host != event.host and last.attempt == event.attempt and abs(event.time - last.time) < _AT_ONCE_S
-
-
-def _seconds(time: str) -> float | None:
-    try:
-        return datetime.fromisoformat(time).timestamp()
-    except (ValueError, OverflowError):
-        return None

@@ -1,6 +1,7 @@
 """JSON that others write while it is read: whatever is torn or of another kind is None, never an error."""
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,11 @@ def count(value: Any) -> int | None:
 def text(value: Any) -> str:
     """A string; nothing for anything else."""
     return value if isinstance(value, str) else ""
+
+
+def timestamp(value: Any) -> float | None:
+    """Seconds since 1970 of a time in ISO 8601, or None."""
+    try:
+        return datetime.fromisoformat(text(value)).timestamp()
+    except (ValueError, OverflowError):
+        return None

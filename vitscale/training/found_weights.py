@@ -19,7 +19,7 @@ from vitscale.families import Model
 from vitscale.files.digests import file_digests
 from vitscale.models.weights import Entry, Source, open_weights, own_description
 from vitscale.models.weights.huggingface import distinct
-from vitscale.ranks import gather, on_rank_zero
+from vitscale.ranks import from_rank_zero, gather, on_rank_zero
 from vitscale.recipe import Init, Normalise, read_recipe, validate_model, validate_recipe
 from vitscale.runs.checkpoints import steps_among
 from vitscale.runs.names import INDEX_FILE, RECIPE_FILE
@@ -114,7 +114,7 @@ def find_checkpoint(named: Named, world: distributed.World | None = None) -> tup
     def store(place: Place) -> CheckpointStore:
         if world is None:
             return CheckpointStore(place)
-        return CheckpointStore(place, rank=world.rank, gather=gather)
+        return CheckpointStore(place, rank=world.rank, gather=gather, share=from_rank_zero)
 
     try:
         path.stat()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from vitscale.checkpoint import BackgroundSaver, CheckpointStore, Fragment, Index, checkpoint_place
 from vitscale.errors import CheckpointError, PreemptedError, StorageError
-from vitscale.ranks import gather
+from vitscale.ranks import from_rank_zero, gather
 from vitscale.recipe import Recipe
 from vitscale.runs.directory import write_newest
 from vitscale.training.distributed import World
@@ -47,10 +47,15 @@ class Saves:
         settings = recipe.checkpoint
         self._run_dir, self._is_main = run_dir, world.is_main
         place = checkpoint_place(recipe, run_dir)
-        self.store = CheckpointStore(place, rank=world.rank, gather=gather)
+        self.store = CheckpointStore(place, rank=world.rank, gather=gather, share=from_rank_zero)
         # What the saving threads of the ranks do together must not meet what the main threads do.
         group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-        written = CheckpointStore(place, rank=world.rank, gather=lambda value: gather(value, group))
+        written = CheckpointStore(
+            place,
+            rank=world.rank,
+            gather=lambda value: gather(value, group),
+            share=lambda value: from_rank_zero(value, group),
+        )
         self._saver = BackgroundSaver(
             written, keep=settings.keep, keep_every=keep_every, background=settings.background
         )

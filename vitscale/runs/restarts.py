@@ -1,0 +1,30 @@
+"""How long restarts of a run have taken: by its launches and its metrics."""
+
+from bisect import bisect_right
+from pathlib import Path
+
+from vitscale.runs.launches import read_launches
+from vitscale.runs.metrics import MetricsLog
+from vitscale.runs.names import LAUNCH_FILE, METRICS_FILE
+from vitscale.runs.reading import timestamp
+
+
+def restart_times(run_dir: Path) -> list[float]:
+    """Seconds from the end of an attempt to the begin of the first step of the next one, of each restart by a launch.
+
+    Restarts that came to no step are left out, and those of which a later one has taken the steps once more: then their
+    lines are gone. What passes until a launch sees that a rank hangs is not in it.
+
+    Raises `DataError` where a file cannot be read.
+    """
+    log = MetricsLog(run_dir / METRICS_FILE, whole=True)
+    log.refresh()
+    ended = [(time, row["step_time_s"]) for row in log.rows if (time := timestamp(row.get("time"))) is not None]
+    failures = [event.time for event in read_launches(run_dir / LAUNCH_FILE).restarts]
+    found = []
+    for place, failure in enumerate(failures):
+        first = bisect_right(ended, failure, key=lambda line: line[0])
+        until = failures[place + 1] if place + 1 < len(failures) else float("inf")
+        if first < len(ended) and ended[first][0] < until:
+            found.append(max(0.0, ended[first][0] - ended[first][1] - failure))
+    return found
