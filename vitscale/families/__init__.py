@@ -1,6 +1,6 @@
-"""Model families: each told once, without torch; and the registry, which chooses one by what a `model` block says.
+"""Model families, each defined once and without torch, and the registry, which picks the family of a `model` block.
 
-A family of another package is named by the block itself: `family: my_package.Mixer`.
+A block names the family of another package itself: `family: my_package.Mixer`.
 """
 
 import difflib
@@ -17,9 +17,9 @@ from vitscale.families.vit_shape import DropPathRule, ViTShape
 
 FAMILIES: tuple[type[Model], ...] = (ViT, ResNet)
 REGISTRY = tuple(name for family in FAMILIES for name in family.names)
-"""The models that `vitscale models` lists and the tests cover; other names of the same patterns are known as well."""
+"""The models that `vitscale models` lists and the tests cover; other names of the same patterns work as well."""
 DIMENSIONS = tuple(dict.fromkeys(key for family in FAMILIES for key in family.dimensions))
-"""Keys of a model that replace a part of what its name says."""
+"""Keys of a `model` block that each replace one dimension of the named model."""
 
 _OPTIONAL = tuple(key for family in FAMILIES for key in family.optional)
 UNSET: dict[str, Any] = dict.fromkeys(
@@ -28,8 +28,8 @@ UNSET: dict[str, Any] = dict.fromkeys(
         *("num_classes", "pool", "head", "head_bias", "dropout", "position"),
     )
 ) | {"dropout": 0.0, "position": Position().model_dump()}
-"""The keys that every resolved recipe has, in this order, as when all families shared one block; those that a family
-does not have are at these values, which it takes as well."""
+"""The keys that every resolved recipe has, in this order, as when all families shared one block. A key that a family
+does not have is written with the value given here, and the family accepts it with that value."""
 
 
 def architecture(name: str) -> Shape:
@@ -49,23 +49,23 @@ def _named(name: str) -> tuple[type[Model], Shape]:
 
 
 def nearest(name: str) -> str:
-    """The registered name that looks most like this one."""
+    """The registered name most similar to `name`."""
     return max(REGISTRY, key=lambda known: _likeness(name, known))
 
 
 def _likeness(name: str, known: str) -> tuple[float, float]:
-    """Case may be wrong, but where it decides (b or B) it counts."""
+    """Similarity without regard to case, then with it, which tells b from B."""
     loose = difflib.SequenceMatcher(None, name.lower(), known.lower()).ratio()
     return loose, difflib.SequenceMatcher(None, name, known).ratio()
 
 
 def model_of(**content: Any) -> Model:
-    """The `model` block with these keys, of the family that they tell. Raises `ValueError`."""
+    """The `model` block with these keys, of the family that they imply. Raises `ValueError`."""
     return _validated(content)
 
 
 def _validated(content: Any) -> Model:
-    """The block of the family that plain data tell; keys of other families may be there, unset."""
+    """The block of the family that plain data imply; keys of other families are allowed at their `UNSET` values."""
     if isinstance(content, Model):
         return content
     if not isinstance(content, dict):
@@ -85,7 +85,10 @@ def _validated(content: Any) -> Model:
 
 
 def _family(content: dict[str, Any]) -> type[Model]:
-    """As it says itself, else by its name, and without one by its dimensions: a ResNet's alone, or a Transformer's."""
+    """The block's family: by its `family` key, else by its name, else by its dimensions.
+
+    A block without a name is a ResNet if it has dimensions and all of them are a ResNet's; otherwise a Transformer.
+    """
     if content.get("family") is not None:
         return block_class(content["family"], Model, "model")  # type: ignore[type-abstract]  # its subclasses are whole
     name = content.get("name")

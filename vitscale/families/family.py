@@ -1,7 +1,7 @@
-"""The contract of a model family: all that is known of its models without torch.
+"""The contract of a model family: everything that can be known about its models without torch.
 
-A family is a `model` block: its keys are the fields of a subclass, and the block answers whatever recipes, accounting,
-planning and training ask of a model. `implementation` names the class that computes it.
+A family is a `model` block: a subclass whose fields are the block's keys, and whose methods answer what recipes,
+accounting, planning and training ask about a model. `implementation` names the class that computes it.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ Pool = Literal["cls", "mean", "normed_mean", "map"]
 
 
 class Patches(NamedTuple):
-    """How a model cuts the picture itself into patches.
+    """How a model cuts the input image into patches.
 
     Attributes:
-        size: side of a patch in pixels.
-        grid: patches along one side of the image.
-        width: size of a patch's embedding.
+        size: the side of a patch, in pixels.
+        grid: the number of patches along one side of the image.
+        width: the size of a patch's embedding.
     """
 
     size: int
@@ -32,13 +32,13 @@ class Patches(NamedTuple):
 
 
 class Shape(Protocol):
-    """The dimensions of one model: a frozen dataclass of its family's."""
+    """The dimensions of one model, as a frozen dataclass that its family defines."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def stride(self) -> int:
-        """Pixels of the image for one token, or one step of the last feature map."""
+        """Image pixels per token, or per step of the last feature map, along one side."""
 
 
 class Model(Block):
@@ -46,11 +46,11 @@ class Model(Block):
 
     Attributes:
         implementation: `module:class` of the `vitscale.models.Model` that computes it.
-        title: what messages call one of the family.
-        names: the models that `vitscale models` lists and the tests cover; more names of the same patterns are known.
-        patterns: the names that are known, in words.
-        dimensions: keys that replace a part of what the name says.
-        optional: keys that a resolved recipe has only where they are set.
+        title: what messages call a model of this family.
+        names: the models that `vitscale models` lists and the tests cover; other names of the same patterns work, too.
+        patterns: the patterns of all known names, in words.
+        dimensions: the keys that each replace one dimension of the named model.
+        optional: the keys that a resolved recipe has only if they are set.
     """
 
     implementation: ClassVar[str]
@@ -82,17 +82,17 @@ class Model(Block):
 
     @classmethod
     def named(cls, name: str) -> Shape | None:
-        """The dimensions that a name of this family stands for; None for any other name."""
+        """The dimensions that a name of this family implies; None for any other name."""
         return None
 
     @classmethod
     def refusal(cls, key: str, value: Any, name: str | None) -> str:
-        """Why a model of this family, called `name`, cannot have a key of another family's."""
+        """The message that a model of this family, called `name`, cannot have another family's key."""
         return f"{key} {value!r}: this is a {cls.title}, which has no such key"
 
     @abstractmethod
     def shape(self) -> Shape:
-        """The dimensions, from the name and what replaces parts of it. Raises `ValueError`."""
+        """The dimensions: those of the name, with those that are set replacing them. Raises `ValueError`."""
 
     def describe(self) -> str:
         """`ViT-B/16`, `ViT-B/16 depth=6`, or for a model without a name `L8 D1024 MLP2048 /32`."""
@@ -102,79 +102,82 @@ class Model(Block):
 
     @abstractmethod
     def describe_dimensions(self) -> str:
-        """What a model without a name is called."""
+        """A description of a model without a name."""
 
     @property
     def kind(self) -> str:
-        """What lists of models call its kind."""
+        """The model's kind, as lists of models show it."""
         return self.title.lower()
 
     def facts(self) -> dict[str, Any]:
-        """Key -> value of what decides which function of its weights it computes, its head aside."""
+        """Key -> value of every setting that decides what the model computes from its weights, without the head."""
         return {**dataclasses.asdict(self.shape()), "pool": self.pool_or_default()}
 
     def pool_or_default(self) -> Pool:
-        """How tokens become one representation."""
+        """How tokens become one vector: `pool`, or the default of this model."""
         return "mean"
 
     # ---- On images of a size -----------------------------------------------------------------------------------------
 
     def check_image_size(self, image_size: int) -> None:
-        """Raise `ValueError` where images are too small."""
+        """Raise `ValueError` if images of this size, in pixels, are too small."""
 
     def describe_border(self, image_size: int) -> str | None:
-        """What of the images is not seen, in words; None where all is."""
+        """Describe the border of the image that the model does not see; None if it sees everything."""
         return None
 
     def num_tokens(self, image_size: int) -> int | None:
-        """Tokens of one image, a class token and registers included; None where there is a feature map instead."""
+        """The tokens of one image, including a class token and registers; None for a model with a feature map."""
         return None
 
     def patches(self, image_size: int) -> Patches | None:
-        """The patches into which it cuts the picture itself; None where it does not."""
+        """The patches cut from the input image; None if the model cuts none from it."""
         return None
 
     @abstractmethod
     def operations(self, image_size: int, num_classes: int | None) -> Sequence[Operation]:
-        """What one image costs, and the parameters, in order; `num_classes` None: without a head."""
+        """The operations on one image, with their parameters, in order; without the head if `num_classes` is None."""
 
     def operations_of_part(self, image_size: int, num_classes: int | None, patches: int) -> Sequence[Operation]:
-        """As `operations`, where blocks see only so many patches. Raises `ValueError` where they need all of them."""
+        """As `operations`, with blocks that see only `patches` patches. Raises `ValueError` if they need them all."""
         raise ValueError(f"a {self.title} does not go without some of its patches")
 
     # ---- What can be done with it ------------------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
-        """Transformer blocks, all alike and called `blocks.I`: what `layer_decay` counts and fp8 computes; 0: none."""
+        """The number of equal Transformer blocks, named `blocks.I`, which `layer_decay` counts and fp8 covers."""
         return 0
 
     def with_blocks(self, count: int) -> Self:
-        """The same model with another number of blocks, of a family that has some."""
+        """The same model with another number of blocks; only for families that have blocks."""
         raise NotImplementedError
 
     def layers_above(self, parameter: str) -> int:
-        """Layers from a parameter up to the head, which `layer_decay` counts, of a family that has blocks."""
+        """The layers from a parameter up to the head, as `layer_decay` counts; only for families that have blocks."""
         raise NotImplementedError
 
     @property
     def has_attention_bias(self) -> bool:
-        """Whether something is added to the logits of attention."""
+        """Whether a bias is added to the attention logits."""
         return False
 
     @property
     def draws(self) -> bool:
-        """Whether its forward pass draws random numbers while it trains."""
+        """Whether the forward pass draws random numbers in training."""
         return False
 
     @abstractmethod
     def small(self) -> tuple[dict[str, Any], int]:
-        """(keys that make it small, side of images that it then sees): the same code path in seconds on any machine."""
+        """(keys that make the model small, image side in pixels) for a smoke test.
+
+        It takes the same code path and runs in seconds on any machine.
+        """
 
     # ---- For subclasses ----------------------------------------------------------------------------------------------
 
     def given(self, keys: Sequence[str]) -> dict[str, Any]:
-        """Those of some keys that are set."""
+        """The keys that are set, with their values."""
         return {key: value for key in keys if (value := getattr(self, key)) is not None}
 
 
@@ -182,7 +185,10 @@ _Dimensions = TypeVar("_Dimensions")
 
 
 def complete(kind: type[_Dimensions], named: _Dimensions | None, given: dict[str, Any]) -> _Dimensions:
-    """Dimensions from those of a name, if there is one, and what replaces parts of them. Raises `ValueError`."""
+    """The dimensions of a name with those in `given` replaced; without a name all must be given.
+
+    Raises `ValueError` naming a dimension that is missing.
+    """
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     if named is not None:
         return dataclasses.replace(named, **given)  # type: ignore[type-var]

@@ -1,4 +1,4 @@
-"""How positions are told to a Transformer (appendix D.3): the `position` block of a model."""
+"""The position embeddings of a Transformer (appendix D.3): the `position` block of a model."""
 
 from typing import Any, Literal
 
@@ -64,5 +64,5 @@ class Position(Block):
 
     @model_serializer(mode="wrap")
     def _without_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Only rotations have a base and what follows it: what is resolved without is as before there was one."""
+        """Leave out keys that are not set: only rotations have them, and older resolved recipes stay as they were."""
         return {key: value for key, value in dump(self).items() if key in ("kind", "at") or value is not None}

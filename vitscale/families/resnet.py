@@ -1,4 +1,4 @@
-"""ResNets (BiT), as baselines and as stems of hybrids, and those with axial attention in the place of convolutions."""
+"""ResNets (BiT), as baselines and stems of hybrids, and AxialResNets, with axial attention for 3x3 convolutions."""
 
 import re
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from vitscale.families.family import Model, complete
 from vitscale.operations import Operation, block_of, convolution, dense, parameters, product
 
 GROUPS = 32
-"""Groups of every group norm: all channel counts are multiples of it."""
+"""The number of groups of every group norm; all channel counts are multiples of it."""
 AXIAL_HEADS = 8
-"""Heads of every attention of an AxialResNet."""
+"""The number of heads of each attention in an AxialResNet."""
 
 _BLOCKS = {
     "50": (3, 4, 6, 3),
@@ -27,9 +27,10 @@ _BLOCKS = {
 class ResNetShape:
     """The dimensions of one ResNet (BiT), or of the stem of a hybrid.
 
-    `blocks` bottleneck units in each stage; the channels of stage s are 256 * 2^s * `width_factor` (a quarter of that
-    within a unit). `variant` v2 is pre-activation, as the released BiT weights are; v1 post-activation. `mixing` is
-    what mixes positions in a unit: a 3x3 convolution, or row and column attention in its place (AxialResNet).
+    `blocks` is the number of bottleneck units in each stage. Stage s has 256 * 2^s * `width_factor` channels, and a
+    quarter of that inside a unit. `variant` is v2 (pre-activation, as in the released BiT weights) or v1
+    (post-activation). `mixing` is what mixes positions in a unit: a 3x3 convolution (conv), or row and column attention
+    instead of it (axial: AxialResNet).
     """
 
     blocks: tuple[int, ...]
@@ -39,11 +40,11 @@ class ResNetShape:
 
     @property
     def root_channels(self) -> int:
-        """Channels behind the 7x7 convolution."""
+        """Output channels of the 7x7 convolution."""
         return 64 * self.width_factor
 
     def stage_channels(self, stage: int) -> int:
-        """Channels behind a stage, counted from 0."""
+        """Output channels of a stage, counted from 0."""
         return 256 * 2**stage * self.width_factor
 
     @property
@@ -53,15 +54,15 @@ class ResNetShape:
 
     @property
     def stride(self) -> int:
-        """Pixels of the image for one step in the last feature map."""
+        """Image pixels per step of the last feature map, along one side."""
         return 4 * 2 ** max(len(self.blocks) - 1, 0)
 
     def drop_path_of(self, index: int, of_last: float) -> float:
-        """Share of samples for which unit `index` is its shortcut alone: from 0, in equal steps, to the last's."""
+        """The share of samples for which unit `index` is only its shortcut: grows linearly from 0 to `of_last`."""
         return of_last * index / max(sum(self.blocks) - 1, 1)
 
     def feature_size(self, image_size: int) -> int:
-        """Side of the last feature map: every halving rounds up."""
+        """The side of the last feature map; each halving rounds up."""
         return -(-image_size // self.stride)
 
 
@@ -162,7 +163,7 @@ class ResNet(Model):
 
 
 def small_stages(shape: ResNetShape) -> dict[str, Any]:
-    """Keys that leave one narrow unit in each stage."""
+    """The keys that reduce each stage to one narrow unit."""
     return {"blocks": [1] * len(shape.blocks), "width_factor": 1}
 
 
@@ -170,7 +171,7 @@ def small_stages(shape: ResNetShape) -> dict[str, Any]:
 
 
 def feature_operations(shape: ResNetShape, image_size: int, drop_path: float = 0.0) -> list[Operation]:
-    """From the image to the last feature map: `root` and `stage1` to `stage4`, their norms included."""
+    """The operations from the image to the last feature map: `root` and `stage1` to `stage4`, including their norms."""
     channels, size = shape.root_channels, -(-image_size // 4)
     operations = [convolution("root", image_size, 3, channels, 7, stride=2, input_gradient=False)]
     if shape.variant == "v1":
@@ -181,8 +182,8 @@ def feature_operations(shape: ResNetShape, image_size: int, drop_path: float = 0
         for index in range(length):
             stride = 2 if stage > 0 and index == 0 else 1
             unit = _unit(shape, f"stage{stage + 1}", channels, outputs, size, stride)
-            # v1 ends with a norm, which needs its input to go back; v2 with a sum, which does not, or with a mask that
-            # is drawn behind it.
+            # v1 ends with a norm, whose backward pass needs its input. v2 ends with a sum, which needs none, unless a
+            # mask is drawn after it.
             draws = shape.drop_path_of(units, drop_path) > 0
             operations += block_of(unit, units, needs_output=draws or shape.variant == "v1")
             units += 1
@@ -191,7 +192,7 @@ def feature_operations(shape: ResNetShape, image_size: int, drop_path: float = 0
 
 
 def _unit(shape: ResNetShape, part: str, inputs: int, outputs: int, size: int, stride: int) -> list[Operation]:
-    """One bottleneck unit: the shortcut, where it is a convolution, and the three of the residual."""
+    """One bottleneck unit: the shortcut, if it is a convolution, and the residual branch's three layers."""
     middle, out_size = outputs // 4, -(-size // stride)
     normed = inputs + 2 * middle if shape.variant == "v2" else 2 * middle + outputs
     operations = []
@@ -209,7 +210,7 @@ def _unit(shape: ResNetShape, part: str, inputs: int, outputs: int, size: int, s
 
 
 def _line_attention(part: str, channels: int, n: int) -> list[Operation]:
-    """Attention within all rows, or all columns, of n x n positions; queries and keys are half as wide as values."""
+    """Attention within each row, or each column, of n x n positions; queries and keys are half as wide as values."""
     head_dim = channels // AXIAL_HEADS
     narrow, wide, offsets = AXIAL_HEADS * (head_dim // 2), AXIAL_HEADS * head_dim, 2 * n - 1
     return [

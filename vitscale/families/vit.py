@@ -1,4 +1,4 @@
-"""Vision Transformers: those of the paper (section 3.1), hybrids, axial models (appendix D.5), all positions (D.3).
+"""Vision Transformers: the paper's (section 3.1), hybrids, axial models (appendix D.5), all position embeddings (D.3).
 
 Shape legend: n patches along one side, N patches, T tokens (N, or N + 1 with a class token), D width, K classes.
 """
@@ -236,7 +236,7 @@ class ViT(Model):
     # ---- On images of a size -----------------------------------------------------------------------------------------
 
     def check_image_size(self, image_size: int) -> None:
-        """As `Model.check_image_size`: an image has a patch."""
+        """As `Model.check_image_size`: at least one patch has to fit in."""
         shape = self.shape()
         size, patch = shape.cut_size(image_size), shape.patch_size
         if size < patch:
@@ -244,7 +244,7 @@ class ViT(Model):
             raise ValueError(f"{cut} of {size} x {size} is smaller than one patch of {patch} x {patch}")
 
     def describe_border(self, image_size: int) -> str | None:
-        """As `Model.describe_border`: what lies right of and below the last whole patch."""
+        """As `Model.describe_border`: the pixels right of and below the last whole patch."""
         shape = self.shape()
         unseen, grid = shape.cut_size(image_size) % shape.patch_size, shape.grid(image_size)
         if unseen == 0:
@@ -254,7 +254,7 @@ class ViT(Model):
         return f"{image_size} x {image_size} pixels are {grid} x {grid} patches; {amount} not seen"
 
     def num_tokens(self, image_size: int) -> int:
-        """T: the patches of a square image, the registers, and the class token where there is one."""
+        """T: the patches of a square image, the registers, and the class and distillation tokens, if there are any."""
         shape = self.shape()
         return shape.grid(image_size) ** 2 + shape.registers + self.has_class_token + shape.distilled
 
@@ -266,13 +266,13 @@ class ViT(Model):
     def operations(self, image_size: int, num_classes: int | None) -> Sequence[Operation]:
         """As `Model.operations`.
 
-        Both products of attention are `scores`, products with embeddings of offsets `relative`. The number of heads
-        does not enter.
+        Both matrix products of attention are called `scores`; the product with the embeddings of relative offsets is
+        called `relative`. The number of heads makes no difference.
         """
         return self._operations(image_size, num_classes, self.shape().grid(image_size) ** 2)
 
     def operations_of_part(self, image_size: int, num_classes: int | None, patches: int) -> Sequence[Operation]:
-        """As `Model.operations_of_part`: all patches are embedded."""
+        """As `Model.operations_of_part`; all patches are embedded before some are left out."""
         for key, is_set in {
             "attention: axial": self.shape().attention == "axial",
             f"position.kind: {self.position.kind}": self.position.kind == "relative",
@@ -308,7 +308,8 @@ class ViT(Model):
         else:
             block = block_operations(shape, sequences=1, T=T, relative=relative)
         for index in range(shape.depth):
-            # A block ends with the output of its MLP. Only masks are drawn behind it, and a factor's gradient needs it.
+            # A block ends with its MLP's output. The backward pass needs that only for a mask drawn after it, or for
+            # the gradient of a layer scale.
             draws = self.dropout > 0 or shape.drop_path_of(index, self.drop_path, self.drop_path_rule) > 0
             operations += block_of(block, index, needs_output=draws or shape.layer_scale is not None)
         operations.append(parameters("norms", norm_parameters(shape, D)))
@@ -332,7 +333,7 @@ class ViT(Model):
         return self.model_copy(update={"depth": count})
 
     def layers_above(self, parameter: str) -> int:
-        """As `Model.layers_above`: of block i of d from 0 it is d - i, of the embeddings and the stem d + 1."""
+        """As `Model.layers_above`: d - i for block i (from 0) of d, d + 1 for the embeddings and the stem, else 0."""
         if block := _OF_BLOCK.match(parameter):
             return self.num_blocks - int(block[1])
         return self.num_blocks + 1 if _OF_EMBEDDINGS.match(parameter) else 0
@@ -348,7 +349,7 @@ class ViT(Model):
         return self.dropout > 0 or self.drop_path > 0
 
     def small(self) -> tuple[dict[str, Any], int]:
-        """As `Model.small`; the image is 64 pixels wide, or the first power of two that holds a patch."""
+        """As `Model.small`; images have 64 pixels a side, or the first larger power of two that holds a patch."""
         shape, size = self.shape(), 64
         small = {"width": 64, "depth": 2, "mlp_dim": 128, "num_heads": 4}
         if shape.stem is not None:
@@ -359,10 +360,10 @@ class ViT(Model):
 
 
 def is_square(count: int) -> bool:
-    """Whether so many are the patches of a square."""
+    """Whether `count` is a square number."""
     return math.isqrt(count) ** 2 == count
 
 
 def has_class_token(pool: Pool) -> bool:
-    """Whether a Transformer that pools so has a class token."""
+    """Whether a Transformer with this pooling has a class token."""
     return pool in ("cls", "normed_mean")

@@ -1,4 +1,4 @@
-"""What the parts of a Vision Transformer compute, and the parameters that they hold. T tokens, D width."""
+"""The operations and parameters of the parts of a Vision Transformer. T tokens, D width."""
 
 from vitscale.families.vit_shape import ViTShape
 from vitscale.operations import Operation, dense, parameters, product
@@ -26,17 +26,17 @@ def block_operations(shape: ViTShape, *, sequences: int, T: int, relative: bool)
 
 
 def norm_parameters(shape: ViTShape, width: int) -> int:
-    """Parameters of a norm: a factor, and in a layer norm a bias, of each channel."""
+    """The number of parameters of a norm: a factor per channel, and for layer norm a bias, too."""
     return width if shape.norm == "rms" else 2 * width
 
 
 def _mlp_norm(shape: ViTShape) -> int:
-    """Parameters of the norm inside an MLP."""
+    """The number of parameters of the norm inside an MLP."""
     return 0 if shape.sub_norm == "none" else norm_parameters(shape, shape.mlp_dim)
 
 
 def map_operations(shape: ViTShape, T: int) -> list[Operation]:
-    """Attention of one learned query to T tokens, and the MLP behind it."""
+    """Pooling by attention of one learned query over T tokens, and the MLP after it."""
     D = shape.width
     return [
         parameters("pool", D + norm_parameters(shape, D) + _mlp_norm(shape)),

@@ -1,9 +1,9 @@
-"""The dimensions of Vision Transformers, and the names that stand for them.
+"""The dimensions of Vision Transformers, and the names of the known ones.
 
 Transformer sizes Ti, S, B, L, H are the paper's (Table 1) and its follow-up's (Steiner et al., 2021); b is B with every
-width halved (the paper's Figure 4); g and G are those of "Scaling Vision Transformers" (Zhai et al., 2021). DINOv2 is
-the form with four registers (Oquab et al., 2023; Darcet et al., 2024), DINOv3 that of Simeoni et al. (2025), EVA-02
-that of Fang et al. (2023).
+width halved (the paper's Figure 4); g and G are from "Scaling Vision Transformers" (Zhai et al., 2021). DINOv2 is the
+variant with four registers (Oquab et al., 2023; Darcet et al., 2024); DINOv3 is from Simeoni et al. (2025), EVA-02 from
+Fang et al. (2023).
 """
 
 import re
@@ -23,7 +23,7 @@ _SIZES = {
     "g": (1408, 40, 6144, 16),
     "G": (1664, 48, 8192, 16),
 }
-# The parts that all sizes of a name share.
+# Name -> the settings that all its sizes share.
 _PARTS: dict[str, dict[str, Any]] = {
     "DINOv2": {"mlp": "exact_gelu", "layer_scale": 1e-5, "registers": 4},
     "DINOv3": {
@@ -32,14 +32,14 @@ _PARTS: dict[str, dict[str, Any]] = {
     },
     "EVA02": {"mlp": "swiglu", "qkv_bias": "no_key"},
 }
-# Name -> keys beside the shape that a recipe of this name has where it does not say them itself.
+# Name -> defaults of keys outside the shape, for recipes that use this name and do not set them.
 BESIDE: dict[str, dict[str, Any]] = {
     "DINOv3": {"position": {"kind": "rope"}},
     "EVA02": {"position": {"kind": "1d_rope"}, "pool": "normed_mean"},
 }
-# (name, size) -> patch size, width, depth, mlp, heads, and the parts in which a size differs. With SwiGLU DINOv2 has
-# two thirds of 4 * width, rounded up to a multiple of 8, DINOv3's 7B 2 * width, and its S+ and H+ 4 * width; EVA-02
-# rounds the two thirds down.
+# (name, size) -> patch size, width, depth, MLP width, heads, and the settings in which a size differs. With SwiGLU the
+# MLP width is two thirds of 4 * width in DINOv2, rounded up to a multiple of 8, and in EVA-02, rounded down; in DINOv3
+# it is 2 * width for 7B and 4 * width for S+ and H+.
 _LATER: dict[tuple[str, str], tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
     **{
         (name, size): ((patch, *_SIZES[size]), {}) for name, patch in (("DINOv2", 14), ("DINOv3", 16)) for size in "SBL"
@@ -53,9 +53,9 @@ _LATER: dict[tuple[str, str], tuple[tuple[int, int, int, int, int], dict[str, An
     ("EVA02", "B"): ((14, 768, 12, 2048, 12), {"sub_norm": "mlp"}),
     ("EVA02", "L"): ((14, 1024, 24, 2730, 16), {"sub_norm": "mlp"}),
 }
-# (name of the stem, pixels a token stands for) -> blocks of the stem, patch size on its feature map. At /16 the fourth
-# stage is gone and its blocks are in the third (section 4.1). The tiny R is a root without stages; in its published
-# name /16 is not what a token stands for, which is 32 pixels.
+# (name of the stem, pixels per token) -> blocks of the stem, patch size on its feature map. At /16 the stem has no
+# fourth stage, and that stage's blocks are in the third (section 4.1). The tiny R is a root without stages; the /16 in
+# its published name does not count pixels per token, which are 32.
 _STEMS = {
     ("R50", "32"): ((3, 4, 6, 3), 1),
     ("R50", "16"): ((3, 4, 9), 1),
@@ -67,7 +67,7 @@ PATTERNS = (
     f"{', '.join(f'{stem}+ViT-SIZE/{patch}' for stem, patch in _STEMS)}, "
     f"{', '.join(f'{name}-{size}/{sizes[0]}' for (name, size), (sizes, _) in _LATER.items())}"
 )
-"""The names, for people."""
+"""The patterns of known names, as shown to people."""
 
 DropPathRule = Literal["growing", "uniform"]
 
@@ -76,18 +76,18 @@ DropPathRule = Literal["growing", "uniform"]
 class ViTShape:
     """The dimensions of one Vision Transformer.
 
-    `width` is the hidden size D, `mlp_dim` the hidden size of the MLP. `patch_size` P counts pixels, or in a hybrid,
-    which has a `stem`, steps of its feature map. With `attention` axial each of the `depth` blocks is a row and a
-    column block.
+    `width` is the hidden size D, `mlp_dim` the hidden size of the MLP. `patch_size` P is in pixels, or in a hybrid,
+    which has a `stem`, in steps of the stem's feature map. With `attention` axial each of the `depth` blocks is a row
+    block and a column block.
 
-    `norm` and `norm_eps` are those of every norm. `sub_norm` adds a norm before the second layer of each MLP (mlp), and
-    one before the output layer of attention, too (all). `mlp` is the function of the hidden layer: GELU in its tanh
+    `norm` and `norm_eps` apply to every norm. `sub_norm` adds a norm before the second layer of each MLP (mlp), and
+    also one before the output layer of attention (all). `mlp` is the activation of the hidden layer: GELU in its tanh
     form or exact, or SwiGLU, whose first layer computes `mlp_dim` gates and as many values. `qkv_bias` says which of
     queries, keys and values have a bias. `qk_norm` normalises the queries and keys of each head. `layer_scale` is the
-    initial value of a learned factor of every channel behind attention and MLP; None: there is none. `registers` are
-    learned tokens between the class token and the patches; no positions are added to them, and without
-    `class_position` none to the class token. A `distilled` one has a distillation token beside the class token, and a
-    head for each; the mean of both is what it says (DeiT).
+    initial value of a learned factor per channel after attention and after the MLP; None means no such factor.
+    `registers` is the number of learned tokens between the class token and the patches; no position is added to them,
+    nor, without `class_position`, to the class token. A `distilled` model has a distillation token beside the class
+    token, and a head for each; its output is the mean of both (DeiT).
     """
 
     patch_size: int
@@ -109,16 +109,16 @@ class ViTShape:
     distilled: bool = False
 
     def cut_size(self, image_size: int) -> int:
-        """Side of what is cut into patches: the image, or the stem's feature map."""
+        """The side of what is cut into patches: the image, or the stem's feature map."""
         return image_size if self.stem is None else self.stem.feature_size(image_size)
 
     def grid(self, image_size: int) -> int:
-        """Patches along one side of a square image; what lies beyond the last whole patch is not seen."""
+        """Patches along one side of a square image; the model does not see what is beyond the last whole patch."""
         return self.cut_size(image_size) // self.patch_size
 
     @property
     def stride(self) -> int:
-        """Pixels of the image for one patch."""
+        """Image pixels per patch, along one side."""
         return self.patch_size * (1 if self.stem is None else self.stem.stride)
 
     @property
@@ -127,8 +127,9 @@ class ViTShape:
         return self.patch_size**2 * (3 if self.stem is None else self.stem.channels)
 
     def drop_path_of(self, index: int, of_last: float, rule: DropPathRule = "growing") -> float:
-        """Share of samples for which a branch of block `index` is left out: from 0, in equal steps, to the last's, or
-        the last's throughout.
+        """The share of samples for which a branch of block `index` is left out.
+
+        It grows linearly from 0 in the first block to `of_last` in the last, or is `of_last` in all (uniform).
         """
         return of_last if rule == "uniform" else of_last * index / max(self.depth - 1, 1)
 
@@ -144,7 +145,7 @@ class ViTShape:
 
 
 def shape_of(name: str) -> ViTShape | None:
-    """The dimensions behind a name such as `ViT-L/16`, `R50+ViT-B/16`, `Axial-ViT-B/32`; None where it is none."""
+    """The dimensions of a model named like `ViT-L/16`, `R50+ViT-B/16`, `Axial-ViT-B/32`; None for other names."""
     for (family, size), (dimensions, parts) in _LATER.items():
         if name == f"{family}-{size}/{dimensions[0]}":
             return ViTShape(*dimensions, **(_PARTS[family] | parts))

@@ -1,4 +1,4 @@
-"""Connections between the launches of several nodes: lines of JSON each way, and where the first node listens."""
+"""TCP connections between the launches of several nodes, with messages as lines of JSON, and node 0's listener."""
 
 import contextlib
 import errno
@@ -16,14 +16,17 @@ from vitscale.launch.supervisor import Supervisor, say
 LOOK_EVERY_SECONDS = 0.05
 SILENCE_SECONDS = 30.0
 RECONNECT_SECONDS = 0.5
-_BEATS = 10  # in the time of silence
+_BEATS = 10  # signs of life sent in SILENCE_SECONDS
 _FAREWELL_SECONDS = 5.0
 _MOST_BYTES = 1 << 20
-_OTHER_FILES = 256  # those of the ranks' output, and of strangers
+_OTHER_FILES = 256  # for the ranks' output, and for connections that have not said hello yet
 
 
 class Connection:
-    """Lines of JSON each way, with a sign of life every few seconds; `lost` says why there will be no more."""
+    """Sends and receives lines of JSON without blocking, with a sign of life every few seconds.
+
+    `lost` is "" while the connection works, then the reason why it no longer does.
+    """
 
     def __init__(self, own: socket.socket, silence_s: float) -> None:
         own.setblocking(False)
@@ -34,13 +37,13 @@ class Connection:
         self._heard_at = self._spoke_at = time.monotonic()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """As much as goes now; the rest with the next call of anything here."""
+        """Send as much as the socket takes now; later calls of any method send the rest."""
         self._to_send += json.dumps(message).encode() + b"\n"
         self._spoke_at = time.monotonic()
         self._flush()
 
     def receive(self) -> list[dict[str, Any]]:
-        """What has come since the last time."""
+        """The messages received since the last call, oldest first."""
         if self.lost:
             return []
         if time.monotonic() - self._spoke_at > self._silence / _BEATS:
@@ -72,7 +75,7 @@ class Connection:
         return [message for message in messages if message]
 
     def has_said_farewell(self) -> bool:
-        """Whether all was sent and the other side has closed: closing first could take from it what was sent."""
+        """Whether everything was sent and the other side has closed; closing first could lose what was sent."""
         self._flush()
         if not self.lost and not self._to_send:
             with contextlib.suppress(OSError):
@@ -81,7 +84,7 @@ class Connection:
         return bool(self.lost)
 
     def close(self) -> None:
-        """No more of it."""
+        """Close the connection at once; what was not sent yet is dropped."""
         self._lose("was closed")
 
     def _flush(self) -> None:
@@ -91,7 +94,7 @@ class Connection:
         except BlockingIOError:
             pass
         except OSError:
-            self._to_send = b""  # `receive` finds out why, after what the other side still had to say
+            self._to_send = b""  # `receive` finds the reason, after reading what the other side had still sent
 
     def _lose(self, why: str) -> None:
         self.lost = self.lost or why
@@ -99,7 +102,7 @@ class Connection:
 
 
 def say_farewell(connections: Sequence[Connection]) -> None:
-    """Close, once the others have what is left to send; a few seconds for that."""
+    """Close the connections once the other sides have received everything, or after 5 s."""
     until = time.monotonic() + _FAREWELL_SECONDS
     left = list(connections)
     while left and time.monotonic() < until:
@@ -111,11 +114,14 @@ def say_farewell(connections: Sequence[Connection]) -> None:
 
 class Address(NamedTuple):
     family: int
-    place: Any  # as socket.bind takes it
+    place: Any  # what socket.bind takes
 
 
 def resolve(place: Place, supervisor: Supervisor) -> Address | None:
-    """What the place's name means; None once this launch is told to end. A new pod's name is known after a while."""
+    """Look up the place's address, trying again for `place.wait_s`: a new pod's name is not known at once.
+
+    Returns None once this launch is told to end. Raises `PeerLostError` if the name stays unknown.
+    """
     began, has_told = time.monotonic(), False
     while not supervisor.told:
         try:
@@ -134,16 +140,17 @@ def resolve(place: Place, supervisor: Supervisor) -> Address | None:
 
 
 def listen(place: Place, own: Address | None) -> socket.socket:
-    """At the address by which the others know this node, not at every address of this machine.
+    """A socket that listens at the address by which the others know this node, not at every address of this machine.
 
-    At every one where that is not known, where others cannot reach it, as /etc/hosts often has it for a machine's own
-    name, or where this machine does not have it itself.
+    It does listen at every address if that one is unknown (`own` is None), is a loopback address, which others cannot
+    reach (/etc/hosts often has one for a machine's own name), or is not an address of this machine. Raises
+    `RecipeError` if the port cannot be had.
     """
     family = socket.AF_INET if own is None else own.family
     everywhere = ("::" if family == socket.AF_INET6 else "0.0.0.0", place.port)
     is_reached = own is not None and not (own.place[0].startswith("127.") or own.place[0] == "::1")
     where = own.place if own is not None and is_reached else everywhere
-    until = time.monotonic() + _FAREWELL_SECONDS  # a launch that was here before may be about to end
+    until = time.monotonic() + _FAREWELL_SECONDS  # an earlier launch may be about to end and free the port
     while True:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -166,7 +173,7 @@ def listen(place: Place, own: Address | None) -> socket.socket:
 
 
 def allow_connections(nodes: int) -> None:
-    """Have this process open a file for each node. Raises `RecipeError` where the system allows fewer."""
+    """Raise this process's limit of open files to fit a connection per node. Raises `RecipeError` if it cannot."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = nodes + _OTHER_FILES
     if hard != resource.RLIM_INFINITY and hard < needed:

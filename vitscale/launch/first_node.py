@@ -1,4 +1,4 @@
-"""Node 0 of a launch over several nodes: the others come to it, and it decides for all."""
+"""Node 0 of a launch over several nodes: the other nodes connect to it, and it decides for all."""
 
 import errno
 import socket
@@ -23,13 +23,15 @@ from vitscale.launch.supervisor import Supervisor, say
 
 
 class FirstNode:
-    """Node 0, to which the others come.
+    """Node 0, to which the other nodes connect.
 
     Args:
-        supervisor: of this launch; it knows whether that was told to end.
-        silence_s: after which a node that does not say anything is lost.
+        place: this node, and where it listens.
+        global_batch: the global batch, which the number of ranks has to divide; None for any number of ranks.
+        supervisor: this launch's supervisor, which knows whether the launch was told to end.
+        silence_s: a node that has not been heard from for so many seconds counts as lost.
 
-    Raises `PeerLostError` where the place's name stays unknown, `RecipeError` where nobody can listen there.
+    Raises `PeerLostError` if the place's name stays unknown, `RecipeError` if its port cannot be listened at.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class FirstNode:
         self._port: socket.socket | None = None
 
     def meet(self, devices: int, is_asked_for: bool) -> Layout | None:
-        """Wait for the others and tell each its ranks."""
+        """Wait for the other nodes, then send each its ranks."""
         began, told_at = time.monotonic(), 0.0
         missing = self._missing()
         while missing:
@@ -81,7 +83,7 @@ class FirstNode:
         return layouts[0]
 
     def exchange(self, trouble: str) -> str:
-        """Forward what the nodes have to say of failures."""
+        """Return a failure of another node, or "", and forward the first failure to all nodes."""
         self._poll()
         elsewhere = next((words for other in self._others.values() if (words := other.trouble())), "")
         first = trouble or elsewhere
@@ -93,7 +95,7 @@ class FirstNode:
         return elsewhere
 
     def conclude(self, account: Account, decide: Callable[[Sequence[Account]], Decision]) -> Decision:
-        """Wait for every other node's account, or for its loss, and decide for all."""
+        """Wait until every other node has sent its account or is lost, then decide for all."""
         trouble = account.culprit.describe() if account.culprit else ""
         while True:
             self.exchange(trouble)
@@ -107,7 +109,7 @@ class FirstNode:
         return decision
 
     def leave(self, code: int, why: str) -> None:
-        """All end."""
+        """End the launches of all nodes."""
         self._tell_all(Decision(code, why, restarts=False))
         self._listener.close()
 
@@ -127,7 +129,7 @@ class FirstNode:
             while True:
                 self._strangers.append(Connection(self._listener.accept()[0], self._silence))
         except OSError as error:
-            # Whoever finds no room waits until a stranger that says nothing is lost.
+            # Where files have run out, a new connection waits until one that never said hello is dropped as silent.
             if error.errno not in (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ECONNABORTED):
                 raise
         for stranger in list(self._strangers):
@@ -141,7 +143,7 @@ class FirstNode:
                 other.take(message)
 
     def _welcome(self, stranger: Connection, hello: Mapping[str, Any], *messages: Mapping[str, Any]) -> None:
-        """A launch has said which node it is, and perhaps more."""
+        """Register a node by its hello message, or refuse it; then handle the messages that came with it."""
         try:
             node, nodes, host = int(hello["node"]), int(hello["nodes"]), str(hello["host"])
         except (KeyError, TypeError, ValueError, OverflowError):
@@ -163,13 +165,13 @@ class FirstNode:
 
 
 class _Other:
-    """What node 0 knows of another one."""
+    """What node 0 knows about one of the other nodes."""
 
     def __init__(self, name: str, host: str, connection: Connection, *, is_new: bool) -> None:
         self.name, self.host, self.connection = name, host, connection
         self.devices, self.is_asked_for, self.is_ready = 0, False, False
         self.left: Decision | None = None
-        # One that comes again has no ranks in the attempt that is going on.
+        # A node that reconnects has no ranks in the current attempt.
         self._trouble = f"{name} lost its ranks and came again" if is_new else ""
         self._account: Account | None = None
 
@@ -181,7 +183,7 @@ class _Other:
         self.connection.send({"decision": decision})
 
     def take(self, message: Mapping[str, Any]) -> None:
-        """Whoever says what no launch says is no launch, and is lost."""
+        """Handle a message; a malformed one closes the connection, because no launch sends such a message."""
         try:
             if "ready" in message:
                 devices, is_asked_for = message["ready"]

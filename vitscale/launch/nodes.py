@@ -1,7 +1,8 @@
-"""What several nodes, each with a launch of its own, agree on: the ranks of each before an attempt, and what follows.
+"""How the launches of several nodes agree: on each node's ranks before an attempt, and on what to do after it.
 
-The launch of node 0 listens at one port that all know; the others come to it, and come again when they lost it. Nothing
-here waits for the network: `exchange` is called many times a second.
+Each node has a launch of its own. The launch of node 0 listens at a port that all know; the others connect to it, and
+reconnect if they lose it. During an attempt nothing here blocks on the network: `exchange` is called many times a
+second.
 """
 
 import socket
@@ -14,17 +15,18 @@ from vitscale.launch.ends import End
 from vitscale.machine import hold_port
 
 DEFAULT_PORT = 29600
-"""At which the launches of several nodes meet, on the first one."""
+"""The port on node 0 where the launches of several nodes meet."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """This node among the nodes of a launch.
+    """This node's rank among the nodes of a launch, and where they meet.
 
     Attributes:
-        node: its number, from 0.
-        address, port: where the nodes meet, on node 0.
-        wait_s: how long to wait for nodes that are not there.
+        node: this node's rank, from 0.
+        nodes: the number of nodes.
+        address, port: where node 0 listens.
+        wait_s: how long to wait for missing nodes, in seconds.
     """
 
     node: int
@@ -35,7 +37,7 @@ class Place:
 
 
 class Layout(NamedTuple):
-    """One attempt: so many ranks on this node, from `first_rank` on, of `world_size`; they meet at address:port."""
+    """The ranks of one attempt: `ranks` of `world_size` run here, from `first_rank`; all meet at address:port."""
 
     ranks: int
     first_rank: int
@@ -46,15 +48,15 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Account:
-    """What became of an attempt on one node.
+    """How an attempt ended on one node.
 
     Attributes:
-        culprit: the rank that is the cause of this node's bad ends.
-        is_done: the run is.
-        all_ended_well: with exit code 0.
-        told: the signal that this node's launch got, or nothing.
-        unkillable: a rank is still there.
-        lost: why this node cannot tell what became of it, or nothing.
+        culprit: the exit that caused this node's other failures, or None if no rank failed.
+        is_done: whether the run is finished.
+        all_ended_well: whether every rank exited with code 0.
+        told: the signal that this node's launch received, or "".
+        unkillable: whether a rank is still alive after it was killed.
+        lost: why this node's outcome is unknown, or "".
     """
 
     culprit: End | None = None
@@ -66,7 +68,10 @@ class Account:
 
 
 class Decision(NamedTuple):
-    """What all nodes do now: restart after a pause, the n-th time in a row without progress, or end with the code."""
+    """What all nodes do next: restart after a pause, or end with exit code `code`.
+
+    `in_a_row` counts restarts in a row without progress.
+    """
 
     code: int
     why: str
@@ -76,7 +81,7 @@ class Decision(NamedTuple):
 
 
 class NodeEndedError(VitscaleError):
-    """The launch of another node has ended, and ours with it and with its code."""
+    """The launch of another node has ended, so ours ends too, with the same exit code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -87,26 +92,27 @@ class Nodes(Protocol):
     """The nodes of a launch, as one of them sees them."""
 
     def meet(self, devices: int, is_asked_for: bool) -> Layout | None:
-        """Wait for all nodes, then share the ranks out: one a device, or as many as were asked for.
+        """Wait for all nodes, then assign the ranks: one per device, or as many as were asked for.
 
-        None where this launch is told to end meanwhile. Raises `PeerLostError` where some do not come, `RecipeError`
-        where they do not fit together, `NodeEndedError` where one has ended instead.
+        Returns None if this launch is told to end while it waits. Raises `PeerLostError` if a node does not come in
+        time, `RecipeError` if the nodes do not fit together, `NodeEndedError` if one has ended instead.
         """
 
     def exchange(self, trouble: str) -> str:
-        """Tell the others what went wrong here, if anything, and return what went wrong elsewhere, if anything."""
+        """Tell the other nodes what went wrong here ("" for nothing); return what went wrong elsewhere, or ""."""
 
     def conclude(self, account: Account, decide: Callable[[Sequence[Account]], Decision]) -> Decision:
-        """What follows from all nodes' accounts: node 0 decides, or this one where that is lost."""
+        """Decide what to do next from the accounts of all nodes: node 0 decides, or this node if node 0 is lost."""
 
     def leave(self, code: int, why: str) -> None:
-        """This launch ends with the code; the others need not wait for it."""
+        """Tell the others that this launch ends with exit code `code`, so that they do not wait for it."""
 
 
 def fitting(devices: Sequence[int], global_batch: int | None) -> list[int]:
-    """Ranks of each node: the most, of no node more than it has devices, that together divide the global batch.
+    """The number of ranks of each node: at most one per device, and in total a divisor of the global batch.
 
-    As many as there are devices where the batch may be anything, or where nothing fits.
+    Every node gets min(its devices, the largest limit for which the total divides the batch). If `global_batch` is
+    None, or no limit works, every device gets a rank.
     """
     if global_batch is not None:
         for most in range(max(devices), 0, -1):
@@ -117,33 +123,33 @@ def fitting(devices: Sequence[int], global_batch: int | None) -> list[int]:
 
 
 class OneNode:
-    """There are no others."""
+    """A launch on a single node."""
 
     def __init__(self, global_batch: int | None) -> None:
         self._global_batch = global_batch
         self._port: socket.socket | None = None
 
     def meet(self, devices: int, is_asked_for: bool) -> Layout | None:
-        """At once, at a port of this machine that is free."""
+        """Return at once: all ranks are here and meet at a free port of this machine."""
         [ranks] = [devices] if is_asked_for else fitting([devices], self._global_batch)
         self._port = another_port(self._port)
         return Layout(ranks, 0, ranks, "127.0.0.1", self._port.getsockname()[1])
 
     def exchange(self, trouble: str) -> str:
-        """Nothing goes wrong elsewhere."""
+        """Return "": there is no other node where anything could go wrong."""
         del trouble
         return ""
 
     def conclude(self, account: Account, decide: Callable[[Sequence[Account]], Decision]) -> Decision:
-        """Its own account alone counts."""
+        """Decide from this node's account alone."""
         return decide([account])
 
     def leave(self, code: int, why: str) -> None:
-        """Nobody has to know."""
+        """Do nothing: there is no other node to tell."""
 
 
 def another_port(before: socket.socket | None) -> socket.socket:
-    """A new one for every attempt: ranks that are left of the last one cannot be met there."""
+    """A new port for each attempt, so that ranks left over from the last attempt cannot join this one."""
     if before is not None:
         before.close()
     return hold_port()

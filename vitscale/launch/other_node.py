@@ -1,4 +1,4 @@
-"""Any other node of a launch over several nodes: it goes to node 0, and does what that decides."""
+"""A node other than node 0 of a launch over several nodes: it connects to node 0 and does what node 0 decides."""
 
 import socket
 import time
@@ -21,7 +21,7 @@ _CONNECT_SECONDS = 3.0
 
 
 class OtherNode:
-    """Any node but the first; the arguments are those of `FirstNode`."""
+    """A node other than node 0; arguments as in `FirstNode`."""
 
     def __init__(self, place: Place, supervisor: Supervisor, *, silence_s: float = SILENCE_SECONDS) -> None:
         self._place, self._supervisor, self._silence = place, supervisor, silence_s
@@ -32,7 +32,7 @@ class OtherNode:
         self._layout: Layout | None = None
 
     def meet(self, devices: int, is_asked_for: bool) -> Layout | None:
-        """Go to node 0, and wait there."""
+        """Connect to node 0 and wait until it sends this node's ranks."""
         self._decision, self._layout, self._trouble, self._has_told = None, None, "", False
         while True:
             first = self._go()
@@ -44,7 +44,7 @@ class OtherNode:
                     self._take(message)
                 if self._layout is not None:
                     return self._layout
-                # One that comes again may find the others on their way to the next attempt.
+                # A node that reconnects may find the others about to restart: only a decision to end counts here.
                 if self._decision is not None and not self._decision.restarts:
                     raise NodeEndedError(f"node 0 ended: {self._decision.why}", self._decision.code)
                 if self._supervisor.told:
@@ -52,7 +52,7 @@ class OtherNode:
                 time.sleep(LOOK_EVERY_SECONDS)
 
     def exchange(self, trouble: str) -> str:
-        """Ask and tell node 0."""
+        """Tell node 0 of a failure here, once, and return a failure elsewhere, or ""."""
         if self._first is not None:
             for message in self._first.receive():
                 self._take(message)
@@ -64,7 +64,7 @@ class OtherNode:
         return self._trouble
 
     def conclude(self, account: Account, decide: Callable[[Sequence[Account]], Decision]) -> Decision:
-        """Tell node 0 and wait for what it says, unless it is lost."""
+        """Send the account to node 0 and return its decision; decide here if node 0 is lost."""
         assert self._first is not None
         self._first.send({"account": asdict(account)})
         while True:
@@ -76,7 +76,7 @@ class OtherNode:
             time.sleep(LOOK_EVERY_SECONDS)
 
     def leave(self, code: int, why: str) -> None:
-        """Node 0 ends the others."""
+        """Tell node 0 that this launch ends; node 0 ends the others."""
         if self._first is not None:
             self._first.send({"leaves": Decision(code, why, restarts=False)})
             say_farewell([self._first])
@@ -87,19 +87,19 @@ class OtherNode:
         elif "decision" in message:
             self._decision = Decision(*message["decision"])
         elif "start" in message:
-            self._layout, self._decision = Layout(*message["start"]), None  # which may be that of the attempt before
+            self._layout, self._decision = Layout(*message["start"]), None  # the decision was the last attempt's
         elif "refused" in message:
             raise RecipeError(f"{self._place.address}:{self._place.port} refused: {message['refused']}")
 
     def _go(self) -> Connection | None:
-        """The connection to node 0, which is made where there is none; None once this launch is told to end."""
+        """The connection to node 0, made anew if there is none; None once this launch is told to end."""
         began, has_told = time.monotonic(), False
         where = f"{self._place.address}:{self._place.port}"
         while self._first is None or self._first.lost:
             if self._supervisor.told:
                 return None
             try:
-                # By name every time: a node that was replaced has another address.
+                # The name is looked up again each time: a replaced node has another address.
                 found = socket.create_connection((self._place.address, self._place.port), timeout=_CONNECT_SECONDS)
             except OSError as error:
                 waited = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""What lies in a run directory: the one reader and the one writer of each of its files.
+"""The files of a run directory, with one reader and one writer for each.
 
-No torch, so that what only looks at a run starts at once.
+Nothing here imports torch, so that commands that only look at a run start at once.
 """

@@ -1,4 +1,4 @@
-"""Which checkpoints there are in a folder or below a URL, and what their indices tell. Tensors are not read."""
+"""Lists the checkpoints in a folder or below a URL, and reads their indices. Tensors are not read."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from vitscale.storage import is_url, join, names_in
 
 
 def steps_among(names: Iterable[str]) -> list[int]:
-    """The steps that folders of checkpoints among `names` are of, in order."""
+    """The steps of the checkpoint folders among `names`, in order."""
     numbers = (int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdecimal())
     return sorted(step for step in numbers if step_folder(step) in names)
 
@@ -22,13 +22,13 @@ def steps_among(names: Iterable[str]) -> list[int]:
 def steps_at(root: str) -> list[int]:
     """The steps of the checkpoints in a folder or below a URL, in order; not verified. Raises OSError, StorageError."""
     steps = steps_among(names_in(root))
-    if is_url(root):  # there a folder comes into being with its first file; elsewhere it is renamed when it is whole
+    if is_url(root):  # a folder at a URL exists from its first file on; a local one is renamed once it is complete
         steps = [step for step in steps if INDEX_FILE in names_in(join(root, step_folder(step)))]
     return steps
 
 
 def newest_checkpoint_step(run_dir: Path) -> int:
-    """Step of the newest complete checkpoint in the run directory, whether or not it verifies; 0 for none."""
+    """The step of the newest complete checkpoint in the run directory, whether or not it verifies; 0 for none."""
     with suppress(OSError):
         return max(_saved(run_dir / CHECKPOINTS), default=0)
     return 0
@@ -39,10 +39,10 @@ class Checkpoints:
     """The checkpoints in a folder.
 
     Attributes:
-        steps: that there are checkpoints of, oldest first.
-        saved_at: when the newest was written, in seconds since 1970.
-        newest: the newest readable index.
-        problems: of this one and later ones.
+        steps: the steps of the checkpoints, oldest first.
+        saved_at: when the newest was written, in seconds since 1970; None if there is none.
+        newest: the newest readable index; None if there is none.
+        problems: what is wrong with that checkpoint and newer ones, one message each.
     """
 
     steps: list[int]
@@ -52,7 +52,7 @@ class Checkpoints:
 
 
 def read_checkpoints(folder: Path) -> Checkpoints:
-    """What is in a folder of this machine. Raises nothing: what cannot be read is a problem."""
+    """The checkpoints in a folder of this machine. Raises nothing: what cannot be read is listed as a problem."""
     found: dict[int, int] = {}
     problems: list[str] = []
     try:
@@ -72,7 +72,7 @@ def read_checkpoints(folder: Path) -> Checkpoints:
 
 
 def _saved(folder: Path) -> dict[int, int]:
-    """When the index of each step in a folder was written, in nanoseconds since 1970. Raises OSError."""
+    """Step -> when its index was written, in nanoseconds since 1970. Raises OSError."""
     found = {}
     for step in steps_among(os.listdir(folder)):  # noqa: PTH208 (names are enough)
         with suppress(OSError):  # being removed, or never finished
@@ -82,7 +82,7 @@ def _saved(folder: Path) -> dict[int, int]:
 
 @lru_cache(maxsize=64)
 def _read(folder: Path, step: int, modified_ns: int) -> tuple[Index | None, tuple[str, ...]]:
-    """The index of a checkpoint that was written at `modified_ns`, and what is wrong."""
+    """The index of a checkpoint, or None, and what is wrong; `modified_ns`, its time of writing, keys the cache."""
     try:
         index = read_index(folder, step)
     except CheckpointError as error:
@@ -91,7 +91,7 @@ def _read(folder: Path, step: int, modified_ns: int) -> tuple[Index | None, tupl
 
 
 def _wrong_sizes(folder: Path, index: Index) -> Iterator[str]:
-    """The first file that is missing or of another size."""
+    """Describe the first file that is missing or has another size than the index says."""
     for file in index.files:
         try:
             size = (folder / file.path).stat().st_size

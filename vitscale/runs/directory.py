@@ -1,4 +1,4 @@
-"""A run directory as one launch's own: its lock, whether the run may continue there, and its newest checkpoint."""
+"""A launch's claim on a run directory: its lock, whether the run may continue there, and its newest checkpoint."""
 
 import json
 import os
@@ -27,9 +27,9 @@ _PAUSES = (0.1, 0.5)  # seconds before the second and third try to take a lock
 
 
 def recipe_of_run(run_dir: Path) -> Recipe:
-    """The recipe in a run directory, which can be edited; a checkpoint's index has its own, with a checksum.
+    """The recipe in a run directory. People can edit that file; a checkpoint's index has its own copy, with a checksum.
 
-    Raises `RecipeError` where there is none.
+    Raises `RecipeError` if there is none.
     """
     saved = run_dir / RECIPE_FILE
     if not saved.is_file():
@@ -38,10 +38,10 @@ def recipe_of_run(run_dir: Path) -> Recipe:
 
 
 def check_run_dir(recipe: Recipe, run_dir: Path, *, may_resume: bool) -> str | None:
-    """What a finished run says of itself, or None where there is something to train.
+    """The summary of a finished run, as JSON, or None if there is something left to train.
 
-    Raises `RecipeError` where the directory belongs to a run of another recipe, or to any run when none may be resumed;
-    `StorageError` where the folder of its checkpoints is not there.
+    Raises `RecipeError` if the directory belongs to a run of another recipe, or to any run when none may be resumed;
+    `StorageError` if the folder of its checkpoints cannot be reached.
     """
     saved, root = run_dir / RECIPE_FILE, checkpoints_root(recipe, run_dir)
     if not may_resume and (saved.exists() or _holds_checkpoints(root)):
@@ -67,12 +67,12 @@ def _holds_checkpoints(root: str) -> bool:
     try:
         return bool(steps_at(root))
     except (OSError, StorageError) as error:
-        # For good: where this is repeated, the run may have begun meanwhile.
+        # Not an error that is retried: by the next try this launch itself may have begun the run.
         raise RecipeError(f"--resume never: whether there are checkpoints already cannot be told: {error}") from None
 
 
 def check_recipe(began_with: Recipe, recipe: Recipe, where: str) -> None:
-    """Raise `RecipeError` where a run that began with one recipe cannot go on with another."""
+    """Raise `RecipeError` if a run that began with one recipe would continue with a different one."""
     changed = differences(began_with.dump(), recipe.dump())
     if changed:
         raise RecipeError(
@@ -86,14 +86,14 @@ def check_recipe(began_with: Recipe, recipe: Recipe, where: str) -> None:
 
 
 class Newest(NamedTuple):
-    """The newest checkpoint that a run knows of: its step, and the path or URL of all checkpoints."""
+    """The newest checkpoint that a run has noted: its step, and the path or URL of the folder of all checkpoints."""
 
     step: int
     place: str
 
 
 def read_newest(run_dir: Path) -> Newest | None:
-    """None where no save has come to its end, or nothing tells."""
+    """The newest checkpoint that the run has noted; None if no save was completed, or the note cannot be read."""
     found = read_object(run_dir / NEWEST_FILE) or {}
     try:
         return Newest(int(found["step"]), str(found["place"]))
@@ -102,14 +102,14 @@ def read_newest(run_dir: Path) -> Newest | None:
 
 
 def write_newest(run_dir: Path, step: int, root: str) -> None:
-    """Note a checkpoint that is there; `root`: path or URL of all of them."""
+    """Note a completed checkpoint; `root` is the path or URL of the folder of all checkpoints."""
     newest = Newest(step, root if is_url(root) else os.path.abspath(root))  # noqa: PTH100 (as people know it)
-    with suppress(OSError):  # a full disk: the note is one against later mistakes, and not worth a run
+    with suppress(OSError):  # a full disk: the note only guards against later mistakes, and is not worth losing a run
         write_text(run_dir / NEWEST_FILE, json.dumps(newest._asdict()) + "\n")
 
 
 def missing_checkpoints(recipe: Recipe, run_dir: Path, newest: Newest) -> CheckpointError:
-    """There is no checkpoint at all, and the run knows of one: it must not begin again without a word."""
+    """The error to raise if the run has noted a checkpoint and none is there: it must not silently start over."""
     root = checkpoints_root(recipe, run_dir)
     now = root if is_url(root) else os.path.abspath(root)  # noqa: PTH100
     moved = f"none is in {now}, where checkpoint.dir and --run-dir point now"
@@ -124,9 +124,10 @@ def missing_checkpoints(recipe: Recipe, run_dir: Path, newest: Newest) -> Checkp
 
 
 def claim(run_dir: Path, recipe: Recipe) -> ExitStack:
-    """Take the run directory, and a folder of checkpoints elsewhere, for this launch: two would overwrite each other's.
+    """Lock the run directory, and its folder of checkpoints if that is elsewhere, and write the recipe there.
 
-    Returns what to close in the end. Raises `RecipeError` where another launch has it, OSError.
+    Without the lock two launches would overwrite each other's files. Close what is returned to release it. Raises
+    `RecipeError`, or `StorageError` for another machine, if another launch has the lock; OSError.
     """
     held = ExitStack()
     root = checkpoints_root(recipe, run_dir)
@@ -145,10 +146,10 @@ def _locked(folder: Path) -> IO[str]:
             if try_lock(lock):
                 break
         except OSError:
-            return lock  # a file system without locks: nothing can be said there
+            return lock  # a file system without locks: whether another launch is there cannot be known
         if seconds is None:
             raise in_use(folder)
-        time.sleep(seconds)  # perhaps it is only held by somebody who looks whether we have it
+        time.sleep(seconds)  # it may be held only for a moment, by `is_held` in another process
     lock.truncate(0)
     lock.write(socket.gethostname())
     lock.flush()
@@ -156,14 +157,14 @@ def _locked(folder: Path) -> IO[str]:
 
 
 def is_held(run_dir: Path) -> bool | None:
-    """Whether a rank holds the lock of a run directory; None where nothing tells.
+    """Whether a rank holds the lock of a run directory; None if that cannot be known.
 
-    A lock that is held on another machine is seen on file systems that know of locks (NFS, Lustre with `flock`), and
-    not on others.
+    A lock held on another machine is visible on file systems that share locks (NFS, Lustre with `flock`), and not on
+    others.
     """
     try:
         with (run_dir / LOCK_FILE).open("rb") as lock:
-            # There is no asking without taking: it is given back at once, when the file is closed.
+            # A lock can only be tested by taking it; closing the file releases it at once.
             return not try_lock(lock, shared=True)
     except FileNotFoundError:
         return False
@@ -172,16 +173,17 @@ def is_held(run_dir: Path) -> bool | None:
 
 
 def last_holder(run_dir: Path) -> str:
-    """Host of the rank that holds the lock of a run directory, or held it last; nothing where that is not known."""
+    """The host of the rank that holds the lock of a run directory, or held it last; "" if that is not known."""
     with suppress(OSError):
         return (run_dir / LOCK_FILE).read_text(encoding="utf-8", errors="replace")
     return ""
 
 
 def in_use(folder: Path) -> VitscaleError:
-    """That another launch holds the lock of a folder, as the error to raise.
+    """The error to raise if another launch holds the lock of a folder.
 
-    A machine that has failed may seem to hold its locks for minutes: that is worth a repetition.
+    It is a `StorageError`, which is retried, if another machine holds the lock: a failed machine may seem to hold its
+    locks for minutes. Otherwise it is a `RecipeError`.
     """
     holder = last_holder(folder)
     if holder in ("", socket.gethostname()):

@@ -1,4 +1,4 @@
-"""DONE: the file that says that a run is finished, and with what result."""
+"""DONE: the file that marks a run as finished and holds its result."""
 
 import json
 from collections.abc import Mapping
@@ -11,14 +11,16 @@ from vitscale.runs.reading import read_object
 
 
 def read_done(run_dir: Path) -> dict[str, Any] | None:
-    """The summary of a finished run; None where it is not finished, or its summary is damaged."""
+    """The summary of a finished run; None if the run is not finished, or its summary is damaged."""
     return read_object(run_dir / DONE_FILE)
 
 
 def write_done(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    """Declare a run finished. Raises OSError.
+    """Mark a run as finished. Raises OSError.
 
-    `summary`: `step`, `total_steps`, `stopped_early`, `best_step`, `exaflops`, and `evaluation`, the values of the last
-    one by evaluator/metric.
+    Args:
+        run_dir: the run's directory.
+        summary: `step`, `total_steps`, `stopped_early`, `best_step`, `exaflops`, and `evaluation`, the last
+            evaluation's values by evaluator/metric.
     """
     write_text(run_dir / DONE_FILE, json.dumps(summary, indent=1) + "\n")

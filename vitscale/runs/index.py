@@ -1,9 +1,10 @@
-"""index.json, the last file of a checkpoint: what the run was, and size and sha256 of every other file.
+"""index.json, the last file of a checkpoint: what the run was, and the size and sha256 of every other file.
 
-It is the same for the rank that resumes and for whoever only looks: what is damaged for one is damaged for all.
+A rank that resumes and a command that only looks read it with the same code and the same checks, so a checkpoint that
+is damaged for one is damaged for the other.
 
 Version 2 added `anomalies` and `position`. Indices of version 1 are read as having skipped nothing.
-Version 3 is version 2 with `state_shapes`; an index that has no need of them is still written as version 2.
+Version 3 is version 2 with `state_shapes`; an index that does not need them is still written as version 2.
 """
 
 import hashlib
@@ -31,28 +32,37 @@ _READABLE = (1, _WITHOUT_STATE_SHAPES, SCHEMA_VERSION)
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a checkpoint; `path` is its name in the checkpoint's folder."""
+    """One file of a checkpoint: its name in the checkpoint's folder (`path`), size in bytes, and sha256 in hex."""
 
     path: str
     bytes: int
     sha256: str
 
     def __post_init__(self) -> None:
-        # Files at a URL are copied to this machine under this name: it must not lead elsewhere.
+        # Files at a URL are copied to this machine under this name: it must not point outside the folder.
         if self.path in ("", ".", "..") or "/" in self.path or "\0" in self.path:
             raise ValueError(f"{self.path!r} is not the name of a file")
 
 
 @dataclass(frozen=True)
 class Index:
-    """What index.json holds, besides a checksum of its own.
+    """The content of index.json, without its own checksum.
 
-    `shapes` are the parameters' shapes; `kinds` what is stored for each of them, in its shape unless `state_shapes`
-    (kind -> parameter -> shape) has another one, or None where nothing is stored; `optimizer_steps` the number of
-    updates behind the moments; `data` identifies the dataset and its order; `selection` is the state of the best
-    checkpoint and early stopping; `versions` name the code and libraries that wrote it; `anomalies` is the state of
-    what was skipped; `position` the number of batches of the order that were consumed: `step`, unless given, and more
-    where some were skipped.
+    Attributes:
+        step: updates done.
+        world_size: the number of ranks that wrote the checkpoint.
+        shapes: each parameter's shape.
+        kinds: what is stored for every parameter, such as `master` or `exp_avg`.
+        optimizer_steps: the number of updates that the optimizer's moments have seen.
+        recipe: the run's resolved recipe.
+        data: what identifies the dataset and its order.
+        versions: the code and libraries that wrote the checkpoint.
+        selection: the state of best-checkpoint selection and early stopping.
+        anomalies: the state of the anomaly policy: what was skipped.
+        position: batches of the order consumed: `step`, unless given, and more if some were skipped.
+        files: every other file of the checkpoint.
+        state_shapes: kind -> parameter -> shape, for state that does not have its parameter's shape; None where nothing
+            is stored.
     """
 
     step: int
@@ -79,27 +89,27 @@ class Index:
 
     @property
     def evaluated_kind(self) -> str:
-        """The kind that evaluation and export use: the average of the weights where the run keeps one."""
+        """The kind that evaluation and export use: the weights' moving average if the run keeps one, else `master`."""
         return EMA if EMA in self.kinds else MASTER
 
     def shape_of(self, kind: str, name: str) -> list[int] | None:
-        """The shape of what is stored of a kind for a parameter; None where nothing is."""
+        """The shape of a parameter's stored state of a kind; None if nothing is stored."""
         return self.state_shapes.get(kind, {}).get(name, self.shapes[name])
 
     @property
     def num_samples(self) -> int | None:
-        """Samples of the training set; None where the checkpoint was not of a run."""
+        """The number of training samples; None if the checkpoint does not come from a run."""
         return count(self.data.get("num_samples"))
 
     @property
     def num_classes(self) -> int | None:
-        """Classes of the training set; None where the checkpoint was not of a run."""
+        """The number of classes of the training set; None if the checkpoint does not come from a run."""
         names = self.data.get("class_names")
         return len(names) if isinstance(names, list) else None
 
     @property
     def bytes(self) -> int:
-        """Size of all files together."""
+        """The total size of all files."""
         return sum(file.bytes for file in self.files)
 
 
@@ -117,12 +127,12 @@ def index_text(index: Index) -> str:
 
 
 def parse_index(text: bytes, where: str, step: int | None = None) -> Index:
-    """The index that `text` is, its structure checked, its files not.
+    """Parse an index and check its version, checksum and structure, but none of its files.
 
     Args:
-        text: content of index.json.
-        where: it is, for messages.
-        step: that it should be of.
+        text: the content of index.json.
+        where: its path or URL, for messages.
+        step: the step that it should have, or None for any.
 
     Raises `CheckpointError`.
     """
@@ -148,7 +158,7 @@ def parse_index(text: bytes, where: str, step: int | None = None) -> Index:
 
 
 def read_index(folder: Path, step: int | None = None) -> Index:
-    """The index of a checkpoint in a folder. Raises as `parse_index`."""
+    """The index of the checkpoint in a folder. Raises as `parse_index`."""
     path = folder / INDEX_FILE
     try:
         text = path.read_bytes()
@@ -160,15 +170,15 @@ def read_index(folder: Path, step: int | None = None) -> Index:
 
 
 def find_path(path: str, index: Index | None, run_dir: Path | None = None) -> Path:
-    """Where a path of this machine leads that a run was given, such as `init.from`; as it is where nothing is found.
+    """Find what a local path in a run's recipe, such as `init.from`, refers to now; itself if nothing is found.
 
-    A relative one is looked for in the folder that the run began in, then in this one. At last, where a `run_dir` is
-    given, what has its name is looked for beside that: runs may have been moved together.
+    A relative path is looked up in the folder that the run began in, then in the current one. If `run_dir` is given,
+    the path's last component is then looked up beside that directory: runs may have been moved together.
 
     Args:
-        path: as the recipe has it.
-        index: of one of the run's checkpoints; None where it has none.
-        run_dir: of the run.
+        path: the path as the recipe has it.
+        index: the index of one of the run's checkpoints; None if it has none.
+        run_dir: the run's directory.
     """
     here = Path(os.path.expanduser(path))  # noqa: PTH111 (without an error where there is no home)
     began_in = None if index is None else index.data.get("working_directory")
@@ -178,12 +188,12 @@ def find_path(path: str, index: Index | None, run_dir: Path | None = None) -> Pa
 
 
 def data_root(recipe: Recipe, index: Index) -> str | None:
-    """`data.root` as the run had it: a URL, or a path as `find_path` has it."""
+    """The run's `data.root`: a URL, or a path that `find_path` has looked up; None if the recipe has none."""
     root = recipe.data.root
     return root if root is None or is_url(root) else str(find_path(root, index))
 
 
 def _checksum(content: dict[str, Any]) -> str:
-    """sha256 of an index's own content: the files' digests in it are worth nothing if it can change unseen."""
+    """The sha256 of an index's own content: its digests of files prove nothing if the index can change unnoticed."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""launch.jsonl: what became of each attempt of a run, one line an event, of all launches one after another."""
+"""launch.jsonl: how each attempt of a run began and ended, one line per event, over all launches of the run."""
 
 import json
 import os
@@ -12,18 +12,18 @@ from typing import Any
 from vitscale.errors import DataError
 from vitscale.runs.reading import count, number, parse_object, text, timestamp
 
-_MOST_BYTES = 4 << 20  # the end of the file; an event is some hundred bytes
-_AT_ONCE_S = 30.0  # between the launches of several nodes, which tell of each attempt alike
+_MOST_BYTES = 4 << 20  # only the end of the file is read; an event has some hundred bytes
+_AT_ONCE_S = 30.0  # lines of several nodes about the same attempt are at most this far apart
 
 
 class Journal:
-    """Lines with time (UTC), event, host and attempt (from 1), besides what the event has to tell.
+    """Writes launch.jsonl: lines with time (UTC), event, host and attempt (from 1), and the event's own fields.
 
-    Lines wait until a rank has made the folder, or until a restart: a launch that is refused before anything began
-    leaves nothing. A folder that cannot be written is told once and costs nothing but the lines.
+    Lines wait until a rank has made the folder, or until a restart, so a launch that is refused before anything began
+    leaves no file. A folder that cannot be written is reported once, and only the lines are lost.
 
     Args:
-        path: of launch.jsonl.
+        path: the path of launch.jsonl.
         say: prints a line for people.
     """
 
@@ -34,7 +34,7 @@ class Journal:
         self._has_complained = False
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append one line, in one piece with those that waited."""
+        """Append one line, together with those that waited, in a single write."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = {"time": now, "event": event, "host": socket.gethostname(), "attempt": self.attempt, **fields}
         self._waiting += (json.dumps(line) + "\n").encode()
@@ -57,16 +57,16 @@ class Journal:
 
 @dataclass(frozen=True)
 class Event:
-    """One line.
+    """One line of launch.jsonl.
 
     Attributes:
         what: `started`, `restart` or `finished`.
-        time: in seconds since 1970.
-        host: of the launch.
-        attempt: of the launch, from 1.
-        cause: in words; empty where there is none.
-        exit_code: of the launch, where it has finished.
-        pause_s: before a restart.
+        time: when it was written, in seconds since 1970.
+        host: the host of the launch.
+        attempt: the launch's attempt, from 1.
+        cause: the cause, in words; "" if there is none.
+        exit_code: the launch's exit code, if it has finished.
+        pause_s: the pause before a restart, in seconds.
     """
 
     what: str
@@ -80,14 +80,14 @@ class Event:
 
 @dataclass(frozen=True)
 class Launches:
-    """All launches of a run; those of several nodes that act together are one.
+    """All launches of a run; the launches of several nodes that act together count as one.
 
     Attributes:
-        count: of launches.
-        restarts: by these, oldest first.
-        last: event of all.
-        unfinished_on: hosts whose launch has not said that it is finished.
-        damaged: lines that cannot be used.
+        count: the number of launches.
+        restarts: their restarts, oldest first.
+        last: the last event of any launch.
+        unfinished_on: the hosts whose last launch has not reported that it finished.
+        damaged: the number of unusable lines.
     """
 
     count: int
@@ -98,7 +98,7 @@ class Launches:
 
 
 def read_launches(path: Path) -> Launches:
-    """Of a run's launch.jsonl; without the file, none. Raises `DataError` where it cannot be read."""
+    """Read a run's launch.jsonl; without the file there are no launches. Raises `DataError` if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_BYTES))
@@ -139,6 +139,6 @@ def read_launches(path: Path) -> Launches:
 
 
 def _is_told(event: Event, told: list[Event]) -> bool:
-    """Whether the last one of those told is the same, by another node."""
+    """Whether another node has already reported this event, as the last one in `told`."""
     last = told[-1] if told else event
     return last.host != event.host and last.attempt == event.attempt and abs(event.time - last.time) < _AT_ONCE_S

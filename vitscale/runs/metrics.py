@@ -1,13 +1,13 @@
 """metrics.jsonl: what a run reports while it trains.
 
-It has one JSON object a line, all with `step` (updates done, from 1) and `time` (UTC). Training lines have `epoch`
-(epochs done, a fraction), `images_seen`, `loss`, `lr`, `grad_norm`, `images_per_s`, `data_wait_s` (a step; older files
-call it `data_wait`), `step_time_s`, `world_size`, `exaflops`, `mfu`, `peak_memory_bytes`, `checkpoint_stall_s`
-(training stood still for saves, since the last line), `anomalies` (of the run so far), `slowest_rank`, `slowest_rank_s`
-and `median_rank_s` (own seconds a step: forward passes and waiting for data), `bad_samples` (damaged, since the last
-line), `first_step` (of a branch: the updates that its trunk has done) and `batch_digest`, as far as each is known;
-evaluations are lines of their own with `step` and `eval/<evaluator>/<metric>`. A value that is not finite is null: JSON
-has no NaN.
+Each line is a JSON object with `step` (updates done, from 1) and `time` (UTC). Training lines have `epoch` (epochs
+done, a fraction), `images_seen`, `loss`, `lr`, `grad_norm`, `images_per_s`, `data_wait_s` (per step; older files call
+it `data_wait`), `step_time_s`, `world_size`, `exaflops`, `mfu`, `peak_memory_bytes`, `checkpoint_stall_s` (seconds that
+training waited for saves since the last line), `anomalies` (so far in the run), `slowest_rank`, `slowest_rank_s` and
+`median_rank_s` (a rank's own seconds per step: forward passes and waiting for data), `bad_samples` (damaged ones since
+the last line), `first_step` (in a branch: the updates that its trunk has done) and `batch_digest`, each only if it is
+known. Evaluations have lines of their own with `step` and `eval/<evaluator>/<metric>`. A value that is not finite is
+null, because JSON has no NaN.
 """
 
 import json
@@ -28,7 +28,8 @@ from vitscale.runs.reading import count, number, parse_object
 
 RECENT_LINES = 50
 
-# Some 30,000 lines are read in a fraction of a second. Of what is longer, the end is read, and before it samples.
+# Files up to this size, some 30,000 lines, are read whole, in a fraction of a second. Of larger files the end is read,
+# and samples of what comes before it.
 _WHOLE_BYTES = 8 << 20
 _END_BYTES = 4 << 20
 _SAMPLES = 256
@@ -41,14 +42,14 @@ Row = dict[str, Any]
 
 
 class MetricsLines:
-    """Appends to the metrics of one run; rank 0 alone has one.
+    """Appends lines to a run's metrics.jsonl; only rank 0 has one.
 
-    Losing a metric is better than losing the run: a write that fails is reported once and training goes on.
+    Losing a metric is better than losing the run: a failed write is reported once, and training continues.
 
     Args:
-        path: of metrics.jsonl, in a directory that exists.
-        resume_step: the step that training continues from, 0 for a new run. What an earlier process wrote about later
-            steps is dropped, because those steps are done again.
+        path: the path of metrics.jsonl, in a directory that exists.
+        resume_step: the step that training continues from, 0 for a new run. Lines of an earlier process about later
+            steps are dropped, because those steps are done again.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
@@ -61,18 +62,18 @@ class MetricsLines:
             self.report(error)
 
     def training(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Write the metrics of training after `step` updates."""
+        """Write training metrics after `step` updates."""
         self._append(step, values)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Write values by evaluator/metric after `step` updates."""
+        """Write an evaluation's values, by evaluator/metric, after `step` updates."""
         self._append(step, {f"{OF_EVALUATIONS}{key}": value for key, value in values.items()})
 
     def _append(self, step: int, values: Mapping[str, float | str]) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         row = {"step": step, "time": now, **{key: _json_value(value) for key, value in values.items()}}
         try:
-            # Opened for each line: a directory that went away is noticed, and one that came back is used again.
+            # Opened for each line, to notice a directory that has disappeared and to use it again if it comes back.
             with self._path.open("a", encoding="utf-8") as file:
                 start = "\n" if self._line_is_torn else ""
                 self._line_is_torn = True
@@ -82,7 +83,7 @@ class MetricsLines:
             self.report(error)
 
     def report(self, error: OSError) -> None:
-        """Say once that metrics are being lost."""
+        """Report, only once, that metrics are being lost."""
         if not self._failed:
             self._failed = True
             _log.error("METRICS ARE BEING LOST, training goes on: cannot write in %s: %s", self._path.parent, error)
@@ -93,14 +94,14 @@ def _json_value(value: float | str) -> float | str | None:
 
 
 def rows_up_to(path: Path, last_step: int) -> Iterator[Row]:
-    """The whole lines of steps up to `last_step`; none where the file cannot be read."""
+    """The undamaged lines of steps up to `last_step`; none if the file cannot be read."""
     with suppress(OSError), path.open("rb") as lines:
         for _, row in _up_to(lines, last_step):
             yield row
 
 
 def _drop_later_lines(path: Path, last_step: int) -> None:
-    """Keep the lines of steps up to `last_step`. A line that a crash tore is dropped as well."""
+    """Keep only the lines of steps up to `last_step`. A line cut short by a crash is dropped as well."""
     if not path.exists():
         return
     with path.open("rb") as lines, durable_file(path) as kept:
@@ -117,21 +118,21 @@ def _up_to(lines: Iterable[bytes], last_step: int) -> Iterator[tuple[bytes, Row]
 
 
 class MetricsLog:
-    """The metrics of one run, read as they grow: what was appended since the last look.
+    """Reads the metrics of one run as they grow: each `refresh` reads what was appended since the last one.
 
     Args:
-        path: of metrics.jsonl.
-        whole: keep every line of training. Otherwise only the newest, and of a large file only parts are read.
+        path: the path of metrics.jsonl.
+        whole: keep every training line. Otherwise only the newest are kept, and only parts of a large file are read.
 
     Attributes:
-        rows: lines of training, as they are, oldest first: all, or the newest RECENT_LINES.
-        seconds: that all steps took, by `step_time_s`.
-        device_seconds: the same, summed over devices; None where a line does not tell how many there were.
+        rows: training lines as they are in the file, oldest first: all, or the newest RECENT_LINES.
+        seconds: the time that all steps took, by `step_time_s`.
+        device_seconds: the same, summed over devices; None if a line does not say how many there were.
         evaluations: (step, values by evaluator/metric; None for one that is not finite), in the order of the file.
         is_sampled: whether the file is so large that sums are estimates and early evaluations are missing.
-        damaged: lines that cannot be used.
+        damaged: the number of unusable lines.
         is_torn: whether the file ends in the middle of a line: it is being written, or a crash has cut it.
-        line_at: when the last line was written, in seconds since 1970; None without any.
+        line_at: when the last line was written, in seconds since 1970; None if there is none.
     """
 
     def __init__(self, path: Path, *, whole: bool = False) -> None:
@@ -152,7 +153,7 @@ class MetricsLog:
         self.line_at: float | None = None
 
     def refresh(self) -> None:
-        """Read what was appended since the last call. Raises `DataError` where the file cannot be read."""
+        """Read what was appended since the last call. Raises `DataError` if the file cannot be read."""
         try:
             with self._path.open("rb") as file:
                 self._read(file)
@@ -180,7 +181,7 @@ class MetricsLog:
         self.is_torn = complete < len(content)
 
     def _sample(self, file: BinaryIO, start: int, stop: int) -> None:
-        """Each sample stands for the steps since the one before, by its mean pace."""
+        """Estimate sums from samples: a sample's mean step time counts for all steps since the sample before."""
         self.is_sampled = True
         for sample in range(_SAMPLES):
             file.seek(start + (stop - start) * sample // _SAMPLES)

@@ -1,4 +1,4 @@
-"""What lies where in a run directory, and where run directories and their checkpoints lie."""
+"""The names of a run directory's files, and where run directories and their checkpoints are."""
 
 import os
 from pathlib import Path
@@ -13,15 +13,15 @@ LAUNCH_FILE = "launch.jsonl"
 DONE_FILE = "DONE"
 LOCK_FILE = ".lock"
 NEWEST_FILE = "newest-checkpoint.json"
-"""Step and place of the newest checkpoint: that there was one, even where the place is not there any more."""
+"""Step and place of the newest checkpoint: records that there was one, even after the place has disappeared."""
 ANOMALIES_DIR = "anomalies"
 CHECKPOINTS = "checkpoints"
 INDEX_FILE = "index.json"
-"""The last file of each checkpoint."""
+"""The file of each checkpoint that is written last."""
 
 
 def default_run_dir(recipe: str, *, smoke: bool) -> Path:
-    """Where a run is when nothing else is said: below `runs`. Raises `RecipeError` where there is no such recipe."""
+    """The run directory unless another is given: below `runs`. Raises `RecipeError` if there is no such recipe."""
     file = find_recipe(recipe)
     if file.stem in (".", ".."):
         raise RecipeError(f"{file}: no run can be called {file.stem!r}; rename the file, or say --run-dir")
@@ -29,15 +29,15 @@ def default_run_dir(recipe: str, *, smoke: bool) -> Path:
 
 
 def step_folder(step: int) -> str:
-    """Name of the folder of one checkpoint."""
+    """The name of one checkpoint's folder."""
     return f"step-{step:08d}"
 
 
 def checkpoints_root(recipe: Recipe, run_dir: Path) -> str:
-    """Path or URL of a run's checkpoints: in its directory, or in `checkpoint.dir` under the directory's name."""
+    """The path or URL of a run's checkpoints: in its directory, or in `checkpoint.dir` under the directory's name."""
     above = without_file_scheme(recipe.checkpoint.dir or "")
     if not above:
         return str(run_dir / CHECKPOINTS)
     if not is_url(above):
         above = os.path.expanduser(above)  # noqa: PTH111 (without an error where there is no home)
-    return join(above, base_name(os.path.realpath(run_dir)))  # by whatever link the directory is reached
+    return join(above, base_name(os.path.realpath(run_dir)))  # the same name through any link

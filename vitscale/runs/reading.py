@@ -1,4 +1,4 @@
-"""JSON that others write while it is read: whatever is torn or of another kind is None, never an error."""
+"""Reads JSON that another process may be writing: text cut short, or a value of another type, is None, not an error."""
 
 import json
 from datetime import datetime
@@ -9,7 +9,7 @@ _MOST = 1e18
 
 
 def parse_object(text: bytes) -> dict[str, Any] | None:
-    """The JSON object that `text` is, or None."""
+    """`text` parsed as a JSON object; None if it is not one."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -18,7 +18,7 @@ def parse_object(text: bytes) -> dict[str, Any] | None:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None where there is none, or no such file."""
+    """The JSON object in a file; None if the file is missing or holds none."""
     try:
         return parse_object(path.read_bytes())
     except OSError:
@@ -26,18 +26,18 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None."""
+    """`value` if it is a finite number, else None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and abs(value) < _MOST else None  # false for NaN, too
 
 
 def count(value: Any) -> int | None:
-    """A whole number from 0, or None."""
+    """`value` if it is a whole number from 0, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST else None
 
 
 def text(value: Any) -> str:
-    """A string; nothing for anything else."""
+    """`value` if it is a string, else ""."""
     return value if isinstance(value, str) else ""
 
 
