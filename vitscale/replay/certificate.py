@@ -1,6 +1,6 @@
 """A certificate: one file that lists everything that a finished run's claims rest on, with one root hash.
 
-It is checked by `check_certificate.py`, a program of Python's standard library alone, which is written beside it.
+`check_certificate.py`, a program that needs only Python's standard library, is written beside it and checks it.
 """
 
 import json
@@ -25,21 +25,21 @@ from vitscale.versions import versions
 
 NAME = "certificate.json"
 _OF_RUN = (RECIPE_FILE, METRICS_FILE, LAUNCH_FILE, DONE_FILE)
-_TABLE = ".idx.parquet"  # of provenance: large, and a shard's own bytes are in the manifest
+_TABLE = ".idx.parquet"  # provenance tables are left out: they are large, and the manifest has each shard's digest
 
 
 def write_certificate(run_dir: Path, report: Path | None = None, root: str | None = None) -> tuple[Path, str]:
     """Write the certificate of a finished run into its directory, and the program that checks it beside it.
 
     Args:
-        run_dir: of the run.
-        report: the folder of a report that goes with it.
+        run_dir: the run's directory.
+        report: the folder of a report to include; None for none.
         root: where the data are now; by default where the recipe says.
 
-    Returns its path, and the root hash.
+    Returns the certificate's path and the root hash.
 
-    Raises `RecipeError` where there is no run, or it is not finished; `CheckpointError` and `DataError` for what is
-    missing or lies at a URL; OSError.
+    Raises `RecipeError` if there is no run, or it is not finished; `CheckpointError` and `DataError` for files that are
+    missing or at a URL; OSError.
     """
     recipe, done = recipe_of_run(run_dir), read_done(run_dir)
     if done is None:
@@ -73,7 +73,7 @@ def write_certificate(run_dir: Path, report: Path | None = None, root: str | Non
 
 
 def _of_run(recipe: Recipe, run_dir: Path) -> Iterator[tuple[str, Path]]:
-    """(name, path) of what a run left; of checkpoints all that are kept."""
+    """(name, path) of each file that a run left, all kept checkpoints included."""
     for name in _OF_RUN:
         if (run_dir / name).is_file():
             yield f"run/{name}", run_dir / name
@@ -86,7 +86,10 @@ def _of_run(recipe: Recipe, run_dir: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _of_datasets(recipe: Recipe, index: Index, root: str | None) -> Iterator[tuple[str, Path]]:
-    """Manifests, and what lies beside them of de-duplication; shards are in their manifests."""
+    """(name, path) of the datasets' manifests and of the files beside them, such as those of de-duplication.
+
+    Shards are left out: their manifests have their digests.
+    """
     evaluation = recipe.evaluation
     named = {"train": recipe.data.train}
     named |= {} if evaluation.validation is None else {"validation": evaluation.validation}

@@ -23,13 +23,13 @@ _BLOCK = 1 << 22
 
 
 def leaf(value: object) -> bytes:
-    """Hash of one entry: any JSON value, written without spaces and with sorted keys, in ASCII."""
+    """The hash of one entry: any JSON value, written without spaces and with sorted keys, in ASCII."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(b"\0" + text.encode("ascii")).digest()
 
 
 def merkle_root(leaves: Sequence[bytes]) -> bytes:
-    """Root of a list of hashes; the left part of a tree has the largest power of two that is smaller than all."""
+    """The Merkle root of a list of hashes; the left subtree gets the largest power of two smaller than their number."""
     if not leaves:
         return hashlib.sha256(b"").digest()
     if len(leaves) == 1:
@@ -41,7 +41,7 @@ def merkle_root(leaves: Sequence[bytes]) -> bytes:
 
 
 def root_of(certificate: dict[str, Any]) -> str:
-    """The root that follows from a certificate's own content, in hexadecimal."""
+    """The root hash computed from a certificate's content, in hexadecimal."""
     files = sorted(certificate["files"], key=lambda entry: entry["name"])
     leaves = [leaf({"version": certificate["version"], "about": certificate["about"]})]
     leaves += [leaf([entry["name"], entry["bytes"], entry["sha256"]]) for entry in files]
@@ -49,7 +49,7 @@ def root_of(certificate: dict[str, Any]) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file in hexadecimal, in bounded memory."""
+    """The SHA-256 of a file in hexadecimal, computed in bounded memory."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -58,7 +58,12 @@ def sha256_of(path: Path) -> str:
 
 
 def check(certificate: dict[str, Any], places: dict[str, str]) -> tuple[list[str], list[str]]:
-    """What is not as the certificate says, one line each, and the places that were not looked at."""
+    """Compare files with a certificate; returns one line per difference, and the places that were not looked at.
+
+    Args:
+        certificate: the parsed certificate.
+        places: place -> its folder on this machine.
+    """
     wrong = []
     root = root_of(certificate)
     if root != certificate["root"]:

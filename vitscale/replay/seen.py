@@ -1,4 +1,4 @@
-"""When a run has seen a sample, with which crop, and the very pixels: the order inverted, not searched."""
+"""When a run saw a sample, with which crop and exactly which pixels, by inverting the order instead of searching it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,11 +25,13 @@ from vitscale.training.anomalies import AnomalyRecord, SkippedData
 
 @dataclass(frozen=True)
 class Place:
-    """Where a sample lies, and its size in pixels.
+    """Where a sample is stored, and its size in pixels.
 
     Attributes:
-        at: of each dataset that the run has trained on, oldest first: the number of its shard there, and its place
-            among the selected samples of that shard; None where that dataset leaves it out.
+        uid: the sample's uid.
+        height, width: the stored image's size, in pixels.
+        at: for each dataset that the run has trained on, oldest first: (number of the sample's shard, the sample's
+            position among the shard's selected samples), or None if that dataset leaves the sample out.
     """
 
     uid: int
@@ -39,12 +41,12 @@ class Place:
 
     @property
     def is_left_out(self) -> bool:
-        """Whether its shard is of the data, and it is of none of the datasets."""
+        """Whether every dataset leaves the sample out, although its shard belongs to the data."""
         return not any(self.at)
 
 
 class Content(NamedTuple):
-    """What tells the stored bytes of an image from all others."""
+    """The CRC-32C, size in bytes and XXH3-128 digest that identify the stored bytes of an image."""
 
     crc: int
     size: int
@@ -52,22 +54,22 @@ class Content(NamedTuple):
 
     @classmethod
     def of(cls, stored: bytes) -> Self:
-        """Those of an image as it lies in a shard."""
+        """Compute them from an image's bytes as stored in a shard."""
         return cls(crc32c(stored), len(stored), xxhash.xxh3_128_digest(stored))
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """That a sample stood in a batch.
+    """One appearance of a sample in a batch.
 
     Attributes:
-        step: the update that was made with it, from 1; None where a policy has left the batch out.
-        batch: its place in the order, from 0.
-        epoch: of the order, from 0.
-        slot: of the global batch.
-        box: what was seen: top, left, height and width in pixels of the stored picture.
-        is_flipped: whether it was mirrored.
-        partner: uid of the sample that it was mixed with; None where the recipe mixes none.
+        step: the update made with the batch, from 1; None if a policy skipped the batch.
+        batch: the batch's position in the order, from 0.
+        epoch: the epoch of the order, from 0.
+        slot: the sample's slot in the global batch, from 0.
+        box: the crop: top, left, height and width, in pixels of the stored image.
+        is_flipped: whether the crop was mirrored.
+        partner: the uid of the sample that it was mixed with; None if the recipe mixes none.
     """
 
     step: int | None
@@ -90,7 +92,7 @@ class _Stretch:
 
     @property
     def epochs(self) -> range:
-        """That have begun."""
+        """The epochs of this order that the run has begun."""
         return range(self.start // self.order.steps_per_epoch, -(-self.stop // self.order.steps_per_epoch))
 
 
@@ -98,18 +100,18 @@ class History:
     """What a run has trained on, up to its newest checkpoint.
 
     Args:
-        recipe: the run's.
-        index: of the checkpoint.
-        manifests: of the training data, and before them of those that the trunks of a branch had, oldest first. Each
-            is a view of the one before.
+        recipe: the run's recipe.
+        index: the index of its newest checkpoint.
+        manifests: the manifest of the training data, preceded in a branch by those that its trunks were trained on,
+            oldest first. Each is a view of the one before.
 
     Attributes:
         steps: updates done.
-        left_out: batches of the order that a policy has left out.
-        manifest: of the oldest data, which hold all samples.
-        newest: manifest of the data that the run would go on with.
+        left_out: the number of batches of the order that a policy skipped.
+        manifest: the manifest of the oldest data, which hold all samples.
+        newest: the manifest of the data that the run would continue with.
 
-    Raises `DataError` for other data than the run's, or a checkpoint of another order.
+    Raises `DataError` if the data are not the run's, or the checkpoint has another version of the order.
     """
 
     def __init__(self, recipe: Recipe, index: Index, manifests: Sequence[Manifest]) -> None:
@@ -143,14 +145,14 @@ class History:
 
     @classmethod
     def of(cls, run_dir: Path, root: str | None = None) -> Self:
-        """That of a run.
+        """The history of the run in a directory.
 
         Args:
-            run_dir: of the run.
+            run_dir: the run's directory.
             root: where its data are now; by default where its recipe says.
 
-        Raises `RecipeError` where there is no run, `CheckpointError` where it has no checkpoint, `DataError` where its
-        data are not there or have changed, `StorageError`.
+        Raises `RecipeError` if there is no run, `CheckpointError` if it has no checkpoint, `DataError` if its data are
+        missing or have changed, `StorageError`.
         """
         index = newest_index(recipe_of_run(run_dir), run_dir)
         recipe = validate_recipe(index.recipe, f"the recipe in the checkpoint of step {index.step}")
@@ -160,13 +162,13 @@ class History:
 
     @property
     def epochs(self) -> int:
-        """That have begun."""
+        """The number of epochs begun, over all datasets."""
         return sum(len(stretch.epochs) for stretch in self._stretches)
 
-    # ---- Where samples lie -------------------------------------------------------------------------------------------
+    # ---- Where samples are stored ------------------------------------------------------------------------------------
 
     def find(self, uids: Sequence[int]) -> list[Place | None]:
-        """Where samples lie, in their order; None for those that no shard of the data has. Opens each shard once."""
+        """Where samples are stored, one per uid; None for a uid that no shard has. Opens each shard once."""
         found: dict[int, Place] = {}
         wanted = np.unique(np.array([uid for uid in uids if uid < 2**63], np.int64))
         numbers = np.searchsorted(self._first_uids, wanted, side="right") - 1
@@ -180,7 +182,10 @@ class History:
         return [found.get(uid) for uid in uids]
 
     def holding(self, images: Sequence[Content]) -> Iterator[tuple[int, Place]]:
-        """The samples that are stored as some images, and which of these each is; all shards are looked at once."""
+        """Find the samples whose stored bytes are those of given images; reads through all shards once.
+
+        Yields (number of the image in `images`, the sample's place).
+        """
         wanted: dict[Content, list[int]] = {}
         for number, image in enumerate(images):
             wanted.setdefault(image, []).append(number)
@@ -198,7 +203,7 @@ class History:
                     yield from zip(which, self._places(shard, np.array(slots)), strict=True)
 
     def _places(self, shard: OpenShard, slots: np.ndarray) -> list[Place]:
-        """Of some slots of a shard of the oldest dataset."""
+        """The places of the samples in given slots of a shard of the oldest dataset."""
         at: list[list[tuple[int, int] | None]] = []
         for number_of, stretch in zip(self._number_of, self._stretches, strict=True):
             number = number_of.get(self.manifest.shards[shard.index].first_uid)
@@ -219,18 +224,18 @@ class History:
     # ---- When they were seen -----------------------------------------------------------------------------------------
 
     def updates(self, places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray]:
-        """The first update that was made with each sample, 0 where there is none, and how many were; int64 (n,)."""
+        """The first update made with each sample, from 1 (0: none), and the number of updates; both int64 (n,)."""
         first, times = np.zeros((2, len(places)), np.int64)
         for found in self._found(places):
             steps = steps_of(found.batches, self._skipped)
             rows, steps = found.rows[steps > 0], steps[steps > 0]
             times[rows] += 1
-            is_first = first[rows] == 0  # epochs come in their order
+            is_first = first[rows] == 0  # epochs come in order
             first[rows[is_first]] = steps[is_first]
         return first, times
 
     def sightings(self, places: Sequence[Place]) -> list[list[Sighting]]:
-        """Every time that each sample stood in a batch of the run, in order; once an epoch and view, or not at all."""
+        """Every appearance of each sample in a batch of the run, in order: at most one per epoch and view."""
         seen: list[list[Sighting]] = [[] for _ in places]
         for found in self._found(places):
             order = found.stretch.order
@@ -262,7 +267,7 @@ class History:
         return seen
 
     def _found(self, places: Sequence[Place]) -> Iterator["_Found"]:
-        """Where samples stand in the order, epoch after epoch."""
+        """The batches and slots of samples in the order, epoch after epoch."""
         for number, stretch in enumerate(self._stretches):
             lying = [(row, *at) for row, place in enumerate(places) if (at := place.at[number]) is not None]
             if not lying:
@@ -275,7 +280,7 @@ class History:
                     yield _Found(stretch, epoch, rows[seen], batches[seen], slots[seen])
 
     def _partners(self, stretch: _Stretch, batches: np.ndarray, slots: np.ndarray) -> list[int | None]:
-        """With whom the samples in some slots of batches are mixed; opens each shard once."""
+        """The uids of the samples that those in given slots of batches are mixed with; opens each shard once."""
         if self.recipe.objective.together != 2:
             return [None] * len(slots)
         drawn = [
@@ -292,7 +297,7 @@ class History:
         return list(uids.tolist())
 
     def pixels(self, sighting: Sighting) -> Batch:
-        """What the loader made of the sample: a batch of one, its digest that of these pixels.
+        """The pixels that the loader made of the sample: a batch of one, with the digest of these pixels.
 
         Raises as `Loader`.
         """
@@ -301,7 +306,7 @@ class History:
             self.recipe,
             stretch.manifest,
             stretch.order,
-            rank=sighting.slot,  # one rank a slot
+            rank=sighting.slot,  # one rank per slot
             world=stretch.order.global_batch,
             start=sighting.batch,
             stop=sighting.batch + 1,
@@ -311,7 +316,7 @@ class History:
 
 
 class _Found(NamedTuple):
-    """Samples in the batches of an epoch: which of those that were asked for, and batch and first slot of each."""
+    """The samples found in one epoch: their rows in the query, batches and first slots, each int64 (m,)."""
 
     stretch: _Stretch
     epoch: int
@@ -321,7 +326,10 @@ class _Found(NamedTuple):
 
 
 def newest_index(recipe: Recipe, run_dir: Path) -> Index:
-    """The index of a run's newest checkpoint, its own checksum compared, its files not. Raises `CheckpointError`."""
+    """The index of a run's newest checkpoint. Its own checksum is verified, its files are not.
+
+    Raises `CheckpointError` if there is no checkpoint or it cannot be read.
+    """
     place = checkpoint_place(recipe, run_dir)
     try:
         steps = place.steps()
@@ -333,7 +341,7 @@ def newest_index(recipe: Recipe, run_dir: Path) -> Index:
 
 
 def _data_before(index: Index) -> list[Mapping[str, Any]]:
-    """What a checkpoint says of the data that its trunks had before branches on views of them, oldest first."""
+    """The index's entries on the data that the trunks of branches onto views were trained on, oldest first."""
     found: list[Mapping[str, Any]] = []
     init = index.data.get("init")
     while init is not None and "continues" in init:
@@ -343,12 +351,12 @@ def _data_before(index: Index) -> list[Mapping[str, Any]]:
 
 
 def _key(crc: Any, size: Any) -> Any:
-    """Checksum and size of a stored image, or of many, as one number."""
+    """The checksum and size of a stored image, or of an array of them, as one uint64 each."""
     return np.asarray(crc, np.uint64) << np.uint64(32) | np.asarray(size, np.uint64) & np.uint64(2**32 - 1)
 
 
 def steps_of(batches: np.ndarray, skipped: SkippedData) -> np.ndarray:
-    """The updates, from 1, that were made with the batches at some places of the order; 0 where one was left out."""
+    """The updates, from 1, made with the batches at given positions in the order, int64 (n,); 0 for a skipped batch."""
     before, is_left_out = np.zeros(len(batches), np.int64), np.zeros(len(batches), bool)
     for start, stop in skipped.ranges:
         is_left_out |= (batches >= start) & (batches < stop)

@@ -1,13 +1,13 @@
-"""Checks a run against its own files, and by taking some of its steps once more.
+"""Checks a run against its own files, and by repeating some of its steps.
 
-What is compared: every file of every checkpoint with its digest; recipe, data and beginning of all checkpoints with
-each other; the lines of metrics with what the recipe makes of their steps; DONE with the last of them; every shard with
-its manifest; and then, from checkpoints drawn at random, the losses, gradient norms and batches of the steps that
-follow, and the weights of the next checkpoint.
+It compares every file of every checkpoint with its digest; the recipe, data and beginning of all checkpoints with each
+other; the lines of metrics with what the recipe implies for their steps; DONE with the last line; and every shard with
+its manifest. Then, from checkpoints drawn at random, it compares the losses, gradient norms and batches of the steps
+that follow, and the weights of the next checkpoint.
 
-Steps are taken by `vitscale launch` in a folder of their own. Where versions, hardware and number of ranks are those of
-the run, all is equal to the last bit; elsewhere within `tolerance`. A trajectory that has left another never comes back
-to the same bits: a line that differs before later ones that are equal was edited.
+`vitscale launch` repeats the steps in a temporary folder. With the run's versions, hardware and number of ranks
+everything is equal to the last bit; otherwise within `tolerance`. Once a trajectory has diverged it never returns to
+the same bits: a line that differs and is followed by equal ones was edited.
 """
 
 import math
@@ -41,17 +41,17 @@ from vitscale.training.plan import Plan, plan_run
 
 _COMPARED = ("loss", "grad_norm", "lr", "batch_digest")
 _KEPT_FILES = 1_000_000  # no checkpoint of the copy is deleted
-_FEW = 0.01  # of a state's numbers: so few are not rounding, which reaches all of them within a step
+_FEW = 0.01  # a smaller share of differing numbers is not rounding, which reaches all numbers of a state in one step
 _LEAST = 1e-12
 _TAIL = 2000  # characters of a launch's output in a message
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was compared.
+    """The result of one comparison.
 
     Attributes:
-        what: a checkpoint, a file, a line, some steps.
+        what: what was compared: a checkpoint, a file, a line, some steps.
         is_sound: whether it is as it should be.
         detail: what was found.
     """
@@ -62,7 +62,7 @@ class Finding:
 
 
 def tolerance(precision: str) -> float:
-    """Relative difference of losses and norms that another machine, world or version may make over a few steps."""
+    """The relative difference of losses and norms that other hardware, ranks or versions may make over a few steps."""
     return 1e-3 if precision == "fp32" else 5e-2
 
 
@@ -76,19 +76,19 @@ def verify_run(
     with_shards: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Finding]:
-    """Compare all of a run, one thing after the other.
+    """Check everything about a run, yielding one finding after another.
 
     Args:
-        run_dir: of the run.
-        steps: to be taken again, at most.
-        seed: of the choice of steps.
-        ranks: on which they are; by default as many as the run had, where this machine has so many devices or cores,
-            or else one.
+        run_dir: the run's directory.
+        steps: the largest number of steps to repeat.
+        seed: the seed for choosing the steps.
+        ranks: the number of ranks to repeat them on; by default as many as the run had, if this machine has so many
+            devices or cores, else one.
         root: where the data are now; by default where the recipe says.
         with_shards: whether to read every byte of the training data.
-        say: is told what begins.
+        say: called with a line for people when a part begins.
 
-    Raises `RecipeError`, `CheckpointError`, `DataError` and `StorageError` where there is nothing to compare.
+    Raises `RecipeError`, `CheckpointError`, `DataError` and `StorageError` if there is nothing to compare.
     """
     recipe = recipe_of_run(run_dir)
     store = CheckpointStore(checkpoint_place(recipe, run_dir))
@@ -112,7 +112,7 @@ def verify_run(
     if not is_same:
         return
     ranks = ranks or _ranks(newest.world_size)
-    trained.split(ranks)  # refused before all data are read
+    trained.split(ranks)  # raises before all the data are read
     plan = plan_run(_bare(trained, trained.logging.every), 0, 1)
     log = MetricsLog(run_dir / METRICS_FILE, whole=True)
     log.refresh()
@@ -136,11 +136,11 @@ def verify_run(
         yield from _again(trained, readers, rows, first, last, ranks)
 
 
-# ---- What the files say of each other --------------------------------------------------------------------------------
+# ---- Whether the files agree with each other -------------------------------------------------------------------------
 
 
 def _same_run(recipe: Recipe, readers: dict[int, CheckpointReader]) -> Iterator[Finding]:
-    """That recipe.yaml and all checkpoints are of one run."""
+    """Check that recipe.yaml and all checkpoints belong to the same run."""
     newest = readers[max(readers)].index
     wrong = differences(newest.recipe, recipe.dump())
     yield Finding(RECIPE_FILE, not wrong, "; ".join(wrong) or "is that of the checkpoints")
@@ -157,7 +157,7 @@ def _same_run(recipe: Recipe, readers: dict[int, CheckpointReader]) -> Iterator[
 
 
 def _metrics(plan: Plan, recipe: Recipe, log: MetricsLog, rows: dict[int, Row], newest: Index) -> Iterator[Finding]:
-    """That every line is there, and says what follows from its step."""
+    """Check that no line of metrics is missing, and that each has the values that follow from its step."""
     wrong = [f"{log.damaged} lines cannot be read"] if log.damaged else []
     expected = {step for step in range(recipe.first_step + 1, newest.step + 1) if plan.due(step, newest.step).log}
     missing = sorted(expected - rows.keys())
@@ -172,7 +172,7 @@ def _metrics(plan: Plan, recipe: Recipe, log: MetricsLog, rows: dict[int, Row], 
 
 
 def _done(run_dir: Path, newest: Index, log: MetricsLog) -> Iterator[Finding]:
-    """That DONE is of the last step, and says what the metrics say."""
+    """Check that DONE is about the last step and agrees with the metrics."""
     if not (run_dir / DONE_FILE).exists():
         return
     done, wrong = read_done(run_dir) or {}, []
@@ -186,11 +186,11 @@ def _done(run_dir: Path, newest: Index, log: MetricsLog) -> Iterator[Finding]:
     yield Finding(DONE_FILE, not wrong, "; ".join(wrong) or "says what the metrics say")
 
 
-# ---- Steps, taken again ----------------------------------------------------------------------------------------------
+# ---- Steps, repeated -------------------------------------------------------------------------------------------------
 
 
 def _segments(saved: Sequence[int], steps: int, seed: int) -> list[tuple[int, int]]:
-    """Stretches from a checkpoint, or the beginning, to the next: of each its first steps, of all at most `steps`."""
+    """The steps (first, last] to repeat: the first ones after randomly chosen checkpoints, at most `steps` in total."""
     stretches = list(pairwise(saved))
     random.Random(seed).shuffle(stretches)
     found = []
@@ -207,7 +207,7 @@ def _ranks(of_run: int) -> int:
 
 
 def _bare(recipe: Recipe, log_every: int) -> Recipe:
-    """The same run without what does not touch its steps."""
+    """The run's recipe without everything that does not affect its steps."""
     content = recipe.dump()
     content["logging"] |= {"every": log_every, "trackers": [], "batch_digest": True}
     content["evaluation"] = {} if recipe.selection is None else content["evaluation"] | {"every": None}
@@ -219,7 +219,7 @@ def _bare(recipe: Recipe, log_every: int) -> Recipe:
 def _again(
     recipe: Recipe, readers: dict[int, CheckpointReader], rows: dict[int, Row], first: int, last: int, ranks: int
 ) -> Iterator[Finding]:
-    """Compare steps (first, last], taken from the checkpoint of `first`, with what the run says of them."""
+    """Repeat steps (first, last] from the checkpoint of `first`, and compare them with what the run recorded."""
     with tempfile.TemporaryDirectory(prefix="vitscale-verify-") as temporary:
         copy = Path(temporary, "run")
         copy.mkdir()
@@ -235,7 +235,7 @@ def _again(
 
 
 def _launch(what: Pretraining, log: Path) -> None:
-    """Raises `VitscaleError` where the steps cannot be taken on this machine."""
+    """Repeat the steps by a launch. Raises `VitscaleError` if they cannot be taken on this machine."""
     with log.open("wb") as output:
         code = subprocess.run(
             launch_command(Job(what, max_restarts=0), [sys.executable, "-m", "vitscale"]),
@@ -292,7 +292,7 @@ def _told(rows: dict[int, Row], again: dict[int, Row], step: int, apart: dict[in
 
 
 def _compare_state(recipe: Recipe, saved: CheckpointReader, again: CheckpointReader) -> Finding:
-    """The weights and moments of a checkpoint, and of the same step taken again."""
+    """Compare the weights and moments of a checkpoint with those of the same step repeated."""
     index = saved.index
     what, total, differing, places, worst = f"checkpoint {index.step}", 0, 0, [], 0.0
     for kind in index.kinds:
@@ -315,5 +315,6 @@ def _compare_state(recipe: Recipe, saved: CheckpointReader, again: CheckpointRea
         return Finding(
             what, False, f"was edited: {differing:,} of {total:,} numbers differ, in {', '.join(places[:3])}"
         )
-    # What has no gradient but rounding, such as the biases of keys, is as good as drawn: no parameter by itself tells.
+    # A parameter whose gradient is only rounding error, such as a key's bias, is as good as random. So the norm over
+    # all parameters is compared, not one parameter by itself.
     return Finding(what, worst <= tolerance(recipe.precision), f"{worst:.2g} of the norm away, not to the last bit")

@@ -1,4 +1,4 @@
-"""Which step a branch of a run has to start from that has not seen some samples, what it costs, and its recipe."""
+"""Branches of a run that have never seen given samples: the step to start from, the cost, and the branch's recipe."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +26,9 @@ class Start:
     """Where a branch starts.
 
     Attributes:
-        step: of the checkpoint; 0 for the beginning.
-        init: of its recipe: the checkpoint, or what the run began with; None for random weights.
+        step: the checkpoint's step; 0 for the beginning.
+        init: the `init` block of the branch's recipe: the checkpoint, or what the run began with; None for random
+            weights.
     """
 
     step: int
@@ -36,14 +37,14 @@ class Start:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of steps that are taken again, at the run's own pace.
+    """The cost of repeating steps, at the run's own speed.
 
     Attributes:
-        steps: how many.
-        exaflops: as the run's metrics count them; None where there are none.
-        hours: of training steps, at images/s on so many devices; None as above.
-        images_per_s: of all devices together, over the whole run.
-        world_size: devices of the run's last steps.
+        steps: the number of steps.
+        exaflops: their compute, as the run's metrics count it; None if there are no metrics.
+        hours: the time of these steps at `images_per_s`; None if there are no metrics.
+        images_per_s: the speed of all devices together, over the whole run; None if there are no metrics.
+        world_size: the number of devices in the run's last steps; None if there are no metrics.
     """
 
     steps: int
@@ -54,15 +55,15 @@ class Cost:
 
 
 def is_finished(history: History, run_dir: Path) -> bool:
-    """Whether a run takes no further steps."""
+    """Whether a run is finished: no further step will be taken."""
     total, _ = schedule_in_steps(history.recipe, history.newest.num_samples)
     return read_done(run_dir) is not None or history.steps >= total
 
 
 def start_before(run_dir: Path, step: int) -> Start:
-    """The newest checkpoint before an update, of the run or of the trunks that it goes back to; or the beginning.
+    """The newest checkpoint before an update, from the run or the trunks that it branched from; or the beginning.
 
-    Only indices are read. Raises `CheckpointError` where a trunk that would have it is not there any more.
+    Only indices are read. Raises `CheckpointError` if a trunk that would have the checkpoint no longer exists.
     """
     recipe, limit = recipe_of_run(run_dir), step - 1
     while True:
@@ -101,7 +102,7 @@ def _continuing(path: Path, step: int) -> dict[str, Any]:
 
 
 def cost_of(run_dir: Path, history: History, step: int) -> Cost:
-    """What the steps after `step` have cost that the run has taken, and a branch takes again."""
+    """The cost of the run's steps after `step`, which a branch from there has to repeat."""
     steps = history.steps - step
     try:
         run = read_run(run_dir)
@@ -113,13 +114,14 @@ def cost_of(run_dir: Path, history: History, step: int) -> Cost:
 
 
 def branch_recipe(history: History, start: Start, view: str, root: str | None) -> Recipe:
-    """The run's recipe for a branch on a view of its data, with its schedule in steps: the view has shorter epochs.
+    """The recipe of a branch on a view of the run's data, with its schedule in steps: the view has shorter epochs.
 
-    Its `data.root` is absolute, so that the branch may begin in any folder.
+    Its `data.root` is absolute, so that the branch can begin in any folder.
 
     Args:
-        start: of the branch.
-        view: where the view is to be.
+        history: the run's history.
+        start: where the branch starts.
+        view: where the view will be.
         root: where the run's data are now; by default where they were.
     """
     content = history.index.recipe | {"init": start.init}
@@ -133,7 +135,7 @@ def branch_recipe(history: History, start: Start, view: str, root: str | None) -
 
 
 def _in_steps(content: Any, num_samples: int, global_batch: int) -> Any:
-    """A part of a recipe, as plain data, with epochs as steps."""
+    """A part of a recipe, as plain data, with durations in epochs converted to steps."""
     if isinstance(content, list):
         return [_in_steps(each, num_samples, global_batch) for each in content]
     if not isinstance(content, dict):
@@ -144,7 +146,10 @@ def _in_steps(content: Any, num_samples: int, global_batch: int) -> Any:
 
 
 def drawn_from(view: Manifest, uids: np.ndarray) -> list[int]:
-    """Which of some samples a dataset has, and so its order draws; each shard that could hold one is read."""
+    """The uids among `uids` that a dataset holds, and that its order therefore draws.
+
+    Every shard that could hold one is read.
+    """
     first_uids = np.array([shard.first_uid for shard in view.shards])
     found: list[int] = []
     for number in np.unique(np.searchsorted(first_uids, uids, side="right") - 1).tolist():

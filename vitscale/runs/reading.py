@@ -42,7 +42,7 @@ def text(value: Any) -> str:
 
 
 def timestamp(value: Any) -> float | None:
-    """Seconds since 1970 of a time in ISO 8601, or None."""
+    """A time in ISO 8601 as seconds since 1970; None if `value` is no such time."""
     try:
         return datetime.fromisoformat(text(value)).timestamp()
     except (ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""How long restarts of a run have taken: by its launches and its metrics."""
+"""How long restarts of a run have taken, from its launches and its metrics."""
 
 from bisect import bisect_right
 from pathlib import Path
@@ -10,12 +10,12 @@ from vitscale.runs.reading import timestamp
 
 
 def restart_times(run_dir: Path) -> list[float]:
-    """Seconds from the end of an attempt to the begin of the first step of the next one, of each restart by a launch.
+    """Seconds from the end of an attempt to the beginning of the next attempt's first step, for each restart.
 
-    Restarts that came to no step are left out, and those of which a later one has taken the steps once more: then their
-    lines are gone. What passes until a launch sees that a rank hangs is not in it.
+    Restarts that reached no step are left out, and so are those whose steps a later attempt repeated, because their
+    lines of metrics are gone. The time until a launch notices that a rank hangs is not included.
 
-    Raises `DataError` where a file cannot be read.
+    Raises `DataError` if a file cannot be read.
     """
     log = MetricsLog(run_dir / METRICS_FILE, whole=True)
     log.refresh()
