@@ -1,4 +1,4 @@
-"""Saving while training goes on: the state is copied to host memory, and a thread writes the copy."""
+"""Saving while training continues: the state is copied to host memory, and a thread writes the copy."""
 
 import queue
 import threading
@@ -17,10 +17,10 @@ from vitscale.runs.index import Index
 
 
 class Outcome(NamedTuple):
-    """What became of a save.
+    """The result of a save.
 
     Attributes:
-        step: of the checkpoint.
+        step: the checkpoint's step.
         error: what went wrong, in words; None if nothing did.
     """
 
@@ -29,15 +29,15 @@ class Outcome(NamedTuple):
 
 
 class BackgroundSaver:
-    """Saves checkpoints of a run, one after the other, in a thread of its own. A context manager, which closes it.
+    """Saves a run's checkpoints one after another in its own thread. A context manager, which closes it.
 
-    What fails is an outcome, no exception. All ranks call `save` and `amend` in the same order; then their outcomes are
-    the same, though some ranks may have them earlier than others.
+    A failure becomes an outcome, not an exception. All ranks must call `save` and `amend` in the same order; their
+    outcomes are then the same, though some ranks may have them earlier than others.
 
     Args:
-        store: whose `gather` nobody else uses: it is called from the thread.
-        keep, keep_every: of `CheckpointStore.retain`, which follows each save that went well.
-        background: False: `save` and `amend` themselves do the work, without a copy.
+        store: the run's checkpoints; its `gather` is called from the thread, so nothing else may use it.
+        keep, keep_every: the arguments of `CheckpointStore.retain`, which follows each successful save.
+        background: if False, `save` and `amend` do the work themselves, without a copy.
     """
 
     def __init__(
@@ -45,25 +45,25 @@ class BackgroundSaver:
     ) -> None:
         self._store, self._keep, self._keep_every = store, keep, keep_every
         self._buffer: Tensor | None = None
-        self._failed_step: int | None = None  # of the last save
+        self._failed_step: int | None = None  # the last save's step if it failed
         self._outcomes: list[Outcome] = []
         self._unfinished = 0
         self._changed = threading.Condition()  # guards the two above
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if background:
-            # A daemon: a process may end though a file system or a network never answers.
+            # A daemon, so that the process can end even if a file system or a network never answers.
             self._thread = threading.Thread(target=self._work, name="checkpoint", daemon=True)
             self._thread.start()
 
     def save(self, index: Index, fragments: list[Fragment], best: int | None) -> float:
-        """Save what this rank owns, and then keep `best` and as many others as was said.
+        """Save what this rank owns, then delete old checkpoints, except that of step `best` and the newest `keep`.
 
-        The tensors may change as soon as this returns. It waits for a save that is still going on, whose memory it
-        needs.
+        The tensors may change as soon as this returns. It first waits for an unfinished save, because it reuses that
+        save's memory.
 
         Returns:
-            Seconds for which the caller had to wait.
+            The seconds that the caller had to wait.
         """
         begin = time.monotonic()
         if self._thread is not None:
@@ -80,9 +80,9 @@ class BackgroundSaver:
         return time.monotonic() - begin
 
     def amend(self, step: int, selection: dict[str, Any]) -> None:
-        """Replace the state of the selection in the index of a checkpoint, after what was queued before.
+        """Replace the selection's state in a checkpoint's index, after everything queued before.
 
-        There is an outcome of it only where it fails. It does nothing where the save of this step has failed.
+        It has an outcome only if it fails. It does nothing if the save of this step has failed.
         """
 
         def work() -> None:
@@ -92,24 +92,24 @@ class BackgroundSaver:
         self._do(lambda: self._attempt(step, work, is_save=False))
 
     def finished(self) -> int:
-        """How many outcomes are to be had on this rank: the ranks may agree on the fewest."""
+        """The number of outcomes available on this rank; the ranks can agree on the smallest of these numbers."""
         with self._changed:
             return len(self._outcomes)
 
     def outcomes(self, count: int | None = None) -> list[Outcome]:
-        """The next `count` outcomes, or all that there are, in the order of the calls; each is given once."""
+        """The next `count` outcomes, or all available ones, in the order of the calls; each is returned once."""
         with self._changed:
             given = self._outcomes[:count]
             del self._outcomes[: len(given)]
         return given
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is queued or under way; False if that is not so after `timeout_s`."""
+        """Wait until nothing is queued or in progress; returns False if that takes longer than `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._unfinished == 0, timeout_s)
 
     def close(self) -> None:
-        """Finish what is queued and end the thread. Nothing can be saved afterwards; outcomes can still be had."""
+        """Finish what is queued and end the thread. After this nothing can be saved; outcomes can still be read."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -120,7 +120,7 @@ class BackgroundSaver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:  # else other ranks may be gone, and the thread would wait for them
+        if error is None:  # after an error other ranks may be gone, and the thread would wait for them
             self.close()
 
     def _do(self, attempt: Callable[[], None]) -> None:
@@ -151,12 +151,12 @@ class BackgroundSaver:
                 self._changed.notify_all()
 
     def _copy(self, fragments: list[Fragment]) -> list[Fragment]:
-        """The fragments in host memory, which is the same each time; pinned if they are on a device."""
+        """Copy the fragments into a host buffer that every save reuses; it is pinned if they are on a device."""
         tensors = [tensor.detach() for fragment in fragments for tensor in fragment.tensors.values()]
         sizes = [tensor.numel() for tensor in tensors]
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
         if self._buffer is None or len(self._buffer) != sum(sizes):
-            self._buffer = None  # its memory is given back before more is taken
+            self._buffer = None  # free the old buffer before allocating a new one
             self._buffer = torch.empty(sum(sizes), dtype=torch.float32, pin_memory=bool(devices))
         copies = self._buffer.split(sizes)
         for copy, tensor in zip(copies, tensors, strict=True):

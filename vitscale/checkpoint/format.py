@@ -3,7 +3,7 @@
     step-00001000/
         rank-00000.safetensors    what rank 0 owned: keys KIND/PARAMETER@START, 1-D fp32 pieces of flattened parameters
         ...
-        index.json                written last: what the run was, and size and sha256 of every file
+        index.json                written last: what the run was, and the size and sha256 of every file
 
 A checkpoint exists if and only if its index.json is there and every file in it verifies (`vitscale.runs.index`). No
 pickle anywhere.
@@ -26,18 +26,19 @@ from vitscale.models.weights.torch_files import write_safetensors
 from vitscale.runs.index import FileEntry
 
 _BLOCK_BYTES = 16 << 20
-_HEADER_BYTES = 160  # of one key: its name, type, shape and position
+_HEADER_BYTES = 160  # header per key: its name, type, shape and position
 
 Layout = dict[str, int]
-"""The keys of a rank's file and the length of each one's tensor, as these lie one behind the other to its end."""
+"""Key -> its tensor's length, in the order in which the tensors follow each other to the end of a rank's file."""
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """A contiguous piece of one flattened parameter, with the state that is kept for it.
+    """A contiguous piece of one flattened parameter, with its optimizer state.
 
-    `tensors` maps a kind (`master`, `ema`, `exp_avg`, `exp_avg_sq`, `momentum_buffer`) to a 1-D tensor, which is
-    written in fp32. State of another shape than the parameter's is a fragment of its own, cut out of that shape.
+    `start` is the piece's offset in elements. `tensors` maps a kind (`master`, `ema`, `exp_avg`, `exp_avg_sq`,
+    `momentum_buffer`) to a 1-D tensor, which is written in fp32. State that does not have its parameter's shape is a
+    fragment of its own, cut from the flattened state.
     """
 
     name: str
@@ -46,17 +47,17 @@ class Fragment:
 
 
 def rank_file(rank: int) -> str:
-    """Name of the file of what one rank owned."""
+    """The name of one rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def fragment_key(kind: str, name: str, start: int) -> str:
-    """Key of one fragment's tensor in a rank's file."""
+    """The key of one fragment's tensor in a rank's file."""
     return f"{kind}/{name}@{start}"
 
 
 def parse_key(key: str) -> tuple[str, str, int]:
-    """(kind, parameter, start) of a key."""
+    """Split a key into (kind, parameter, start). Raises `CheckpointError`."""
     kind, _, rest = key.partition("/")
     name, _, start = rest.rpartition("@")
     if not kind or not name or not start.isdigit():
@@ -65,12 +66,12 @@ def parse_key(key: str) -> tuple[str, str, int]:
 
 
 def bytes_needed(shapes: dict[str, list[int]], kinds: list[str]) -> int:
-    """Bytes of a checkpoint of these parameters and kinds, its ranks' files together; each cut adds some 100 more."""
+    """The total size of a checkpoint's rank files, in bytes; each cut of a parameter adds some 100 more."""
     return len(kinds) * sum(4 * math.prod(shape) + _HEADER_BYTES for shape in shapes.values())
 
 
 class _Hashed:
-    """A file to write to, and the sha256 of what was written."""
+    """Writes to a file and computes the sha256 of what was written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -78,16 +79,16 @@ class _Hashed:
 
     def write(self, content: bytes | memoryview) -> None:
         view = memoryview(content)
-        for start in range(0, len(view), _BLOCK_BYTES):  # hashed and written while it is in the processor's cache
+        for start in range(0, len(view), _BLOCK_BYTES):  # hashed and written while the block is in the CPU's cache
             block = view[start : start + _BLOCK_BYTES]
             self.sha256.update(block)
             self._file.write(block)
 
 
 def write_rank_file(path: Path, fragments: list[Fragment]) -> FileEntry:
-    """Write what one rank owns as a stream, one tensor at a time, and force it to disk. Raises OSError, file removed.
+    """Stream what one rank owns to a file, one tensor at a time, and sync it to disk.
 
-    Tensors may be on a device; each is copied from there when it is its turn.
+    Tensors may be on a device; each is copied to the host when its turn comes. Raises OSError after removing the file.
     """
     tensors = {
         fragment_key(kind, fragment.name, fragment.start): tensor.detach()
@@ -113,7 +114,7 @@ def _fp32(tensor: Tensor) -> Tensor:
 
 
 def read_layout(path: Path) -> Layout:
-    """What a rank's file holds. Raises `CheckpointError`."""
+    """Read which tensors a rank's file holds. Raises `CheckpointError`."""
     layout = {}
     try:
         with safe_open(path, framework="pt") as file:
@@ -129,7 +130,7 @@ def read_layout(path: Path) -> Layout:
 
 
 def verify_file(path: Path, entry: FileEntry) -> None:
-    """Raise `CheckpointError` where a file is not the one of the index, byte for byte."""
+    """Raise `CheckpointError` unless a file is byte for byte the one that the index describes."""
     try:
         size = path.stat().st_size
         if size != entry.bytes:

@@ -1,8 +1,8 @@
-"""Where the checkpoints of a run are: a folder of a file system that all ranks share, or a URL.
+"""Where a run's checkpoints are: a folder on a file system that all ranks share, or a URL.
 
-Of each method is said which ranks call it; what connects them is `CheckpointStore`. All raise OSError, StorageError or
-RecipeError (a kind of URL whose package is missing) where a place refuses or does not answer, which says nothing of the
-checkpoints there, and CheckpointError where one is missing or damaged.
+Each method's docstring says which ranks call it; `CheckpointStore` coordinates them. If a place refuses or does not
+answer, which says nothing about its checkpoints, methods raise OSError, StorageError or RecipeError (the package for
+this kind of URL is missing); if a checkpoint is missing or damaged, CheckpointError.
 """
 
 import errno
@@ -39,44 +39,44 @@ _SET_ASIDE = "unusable-index.json"
 
 
 class Files(Protocol):
-    """The files of one checkpoint, as files of this machine. Any rank may call any method.
+    """The files of one checkpoint, available as files on this machine. Any rank may call any method.
 
     Attributes:
-        where: path or URL of the checkpoint.
+        where: the checkpoint's path or URL.
     """
 
     where: str
 
     def verified(self, entry: FileEntry) -> Path:
-        """The file, every byte of it compared now, or since it came to this machine."""
+        """The file's local path, after all its bytes were verified: now, or when it was copied to this machine."""
 
     def path(self, entry: FileEntry) -> Path:
-        """The file, after some rank has verified it."""
+        """The file's local path, without verifying it: some rank must have done that."""
 
     def release(self) -> None:
-        """Remove what was copied to this machine. What was asked for before must not be used any more."""
+        """Remove the copies on this machine. Paths returned before must not be used any more."""
 
 
 class Place(Protocol):
-    """What `CheckpointStore` asks of a place.
+    """What `CheckpointStore` needs from a place that holds checkpoints.
 
     Attributes:
-        root: path or URL of the place.
+        root: the place's path or URL.
     """
 
     root: str
 
     def steps(self) -> list[int]:
-        """Steps of which there is a checkpoint, oldest first; not yet verified."""
+        """The steps of the checkpoints, oldest first; not yet verified."""
 
     def begin(self, step: int) -> None:
-        """One rank: remove what interrupted saves left, and prepare to `write`."""
+        """One rank: remove what interrupted saves left behind, and prepare for `write`."""
 
     def write(self, step: int, name: str, fragments: list[Fragment]) -> FileEntry:
-        """Every rank: write its file, under a name of its own; nothing is left of it when that fails."""
+        """Every rank: write its own file, under its own name; if that fails, nothing of it is left."""
 
     def finish(self, index: Index) -> None:
-        """One rank: with all files there, make them a checkpoint. It replaces one of the same step."""
+        """One rank: turn the files, once all are written, into a checkpoint, replacing one of the same step."""
 
     def abandon(self, step: int) -> None:
         """One rank, in place of `finish`: remove what was written. Raises nothing."""
@@ -85,20 +85,20 @@ class Place(Protocol):
         """The files of a checkpoint. Raises nothing."""
 
     def read_index(self, step: int) -> Index:
-        """What a checkpoint was."""
+        """Read a checkpoint's index."""
 
     def write_index(self, index: Index) -> None:
         """One rank: replace the index of a checkpoint."""
 
     def set_aside(self, step: int) -> None:
-        """One rank: a checkpoint is none any more; what is there of it stays, for a person."""
+        """One rank: make a checkpoint no longer count as one, but leave its files for a person to look at."""
 
     def remove(self, step: int) -> None:
-        """One rank: remove a checkpoint, if it is there, at once."""
+        """One rank: remove a checkpoint if it exists; a removal that is interrupted leaves no damaged checkpoint."""
 
 
 def checkpoint_place(recipe: Recipe, run_dir: Path) -> Place:
-    """Where the checkpoints of a run are."""
+    """The place of a run's checkpoints."""
     root = checkpoints_root(recipe, run_dir)
     return RemotePlace(root, recipe.data.cache.folder()) if is_url(root) else LocalPlace(Path(root))
 
@@ -126,8 +126,10 @@ class LocalFiles:
 
 
 class LocalPlace:
-    """A folder. A checkpoint is built under a hidden name and renamed when it is whole, so that under its final name
-    there are complete ones only; `index.json` verifies them again, on file systems where a rename is not atomic too.
+    """A folder of checkpoints.
+
+    A checkpoint is built under a hidden name and renamed when it is complete, so that a final name always means a
+    complete checkpoint. `index.json` verifies it again, also for file systems on which a rename is not atomic.
     """
 
     def __init__(self, root: Path) -> None:
@@ -144,7 +146,7 @@ class LocalPlace:
         return steps_at(self.root)
 
     def tidy(self) -> None:
-        """One rank: remove what interrupted saves left."""
+        """One rank: remove what interrupted saves and removals left behind."""
         for left in itertools.chain(self._root.glob(".building-*"), self._root.glob(".deleting-*")):
             shutil.rmtree(left, ignore_errors=True)
 
@@ -184,7 +186,7 @@ class LocalPlace:
     def remove(self, step: int) -> None:
         folder = self._folder(step)
         if folder.exists():
-            # Renamed first: a deletion that is cut short must not look like a damaged checkpoint.
+            # Renamed first: an interrupted deletion must not look like a damaged checkpoint.
             trash = self._folder(step, ".deleting-")
             shutil.rmtree(trash, ignore_errors=True)
             folder.rename(trash)
@@ -195,7 +197,7 @@ class LocalPlace:
 
 
 class RemoteFiles:
-    """The files of a checkpoint at a URL: each is fetched when it is asked for, once for all ranks of a machine."""
+    """The files of a checkpoint at a URL: each is fetched when first needed, once for all ranks of a machine."""
 
     def __init__(self, where: str, machine: Path) -> None:
         self.where = where
@@ -205,7 +207,7 @@ class RemoteFiles:
     def verified(self, entry: FileEntry) -> Path:
         if self._folder is None:
             self._folder = MachineFolder(self._machine, hashlib.sha256(self.where.encode()).hexdigest()[:16])
-        path = self._folder.path / entry.sha256  # so that it is the right one even if the checkpoint was replaced
+        path = self._folder.path / entry.sha256  # right even if the checkpoint was replaced
         with locked(path.with_suffix(".lock")):
             if not path.exists():
                 _fetch(join(self.where, entry.path), entry, path)
@@ -220,13 +222,14 @@ class RemoteFiles:
 
 
 class RemotePlace:
-    """Below a URL, where nothing can be renamed: files go to their final names, `index.json` last and removed first.
+    """Checkpoints below a URL, where nothing can be renamed.
 
-    Ranks write their files to this machine before they upload them, and read them from copies on this machine.
+    Files are written under their final names; `index.json`, which makes them a checkpoint, is written last and removed
+    first. Ranks write their files to this machine before they upload them, and read them from copies on this machine.
 
     Args:
         root: the URL.
-        cache: a folder of this machine, of which a part is used.
+        cache: a folder on this machine; its subfolder `checkpoints` is used.
     """
 
     def __init__(self, root: str, cache: Path) -> None:
@@ -259,7 +262,7 @@ class RemotePlace:
         self.write_index(index)
 
     def abandon(self, step: int) -> None:
-        with suppress(Exception):  # each file system has its own; `begin` comes back to it
+        with suppress(Exception):  # every file system has its own exceptions; `begin` tries again
             self.remove(step)
 
     def files(self, step: int) -> RemoteFiles:
@@ -295,7 +298,7 @@ class RemotePlace:
 
 
 def _fetch(url: str, entry: FileEntry, path: Path) -> None:
-    """Bring a file to this machine; it has its name only when its digest is right."""
+    """Copy a file to this machine; it gets its final name only once its digest is verified."""
     part = path.with_suffix(".part")
     promise = Promise(entry.bytes, "sha256", entry.sha256, "the index")
     with part.open("wb") as file:

@@ -22,7 +22,7 @@ _WORD = 4  # bytes of an element
 
 
 class _Piece(NamedTuple):
-    """Elements [start, stop) of something, in a file from a byte on."""
+    """Elements [start, stop) of one parameter's state of one kind, and the byte of a file where they begin."""
 
     start: int
     stop: int
@@ -31,21 +31,20 @@ class _Piece(NamedTuple):
 
 
 class CheckpointReader:
-    """One checkpoint's fragments, found by parameter and position. Tensors are read when asked for, not before.
+    """Reads one checkpoint's tensors by parameter and position, and only when they are asked for.
 
-    Files that lie elsewhere are fetched when the first of their tensors is asked for, and the copies are removed with
-    the reader.
+    Files at a URL are fetched when the first of their tensors is asked for; the copies are removed with the reader.
 
     Args:
-        files: of the checkpoint.
-        index: of the checkpoint.
-        layouts: of each file, by its path in the index.
+        files: the checkpoint's files.
+        index: the checkpoint's index.
+        layouts: each file's layout, by the file's path in the index.
 
     Attributes:
-        index: what the run was.
-        folder: path or URL of the checkpoint.
+        index: the checkpoint's index.
+        folder: the checkpoint's path or URL.
 
-    Raises `CheckpointError` where the fragments do not cover every parameter and its state exactly once.
+    Raises `CheckpointError` unless the fragments cover every parameter and its state exactly once.
     """
 
     def __init__(self, files: Files, index: Index, layouts: Mapping[str, Layout]) -> None:
@@ -68,7 +67,7 @@ class CheckpointReader:
 
     @classmethod
     def of_folder(cls, folder: Path) -> Self:
-        """The checkpoint in a folder of a run's, its files not verified. Raises `CheckpointError`."""
+        """A reader of the checkpoint in a folder, whose files are not verified. Raises `CheckpointError`."""
         index = read_index(folder)
         layouts = {entry.path: read_layout(folder / entry.path) for entry in index.files}
         return cls(LocalFiles(folder), index, layouts)
@@ -86,7 +85,7 @@ class CheckpointReader:
             )
 
     def copy(self, folder: Path) -> None:
-        """Make a folder of this machine that holds this checkpoint; hard links where they can be. Raises OSError."""
+        """Copy this checkpoint into a new folder on this machine, by hard links if possible. Raises OSError."""
         folder.mkdir(parents=True)
         for entry in self.index.files:
             source = self._files.path(entry)
@@ -108,7 +107,7 @@ class CheckpointReader:
             low, high = max(piece.start, start), min(piece.stop, start + length)
             if piece.start >= start + length:
                 break
-            if low >= high:  # an empty one
+            if low >= high:  # an empty piece
                 continue
             path = self._files.path(piece.file)
             try:
@@ -125,7 +124,10 @@ class CheckpointReader:
         return torch.from_numpy(result)
 
     def parameter(self, name: str, kind: str = MASTER) -> Tensor:
-        """One whole parameter, or what is stored of another kind for it, in its shape: fp32, on the CPU."""
+        """One whole parameter, or its state of another kind, in its own shape: fp32, on the CPU.
+
+        Raises `CheckpointError` if the checkpoint does not have it.
+        """
         if name not in self.index.shapes:
             raise CheckpointError(f"{self.folder}: no parameter {name!r} in it")
         shape = self.index.shape_of(kind, name)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saving, finding the newest that verifies, keeping a few. All ranks act together."""
+"""A run's checkpoints: saving, finding the newest that verifies, deleting old ones. All ranks act together."""
 
 import logging
 from collections.abc import Callable
@@ -13,33 +13,34 @@ from vitscale.errors import CheckpointError, VitscaleError
 from vitscale.runs.index import FileEntry, Index
 
 Gather = Callable[[object], list]
-"""Collects one object of every rank, in rank order, on every rank; also a barrier."""
+"""Collects one object from every rank, in rank order, on every rank; also a barrier."""
 
 Share = Callable[[Any], Any]
-"""Gives rank 0's object to every rank; what the others give is not looked at."""
+"""Broadcasts rank 0's object to every rank; the arguments of the other ranks are ignored."""
 
 _log = logging.getLogger(__name__)
 
 
 def alone(value: object) -> list:
-    """The `Gather` of a world of one."""
+    """The `Gather` of a single process."""
     return [value]
 
 
 class CheckpointStore:
-    """The checkpoints of a run in one place. All ranks call every method together; `gather` connects them.
+    """A run's checkpoints in one place. Every method but `steps` is collective: all ranks must call it.
 
-    What fails on one rank is an error on all of them, of the same class, and never a hang.
+    A failure on one rank raises an error of the same class on all of them, and never hangs.
 
     Args:
-        place: where they are; a path is that of a folder that all ranks share.
-        rank: of this process.
-        gather: over the processes whose ranks are 0, 1, ...; one process alone by default.
-        share: over the same. By default a `gather`, in which every rank sends every rank as much as the one that has
-            most to say: of an index, which grows with the ranks, that is too much for a thousand of them.
+        place: the place of the checkpoints; a path means a folder that all ranks share.
+        rank: this process's rank.
+        gather: gathers over all ranks, 0, 1, ...; by default for a single process.
+        share: broadcasts over the same ranks. By default it is a `gather`, in which every rank sends every other one as
+            many bytes as the longest object has: for an index, which grows with the number of ranks, that is too much
+            with a thousand ranks.
 
     Attributes:
-        root: path or URL of the place.
+        root: the place's path or URL.
     """
 
     def __init__(
@@ -52,14 +53,14 @@ class CheckpointStore:
         self._share = share or (lambda value: gather(value)[0])
 
     def steps(self) -> list[int]:
-        """Steps of which there is a checkpoint, oldest first; not yet verified. Any rank may call it alone."""
+        """The steps of the checkpoints, oldest first; not yet verified. Any rank may call it alone."""
         return self.place.steps()
 
     def save(self, index: Index, fragments: list[Fragment]) -> None:
-        """Write one checkpoint; every rank gives the fragments that it owns.
+        """Write one checkpoint; every rank passes the fragments that it owns.
 
-        Raises `CheckpointError` when any rank could not write, or another error of vitscale.errors when that is why;
-        older checkpoints are untouched, and nothing is left of this one.
+        Raises `CheckpointError`, or the error of vitscale.errors that caused the failure, if any rank could not write.
+        Older checkpoints are then untouched, and nothing is left of this one.
         """
         doing = f"saving step {index.step} failed; earlier checkpoints are untouched"
         try:
@@ -76,18 +77,18 @@ class CheckpointStore:
 
     def _set_aside_after(self, step: int) -> None:
         for later in self.place.steps():
-            if later > step:  # unusable, or this run would not have come from before them
+            if later > step:  # unusable, or this run would have resumed from it
                 self.place.set_aside(later)
 
     def newest(self, report: Callable[[str], None]) -> CheckpointReader | None:
-        """The newest checkpoint of which every byte verifies; None where there is none at all.
+        """The newest checkpoint of which every byte verifies; None if there are no checkpoints at all.
 
-        Each rank verifies its share of the files. A damaged checkpoint is passed over and `report`ed.
+        Each rank verifies its share of the files. A damaged checkpoint is skipped and `report`ed.
 
         Raises:
-            CheckpointError: there are checkpoints and none can be read: a run is never started over silently. Or a
-                place cannot be read at all.
-            StorageError: a URL does not answer, which says nothing of its checkpoints.
+            CheckpointError: there are checkpoints but none can be read (a run never starts over silently), or the place
+                cannot be read at all.
+            StorageError: a URL does not answer, which says nothing about its checkpoints.
         """
         first_problem = ""
         steps: list[int] = self._on_first_rank("its checkpoints cannot be listed", self.place.steps)
@@ -110,7 +111,7 @@ class CheckpointStore:
         return None
 
     def open(self, step: int) -> CheckpointReader:
-        """The checkpoint of one step, verified. Raises as `newest`, and `CheckpointError` where it is not there."""
+        """The checkpoint of one step, verified. Raises as `newest`, and `CheckpointError` if it does not exist."""
         doing = f"the checkpoint of step {step} cannot be read now"
         index = self._on_first_rank(doing, lambda: _or_problem(lambda: self.place.read_index(step)))
         if isinstance(index, _Problem):
@@ -131,7 +132,7 @@ class CheckpointStore:
             raise error if isinstance(error, _Unusable) else _Unusable([str(error)]) from None
 
     def amend(self, step: int, selection: dict[str, Any]) -> None:
-        """Replace the state of the selection in the index of a checkpoint. Raises as `save` does."""
+        """Replace the selection's state in a checkpoint's index. Raises as `save` does."""
 
         def write() -> None:
             self.place.write_index(replace(self.place.read_index(step), selection=selection))
@@ -139,7 +140,7 @@ class CheckpointStore:
         self._on_first_rank(f"the index of step {step} cannot be amended", write)
 
     def retain(self, keep: int, best: int | None, keep_every: int | None = None) -> None:
-        """Delete all but the newest `keep` checkpoints, that of step `best` and those of multiples of `keep_every`.
+        """Delete all checkpoints except the newest `keep`, that of step `best`, and those at multiples of `keep_every`.
 
         Raises as `save` does.
         """
@@ -152,13 +153,13 @@ class CheckpointStore:
         self._on_first_rank("old checkpoints cannot be removed", delete)
 
     def _on_first_rank(self, doing: str, work: Callable[[], Any]) -> Any:
-        """Rank 0's result of `work`, on every rank: also so that a slow file system cannot split them."""
+        """Rank 0's result of `work`, on every rank, so that ranks never see different states of a slow file system."""
         outcome = self._share(self._outcome(doing, work) if self.rank == 0 else None)
         self._raise_any(doing, [outcome])
         return outcome
 
     def _together(self, doing: str, work: Callable[[], object]) -> list:
-        """Every rank's result of `work`; a failure on any of them is an error on all of them, and never a hang."""
+        """Every rank's result of `work`, on every rank; a failure on any rank raises on all of them and never hangs."""
         outcomes = self.gather(self._outcome(doing, work))
         self._raise_any(doing, outcomes)
         return outcomes
@@ -168,7 +169,7 @@ class CheckpointStore:
             return work()
         except Exception as error:
             if not isinstance(error, VitscaleError | OSError):
-                _log.exception("rank %d: %s", self.rank, doing)  # a bug, of which others get the message alone
+                _log.exception("rank %d: %s", self.rank, doing)  # a bug: other ranks get only its message
             return _Failure.of(error, self.rank)
 
     def _raise_any(self, doing: str, outcomes: list) -> None:
@@ -181,11 +182,11 @@ class CheckpointStore:
 
 
 class _Problem(str):
-    """What is wrong with a checkpoint, in place of a part of it."""
+    """Describes what is wrong with a checkpoint; returned in place of the part that could not be read."""
 
 
 class _Unusable(CheckpointError):
-    """A checkpoint that is missing or damaged, by what every rank has found."""
+    """A checkpoint is missing or damaged; collects what every rank has found."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("; ".join(problems))
@@ -194,10 +195,10 @@ class _Unusable(CheckpointError):
 
 
 class _Failure(NamedTuple):
-    """What went wrong on one rank, as an outcome that travels to the others."""
+    """A failure on one rank, in a form that can be sent to the others."""
 
     message: str
-    kind: type[VitscaleError]  # no other error is sure to travel
+    kind: type[VitscaleError]  # other errors may not survive pickling
 
     @classmethod
     def of(cls, error: Exception, rank: int) -> Self:
