@@ -1,4 +1,4 @@
-"""The devices that a plan is made for, and how they are connected."""
+"""The cluster that a plan is made for: its devices and how they are connected."""
 
 import math
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ _FASTEST_SLOT = 128 * GB  # PCIe 6
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal devices.
+    """A cluster of nodes with equal devices.
 
     Attributes:
-        device: each of them.
-        devices: all together.
-        devices_per_node: of them.
-        memory: bytes of one device.
-        network: bytes/s that a node can send to the others.
-        link: bytes/s that a device can send to the others of its node.
-        efficiency: share of their peak that devices reach while they compute, waiting for nothing.
-        assumptions: in words, what nobody has said.
+        device: the kind of device.
+        devices: the number of devices in all nodes.
+        devices_per_node: the number of devices in each node.
+        memory: one device's memory, in bytes.
+        network: the rate at which a node can send to other nodes, in bytes/s.
+        link: the rate at which a device can send to others in its node, in bytes/s.
+        efficiency: the share of their peak FLOP/s that devices reach while they compute without waiting.
+        assumptions: what was assumed because it was not given, in words.
     """
 
     device: Device
@@ -40,25 +40,25 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """How many."""
+        """The number of nodes."""
         return self.devices // self.devices_per_node
 
     @property
     def peak(self) -> float:
-        """FLOP/s of one device in bf16."""
+        """One device's peak FLOP/s in bf16."""
         return self.device.peak["bf16"]
 
     @property
     def has_nvlink(self) -> bool:
-        """Whether the devices of a node are connected by it: no PCIe slot is as fast."""
+        """Whether a node's devices are connected by NVLink, judged by a link that is faster than any PCIe slot."""
         return self.link > _FASTEST_SLOT
 
     @property
     def ring_rate(self) -> float:
-        """Bytes/s that each rank of a ring can send.
+        """The rate at which each rank of a ring can send, in bytes/s.
 
-        A ring enters and leaves each node once, so that the network carries what one rank sends, not what all ranks of
-        the node do. Several rings share a node's adapters.
+        A ring enters and leaves each node once, so the network carries what one rank sends, not what all of the node's
+        ranks send. Several rings share a node's adapters.
         """
         if self.devices == 1:
             return math.inf
@@ -75,9 +75,9 @@ def make_cluster(
     memory: float | None = None,
     efficiency: float | None = None,
 ) -> Cluster:
-    """A cluster from what is known of it; the rest is assumed, and said. Rates in bytes/s, memory in bytes.
+    """A cluster from what is known about it; the rest is assumed and listed. Rates in bytes/s, memory in bytes.
 
-    Raises `RecipeError` for a device that has no bf16, for unknown memory, and for nodes that are not alike.
+    Raises `RecipeError` for a device without bf16, for unknown memory, and for devices that do not fill equal nodes.
     """
     if "bf16" not in device.peak:
         raise RecipeError(f"--hardware {device.name}: it has no matrix units for bf16, in which runs are planned")

@@ -1,10 +1,10 @@
-"""How long a collective takes, around a ring or up and down a tree: latencies of its hops, and its bytes.
+"""How long a collective takes, around a ring or up and down a tree: the latency of its hops, and its bytes.
 
-A message costs a start, a latency for each hop on its longest way, and its bytes at the rate of the slowest link: the
-model of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), with one
-latency for hops within a node and another between nodes, as NCCL's own (src/graph/tuning.cc). Latencies and the choice
-of the fastest are NCCL's too: an all-reduce goes by ring or tree, all else by ring. What it does with switches that
-add (SHARP, NVLS) is not counted.
+A message costs a fixed start, a latency for each hop on its longest path, and its bytes at the rate of the slowest
+link. This is the model of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
+MPICH" (2005), with different latencies for hops within a node and between nodes, as in NCCL's own model
+(src/graph/tuning.cc). The latencies and the choice of the fastest algorithm are NCCL's, too: an all-reduce uses a ring
+or a tree, everything else a ring. Reductions inside switches (SHARP, NVLS) are not modelled.
 """
 
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ _US = 1e-6
 
 
 class _Way(NamedTuple):
-    """An algorithm and a protocol of NCCL's.
+    """One of NCCL's combinations of algorithm and protocol.
 
     Attributes:
-        payload: share of the bytes on a link that are the message's; the others are flags.
-        start: microseconds of any collective, however few ranks it has.
-        nvlink, pcie, network: microseconds of a hop.
+        payload: the share of a link's bytes that are the message's; the rest are flags.
+        start: the fixed cost of a collective, in microseconds, whatever the number of ranks.
+        nvlink, pcie, network: the latency of a hop, in microseconds.
     """
 
     algorithm: Algorithm
@@ -49,11 +49,11 @@ _WAYS = (
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """One message of a collective.
+    """The time of one message of a collective.
 
     Attributes:
-        algorithm, protocol: by which it goes.
-        latency: seconds that it takes however small it is.
+        algorithm, protocol: NCCL's algorithm and protocol for it.
+        latency: seconds that even an empty message takes.
         transfer: seconds for its bytes.
     """
 
@@ -64,12 +64,12 @@ class CollectiveTime:
 
     @property
     def total(self) -> float:
-        """Seconds."""
+        """Latency and transfer, in seconds."""
         return self.latency + self.transfer
 
 
 def collective_time(kind: Kind, message_bytes: float, cluster: Cluster) -> CollectiveTime:
-    """The fastest way for a message of so many bytes, all ranks of a cluster together."""
+    """The time of a message of `message_bytes` over all ranks of a cluster, by NCCL's fastest way."""
     ways = (_by(way, kind, message_bytes, cluster) for way in _WAYS if _is_open(way, kind, cluster))
     return min(ways, key=lambda time: time.total)
 
@@ -77,12 +77,12 @@ def collective_time(kind: Kind, message_bytes: float, cluster: Cluster) -> Colle
 def _is_open(way: _Way, kind: Kind, cluster: Cluster) -> bool:
     if way.algorithm == "tree" and kind != "all-reduce":
         return False
-    return way.protocol != "LL128" or cluster.has_nvlink  # it relies on NVLink's order of writes
+    return way.protocol != "LL128" or cluster.has_nvlink  # LL128 relies on NVLink's order of writes
 
 
 def _by(way: _Way, kind: Kind, message_bytes: float, cluster: Cluster) -> CollectiveTime:
     hops, crossing = (_ring_hops if way.algorithm == "ring" else _tree_hops)(kind, cluster)
-    sent = 2 * message_bytes  # by each node, over both trees
+    sent = 2 * message_bytes  # by each node, over both trees together
     if way.algorithm == "ring":
         sent = _passes(kind) * (cluster.devices - 1) / cluster.devices * message_bytes
     inside = way.nvlink if cluster.has_nvlink else way.pcie
@@ -92,25 +92,26 @@ def _by(way: _Way, kind: Kind, message_bytes: float, cluster: Cluster) -> Collec
 
 
 def _passes(kind: Kind) -> int:
-    """How often the parts of a message go round a ring: sums first, then results."""
+    """How many times the parts of a message travel around a ring: for an all-reduce first as sums, then as results."""
     return 2 if kind == "all-reduce" else 1
 
 
 def _ring_hops(kind: Kind, cluster: Cluster) -> tuple[int, int]:
-    """Hops of the part that comes last, and how many of them lead to another node.
+    """(hops of the part of a message that arrives last, those of them that lead to another node).
 
-    One round ends a hop before it is closed, and there is a part for which that is a hop within a node.
+    A part stops one hop before it would be back where it started, and for some part that missing hop is within a node,
+    so this part crosses between nodes as often as there are nodes.
     """
     hops = _passes(kind) * (cluster.devices - 1)
     return hops, min(hops, _passes(kind) * cluster.nodes) if cluster.nodes > 1 else 0
 
 
 def _tree_hops(kind: Kind, cluster: Cluster) -> tuple[int, int]:
-    """Up and down: a chain in each node, and a binary tree of the nodes.
+    """(hops up and down a tree, those of them that lead to another node): chains within nodes, a binary tree of nodes.
 
-    NCCL has two such trees, each for half of the message; inner nodes of one are leaves of the other, so that no node
-    sends more than any other (Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and
-    scan", 2009).
+    NCCL uses two such trees, each for half of the message; the inner nodes of one are leaves of the other, so that no
+    node sends more than any other (Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction
+    and scan", 2009).
     """
     depth = (cluster.nodes - 1).bit_length()
     return 2 * (cluster.devices_per_node - 1 + depth), 2 * depth

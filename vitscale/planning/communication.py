@@ -1,12 +1,12 @@
-"""What the ranks send to each other in one step of training, by collective.
+"""What the ranks send to each other in one training step, by collective.
 
-Bytes are those that a rank of a ring sends: of a message of n bytes (n: what is there before an all-reduce or a
-reduce-scatter, what is there after an all-gather) (W - 1) / W n in an all-gather or a reduce-scatter, twice that in an
-all-reduce, W being the number of ranks. NCCL may take other ways; none sends less.
+Bytes are those that each rank sends in a ring of W ranks: (W - 1) / W n in an all-gather or a reduce-scatter, twice
+that in an all-reduce. n is the size of the whole message in bytes: the input of an all-reduce or a reduce-scatter, the
+output of an all-gather. NCCL may use other algorithms; none sends less.
 
-What DeepSpeed 0.19 sends was counted on real ranks, and a test compares. Two things are not as its papers have it:
-in stages 1 and 2 gradients are all-reduced, and each rank drops what is not its share; and in stage 2 that happens for
-every micro-batch. With `parallelism.overlap`, training/exchange.py sends by reduce-scatter in its place.
+What DeepSpeed 0.19 sends was counted on real ranks, and a test compares. It differs from its papers in two ways: in
+stages 1 and 2 gradients are all-reduced, and each rank drops what is not its share; and in stage 2 that happens for
+every micro-batch. With `parallelism.overlap`, training/exchange.py uses reduce-scatters instead.
 """
 
 import math
@@ -25,22 +25,22 @@ _SHARE = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
 _AGREEMENTS, _AGREEMENT_BYTES = (
     3,
     24,
-)  # two numbers of the trainer's, the norm of the gradients, and whether they are finite
+)  # two numbers of the trainer, the gradients' norm, and whether they are finite
 
 
 @dataclass(frozen=True)
 class Collective:
-    """Messages of one sort in one step.
+    """The messages of one kind in one step.
 
     Attributes:
-        what: is in them.
-        kind: of the collective.
-        phase: `passes`: within the forward and backward passes of every micro-batch; `backward`: within the backward
-            pass; `update`: at the end of the step.
-        elements: all ranks together.
-        element_bytes: of one element.
-        times: a step.
-        messages: into which the elements are cut each time.
+        what: the messages' content, in words.
+        kind: the kind of collective.
+        phase: when they are sent: `passes`, during the forward and backward passes of every micro-batch; `backward`,
+            during the backward pass; `update`, at the end of the step.
+        elements: the number of elements, all ranks together.
+        element_bytes: the size of one element, in bytes.
+        times: how many times per step they are sent.
+        messages: the number of messages that the elements are cut into each time.
     """
 
     what: str
@@ -52,13 +52,13 @@ class Collective:
     messages: int = 1
 
     def sent(self, world_size: int) -> float:
-        """Bytes that each rank sends in one step."""
+        """The bytes that each rank sends in one step."""
         message = self.elements * self.element_bytes
         return _SHARE[self.kind] * (world_size - 1) / world_size * message * self.times
 
 
 def communication(recipe: Recipe, parameters: Parameters, world_size: int, accumulation: int) -> list[Collective]:
-    """What the ranks of a world send in one step of a recipe that accumulates over so many micro-batches."""
+    """What `world_size` ranks send in one step of a recipe that accumulates over `accumulation` micro-batches."""
     stage, is_bf16 = recipe.parallelism.zero_stage, recipe.precision != "fp32"
     weight_bytes = 2 if is_bf16 else 4
     gradient_bytes = 2 if recipe.parallelism.reduce_dtype == "bf16" else 4
@@ -81,23 +81,24 @@ def communication(recipe: Recipe, parameters: Parameters, world_size: int, accum
     small = [size for size in parameters.sizes if size <= limits["stage3_param_persistence_threshold"]]
     gathered, messages = _gathered(recipe, parameters.layers)
     if sum(parameters.sizes) <= limits["stage3_max_live_parameters"] and limits["stage3_prefetch_bucket_size"]:
-        # All is read ahead. Elsewhere a layer is, whenever another one is let go of.
+        # Everything is prefetched. Otherwise a layer is prefetched whenever another one is released.
         messages = min(messages, math.ceil(gathered / limits["stage3_prefetch_bucket_size"]))
     return [
         Collective("weights for the passes", "all-gather", "passes", gathered, weight_bytes, accumulation, messages),
         Collective("gradients", "reduce-scatter", "backward", total, gradient_bytes, accumulation, buckets),
-        # Each by itself.
+        # One message for each parameter.
         Collective("small new weights", "all-gather", "update", sum(small), weight_bytes, messages=max(1, len(small))),
         agreements,
     ]
 
 
 def _gathered(recipe: Recipe, layers: Sequence[Layer]) -> tuple[int, int]:
-    """Elements that ZeRO 3 gathers in the passes of one micro-batch, and how many times it gathers those of a layer.
+    """(elements that ZeRO 3 gathers in the passes of one micro-batch, the number of layers' gathers in them).
 
-    DeepSpeed gathers a layer when it is needed and lets go of it behind, unless it is needed again before so many other
-    parameters are. Where it reads ahead, it keeps at the turn to the backward pass as much as may be there at one time:
-    between the two uses of a layer that is kept, those above it are used twice.
+    DeepSpeed gathers a layer when it is needed and releases it afterwards, unless it is needed again within
+    `stage3_max_reuse_distance` other parameters. If it prefetches, it keeps, at the turn from the forward to the
+    backward pass, as much as may be held at one time: between the two uses of a layer that is kept, the layers above
+    it are used twice.
     """
     limits = elements_in_flight(recipe)
     at_the_turn = limits["stage3_max_live_parameters"] if limits["stage3_prefetch_bucket_size"] > 0 else 0
@@ -127,9 +128,9 @@ def _is_needed_soon(layer: int, uses: Sequence[tuple[int, bool]], layers: Sequen
 
 
 def _uses(layers: Sequence[Layer], recompute_every: int) -> list[tuple[int, bool]]:
-    """The layers, by their number, as one forward and backward pass needs them, and whether they are let go of then.
+    """(layer's index, whether it is released afterwards) in the order in which a forward and backward pass uses layers.
 
-    The backward pass of a block's last layer begins with the recomputation of the block, and ends behind it.
+    The backward pass of a block's last layer begins with the recomputation of the block and ends after it.
     """
     backward: list[tuple[int, bool]] = []
     for block, group in groupby(reversed(list(enumerate(layers))), key=lambda pair: pair[1].block):

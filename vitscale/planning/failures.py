@@ -1,9 +1,9 @@
-"""Failures on paper: the share of a run's time that is useful, how often to save, what spare nodes are worth.
+"""A model of failures: the useful share of a run's time, how often to save, and what spare nodes are worth.
 
-Nodes fail independently and at a constant rate, so that the time between two failures of any of them is exponential. A
-failure takes away what was computed since the last complete checkpoint began, and the time of a restart, in which nodes
+Nodes fail independently and at a constant rate, so the time between two failures of any of them is exponential. A
+failure costs what was computed since the last complete checkpoint began, and the time of a restart, during which nodes
 may fail again. This is the model of J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
-dumps" (2006), here with checkpoints that are written while training goes on.
+dumps" (2006), here with checkpoints that are written while training continues.
 """
 
 import math
@@ -20,11 +20,11 @@ _NEWTON_STEPS = 30
 
 @dataclass(frozen=True)
 class Saving:
-    """What a checkpoint takes, in seconds.
+    """The time that a checkpoint takes, in seconds.
 
     Attributes:
-        stall: for which training waits.
-        write: from its beginning until it is complete; another one cannot begin before.
+        stall: how long training waits for it.
+        write: from its beginning until it is complete; the next one cannot begin earlier.
     """
 
     stall: float
@@ -33,14 +33,15 @@ class Saving:
 
 @dataclass(frozen=True)
 class Failures:
-    """How nodes fail and come back, in seconds.
+    """How nodes fail and come back; times in seconds.
 
     Attributes:
-        nodes: that compute.
-        mtbf: mean time between two failures of one node.
-        restart: from a failure to the next step that is computed, the checkpoint being read and enough nodes there.
-        repair: until a failed node can be used again, on average.
-        assumptions: in words, what nobody has said.
+        nodes: the number of nodes that compute.
+        mtbf: the mean time between two failures of one node.
+        restart: the time from a failure to the next computed step, including reading the checkpoint, if enough nodes
+            are available.
+        repair: the mean time until a failed node can be used again.
+        assumptions: what was assumed because it was not given, in words.
     """
 
     nodes: int
@@ -51,19 +52,21 @@ class Failures:
 
     @property
     def rate(self) -> float:
-        """Failures a second, of all nodes."""
+        """Failures per second, of all nodes together."""
         return self.nodes / self.mtbf
 
     def useful(self, every: float, saving: Saving, spares: int = 0) -> float:
-        """The share of the time that brings a run forward, from 0 to 1.
+        """The share of the time that advances a run, from 0 to 1.
 
         Args:
-            every: seconds of training between the begins of two checkpoints.
-            spares: nodes beside those that compute.
+            every: seconds of training between the beginnings of two checkpoints.
+            saving: the time that a checkpoint takes.
+            spares: the number of nodes besides those that compute.
 
-        A run that is `every` seconds further has taken, on average,
-        exp(rate (restart + write)) (exp(rate (every + stall)) - 1) / rate. What is lost with a checkpoint that was not
-        complete counts as a longer restart: the run is where it was as long after the begin of the last complete one.
+        To advance by `every` seconds of training a run takes, on average,
+        exp(rate (restart + write)) (exp(rate (every + stall)) - 1) / rate. A failure takes the run back to the
+        beginning of the last complete checkpoint, `write` seconds before that was complete; repeating these seconds
+        counts as part of the restart.
         """
         lost, span = self.rate * (self.restart + saving.write), self.rate * (every + saving.stall)
         if lost + span > math.log(1e300):
@@ -71,7 +74,7 @@ class Failures:
         return self.rate * every / (math.exp(lost) * math.expm1(span)) * (1 - self.waiting(spares))
 
     def best_interval(self, saving: Saving) -> float:
-        """The seconds between the begins of two checkpoints with the largest useful share.
+        """The seconds between the beginnings of two checkpoints that give the largest useful share.
 
         With x = rate * interval it solves 1 - x = exp(-x - rate * stall); for rare failures that is Young's
         sqrt(2 stall / rate). No interval is shorter than a checkpoint takes to be written.
@@ -80,16 +83,16 @@ class Failures:
         x = min(1.0, math.sqrt(2 * scaled))
         for _ in range(_NEWTON_STEPS):
             slope = -math.expm1(-x - scaled)
-            if slope == 0:  # nothing is lost with a checkpoint
+            if slope == 0:  # a checkpoint costs nothing
                 break
             x += 1 - x / slope
         return max(x / self.rate, saving.write)
 
     def waiting(self, spares: int) -> float:
-        """The share of the time in which more nodes are being repaired than there are spares, so that nothing runs.
+        """The share of the time during which more than `spares` nodes are in repair, so that nothing runs.
 
-        The nodes in repair are a birth-death process: failures come while no more than `spares` are in it. So the share
-        is Erlang's loss formula for spares + 1 servers, whatever the distribution of repairs.
+        The number of nodes in repair is a birth-death process: nodes fail only while at most `spares` are in repair. So
+        the share follows Erlang's loss formula for spares + 1 servers, whatever the distribution of repair times.
         """
         load = self.rate * self.repair
         blocked = 1.0
@@ -105,12 +108,12 @@ def make_failures(
     repair: float | None = None,
     restarts: Sequence[float] = (),
 ) -> Failures:
-    """The failures of so many nodes, with what is assumed where a figure is None.
+    """The failures of `nodes` nodes, with assumptions for figures that are None.
 
     Args:
         mtbf: hours between two failures of one node.
         restart: seconds from a failure to the next step.
-        restarts: the same, as measured: their median counts where `restart` is None.
+        restarts: measured values of the same; their median is used if `restart` is None.
         repair: hours until a failed node can be used again.
     """
     assumed = ["nodes fail independently, at a constant rate, and every failure takes its node away"]

@@ -1,12 +1,12 @@
 """The memory that one rank of a training run will need, by part, in bytes.
 
-Parameters, gradients and optimizer state follow from what DeepSpeed 0.19 was seen to hold in each ZeRO stage (a test
-compares them with an engine's own tensors); activations are counted by `tensors`. Two moments are the peak of a step:
-the end of the forward pass, when all activations are saved, and the optimizer's update, when all gradients are there.
+Parameters, gradients and optimizer state follow from what DeepSpeed 0.19 was observed to hold in each ZeRO stage (a
+test compares them with an engine's own tensors); `tensors` counts the activations. A step can peak at two moments: the
+end of the forward pass, when all activations are saved, and the optimizer's update, when all gradients exist.
 
-On the CPU the C library does not give back in time what one moment needed before the other asks for its own, so that
-all parts add up; ViT-B/16 was seen to take between 14 % less and 8 % more than that. On CUDA the allocator uses blocks
-again; what it loses to fragments is not counted, and nothing here was measured there.
+On the CPU the C library does not return the memory of one moment before the other needs its own, so all parts add up;
+ViT-B/16 was measured to take between 14 % less and 8 % more than that. On CUDA the allocator reuses blocks; what it
+loses to fragmentation is not counted, and nothing here was measured there.
 """
 
 import math
@@ -21,11 +21,11 @@ from vitscale.recipe import Adafactor, Lamb, Muon, Recipe
 _CPU_RUNTIME = 160 << 20  # threads, kernels and buffers of libraries, measured from the imports to the third step
 _BATCHES_BESIDE_PREFETCH = 3  # one in the planner's hands, one awaited, one in use
 _BATCHES_ON_CUDA = 3  # see data/device.py
-_ADAM_AT_ONCE = 1 << 24  # elements of which training/whole_tensors.py has copies
-ALL_REDUCE_ELEMENTS = 500_000_000  # that DeepSpeed sums at once in stage 0
-_BUCKETS_UNDER_WAY = 8 + 1  # training/exchange.py: those that are sent, and the one that is being filled
+_ADAM_AT_ONCE = 1 << 24  # elements that training/whole_tensors.py copies at a time
+ALL_REDUCE_ELEMENTS = 500_000_000  # elements that DeepSpeed sums at once in stage 0
+_BUCKETS_UNDER_WAY = 8 + 1  # training/exchange.py: those being sent, and the one being filled
 _OVERLAPPED_BUCKET = 20_000_000
-# What training asks of DeepSpeed where a recipe does not (training/engine.py), and for the last its own default.
+# The values that training gives DeepSpeed unless a recipe does (training/engine.py); the last is DeepSpeed's default.
 _ELEMENTS = {
     "reduce_bucket_size": 50_000_000,
     "sub_group_size": 100_000_000,
@@ -38,22 +38,24 @@ _ELEMENTS = {
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank.
+    """The memory of one rank, in bytes.
 
     Attributes:
-        device: the kind of device that all but the `host_` parts are on.
-        weights: those the model computes with, under ZeRO 3 the rank's share and the small ones whole; a teacher's too.
-        optimizer: fp32 masters and moments of what is trained.
+        device: the kind of device that holds all parts but those called `host_`.
+        weights: the weights that the model computes with (under ZeRO 3 the rank's share, and small ones whole), and a
+            teacher's weights.
+        optimizer: fp32 masters and moments of the trained parameters.
         ema: the moving average of the masters.
         images: batches on a CUDA device.
-        runtime: what libraries take for themselves, on the CPU; on CUDA it is gone before anybody can ask.
-        activations: saved for the backward pass.
-        workspace: besides, during the backward pass: temporary tensors, reduction buckets, gathered parameters.
-        accumulated: gradients that are there during the backward pass, summed over micro-batches.
-        gradients: when the update begins, with what is accumulated.
-        update: besides, during the update: fp32 copies of gradients.
-        host_optimizer: what is offloaded, and the fp32 values of what is frozen.
-        host_loader: batches that are read ahead.
+        runtime: what libraries take for themselves on the CPU; 0 on CUDA, where it is already missing from the memory
+            that a device reports as available.
+        activations: what is saved for the backward pass.
+        workspace: what the backward pass needs besides: temporary tensors, reduction buckets, gathered parameters.
+        accumulated: gradients summed over micro-batches, held during the backward pass.
+        gradients: all gradients when the update begins, including the accumulated ones.
+        update: what the update needs besides: fp32 copies of gradients.
+        host_optimizer: offloaded state, and the fp32 values of frozen parameters.
+        host_loader: prefetched batches.
         host_checkpoint: the copy that is written in the background.
     """
 
@@ -74,13 +76,13 @@ class Memory:
 
     @property
     def states(self) -> int:
-        """Weights, gradients and optimizer: what the device has to hold whatever the micro-batch."""
+        """Weights, gradients and optimizer state: what the device has to hold whatever the micro-batch."""
         on_host = self.host_optimizer if self.device == "cpu" else 0
         return self.weights + self.optimizer + self.ema + self.gradients + self.update + on_host
 
     @property
     def device_bytes(self) -> int:
-        """The most at one time in the device's memory; on the CPU everything."""
+        """The peak in the device's memory; on the CPU the peak of everything."""
         always = self.weights + self.optimizer + self.ema + self.images + self.runtime
         backward, update = self.activations + self.workspace, self.gradients + self.update
         if self.device == "cpu":
@@ -89,7 +91,7 @@ class Memory:
 
     @property
     def host_bytes(self) -> int:
-        """The most at one time in host memory beside a CUDA device."""
+        """The peak in host memory beside a CUDA device; 0 on the CPU."""
         return 0 if self.device == "cpu" else self._host
 
     @property
@@ -107,9 +109,9 @@ def expected_memory(
     """The memory of one rank of `world_size` that trains `recipe`.
 
     Args:
-        micro_batch: images that a rank computes at once; None for what the recipe says.
+        micro_batch: the number of images that a rank computes at once; None for the recipe's.
 
-    Raises `RecipeError` where the global batch does not divide by the ranks.
+    Raises `RecipeError` if the ranks do not divide the global batch.
     """
     micro, accumulation = recipe.split(world_size)
     if micro_batch is not None:
@@ -126,7 +128,7 @@ def memory_of(
     accumulates: bool,
     device: DeviceType = "cpu",
 ) -> Memory:
-    """`expected_memory` for those who have the model's parameters and the tensors of a micro-batch already."""
+    """As `expected_memory`, for callers that already have the model's parameters and a micro-batch's tensors."""
     memory = _model_states(recipe, parameters, world_size, accumulates, device)
     per_batch = recipe.batch.global_size // world_size * recipe.data.image_size**2 * CHANNELS
     return replace(
@@ -142,7 +144,7 @@ def memory_of(
 def largest_micro_batch(
     recipe: Recipe, num_classes: int, world_size: int, available_bytes: int, device: DeviceType = "cpu"
 ) -> int | None:
-    """The largest micro-batch, up to the recipe's, that needs at most `available_bytes`; None where not even 1 does."""
+    """The largest micro-batch, up to the recipe's, that needs at most `available_bytes`; None if none does."""
     micro, accumulation = recipe.split(world_size)
     per_rank = micro * accumulation
     for size in range(micro, 0, -1):
@@ -156,7 +158,7 @@ def largest_micro_batch(
 def _model_states(
     recipe: Recipe, parameters: Parameters, world_size: int, accumulates: bool, device: DeviceType
 ) -> Memory:
-    """Everything that follows from the numbers of parameters: a `Memory` without a micro-batch's parts."""
+    """The parts that follow from the number of parameters: a `Memory` without those that depend on the micro-batch."""
     sizes, trained = parameters.sizes, parameters.trained
     total, largest = sum(trained), max(sizes)
     frozen = math.ceil((sum(sizes) - total) / world_size)
@@ -165,7 +167,7 @@ def _model_states(
     word = 2 if is_bf16 else 4
     share = optimizer_share(trained, stage, world_size)
     has_masters = stage > 0 or is_bf16
-    held = share * parameters.kept_bytes // total  # as if all parameters had as much
+    held = share * parameters.kept_bytes // total  # the mean over all parameters
     ema_word = 4 if recipe.ema is not None else 0
     copied_word = 4 + ema_word if recipe.checkpoint.background else 0
     per_rank = math.ceil(total / world_size)
@@ -184,14 +186,15 @@ def _model_states(
             flat = min(total, ALL_REDUCE_ELEMENTS) * (word + in_other_dtype) if world_size > 1 else 0
             update = max(4 * total if is_bf16 else 0, flat)
         case 1 | 2 if recipe.parallelism.overlap and world_size > 1:
-            # Gradients go into buckets as they come. Besides each, what comes of it: by gloo from all ranks.
+            # Gradients go into buckets as they are computed. Beside each bucket is its result: a rank's share, or
+            # with gloo everything.
             accumulated = 4 * total if stage == 1 and accumulates else 4 * share
             gradients, update = 4 * share, 0
             sent = min(_BUCKETS_UNDER_WAY * bucket, total)
             sent_word = 4 if recipe.parallelism.reduce_dtype == "fp32" else 2
             workspace = sent_word * (2 * sent if device == "cpu" else sent + sent // world_size)
         case 1 if accumulates and is_bf16 and recipe.parallelism.offload == "none":
-            # DeepSpeed's BF16_Optimizer: a whole fp32 sum besides the gradients, reduced where it lies.
+            # DeepSpeed's BF16_Optimizer: a whole fp32 sum besides the gradients, reduced in place.
             accumulated, gradients, update, workspace = 4 * total, 6 * total, 0, 0
         case 1 | 2:
             summed = 4 * total if stage == 1 else accumulated_word * share
@@ -226,7 +229,7 @@ def _model_states(
     if recipe.parallelism.offload == "none":
         return memory
     # On the host besides the state: fp32 gradients for the update; in stages 1 and 2 a copy of the new weights, in
-    # stage 3 the gradients as they come; and what is summed over micro-batches, but in fp32 stage 1 does so in place.
+    # stage 3 the gradients as they arrive; and the sum over micro-batches, which stage 1 in fp32 computes in place.
     arriving = accumulated_word if stage == 3 else word + 4 * (accumulates and (stage == 2 or is_bf16))
     return replace(
         memory,
@@ -241,14 +244,14 @@ def _model_states(
 
 
 def _while_updating(recipe: Recipe, trained: Sequence[int], share: int, stage: int, world_size: int) -> int:
-    """Bytes that an optimizer of whole tensors takes besides, for a moment."""
+    """The temporary bytes that an optimizer of whole tensors needs during its update."""
     largest = max(trained, default=0)
     match recipe.optimizer:
         case Lamb():
             return 4 * min(largest, _ADAM_AT_ONCE)
-        case Adafactor():  # a piece of a gradient, its squares, and one of the two times its factors
+        case Adafactor():  # a piece of a gradient, its squares, and one of them times its factors
             return 12 * min(largest, share)
-        case Muon():  # bf16: what is sent and comes, whole matrices; and of one matrix the steps of its iteration
+        case Muon():  # bf16: whole matrices sent and received, and one matrix's intermediate results
             exchanged = 2 * 4 * share if stage > 0 and world_size > 1 else 0
             return exchanged + 2 * 4 * largest
         case _:
@@ -256,14 +259,14 @@ def _while_updating(recipe: Recipe, trained: Sequence[int], share: int, stage: i
 
 
 def elements_in_flight(recipe: Recipe) -> dict[str, int]:
-    """Sizes of DeepSpeed's buckets and thresholds, in elements, as training sets them or the recipe says."""
+    """The sizes of DeepSpeed's buckets and thresholds, in elements, as the recipe or else training sets them."""
     overlaps = recipe.parallelism.overlap and recipe.parallelism.zero_stage in (1, 2)
     smaller = {"reduce_bucket_size": _OVERLAPPED_BUCKET} if overlaps else {}
     return _ELEMENTS | smaller | recipe.deepspeed.get("zero_optimization", {})
 
 
 def optimizer_share(sizes: Sequence[int], stage: int, world_size: int) -> int:
-    """Parameters whose optimizer state one rank has, with padding."""
+    """The number of parameters, with padding, whose optimizer state one rank holds."""
     if stage == 0:
         return sum(sizes)
     if stage == 3:

@@ -1,4 +1,4 @@
-"""The tensors of every micro-batch from those of a few: what is saved grows evenly with the images and the blocks."""
+"""The tensors of every micro-batch, interpolated from a few: they grow linearly with images and blocks."""
 
 from collections.abc import Callable
 
@@ -9,10 +9,11 @@ _FEW_BLOCKS = 2
 
 
 def tensors_by_micro_batch(recipe: Recipe, num_classes: int, largest: int) -> Callable[[int], StepTensors]:
-    """Micro-batch -> its tensors on CUDA, up to `largest`.
+    """A function from a micro-batch, up to `largest` images, to its tensors on CUDA.
 
-    Counted are two micro-batches. Between them what is saved is exact; the peak beyond it, a largest of several things
-    that grow evenly, is at most what the line says. A single image, which needs fewer copies, is given as others are.
+    Two micro-batches are counted. Between them the saved bytes are exact. The peak beyond those is the maximum of
+    several linear functions, so the line between the two points is an upper bound. A single image, which needs fewer
+    copies, is treated like the others.
     """
     low, high = 2, max(largest, 3)
     at_low, at_high = (_of_all_blocks(recipe, num_classes, size) for size in (low, high))
@@ -27,7 +28,10 @@ def tensors_by_micro_batch(recipe: Recipe, num_classes: int, largest: int) -> Ca
 
 
 def _of_all_blocks(recipe: Recipe, num_classes: int, micro_batch: int) -> StepTensors:
-    """Counted on two models of few blocks, where there are many: each pair of blocks saves as much as another."""
+    """The tensors of a model with all its blocks. If there are many, two models with few blocks are counted instead.
+
+    Every pair of blocks saves as much as any other pair.
+    """
     blocks = recipe.model.num_blocks
     few = _FEW_BLOCKS + blocks % 2
     if blocks <= few + 2 or recipe.parallelism.activation_checkpointing > 2:

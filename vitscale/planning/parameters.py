@@ -18,9 +18,9 @@ class Layer:
     """A module that has parameters of its own.
 
     Attributes:
-        block: the index of the encoder block that it belongs to; None for the others.
-        sizes: elements of each parameter.
-        trained: the same of those that are not frozen.
+        block: the index of the encoder block that it belongs to; None outside the blocks.
+        sizes: the number of elements of each parameter.
+        trained: the number of elements of each parameter that is not frozen.
     """
 
     block: int | None
@@ -30,12 +30,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Parameters:
-    """All layers of a model, in the order in which an image meets them.
+    """All layers of a model, in the order of the forward pass.
 
     Attributes:
-        kept: elements that the optimizer keeps besides the values of what is trained.
-        kept_bytes: of these, as it holds them; checkpoints hold fp32.
-        of_teacher: elements of a teacher, which every rank has whole.
+        kept: the number of elements of optimizer state, without the trained parameters' own values.
+        kept_bytes: the size of that state in the optimizer's dtypes, in bytes; checkpoints store fp32.
+        of_teacher: the number of a teacher's parameters, which every rank holds whole.
     """
 
     layers: tuple[Layer, ...]
@@ -45,17 +45,17 @@ class Parameters:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Elements of every parameter."""
+        """The number of elements of every parameter."""
         return [size for layer in self.layers for size in layer.sizes]
 
     @cached_property
     def trained(self) -> list[int]:
-        """Elements of every parameter that is not frozen."""
+        """The number of elements of every parameter that is not frozen."""
         return [size for layer in self.layers for size in layer.trained]
 
     @cached_property
     def total(self) -> int:
-        """Elements of all parameters together."""
+        """The number of elements of all parameters together."""
         return sum(self.sizes)
 
 

@@ -1,4 +1,4 @@
-"""A recipe on a cluster: every way to spread it, what each needs and takes, and what the best one comes to."""
+"""Plans a recipe on a cluster: every way to distribute it, the memory and time of each, and totals for the best."""
 
 import math
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ from vitscale.shards import Manifest
 STAGES = (0, 1, 2, 3)
 RECOMPUTATIONS = (0, 1, 2)
 STORAGE = 2 * GB
-_USABLE = 0.95  # of a device's memory: the rest is taken by CUDA and NCCL, and lost to fragments
-_AS_FAST = 0.01  # no model on paper tells apart what differs by less
+_USABLE = 0.95  # share of a device's memory: CUDA and NCCL take the rest, or it is lost to fragmentation
+_AS_FAST = 0.01  # relative differences below this are less than the model can resolve
 _MANY = 8
 _SPARES = 3
 _IMAGE_BYTES = 110_000
@@ -34,18 +34,19 @@ _HOST_COPY = 10 * GB
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to spread a recipe.
+    """One way to distribute a recipe.
 
     Attributes:
-        zero_stage, overlap, activation_checkpointing: as in the recipe's `parallelism`.
-        micro_batch, accumulation: whose product is a rank's part of the global batch.
-        memory: of one device.
-        collectives: of one step.
-        time: of one step.
-        images_per_s: of all devices.
+        zero_stage, overlap, activation_checkpointing: the values for the recipe's `parallelism`.
+        micro_batch, accumulation: the micro-batch and the accumulation steps; their product is a rank's part of the
+            global batch.
+        memory: the memory of one rank.
+        collectives: the collectives of one step.
+        time: the time of one step.
+        images_per_s: the speed of all devices together.
         mfu: model FLOPs utilisation, a fraction.
-        fits: into the memory of a device.
-        verdict: `best`, or why not, in words.
+        fits: whether it fits into a device's memory.
+        verdict: `best`, or why it is not, in words.
     """
 
     zero_stage: int
@@ -63,11 +64,11 @@ class Choice:
 
     @property
     def is_best(self) -> bool:
-        """Whether it is the one to take."""
+        """Whether this is the best choice."""
         return self.verdict == "best"
 
     def settings(self) -> list[str]:
-        """What makes a recipe take this way, for `--set`."""
+        """The arguments of `--set` that make a recipe use this choice."""
         return [
             f"parallelism.zero_stage={self.zero_stage}",
             *(["parallelism.overlap=true"] if self.overlap else []),
@@ -78,18 +79,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class Totals:
-    """What the best choice comes to; None where it is not known.
+    """The totals of a run with the best choice; None for what is not known.
 
     Attributes:
-        images, steps, days, exaflops: of the whole run; of a branch, of what comes after its trunk. Evaluations and
-            interruptions are not in it.
-        device_hours, energy_kwh, cost: of all devices.
-        loader_images_per_s: that each node has to decode.
-        storage_bytes_per_s: that each node reads.
-        checkpoint_bytes: of one.
-        checkpoint_s: that writing one takes.
-        stall_s: for which training waits then.
-        checkpoint_every_s: between two.
+        images, steps, days, exaflops: the whole run's, or for a branch, those after its trunk. Evaluations and
+            interruptions are not included.
+        device_hours, energy_kwh, cost: of all devices together.
+        loader_images_per_s: the rate at which each node has to decode images.
+        storage_bytes_per_s: the rate at which each node reads.
+        checkpoint_bytes: the size of one checkpoint.
+        checkpoint_s: the time to write one, in seconds.
+        stall_s: the time that training waits for it, in seconds.
+        checkpoint_every_s: the time between two checkpoints, in seconds.
     """
 
     images: int | None
@@ -109,14 +110,14 @@ class Totals:
 
 @dataclass(frozen=True)
 class WithSpares:
-    """What the run comes to with so many nodes beside those that compute.
+    """A run's totals with failures and spare nodes.
 
     Attributes:
-        spares: nodes.
-        useful: share of the time that brings the run forward, saving at the best interval.
-        days: until the run ends, failures and waiting for nodes included; None where the run's length is not known or
-            it never ends.
-        device_hours: of all nodes, spares included.
+        spares: the number of nodes besides those that compute.
+        useful: the share of the time that advances the run, if it saves at the best interval.
+        days: the time until the run ends, including failures and waiting for nodes; None if the run's length is not
+            known or it never ends.
+        device_hours: of all nodes, including spares; None as above.
     """
 
     spares: int
@@ -127,15 +128,15 @@ class WithSpares:
 
 @dataclass(frozen=True)
 class Goodput:
-    """What failures take from a run.
+    """What failures cost a run.
 
     Attributes:
-        failure_every_s: mean time between two failures of any node.
-        useful: share of the time that brings the run forward, saving as the recipe says, without spares; None where it
-            is not known how often it saves.
-        best_every_s: seconds between two checkpoints with which that share is largest.
+        failure_every_s: the mean time between two failures of any node, in seconds.
+        useful: the share of the time that advances the run, without spares and if it saves as the recipe says; None if
+            it is not known how often it saves.
+        best_every_s: the time between two checkpoints that maximises this share, in seconds.
         best_every_steps: the same in steps.
-        by_spares: with 0, 1, 2 and 3 spare nodes.
+        by_spares: the totals with 0, 1, 2 and 3 spare nodes.
     """
 
     failure_every_s: float
@@ -147,7 +148,7 @@ class Goodput:
 
 @dataclass(frozen=True)
 class Plan:
-    """All choices, what the best one comes to, and what was assumed; `goodput` where it was asked for."""
+    """All choices, the best one's totals, and what was assumed; `goodput` only if failures were given."""
 
     name: str
     cluster: Cluster
@@ -159,7 +160,7 @@ class Plan:
 
     @property
     def best(self) -> Choice | None:
-        """None where nothing fits."""
+        """The best choice; None if nothing fits."""
         return next((choice for choice in self.choices if choice.is_best), None)
 
 
@@ -171,16 +172,18 @@ def make_plan(
     storage: float | None = None,
     failures: Failures | None = None,
 ) -> Plan:
-    """Work out every choice of an estimated recipe.
+    """Work out every choice for an estimated recipe on a cluster.
 
     Args:
-        price: of one device for one hour.
-        storage: bytes/s that all nodes together write checkpoints at.
-        failures: of the cluster's nodes; None to leave them out.
+        estimate: the recipe with its compute and its length.
+        cluster: the devices.
+        price: the price of one device for one hour.
+        storage: the rate at which all nodes together write checkpoints, in bytes/s.
+        failures: the failures of the cluster's nodes; None to leave them out.
 
-    Raises `RecipeError` for fp32, and where the devices do not divide the global batch.
+    Raises `RecipeError` for fp32, and if the devices do not divide the global batch.
     """
-    if estimate.recipe.precision == "auto":  # as every device does whose peak is known
+    if estimate.recipe.precision == "auto":  # what `auto` chooses on every device with a known peak
         estimate = replace(estimate, recipe=estimate.recipe.model_copy(update={"precision": "bf16"}))
     recipe, work = estimate.recipe, estimate.work
     assert work is not None, "whoever plans has seen that the classes are known"
@@ -198,7 +201,7 @@ def make_plan(
         for stage in STAGES:
             divides = recipe.parallelism.offload != "none" or recipe.parallelism.overlap
             if (stage == 0 and divides) or (stage == 3 and recipe.parallelism.compile):
-                continue  # no recipe says that
+                continue  # recipes refuse these combinations
             for micro, overlap in product(sizes, _ways_to_send(recipe, stage, cluster.devices)):
                 one = _with(recipe, stage, again, micro, overlap)
                 accumulates = recipe.batch.global_size > micro * cluster.devices
@@ -223,9 +226,10 @@ def make_plan(
 
 
 def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
-    """Sizes that divide a rank's part of the batch: all; where there are many, powers of two and the recipe's own.
+    """The micro-batches to try: divisors of a rank's part of the global batch.
 
-    None parts what the objective computes together.
+    If there are many, only powers of two, the recipe's own and the whole part. None splits images that the objective
+    computes together.
     """
     micro, accumulation = recipe.split(world_size)
     per_rank = micro * accumulation
@@ -237,7 +241,7 @@ def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
 
 
 def _ways_to_send(recipe: Recipe, stage: int, world_size: int) -> tuple[bool, ...]:
-    """Values of `parallelism.overlap`: both where it changes what is sent and when, unless the recipe asks for it."""
+    """The values of `parallelism.overlap` to try: both if it would make a difference, unless the recipe sets it."""
     asked, possible = recipe.parallelism.overlap, world_size > 1 and recipe.parallelism.offload == "none"
     return (False, True) if stage in (1, 2) and possible and not asked else (asked,)
 
@@ -277,9 +281,9 @@ def _choice(recipe: Recipe, work: Work, parameters: Parameters, cluster: Cluster
 
 
 def find_best(choices: Sequence[Choice]) -> Choice | None:
-    """Of those that fit the fastest; among as fast ones the largest micro-batch, the lowest stage, no overlap.
+    """The fastest choice that fits; of equally fast ones that with the largest micro-batch, lowest stage, no overlap.
 
-    A lower stage sends fewer messages, of which any may be late.
+    A lower stage sends fewer messages, any of which could be late.
     """
     fitting = [one for one in choices if one.fits]
     if not fitting:
@@ -305,7 +309,7 @@ def _verdict(choice: Choice, best: Choice | None, cluster: Cluster) -> str:
 
 
 def _reason(time: StepTime, best: StepTime) -> str:
-    """The part of a step's time that differs most."""
+    """The part of a step's time that exceeds the best choice's by most."""
     parts = {
         "recomputes": time.recompute - best.recompute,
         "network": time.waiting - best.waiting,
@@ -325,7 +329,7 @@ def _totals(
     price: float | None,
     storage: float | None,
 ) -> tuple[Totals, list[str]]:
-    """And what was assumed for them."""
+    """The totals of the best choice, and what was assumed for them, in words."""
     recipe = estimate.recipe
     images = estimate.own_images
     seconds = None if images is None else images / best.images_per_s
@@ -387,7 +391,7 @@ def _goodput(totals: Totals, best: Choice, cluster: Cluster, failures: Failures)
 
 
 def _image_bytes(recipe: Recipe) -> tuple[float, str]:
-    """Mean bytes of a stored image, and what was assumed where there is no manifest to tell."""
+    """(mean size of a stored image in bytes, what was assumed if there is no manifest to tell, else "")."""
     try:
         shards = Manifest.load(recipe.dataset_path(recipe.data.train)).shards
     except VitscaleError:

@@ -1,7 +1,7 @@
-"""How long a step should take: computing, updating, and what of the network's time nothing else hides.
+"""How long a step should take: computing, updating, and the network time that computing does not hide.
 
-A model on paper. It knows no slow rank and no data that comes late; kernels have one efficiency whatever
-the micro-batch. All of this makes real steps longer.
+This is only a model. It has no slow ranks and no late data, and kernels are equally efficient whatever the micro-batch.
+Real steps take longer.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,12 +17,12 @@ from vitscale.planning.parameters import Parameters
 from vitscale.recipe import Recipe
 
 HIDDEN = 0.5
-"""Of the time in which messages could be under way while something is computed, the share that is used."""
+"""The share of the time in which messages could be sent during computing that is really used for it."""
 
 OVERLAPPED = 0.8
-"""The same with `parallelism.overlap`, of the backward pass for gradients and of the forward pass for weights; the last
-bucket of gradients and the first of weights apart, behind which nothing is computed. benchmarks/network.py measured it,
-where compute and network do not share a device.
+"""The same with `parallelism.overlap`: of the backward pass for gradients and of the forward pass for weights. The last
+bucket of gradients and the first of weights do not count, because nothing is computed while they are sent.
+benchmarks/network.py measured it with compute and network on separate devices.
 """
 
 _BACKWARD = 2 / 3  # of the model's FLOPs
@@ -30,15 +30,15 @@ _BACKWARD = 2 / 3  # of the model's FLOPs
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step.
+    """The time of one step, in seconds.
 
     Attributes:
-        compute: forward and backward passes, without what is recomputed.
-        recompute: once more.
-        update: of the optimizer; 0 where the device's bandwidth is not known, and for an offloaded optimizer.
-        network: that messages are under way.
-        latency: of it, what would stay were all messages empty.
-        waiting: for them, while nothing is computed.
+        compute: the forward and backward passes, without recomputation.
+        recompute: the recomputation of activations.
+        update: the optimizer's update; 0 if the device's memory bandwidth is not known, or the optimizer is offloaded.
+        network: the time during which messages are being sent.
+        latency: the part of `network` that would remain if all messages were empty.
+        waiting: the part of `network` during which nothing is computed.
     """
 
     compute: float
@@ -50,14 +50,14 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Of the step."""
+        """The time of the whole step."""
         return self.compute + self.recompute + self.update + self.waiting
 
 
 def step_time(
     recipe: Recipe, work: Work, parameters: Parameters, cluster: Cluster, collectives: Iterable[Collective]
 ) -> StepTime:
-    """The time of one step of `recipe` on `cluster`, which sends `collectives`."""
+    """The time of one step of `recipe` on `cluster` that sends `collectives`."""
     images = recipe.batch.global_size / cluster.devices
     rate = cluster.peak * cluster.efficiency
     compute = training_flops_per_image(work.macs) * images / rate
@@ -91,7 +91,7 @@ def message_time(collective: Collective, cluster: Cluster) -> CollectiveTime:
 
 
 def overlaps(recipe: Recipe) -> bool:
-    """Whether ranks send while they compute: DeepSpeed by itself in stage 3 alone, nothing in stage 0."""
+    """Whether ranks send while they compute: by default DeepSpeed does so only in stage 3, and never in stage 0."""
     stage = recipe.parallelism.zero_stage
     if recipe.parallelism.overlap:
         return stage > 0
@@ -100,7 +100,7 @@ def overlaps(recipe: Recipe) -> bool:
 
 
 def _hides(recipe: Recipe, world_size: int, compute: float, recompute: float) -> float:
-    """Seconds of messages that take no time of their own."""
+    """The seconds of message time that computing hides."""
     if not overlaps(recipe):
         return 0.0
     if recipe.parallelism.zero_stage == 3:
@@ -119,18 +119,21 @@ def _overlapped(
     compute: float,
     recompute: float,
 ) -> float:
-    """Seconds of messages that take no time of their own, where buckets are sent as soon as they are full."""
+    """The seconds of message time that computing hides, with buckets that are sent as soon as they are full."""
     stage, (_, accumulation) = recipe.parallelism.zero_stage, recipe.split(world_size)
     bucket = min(1.0, elements_in_flight(recipe)["reduce_bucket_size"] / sum(parameters.trained))
     times = accumulation if stage == 2 else 1
-    backward = (_BACKWARD * compute + recompute) / accumulation * times  # stage 1 sends in the last one alone
-    forward = (1 - _BACKWARD) * compute / accumulation  # new weights are awaited in the first one alone
+    backward = (_BACKWARD * compute + recompute) / accumulation * times  # stage 1 sends only in the last one
+    forward = (1 - _BACKWARD) * compute / accumulation  # new weights are awaited only in the first one
     gradients, weights = seconds["backward"] * (1 - bucket / times), seconds["passes"] * (1 - bucket)
     return min(gradients, OVERLAPPED * backward) + min(weights, OVERLAPPED * forward)
 
 
 def _update(recipe: Recipe, parameters: Parameters, cluster: Cluster) -> float:
-    """The optimizer reads and writes its state, reads gradients and writes weights: as fast as memory is."""
+    """The seconds of the optimizer's update, limited by memory bandwidth.
+
+    It reads and writes its state, reads gradients and writes weights.
+    """
     if cluster.device.board.bandwidth is None or recipe.parallelism.offload != "none":
         return 0.0
     word = 4 if recipe.precision == "fp32" else 2

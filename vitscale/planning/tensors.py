@@ -1,12 +1,12 @@
 """The tensors of one forward and backward pass, counted without computing them.
 
 The model runs on fake tensors, which have shapes, dtypes and storages but no values. So every architecture is counted
-as torch's autograd really saves it, kernels of attention included, in less than a second and whatever the model's size.
+as torch's autograd really saves it, including attention kernels, in less than a second whatever the model's size.
 
-The kernels are those of the CPU. Its attention saves queries, keys, values, the result and a logarithm for each query,
-as the fused kernels of CUDA do. What differs there, by torch's source and not measured by us: dropout keeps one byte an
-element instead of its noise in the tensor's dtype, which is counted so; with relative positions the fused kernel saves
-fewer tensors of B x A x T x T than the CPU's plain formula, so that the count is too high.
+The kernels are the CPU's. Its attention saves queries, keys, values, the result and a logarithm for each query, as
+CUDA's fused kernels do. By torch's source, not measured by us, CUDA differs in two ways: dropout keeps one byte per
+element instead of its noise in the tensor's dtype, and is counted so; with relative positions the fused kernel saves
+fewer tensors of B x A x T x T than the CPU's plain formula, so the count is too high.
 """
 
 import weakref
@@ -33,11 +33,11 @@ DeviceType = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class StepTensors:
-    """Bytes of one micro-batch.
+    """The activation memory of one micro-batch, in bytes.
 
     Attributes:
-        saved: what the forward pass and the loss keep for the backward pass, parameters left out.
-        transient: what the pass holds beyond that at its peak, gradients of parameters left out.
+        saved: what the forward pass and the loss keep for the backward pass, without parameters.
+        transient: what the passes hold beyond that at their peak, without parameters' gradients.
     """
 
     saved: int
@@ -73,7 +73,7 @@ def step_tensors(recipe: Recipe, num_classes: int, micro_batch: int, device: Dev
 
 @contextmanager
 def saved_storages(parameters: list[nn.Parameter]) -> Iterator[dict[int, torch.UntypedStorage]]:
-    """The storages that autograd saves in here by their identity, each once, those of parameters left out."""
+    """Collects the storages that autograd saves in this context, by identity, without those of parameters."""
     own = {_identity(parameter) for parameter in parameters}
     saved: dict[int, torch.UntypedStorage] = {}
 
@@ -92,7 +92,7 @@ def _identity(tensor: Tensor) -> int:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Parameters of fake tensors cannot be converted when they are there, so they are made in their dtype."""
+    """Sets torch's default dtype: existing fake parameters cannot be converted, so they are created in their dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -112,7 +112,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 class _LiveStorages(TorchDispatchMode):
-    """Follows the bytes of the storages that operations make, until they are freed; `peak` is the most at one time."""
+    """Tracks the bytes of storages that operations create until they are freed; `peak` is the most at any one time."""
 
     def __init__(self, known: list[nn.Parameter]) -> None:
         super().__init__()
