@@ -1,7 +1,7 @@
 """The recipe: one YAML file describes one run, typed and strict.
 
-`load_recipe` reads a file, applies what it extends and what the command line sets, and validates the whole before
-anything starts. Nothing is silently ignored.
+`load_recipe` reads a file on top of what it extends, applies the command line's settings, and validates the whole
+before anything starts. Nothing is silently ignored.
 """
 
 from vitscale.recipe.comparing import FREE_ON_BRANCHING, FREE_ON_RESUME, changes, differences, recipe_sha256

@@ -1,11 +1,11 @@
-"""Whether two recipes describe the same run: their differences, and the fields that are free to differ on resuming."""
+"""Compares recipes: whether two describe the same run, and which fields may differ when a run is resumed."""
 
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-# What may differ when a run is resumed: it changes where and how fast the run computes, not what it computes.
+# Fields that may differ when a run is resumed: they change where and how fast the run computes, not what it computes.
 FREE_ON_RESUME = (
     "parallelism",
     "batch.micro_max",
@@ -15,29 +15,29 @@ FREE_ON_RESUME = (
     "data.cache",
     "data.verify_shards",
     "data.check_rate",
-    "data.bad_samples",  # when images turn out to be damaged, a run has to be able to go on
+    "data.bad_samples",  # so that a run can continue after images turned out to be damaged
     "data.stall_s",
     "evaluation",
     "checkpoint",
-    "anomalies",  # a run that a bad batch has stopped has to be able to go on
+    "anomalies",  # so that a run can continue after a bad batch has stopped it
     "check",
     "logging",
     "profile",
     "deepspeed",
 )
 
-# What may differ besides between a run and the one that it branches off: what it does from there. The data have to be
-# the same or a view of them, whatever they are called: manifests tell.
+# Fields that may also differ between a branch and its trunk: they say what the branch does from there. Its data have to
+# be the trunk's or a view of them, under any name: the manifests show that.
 FREE_ON_BRANCHING = (*FREE_ON_RESUME, "schedule", "init", "selection", "data.train")
 
 
 def recipe_sha256(dumped: dict[str, Any]) -> str:
-    """SHA-256 of all fields of a dumped recipe, defaults included, in hexadecimal: the identity of a run."""
+    """The SHA-256 of all fields of a dumped recipe, including defaults, in hexadecimal: the identity of a run."""
     return hashlib.sha256(json.dumps(dumped, sort_keys=True).encode()).hexdigest()
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(key, old value, new value) of all that differs between two dumped recipes, sorted; None for what is not there.
+    """(key, old value, new value) for each difference between two dumped recipes, sorted; None for a missing value.
 
     `prefix` is put before each key.
     """
@@ -52,7 +52,7 @@ def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Itera
 def differences(
     old: dict[str, Any], new: dict[str, Any], prefix: str = "", *, free: Sequence[str] = FREE_ON_RESUME
 ) -> list[str]:
-    """Lines `key: old -> new` for all that differs between two dumped recipes and is not `free` to."""
+    """Lines `key: old -> new` for each difference between two dumped recipes in a field that is not `free`."""
     return [
         f"{key}: {before!r} -> {after!r}"
         for key, before, after in changes(old, new, prefix)

@@ -1,4 +1,4 @@
-"""The `data` block of a recipe: what is trained on, how pictures are cut, read and kept."""
+"""The `data` block of a recipe: the training data, and how images are cropped, read and cached."""
 
 import itertools
 import os
@@ -37,7 +37,7 @@ class Crop(Block):
                 limit = " <= 1" if ceiling == 1.0 else ""
                 found.append(f"{name} must be [low, high] with 0 < low <= high{limit}, not {bounds}")
         for key, owner in (("area", "inception"), ("aspect", "inception"), ("fraction", "resize")):
-            # A dumped recipe sets every field, so that a default is no sign of intent.
+            # A dumped recipe sets every field, so a default value does not mean that somebody chose it.
             if getattr(self, key) != type(self).model_fields[key].default and self.kind != owner:
                 found.append(f"{key} belongs to kind: {owner}, and kind is {self.kind}")
         if found:
@@ -68,7 +68,7 @@ class Cache(Block):
     )
 
     def folder(self) -> Path:
-        """The folder on this machine, absolute; it need not be there. Raises `RecipeError`."""
+        """The absolute path of the cache on this machine; it need not exist. Raises `RecipeError`."""
         place = self.dir or os.environ.get(CACHE_VARIABLE)
         try:
             if place:

@@ -1,8 +1,8 @@
 """Finds the datasets that recipes name.
 
-A recipe names its data (`jft300m/train`), not their place, so that it is the same recipe on every cluster. The place is
-given by `data.root`, by a file `datasets.yaml` of the user's, or by an environment variable, in this order: a folder,
-or a URL that fsspec knows, such as `s3://bucket/datasets`. Nothing is asked of a network here.
+A recipe names its data (`jft300m/train`), not their place, so that it is the same recipe on every cluster. The place
+comes from `data.root`, the user's `datasets.yaml`, or an environment variable, in this order. It is a folder, or a URL
+that fsspec knows, such as `s3://bucket/datasets`. Nothing here uses the network.
 """
 
 import difflib
@@ -18,14 +18,14 @@ DATASETS_FILE = "datasets.yaml"
 
 
 def find_dataset(dataset: str, root: str | None) -> str:
-    """The folder, or URL, of the dataset `NAME[/SPLIT] | PATH | URL`.
+    """The folder or URL of the dataset `NAME[/SPLIT] | PATH | URL`.
 
     Args:
         dataset: a name, a path that begins with /, ./, ../ or ~, or a URL.
-        root: the recipe's `data.root`, under which every name is looked for.
+        root: the recipe's `data.root`, under which every name is looked up; None if it has none.
 
-    Raises `RecipeError` where a name has no place, and `DataError` where nothing is there on this machine; what a URL
-    has, reading tells.
+    Raises `RecipeError` if a name has no place, and `DataError` if a local place does not exist; a URL is only checked
+    when it is read.
     """
     try:
         here = f"; the folder here of this name is ./{dataset}" if Path(dataset).is_dir() else ""
@@ -40,7 +40,7 @@ def find_dataset(dataset: str, root: str | None) -> str:
 
 
 def _hint(dataset: str, missing: Path) -> str:
-    """The name with the first part that is missing replaced by what is there and like it."""
+    """Suggest the name with its first missing part replaced by the most similar existing one; "" if there is none."""
     parts, after = dataset.split("/"), 1
     while not missing.parent.is_dir() and missing.parent != missing:
         missing, after = missing.parent, after + 1
@@ -63,7 +63,7 @@ def _folder(place: str, beside: Path | None = None) -> str:
 
 
 def _place(name: str, root: str | None, hint: str) -> tuple[str, str]:
-    """Where a name is, and what says so. Raises `RecipeError`, whose text ends with the hint, where nothing does."""
+    """(a name's place, what defines it). Raises `RecipeError`, with `hint` at the end, if nothing does."""
     if ".." in name.split("/"):
         raise RecipeError(
             f"dataset {name!r}: a name leads below the folder that holds the datasets, and .. out of it; "
@@ -74,7 +74,7 @@ def _place(name: str, root: str | None, hint: str) -> tuple[str, str]:
     for file in _files():
         if file.is_file():
             places = _read(file)
-            # The whole name, or the part before the split: `jft300m` is the place of `jft300m/train` too.
+            # The whole name, or the part before the split: the place of `jft300m` also holds `jft300m/train`.
             for key in (name, name.partition("/")[0]):
                 if key in places:
                     place, rest = _folder(places[key], file.parent), name[len(key) :].lstrip("/")

@@ -1,4 +1,4 @@
-"""The `objective` block of distillation through a token, and what is known of it without torch."""
+"""The `objective` block of distillation through a token, and what is known about it without torch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Teacher(Block):
     """The model that is learned from: it is never updated, and no part of checkpoints or of what is exported."""
 
-    # `from` is a word of Python's, hence the alias.
+    # `from` is a Python keyword, hence the alias.
     source: Annotated[
         str | None,
         Field(
@@ -80,7 +80,7 @@ class Distillation(Classification):
         return [*super().model_operations(recipe, num_classes), *taught]
 
     def smoke_form(self) -> Self:
-        """As `Objective.smoke_form`: a small teacher, whose weights are initial."""
+        """As `Objective.smoke_form`: with a small teacher that has initial weights."""
         small, _ = self.teacher.model.small()
         block = self.teacher.model
         small_model = type(block).model_validate(block.model_dump(by_alias=True) | small | {"num_classes": None})

@@ -1,4 +1,4 @@
-"""Lengths of training: so many steps, epochs or examples."""
+"""Lengths of training, in steps, epochs or examples."""
 
 from typing import Annotated
 
@@ -21,11 +21,11 @@ class Duration(Block):
         return self
 
     def describe(self) -> str:
-        """In words, for messages."""
+        """The duration in words, for messages."""
         return ", ".join(f"{value:g} {unit}" for unit, value in self if value is not None)
 
     def to_steps(self, train_samples: int, global_batch: int) -> int:
-        """Steps of `global_batch` samples; an epoch has train_samples // global_batch."""
+        """The number of steps of `global_batch` samples; an epoch has train_samples // global_batch of them."""
         if self.steps is not None:
             return self.steps
         if self.examples is not None:

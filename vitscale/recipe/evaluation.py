@@ -1,4 +1,4 @@
-"""The `evaluation` and `selection` blocks of a recipe: what is measured while training, and how to choose by it."""
+"""The `evaluation` and `selection` blocks of a recipe: what training measures, and how to choose by it."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""What a model is measured by, as a recipe says it: the base of each block of `evaluation.evaluators`."""
+"""The base of each block of `evaluation.evaluators`: what a recipe says about an evaluator of a model."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -18,9 +18,9 @@ class Evaluator(Block):
     name: str = Field(min_length=1, description="what metrics call it")
 
     def metrics(self) -> Sequence[str]:
-        """The names of the figures that it yields, for `selection` to choose by."""
+        """The names of the metrics that it yields, which `selection` can choose by."""
         return ()
 
     def on_smoke_data(self, train: str, test: str) -> dict[str, Any]:
-        """Keys that have it look at the datasets of a smoke run in the place of its own."""
+        """The keys that make it use a smoke run's datasets instead of its own."""
         return {}

@@ -1,4 +1,4 @@
-"""What the schema does not say of a field: its unit, what else it changes, and where the papers settle it."""
+"""What the schema does not say about a field: its unit, what else it changes, and what the paper says of it."""
 
 from typing import NamedTuple
 
@@ -70,7 +70,7 @@ _TOUCHES = {
     "schedule.duration": "with decay: linear or cosine the learning rate of every step, which falls until the end",
     "seed": "initial weights, the order of samples, crops, flips, dropout: another seed is another run",
 }
-"""Key -> what follows from the field besides what its description says."""
+"""Key -> what the field affects besides what its description says."""
 
 _PAPERS = {
     "batch.global": "4,096 to pre-train (Table 3), 512 to fine-tune (Table 4)",
@@ -109,11 +109,11 @@ _PAPERS = {
     "schedule.warmup": "10,000 steps to pre-train (Table 3)",
     "selection.patience": "early stopping on subsets of JFT (section 4.3), with no figure",
 }
-"""Key -> what "An Image is Worth 16x16 Words" says of the field, and where."""
+"""Key -> what "An Image is Worth 16x16 Words" says about the field, and where."""
 
 
 class Notes(NamedTuple):
-    """Of one field; None where there is nothing to say."""
+    """The notes on one field; None where there is nothing to say."""
 
     unit: str | None
     touches: str | None
@@ -122,7 +122,7 @@ class Notes(NamedTuple):
 
 
 def notes(key: str) -> Notes:
-    """The notes on a field by its dotted key, N for an index; a teacher's fields are those of `model` and `data`."""
+    """The notes on a field, by its dotted key with N for an index; a teacher's fields share `model`'s and `data`'s."""
     told = key.replace("objective.teacher.model.", "model.").replace("objective.teacher.normalise.", "data.normalise.")
     if _is_in(key, FREE_ON_RESUME):
         resuming = "a resumed run may change it"
@@ -134,7 +134,7 @@ def notes(key: str) -> Notes:
 
 
 def noted_keys() -> set[str]:
-    """All keys that something is noted of."""
+    """All keys with a note."""
     return {*_UNITS, *_TOUCHES, *_PAPERS}
 
 

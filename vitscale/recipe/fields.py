@@ -1,4 +1,4 @@
-"""Every field of a recipe as data and in words: what it means, its type, bounds and default, all from the schema."""
+"""Every field of a recipe, as data and in words: its meaning, type, bounds and default, all from the schema."""
 
 import difflib
 import re
@@ -19,14 +19,14 @@ from vitscale.recipe.schema import Recipe
 
 _COLUMNS = 80
 _WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-_UNBOUNDED = 2**31  # from here on a limit is one of numbers, and not worth a word
+_UNBOUNDED = 2**31  # limits from here on are those of number types, and are not shown
 _OF_TEACHER = "objective.teacher."
 _DURATION = "duration"
 _TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "object": "block"}
 
-_NEAR, _VERY_NEAR = 0.7, 0.85  # of difflib: for a key of the same block, and of another one
+_NEAR, _VERY_NEAR = 0.7, 0.85  # difflib cutoffs for a key of the same block and of another block
 _SHOWN = 3
-# What other programs call a field -> the last part of its key here.
+# Another program's name of a field -> the last part of its key here.
 _SYNONYMS = {
     "base": "extends",
     "batch_size": "global",
@@ -87,8 +87,8 @@ class Block:
 def json_schema() -> dict[str, Any]:
     """The JSON Schema of a recipe's file.
 
-    What a file extends may hold any part of the recipe, so that nothing is required beside `extends`, nor of a file
-    without a model, which only others extend.
+    The file that is extended may hold any part of the recipe, so nothing is required in a file with `extends`, nor in
+    one without a model, which other files extend.
     """
     schema = Recipe.model_json_schema()
     for block in schema["$defs"].values():
@@ -114,7 +114,7 @@ def json_schema() -> dict[str, Any]:
     required = schema.pop("required")
     for block in (schema, *schema["$defs"].values()):
         for field in block.get("properties", {}).values():
-            if "description" not in field and "anyOf" in field:  # an optional block: editors show what its key has
+            if "description" not in field and "anyOf" in field:  # an optional block: editors show its key's description
                 (inner,) = _inner_blocks(schema, field)
                 field["description"] = inner["description"]
     return {
@@ -125,14 +125,15 @@ def json_schema() -> dict[str, Any]:
 
 
 def _named_by_path(tag: str) -> dict[str, Any]:
-    """A block of another package, of which no more is known than the key that names it."""
+    """The schema of a block of another package: only the key that names it is known."""
     path = {"type": "string", "pattern": r"\.", "description": "the dotted path of a block of another package"}
     return {"type": "object", "description": "of another package", "properties": {tag: path}, "required": [tag]}
 
 
 def blocks() -> tuple[Block, ...]:
-    """All blocks of a recipe in the order of the schema, each before those in it; last those of other packages that
-    recipes have named so far.
+    """All blocks of a recipe in the order of the schema, each before those inside it.
+
+    Blocks of other packages that recipes have named so far come last.
     """
     outside = (
         block
@@ -146,7 +147,7 @@ def blocks() -> tuple[Block, ...]:
 @cache
 def _own_blocks() -> tuple[Block, ...]:
     schema = Recipe.model_json_schema()
-    return tuple(dict.fromkeys(_blocks(schema, schema, "", {})))  # both optimizers have the same block of groups
+    return tuple(dict.fromkeys(_blocks(schema, schema, "", {})))  # every optimizer has the same block of groups
 
 
 @cache
@@ -156,7 +157,7 @@ def _outside_blocks(place: str, path: str, named: type[BaseModel]) -> tuple[Bloc
 
 
 def keys() -> list[str]:
-    """The dotted keys of all fields and blocks; in a list of blocks N stands for an index."""
+    """The dotted keys of all fields and blocks, with N for an index into a list of blocks."""
     fields = [field for block in blocks() for field in block.fields]
     names = [block.key for block in blocks() if block.key] + [field.key for field in fields]
     units = [f"{field.key}.{unit}" for field in fields if field.kind == _DURATION for unit in Duration.model_fields]
@@ -164,7 +165,7 @@ def keys() -> list[str]:
 
 
 def nearest(key: str) -> list[str]:
-    """Keys that somebody may mean who writes `key`, the likeliest first; none where nothing is near."""
+    """The keys that `key` may be a mistake for, likeliest first; empty if none is similar."""
     here, _, last = key.rpartition(".")
     block = without_indices(here)
     by_last: dict[str, list[str]] = {}
@@ -180,16 +181,19 @@ def nearest(key: str) -> list[str]:
 
 
 def keys_in(block: str) -> list[str]:
-    """The last parts of the keys that a block may have."""
+    """The last parts of the keys that a block can have."""
     inside = f"{without_indices(block)}." if block else ""
     return sorted({each.removeprefix(inside).partition(".")[0] for each in keys() if each.startswith(inside)})
 
 
 def explain_fields(key: str | None = None) -> str:
-    """All fields in words, in Markdown, or those that a key names: a block, a field with all that is known of it, or
-    several by their last part.
+    """Explain all fields in Markdown, or those that a key names.
 
-    Raises `RecipeError` for a key that is none.
+    Args:
+        key: a block's key, a field's key (for all that is known about it), or the last part of several fields' keys;
+            None for everything.
+
+    Raises `RecipeError` for an unknown key.
     """
     if key is None:
         return "\n\n".join([_ABOUT, *map(_section, _each_once(_own_blocks()))])
@@ -214,7 +218,7 @@ def explain_fields(key: str | None = None) -> str:
 
 
 def _each_once(found: Iterable[Block]) -> Iterator[Block]:
-    """Blocks, of which a teacher's that are explained elsewhere only say where."""
+    """The blocks, with a teacher's reduced to a reference if they are explained elsewhere."""
     places: dict[Any, str] = {}
     for block in found:
         fields = tuple(
@@ -231,14 +235,14 @@ def _each_once(found: Iterable[Block]) -> Iterator[Block]:
 def _blocks(
     schema: dict[str, Any], block: dict[str, Any], key: str, given: dict[str, Any] | None, variant: str = ""
 ) -> Iterator[Block]:
-    """A block and those in it.
+    """A block and all blocks inside it.
 
     Args:
-        schema: resolves references.
-        block: the block's part of it.
+        schema: the whole schema, which resolves references.
+        block: the block's part of the schema.
         key: the block's dotted key.
-        given: defaults that the block has at this place.
-        variant: which of several blocks it is that may be there.
+        given: the block's defaults at this place.
+        variant: which of the blocks that are possible here it is.
     """
     fields: list[Field] = []
     below: list[Block] = []
@@ -258,19 +262,19 @@ def _blocks(
             path_below = f"{path}.N" if "items" in field else path
             defaults: dict[str, Any] | None = field.get("default", {})
             if variant_below and defaults and defaults.get("kind", variant_below) != variant_below:
-                defaults = {}  # of another of the kinds that may be there
+                defaults = {}  # the defaults belong to another kind of block
             below += _blocks(schema, one, path_below, defaults, variant_below)
     yield Block(key, variant, given is not None, block.get("description", ""), tuple(fields))
     yield from below
 
 
 def _variant(block: dict[str, Any]) -> str:
-    """What chooses a block of several: the value of its key that says so, or else the block's own name."""
+    """What tells a block from others possible at its place: the value of its discriminating key, else its name."""
     return next((field["const"] for field in block["properties"].values() if "const" in field), block["title"])
 
 
 def _inner_blocks(schema: dict[str, Any], field: dict[str, Any]) -> list[dict[str, Any]]:
-    """The blocks that a field may hold; a duration counts as a value."""
+    """The blocks that a field can hold; a duration counts as a value, not as a block."""
     item = field.get("items", field)
     options = [
         item,
@@ -289,7 +293,7 @@ def _default(value: Any) -> str:
 
 
 def _kind(field: dict[str, Any]) -> str:
-    """The type and bounds of a field in words."""
+    """A field's type and bounds, in words."""
     if "anyOf" in field:
         return " or ".join(_kind(option) for option in field["anyOf"] if option.get("type") != "null")
     if "$ref" in field:
@@ -329,7 +333,7 @@ def _in_yaml(value: Any) -> str:
 
 
 def without_indices(key: str) -> str:
-    """A key with N for every index of a list."""
+    """A key with every list index replaced by N."""
     return re.sub(r"\.\d+(?=\.|$)", ".N", key)
 
 
@@ -350,7 +354,7 @@ def _item(field: Field) -> str:
 
 
 def _details(field: Field) -> str:
-    """All that is known of one field, a line each."""
+    """All that is known about one field, one line per fact."""
     noted = notes(field.key)
     unit = "steps, epochs or examples" if _DURATION in field.kind else noted.unit
     named_by = [each for each in _single_fields() if re.search(rf"\b{re.escape(field.key)}\b(?!\.)", each.meaning)]
@@ -380,5 +384,5 @@ def _details(field: Field) -> str:
 
 
 def _single_fields() -> list[Field]:
-    """All fields but those of a teacher, which are the model's once more."""
+    """All fields except a teacher's, which repeat the model's."""
     return [field for block in blocks() for field in block.fields if not field.key.startswith(_OF_TEACHER)]

@@ -1,6 +1,6 @@
-"""What happens to training images behind crop and flip, as a recipe says it: one block a kind of operation.
+"""Operations on training images after crop and flip, as a recipe says them: one block for each kind.
 
-Ours on uint8 pixels are done by the loader's threads, all others on the device.
+The loader's threads do ours on uint8 pixels; all others run on the device.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -26,7 +26,7 @@ class ImageOperation(Block):
 
     @property
     def place(self) -> int:
-        """Operations are done in the order of this: in the loader, on the device's uint8 pixels, on its floats."""
+        """Sort key of the order of operations: 0 in the loader, 1 on the device's uint8 pixels, 2 on its floats."""
         return {"uint8": 1, "float": 2}[self.pixels]
 
 
@@ -148,4 +148,4 @@ class RandomErasing(ImageOperation):
 
 
 AnyOperation = RandAugment | ThreeAugment | ColorJitter | Gray | GaussianBlur | Solarize | RandomErasing
-"""Ours."""
+"""Any of vitscale's own operations."""

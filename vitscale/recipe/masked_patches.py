@@ -1,4 +1,4 @@
-"""The `objective` block of masked patch prediction, and what is known of it without torch."""
+"""The `objective` block of masked patch prediction, and what is known about it without torch."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
@@ -13,15 +13,15 @@ from vitscale.recipe.shares import by_largest_remainder
 if TYPE_CHECKING:
     from vitscale.recipe.schema import Recipe
 
-_MASKED, _REPLACED, _KEPT = 0.8, 0.1, 0.1  # of the corrupted patches (appendix B.1.2)
+_MASKED, _REPLACED, _KEPT = 0.8, 0.1, 0.1  # shares of the corrupted patches (appendix B.1.2)
 COLOURS = 512
-"""Mean colours of 3 bits a channel."""
+"""The number of mean colours, with 3 bits per channel."""
 CELLS = 4
-"""Cells along one side of a patch whose colours `cell_colours` predicts."""
+"""The number of cells along one side of a patch; `cell_colours` predicts the colour of each cell."""
 
 
 class Counts(NamedTuple):
-    """How many patches of an image are corrupted in each of three ways."""
+    """The numbers of patches of an image that are corrupted in each of three ways."""
 
     masked: int
     replaced: int
@@ -82,16 +82,16 @@ class MaskedPatches(Objective):
             )
 
     def counts(self, recipe: "Recipe") -> Counts:
-        """Patches of each image that are corrupted, rounded by largest remainder: of 196 half is 78, 10 and 10."""
+        """The corrupted patches of each image, rounded by largest remainder: half of 196 are 78, 10 and 10."""
         corrupted, _ = by_largest_remainder(_patches(recipe).grid ** 2, (self.share, 1 - self.share))
         return Counts(*by_largest_remainder(corrupted, (_MASKED, _REPLACED, _KEPT)))
 
     def outputs(self, patch_size: int) -> int:
-        """Numbers that are predicted of one patch."""
+        """The number of values predicted for one patch."""
         return {"mean_colour": COLOURS, "cell_colours": CELLS**2 * COLOURS, "pixels": 3 * patch_size**2}[self.target]
 
     def operations(self, recipe: "Recipe") -> Sequence[Operation]:
-        """As `Objective.operations`: the prediction is computed for corrupted patches alone."""
+        """As `Objective.operations`: predictions are computed only for corrupted patches."""
         patches, rows = _patches(recipe), self.counts(recipe).corrupted
         return (
             parameters("mask", patches.width),

@@ -1,6 +1,6 @@
-"""What is learned, as a recipe says it: one block a kind of objective, told apart by `kind`.
+"""The objectives of training, as a recipe says them: one block for each kind, chosen by `kind`.
 
-A block holds what is known without torch; `implementation` names the module that computes it.
+A block holds what is known without torch; `implementation` names the class that computes it.
 """
 
 from collections.abc import Sequence
@@ -61,11 +61,14 @@ class Mixing(Block):
 
     @model_serializer(mode="wrap")
     def _without_sides(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What is resolved without sides is as before there were any."""
+        """Leave out `cutmix_sides` if it is not set, so that older resolved recipes stay as they were."""
         return {key: value for key, value in dump(self).items() if key != "cutmix_sides" or value is not None}
 
     def sides(self, image_size: int) -> tuple[int, int] | None:
-        """Of a box in pixels, from and below; None where an area is drawn. Raises `ValueError` where there is none."""
+        """The range [low, high) of a box's sides in pixels; None if an area is drawn instead.
+
+        Raises `ValueError` if the range is empty.
+        """
         if self.cutmix_sides is None:
             return None
         low, high = (int(image_size * part) for part in self.cutmix_sides)
@@ -93,23 +96,23 @@ class Objective(Block):
     kind: str = Field(description="chooses this objective")
 
     def check(self, recipe: "Recipe") -> None:
-        """Raise `ValueError` where the rest of the recipe does not go with this objective."""
+        """Raise `ValueError` if the rest of the recipe does not fit this objective."""
 
     def operations(self, recipe: "Recipe") -> Sequence[Operation]:
-        """What one image costs beside the model: heads, decoders, and their parameters."""
+        """The operations on one image besides the model's: heads and decoders, with their parameters."""
         return ()
 
     def model_operations(self, recipe: "Recipe", num_classes: int | None) -> Sequence[Operation]:
-        """What one image costs the model while it trains, and its parameters."""
+        """The model's operations on one image in training, with their parameters."""
         return recipe.model.operations(recipe.data.image_size, num_classes)
 
     def smoke_form(self) -> Self:
-        """The same in seconds on any machine; by default itself."""
+        """A form of it that runs in seconds on any machine; by default itself."""
         return self
 
     @property
     def together(self) -> int:
-        """Slots of the global batch that are computed together: micro-batches are multiples of it."""
+        """The number of slots of the global batch computed together: micro-batches are multiples of it."""
         return 1
 
 
@@ -189,14 +192,14 @@ class Classification(Objective):
             )
 
     def kept(self, recipe: "Recipe") -> int | None:
-        """Patches of each image that the model sees while it trains, rounded; None for all."""
+        """The number of patches of each image that the model sees in training, rounded; None for all."""
         patches = recipe.model.patches(recipe.data.image_size)
         if self.keep == 1 or patches is None:
             return None
         return by_largest_remainder(patches.grid**2, (self.keep, 1 - self.keep))[0]
 
     def model_operations(self, recipe: "Recipe", num_classes: int | None) -> Sequence[Operation]:
-        """As `Objective.model_operations`: on the patches that are kept."""
+        """As `Objective.model_operations`: only on the patches that are kept."""
         kept = self.kept(recipe)
         if kept is None:
             return super().model_operations(recipe, num_classes)
@@ -204,10 +207,10 @@ class Classification(Objective):
 
     @property
     def together(self) -> int:
-        """As `Objective.together`: the two that are mixed."""
+        """As `Objective.together`: 2 if images are mixed."""
         return 1 if self.mixing is None else 2
 
 
 def with_kind(objective: Any) -> Any:
-    """Plain data of an `objective` block; one that names no kind means classification."""
+    """Plain data of an `objective` block with its kind added: classification if it names none."""
     return {"kind": DEFAULT_KIND} | objective if isinstance(objective, dict) else objective

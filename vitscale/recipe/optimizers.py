@@ -1,4 +1,4 @@
-"""The `optimizer` block of a recipe: how weights are updated, and which of them in a way of their own."""
+"""The `optimizer` block of a recipe: how weights are updated, and groups of them with settings of their own."""
 
 import re
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ def _is_pattern(text: str) -> str:
 
 
 Pattern = Annotated[str, AfterValidator(_is_pattern)]
-"""A regular expression, looked for anywhere in a parameter's name."""
+"""A regular expression, searched for anywhere in a parameter's name."""
 
 
 class ParameterGroup(Block):
@@ -38,7 +38,7 @@ class ParameterGroup(Block):
     @model_validator(mode="after")
     def _frozen_alone(self) -> "ParameterGroup":
         for key in ("lr_factor", "weight_decay"):
-            # A dumped recipe sets every field, so that a default is no sign of intent.
+            # A dumped recipe sets every field, so a default value does not mean that somebody chose it.
             if self.frozen and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} says how parameters are trained, and those of this group are frozen")
         return self
@@ -67,7 +67,7 @@ LayerDecay = Annotated[
 
 Shape = tuple[int, ...]
 Kept = Mapping[str, Shape]
-"""What an optimizer keeps of a parameter: kind, as in checkpoints -> shape."""
+"""An optimizer's state for a parameter: kind, as in checkpoints -> shape."""
 Betas = Annotated[
     list[Annotated[float, Field(ge=0, lt=1)]],
     Field(min_length=2, max_length=2, description="decay of the mean of gradients, and of their squares"),
@@ -126,7 +126,7 @@ class SGD(Block):
 
     @property
     def kept_in_bf16(self) -> frozenset[str]:
-        """Kinds of what is kept that are not of fp32."""
+        """The kinds of state that are kept in bf16 instead of fp32."""
         return frozenset({"momentum_buffer"} if self.momentum_dtype == "bf16" else ())
 
     def kept(self, name: str, shape: Shape) -> Kept:
@@ -189,7 +189,10 @@ class Adafactor(Block):
         return self.momentum
 
     def factored_dims(self, shape: Shape) -> tuple[int, int] | None:
-        """The second longest side of a tensor and the longest, the later of equal ones; None where it is too small."""
+        """(second longest dimension, longest one), a later one counting as longer than an equal one before it.
+
+        None if the tensor is too small to be factored.
+        """
         if len(shape) < 2:
             return None
         *_, second, longest = sorted(range(len(shape)), key=lambda side: (shape[side], side))
@@ -241,11 +244,11 @@ class Muon(Block):
 
 Optimizer = AdamW | SGD | Lamb | Adafactor | Muon
 WHOLE_TENSOR_OPTIMIZERS = (Lamb, Adafactor, Muon)
-"""Those whose update of an element depends on others of its parameter, which may lie on another rank."""
+"""The optimizers whose update of an element depends on others of its parameter, which may be on another rank."""
 
 
 def group_of(optimizer: Optimizer, name: str) -> ParameterGroup | None:
-    """The group that a parameter is in; None where it is trained by the optimizer's own fields."""
+    """The group that a parameter is in; None if it is trained with the optimizer's own settings."""
     return next((group for group in optimizer.groups if re.search(group.match, name)), None)
 
 

@@ -1,4 +1,4 @@
-"""From files and command lines to a validated recipe.
+"""Reads files and command-line settings into a validated recipe.
 
 Every mistake is a `RecipeError` that names the key, the value, what was expected and, for an unknown key, the nearest
 valid one.
@@ -25,7 +25,7 @@ from vitscale.recipe.strict_yaml import parse_yaml
 _Block = TypeVar("_Block")
 _MODEL: TypeAdapter[Model] = TypeAdapter(ModelBlock)
 
-# Blocks of several kinds -> the key that says which one, and what it is where it is missing.
+# Blocks that have several kinds -> the key that names the kind, and its value where it is missing.
 _TAGS = {
     "optimizer": ("name", None),
     "objective": ("kind", DEFAULT_KIND),
@@ -33,7 +33,7 @@ _TAGS = {
     "data.operations.N": ("kind", None),
 }
 SCHEMA_LINE = "# yaml-language-server: $schema="
-"""Begins the line by which editors find a file's schema."""
+"""The beginning of the line by which editors find a file's schema."""
 _KINDS_OF = {key: [block.variant for block in blocks() if block.key == key] for key in _TAGS}
 _KINDS = {kind for kinds in _KINDS_OF.values() for kind in kinds}
 
@@ -46,7 +46,7 @@ def recipes_dir() -> Path:
 
 
 def find_recipe(recipe: str | Path) -> Path:
-    """The file of a recipe given by path, or by the name of one that comes with vitscale."""
+    """The file of a recipe given by its path, or by its name if it comes with vitscale."""
     path = Path(recipe)
     try:
         if path.is_file():
@@ -66,7 +66,7 @@ def find_recipe(recipe: str | Path) -> Path:
 
 
 def _recipes_near(path: Path) -> list[str]:
-    """What somebody may mean by a path that is none: a file beside it, or a recipe that comes with vitscale."""
+    """What a path that does not exist may be a mistake for: a file beside it, or a recipe that comes with vitscale."""
     try:
         beside = [str(file) for file in path.parent.iterdir() if file.suffix in (".yaml", ".yml")]
     except OSError:
@@ -79,7 +79,7 @@ def _recipes_near(path: Path) -> list[str]:
 
 
 def recipe_name(recipe: str | Path) -> str:
-    """How people call a recipe's file: by its name if it comes with vitscale, else by its path."""
+    """How messages call a recipe's file: by its name if it comes with vitscale, else by its path."""
     path = Path(recipe)
     if path.is_relative_to(recipes_dir()):
         return path.relative_to(recipes_dir()).with_suffix("").as_posix()
@@ -87,20 +87,20 @@ def recipe_name(recipe: str | Path) -> str:
 
 
 def list_recipes() -> dict[str, str]:
-    """The recipes that come with vitscale: name, such as `h14_jft` or `finetune/pets` -> what its first line says."""
+    """The recipes that come with vitscale: name, such as `h14_jft` or `finetune/pets` -> title."""
     folder = recipes_dir()
     files = sorted(folder.glob("*.yaml")) + sorted(folder.glob("finetune/*.yaml"))
     return {file.relative_to(folder).with_suffix("").as_posix(): recipe_title(file) for file in files}
 
 
 def recipe_title(file: Path) -> str:
-    """What the first line of a recipe's or study's file says, but for one that names a schema to editors."""
+    """The title in a recipe's or study's file: its first line, not counting one that names a schema for editors."""
     with file.open(encoding="utf-8") as lines:
         return next(line for line in lines if not line.startswith(SCHEMA_LINE)).removeprefix("# ").rstrip("\n")
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` on top of `base`, block by block; a duration, and a block of another kind, are replaced whole."""
+    """Merge `over` onto `base`, block by block; a duration, or a block of another kind, is replaced as a whole."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -121,7 +121,7 @@ def _is_duration(block: dict[str, Any]) -> bool:
 
 
 def read_content(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Plain data of a recipe's file on top of what it extends, not validated; `chain` are the files that extend it.
+    """A recipe's file merged onto what it extends, as plain data, not validated; `chain`: the files that extend it.
 
     Raises `RecipeError`.
     """
@@ -148,7 +148,7 @@ def read_content(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def apply_setting(content: dict[str, Any], setting: str) -> dict[str, Any]:
-    """Plain data with one `a.b=c` on top. Raises `RecipeError` for what is no setting."""
+    """Apply one setting `a.b=c` to plain data. Raises `RecipeError` for anything else."""
     key, equals, text = setting.partition("=")
     if not equals or not all(key.split(".")):
         raise RecipeError(f"--set {setting}: expected KEY=VALUE, e.g. --set optimizer.lr=3e-4")
@@ -187,7 +187,7 @@ def load_recipe(recipe: str | Path, settings: Sequence[str] = ()) -> Recipe:
 
 
 def override(content: dict[str, Any], settings: Sequence[str], where: str) -> Recipe:
-    """A recipe from plain data with `a.b=c` settings on top; `where` opens the error message."""
+    """A recipe from plain data with settings `a.b=c` applied; `where` opens the error message."""
     for setting in settings:
         content = apply_setting(content, setting)
     return validate_recipe(content, where)
@@ -204,7 +204,7 @@ def validate_recipe(content: dict[str, Any], where: str) -> Recipe:
 
 
 def _contradictions(content: dict[str, Any], broken: Collection[str]) -> Iterator[str]:
-    """Lines on what does not go together among the fields of a recipe that are sound, where others are `broken`."""
+    """The contradictions among the valid fields of a recipe whose fields in `broken` are invalid, one line each."""
     sound = {}
     for name, field in Recipe.model_fields.items():
         if name in content and name not in broken:
@@ -214,7 +214,7 @@ def _contradictions(content: dict[str, Any], broken: Collection[str]) -> Iterato
 
 
 def validate_model(content: dict[str, Any], image_size: int, where: str) -> Model:
-    """The `model` block of a recipe for images of this size, from plain data; `where` opens the error message."""
+    """A `model` block from plain data, checked for images of this size; `where` opens the error message."""
     model = _validate(_MODEL.validate_python, content, f"{where} is not a valid model", inside="model.")
     try:
         model.check_image_size(image_size)
@@ -230,7 +230,7 @@ def _validate(
     inside: str = "",
     more: Callable[[dict[str, Any], Collection[str]], Iterator[str]] | None = None,
 ) -> _Block:
-    """A block from plain data. `more` are lines on fields that are sound, for where others are broken."""
+    """A block from plain data. If fields are invalid, `more` yields further lines about the valid ones."""
     try:
         return validate(content)
     except pydantic.ValidationError as error:
@@ -242,7 +242,7 @@ def _validate(
 
 
 def _describe(details: Any, inside: str) -> Sequence[str]:
-    """Lines on a mistake that pydantic found in a block, `inside` the dotted key before those in it."""
+    """Describe a mistake that pydantic found in a block, in lines; `inside` is the prefix of the block's keys."""
     error = details.get("ctx", {}).get("error")
     found = error.lines if isinstance(error, Contradictions) else [error]
     return [_line({**details, "ctx": {**details.get("ctx", {}), "error": one}}, inside) for one in found]
@@ -253,7 +253,7 @@ def _line(details: Any, inside: str) -> str:
     kind, value, facts = details["type"], details["input"], details.get("ctx", {})
     if kind != "extra_forbidden":
         while parts and not _is_key(inside + ".".join(map(str, parts))):
-            parts.pop()  # which of several types pydantic tried
+            parts.pop()  # the type, of several, that pydantic tried
     key = ".".join(map(str, parts))
     if kind == "extra_forbidden":
         near = [each.removeprefix(inside) for each in nearest(inside + key)]
@@ -280,13 +280,13 @@ def _line(details: Any, inside: str) -> str:
 
 
 def describe_expected(details: Any) -> str:
-    """In words, what pydantic expected instead of a value."""
+    """What pydantic expected instead of a value, in words."""
     expected = _EXPECTED.get(details["type"])
     message = details["msg"] if expected is None else f"expected {expected.format(**details.get('ctx', {}))}"
     return f"{message[0].lower()}{message[1:]}"
 
 
-# What pydantic calls a mistake -> what was expected instead.
+# Pydantic's type of a mistake -> what was expected instead.
 _EXPECTED = {
     "bool_type": "true or false",
     "finite_number": "a finite number",
@@ -311,7 +311,7 @@ def _any_of(words: Sequence[str]) -> str:
 
 
 def _is_key(path: str) -> bool:
-    """Whether a path is that of a field, a block or an item of a list."""
+    """Whether a path names a field, a block or an item of a list."""
     return without_indices(path).removesuffix(".N") in keys()
 
 

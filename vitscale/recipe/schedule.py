@@ -31,7 +31,7 @@ _OWNERS = {
 }
 """Field of a schedule -> the kinds of decay that it belongs to."""
 _NEEDED = {"stairs": "boundaries", "wsd": "cooldown", "restarts": "cycle"}
-"""Kind of decay -> the field that it cannot do without."""
+"""Kind of decay -> the field that it requires."""
 
 
 class Schedule(Block):
@@ -72,7 +72,7 @@ class Schedule(Block):
     def _of_one_kind(self) -> "Schedule":
         found = []
         for key, owners in _OWNERS.items():
-            # A dumped recipe sets every field, so that a default is no sign of intent.
+            # A dumped recipe sets every field, so a default value does not mean that somebody chose it.
             is_set = getattr(self, key) != type(self).model_fields[key].default
             if is_set and self.decay not in owners:
                 found.append(f"{key} belongs to decay: {' or '.join(owners)}, and decay is {self.decay}")
@@ -85,7 +85,7 @@ class Schedule(Block):
         return self
 
     def check_optimizer(self, optimizer: Optimizer) -> Iterator[str]:
-        """Lines on what is to change and is not there."""
+        """Yield a line for each setting that the schedule would change but the optimizer does not have."""
         if self.weight_decay is not None and optimizer.weight_decay == 0:
             yield "schedule.weight_decay changes optimizer.weight_decay by a factor, and that is 0"
         if self.momentum is not None and optimizer.first_momentum == 0:

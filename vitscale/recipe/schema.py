@@ -25,14 +25,14 @@ from vitscale.storage import is_url
 class Batch(Block):
     """The global batch is the experiment; micro-batch and accumulation follow from it and the world size."""
 
-    # `global` is a word of Python's, hence the alias.
+    # `global` is a Python keyword, hence the alias.
     global_size: Annotated[
         int, Field(ge=1, le=2**31, alias="global", description="images of one update, over all ranks")
     ]
     micro_max: int = Field(128, ge=1, description="largest micro-batch a rank computes at once")
 
     def split(self, world_size: int) -> tuple[int, int]:
-        """(micro-batch, accumulation steps) of each rank; their product times the world is the global batch."""
+        """(micro-batch, accumulation steps) of each rank; their product times the world size is the global batch."""
         per_rank, rest = divmod(self.global_size, world_size)
         if rest:
             raise RecipeError(
@@ -49,7 +49,7 @@ class Init(Block):
     They are read once, when the run begins: one that is resumed reads its own checkpoints, and no longer needs them.
     """
 
-    # `from` is a word of Python's, hence the alias.
+    # `from` is a Python keyword, hence the alias.
     source: Annotated[
         str,
         Field(
@@ -69,7 +69,7 @@ class Init(Block):
         description="position embeddings of another resolution are interpolated (section 3.2), or an error",
     )
     step: int | None = Field(None, ge=1, lt=2**53, description="the checkpoint of a run; default: its newest")
-    # `continue` is a word of Python's, too.
+    # `continue` is a Python keyword, too.
     continues: Annotated[
         bool,
         Field(
@@ -87,7 +87,7 @@ class Init(Block):
         if self.continues and self.step is None:
             raise ValueError("continue: true needs step, the one of the other run that this run goes on after")
         for key in ("head", "positions"):
-            # A dumped recipe sets every field, so that a default is no sign of intent.
+            # A dumped recipe sets every field, so a default value does not mean that somebody chose it.
             if self.continues and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} is of runs that begin at step 0; with continue: true everything is taken")
         return self
@@ -148,7 +148,7 @@ class Ema(Block):
 
 
 def _complaint(check: Callable[[], None]) -> Iterator[str]:
-    """The line of a check that raises ValueError."""
+    """Yield the message of a check that raises ValueError."""
     try:
         check()
     except ValueError as error:
@@ -198,7 +198,7 @@ class Recipe(Block):
         return self
 
     def contradictions(self, broken: Collection[str] = ()) -> Iterator[str]:
-        """Lines on what does not go together, but for what depends on `broken` fields, which need not be there."""
+        """Yield a line for each contradiction between fields; checks that need a `broken` field are left out."""
 
         def known(*fields: str) -> bool:
             return not any(field in broken for field in fields)
@@ -243,7 +243,7 @@ class Recipe(Block):
             yield f"model.head_bias belongs to init.head: initial, and that is {init.head}"
         if known("schedule", "optimizer"):
             yield from self.schedule.check_optimizer(self.optimizer)
-        if not broken:  # which fields it looks at is the objective's own business
+        if not broken:  # which fields the check looks at depends on the objective
             yield from _complaint(lambda: self.objective.check(self))
 
     def _check_selection(self, selection: Selection) -> Iterator[str]:
@@ -260,11 +260,11 @@ class Recipe(Block):
 
     @property
     def first_step(self) -> int:
-        """The updates that a branch's trunk has done before it; 0 of other runs."""
+        """The number of updates that a branch's trunk did before it; 0 for other runs."""
         return self.init.step or 0 if self.init is not None and self.init.continues else 0
 
     def split(self, world_size: int) -> tuple[int, int]:
-        """As `Batch.split`. Raises `RecipeError`, too, where it parts images that the objective mixes."""
+        """As `Batch.split`. Also raises `RecipeError` if it separates images that the objective mixes."""
         micro, accumulation = self.batch.split(world_size)
         together, per_rank = self.objective.together, micro * accumulation
         if micro % together == 0:
@@ -282,13 +282,13 @@ class Recipe(Block):
         )
 
     def dump(self) -> dict[str, Any]:
-        """Plain data of the whole recipe, defaults included, by the names that stand in YAML."""
+        """The whole recipe as plain data, including defaults, with the keys of its YAML."""
         return self.model_dump(mode="json", by_alias=True)
 
     def describe_border(self) -> str | None:
-        """What of its images the model does not see, in words; None where it sees all."""
+        """Describe the border of the images that the model does not see; None if it sees everything."""
         return self.model.describe_border(self.data.image_size)
 
     def dataset_path(self, dataset: str) -> str:
-        """Path or URL of the dataset `NAME[/SPLIT] | PATH | URL`: see `datasets.find_dataset`."""
+        """The path or URL of the dataset `NAME[/SPLIT] | PATH | URL`: see `datasets.find_dataset`."""
         return find_dataset(dataset, self.data.root)

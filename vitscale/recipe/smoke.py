@@ -1,4 +1,4 @@
-"""The smoke form of a recipe: the same model family and code path on any machine in seconds, everything shrunk."""
+"""The smoke form of a recipe: the same model family and code path, shrunk to run in seconds on any machine."""
 
 from pathlib import Path
 from typing import Any
@@ -9,15 +9,15 @@ from vitscale.recipe.schema import Recipe
 
 SMOKE_STEPS = 4
 TRAIN, TEST = "train", "test"
-"""The datasets of a smoke run, whatever the recipe's are."""
+"""The names of a smoke run's datasets, whatever the recipe's are."""
 
 
 def smoke_form(recipe: Recipe, data_root: Path, world_size: int = 1) -> Recipe:
-    """The recipe with a small model of its family, small images, a few images a rank and four steps.
+    """The recipe with a small model of its family, small images, a few images per rank and four steps.
 
-    What chooses between code paths stays: head, pooling, positions, loss, optimizer, schedule, precision, parallelism,
-    evaluators, selection. All data are `train` and `test` under `data_root`. `init` goes: weights of the recipe's own
-    model do not fit the small one.
+    Everything that selects a code path stays: head, pooling, positions, loss, optimizer, schedule, precision,
+    parallelism, evaluators, selection. All data are `train` and `test` under `data_root`. `init` is dropped, because
+    weights of the recipe's own model do not fit the small one.
     """
     content = recipe.dump() | {"init": None}
     small, image_size = recipe.model.small()
@@ -48,7 +48,7 @@ def smoke_form(recipe: Recipe, data_root: Path, world_size: int = 1) -> Recipe:
 
 
 def _short_parts(schedule: Schedule) -> dict[str, Any]:
-    """What else of a schedule is a length, where its kind of decay has it."""
+    """The other lengths that the schedule's kind of decay has, shortened."""
     one, content = {"steps": 1}, schedule.model_dump(mode="json")
     has = {"cooldown": ("wsd", "rsqrt"), "timescale": ("rsqrt",), "cycle": ("restarts",)}
     short: dict[str, Any] = {key: one for key, kinds in has.items() if schedule.decay in kinds}

@@ -1,4 +1,4 @@
-"""YAML as people expect it, its mistakes as one line."""
+"""Parses YAML as people expect it, with mistakes reported in one line."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ from vitscale.errors import RecipeError
 
 
 class _Loader(yaml.SafeLoader):
-    """Only true and false are booleans, 1e-5 is a number, 1:30 is none; no key stands twice."""
+    """A YAML loader: only true and false are booleans, 1e-5 is a number, 1:30 is not, and no key may occur twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -32,7 +32,7 @@ _Loader.yaml_implicit_resolvers = {
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf"))
-# Not 010 (octal in YAML 1.1), 1:30 (sexagesimal) or 0x10: they stay words, and a word is no number.
+# Not 010 (octal in YAML 1.1), 1:30 (sexagesimal) or 0x10: they stay strings, which no number field accepts.
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
@@ -47,7 +47,7 @@ def parse_yaml(text: str, where: str) -> Any:
     """Plain data from YAML; `where` opens the error message. Raises `RecipeError`."""
     try:
         return yaml.load(text, _Loader)
-    except (ValueError, KeyError, OverflowError, RecursionError) as error:  # what its constructors raise on odd scalars
+    except (ValueError, KeyError, OverflowError, RecursionError) as error:  # what constructors raise on odd scalars
         raise RecipeError(f"{where}: not valid YAML: {type(error).__name__}: {str(error)[:200]}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)

@@ -7,9 +7,9 @@ from pydantic import Field, model_validator
 from vitscale.block import Block
 
 Policy = Literal["stop", "skip", "rewind"]
-"""What becomes of a batch that must not be trained on.
+"""What to do with a batch that must not be trained on.
 
-`stop` ends the run; `skip` leaves the batch out, and the next one takes its step; `rewind` goes back to the last
+`stop` ends the run; `skip` leaves the batch out and uses the next one for its step; `rewind` goes back to the last
 checkpoint and leaves out all batches since then.
 """
 
@@ -82,7 +82,7 @@ class Logging(Block):
     @model_validator(mode="before")
     @classmethod
     def _older_form(cls, content: Any) -> Any:
-        """`tensorboard: true` or `false`, as recipes said before there were other trackers."""
+        """Convert `tensorboard: true` or `false`, the form of recipes from before there were other trackers."""
         if not isinstance(content, dict) or not isinstance(content.get("tensorboard"), bool):
             return content
         trackers = content.get("trackers", cls.model_fields["trackers"].default)

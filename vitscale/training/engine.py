@@ -1,7 +1,7 @@
-"""DeepSpeed, set up so that nothing about it changes what a recipe says.
+"""Configures DeepSpeed so that it computes exactly what a recipe says.
 
-The configuration is derived from the recipe; a `deepspeed:` block may add to it, and contradicting it is an error.
-DeepSpeed's defaults that change results are set here, each with its reason.
+The configuration is derived from the recipe; a `deepspeed:` block may add to it, but not contradict it. DeepSpeed's
+defaults that would change results are overridden here, each with its reason.
 """
 
 import difflib
@@ -25,7 +25,7 @@ from vitscale.training.parameter_groups import BASE_DECAY, LR_FACTOR, freeze, pa
 from vitscale.training.schedule import Rates
 from vitscale.training.whole_tensors import WholeTensorOptimizer
 
-# What a `deepspeed:` block may hold: DeepSpeed itself accepts any unknown top-level key without a word.
+# The keys that a `deepspeed:` block may have: DeepSpeed itself silently accepts any unknown top-level key.
 _TOP_LEVEL_KEYS = (
     "activation_checkpointing",
     "aio",
@@ -55,7 +55,7 @@ _TOP_LEVEL_KEYS = (
 )
 
 
-# What DeepSpeed has too, but vitscale does itself -> the recipe's word for it.
+# DeepSpeed's keys for what vitscale does itself -> where a recipe sets it instead.
 _OURS = {
     "amp": "the recipe has precision",
     "checkpoint": "the recipe has checkpoint",
@@ -72,19 +72,19 @@ _BLOCKS = ("activation_checkpointing", "aio", "bf16", "comms_logger", "compile",
 
 
 def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
-    """The DeepSpeed configuration of a recipe on a world of this size.
+    """The DeepSpeed configuration for a recipe on `world_size` ranks.
 
-    Raises `RecipeError` where the recipe's `deepspeed:` block holds an unknown key or contradicts the recipe.
+    Raises `RecipeError` if the recipe's `deepspeed:` block has an unknown key or contradicts the recipe.
     """
     micro, accumulation = recipe.split(world_size)
     stage = recipe.parallelism.zero_stage
-    zero: dict[str, Any] = {"stage": stage, "compute_grad_norm": True}  # by the norm the trainer sees a NaN
+    zero: dict[str, Any] = {"stage": stage, "compute_grad_norm": True}  # the trainer detects NaN by the norm
     if stage == 3:
         # Its replacement for a linear layer rounds differently from every other stage.
         zero["memory_efficient_linear"] = False
     overlaps = recipe.parallelism.overlap and world_size > 1
     if overlaps:
-        # In stages 1 and 2 exchange.py sums and gathers in DeepSpeed's place: its keys for that would say nothing.
+        # In stages 1 and 2 exchange.py sums and gathers instead of DeepSpeed, whose keys for that have no effect.
         zero |= {"overlap_comm": stage == 3, "reduce_scatter": True, "use_multi_rank_bucket_allreduce": True}
     if recipe.parallelism.offload == "optimizer":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
@@ -92,29 +92,29 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "train_batch_size": recipe.batch.global_size,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
-        # Stage 0 in fp32 has neither a norm nor a check of its own: the trainer does both.
+        # In stage 0 with fp32 DeepSpeed neither computes the norm nor checks it: the trainer does both.
         "gradient_clipping": 0.0 if is_plain(recipe) else recipe.optimizer.clip_norm or 0.0,
         "zero_optimization": zero,
-        # The optimizer is torch's, on every stage and device: one definition of AdamW, and no operator to compile.
+        # The optimizer is torch's in every stage and on every device: one definition of AdamW, no operator to compile.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
-        # It would have the host wait for the device twice in each micro-batch.
+        # This timer would make the host wait for the device twice per micro-batch.
         "timers": {"throughput": {"enabled": False}},
     }
     if recipe.precision != "fp32":
-        # A non-finite gradient must not reach the weights. DeepSpeed then skips the step in silence; the trainer looks.
+        # A non-finite gradient must not reach the weights. DeepSpeed silently skips such a step; the trainer checks.
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
         config["communication_data_type"] = recipe.parallelism.reduce_dtype
         if overlaps and stage < 3:
             config["data_types"] = {
                 "grad_accum_dtype": "bf16"
-            }  # DeepSpeed accumulates nothing, and exchange.py in fp32
+            }  # DeepSpeed accumulates nothing; exchange.py does, in fp32
         elif stage > 0 and accumulation > 1:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     config = _add(config, recipe.deepspeed)
     if recipe.precision != "fp32" and world_size == accumulation == 1:
-        # Nothing is summed: DeepSpeed would take every gradient to fp32 and back.
+        # Nothing is summed, and DeepSpeed would convert every gradient to fp32 and back.
         config["communication_data_type"] = "bf16"
     config["zero_optimization"] = _sizes(stage, overlaps and stage < 3) | config["zero_optimization"]
     if recipe.deepspeed:
@@ -152,15 +152,15 @@ def _add(config: dict[str, Any], extra: dict[str, Any], prefix: str = "") -> dic
 
 
 def _sizes(stage: int, overlaps: bool) -> dict[str, int]:
-    """Elements in flight, which results do not depend on: DeepSpeed's own defaults cost gigabytes a rank.
+    """Bucket sizes in elements. They do not affect results; DeepSpeed's own defaults cost gigabytes per rank.
 
-    A `deepspeed:` block may choose others.
+    A `deepspeed:` block may set others.
     """
     sizes = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
     if overlaps:
-        sizes["reduce_bucket_size"] = 20_000_000  # a block of ViT-H: the last one is sent behind all computing
+        sizes["reduce_bucket_size"] = 20_000_000  # a block of ViT-H: the last bucket is sent after all computing
     if stage == 3:
-        # A block of ViT-H has 20 million parameters: a few of them are held whole, and are updated at a time.
+        # A block of ViT-H has 20 million parameters: a few blocks are held whole, and are updated at a time.
         sizes |= {
             "stage3_prefetch_bucket_size": 20_000_000,
             "stage3_max_live_parameters": 100_000_000,
@@ -171,7 +171,7 @@ def _sizes(stage: int, overlaps: bool) -> dict[str, int]:
 
 
 def _check_blocks(config: dict[str, Any]) -> None:
-    """DeepSpeed's own check of the blocks it has a schema for, as one readable error."""
+    """Check the blocks for which DeepSpeed has a schema, and raise its complaint as one readable `RecipeError`."""
     runtime = deepspeed.runtime
     schemas = {
         "zero_optimization": runtime.zero.config.DeepSpeedZeroConfig,
@@ -187,20 +187,22 @@ def _check_blocks(config: dict[str, Any]) -> None:
 
 
 def build_optimizer(recipe: Recipe, objective: Objective, bucket: int | None = None) -> torch.optim.Optimizer:
-    """torch's optimizer, or one of ours, over the groups of `parameter_groups`, whose errors it raises.
+    """The recipe's optimizer, torch's or one of ours, over the groups of `parameter_groups`; raises as that does.
 
     Args:
-        bucket: the most elements of a group, if that is limited.
+        recipe: the recipe.
+        objective: the objective, whose parameters are trained.
+        bucket: the largest number of elements in a group; None for no limit.
 
-    The learning rate is 0 until `set_rates`, before each step: DeepSpeed makes some of its state by a step with
-    zero gradients, which must not decay the weights.
+    The learning rate is 0 until `set_rates`, which runs before each step: DeepSpeed creates some of its state by a step
+    with zero gradients, and that must not decay the weights.
     """
     settings, groups = recipe.optimizer, parameter_groups(recipe, objective)
     if bucket is not None:
         groups = in_buckets(groups, bucket)
     match settings:
         case AdamW():
-            # Offloaded state lives on the CPU, whatever the device: `fused` works on both.
+            # Offloaded state is on the CPU, whatever the device: `fused` works on both.
             return torch.optim.AdamW(groups, lr=0.0, betas=_pair(settings.betas), eps=settings.eps, fused=True)
         case SGD(momentum_dtype="bf16"):
             return Bf16MomentumSGD(groups, lr=0.0, momentum=settings.momentum)
@@ -219,7 +221,7 @@ def _pair(betas: list[float]) -> tuple[float, float]:
 
 
 def set_rates(engine: Any, rates: Rates) -> None:
-    """Give every group of the optimizer its part of the learning rate, and of what else a schedule changes."""
+    """Set each group's learning rate, and its weight decay and momentum if the schedule changes them."""
     for group in engine.optimizer.param_groups:
         group["lr"], group["updates"] = rates.learning_rate * group[LR_FACTOR], rates.updates + 1
         if rates.weight_decay_factor is not None:
@@ -232,11 +234,11 @@ def set_rates(engine: Any, rates: Rates) -> None:
 
 
 def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -> Any:
-    """A DeepSpeed engine around an objective. Its values are still unset: `fragments.load` gives them.
+    """A DeepSpeed engine around an objective. Its weights are not set yet: `fragments.load` does that.
 
-    Besides its own it has what `fragments` needs to know of an optimizer: `whole_shapes`, `kept` (parameter -> kind ->
-    shape, of those that are trained) and `kept_in_bf16` (kinds); and `exchange`, None where DeepSpeed gathers weights
-    by itself.
+    It gets extra attributes. `fragments` needs three of them to handle the optimizer's state: `whole_shapes` (parameter
+    -> shape), `kept` (trained parameter -> kind -> shape) and `kept_in_bf16` (kinds). `exchange` is None if DeepSpeed
+    gathers the weights itself.
     """
     _quieten()
     freeze(recipe, objective)
@@ -265,30 +267,33 @@ def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -
         is_bf16 = config.get("communication_data_type") == "bf16"
         engine.exchange = Exchange(engine, torch.bfloat16 if is_bf16 else torch.float32)
     if recipe.parallelism.zero_stage == 0 and engine.world_size == 1:
-        engine.enable_backward_allreduce = False  # it copies every gradient twice, also where nobody else has one
+        engine.enable_backward_allreduce = False  # it would copy every gradient twice, even on a single rank
     if recipe.parallelism.zero_stage == 0 and not is_plain(recipe):
-        # The host would wait for the device once a parameter. The norm, which is computed next, tells the same.
+        # It would make the host wait for the device once per parameter. The norm, computed next, shows the same.
         engine.optimizer.overflow_checker.check = lambda: False
     return engine
 
 
 def _quieten() -> None:
-    """Errors and warnings pass; what DeepSpeed prints of its own progress does not."""
+    """Silence DeepSpeed's messages about its own progress, a FutureWarning of torch's, and memory reports.
+
+    DeepSpeed's errors still get through.
+    """
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *arguments, **options: None
 
 
 def settle_weights(engine: Any) -> None:
-    """Wait until the weights are there, for those who read them otherwise than by a forward pass."""
+    """Wait until all weights have been gathered; needed before reading them other than by a forward pass."""
     if engine.exchange is not None:
         engine.exchange.settle()
 
 
 def forget_gradients(engine: Any) -> None:
-    """See that nothing is left of the gradient of an update that DeepSpeed has dropped.
+    """Clear what is left of the gradient after an update that DeepSpeed has skipped.
 
-    With an offloaded optimizer its stages 1 and 2 keep the sum over micro-batches then, and add to it (0.19.8).
+    With an offloaded optimizer, stages 1 and 2 would keep the sum over micro-batches and add to it (DeepSpeed 0.19.8).
     """
     if type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer":
         for group in engine.optimizer.averaged_gradients:
@@ -296,10 +301,10 @@ def forget_gradients(engine: Any) -> None:
 
 
 class Fp32Accumulation:
-    """Sums the micro-batches' gradients in fp32 under stage 0 with bf16, where DeepSpeed sums them in bf16.
+    """Sums the micro-batches' gradients in fp32 in stage 0 with bf16, where DeepSpeed itself would sum in bf16.
 
-    Each parameter's gradient is taken out after every micro-batch, and the sum is put in its place after the last one,
-    before DeepSpeed reduces it over the ranks.
+    Each parameter's gradient is removed after every micro-batch; after the last one the sum takes its place, before
+    DeepSpeed reduces it over the ranks.
     """
 
     def __init__(self, engine: Any) -> None:
