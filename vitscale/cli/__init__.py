@@ -1,1 +1,1 @@
-"""The commands: arguments in, text and exit codes out; the work is done by the rooms below."""
+"""The commands: arguments in, text and exit codes out; other packages do the work."""

@@ -1,4 +1,4 @@
-"""The samples that people ask about: by uids, files of images, folders and lists of both."""
+"""The samples that people ask about, given by uids, image files, folders, and lists of these."""
 
 import json
 import sys
@@ -15,17 +15,17 @@ from vitscale.replay.seen import Content, History, Place
 from vitscale.wording import counted
 
 _NAMED = 20  # uids in a message
-_HEAD = 4096  # bytes that tell a list from an image
+_HEAD = 4096  # bytes of a file that are enough to tell a list from an image
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A sample of the dataset, and why it is shown: it was named, it is the image, or a copy of it.
+    """A sample of the dataset and why it is shown: it was named, it is a named image, or it is a copy of one.
 
     Attributes:
-        what: was named.
-        why: this sample stands for it.
-        place: None where no sample does.
+        what: what the person named.
+        why: why this sample is shown for it.
+        place: the sample's place; None if there is no such sample.
     """
 
     what: str
@@ -34,15 +34,16 @@ class Asked:
 
 
 def asked_samples(history: History, named: Sequence[str], *, near: bool) -> list[Asked]:
-    """What people have named, in its order; then, where they want them, copies of the images.
+    """The samples that were named, in that order, followed by copies of the images if `near`.
 
     Args:
-        named: uids, files of images, folders of them, text files with a uid or a file a line, `-` for such lines on
+        history: the run's history, which finds the samples.
+        named: uids, image files, folders of these, text files with a uid or a file per line, or `-` for such lines on
             standard input.
-        near: find copies of the images as de-duplication does.
+        near: whether to find copies of the images, as de-duplication does.
 
-    Raises `DataError` for uids that the data do not have, files that are neither and nothing at all; `RecipeError` for
-    `near` without an image; `StorageError`.
+    Raises `DataError` for unknown uids, files that are neither images nor lists, and if nothing is named; `RecipeError`
+    for `near` without an image; `StorageError`.
     """
     entries = [entry for name in named for entry in _entries(name)]
     if not entries:
@@ -73,7 +74,7 @@ def asked_samples(history: History, named: Sequence[str], *, near: bool) -> list
 
 
 def _entries(name: str) -> Iterator[int | Path]:
-    """What a word of the command line stands for."""
+    """The uids and image files that one argument of the command line names."""
     path = Path(name)
     if name == "-":
         yield from _lines(sys.stdin.read(), "standard input")
@@ -98,7 +99,7 @@ def _is_list(path: Path) -> bool:
         with path.open("rb") as file:
             head = file.read(_HEAD)
     except OSError:
-        return False  # whoever reads it says so
+        return False  # the error comes up when the file is read
     return b"\0" not in head and all(byte >= 32 or byte in b"\t\r\n" for byte in head)
 
 
@@ -116,7 +117,7 @@ def _lines(text: str, where: str) -> Iterator[int | Path]:
 
 
 def _content(history: History, file: Path) -> Content:
-    """An image as conversion stored it. Raises `DataError` for what is no image."""
+    """The identity of an image's bytes as conversion would store them. Raises `DataError` if it is not an image."""
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -137,7 +138,7 @@ def _content(history: History, file: Path) -> Content:
 
 
 def _copies(history: History, images: Sequence[Path]) -> list[Asked]:
-    """Samples that de-duplication takes for copies of the images."""
+    """The samples that de-duplication considers copies of the images."""
     from data_tools.dedup.building import TestSource, build_index
     from data_tools.dedup.finding import find
     from data_tools.machine import Machine

@@ -17,7 +17,7 @@ from vitscale.errors import EXIT_DONE, DataError, RecipeError, VitscaleError
 from vitscale.files.durable import forbid_writing_by_everybody
 
 HELP = {"help_option_names": ["-h", "--help"]}
-"""Settings of a command, which its subcommands inherit."""
+"""A command's settings, which its subcommands inherit."""
 
 _UsageError: Any = typer.BadParameter.__base__  # of the click that typer brings, or of click itself
 _TYPES = {"int": "N", "float": "NUMBER", "str": "TEXT", "path": "PATH"}
@@ -38,7 +38,7 @@ Version = Annotated[
 
 
 def show_versions(*, as_json: bool) -> None:
-    """Print what a result depends on: one line each, or one JSON object."""
+    """Print the versions that a result depends on, one per line or as one JSON object."""
     from vitscale.versions import versions
 
     found = versions()
@@ -52,11 +52,12 @@ def show_versions(*, as_json: bool) -> None:
 def run(app: typer.Typer) -> None:
     """Run a command with this process's arguments, and end the process.
 
-    What a person can mend ends with one line and the code of its `VitscaleError`, a bug with its trace and 1, Ctrl-C
-    with 130. Where standard output takes no more, as on a full disk, that is one line and the code of `DataError`. A
-    reader that has seen enough (`| head -1`) is no error: the rest is dropped, and the command ends with its own code.
+    An error that a person can fix ends with one line and the exit code of its `VitscaleError`, a bug with its trace and
+    1, Ctrl-C with 130. If standard output cannot be written, as on a full disk, it is one line and the code of
+    `DataError`. A reader that has seen enough (`| head -1`) is not an error: the rest is dropped, and the command ends
+    with its own code.
     """
-    # By a shell, for what it has in the background.
+    # A shell makes its background processes ignore Ctrl-C.
     is_ctrl_c_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     if not is_ctrl_c_ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -72,7 +73,7 @@ def run(app: typer.Typer) -> None:
     except VitscaleError as error:
         code = error.exit_code
         _complain(str(error))
-    except UnicodeEncodeError as error:  # of a file's name: what is printed is escaped
+    except UnicodeEncodeError as error:  # from a file's name: printed text is escaped
         code = RecipeError.exit_code
         _complain(
             f"{error.object!a}: a name that is not UTF-8, or not to be had in this locale; LC_ALL=C.UTF-8 has all"
@@ -85,14 +86,14 @@ def run(app: typer.Typer) -> None:
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     with contextlib.suppress(OSError):
-        sys.stdout.flush()  # what was printed before an error
+        sys.stdout.flush()  # what was printed before the error
     if not is_ctrl_c_ignored:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # while Python ends, a trace would be all that Ctrl-C brings
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # while Python exits, Ctrl-C would only print a trace
     sys.exit(code)
 
 
 def reader_is_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads any more: what prints for ever should end."""
+    """Whether standard output is a pipe that nobody reads any more: a command that prints forever should then end."""
     file = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     return isinstance(file, _File) and file.is_dropped
 
@@ -110,7 +111,7 @@ def _call(app: typer.Typer) -> int:
 
 
 def _in_our_words(message: str) -> str:
-    """What typer says by the mouth of pydantic: "Input should be a valid integer, unable to parse string as ..."."""
+    """Reword pydantic's messages, which typer passes on: "Input should be a valid integer, unable to parse ..."."""
     message = message.removeprefix("Value error, ")
     if message.startswith("Input should be "):
         message = f"expected {message.removeprefix('Input should be ').partition(', unable')[0]}"
@@ -128,7 +129,7 @@ def _complain(message: str) -> None:
 
 
 def readable_command(app: typer.Typer) -> Any:
-    """The command of an app, whose help says N, NUMBER, TEXT and PATH instead of <int range>, <list[str]> and so on."""
+    """An app's command, with N, NUMBER, TEXT and PATH in its help instead of <int range>, <list[str]> and so on."""
     command = typer.main.get_command(app)
     _name_types(command)
     return command
@@ -138,7 +139,7 @@ def _name_types(command: Any) -> None:
     for below in getattr(command, "commands", {}).values():
         _name_types(below)
     for param in command.params:
-        if hasattr(param, "display_type"):  # from typer 0.27 on; before, its names were those of click
+        if hasattr(param, "display_type"):  # since typer 0.27; before that the names were click's
             param.display_type = partial(_type_name, param.display_type, param.param_type_name == "argument")
 
 
@@ -154,13 +155,13 @@ def _type_name(display_type: Callable[[Any], str], is_argument: bool, ctx: Any) 
 
 
 class _File(io.FileIO):
-    """Standard output as a file: drops what a reader does not want any more, and what comes after a failure."""
+    """Standard output as a file that drops what nobody reads any more, and everything after a failed write."""
 
     is_dropped = False
     error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Raises OSError, and keeps it in `error`, where the output takes no more."""
+        """Write data, or drop it if the pipe's reader is gone. Other OSErrors are kept in `error` and raised."""
         try:
             return super().write(data)
         except BrokenPipeError:
@@ -168,7 +169,7 @@ class _File(io.FileIO):
             return memoryview(data).nbytes
         except OSError as error:
             self.error = error
-            self._drop()  # what is buffered would fail once more at the end
+            self._drop()  # buffered data would fail again at the end
             raise
 
     def _drop(self) -> None:
@@ -177,8 +178,8 @@ class _File(io.FileIO):
 
 
 def _open_output() -> _File:
-    """Replace sys.stdout by one that drops what nobody reads, and writes what its encoding lacks as `\\u732b`."""
-    if sys.stdout is None:  # closed; no other file is to get its number, and writing is an error as on a full disk
+    """Replace sys.stdout by one that drops what nobody reads, and escapes what its encoding lacks, as `\\u732b`."""
+    if sys.stdout is None:  # closed; keep its number from other files, and fail writes as on a full disk
         os.dup2(os.open(os.devnull, os.O_RDONLY), 1)
         file = _File(1, "w", closefd=False)
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(file), "utf-8", "backslashreplace")
@@ -188,7 +189,7 @@ def _open_output() -> _File:
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(file),
         before.encoding,
-        "backslashreplace",  # as Python has it for standard error
+        "backslashreplace",  # as Python does for standard error
         line_buffering=before.line_buffering or before.write_through,
     )
     return file

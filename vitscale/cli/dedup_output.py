@@ -86,7 +86,7 @@ def run_find(
     workers: int | None,
     as_json: bool,
 ) -> None:
-    """Compare and print what was found."""
+    """Search a dataset for copies of test images, and print what was found."""
     from data_tools.dedup.finding import find
     from data_tools.dedup.report import described, tables
 
@@ -120,7 +120,7 @@ def run_find(
 
 
 def run_apply(dataset: str, found: str, out: str, copy: bool, is_dry_run: bool, workers: int | None) -> None:
-    """Write the dataset that is left, and say what was taken out of it."""
+    """Write the dataset without what was found, and print what was removed."""
     from data_tools.dedup.applying import Removal, write_view
     from data_tools.dedup.copying import write_copy
 
@@ -152,7 +152,7 @@ def run_apply(dataset: str, found: str, out: str, copy: bool, is_dry_run: bool, 
 
 
 def _opened(src: str, kind: str | None, image_field: str | None) -> Source:
-    """The source of a test set. Raises RecipeError, also where training images lie among those of the test set."""
+    """Open a test set's source. Raises RecipeError, also if training images are among those of the test set."""
     from data_tools.sources import KINDS, SourceOptions, open_source
 
     if kind is not None and kind not in KINDS:
@@ -171,7 +171,7 @@ def _opened(src: str, kind: str | None, image_field: str | None) -> Source:
 
 
 def _settings(preset: Preset | None, settings: dict[str, Any]) -> Settings | None:
-    """A preset's settings with those that were given in their place; None if none were."""
+    """A preset's settings with the given ones replaced; None if none were given."""
     given = {name: value for name, value in settings.items() if value is not None}
     if not given:
         return None
@@ -184,7 +184,7 @@ def _settings(preset: Preset | None, settings: dict[str, Any]) -> Settings | Non
 
 
 def _named(testsets: Sequence[str]) -> list[tuple[str, str]]:
-    """Names and sources. Raises RecipeError where two have one name."""
+    """(name, source) of each test set. Raises RecipeError if two have the same name."""
     named = []
     for text in testsets:
         match = None if storage.is_url(text) or os.path.exists(text) else _NAMED.fullmatch(text)  # noqa: PTH110

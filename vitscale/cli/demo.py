@@ -1,4 +1,4 @@
-"""`vitscale demo`: the whole platform on data that an ordinary package brings along."""
+"""`vitscale demo`: the whole platform on data that scikit-learn ships."""
 
 import shlex
 import shutil
@@ -21,7 +21,7 @@ from vitscale.shards.contact_sheet import contact_sheet, first_samples
 _MARKER = ".vitscale-demo"
 _STOP_AT = 150
 _TEST_EVERY = 5  # every fifth digit is a test image
-_SHOWN = 36  # pictures of the contact sheet
+_SHOWN = 36  # images on the contact sheet
 _NEXT = """Next, your own photos, in folders photos/train/CLASS and photos/test/CLASS:
   vitscale convert photos/train DATA/photos/train
   vitscale convert photos/test DATA/photos/test --classes DATA/photos/train
@@ -29,9 +29,9 @@ and a recipe of a few lines: README.md, "Your own images"."""
 
 
 def run_demo(out: Path) -> None:
-    """Convert, train, stop, resume, evaluate, and print what came of it.
+    """Convert, train, stop, resume, evaluate, and print the results.
 
-    Raises `RecipeError` where `out` holds something that is no earlier demo, or a step fails.
+    Raises `RecipeError` if `out` holds something other than an earlier demo; `DemoError` if a step fails.
     """
     console = Console()
     began = time.monotonic()
@@ -43,7 +43,7 @@ def run_demo(out: Path) -> None:
     _command(console, "vitscale-convert", images / "train", train, "--shard-samples", 512)
     _command(console, "vitscale-convert", images / "test", test, "--classes", train)
 
-    # One rank a GPU by itself; on CPUs two, to show ranks.
+    # By default there is one rank per GPU; on CPUs two, to show ranks.
     ranks = [] if torch.cuda.is_available() else ["--ranks", "2"]
     launch = ["launch", "demo", *ranks, "--set", f"data.root={data}", "--run-dir", str(run)]
     console.rule(f"pre-training, stopped on purpose at step {_STOP_AT}")
@@ -60,7 +60,7 @@ def run_demo(out: Path) -> None:
 
 
 def _draw_predictions(model: FinishedModel, manifest: Manifest, sheet: Path) -> None:
-    """A contact sheet of test images and what the model takes them for, its mistakes first."""
+    """Save a contact sheet of test images with the model's predictions, its mistakes first."""
     predicted = predicted_classes(model, manifest)
     samples = list(first_samples(manifest, manifest.num_samples))
     samples.sort(key=lambda sample: predicted[sample.uid] in sample.class_names)  # stable: else in stored order
@@ -77,7 +77,7 @@ def _clear(out: Path) -> None:
 
 
 def _write_digits(images: Path) -> int:
-    """scikit-learn's digits, 8 x 8 gray, as image files in class folders; the number of files."""
+    """Write scikit-learn's digits, 8 x 8 gray, as image files in class folders; returns the number of files."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -93,13 +93,13 @@ def _write_digits(images: Path) -> int:
 
 
 def _program(name: str) -> str:
-    """A command of this Python environment, whether or not it is activated."""
+    """The path of a command of this Python environment, whether or not the environment is activated."""
     beside = Path(sys.executable).with_name(name)
     return str(beside) if beside.exists() else name
 
 
 def _command(console: Console, name: str, *arguments: str | int | Path) -> None:
-    """Run a command of this environment, shown as a person would type it."""
+    """Run a command of this environment, and print it as a person would type it."""
     texts = [str(argument) for argument in arguments]
     console.print(f"$ {shlex.join([name, *texts])}", style="bold", highlight=False, soft_wrap=True)
     code = subprocess.run([_program(name), *texts], check=False).returncode

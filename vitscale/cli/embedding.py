@@ -26,7 +26,7 @@ EmbeddingSize = Annotated[
 def opened_embedder(
     source: Path | None, model: str | None, image_size: int | None, cosine: float | None = None
 ) -> "Embedder | None":
-    """The model that these options name; `cosine` has a meaning only beside one.
+    """The model that these options name, or None; `cosine` is an error without a model.
 
     Raises as `vitscale features` does with them.
     """
@@ -45,7 +45,7 @@ def opened_embedder(
         return Embedder.of(source)
     try:
         return Embedder.of(source, OfWeights(model_block(model, []), image_size))
-    except RecipeError as error:  # in words for commands about a model, which have these options without a prefix
+    except RecipeError as error:  # the message is for commands about a model, whose options have no prefix
         raise RecipeError(str(error).replace("--model", "--embedding-model")) from None
 
 

@@ -31,6 +31,6 @@ def flops() -> None:
 
 
 def _end_at_once_on_ctrl_c() -> None:
-    """Until `command_line.run` takes over: nothing has begun, and a trace of imports tells nobody anything."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell has it ignored
+    """End on Ctrl-C until `command_line.run` takes over: nothing has begun, and a trace of imports helps nobody."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless a shell has made it ignored
         signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))

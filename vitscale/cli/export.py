@@ -31,7 +31,7 @@ from vitscale.recipe import differences
 from vitscale.runs.names import RECIPE_FILE
 from vitscale.weight_formats import Format
 
-# Which options each kind of source understands; an option that would do nothing is refused.
+# The options that each kind of source uses; an option that would have no effect is refused.
 _OPTIONS = {
     "a run": {"step", "no_ema", "image_size"},
     "a file of weights": {"model", "set", "image_size"},
@@ -41,7 +41,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class _Weights:
-    """What is to be written: a parameter's name -> its whole tensor."""
+    """The weights to write: parameter's name -> its whole tensor."""
 
     description: Description
     parameter: Callable[[str], Tensor]
@@ -101,7 +101,7 @@ def run_export(
 
 
 def _pictures(description: Description) -> str:
-    """What the exported preprocessing makes of a picture; of a run, what its evaluation does."""
+    """Describe the exported preprocessing of an image, which for a run is that of its evaluation."""
     crop, size = description.eval_crop or WHOLE_PICTURE, f"{description.image_size} x {description.image_size} pixels"
     if crop.kind == "central":
         shown = f"the central {crop.fraction:g} of the short side, at {size}"

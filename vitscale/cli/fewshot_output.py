@@ -29,15 +29,15 @@ Strength = float | Literal["shared", "others"]
 _PAPERS_SHOTS = [1, 5, 10, 25]
 _PAPERS_L2 = 2.0**10
 FEWSHOT_CROP = EvalCrop(kind="square")
-"""What the paper's few-shot evaluation sees: the central 224 / 256 of each side."""
+"""The crop of the paper's few-shot evaluation: the central 224 / 256 of each side."""
 _Split = tuple[str, Sequence[str], Features | None, Features | None]
-"""Of a task: its name, its classes, what is trained on and what is tested on."""
+"""A task's name, class names, training features and test features."""
 _Folder = tuple[str, Features, dict[str, Any]]
-"""Of features: its name, what is in it, and its meta.json."""
+"""A folder of features: its name, its content, and its meta.json."""
 
 
 def counts_of(shots: str | None, method: Method) -> list[int | None]:
-    """Samples a class that `--shots` asks for; None for all. Raises `RecipeError`."""
+    """The numbers of samples per class that `--shots` asks for, with None for all samples. Raises `RecipeError`."""
     if shots is None:
         return [*_PAPERS_SHOTS] if method == "ridge" else [None]
     found: list[int | None] = []
@@ -51,7 +51,7 @@ def counts_of(shots: str | None, method: Method) -> list[int | None]:
 
 
 def strength_of(l2: str | None, tasks: int) -> Strength:
-    """What `--l2` asks for. Raises `RecipeError`."""
+    """The L2 strength, or the way to choose it, that `--l2` asks for. Raises `RecipeError`."""
     if l2 is None:
         return _PAPERS_L2
     if l2 in ("shared", "others"):
@@ -76,10 +76,10 @@ def measure(
     strength: Strength,
     overlap: Overlap | None,
 ) -> dict[str, Any]:
-    """Accuracies of each task for each number of shots, with mean and deviation over the draws, for JSON.
+    """The accuracies of each task for each number of shots, with mean and deviation over the draws, for JSON.
 
-    `overlap` is by default what the recipe of a run says. Raises `DataError` for datasets whose classes differ, with
-    labels outside them, or with samples in common where these are refused.
+    `overlap` defaults to what a run's recipe says. Raises `DataError` if the classes of a task's datasets differ,
+    labels are outside them, or the datasets share samples and that is refused.
     """
     splits: list[_Split] = []
     layout = None
@@ -113,9 +113,9 @@ def measure_features(
     overlap: Overlap | None,
     device: torch.device,
 ) -> dict[str, Any]:
-    """As `measure`, by folders of `vitscale features`; linear heads are trained on `device`.
+    """As `measure`, from folders that `vitscale features` wrote; linear heads are trained on `device`.
 
-    Raises `DataError` for folders of different models, views or classes, too.
+    Also raises `DataError` if the folders are from different models, views or classes.
     """
     return on_rank_zero(lambda: _measured_features(tasks, method, counts, seeds, strength, overlap or "refuse", device))
 
@@ -155,7 +155,7 @@ def _measured_features(
 
 
 def _judge(found: Sequence[str | None], overlap: Overlap) -> None:
-    """Tell of test samples that are among those of their task's training set, or raise `DataError` on all processes."""
+    """Report test samples that are also in their task's training set, or raise `DataError` on all processes."""
     lines = [line for line in found if line is not None]
     try:
         judge(lines, overlap, "--overlap allow")
@@ -166,7 +166,7 @@ def _judge(found: Sequence[str | None], overlap: Overlap) -> None:
 
 
 def _common_features(train: _Folder, test: _Folder) -> str | None:
-    """As `common_samples`, of two folders of features, by the datasets that they are of."""
+    """As `common_samples`, for two folders of features, by the datasets that they come from."""
     (train_name, ours, train_meta), (test_name, theirs, test_meta) = train, test
     digests = [meta.get("dataset_sha256") for meta in (train_meta, test_meta)]
     if digests[0] is not None and digests[0] == digests[1]:
@@ -191,7 +191,7 @@ def _measured(
     strength: Strength,
 ) -> dict[str, Any]:
     l2s = list(PAPER_L2S) if isinstance(strength, str) else [strength]
-    # (tasks, shots): a table (draws, columns) with what each column is.
+    # For each task and number of shots: accuracies (draws, columns), and what each column is.
     tables = [[_drawn(split, solve, count, seeds, l2s) for count in counts] for split in splits]
     results = {}
     for at, (name, class_names, train, test) in enumerate(splits):
@@ -223,7 +223,7 @@ def _drawn(
     seeds: int,
     l2s: Sequence[float],
 ) -> tuple[np.ndarray, list[dict[str, Any]]]:
-    """Accuracies (draws, columns), and what is to be said of each column."""
+    """Accuracies (draws, columns), and what to report about each column."""
     name, class_names, train, test = split
     if train is None or test is None:
         raise DataError(f"{name}: its {'training' if train is None else 'test'} split has no samples")
@@ -274,10 +274,10 @@ def _heads(few: _Few, uids: Tensor, l2s: Sequence[float], layout: Layout, device
 
 
 def _development(labels: Tensor, uids: Tensor) -> Tensor:
-    """The training samples (N,) bool on which something is chosen."""
+    """A mask (N,) bool of the training samples that settings are chosen on."""
     every = round(1 / DEVELOPMENT)
     development = torch.zeros(len(uids), dtype=torch.bool)
-    # Each tenth of every class in the order of a hash, so that no class is left out of what is fitted.
+    # Every tenth sample of the classes, each in the order of a hash, so that no class is missing from what is fitted.
     order = torch.from_numpy(np.lexsort((hash_of(0, uids.numpy()), labels.numpy())))
     development[order[every - 1 :: every]] = True
     if not development.any():
@@ -297,7 +297,7 @@ def _solver(method: Method, layout: Layout | None, device: torch.device) -> _Sol
 
 
 def table_of(found: dict[str, Any]) -> str:
-    """For people."""
+    """The results as text for people."""
     lines = []
     for name, task in found["tasks"].items():
         lines.append(f"{name}: {task['train_samples']:,} training, {task['test_samples']:,} test samples")

@@ -36,7 +36,7 @@ def run_inspect(
     pictures: int,
     neighbours: str | None,
 ) -> None:
-    """Look at models and write the folder. Raises `RecipeError` and `DataError` for what people gave."""
+    """Inspect models and write the folder. Raises `RecipeError` and `DataError` for bad arguments and images."""
     check_drawing("vitscale inspect")
     wanted = _parts(show)
     names = _names(sources)
@@ -70,7 +70,7 @@ def _parts(show: str | None) -> list[Part] | None:
 
 
 def _names(sources: Sequence[Path]) -> list[str]:
-    """What the models are called in the figures: the shortest ends of their paths that tell them apart."""
+    """The models' names in the figures: the shortest ends of their paths that tell them apart."""
     whole = [source.absolute() for source in sources]
     if len(set(whole)) < len(whole):
         raise RecipeError(f"{max(whole, key=whole.count)} is given twice; expected different models")
@@ -83,7 +83,7 @@ def _names(sources: Sequence[Path]) -> list[str]:
 
 
 def _pictures(model: FinishedModel, where: str, count: int) -> Pictures:
-    """Of a folder of images, evenly over it, or the first of a dataset."""
+    """`count` images: spread evenly over a folder, or the first ones of a dataset."""
     path = Path(where)
     if not path.is_file() and (not path.is_dir() or (path / MANIFEST_NAME).exists()):
         return first_of(model, where, count)
@@ -94,7 +94,7 @@ def _pictures(model: FinishedModel, where: str, count: int) -> Pictures:
 
 @contextmanager
 def _progress(name: str, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A live line at a terminal, on standard error."""
+    """A progress bar on standard error, if that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -105,7 +105,7 @@ def _progress(name: str, what: str, total: int) -> Iterator[Callable[[int], None
 def run_speed(
     names: Sequence[str], out: Path, sizes: str, precision: Literal["bf16", "fp32"] | None, seconds: float
 ) -> None:
-    """Measure models and write the folder. Raises `RecipeError` for what people gave."""
+    """Measure models and write the folder. Raises `RecipeError` for bad arguments."""
     check_drawing("vitscale inspect speed")
     sides = _sizes(sizes)
     device = join().device

@@ -102,7 +102,7 @@ def evaluate(
 def _scores(
     finished: "FinishedModel", data: str, metrics: str | None, real: str | None, objectnet: Path | None
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Metrics on a dataset, and what is to be known of how they came about."""
+    """Metrics on a dataset, and facts about how they were measured."""
     from vitscale.evaluation import metrics as m
     from vitscale.evaluation.build import samples_expected
     from vitscale.evaluation.finished import tell_common_samples
@@ -317,9 +317,9 @@ def opened(
     precision: Literal["fp32", "bf16"] | None,
     max_memory: float | None,
 ) -> Iterator["FinishedModel"]:
-    """The model of a source, as the options say.
+    """Open the model of a source as the options say.
 
-    Raises `RecipeError` for options that the source has no use for, and as `FinishedModel` does.
+    Raises `RecipeError` for options that have no effect for this source, and as `FinishedModel` does.
     """
     from vitscale.cli.model_block import model_block
     from vitscale.evaluation.finished import FinishedModel, OfWeights, is_weights
@@ -344,7 +344,7 @@ def opened(
 
 @contextmanager
 def _one_speaks() -> Iterator[None]:
-    """Of an error that all processes have one of them speaks; then they part."""
+    """Let only one process report an error that all raise; always leave the process group at the end."""
     import torch.distributed as dist
 
     from vitscale.evaluation.placing import is_main

@@ -1,4 +1,4 @@
-"""Which model weights are of, as `--model` and `--set` say it."""
+"""The model that weights belong to, as `--model` and `--set` say it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from vitscale.recipe import apply_setting, find_recipe, load_recipe
 
 
 def model_block(model: str | None, settings: Sequence[str]) -> dict[str, Any] | None:
-    """The model block that `--model` and `--set` give: of a name, or a recipe's. Raises `RecipeError`."""
+    """The model block that `--model`, a model's or a recipe's name, and `--set` give. Raises `RecipeError`."""
     if model is None:
         if settings:
             raise RecipeError("--set changes the model that --model gives; name that too")

@@ -14,7 +14,7 @@ from vitscale.wording import counted
 
 @dataclass(frozen=True)
 class _Row:
-    """One model; the names of the fields are those of the JSON. GMACs are 1e9 multiply-adds of one forward pass."""
+    """One model, with the fields of the JSON output. GMACs are 1e9 multiply-adds of one forward pass."""
 
     name: str
     family: str
@@ -28,7 +28,7 @@ class _Row:
 def list_models(names: list[str], *, as_json: bool, image_size: int, num_classes: int) -> None:
     """Print the named models, or all of the registry, with a linear head of `num_classes`.
 
-    Raises `RecipeError` for an unknown name, and where an image is smaller than a patch.
+    Raises `RecipeError` for an unknown name, and if an image is smaller than a patch.
     """
     rows, notes = [], []
     for name in names or REGISTRY:

@@ -7,7 +7,7 @@ import typer
 
 _MOST = 2**20  # devices
 _GB = 1e9
-# What is in no range below: a NaN.
+# For values that the ranges below let through: NaN.
 _POSITIVE = "expected a number above 0, at most 1e9"
 
 
@@ -105,7 +105,7 @@ def plan(
 
 
 def _restarts(run: Path, *, is_asked: bool) -> list[float]:
-    """Seconds of each restart of a run. Raises `RecipeError` where it has none, or nobody asks for them."""
+    """The seconds that each restart of a run took. Raises `RecipeError` if it had none, or they would not be used."""
     from vitscale.errors import RecipeError
     from vitscale.runs.restarts import restart_times
 

@@ -12,7 +12,7 @@ from vitscale.table import Column, Row, View, number, percent, render, short
 from vitscale.wording import counted
 
 _PARTS = ("weights", "optimizer", "ema", "gradients", "update", "activations", "workspace", "images")
-_WORTH_SAYING = 0.01  # of a step
+_WORTH_SAYING = 0.01  # share of a step
 _ON_PAPER = (
     "On paper: vitscale was never measured on several of these devices. Memory and bytes follow from what DeepSpeed "
     "was seen to hold and send on 2 and 4 ranks; times, and how they scale to 8, 64 or 512 devices, are arithmetic."
@@ -50,7 +50,7 @@ def _heading(plan: Plan) -> str:
 
 
 def _shortlist(plan: Plan) -> list[Choice]:
-    """Of each stage and recomputation the best micro-batch, or the one that lacks least."""
+    """The best micro-batch for each stage, overlap and recomputation; the smallest in memory if none fits."""
     kept = []
     for _, group in groupby(plan.choices, key=lambda one: (one.zero_stage, one.overlap, one.activation_checkpointing)):
         sizes = list(group)
@@ -159,7 +159,7 @@ def _of_the_best(plan: Plan, best: Choice) -> list[str]:
 
 
 def _sent(cluster: Cluster, choice: Choice) -> list[Row]:
-    """Each collective of a step: what it sends, in how many messages, by which way, and how long they are under way."""
+    """A row per collective of a step: what it sends, in how many messages, by which algorithm, in what time."""
     rows = []
     for each in choice.collectives:
         one, count = message_time(each, cluster), each.times * each.messages

@@ -16,28 +16,28 @@ from vitscale.errors import DataError, RecipeError
 from vitscale.evaluation.finished import FinishedModel
 from vitscale.ranks import gather
 
-_AT_ONCE = 64  # images of a process
+_AT_ONCE = 64  # images per process
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model says of a file: (class, probability), the most probable first, or why the file is no image."""
+    """A model's prediction for a file: (class, probability), most probable first, or why the file is not an image."""
 
     file: str
     classes: Sequence[tuple[str, float]] = ()
     problem: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """The prediction as plain data for JSON."""
         if self.problem is not None:
             return {"file": self.file, "error": self.problem}
         return {"file": self.file, "top": [{"class": name, "probability": p} for name, p in self.classes]}
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
-    """Files as given, and those below folders that end as images do, sorted, hidden ones left out.
+    """The given files, and those below given folders with an image's suffix, sorted, without hidden ones.
 
-    Raises `DataError` where nothing is there.
+    Raises `DataError` if there are none.
     """
     found = []
     for path in paths:
@@ -57,7 +57,7 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def predict_files(model: FinishedModel, files: Sequence[Path], top: int) -> Iterator[Prediction]:
-    """Predictions in the order of the files, on every process; all of them share the work.
+    """Predictions in the order of the files, on every process; the processes share the work.
 
     Raises `RecipeError` for a model without classes.
     """
@@ -72,7 +72,7 @@ def predict_files(model: FinishedModel, files: Sequence[Path], top: int) -> Iter
 
 
 def pictures_of(model: FinishedModel, files: Sequence[Path]) -> Tensor:
-    """uint8 (n, S, S, 3) of image files, as the model sees them. Raises `DataError` for what is no image."""
+    """Image files as the model sees them, uint8 (n, S, S, 3). Raises `DataError` for a file that is not an image."""
     stored = {file: _stored(file) for file in files}
     if bad := [(file, why) for file, why in stored.items() if isinstance(why, str)]:
         others = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
@@ -104,7 +104,7 @@ def _predicted(model: FinishedModel, files: Sequence[Path], top: int) -> list[Pr
 
 
 def _stored(file: Path) -> tuple[bytes, int, int] | str:
-    """A JPEG with its height and width, as conversion would store it, or why not."""
+    """(JPEG, height, width) as conversion would store the file, or why it cannot be read."""
     try:
         content = file.read_bytes()
     except OSError as error:

@@ -14,13 +14,13 @@ _EXIT_DIFFERENT = 1
 
 
 def show_recipes() -> None:
-    """Print the recipes that come along, a line each."""
+    """Print the recipes that come with vitscale, one per line."""
     for shipped, title in list_recipes().items():
         print(f"{shipped:<21}  {title}")
 
 
 def show_recipe(name: str, settings: Sequence[str]) -> None:
-    """Print a recipe with every default."""
+    """Print a recipe with all its defaults."""
     loaded = load_recipe(name, settings)
     print(yaml.safe_dump(loaded.dump(), sort_keys=False), end="")
     if border := loaded.describe_border():
@@ -38,7 +38,7 @@ def show_schema() -> None:
 
 
 def show_difference(names: Sequence[str], settings: Sequence[str]) -> None:
-    """Print what two recipes differ in, defaults and what they extend included; exit code 1 if in anything."""
+    """Print the differences between two recipes, including defaults and what they extend; exit code 1 if any."""
     if len(names) != 2:
         raise RecipeError(f"--diff takes two recipes, not {len(names)}")
     one, other = (load_recipe(name, settings).dump() for name in names)

@@ -17,7 +17,7 @@ from vitscale.replay.seen import History, Place, Sighting
 from vitscale.wording import counted
 
 _SHOWN = 20  # sightings of a sample that are printed
-_RENDERED = 1000  # of all samples together, as PNG
+_RENDERED = 1000  # sightings of all samples together that are written as PNG
 
 
 def show_seen(

@@ -31,7 +31,7 @@ _EXIT_DIFFERENT = 1
 
 
 def show_info(dataset: str, classes: bool, as_json: bool) -> None:
-    """Raises DataError and StorageError, as all of these functions."""
+    """Print what a dataset is. Raises DataError and StorageError, as all functions here do."""
     from vitscale.shards.info import census, describe
 
     manifest = Manifest.load(dataset)
@@ -114,7 +114,7 @@ def show_verdict(dataset: str, workers: int | None, decode: bool, as_json: bool)
 
 
 def show_head(dataset: str, count: int, out: Path | None) -> None:
-    """Raises RecipeError for an `out` that cannot be written."""
+    """Print the first samples and draw a contact sheet. Also raises RecipeError if `out` cannot be written."""
     from vitscale.shards.contact_sheet import contact_sheet, first_samples
 
     if out is not None and out.suffix.lower() != ".png":
@@ -208,7 +208,7 @@ def run_adopt(
     label_field: str | None,
     decode: bool,
 ) -> None:
-    """Make a dataset of a file of FFCV's and say what was taken for what. Raises RecipeError."""
+    """Make a dataset from FFCV's file and print how its fields were interpreted. Raises RecipeError."""
     from data_tools.classes import read_classes
     from vitscale.shards.adopt import adopt, default_out
 
@@ -252,7 +252,7 @@ def interruptible(state: str) -> Iterator[None]:
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, a line every ten seconds elsewhere; on stderr."""
+    """Progress on stderr: a bar on a terminal, else a line every ten seconds."""
     console = Console(stderr=True)
     if console.is_terminal:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -286,7 +286,7 @@ def _print_counts(console: Console, counts: dict[str, int], unlabelled: int) -> 
 
 
 def plain(text: str) -> str:
-    """Text as it is: no markup of rich's, nothing that steers a terminal."""
+    """Text to be printed literally: rich's markup and unprintable characters are escaped."""
     return escape(printable(text))
 
 

@@ -25,7 +25,7 @@ from vitscale.table import Column, Row, View, fitted, hours, number, percent, pr
 _EVERY_S = 2.0
 _SHOWN_METRICS = 6
 _UNLIMITED = 2**16  # characters in a line
-_QUIET = {"done": "green", "stopped early": "green", "running": "green"}  # states that nobody has to look at
+_QUIET = {"done": "green", "stopped early": "green", "running": "green"}  # states that need no attention
 _LOUD = {"failed": "red", "not running": "red"}
 
 Outcome = RunStatus | VitscaleError
@@ -74,14 +74,14 @@ def watch_status(readers: Mapping[str, RunReader], as_json: bool) -> None:
 
 
 class _News:
-    """Prints a run when it has got on, ended or failed, and not because another second has passed."""
+    """Prints a run's status only when the run has progressed, ended or failed, not every second."""
 
     def __init__(self, show: Callable[[RunStatus], str]) -> None:
         self._show = show
         self._said: dict[str, object] = {}
 
     def say(self, outcomes: Mapping[str, Outcome]) -> None:
-        """Print what is new."""
+        """Print each run whose status has changed."""
         for run, outcome in outcomes.items():
             if isinstance(outcome, VitscaleError):
                 new: object = str(outcome)
@@ -128,7 +128,7 @@ def _end(outcomes: Mapping[str, Outcome]) -> None:
 
 def _console() -> Console:
     console = Console(highlight=False)
-    # What is piped has no terminal whose width would matter.
+    # Piped output has no terminal whose width would matter.
     return console if console.is_terminal else Console(highlight=False, width=_UNLIMITED)
 
 
@@ -140,7 +140,7 @@ def _json(status: RunStatus) -> str:
 
 
 def _picture(console: Console, known: Sequence[RunStatus], errors: Sequence[VitscaleError] = ()) -> RenderableType:
-    """One run in lines, several in a table."""
+    """The status as a block of lines for one run, or a table for several."""
     shown = [_table(console, known), *_remarks(known)] if len(known) > 1 else map(_block, known)
     return Group(*shown, *(Text(f"error: {printable(str(error))}") for error in errors))
 
@@ -201,14 +201,14 @@ def _row(status: RunStatus) -> Row:
 
 
 def _line(status: RunStatus) -> str:
-    """One run in one line, with the time."""
+    """One run's status in one line, with the time."""
     row = _row(status)
     cells = "  ".join(f"{column.title} {cell}" for column in _COLUMNS[2:] if (cell := column.cell(row)))
     return f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S}  {printable(status.run)}  {status.state}  {cells}".rstrip()
 
 
 def _remarks(known: Sequence[RunStatus]) -> list[Text]:
-    """Below a table: what it has no room for and somebody may have to know."""
+    """Remarks below a table: what it has no room for but people may have to know."""
     remarks = []
     for status in known:
         said = [] if status.state in _QUIET else [f"{status.state}: {status.why}"]
@@ -219,7 +219,7 @@ def _remarks(known: Sequence[RunStatus]) -> list[Text]:
 
 
 def _facts(status: RunStatus) -> dict[str, str]:
-    """Everything that is known, by what it is."""
+    """Everything known about a run: label -> text."""
     about = "about " if status.is_estimated else ""
     speed = [
         _shown(status.images_per_s, number(1), " images/s"),
@@ -339,7 +339,7 @@ def _shown(value: Any, show: Callable[[Any], str], unit: str = "") -> str:
 
 
 def _size(size: float) -> str:
-    """Bytes, in decimal units."""
+    """A size in bytes as text in decimal units."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000:
             return f"{short(size)} {unit}"

@@ -52,7 +52,7 @@ def run_study(
     dry_run: bool,
     check: bool,
 ) -> int:
-    """Run a study, or list its entries: the exit code. Raises `VitscaleError`."""
+    """Run a study, or list its entries; returns the exit code. Raises `VitscaleError`."""
     file = find_study(study)
     folder = folder or Path("runs") / file.stem
     expansion = expand(load_study(file), folder, settings, file.parent)
@@ -80,7 +80,7 @@ def _done(run: StudyRun) -> str:
 
 
 def _list_entries(expansion: Expansion, folder: Path) -> None:
-    """The command of each entry; what waits for a choice has none yet."""
+    """Print the command of each entry; an entry that waits for a choice has none yet."""
     for entry in expansion.entries.values():
         if entry.choice is not None:
             print(f"# {folder / entry.name}: the winner of {entry.choice}, evaluated on {entry.evaluated_on}")
@@ -93,7 +93,7 @@ def _list_entries(expansion: Expansion, folder: Path) -> None:
 
 
 class _Watch:
-    """A live table on a terminal; elsewhere a line whenever an entry begins or ends."""
+    """Shows a running study: a live table on a terminal, else a line whenever an entry begins or ends."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
@@ -114,7 +114,7 @@ class _Watch:
             self._live.stop()
 
     def look(self, run: StudyRun) -> None:
-        """See what has changed."""
+        """Show what has changed."""
         if self._live is None:
             for name, progress in run.progress.items():
                 if self._shown.get(name, "waiting") != progress.state:
@@ -132,7 +132,7 @@ class _Watch:
         self._console.print(Text(f"study: {line}"), soft_wrap=True)
 
     def _table(self, run: StudyRun) -> Table:
-        """The entries that run or have failed, and how many there are of the others."""
+        """A table of the entries that are running or have failed, and the number of the others."""
         table = Table(box=None, pad_edge=False)
         for title in ("entry", "state", "step", "loss", "left"):
             table.add_column(title, justify="left" if title in ("entry", "state") else "right")
@@ -155,7 +155,7 @@ class _Watch:
         reader = self._readers.setdefault(name, RunReader(str(run.folder / name)))
         try:
             return reader.read()
-        except VitscaleError:  # nothing is there yet
+        except VitscaleError:  # the entry has written nothing yet
             return None
 
 
@@ -184,7 +184,7 @@ def _figures(status: RunStatus | None) -> tuple[str, str, str]:
 
 
 def time_left(run: StudyRun, running: list[float | None]) -> float | None:
-    """Seconds until all is done, by what the entries of this process have taken so far; None before one has ended."""
+    """The estimated seconds until the study is done, from the mean time of finished entries; None before one is."""
     taken = [one.seconds for one in run.progress.values() if one.state == "done" and one.seconds is not None]
     if not taken:
         return None
@@ -195,7 +195,7 @@ def time_left(run: StudyRun, running: list[float | None]) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """`1 d 02:03` or `1:02:03`."""
+    """Seconds as text: `1:02:03`, or from 48 hours on `2 d 02:03`."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours // 24} d {hours % 24:02}:{minutes:02}" if hours >= 48 else f"{hours}:{minutes:02}:{rest:02}"

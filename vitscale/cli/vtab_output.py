@@ -92,7 +92,7 @@ def show_tasks(folders: Sequence[Path], tasks: Sequence[str], as_json: bool) -> 
 
 
 def _state(task: str, folders: Sequence[Path]) -> tuple[str, str | None, list[str]]:
-    """In a word or two, where that is, and what there is to say of it."""
+    """(a task's state in a word or two, its folder, notes about it)."""
     for folder in folders:
         if is_prepared(folder / task):
             try:
@@ -141,7 +141,7 @@ def _refuse_absent(folders: Sequence[Path]) -> None:
 
 
 def _lists(path: Path, tasks: Sequence[str]) -> dict[str, Ids]:
-    """The lists of ids at a path, by task. Raises RecipeError where there is none for any of these tasks."""
+    """The lists of ids at a path, by task. Raises RecipeError if there is none for any of these tasks."""
     if path.is_dir():
         files = {task: path / task / IDS_NAME for task in tasks}
         found = {task: Ids.read(file) for task, file in files.items() if file.is_file()}

@@ -26,7 +26,7 @@ RECIPE_NAME = "branch.yaml"
 def show_without(
     samples: Sequence[str], run: Path, out: str | None, root: str | None, *, near: bool, as_json: bool
 ) -> None:
-    """Print from where a run has to go on without samples, and write what that takes where an `out` is given.
+    """Print where a branch without some samples has to start; if `out` is given, write its dataset and recipe.
 
     Raises `RecipeError`, `DataError`, `CheckpointError` and `StorageError`.
     """
@@ -39,7 +39,7 @@ def show_without(
 
 
 def leave_out(samples: Sequence[str], run: Path, out: str | None, root: str | None, *, near: bool) -> dict[str, Any]:
-    """As `show_without`: what is printed with --json."""
+    """Does the work of `show_without`; returns what that prints with --json."""
     history = History.of(run, root)
     asked = asked_samples(history, samples, near=near)
     places = list({each.place.uid: each.place for each in asked if each.place is not None}.values())
@@ -70,7 +70,7 @@ def leave_out(samples: Sequence[str], run: Path, out: str | None, root: str | No
     }
     needs_branch = earliest is not None or (not finished and len(uids) > 0)
     if needs_branch:
-        # A run on its way would see them later: it goes on from where it is.
+        # If an unfinished run has not seen them yet, it would later: the branch starts at its newest checkpoint.
         start = start_before(run, history.steps + 1 if earliest is None else int(first[earliest]))
         found |= {"start": asdict(start), "again": asdict(cost_of(run, history, start.step))}
     if out is None or not (needs_branch or len(uids)):
@@ -91,7 +91,7 @@ def leave_out(samples: Sequence[str], run: Path, out: str | None, root: str | No
 
 
 def _notes(history: History, run: Path) -> Iterator[str]:
-    """What the order alone does not tell."""
+    """Notes about what the order alone does not show."""
     init = history.recipe.init
     if init is not None and not init.continues:
         yield f"it began with the weights of {init.source}: whether those have seen the samples is to be asked there"
