@@ -43,13 +43,13 @@ def open_source(src: str, kind: Kind | None, options: SourceOptions, *, has_spli
     """The source at a path, a URL, or a pattern of either (`*`, `?`, `{000..123}`).
 
     Args:
-        src: as the person typed it.
-        kind: None to find out.
-        options: what the person says of labels and fields.
-        has_splits: training and test images are told apart later.
+        src: the path, URL or pattern, as typed.
+        kind: the kind of source; None to detect it.
+        options: the user's choices of labels and fields.
+        has_splits: whether training and test images are separated later, so that a source may hold both.
 
     Raises:
-        RecipeError: there is nothing, or nothing of a kind that is understood.
+        RecipeError: nothing is there, or nothing of a known kind; options that do not fit the kind.
         DataError: a damaged source.
     """
     files = _files(src)
@@ -73,7 +73,7 @@ def open_source(src: str, kind: Kind | None, options: SourceOptions, *, has_spli
 
 
 def _files(src: str) -> list[str]:
-    """What `src` stands for: itself, or what a pattern matches. Raises RecipeError if there is nothing."""
+    """The paths or URLs that `src` names: itself, or a pattern's matches. Raises RecipeError if there are none."""
     expanded = _expand(src)
     files: list[str] = []
     for name in expanded:
@@ -96,7 +96,7 @@ def _files(src: str) -> list[str]:
 
 
 def _expand(src: str) -> list[str]:
-    """`shard-{000..123}.tar` as the names it stands for."""
+    """The names that `shard-{000..123}.tar` expands to."""
     match = _BRACES.search(src)
     if match is None:
         return [src]
@@ -109,7 +109,7 @@ def _expand(src: str) -> list[str]:
 
 
 def _kind_of(src: str, files: list[str]) -> Kind:
-    """The kind that the names tell. Raises RecipeError where they tell none, or several."""
+    """The kind implied by the names. Raises RecipeError if they imply none, or several."""
     if len(files) == 1 and storage.is_folder(files[0]):
         return _kind_of_folder(files[0])
     kinds = {_kind_of_file(name) for name in files}
@@ -144,7 +144,7 @@ def _kind_of_file(name: str) -> Kind | None:
 
 
 def _kind_of_folder(folder: str) -> Kind:
-    """A folder is what it holds: a data set, files of one of the other kinds, or else images."""
+    """The kind of a folder's contents: a dataset, files of one of the other kinds, or else images."""
     names = [name for name in storage.names_in(folder) if not name.startswith(".")]
     if MANIFEST_NAME in names:
         return "dataset"
@@ -154,7 +154,7 @@ def _kind_of_folder(folder: str) -> Kind:
         return "folder"
     kinds = {kind for name in names if (kind := _kind_of_file(name)) not in (None, "list")}
     if not kinds:
-        return "folder"  # of class folders; a list of labels may lie beside them
+        return "folder"  # a folder of class folders, perhaps with a label list beside them
     if len(kinds) > 1 or any(storage.is_folder(storage.join(folder, name)) for name in names):
         raise RecipeError(
             f"SRC {folder}: holds {' and '.join(sorted(map(str, kinds)))} files"
@@ -178,7 +178,7 @@ def _members(src: str, folder: str, kind: Kind) -> list[str]:
 
 
 def _refuse_mixed(src: str, files: Sequence[str]) -> None:
-    """`train-00000-of-00005` beside `validation-00000-of-00001`: together they would be a training set of both."""
+    """Refuse files of several splits: `train-00000-of-00005` and `validation-00000-of-00001` would become one set."""
     paths = [name.split("/") for name in files]
     shared = next((i for i, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1), 0)
     splits: dict[str, str] = {}

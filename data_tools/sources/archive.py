@@ -1,4 +1,4 @@
-"""Reading tars: the members of one, from the first to the last, with every kind of damage told.
+"""Reads the members of a tar from first to last, and reports every kind of damage.
 
 A plain tar on this machine is read by offsets; a compressed or remote one as a stream, once. Names are only ever keys:
 nothing is extracted, so a path cannot lead anywhere.
@@ -38,7 +38,7 @@ ARCHIVE_INSIDE = "archive inside of the archive"
 
 _COPY_BYTES = 4 << 20
 _PLACE = struct.Struct("<QQ")  # offset, size
-# tarfile itself stumbles over headers that were made to be odd: hence the last line.
+# tarfile itself fails on maliciously odd headers, hence the last line.
 _DAMAGE = (
     *(tarfile.TarError, EOFError, lzma.LZMAError, zlib.error),
     *(ValueError, LookupError, ArithmeticError, MemoryError, RecursionError),
@@ -56,39 +56,39 @@ def suffix_of(name: str) -> str:
 
 
 def stem_of(where: str) -> str:
-    """The last part of a tar's path or URL, without the suffix."""
+    """The last part of a tar's path or URL, without its suffix."""
     name = storage.base_name(where)
     return name[: len(name) - len(suffix_of(name))]
 
 
 def must_stream(where: str) -> bool:
-    """Whether a tar can only be read from the start to the end."""
+    """Whether a tar can only be read from start to end."""
     return storage.is_url(where) or TAR_SUFFIXES[suffix_of(where)] is not None
 
 
 class Place(NamedTuple):
-    """Where the bytes of a file lie, counted from the start of the outermost archive."""
+    """The bytes of a file, by their position from the start of the outermost archive."""
 
     offset: int
     size: int
 
 
 class Member(NamedTuple):
-    """A file of an archive. Its path is that in the archive, in whatever encoding."""
+    """A file of an archive. `path` is its path in the archive, in whatever encoding."""
 
     path: bytes
     place: Place
 
 
 class Archive:
-    """A tar, or one that lies within another. `name` is what people call it."""
+    """A tar, or one inside another tar. `name` is what messages call it."""
 
     def __init__(self, name: str, raw: Raw, start: int = 0, size: int | None = None):
         self.name = name
         self._raw, self._start, self._size = raw, start, size
 
     def headers(self) -> Iterator[tarfile.TarInfo]:
-        """Every member. Raises DataError for an archive that is damaged or goes on behind its end."""
+        """Every member. Raises DataError for an archive that is damaged, or that has data after its end."""
         with _damage_told(self.name):
             reader = Reader(self._raw, self._start, self._size)
             with tarfile.TarFile(fileobj=reader, encoding="utf-8", errors="surrogateescape") as archive:  # type: ignore[arg-type]
@@ -100,9 +100,9 @@ class Archive:
                 self._check_end(reader, archive.offset)
 
     def files(self, ignored: Counter[str]) -> Iterator[Member]:
-        """Every file, links resolved to what they point at before them. Raises as `headers`.
+        """Every file; a link becomes the earlier file that it points at. Raises as `headers`.
 
-        A link to an image in a stream is a DataError: what has passed cannot be read again.
+        A link to an image in a stream is a DataError: a stream cannot go back to it.
         """
         links: dict[int, Place] | None = None
         for header in self.headers():
@@ -119,11 +119,11 @@ class Archive:
                 ignored[NO_FILE] += 1
 
     def content(self, member: Member, streams: bool) -> bytes:
-        """What an Item has as content: the bytes if the source streams, else their place as `read_place` wants it."""
+        """An Item's `content`: the bytes if the source streams, else their place, packed for `read_place`."""
         return self.read(member, MAX_IMAGE_BYTES) if streams else _PLACE.pack(*member.place)
 
     def read(self, member: Member, limit: int) -> bytes:
-        """The bytes of the file that `files` came to last. Raises DataError for more than `limit`."""
+        """The bytes of the file that `files` yielded last. Raises DataError if there are more than `limit`."""
         offset, size = member.place
         if size > limit:
             raise DataError(f"{self.name}: {os.fsdecode(member.path)!r} has {size:,} bytes; expected at most {limit:,}")
@@ -135,7 +135,7 @@ class Archive:
             return data
 
     def inside(self, member: Member) -> "Archive":
-        """The tar that a member is; to be read before the next member."""
+        """A member that is itself a tar; to be read before the next member."""
         return Archive(f"{self.name}: {os.fsdecode(member.path)}", self._raw, *member.place)
 
     def _place(self, header: tarfile.TarInfo) -> Place | None:
@@ -144,7 +144,7 @@ class Archive:
         return None
 
     def _links(self) -> dict[int, Place]:
-        """Offset of a link's header -> place of what it points at; in passes of its own, for the memory's sake."""
+        """Offset of a link's header -> place of its target. Takes extra passes over the tar, to save memory."""
         targets = {_target(header) for header in self.headers() if header.islnk() or header.issym()}
         places: dict[str, Place] = {}
         links: dict[int, Place] = {}
@@ -168,7 +168,7 @@ class Archive:
             )
 
     def _check_end(self, reader: Reader, end: int) -> None:
-        """Python's tarfile takes a damaged header, or a cut between two files, for the end: tell them apart."""
+        """Check the end mark: Python's tarfile takes a damaged header, or a cut between two files, for the end."""
         mark = reader.last
         if len(mark) < tarfile.BLOCKSIZE or any(mark):
             short = len(mark) < tarfile.BLOCKSIZE
@@ -194,7 +194,7 @@ def open_archive(where: str) -> Iterator[Archive]:
 
 
 def read_place(where: str, content: bytes) -> bytes:
-    """The bytes of a file in a plain tar, from what `Archive.content` gave. Raises OSError."""
+    """The bytes of a file in a plain tar, from the place that `Archive.content` packed. Raises OSError."""
     offset, size = _PLACE.unpack(content)
     refuse_too_large(size)
     with Path(where).open("rb") as file:
@@ -206,7 +206,7 @@ def read_place(where: str, content: bytes) -> bytes:
 
 
 def _target(header: tarfile.TarInfo) -> str:
-    """What a link points at, as a path from the archive's root."""
+    """The target of a link, as a path from the archive's root."""
     folder = posixpath.dirname(header.name) if header.issym() else ""
     return posixpath.normpath(posixpath.join(folder, header.linkname))
 
@@ -218,7 +218,7 @@ def _damage_told(name: str) -> Iterator[None]:
     except _DAMAGE as error:
         raise DataError(f"{name}: truncated or damaged archive ({error})") from error
     except OSError as error:
-        # gzip and bz2 report damage as an OSError without number; so are missing objects of some remote file systems.
+        # gzip and bz2 report damage as an OSError without errno; some remote file systems report missing objects so.
         if error.errno is None and not isinstance(error, FileNotFoundError | PermissionError):
             raise DataError(f"{name}: truncated or damaged archive ({error})") from error
         raise DataError(f"{name}: cannot be read ({error.strerror or error})") from error

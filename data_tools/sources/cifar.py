@@ -5,8 +5,8 @@
     binary   the same with .bin: records of the label (CIFAR-100: coarse, then fine) and 3072 bytes of pixels
              batches.meta.txt (CIFAR-100: fine_label_names.txt, coarse_label_names.txt): a name a line
 
-Pixels are red, green and blue planes of 32 x 32, row by row. Each image is handed on as a binary PPM file, which is
-those pixels behind a line of text. Source: https://www.cs.toronto.edu/~kriz/cifar.html
+Pixels are red, green and blue planes of 32 x 32, row by row. Each image is passed on as a binary PPM file, which is
+those pixels after a line of text. Source: https://www.cs.toronto.edu/~kriz/cifar.html
 """
 
 import posixpath
@@ -44,7 +44,7 @@ class _Place(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the file is called, without suffix: the batch."""
+        """The batch's name: the file name without suffix."""
         return base_name(self.member or self.where).removesuffix(_BINARY)
 
     @property
@@ -74,7 +74,7 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True)
 class CifarSource:
-    """Batches of CIFAR. `labels` is which of a batch's lists of labels is taken; None for none."""
+    """Batches of CIFAR. `labels` names the batch's list of labels to use; None for no labels."""
 
     places: tuple[_Place, ...]
     labels: str | None
@@ -106,26 +106,26 @@ class CifarSource:
 
 
 def is_cifar(names: Collection[str]) -> bool:
-    """Whether files of these names, all of a folder or archive, or one alone, are CIFAR."""
-    found = {base_name(name) for name in names} - {"file.txt~"}  # which CIFAR-100 has by mistake
-    # `train` and `test` are names that folders of images have, too.
+    """Whether these are the file names of CIFAR: all names of a folder or archive, or a single one."""
+    found = {base_name(name) for name in names} - {"file.txt~"}  # part of CIFAR-100's archive by mistake
+    # Folders of images may be called `train` and `test`, too.
     return bool(found & (_BATCHES - set(_CIFAR100))) or (
         "meta" in found and len(found) > 1 and found <= {*_CIFAR100, "meta"}
     )
 
 
 def open_cifar(src: str, files: Sequence[str], options: SourceOptions, mixed_ok: bool = False) -> CifarSource:
-    """CIFAR from files of one version: batches, or tars of them; other files among them are left aside.
+    """CIFAR from files of one version: batches, or tars of them; other files are ignored.
 
     Args:
-        src: as the person typed it.
+        src: the source as typed.
         files: paths or URLs.
-        options: `label_field` is fine_labels or coarse_labels for CIFAR-100.
-        mixed_ok: training and test images may come together, since they are told apart later.
+        options: `label_field` may be fine_labels or coarse_labels for CIFAR-100.
+        mixed_ok: whether training and test images may come together, because they are separated later.
 
     Raises:
         RecipeError: no batches, several versions, training and test images together, an unknown field.
-        DataError, StorageError: names of classes that are missing or damaged; an archive that is.
+        DataError, StorageError: class names that are missing or damaged; a damaged archive.
     """
     places = [place for file in files for place in _batches(file)]
     names = [place.name for place in places]
@@ -161,7 +161,7 @@ def _batches(file: str) -> list[_Place]:
 
 
 def _class_names(place: _Place, field: str) -> tuple[str, ...]:
-    """The classes' names from the file beside a batch."""
+    """The class names, from the file beside a batch."""
     key = field.replace("labels", "label_names")
     if place.is_binary:
         meta = place.beside("batches.meta.txt" if field == "labels" else f"{key}.txt")
@@ -180,7 +180,7 @@ def _class_names(place: _Place, field: str) -> tuple[str, ...]:
 
 
 class _Batch(NamedTuple):
-    """uint8 (N, 3072); N labels by name of the list; N names of files, or none."""
+    """uint8 (N, 3072) pixels; N labels for each list of labels, by its name; N file names, or an empty list."""
 
     pixels: np.ndarray
     labels: dict[str, list[int]]

@@ -1,4 +1,4 @@
-"""Another dataset of vitscale as a source: its selected samples under the keys that they had when it was made."""
+"""Another dataset of vitscale as a source: its selected samples, under the keys that it gave them."""
 
 import struct
 from collections import Counter
@@ -18,18 +18,18 @@ from vitscale.storage import is_url
 from vitscale.wording import counted
 
 _PLACE = struct.Struct("<QQI")  # position in the shard, size, crc32c
-_RAW_PLACE = struct.Struct("<QQIHH")  # the same, height, width: of raw pixels in an adopted shard
+_RAW_PLACE = struct.Struct("<QQIHH")  # the same, height, width: for raw pixels in an adopted shard
 
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """The dataset of a manifest, one part a shard. Content is where an image lies in its shard, and its checksum.
+    """The dataset of a manifest, one part per shard. Content is an image's place in its shard, and its checksum.
 
-    What an adopted shard has as raw pixels is given as a PNG.
+    Raw pixels of an adopted shard are returned as a PNG.
 
     Attributes:
-        manifest: path or URL; not the manifest itself, which may be large.
-        sha256: of the manifest.
+        manifest: the manifest's path or URL; not the manifest itself, which may be large.
+        sha256: the manifest's digest.
     """
 
     manifest: str
@@ -84,8 +84,8 @@ def open_dataset(src: str, files: Sequence[str], options: SourceOptions) -> Data
     """The dataset at a path or URL: its folder, or its manifest.
 
     Raises:
-        RecipeError: several at once; fields, which a dataset has not.
-        DataError, StorageError: a manifest that is missing, damaged or does not answer.
+        RecipeError: several datasets at once; options that name fields, which a dataset does not have.
+        DataError, StorageError: a manifest that is missing or damaged, or a URL that does not answer.
     """
     refuse_fields(options, "a dataset")
     if len(files) != 1:

@@ -1,4 +1,4 @@
-"""Finds the image and the label among the columns or features of a record, where people have not named them."""
+"""Finds the image and the label among the columns or features of a record where the user has not named them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,12 +13,12 @@ _LABEL_NAMES = frozenset({"label", "labels", "class", "class_name", "class_id", 
 
 
 def choose_image(columns: Sequence[str], candidates: Sequence[str], options: SourceOptions, where: str) -> str:
-    """The column of images: what people say, else the only candidate. Raises RecipeError."""
+    """The column of images: the user's choice, else the only candidate. Raises RecipeError."""
     return _choose(columns, candidates, options.image_field, "images", "--image-field NAME", where)
 
 
 def choose_label(columns: Sequence[str], candidates: Sequence[str], options: SourceOptions, where: str) -> str | None:
-    """The column of labels: what people say, else the only candidate; None for none. Raises RecipeError."""
+    """The column of labels: the user's choice, else the only candidate; None for no labels. Raises RecipeError."""
     if options.label_field == NO_LABELS and NO_LABELS not in columns:
         return None
     flags = f"--label-field NAME, or --label-field {NO_LABELS} for images without labels"
@@ -26,7 +26,7 @@ def choose_label(columns: Sequence[str], candidates: Sequence[str], options: Sou
 
 
 def label_columns(columns: Iterable[str]) -> list[str]:
-    """The columns that are called like labels. Of names and numbers of the same classes, those of the names."""
+    """The columns named like labels; if classes have both a name and a number column, only the names."""
     found = {column.lower(): column for column in columns if column.lower() in _LABEL_NAMES}
     if "class_name" in found:
         return [found["class_name"]]
@@ -36,7 +36,7 @@ def label_columns(columns: Iterable[str]) -> list[str]:
 
 
 def refuse_fields(options: SourceOptions, kind: str) -> None:
-    """Raise RecipeError if people name fields of a source that has none to choose from."""
+    """Raise RecipeError if the user names fields of a source that has none to choose from."""
     for flag, value in (("--image-field", options.image_field), ("--label-field", options.label_field)):
         if value is not None:
             raise RecipeError(f"{flag} {value}: {kind} has no fields to choose from; leave it out")

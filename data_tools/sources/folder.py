@@ -21,9 +21,9 @@ TOO_LARGE = f"of more than {MAX_IMAGE_BYTES:,} bytes"
 
 @dataclass(frozen=True)
 class FolderSource:
-    """Images in a folder. What `read` needs is size, time and the path, as the bytes that the file system knows.
+    """Images in a folder. Content is a file's size, time and path, the path as the bytes that the file system uses.
 
-    With `labels`, a path or URL, the classes come from that list, not from folders.
+    With `labels`, a path or URL, the classes come from that list instead of from folders.
     """
 
     parts: tuple[str, ...]
@@ -67,16 +67,16 @@ def _item(root: str, path: bytes, ignored: Counter[str]) -> Item | None:
     try:
         status = os.stat(os.path.join(os.fsencode(root), path))  # noqa: PTH116, PTH118
         state = _STATE.pack(status.st_size, status.st_mtime_ns)
-    except OSError:  # a broken link, which reading will report
+    except OSError:  # a broken link, reported when it is read
         state = _STATE.pack(*_UNKNOWN)
     return item._replace(content=state + path)
 
 
 def _files_below(root: bytes, ignored: Counter[str]) -> Iterator[bytes]:
-    # Bytes throughout: names that are no UTF-8 exist, and the result must not depend on the locale.
+    # Bytes throughout: some names are not UTF-8, and the result must not depend on the locale.
     pending: list[tuple[bytes, frozenset[tuple[int, int]]]] = [(b"", frozenset())]
     while pending:
-        folder, above = pending.pop()  # and the folders above it, by identity: links may lead in circles
+        folder, above = pending.pop()  # and the identities of the folders above it: links may form a circle
         try:
             status = os.stat(os.path.join(root, folder))  # noqa: PTH116, PTH118 -- Path knows no bytes
             identity = (status.st_dev, status.st_ino)
@@ -109,14 +109,14 @@ def _files_at(url: str, ignored: Counter[str]) -> Iterator[bytes]:
                 continue  # some stores list a folder in itself
             if entry["type"] == "directory":
                 pending.append(name)
-            elif (entry.get("size") or 0) > MAX_IMAGE_BYTES:  # to ask for the size again would cost a request an image
+            elif (entry.get("size") or 0) > MAX_IMAGE_BYTES:  # asking for sizes later would cost a request per image
                 ignored[TOO_LARGE] += 1
             else:
                 yield name.removeprefix(root.rstrip("/") + "/").encode("utf-8")
 
 
 def _is_link_to_itself(item: os.DirEntry[bytes]) -> bool:
-    """Whether a link leads through itself, so that nothing can be said of what it points at."""
+    """Whether a link leads back to itself, so that its target cannot be examined."""
     try:
         if item.is_symlink():
             item.stat()

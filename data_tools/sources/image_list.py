@@ -4,7 +4,7 @@
     a/1.jpg,cat             {"file_name": "a/2.jpg", "label": ["cat", "dog"]}
     a/2.jpg,cat|dog         {"file_name": "https://host/3.jpg", "label": null}
 
-Relative paths start at the list's own folder. Lists have millions of rows: what runs once a row is kept plain.
+Relative paths start at the list's own folder. Lists have millions of rows, so the code that runs per row is kept plain.
 """
 
 import csv
@@ -38,7 +38,7 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class ImageListSource:
-    """Images named by lists. Content is a path or URL as it is written, in UTF-8."""
+    """Images named by lists. Content is a path or URL as written in the list, in UTF-8."""
 
     parts: tuple[str, ...]
     options: SourceOptions
@@ -62,11 +62,11 @@ class ImageListSource:
 
 
 def open_image_list(src: str, files: Sequence[str], options: SourceOptions) -> ImageListSource:
-    """Lists of images, by suffix. Their columns are looked up here, so that a wrong one shows at once.
+    """Lists of images. Columns are looked up here, so that a wrong one is reported at once.
 
     Raises:
-        RecipeError: a suffix that is none of a list; columns that are not known.
-        DataError, StorageError: a list that is damaged in its first row, or that cannot be read.
+        RecipeError: a suffix that is not a list's; columns that are not known.
+        DataError, StorageError: a list whose first row is damaged, or that cannot be read.
     """
     for where in files:
         with reading(where), closing(open_unzipped(where)) as file:
@@ -75,7 +75,7 @@ def open_image_list(src: str, files: Sequence[str], options: SourceOptions) -> I
 
 
 def _beside(where: str, path: str) -> str:
-    """A path relative to the folder of the list `where`."""
+    """A path resolved against the folder of the list `where`."""
     if is_url(where) and not path.startswith("/"):
         scheme, _, there = where.partition("://")
         return f"{scheme}://{posixpath.normpath(posixpath.join(posixpath.dirname(there), path))}"
@@ -85,7 +85,7 @@ def _beside(where: str, path: str) -> str:
 def _rows(file: io.BufferedReader, where: str, options: SourceOptions) -> Iterator[Item]:
     if file.peek(len(_BOM))[: len(_BOM)] == _BOM:
         file.read(len(_BOM))
-    # A file without line ends must not be read into memory at once.
+    # In pieces: a file without line ends must not be read into memory at once.
     lines = map(bytes.decode, iter(partial(file.readline, _MAX_LINE_BYTES), b""))
     suffix = posixpath.splitext(where.lower().removesuffix(".gz"))[1]
     if suffix in CSV_DELIMITERS:
@@ -96,10 +96,10 @@ def _rows(file: io.BufferedReader, where: str, options: SourceOptions) -> Iterat
 
 
 def _key(path: str, where: str, line: int) -> str:
-    # Nearly all paths are clean already, and this runs for each.
+    # Nearly all paths are clean already, and this runs for every row.
     if path and path[0] not in "./" and "/." not in path and "//" not in path:
         return path
-    folder = f"{posixpath.dirname(where)}/"  # keys of what lies below the list's own folder are relative to it
+    folder = f"{posixpath.dirname(where)}/"  # keys of images below the list's own folder are relative to it
     key = clean_path(path.removeprefix(folder))
     if not key:
         raise DataError(f"{where}, line {line}: no path of an image")
@@ -110,7 +110,7 @@ def _key(path: str, where: str, line: int) -> str:
 
 
 class _Layout(NamedTuple):
-    """Number of columns, those of image and label (None for none), and whether the first row names them."""
+    """The number of columns, those of image and label (None for no labels), and whether the first row names them."""
 
     columns: int
     image: int
@@ -176,7 +176,7 @@ def _looks_like_image(field: str) -> bool:
 
 
 def _split_labels(text: str) -> tuple[str, ...]:
-    """`a|b` or `["a", "b"]` -> (a, b); nothing and -1 are no labels."""
+    """`a|b` or `["a", "b"]` -> (a, b); an empty text and -1 mean no label."""
     if text.startswith("[") and text.endswith("]"):
         with suppress(ValueError):
             listed = json.loads(text)
@@ -225,7 +225,7 @@ def _json_rows(lines: Iterator[str], where: str, options: SourceOptions) -> Iter
 
 def _json_labels(value: Any, where: str) -> tuple[str, ...]:
     if isinstance(value, str):
-        value.encode()  # JSON can spell what no text is
+        value.encode()  # JSON can spell half a character, which UTF-8 refuses
         return (value,) if value else ()
     if value is None:
         return ()

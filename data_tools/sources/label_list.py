@@ -1,10 +1,10 @@
-"""Lists of labels: a file beside a collection that says what its folders do not.
+"""Label lists: a file beside a collection of images whose folders do not give the labels.
 
 There are three kinds:
 
 - One label a line: the n-th line is for the image whose name ends in the number n, counted from 1.
-- A table (.csv, .tsv, or a text of image names with a blank or tab behind them): path or name of an image, then its
-  label, or several with | between them. Further columns need a header. Kaggle's LOC_val_solution.csv is such a table.
+- A table (.csv, .tsv, or a text of image names, each followed by blank or tab): the path or name of an image, then its
+  label, or several separated by |. Further columns need a header. Kaggle's LOC_val_solution.csv is such a table.
 - ILSVRC2012_devkit_t12.tar.gz: the labels of ImageNet's validation images as they are published.
 """
 
@@ -39,11 +39,11 @@ Row = tuple[str | None, tuple[str, ...]]
 
 
 class LabelList:
-    """The labels of images, by path; about 20 bytes an image.
+    """The labels of images, by path; about 20 bytes per image.
 
     Args:
-        where: what people call the list.
-        rows: one an image, either all with names or all without. Raises DataError for two of one name.
+        where: what messages call the list.
+        rows: one per image, either all with names or all without. Raises DataError if two have the same name.
     """
 
     def __init__(self, where: str, rows: Iterable[Row]):
@@ -76,8 +76,9 @@ class LabelList:
     def labels_of(self, path: str) -> tuple[str, ...] | None:
         """The labels of the image at a path; None if the list does not name it.
 
-        A list may name the whole path, or its last parts, with or without the suffix. Raises DataError for a second
-        image that the same entry fits, and for one without a number that the lines have.
+        A list may give the whole path, or its last parts, with or without the suffix. Raises DataError for a second
+        image that matches the same entry and, in a list by line number, for one whose name has no number or a number
+        beyond the lines.
         """
         at = self._by_number(path) if self._numbered else self._by_name(path)
         if at is None:
@@ -122,9 +123,9 @@ class LabelList:
 
 
 def labelled(items: Iterable[Item], labels: str, where: str) -> Iterator[Item]:
-    """The same items with the labels that the list at the path or URL `labels` has for them.
+    """The same items, with their labels from the list at the path or URL `labels`.
 
-    Raises as `read_label_list` and, once all items have passed, DataError for those that the list does not name.
+    Raises as `read_label_list` and, after the last item, DataError for images that the list does not name.
     """
     listed = read_label_list(labels)
     missing = 0
@@ -202,7 +203,7 @@ def _table_rows(where: str, rows: Iterable[list[str]]) -> Iterator[Row]:
 
 
 def _devkit_rows(where: str) -> Iterator[Row]:
-    """The validation labels of ImageNet as synsets; the development kit has them as numbers in an order of its own."""
+    """ImageNet's validation labels as synsets; the development kit has them as numbers in an order of its own."""
     found: dict[str, bytes] = {}
     with open_archive(where) as archive:
         for member in archive.files(Counter()):
@@ -237,7 +238,7 @@ def _synsets(where: str, meta: bytes) -> dict[str, str]:
 
 
 def _labels(cell: str, where: str) -> tuple[str, ...]:
-    """Labels from numbers or names with | between them."""
+    """Labels from numbers or names, separated by |."""
     labels: list[str] = []
     for name in cell.split("|"):
         if not name.strip():

@@ -1,4 +1,4 @@
-"""Labels that a record does not state, but that follow from its other features."""
+"""Labels that a record does not state, but that can be computed from its other features."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ from vitscale.errors import DataError
 
 @dataclass(frozen=True)
 class LabelRule:
-    """A rule that gives an example its label.
+    """Computes an example's label from its features.
 
     Attributes:
-        features: that it needs, by the names that TensorFlow Datasets gives them: `label`, `objects/pixel_coords`.
-        label: from the values of these, each a flat array, to the number of the class; raises ValueError where there
-            is none. A function of a module, because it travels to workers.
+        features: the features that it needs, by TensorFlow Datasets' names: `label`, `objects/pixel_coords`.
+        label: a function of their values, each a flat array, that returns the class number and raises ValueError if
+            there is none. Must be a module-level function, because it is pickled for workers.
     """
 
     features: tuple[str, ...]
     label: Callable[..., int]
 
     def labels(self, values: Mapping[str, np.ndarray], spot: str) -> tuple[str, ...]:
-        """The label of one example as items have it. Raises DataError, which says where."""
+        """The label of one example, as an Item has it. Raises DataError, which names `spot`."""
         missing = [name for name in self.features if name not in values]
         if missing:
             raise DataError(f"{spot}: no feature {', '.join(missing)}, from which the label follows")
         try:
             return (str(self.label(*(values[name] for name in self.features))),)
-        except (ValueError, IndexError) as error:  # IndexError: features of one object each that differ in number
+        except (ValueError, IndexError) as error:  # IndexError: per-object features that differ in length
             raise DataError(f"{spot}: {error}") from error

@@ -1,6 +1,6 @@
-"""Tars of one class each, as ImageNet comes: ILSVRC2012_img_train.tar holds n01440764.tar and 999 more.
+"""Tars of one class each, in a tar, as ImageNet comes: ILSVRC2012_img_train.tar holds n01440764.tar and 999 more.
 
-In a plain tar the inner ones lie in one piece, so that their images too are read by offset, without unpacking anything.
+In a plain tar the inner ones are contiguous, so their images too are read by offset, without unpacking anything.
 """
 
 import re
@@ -22,7 +22,7 @@ from vitscale.errors import DataError
 
 @dataclass(frozen=True)
 class NestedTarSource:
-    """Images in tars of tars. The class is the inner tar's name, the key `<class>/<path in the inner tar>`."""
+    """Images in tars inside tars. The class is the inner tar's name, the key `<class>/<path in the inner tar>`."""
 
     parts: tuple[str, ...]
     streams: bool
@@ -57,7 +57,7 @@ class NestedTarSource:
 
 @dataclass(frozen=True)
 class SynsetTarSource:
-    """The same with the outer tar unpacked: every part is the tar of one class, named like it, as n01440764.tar."""
+    """The same with the outer tar unpacked: every part is the tar of one class, named like n01440764.tar."""
 
     parts: tuple[str, ...]
     streams: bool

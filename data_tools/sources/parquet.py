@@ -1,7 +1,7 @@
-"""Parquet files with the images inside, as Hugging Face's `datasets` writes them, and plain ones.
+"""Parquet files with the images inside, as Hugging Face's `datasets` writes them, or plain.
 
 The image is a column of bytes, or a struct of `bytes` and `path`. The label is a number, a text, or a list of them;
-where the file's Hugging Face metadata name the classes, a number becomes a name.
+where the file's Hugging Face metadata names the classes, numbers become names.
 """
 
 import json
@@ -33,7 +33,7 @@ _LISTS = (types.is_list, types.is_large_list, types.is_fixed_size_list)
 
 
 class _Layout(NamedTuple):
-    """Columns of a file: the image (and whether it is a struct), the label, and the names of its classes."""
+    """A file's columns: the image (and whether it is a struct), the label, and the class names."""
 
     image: str
     is_struct: bool
@@ -43,9 +43,9 @@ class _Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class ParquetSource:
-    """Images in parquet files, read a few rows at a time. `names` begin the keys of each file's images.
+    """Images in parquet files, read a few rows at a time. Keys of a file's images begin with its entry in `names`.
 
-    A `rule`, if there is one, gives the labels instead of a column.
+    A `rule`, if given, computes the labels; no column is used then.
     """
 
     parts: tuple[str, ...]
@@ -65,7 +65,7 @@ class ParquetSource:
         columns += dict.fromkeys(name.partition("/")[0] for name in ruled)
         row = 0
         with _opened(where) as file:
-            # One group after the other, columns read piece by piece: a group may be as large as the file.
+            # Row group by row group, columns in pieces: a group may be as large as the file.
             for batch in file.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False):
                 images = batch.column(layout.image)
                 labels = None if layout.label is None else batch.column(layout.label)
@@ -86,11 +86,11 @@ class ParquetSource:
 
 
 def open_parquet(src: str, files: Sequence[str], options: SourceOptions) -> ParquetSource:
-    """Parquet files of one layout: their heads are all read here, so that a file of another kind shows at once.
+    """Parquet files of one layout. All footers are read here, so that a file that differs is reported at once.
 
     Raises:
-        RecipeError: columns that are ambiguous or not known.
-        DataError, StorageError: a file that is damaged or cannot be read, or that differs from the first.
+        RecipeError: columns that are ambiguous or unknown.
+        DataError, StorageError: a file that is damaged or unreadable, or that differs from the first.
     """
 
     def layout_of(where: str) -> _Layout:
@@ -119,13 +119,13 @@ def _opened(where: str) -> Iterator[pq.ParquetFile]:
             pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True) as file,
         ):
             yield file
-    # pyarrow reports damage as any of them; its OSErrors are reported by `reading`.
+    # pyarrow reports damage as any of these; its OSErrors are reported by `reading`.
     except (pa.ArrowException, UnicodeDecodeError, MemoryError) as error:
         raise DataError(f"{where}: damaged, or no parquet file ({error})") from error
 
 
 def _image(value: Any, is_struct: bool, spot: str) -> tuple[bytes, str]:
-    """The bytes of an image, and what its path adds to the key."""
+    """The bytes of an image, and the suffix that its path adds to the key."""
     data, path = (value.get("bytes"), value.get("path")) if is_struct and value is not None else (value, None)
     if data is None:
         if path is not None:
@@ -152,7 +152,7 @@ def _labels(value: Any, class_names: tuple[str, ...] | None, spot: str) -> tuple
 
 
 def _values(row: dict[str, Any], names: Sequence[str], spot: str) -> dict[str, np.ndarray]:
-    """The numbers of those of the features that a row has, each (n,); `a/b` is b of a struct a or of each in a list."""
+    """The numbers of the named features that a row has, each (n,); `a/b` is field b of a struct a, or of a list's."""
     found: dict[str, np.ndarray] = {}
     for name in names:
         column, *inner = name.split("/")
@@ -199,7 +199,7 @@ def _layout(schema: pa.Schema, options: SourceOptions, where: str) -> _Layout:
 
 
 def _features(schema: pa.Schema, where: str) -> dict[str, dict[str, Any]]:
-    """Column -> its feature as `datasets` describes it; empty where it says nothing."""
+    """Column -> its feature as `datasets` describes it; empty where there is no description."""
     try:
         metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         features = metadata.get("info", {}).get("features") or {}

@@ -1,4 +1,4 @@
-"""Opens the parts of a source, local or remote, and names them in the keys of their images."""
+"""Opens the parts of a source, local or remote, and gives them the names that begin their images' keys."""
 
 import gzip
 import io
@@ -17,7 +17,7 @@ _GZIP_MAGIC = b"\x1f\x8b\x08"
 
 
 class _PatientFile(io.RawIOBase):
-    """A remote file of which every read is tried again as `storage.patiently` does."""
+    """A remote file whose reads are all retried as `storage.patiently` does."""
 
     def __init__(self, where: str, file: BinaryIO) -> None:
         self._where, self._file = where, file
@@ -46,25 +46,25 @@ class _PatientFile(io.RawIOBase):
 
 
 def open_part(where: str) -> io.BufferedReader:
-    """A part's bytes as they are stored. Raises OSError or StorageError."""
+    """A part's bytes as stored. Raises OSError or StorageError."""
     file = open_stream(where)
     raw: Any = _PatientFile(where, file) if is_url(where) else file
     return io.BufferedReader(raw, _BLOCK_BYTES)
 
 
 def open_unzipped(where: str) -> io.BufferedReader:
-    """A part's bytes, those of a gzip file decompressed. Raises as `open_part`, and as `gzip` where it is damaged."""
+    """A part's bytes, decompressed if it is a gzip file. Raises as `open_part`, and as `gzip` if that is damaged."""
     file = open_part(where)
     return unzipped(file) if is_gzip(file) else file
 
 
 def is_gzip(file: io.BufferedReader) -> bool:
-    """Whether a file begins like gzip; its position stays."""
+    """Whether a file begins like gzip; does not move its position."""
     return file.peek(len(_GZIP_MAGIC))[: len(_GZIP_MAGIC)] == _GZIP_MAGIC
 
 
 def unzipped(file: io.BufferedReader) -> io.BufferedReader:
-    """The content of a gzip file, which is closed with it."""
+    """The content of a gzip file; closing it closes the file."""
     content = gzip.GzipFile(fileobj=file)
     content.myfileobj = file  # type: ignore[assignment]
     return io.BufferedReader(content, _BLOCK_BYTES)
@@ -72,11 +72,11 @@ def unzipped(file: io.BufferedReader) -> io.BufferedReader:
 
 @contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Turns what reading a part may raise into what people read.
+    """Turns the errors of reading a part into errors for people.
 
     Raises:
         DataError: the part is damaged, missing or forbidden.
-        StorageError: what is remote does not answer.
+        StorageError: remote storage does not answer.
     """
     try:
         yield
@@ -92,13 +92,13 @@ def reading(where: str) -> Iterator[None]:
 
 
 def clean_path(path: str) -> str:
-    """A path or URL as the key of an image: without scheme, leading / and what leads upwards."""
+    """A path or URL as the key of an image: without scheme, leading / or upward steps."""
     inside = path.partition("://")[2] if is_url(path) else path
     return posixpath.normpath(f"/{inside}").lstrip("/")
 
 
 def part_names(files: Sequence[str], stem: bool = False) -> tuple[str, ...]:
-    """What the keys of each part begin with: file names (without suffix if `stem`), or longer ones if these repeat.
+    """The beginning of each part's keys: its file name (without suffix if `stem`), or a longer path if names repeat.
 
     Raises RecipeError for a file given twice.
     """

@@ -1,6 +1,6 @@
-"""Pickles of plain values and numeric numpy arrays, and of nothing else: nothing that a pickle names is run.
+"""Loads pickles of plain values and numeric numpy arrays only; nothing that a pickle names is run.
 
-A pickle may call whatever it can import. Here it imports nothing: the few names that numpy's arrays need stand for
+A pickle may call whatever it can import. Here it imports nothing: the few names that numpy's arrays need are mapped to
 objects of this file, which take a shape, a type and bytes.
 """
 
@@ -16,10 +16,10 @@ _NUMERIC = frozenset(f"{kind}{size}" for kind in "iuf" for size in (1, 2, 4, 8))
 
 
 def load_pickle(data: bytes, where: str) -> Any:
-    """The value in a pickle, as Python 2 or 3 wrote it; what was a `str` of Python 2 is bytes.
+    """The value in a pickle written by Python 2 or 3; a `str` of Python 2 becomes bytes.
 
-    Dicts, lists, tuples, numbers, texts, and arrays at the top or directly in a dict. Raises DataError for everything
-    else, having run nothing of it, and for damage.
+    Allowed are dicts, lists, tuples, numbers, texts, and arrays at the top or directly in a dict. Raises DataError for
+    everything else, without having run any of it, and for damage.
     """
     try:
         value = _Unpickler(io.BytesIO(data), encoding="bytes").load()
@@ -31,7 +31,7 @@ def load_pickle(data: bytes, where: str) -> Any:
 
 
 class _DType:
-    """What `numpy.dtype` stands for in a pickle."""
+    """Replaces `numpy.dtype` in a pickle."""
 
     def __init__(self, code: str | bytes, *_: object) -> None:
         self._code = _text(code)
@@ -47,7 +47,7 @@ class _DType:
 
 
 class _Array:
-    """What numpy's array constructors stand for in a pickle."""
+    """Replaces numpy's array constructors in a pickle."""
 
     value: np.ndarray
 
@@ -66,7 +66,7 @@ def _from_buffer(data: bytes, dtype: _DType, shape: tuple[int, ...], order: str)
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """How Python 3 writes bytes into the old protocols."""
+    """Replaces `_codecs.encode`, by which Python 3 writes bytes in the old protocols."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"bytes as {encoding!r}")
     return text.encode("latin1")
@@ -76,7 +76,7 @@ def _encode(text: str, encoding: str) -> bytes:
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("_codecs", "encode"): _encode,
     ("numpy", "dtype"): _DType,
-    ("numpy", "ndarray"): None,  # an argument only, which _Array leaves unused
+    ("numpy", "ndarray"): None,  # only an argument, which _Array ignores
     ("numpy.core.multiarray", "_reconstruct"): _Array,
     ("numpy._core.multiarray", "_reconstruct"): _Array,
     ("numpy.core.numeric", "_frombuffer"): _from_buffer,

@@ -1,8 +1,8 @@
-"""The interface of a source: what every kind of image collection looks like to the converter.
+"""The interface of a source: every kind of image collection as the converter sees it.
 
 A source consists of parts (the files of a collection) that are listed independently, in worker processes. It comes in
 two kinds. From one with random access the converter first takes the list, then reads images in its own order. One that
-can only be streamed (a compressed or remote archive, parquet) hands over every image as it passes; the converter keeps
+can only be streamed (a compressed or remote archive, parquet) yields every image with its bytes; the converter keeps
 them in a spool on this machine's disk and reads them from there.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from vitscale.errors import DataError
 
-# HEIC is here although Pillow does not read it: a collection of them is to be reported, not overlooked.
+# HEIC is listed although Pillow does not read it: a collection of HEIC files must be reported, not overlooked.
 # fmt: off
 IMAGE_SUFFIXES = (
     ".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg",
@@ -21,7 +21,7 @@ IMAGE_SUFFIXES = (
 )
 # fmt: on
 
-MAX_IMAGE_BYTES = 1 << 30  # of an image's file, which has to be held in memory
+MAX_IMAGE_BYTES = 1 << 30  # of an image file, which has to fit in memory
 
 HIDDEN = "hidden"
 NO_IMAGE = "no image suffix"
@@ -29,16 +29,16 @@ NO_FILE = "neither file nor folder"
 
 
 class TooLarge(OSError):
-    """An image's file has more than MAX_IMAGE_BYTES."""
+    """An image file has more than MAX_IMAGE_BYTES."""
 
 
 class Item(NamedTuple):
     """One image of a source.
 
     Attributes:
-        key: what the image is called; unique in the source. A path of parts joined by / if classes are folders.
-        labels: names of its classes, the first of them the main one; empty for none. None if the key's first directory
-            that not all images share is the class. Numbers are written in decimals.
+        key: the image's name, unique in the source. If classes are folders, a path with parts joined by /.
+        labels: names of its classes, the main one first; empty for no label. None if the class is the key's first
+            directory that not all images share. Numbers are written in decimals.
         content: where its bytes are, as the source's `read` understands it; from a stream, the bytes themselves.
     """
 
@@ -49,7 +49,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """What people may say about a source: a list of labels, which field of a record is what, that there are none."""
+    """The user's choices: a label list, which fields of a record are the image and the label, or no labels at all."""
 
     labels: str | None = None
     image_field: str | None = None
@@ -58,50 +58,50 @@ class SourceOptions:
 
 
 class Source(Protocol):
-    """A kind of source. Small and picklable: it travels to every worker."""
+    """A kind of source. Small and picklable: it is sent to every worker."""
 
     @property
     def streams(self) -> bool:
-        """Whether items carry their bytes; such a source has no use for `read`."""
+        """Whether items carry their bytes; `read` is not needed then."""
         ...
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What people call the parts: paths or URLs."""
+        """The parts' paths or URLs."""
         ...
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """Classes in the order that the source itself states; None if it states none."""
+        """The classes in the source's own order; None if it states none."""
         ...
 
     def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
-        """The images of a part; files that are none are counted in `ignored`, by reason.
+        """The images of a part; files that are not images are counted in `ignored`, by reason.
 
         Raises DataError for damage, naming the part.
         """
         ...
 
     def read(self, part: int, content: bytes) -> bytes:
-        """The bytes of one image file. Raises OSError (TooLarge before it is read) or StorageError."""
+        """The bytes of one image file. Raises OSError (TooLarge, before reading) or StorageError."""
         ...
 
 
 def refuse_too_large(size: int) -> None:
-    """Raise TooLarge for a file of more bytes than an image may have."""
+    """Raise TooLarge for a file that is larger than MAX_IMAGE_BYTES."""
     if size > MAX_IMAGE_BYTES:
         raise TooLarge(f"{size:,} bytes; at most {MAX_IMAGE_BYTES:,} are taken")
 
 
 def without_surrogates(text: str) -> str:
-    """Text that UTF-8 can hold: what stands for a byte that is no text appears as \\udcff."""
+    """Text that UTF-8 can hold: a surrogate that replaces an undecodable byte becomes \\udcff."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def visible_path(path: bytes, ignored: Counter[str]) -> str | None:
     """A path as it appears in keys, or None (counted in `ignored`) if it is hidden.
 
-    Names need not be UTF-8; what is not appears as \\xff in keys. Absolute and upward paths lose just that.
+    Bytes that are not UTF-8 appear as \\xff in keys. Absolute and upward paths lose only those parts.
     """
     parts = [part for part in path.decode("utf-8", "backslashreplace").split("/") if part not in ("", ".", "..")]
     if not parts or any(part.startswith(".") or part == "__MACOSX" for part in parts):
@@ -111,7 +111,7 @@ def visible_path(path: bytes, ignored: Counter[str]) -> str | None:
 
 
 def path_item(path: bytes, content: bytes, ignored: Counter[str]) -> Item | None:
-    """The item of a file whose folders say its class, or None (counted in `ignored`) if it is hidden or no image."""
+    """The item of a file whose folders give its class, or None (counted in `ignored`) if hidden or not an image."""
     key = visible_path(path, ignored)
     if key is not None and not key.lower().endswith(IMAGE_SUFFIXES):
         ignored[NO_IMAGE] += 1
@@ -120,7 +120,7 @@ def path_item(path: bytes, content: bytes, ignored: Counter[str]) -> Item | None
 
 
 def numbered_label(number: int, where: str) -> tuple[str, ...]:
-    """The labels of a record whose class is a number; -1, as many collections have it, is none. Raises DataError."""
+    """The labels of a record whose class is a number; -1 means none, as in many collections. Raises DataError."""
     if number < -1:
         raise DataError(f"{where}: label {number}; expected 0 or more, or -1 for none")
     return () if number == -1 else (str(number),)

@@ -1,4 +1,4 @@
-"""Tars of images, however they say the classes: by folders, by tars in the tar, as a WebDataset, or not at all."""
+"""Tars of images, whether classes are given by folders, by tars in the tar, as a WebDataset, or not at all."""
 
 import os
 from collections import Counter
@@ -22,24 +22,24 @@ from vitscale.errors import DataError, RecipeError
 
 __all__ = ["TAR_SUFFIXES", "TarSource", "is_tar", "open_tars"]
 
-# What is looked at to tell which kind of tar this is.
+# How much of a tar is looked at to detect its kind.
 _PEEK_FILES = 200
 _PEEK_BYTES = 64 << 20
 
 
 def open_tars(src: str, files: Sequence[str], options: SourceOptions) -> Source:
-    """The source that consists of the tars `files`, paths or URLs, of one kind; the first tells which.
+    """The source that consists of the tars `files`, paths or URLs, all of one kind, which the first one determines.
 
     Args:
-        src: what people call the source.
-        files: one or more names for which `is_tar` holds.
-        options: `labels` for images whose folders say nothing; `image_field` and `label_field` for a WebDataset, which
-            they declare the tars to be.
+        src: what messages call the source.
+        files: one or more names for which `is_tar` is true.
+        options: `labels` for images whose folders give no class; `image_field` and `label_field` for a WebDataset:
+            giving one of them declares the tars to be one.
 
     Raises:
-        RecipeError: options that this kind of tar has no use for; a list of labels that is not there.
-        DataError: a first tar that is damaged or missing; a list of labels that cannot be understood.
-        StorageError: one that does not answer.
+        RecipeError: options that do not apply to this kind of tar; a label list that does not exist.
+        DataError: a first tar that is damaged or missing; a label list that cannot be understood.
+        StorageError: a URL that does not answer.
     """
     parts = tuple(files)
     streams = any(must_stream(file) for file in parts)
@@ -51,7 +51,7 @@ def open_tars(src: str, files: Sequence[str], options: SourceOptions) -> Source:
         return NestedTarSource(parts, streams)
     if options.labels is not None:
         refuse_fields(options, "a tar with a list of labels")
-        if len(parts) > 1:  # an entry might fit an image in each of them
+        if len(parts) > 1:  # an entry might match an image in each of them
             raise RecipeError(f"--labels: SRC {src} is {len(parts):,} tars; a list of labels goes with one tar")
         read_label_list(options.labels)  # before anything long starts
         return TarSource(parts, streams, options.labels)
@@ -65,7 +65,7 @@ def open_tars(src: str, files: Sequence[str], options: SourceOptions) -> Source:
 
 
 def _kind(where: str) -> type[Source]:
-    """What the first files of a tar make it. Raises DataError for images beside archives."""
+    """The kind of a tar, from its first files. Raises DataError for images beside archives."""
     images: set[str] = set()
     described: set[str] = set()
     archives = seen = 0
@@ -97,7 +97,7 @@ def _kind(where: str) -> type[Source]:
 
 @dataclass(frozen=True)
 class TarSource:
-    """Images in tars. Their folders say the class; or `labels`, a label list, does."""
+    """Images in tars. Their classes come from folders, or from the label list `labels`."""
 
     parts: tuple[str, ...]
     streams: bool

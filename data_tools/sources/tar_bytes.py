@@ -9,7 +9,7 @@ _MAX_HEADER_BYTES = 64 << 20  # names and attributes of one member, in extended 
 
 
 class Raw(Protocol):
-    """Bytes at a position. What streams only ever goes forwards."""
+    """Bytes at a position. A stream can only move forwards."""
 
     streams: bool
 
@@ -20,7 +20,7 @@ class Raw(Protocol):
 
 @dataclass
 class Plain:
-    """A plain file of this machine."""
+    """A plain file on this machine."""
 
     file: BinaryIO
     streams: bool = False
@@ -34,7 +34,7 @@ class Plain:
 
 @dataclass
 class Stream:
-    """Only forwards, but for one byte: tarfile asks whether the last one before a header is there."""
+    """Moves only forwards, except for one byte back: tarfile checks that the last byte before a header is there."""
 
     file: BinaryIO
     streams: bool = True
@@ -59,8 +59,8 @@ class Stream:
 
 
 class Reader:
-    """A stretch of bytes as the file that tarfile wants; only forwards, and no further than to its end, so that no
-    header can send tarfile round in circles. `last` is what was read last: after the last member, the end mark."""
+    """A range of bytes as the file object that tarfile wants. It moves only forwards and never beyond its end, so no
+    header can make tarfile loop. `last` holds the bytes read last: after the last member, the end mark."""
 
     def __init__(self, raw: Raw, start: int, size: int | None):
         self.last = b""

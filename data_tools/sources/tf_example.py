@@ -4,7 +4,7 @@
     Example:  { features = 1: { feature = 1: map { key = 1: string, value = 2: Feature } } }
     Feature:  { bytes_list = 1 | float_list = 2 | int64_list = 3: { value = 1: repeated } }
 
-Of a record only what is asked for is taken apart. Facts of the formats: tensorflow/core/lib/io/record_writer.h,
+Only the requested features of a record are parsed. Facts of the formats: tensorflow/core/lib/io/record_writer.h,
 tensorflow/core/example/feature.proto and protobuf's description of its encoding.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 from vitscale.errors import DataError
 from vitscale.images import crc32c
 
-# What protobuf itself allows for one message; a length beyond it would fill the memory before it shows to be wrong.
+# What protobuf itself allows for one message; a larger length would fill the memory before it is found to be wrong.
 _MAX_RECORD_BYTES = 2 << 30
 _LENGTH = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
@@ -29,7 +29,7 @@ Span = tuple[int, int]  # start and end within the record
 
 
 class Record(NamedTuple):
-    """A record, its number in the file, and at which byte its data begin."""
+    """A record, its number in the file, and the byte at which its data begins."""
 
     number: int
     position: int
@@ -37,14 +37,14 @@ class Record(NamedTuple):
 
 
 class Feature(NamedTuple):
-    """What a feature holds (bytes, floats, ints; nothing for an empty feature), and where its lists lie."""
+    """The kind of a feature's values (bytes, floats or ints; None for an empty feature), and the spans of its lists."""
 
     kind: str | None
     lists: tuple[Span, ...]
 
 
 def is_record_head(head: bytes) -> bool:
-    """Whether a file that begins so begins with a record."""
+    """Whether `head`, the first bytes of a file, begins a record."""
     return len(head) >= _LENGTH.size and _masked(head[:8]) == _LENGTH.unpack_from(head)[1]
 
 
@@ -73,7 +73,7 @@ def read_records(file: BinaryIO, where: str) -> Iterator[Record]:
 
 
 def count_records(file: BinaryIO, where: str) -> int:
-    """How many records an open file has, from their lengths alone. Raises DataError for a damaged one of these."""
+    """The number of records in an open file, from their lengths alone. Raises DataError for a damaged length."""
     number = 0
     while head := file.read(_LENGTH.size):
         if not is_record_head(head):
@@ -84,7 +84,7 @@ def count_records(file: BinaryIO, where: str) -> int:
 
 
 def parse_example(data: bytes, where: str) -> dict[str, Feature]:
-    """The features of an Example by name; of equal names the last. Raises DataError if it is none."""
+    """The features of an Example by name; of equal names the last. Raises DataError for data that is not an Example."""
     found = {}
     for number, kind, features in _fields(data, (0, len(data)), where):
         if (number, kind) == (1, _DELIMITED):
@@ -96,7 +96,7 @@ def parse_example(data: bytes, where: str) -> dict[str, Feature]:
 
 
 def bytes_values(data: bytes, feature: Feature, where: str) -> list[Span]:
-    """Where the values of a feature of bytes lie."""
+    """The spans of the values of a bytes feature."""
     return [
         value
         for span in feature.lists
@@ -106,7 +106,7 @@ def bytes_values(data: bytes, feature: Feature, where: str) -> list[Span]:
 
 
 def int_values(data: bytes, feature: Feature, where: str) -> list[int]:
-    """The values of a feature of int64, packed or not."""
+    """The values of an int64 feature, packed or not."""
     values = []
     for span in feature.lists:
         for number, kind, (start, end) in _fields(data, span, where):
@@ -120,7 +120,7 @@ def int_values(data: bytes, feature: Feature, where: str) -> list[int]:
 
 
 def float_values(data: bytes, feature: Feature, where: str) -> np.ndarray:
-    """The values of a feature of floats, packed or not, float32 (n,)."""
+    """The values of a float feature, packed or not: float32 (n,)."""
     found = b"".join(
         data[slice(*value)]
         for span in feature.lists
@@ -133,7 +133,7 @@ def float_values(data: bytes, feature: Feature, where: str) -> np.ndarray:
 
 
 def _masked(data: bytes) -> int:
-    """crc32c as TFRecord stores it: rotated and shifted, for the crc of data that end in their crc is a constant."""
+    """crc32c as TFRecord stores it: rotated and shifted, since the crc of data ending in its own crc is a constant."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -154,14 +154,14 @@ def _feature(data: bytes, span: Span, where: str) -> Feature:
     for number, kind, values in _fields(data, span, where):
         if number not in _KINDS or kind != _DELIMITED:
             continue
-        if _KINDS[number] != held:  # one of the three: the last kind wins, its lists are joined
+        if _KINDS[number] != held:  # a oneof: the last kind wins, and its lists are joined
             held, lists = _KINDS[number], []
         lists.append(values)
     return Feature(held, tuple(lists))
 
 
 def _fields(data: bytes, span: Span, where: str) -> Iterator[tuple[int, int, Span]]:
-    """(number, wire type, where the value lies) of every field of the message in `span`."""
+    """(number, wire type, span of the value) of every field of the message in `span`."""
     start, end = span
     while start < end:
         tag, start = _varint(data, start, end, where)
@@ -184,7 +184,7 @@ def _fields(data: bytes, span: Span, where: str) -> Iterator[tuple[int, int, Spa
 
 
 def _varint(data: bytes, start: int, end: int, where: str) -> tuple[int, int]:
-    """A number of 64 bits at `start`, and where it ends."""
+    """The 64-bit number at `start`, and where it ends."""
     value = 0
     for shift, position in enumerate(range(start, min(end, start + 10))):
         byte = data[position]

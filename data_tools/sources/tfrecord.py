@@ -1,7 +1,7 @@
 """TFRecord files of `tf.train.Example`, read without TensorFlow; local ones with random access.
 
-Of the common features the first that the first record has is taken, and the same in all records: names of classes
-before numbers. In particular `image/class/label` of TensorFlow's own ImageNet conversion counts from 1, which is why
+Of the common feature names, the first that the first record has is used for all records; class names come before
+numbers. In particular `image/class/label` of TensorFlow's own ImageNet conversion counts from 1, which is why
 `image/class/synset` comes before it.
 """
 
@@ -43,12 +43,12 @@ _HEAD_BYTES = 12
 
 @dataclass(frozen=True)
 class TFRecordSource:
-    """Images in TFRecord files. Content is where the image lies in its file, or the image itself if any file streams.
+    """Images in TFRecord files. Content is the image's place in its file, or the image itself if any file streams.
 
     Attributes:
-        names: what the keys of each file's images begin with.
-        image, label: features; `label` is None for images without labels.
-        rule: gives the labels instead.
+        names: the beginning of the keys of each file's images.
+        image, label: names of the features; `label` is None for images without labels.
+        rule: if given, computes the labels instead.
     """
 
     parts: tuple[str, ...]
@@ -88,10 +88,10 @@ class TFRecordSource:
 
 
 def open_tfrecords(src: str, files: Sequence[str], options: SourceOptions) -> TFRecordSource:
-    """TFRecord files, plain or compressed with gzip. Features are chosen by the first record of all.
+    """TFRecord files, plain or compressed with gzip. The features are chosen by the first record found.
 
     Raises:
-        RecipeError: features that are not known.
+        RecipeError: features that are unknown.
         DataError, StorageError: a file that is damaged at its beginning, or that cannot be read.
     """
     names = part_names(files)
@@ -99,7 +99,7 @@ def open_tfrecords(src: str, files: Sequence[str], options: SourceOptions) -> TF
     for where in files:
         with reading(where), closing(open_part(where)) as file:
             streams = streams or is_url(where) or _is_compressed(file)
-    for where in files:  # the first with a record: empty files are common
+    for where in files:  # the first file with a record: empty files are common
         with reading(where), closing(open_records(where)) as file:
             first = next(read_records(file, where), None)
             if first is not None:
@@ -116,12 +116,12 @@ def open_records(where: str) -> io.BufferedReader:
 
 
 def _is_compressed(file: io.BufferedReader) -> bool:
-    # The length of a first record may look like gzip's magic number; its checksum tells them apart.
+    # A first record's length may look like gzip's magic number; its checksum tells them apart.
     return is_gzip(file) and not is_record_head(file.peek(_HEAD_BYTES)[:_HEAD_BYTES])
 
 
 def _choose(found: Sequence[str], options: SourceOptions, where: str) -> tuple[str, str | None]:
-    """Names of the features to take."""
+    """The names of the image and label features."""
     chosen: list[str | None] = []
     for wanted, common, what, flags in (
         (options.image_field, _IMAGES, "image", "--image-field NAME"),
@@ -168,7 +168,7 @@ def _labels(data: bytes, features: dict[str, Feature], name: str, spot: str) -> 
 
 
 def _values(data: bytes, features: dict[str, Feature], names: Sequence[str], spot: str) -> dict[str, np.ndarray]:
-    """The numbers of those of the features that are there, each (n,)."""
+    """The numbers of the named features that the record has, each (n,)."""
     found: dict[str, np.ndarray] = {}
     for name in names:
         feature = features.get(name)
@@ -186,7 +186,7 @@ def _feature(features: dict[str, Feature], name: str, spot: str) -> Feature:
 
 
 def _file_name(data: bytes, features: dict[str, Feature], spot: str) -> str:
-    """What the name of the image's file adds to the key; nothing if the record has none."""
+    """The suffix that the image's file name adds to the key; empty if the record has no file name."""
     for name in _NAMES:
         if name in features and features[name].kind == "bytes":
             values = bytes_values(data, features[name], spot)

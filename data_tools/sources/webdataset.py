@@ -1,7 +1,7 @@
 """WebDataset: tars in which the files of one sample follow each other and share a name.
 
-The name of a sample is a path up to the first dot of its last part; what follows is the extension, the sample's field:
-`train/0001.jpg`, `train/0001.cls`, `train/0001.json`. https://github.com/webdataset/webdataset
+A sample's name is a path up to the first dot of its last part; the rest is the extension, which names the sample's
+field: `train/0001.jpg`, `train/0001.cls`, `train/0001.json`. https://github.com/webdataset/webdataset
 """
 
 import json
@@ -25,7 +25,7 @@ _SHOWN = 10
 
 
 def sample_name(path: str) -> tuple[str, str]:
-    """The name of the sample that a file belongs to, and the file's extension in lower case; empty for none."""
+    """The name of the sample that a file belongs to, and the file's extension in lower case, empty if it has none."""
     folder, slash, name = path.rpartition("/")
     stem, _, extension = name.partition(".")
     return folder + slash + stem, extension.lower()
@@ -33,7 +33,7 @@ def sample_name(path: str) -> tuple[str, str]:
 
 @dataclass
 class _Sample:
-    """What of a sample has come by: its image, the text of its labels, and all of its extensions."""
+    """The parts of a sample seen so far: its image, the text of its labels, and all of its extensions."""
 
     name: str
     image: tuple[str, bytes] | None = None  # path, content
@@ -52,7 +52,7 @@ class WebDatasetSource:
     class_names: tuple[str, ...] | None = None
 
     def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
-        """The images of one shard. Raises DataError for damage, and for images that have no label or an unclear one."""
+        """The images of one shard. Raises DataError for damage, and for images with no label or an ambiguous one."""
         shard = stem_of(self.parts[part])
         for sample in self._samples(part, ignored):
             where = self._where(part, sample)
@@ -84,7 +84,7 @@ class WebDatasetSource:
                     )
                 name, extension = sample_name(path)
                 if name.endswith("__") and name.rpartition("/")[2].startswith("__"):
-                    ignored[HIDDEN] += 1  # remarks on the shard itself
+                    ignored[HIDDEN] += 1  # metadata of the shard itself
                     continue
                 if not extension:
                     ignored[OTHER_FIELD] += 1
@@ -152,7 +152,7 @@ class WebDatasetSource:
 
 
 def _parsed(text: bytes, where: str) -> Any:
-    """What stands in a .cls: a number, a name, or a JSON list of these."""
+    """The content of a .cls: a number, a name, or a JSON list of these."""
     try:
         value = text.decode("utf-8").strip()
         if value.startswith("["):
