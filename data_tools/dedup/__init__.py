@@ -1,1 +1,1 @@
-"""De-duplication: finds copies of test images among training images, and takes them out."""
+"""De-duplication: finds copies of test images among training images, and removes them."""

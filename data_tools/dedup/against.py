@@ -1,6 +1,6 @@
 """Compares images with indexes of test sets while they are converted, some dozens at a time.
 
-An index is named once, by its path and digest, and opened once in every process that compares with it.
+An index is identified once, by its path and digest, and opened once in every process that compares with it.
 """
 
 import os
@@ -29,16 +29,16 @@ from vitscale.errors import DataError, RecipeError
 from vitscale.images import decode
 from vitscale.shards.decisions import DECISIONS
 
-# What is held until it is compared.
+# Limits on the images held until they are compared.
 _IMAGES_AT_ONCE = 64
 _BYTES_AT_ONCE = 64 << 20
 
 
 @dataclass(frozen=True)
 class NamedIndex:
-    """An index as it was when a person named it: where it is, its digest, its test sets. Travels to every worker.
+    """An index's path, digest and test sets, as they were when the command named it. Sent to every worker.
 
-    With it goes the model that its vectors are of, if it has some: no part of what it is.
+    It carries the model that its vectors were made with, if it has vectors; the model is not part of its identity.
     """
 
     path: str
@@ -48,11 +48,11 @@ class NamedIndex:
 
     @property
     def title(self) -> str:
-        """What tells it from others, wherever it lies."""
+        """Identifies the index, wherever it is stored."""
         return f"sha256 {self.sha256[:16]} of {', '.join(self.test_sets)}"
 
     def described(self) -> dict[str, Any]:
-        """What the manifest of a data set says of it."""
+        """The index's entry in a dataset's manifest."""
         return {"test_sets": list(self.test_sets), "sha256": self.sha256}
 
     def to_json(self) -> dict[str, Any]:
@@ -66,11 +66,11 @@ class NamedIndex:
 def name_indexes(
     paths: Sequence[str], what: str = "--dedup-against", embedder: Embedder | None = None
 ) -> tuple[NamedIndex, ...]:
-    """The indexes in some folders, once each of them is found to be whole; `what` the command line calls them.
+    """Open and verify the indexes in some folders; `what` is the command line's name for them.
 
     Raises:
-        RecipeError: a URL; a test set that is in two of them; vectors without the model that they are of, a model that
-            they are not of, or that none of them needs.
+        RecipeError: a URL; a test set that is in two of them; vectors without the model that made them, another model
+            than that, or a model that none of them needs.
         DataError: an index that is missing, damaged or of another version.
     """
     named = []
@@ -92,7 +92,7 @@ def name_indexes(
 
 
 def _refuse_other_model(index: Index, embedder: Embedder | None, what: str) -> None:
-    """Raise RecipeError for an index whose vectors are not this model's."""
+    """Raise RecipeError for an index whose vectors were made by another model."""
     made_by = index.embedding
     if made_by is None:
         return
@@ -108,11 +108,11 @@ def _refuse_other_model(index: Index, embedder: Embedder | None, what: str) -> N
 
 @lru_cache(maxsize=1)
 def open_matcher(indexes: tuple[NamedIndex, ...], settings: tuple[tuple[str, Settings], ...] = ()) -> Matcher:
-    """What compares with the test sets of these indexes; one a process.
+    """The matcher for the test sets of these indexes; one per process.
 
-    Settings of a test set, by name, take the place of the index's.
+    `settings`, by test set name, replace the index's.
 
-    Raises DataError: an index that is not there, or not what it was when it was named.
+    Raises DataError: an index that is missing, or that has changed since it was named.
     """
     opened = []
     for named in indexes:
@@ -127,7 +127,7 @@ def open_matcher(indexes: tuple[NamedIndex, ...], settings: tuple[tuple[str, Set
 
 
 class Named(Query, Protocol):
-    """An image that may be a copy, and what it is called."""
+    """An image that may be a copy, with its uid and key."""
 
     @property
     def uid(self) -> int: ...
@@ -141,13 +141,13 @@ class Named(Query, Protocol):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A converted image that may be a copy, as `matching.Query` wants it.
+    """A converted image that may be a copy: a `matching.Query`.
 
     Attributes:
-        uid, key: of the sample that it is to become.
-        jpeg, height, width: as `images.StoredImage` has them.
-        sha256: of the source's bytes.
-        fingerprint: of its pixels.
+        uid, key: those of the sample that it will become.
+        jpeg, height, width: as in `images.StoredImage`.
+        sha256: digest of the source's bytes.
+        fingerprint: fingerprint of its pixels.
     """
 
     uid: int
@@ -160,7 +160,7 @@ class Candidate:
 
     @classmethod
     def of(cls, stored: StoredImage, content: bytes, uid: int = 0, key: str = "") -> "Candidate":
-        """What `content`, a file's bytes, is stored as."""
+        """The candidate for `content`, an image file's bytes, and the image stored for it."""
         digest, found = sha256(content).digest(), fingerprint(stored.pixels)
         return cls(uid, key, stored.jpeg, stored.height, stored.width, digest, found)
 
@@ -191,7 +191,7 @@ class Candidate:
         return self.fingerprint.inside
 
     def rgb(self) -> np.ndarray:
-        """The picture as stored, uint8 (height, width, 3); decoded anew, for few need it."""
+        """The picture as stored, uint8 (height, width, 3); decoded again, because few need it."""
         return decode(self.jpeg, self.height, self.width)[1]
 
     def picture(self) -> bytes:
@@ -205,7 +205,7 @@ _Held = TypeVar("_Held", bound=Candidate)
 
 @dataclass
 class Findings:
-    """What a comparison came to; those of several tasks add up."""
+    """The counts and closest pairs of a comparison; those of several tasks add up."""
 
     tally: Tally
     closest: Closest
@@ -227,10 +227,10 @@ class Findings:
 
 
 class Comparison:
-    """The images of one task, compared with indexes.
+    """Compares the images of one task with indexes.
 
     Attributes:
-        findings: so far.
+        findings: the findings so far.
     """
 
     def __init__(self, matcher: Matcher) -> None:
@@ -240,7 +240,7 @@ class Comparison:
         self._decisions: list[pa.Table] = []
 
     def kept(self, images: Iterable[_Held]) -> Iterator[_Held]:
-        """Those that are no copies, in order; some dozens are held at a time."""
+        """The images that are not copies, in order; some dozens are held at a time."""
         held: list[_Held] = []
         for image in images:
             held.append(image)
@@ -251,11 +251,11 @@ class Comparison:
             yield from self.compare(held)
 
     def decisions(self) -> pa.Table:
-        """What was decided, of schema `decisions.DECISIONS`, in order of the images."""
+        """The decisions, of schema `decisions.DECISIONS`, in the order of the images."""
         return pa.concat_tables([DECISIONS.empty_table(), *self._decisions]).combine_chunks()
 
     def compare(self, images: list[_Image]) -> list[_Image]:
-        """Those of some images that are no copies."""
+        """Those of `images` that are not copies."""
         matches = self._matcher.match(images)
         if any(matches):
             self._decisions.append(decisions(self._matcher, [(one.uid, one.key) for one in images], matches))

@@ -1,9 +1,9 @@
-"""Correlation of two pictures, after the part of one that the other shows has been found.
+"""Correlation of two pictures, after finding the part of one that the other shows.
 
-A hash that is near says that one picture may be a crop of the other, and roughly which. From there, the window in the
-test image is moved, scaled and turned a little until the query fits best (Gauss-Newton on the squared difference, with
-brightness and contrast free; Baker and Matthews, "Lucas-Kanade 20 Years On", 2004). Copies then correlate above 0.95
-where without this a crop that is 2 % off reaches 0.8, as do two different shirts on a white ground.
+Near hashes say that one picture may be a crop of the other, and roughly which crop. From there, the window in the test
+image is moved, scaled and turned a little until the query fits best (Gauss-Newton on the squared difference, with
+brightness and contrast free; Baker and Matthews, "Lucas-Kanade 20 Years On", 2004). Copies then correlate above 0.95.
+Without this, a crop that is 2 % off reaches 0.8, and so do two different shirts on a white ground.
 
 Uniform borders are left out: two pale pictures in one kind of frame correlate by their frames.
 """
@@ -13,13 +13,13 @@ from numba import njit
 
 from data_tools.dedup.luma import SIDE, Window
 
-_GRID = 32  # pixels a side that are compared
+_GRID = 32  # pixels per side that are compared
 _STEPS = 8
-_FARTHEST = 8.0  # pixels of 64 that the window may move, or its sides turn
+_FARTHEST = 8.0  # pixels of 64: the limit for moving the window or turning its sides
 _STRETCH = 1.25
-_ENOUGH = 1e-4  # a gain in correlation that is not worth another step
-_MARGIN = 1.0  # pixels of 64 beside a border, into which it reaches
-_LEAST = 0.1  # of the pixels that must be left without borders
+_ENOUGH = 1e-4  # smallest gain in correlation that is worth another step
+_MARGIN = 1.0  # pixels of 64 beside a border that are left out too, because it bleeds into them
+_LEAST = 0.1  # smallest share of the pixels that must remain without borders
 
 
 def correlation(
@@ -31,13 +31,13 @@ def correlation(
     inside_query: Window | None = None,
     inside_image: Window | None = None,
 ) -> float:
-    """How well a query fits a window of a test image, or one near it.
+    """The correlation of a query with a window of a test image, or with the best-fitting window near it.
 
     Args:
         query, image: uint8 (64, 64), lumas of the whole pictures.
         window: the part of the image that the query is thought to show.
         mirrored: whether the query shows it mirrored.
-        inside_query, inside_image: what of either is no border; None for all.
+        inside_query, inside_image: the part of each picture within its borders; None if it has no border.
 
     Returns Pearson's correlation of the pixels, -1 to 1, three decimals; 0 where there is no contrast, or hardly
     anything but border.
@@ -59,7 +59,7 @@ _ALL = np.array([-np.inf, -np.inf, np.inf, np.inf], np.float32)
 
 
 def _pixels(inside: Window, side: int) -> np.ndarray:
-    """float32 (4,): between which positions of pixels lies what is no border: top, left, bottom, right."""
+    """float32 (4,): the pixel positions that enclose the part within the borders: top, left, bottom, right."""
     margin = _MARGIN * side / SIDE
     top, left = inside.top * side, inside.left * side
     bottom, right = top + inside.height * side, left + inside.width * side
@@ -120,7 +120,7 @@ def _warp(image, window, seen, box, value, down, across, weight):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _correlate(a, b, weight):
-    """Of those with a weight."""
+    """Pearson's correlation of the pixels with weight 1; 0 if there are too few, or no contrast."""
     count, mean_a, mean_b = np.float32(0), np.float32(0), np.float32(0)
     for i in range(a.size):
         count += weight[i]
@@ -143,7 +143,7 @@ def _correlate(a, b, weight):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _aligned(query, image, start, seen, box):
-    """The best correlation on the way from a window: y, its change by u and v, the same of x; u, v in [-1/2, 1/2]."""
+    """The best correlation found from a window: y, its change by u and v, the same for x; u, v in [-1/2, 1/2]."""
     size = _GRID * _GRID
     target = query.copy().reshape(size)
     value, down, across = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
@@ -172,7 +172,7 @@ def _aligned(query, image, start, seen, box):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _step(target, value, down, across, weight, columns):
-    """Least squares: by how much to change the window's six numbers, and brightness and contrast with them; (8,)."""
+    """Least-squares step: changes of the window's six numbers, then contrast and brightness; (8,)."""
     step = np.float32(1.0 / _GRID)
     for i in range(target.size):
         u = (np.float32(i % _GRID) + np.float32(0.5)) * step - np.float32(0.5)
@@ -204,7 +204,7 @@ def _step(target, value, down, across, weight, columns):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _solved(matrix, right):
-    """Of a positive definite system, by Cholesky; zeros where it is none."""
+    """Solve a positive definite system by Cholesky; zeros if the matrix is not positive definite."""
     size = len(right)
     lower = np.zeros((size, size))
     for row in range(size):

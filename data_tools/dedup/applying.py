@@ -1,4 +1,4 @@
-"""Takes the copies that `find` found out of a dataset: a view of its shards without them. The dataset stays whole."""
+"""Removes the copies that `find` found: a view of the dataset's shards without them. The dataset is not changed."""
 
 import json
 import tempfile
@@ -21,19 +21,19 @@ from vitscale.shards.decisions import DECISIONS, DECISIONS_NAME, read_decisions,
 from vitscale.shards.opening import local_copy
 from vitscale.shards.provenance import read_table
 
-_OPTION = "dedup_against"  # of the manifest, as conversion writes it, too
+_OPTION = "dedup_against"  # the manifest's option, which conversion writes, too
 
 
 @dataclass(frozen=True)
 class Removal:
-    """What is to be taken out of a dataset.
+    """The samples to remove from a dataset.
 
     Attributes:
         manifest: the dataset.
-        decisions: the file that says so.
-        sha256: of that file.
-        indexes: what the dataset was compared with, as `NamedIndex.described` has them.
-        uids: int64 (n,), of the samples, sorted.
+        decisions: the file of decisions that names them.
+        sha256: that file's digest.
+        indexes: the indexes that the dataset was compared with, as `NamedIndex.described` gives them.
+        uids: int64 (n,), uids of the samples to remove, sorted.
         by_test_set: how many of them match each test set.
     """
 
@@ -49,8 +49,8 @@ class Removal:
         """Read what `find` wrote.
 
         Raises:
-            RecipeError: it was found in another dataset, or nothing would be left.
-            DataError: either of them missing or damaged.
+            RecipeError: it is about another dataset, or no sample would be left.
+            DataError: the dataset or the findings are missing or damaged.
             StorageError: a URL that does not answer.
         """
         folder = Path(storage.without_file_scheme(found))
@@ -79,15 +79,15 @@ class Removal:
         )
 
     def of_shard(self, index: int) -> np.ndarray:
-        """Those of `uids` that a shard of the dataset has."""
+        """Those of `uids` that are in a shard of the dataset."""
         return uids_in_shard(self.manifest, index, self.uids)
 
     def remaining(self) -> Iterator[int]:
-        """The shards of which anything is left."""
+        """The shards that keep at least one sample."""
         return remaining_shards(self.manifest, self.uids)
 
     def all_decisions(self) -> bytes:
-        """The content of `dedup.parquet` for what is left: earlier decisions of the dataset, and these.
+        """The content of `dedup.parquet` for the remaining dataset: its earlier decisions, then these.
 
         Raises DataError for earlier ones that are damaged, and StorageError.
         """
@@ -102,7 +102,7 @@ class Removal:
             return path.read_bytes()
 
     def new_manifest(self, entries: list[ShardEntry]) -> Manifest:
-        """The manifest of what is left, which these shards hold."""
+        """The manifest of the remaining dataset, with these shards."""
         old, version = self.manifest, schema_version_of(entries)
         is_ours_now = version < schema_version_of(old.shards)  # a copy of adopted shards has other fields than they
         kept = {name: getattr(old, name) for name in Manifest.model_fields}
@@ -121,14 +121,14 @@ class Removal:
 
 
 def write_view(removal: Removal, out: str) -> Manifest:
-    """Write a manifest of what is left, which refers to the dataset's shards where they are.
+    """Write a manifest of the remaining samples, which refers to the dataset's shards where they are.
 
     Args:
-        removal: what is left out.
-        out: a new or empty folder; beside the dataset in the same bucket if that is at a URL.
+        removal: the samples to remove.
+        out: a new or empty folder; if the dataset is at a URL, a place in the same bucket.
 
     Raises:
-        RecipeError: an `out` that cannot be taken, or one from which no path leads to the shards.
+        RecipeError: an `out` that cannot be used, or from which no relative path leads to the shards.
         DataError: a shard that is missing or damaged; a disk that refuses.
         StorageError: a URL that does not answer.
     """
@@ -142,7 +142,7 @@ def write_view(removal: Removal, out: str) -> Manifest:
 
 
 def _described(folder: Path) -> dict[str, Any]:
-    """What stands in `found.json`. Raises DataError: it or the decisions beside it are missing or damaged."""
+    """The content of `found.json`. Raises DataError if it or the decisions beside it are missing or damaged."""
     path, decisions = folder / FOUND_NAME, folder / DECISIONS_NAME
     try:
         described = json.loads(path.read_text("utf-8"))

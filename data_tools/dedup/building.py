@@ -24,7 +24,7 @@ from vitscale.errors import DataError, RecipeError
 from vitscale.files.durable import new_folder
 from vitscale.wording import counted
 
-# Images of a task, and what of a stream they may weigh: a task waits in memory.
+# Images per task, and the bytes that they may have in a stream: a waiting task is held in memory.
 _PIECE = 256
 _PIECE_BYTES = 32 << 20
 _PROBED = 64
@@ -35,14 +35,14 @@ class TestSource:
     """A test set to be indexed.
 
     Attributes:
-        name: what reports will call it.
-        src: what the person typed.
-        source: that, opened.
-        preset: what kind of pictures it has; None to go by their size.
-        level: how many variants, 0 to 3; None for the preset's usual one.
-        settings: in place of the preset's.
+        name: its name in reports.
+        src: the source as typed.
+        source: that source, opened.
+        preset: the kind of pictures; None to choose by their size.
+        level: how many variants, 0 to 3; None for the preset's default.
+        settings: settings that replace the preset's.
 
-    Raises RecipeError for a level that there is not.
+    Raises RecipeError for a level that does not exist.
     """
 
     name: str
@@ -68,22 +68,22 @@ def build_index(
     tick: Tick = lambda done, rejected: None,
     told: Callable[[TestSet], None] = lambda test_set: None,
 ) -> None:
-    """Write an index of test sets to a new folder; complete or not at all.
+    """Write an index of test sets to a new folder; either complete or not at all.
 
     Equal test sets, listed in the same order, give equal bytes, however many workers there are.
 
     Args:
-        test_sources: in order.
+        test_sources: the test sets, in order.
         out: a folder that does not exist, or is empty.
-        workers: processes.
-        embedder: a model, to turn the images into vectors as well.
-        tick: told several times a second how many images of the test set are done, and how many of these unreadable.
-        told: what became of each test set.
+        workers: number of processes.
+        embedder: a model that also turns the images into vectors.
+        tick: called several times a second with the test set's images done, and how many of these are unreadable.
+        told: called with each test set when it is done.
 
     Raises:
-        RecipeError: an `out` that is taken or no path of this machine; two test sets of one name.
+        RecipeError: an `out` that is not empty, or not a path on this machine; two test sets with the same name.
         DataError: a test set without images, or one that cannot be read; a disk that refuses; a model that has changed,
-            or gives no numbers.
+            or whose output is not finite.
         StorageError: a URL that does not answer.
     """
     names = Counter(one.name for one in test_sources)
@@ -151,7 +151,7 @@ def _build(
 
 
 def _pieces(source: Source, ignored: Counter[str]) -> Iterator[tuple[int, tuple[tuple[str, bytes], ...]]]:
-    """Parts and items of pieces, each of one part. What a source streams is read here, as workers become free."""
+    """Parts and items of tasks, each from one part. What a source streams is read here, as workers become free."""
     for part in range(len(source.parts)):
         items: list[tuple[str, bytes]] = []
         size = 0
@@ -166,7 +166,7 @@ def _pieces(source: Source, ignored: Counter[str]) -> Iterator[tuple[int, tuple[
 
 
 def _preset_of(source: Source) -> Preset:
-    """By the size of the first images: small ones have no detail that could tell a copy from something alike."""
+    """The preset, by the size of the first images: small ones lack the detail that tells copies from look-alikes."""
     sides = []
     listed = ((part, item) for part in range(len(source.parts)) for item in source.items(part, Counter()))
     for part, item in itertools.islice(listed, _PROBED):

@@ -1,4 +1,4 @@
-"""The pairs closest to the threshold, on both sides of it: people look at them before they trust it."""
+"""The pairs closest to the threshold, on both sides of it, for people to check before they trust it."""
 
 import base64
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from data_tools.dedup.match import Match
 
-KEPT = 24  # pairs of a test set on either side
+KEPT = 24  # pairs per test set and side
 
 
 @dataclass(frozen=True)
@@ -15,9 +15,9 @@ class Pair:
     """An image and a test image whose pictures were compared.
 
     Attributes:
-        test_set, image: of the test image, as `match.Match` has them.
+        test_set, image: numbers of the test set and the test image, as in `match.Match`.
         train_key, test_key, tier, distance, correlation, cosine, removed: likewise.
-        picture: the image, a small JPEG.
+        picture: a small JPEG of the image.
     """
 
     test_set: int
@@ -33,13 +33,13 @@ class Pair:
 
     @property
     def order(self) -> tuple[float, int, str, str]:
-        """By doubt: of the removed ones the least alike come first, of the others the most alike."""
+        """Sort key, most doubtful first: of removed pairs the least alike, of the others the most alike."""
         sign = 1 if self.removed else -1
         return sign * self.correlation, -sign * self.distance, self.train_key, self.test_key
 
 
 class Closest:
-    """Pairs nearest to the threshold, a bounded number; which ones does not depend on who found them in which order."""
+    """A bounded number of pairs nearest to the threshold; the choice does not depend on the order of adding them."""
 
     def __init__(self, pairs: Sequence[Pair] = ()) -> None:
         self._pairs: dict[tuple[int, bool], list[Pair]] = {}
@@ -47,7 +47,7 @@ class Closest:
             self._add(pair)
 
     def add(self, train_key: str, matches: Sequence[Match], picture: Callable[[], bytes]) -> None:
-        """Take what is near of an image's matches; `picture` is called only if anything is."""
+        """Add those of an image's matches that are close enough; `picture` is called only if one is."""
         for match in matches:
             if match.distance is None or match.correlation is None:
                 continue
@@ -58,7 +58,7 @@ class Closest:
                 self._add(Pair(**asdict(pair) | {"picture": picture()}))
 
     def merge(self, other: "Closest") -> None:
-        """Take over another one's pairs as far as they are nearer."""
+        """Add another one's pairs where they are closer."""
         for side in other._pairs.values():
             for pair in side:
                 self._add(pair)
@@ -77,7 +77,7 @@ class Closest:
 
     @classmethod
     def from_json(cls, content: list[dict[str, Any]]) -> "Closest":
-        """What `to_json` gave."""
+        """The inverse of `to_json`."""
         return cls([Pair(**one | {"picture": base64.b64decode(one["picture"])}) for one in content])
 
     def _add(self, pair: Pair) -> None:

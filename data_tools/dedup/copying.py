@@ -1,7 +1,7 @@
-"""Takes the copies that `find` found out of a dataset: new shards without them. The dataset stays whole.
+"""Removes the copies that `find` found: writes new shards without them. The dataset is not changed.
 
-A copy goes on where a killed one stopped: it is begun by a note of what it is of, every shard that is done has its
-marker, and the manifest is written last.
+A killed copy can be continued: it begins with a note of what it copies, every finished shard gets a marker, and the
+manifest is written last.
 """
 
 import json
@@ -26,22 +26,22 @@ from vitscale.shards.decisions import DECISIONS_NAME
 from vitscale.shards.opening import OpenShard, known_manifest, local_copy, open_shard
 from vitscale.shards.provenance import REJECTS_NAME, provenance_path, read_provenance, write_tables
 
-_VERSION = "dedup apply 1"  # no number of a conversion's: that takes care not to go on with this
+_VERSION = "dedup apply 1"  # unlike a conversion's number, so that a conversion does not try to continue this
 
 
 def write_copy(removal: Removal, out: str, run: Run, tick: Tick = lambda done, rejected: None) -> Manifest:
-    """Write what is left as a dataset of its own; or go on with doing so.
+    """Write the remaining samples as a dataset of its own; or continue doing so.
 
-    Samples keep their uids, checksums and rows of provenance; shards without any sample left are not written.
+    Samples keep their uids, checksums and rows of provenance; shards left without samples are not written.
 
     Args:
-        removal: what is left out.
+        removal: the samples to remove.
         out: a new or empty folder, or a URL.
-        run: where tasks, one a shard, are run.
-        tick: told several times a second how many samples are done.
+        run: runs the tasks, one per shard.
+        tick: called several times a second with the number of samples done.
 
     Raises:
-        RecipeError: an `out` that cannot be taken.
+        RecipeError: an `out` that cannot be used.
         DataError: a shard that is missing or damaged; a disk that refuses.
         StorageError: a URL that does not answer.
     """
@@ -94,10 +94,10 @@ class _Task:
     """One shard to write anew.
 
     Attributes:
-        number: of the new shard; names its files.
-        index: of the old one, in the manifest.
-        manifest, sha256: where that is, and its identity.
-        uids: of the samples that are left out.
+        number: number of the new shard; names its files.
+        index: index of the old shard in the manifest.
+        manifest, sha256: the manifest's path or URL, and its digest.
+        uids: uids of the samples to remove.
         output: where the shard goes.
     """
 
@@ -113,11 +113,11 @@ class _Task:
         return f"shard {self.number}"
 
     def describe(self, position: int) -> str:
-        """What people call the image at a position."""
+        """What messages call the image at a position."""
         return f"image {position:,} of {self.name}"
 
     def without(self, position: int, reason: str) -> None:
-        """No sample may be left out unnoticed."""
+        """None: no sample may be left out unnoticed."""
         return None
 
     def run(self, progress: Progress) -> ShardReport:
@@ -142,7 +142,7 @@ class _Task:
 
 
 def _samples(shard: OpenShard, slots: np.ndarray, progress: Progress) -> Iterator[StoredSample]:
-    """Checked samples of some slots, one in memory at a time."""
+    """The samples of some slots, verified, one in memory at a time."""
     file = shard.file
     with_labels = file.has_several_labels
     if file.raw[slots].any():
@@ -158,7 +158,7 @@ def _samples(shard: OpenShard, slots: np.ndarray, progress: Progress) -> Iterato
 
 
 def _copy_table(manifest: Manifest, index: int, slots: np.ndarray, out: Path) -> None:
-    """The rows of some slots, if there is a table, of whatever version."""
+    """Copy the provenance rows of some slots, if there is a table, of whatever version."""
     entry = manifest.shards[index]
     where = provenance_path(manifest.location(entry.path))
     if storage.size_of(where) is None:

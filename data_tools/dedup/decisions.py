@@ -1,4 +1,4 @@
-"""What a comparison with test sets decided on images, as rows of `dedup.parquet`."""
+"""The decisions of a comparison with test sets, as rows of `dedup.parquet`."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

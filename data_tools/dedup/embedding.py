@@ -1,11 +1,11 @@
-"""An optional last judge of pairs: a user's model, which turns pictures into vectors.
+"""An optional last judge of pairs: a user's model that turns pictures into vectors.
 
-It sees only pairs whose hashes are near, so its cost does not grow with the number of images. The model is handed in:
-what knows networks is no part of these tools.
+It sees only pairs whose hashes are near, so its cost does not grow with the number of images. The model is passed in:
+these tools contain no networks.
 
-Features of most models lie in a narrow cone, where any two pictures have a cosine of 0.9, each model's own. An index
-whitens them by its test images, as is usual for retrieval (Jegou and Chum, 2012): then those of different pictures are
-orthogonal, and one threshold means about the same for every model.
+Features of most models lie in a narrow cone, where any two pictures have a cosine of about 0.9, a value that differs
+between models. An index whitens them by its test images, as is usual for retrieval (Jegou and Chum, 2012): then those
+of different pictures are orthogonal, and one threshold means about the same for every model.
 """
 
 from collections.abc import Iterable
@@ -17,12 +17,12 @@ from vitscale.errors import DataError
 
 
 class Embedder(Protocol):
-    """A model. It travels to every worker, so it can be pickled, and hashed: two of one digest are equal.
+    """A model. Sent to every worker, so it must be picklable, and hashable: two with the same digest are equal.
 
     Attributes:
-        title: what people call the model.
-        sha256: of its weights, and of how pictures become its input: vectors of another digest mean something else.
-        dimensions: D of its vectors.
+        title: what messages call the model.
+        sha256: digest of its weights and of its input transform; vectors of different digests are not comparable.
+        dimensions: length D of its vectors.
     """
 
     @property
@@ -38,7 +38,7 @@ class Embedder(Protocol):
 
 
 def unit_vector(embedder: Embedder, rgb: np.ndarray) -> np.ndarray:
-    """The vector of a picture, uint8 (height, width, 3): float32 (D,), of length 1; zeros if the model gives such.
+    """The unit vector of a picture, uint8 (height, width, 3): float32 (D,); zeros if the model returns zeros.
 
     Raises DataError for numbers that are not finite, and as the model does.
     """
@@ -50,13 +50,13 @@ def unit_vector(embedder: Embedder, rgb: np.ndarray) -> np.ndarray:
 
 
 def whitening_of(batches: Iterable[np.ndarray], dimensions: int) -> np.ndarray:
-    """How vectors are centred and whitened by some of them: float32 (D + 1, D), the mean and below it the matrix.
+    """The centring and whitening fitted to some vectors: float32 (D + 1, D), the mean and below it the matrix.
 
-    The covariance is that of these N vectors and of D more that would lie equally in all directions, so that a few
-    vectors are centred rather than whitened. Without any two that differ, vectors stay as they are.
+    The covariance is that of these N vectors plus D more that lie equally in all directions, so that with few vectors
+    the result centres more than it whitens. If no two vectors differ, it is the identity.
 
     Args:
-        batches: the vectors, (n, D) at a time; rows of zeros are none.
+        batches: the vectors, (n, D) at a time; rows of zeros are ignored.
         dimensions: D.
     """
     count, total, products = 0, np.zeros(dimensions), np.zeros((dimensions, dimensions))
@@ -74,12 +74,12 @@ def whitening_of(batches: Iterable[np.ndarray], dimensions: int) -> np.ndarray:
 
 
 def whitened(vectors: np.ndarray, whitening: np.ndarray) -> np.ndarray:
-    """Vectors (n, D) as `whitening_of` says, each of length 1; rows of zeros stay zeros."""
+    """Vectors (n, D), whitened by the result of `whitening_of`, each of length 1; rows of zeros stay zeros."""
     out = (vectors - whitening[0]) @ whitening[1:] * vectors.any(axis=1, keepdims=True)
     lengths = np.linalg.norm(out, axis=1, keepdims=True)
     return (out / np.where(lengths > 0, lengths, 1)).astype(np.float32)
 
 
 def cosine(one: np.ndarray, other: np.ndarray) -> float:
-    """Between two vectors of length 1, three decimals."""
+    """The cosine of two vectors of length 1, to three decimals."""
     return round(float(one @ other), 3)

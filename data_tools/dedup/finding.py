@@ -45,13 +45,13 @@ _COLUMNS = ("test_set", "test_key", "train_key", "tier", "distance", "correlatio
 
 @dataclass(frozen=True)
 class Finding:
-    """What a comparison came to.
+    """The result of a comparison.
 
     Attributes:
-        matcher: with the test sets and the settings that were used.
+        matcher: the matcher, with the test sets and settings that were used.
         tally: the counts.
-        made_anew: how many shards had no fingerprints in their tables, or those of another algorithm.
-        files: names of what was written.
+        made_anew: number of shards whose tables had no fingerprints, or those of another algorithm.
+        files: names of the files written.
     """
 
     matcher: Matcher
@@ -70,20 +70,20 @@ def find(
     embedder: Embedder | None = None,
     tick: Tick = lambda done, rejected: None,
 ) -> Finding:
-    """Compare a dataset with indexes and write what is found to a new folder; complete or not at all.
+    """Compare a dataset with indexes and write the findings to a new folder; either complete or not at all.
 
     Args:
-        dataset: folder, manifest file or URL.
-        indexes: their folders.
+        dataset: the dataset's folder, manifest file or URL.
+        indexes: the indexes' folders.
         out: a folder that does not exist, or is empty.
-        run: where tasks, one a shard, are run.
-        overrides: fields of `Settings`, for every test set in place of the index's.
-        embedder: the model of indexes that have vectors.
-        tick: told several times a second how many samples are done.
+        run: runs the tasks, one per shard.
+        overrides: fields of `Settings` that replace the indexes', for every test set.
+        embedder: the model of the indexes that have vectors.
+        tick: called several times a second with the number of samples done.
 
     Raises:
-        RecipeError: an `out` that is taken; settings out of range; two test sets of one name; another model than the
-            indexes'.
+        RecipeError: an `out` that is not empty; settings out of range; two test sets with the same name; another model
+            than the indexes'.
         DataError: a dataset or an index that is missing or damaged; a disk that refuses.
         StorageError: a URL that does not answer.
     """
@@ -109,7 +109,7 @@ def find(
 
 
 def _overridden(test_sets: Sequence[TestSet], overrides: dict[str, Any]) -> tuple[tuple[str, Settings], ...]:
-    """The settings of test sets, by name, some of them replaced. Raises RecipeError."""
+    """The test sets' settings with the overrides applied, by name. Raises RecipeError."""
     if not any(one.settings.near for one in test_sets):
         raise RecipeError(
             f"{', '.join(f'--{name}' for name in overrides)}: these test sets are compared by bytes and pixels alone; "
@@ -129,7 +129,7 @@ def _overridden(test_sets: Sequence[TestSet], overrides: dict[str, Any]) -> tupl
 
 @dataclass(frozen=True)
 class _Searched:
-    """What is compared with what; paths, because the things themselves are large. Travels to every worker."""
+    """What is compared with what. Paths only, because the contents are large. Sent to every worker."""
 
     manifest: str
     manifest_sha256: str
@@ -139,7 +139,7 @@ class _Searched:
 
 @dataclass(frozen=True)
 class _Task:
-    """One shard to compare. Its decisions become a file of `folder`, if there are any."""
+    """One shard to compare. Its decisions, if any, become a file in `folder`."""
 
     searched: _Searched
     shard: int
@@ -151,15 +151,15 @@ class _Task:
         return f"shard {self.path}"
 
     def describe(self, position: int) -> str:
-        """What people call the image at a position."""
+        """What messages call the image at a position."""
         return f"image {position:,} of {self.path}"
 
     def without(self, position: int, reason: str) -> None:
-        """No sample may be left out unnoticed."""
+        """None: no sample may be left out unnoticed."""
         return None
 
     def run(self, progress: Progress) -> tuple[Findings, bool]:
-        """What the comparison came to, and whether fingerprints had to be made for it.
+        """Returns the findings, and whether the fingerprints had to be made for them.
 
         Raises DataError: a shard, a table or an index that is damaged; StorageError.
         """
@@ -190,7 +190,7 @@ def _piece(folder: Path, shard: int) -> Path:
 
 
 def _join(pieces: Path, shards: int, folder: Path, names: Sequence[str]) -> None:
-    """The decisions of all shards in their order, and the test images that these contaminate."""
+    """Write the decisions of all shards in order, and the test images that are contaminated."""
     best: dict[tuple[str, str], dict[str, Any]] = {}
 
     def tables() -> Iterator[pa.Table]:
@@ -212,7 +212,7 @@ def _join(pieces: Path, shards: int, folder: Path, names: Sequence[str]) -> None
 
 
 def _order(row: dict[str, Any]) -> tuple[int, float, float, str]:
-    """Of matches the nearest comes first."""
+    """Sort key of matches, nearest first."""
     distance = math.inf if row["distance"] is None else row["distance"]
     correlation = -1.0 if row["correlation"] is None else row["correlation"]
     return TIERS.index(row["tier"]), distance, -correlation, row["train_key"]

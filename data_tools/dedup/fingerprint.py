@@ -1,4 +1,4 @@
-"""What an image is recognised by: its bytes, its pixels, its perceptual hash."""
+"""The fingerprint by which an image is recognised: digest of its pixels, and perceptual hashes."""
 
 from dataclasses import dataclass
 
@@ -9,21 +9,21 @@ from data_tools.dedup.luma import Box, Window, square_luma, trimmed
 from data_tools.dedup.pdq import pdq_hashes
 from data_tools.dedup.settings import FLAT
 
-# Whatever changes a fingerprint changes this: only those of one algorithm can be compared.
+# Change this whenever the fingerprints change: only those of the same algorithm are comparable.
 ALGORITHM = "pdq-64-1"
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of one picture.
+    """The fingerprint of one picture.
 
     Attributes:
         pixels: XXH3-64 of the pixels, seeded by the width.
-        quality: of the hash, 0 (flat) to 100.
+        quality: quality of the hash, 0 (flat) to 100.
         pdq: the hash, 32 bytes.
-        pdq_trimmed: the hash without uniform borders; None for a picture that has none, or nothing within them.
-        luma, luma_trimmed: what the hashes are of, uint8 (64, 64).
-        inside: what of the picture is no border; None for all.
+        pdq_trimmed: the hash without uniform borders; None if there are no borders, or nothing within them.
+        luma, luma_trimmed: the lumas that were hashed, uint8 (64, 64).
+        inside: the part of the picture within its borders; None if there are none.
     """
 
     pixels: int
@@ -52,11 +52,11 @@ def fingerprint(rgb: np.ndarray) -> Fingerprint:
 
 
 def lumas_of(rgb: np.ndarray) -> tuple[np.ndarray, np.ndarray | None, Box | None]:
-    """A picture's luma, that without uniform borders (or None), and which part of the picture that is."""
+    """A picture's luma, its luma without uniform borders (or None), and the part of the picture within these."""
     box = trimmed(rgb)
     return square_luma(rgb), None if box is None else square_luma(rgb, box), box
 
 
 def pixels_digest(rgb: np.ndarray) -> int:
-    """XXH3-64 of the pixels, in [0, 2**64); the width as its seed tells pictures of other proportions apart."""
+    """XXH3-64 of the pixels, in [0, 2**64); seeded by the width, so that equal bytes of another shape differ."""
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(rgb).data, rgb.shape[1])

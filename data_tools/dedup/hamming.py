@@ -1,7 +1,7 @@
 """Exact search for hashes within a Hamming distance: compares every pair, so that none is missed.
 
-An index of test sets is small (millions of hashes) and a query is one instruction a word, so that going through all of
-it beats every clever structure: 5 * 10^9 pairs a second and core with AVX-512, four times faiss's flat index.
+An index of test sets is small (millions of hashes) and a comparison is one instruction a word, so going through all of
+them beats every clever structure: 5 * 10^9 pairs a second and core with AVX-512, four times faiss's flat index.
 """
 
 import numpy as np
@@ -9,12 +9,12 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 BITS = 256
-_BLOCK = 1024  # hashes: 32 KiB, which stay in the nearest cache while all queries pass
+_BLOCK = 1024  # hashes: 32 KiB, which stay in the L1 cache while all queries pass
 _ROOM = 1 << 16
 
 
 def words(hashes: np.ndarray) -> np.ndarray:
-    """Hashes, uint8 (N, 32), as the search wants them: uint64 (4, N)."""
+    """Hashes, uint8 (N, 32), in the layout of the search: uint64 (4, N)."""
     return np.ascontiguousarray(np.ascontiguousarray(hashes).view(np.uint64).reshape(-1, 4).T)
 
 
@@ -26,9 +26,9 @@ def near_pairs(
     Args:
         queries: uint64 (4, Q), as `words` gives them.
         index: uint64 (4, N).
-        start, stop: the hashes of the index that are looked at; all by default.
+        start, stop: the range of the index's hashes to search; all by default.
 
-    Returns the pairs' queries and hashes, int64, and distances, int16, in no particular order.
+    Returns the pairs' query numbers and hash numbers, int64, and distances, int16, in no particular order.
     """
     stop = index.shape[1] if stop is None else stop
     pairs = np.empty((_ROOM, 3), np.int64)
@@ -42,7 +42,7 @@ def near_pairs(
 
 @intrinsic
 def _popcount(typing_context, word):
-    """Number of one bits of a uint64."""
+    """Number of set bits of a uint64."""
 
     def generate(context, builder, signature, arguments):
         return builder.ctpop(arguments[0])
@@ -52,7 +52,7 @@ def _popcount(typing_context, word):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _near_pairs(queries, index, limit, first_hash, end, pairs):
-    """Writes as many pairs as there is room for; returns how many there are."""
+    """Write as many pairs as fit into `pairs`; return how many there are."""
     bound = np.uint64(limit)
     distances = np.empty(_BLOCK, np.uint64)
     found = 0
@@ -65,7 +65,7 @@ def _near_pairs(queries, index, limit, first_hash, end, pairs):
         for query in range(queries.shape[1]):
             q0, q1, q2, q3 = queries[0, query], queries[1, query], queries[2, query], queries[3, query]
             nearest = np.uint64(BITS)
-            for i in range(size):  # without a branch, so that it becomes vector instructions
+            for i in range(size):  # branch-free, so that it is vectorised
                 distance = _popcount(first[i] ^ q0)  # type: ignore[call-arg, var-annotated]
                 distance += _popcount(second[i] ^ q1)
                 distance += _popcount(third[i] ^ q2)

@@ -1,4 +1,4 @@
-"""An index: everything by which images of test sets are recognised, in a folder.
+"""An index: a folder with everything needed to recognise the images of test sets.
 
     index.json        version, algorithm, test sets with their settings, size and digest of every file; written last
     images.parquet    one row a test image: key, digests, quality, size, and a small picture to look at
@@ -7,9 +7,9 @@
     variants.npy      uint8 (H,): which variant it is, see `variants.variant_name`
     thumbnails.npy    uint8 (N, 64, 64): lumas
     embeddings.npy    float32 (N, D), whitened, of length 1; only with a user's model, which is not in the folder
-    whitening.npy     float32 (D + 1, D): how they were, see `embedding.whitening_of`; so, too
+    whitening.npy     float32 (D + 1, D): the whitening that was applied, see `embedding.whitening_of`; likewise
 
-Images of a test set follow one another. Test sets stand in the order in which they were given, images in that in which
+Images of a test set are contiguous. Test sets are in the order in which they were given, images in the order in which
 their source lists them.
 """
 
@@ -47,7 +47,7 @@ IMAGES = pa.schema(
         pa.field("quality", pa.uint8(), nullable=False),
         pa.field("height", pa.int32(), nullable=False),
         pa.field("width", pa.int32(), nullable=False),
-        # top, left, height, width without borders; null: there are none
+        # top, left, height, width within the borders; null: no borders
         pa.field("trim", pa.list_(pa.field("element", pa.int32()), 4)),
         pa.field("picture", pa.binary(), nullable=False),  # JPEG, small; empty if the image cannot be decoded
     ]
@@ -59,12 +59,12 @@ class TestSet:
     """One test set of an index.
 
     Attributes:
-        name: what reports call it.
+        name: its name in reports.
         source: where it came from.
-        preset: its kind, of which the settings are.
-        level: how many variants of its images there are, 0 to 3.
-        images, hashes: their number.
-        unreadable: images that cannot be decoded.
+        preset: its kind of pictures, whose settings it has by default.
+        level: level of variants of its images, 0 to 3.
+        images, hashes: number of images, and of hashes.
+        unreadable: number of images that cannot be decoded.
         settings: what counts as a copy.
     """
 
@@ -77,7 +77,7 @@ class TestSet:
     unreadable: _Count
     settings: Settings
 
-    __test__ = False  # for pytest, which takes the name for a test's
+    __test__ = False  # for pytest, which takes the class for a test because of its name
 
 
 class _Strict(BaseModel):
@@ -85,7 +85,7 @@ class _Strict(BaseModel):
 
 
 class Embedding(_Strict):
-    """What an index says of a user's model: what people call it, its digest, and the length of its vectors, D."""
+    """An index's record of a user's model: what messages call it, its digest, and the length D of its vectors."""
 
     title: str
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -118,16 +118,16 @@ class _Content(_Strict):
 
 
 class Index:
-    """An index, open. Its arrays are mapped, not read: a process touches what it needs.
+    """An open index. Its arrays are memory-mapped: a process reads only what it needs.
 
     Attributes:
-        folder: where it lies.
-        sha256: of what `index.json` says, digests of all files among it: the index's identity.
-        test_sets: in order.
-        embedding: None without a user's model.
+        folder: the index's folder.
+        sha256: digest of `index.json`'s content, including all files' digests: the index's identity.
+        test_sets: the test sets, in order.
+        embedding: the model's record; None without a user's model.
         images: a table of schema IMAGES without the pictures.
-        hashes, owners, variants, thumbnails, embeddings, whitening: as the files of these names; the last two None
-            without a model.
+        hashes, owners, variants, thumbnails, embeddings, whitening: the arrays of the files with these names; the last
+            two are None without a model.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -153,7 +153,7 @@ class Index:
         self._check_owners()
 
     def verify(self) -> None:
-        """Read everything. Raises DataError for the first file that is not what was written."""
+        """Read everything. Raises DataError for the first file that differs from what was written."""
         for name, file in self._files.items():
             path = self.folder / name
             try:
@@ -165,25 +165,25 @@ class Index:
 
     @cached_property
     def first_images(self) -> np.ndarray:
-        """int64 (S + 1,): rows of images at which each test set begins, and the end of the last."""
+        """int64 (S + 1,): the first image row of each test set, and the end of the last."""
         return np.cumsum([0, *(one.images for one in self.test_sets)])
 
     @cached_property
     def first_hashes(self) -> np.ndarray:
-        """int64 (S + 1,): the same of the hashes."""
+        """int64 (S + 1,): the same for hashes."""
         return np.cumsum([0, *(one.hashes for one in self.test_sets)])
 
     def set_of(self, image: int) -> int:
-        """Number of the test set that a row of images belongs to."""
+        """The number of the test set that an image row belongs to."""
         return int(np.searchsorted(self.first_images, image, side="right")) - 1
 
     @cached_property
     def keys(self) -> pa.StringArray:
-        """What test images are called, by row."""
+        """Keys of the test images, by row."""
         return self.images["key"].combine_chunks()
 
     def size(self, image: int) -> tuple[int, int, Box | None]:
-        """Height and width of a test image in pixels, and what of it is left without borders."""
+        """Height and width of a test image in pixels, and the part within its borders."""
         trim = self.images["trim"][image].as_py()
         return self.images["height"][image].as_py(), self.images["width"][image].as_py(), trim and Box(*trim)
 
@@ -216,7 +216,7 @@ class Index:
         return array
 
     def _check_owners(self) -> None:
-        """That every test set's hashes are of its own images: at its ends, since they ascend."""
+        """Check that each test set's hashes belong to its own images: at both ends, since they ascend."""
         for number, one in enumerate(self.test_sets):
             if not one.hashes:
                 continue
@@ -230,7 +230,7 @@ class Index:
 def array_types(
     images: int, hashes: int, embedding: Embedding | None
 ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
-    """Type and shape of each array of an index with so many images and hashes, by the name of its file."""
+    """Type and shape of each array of an index with this many images and hashes, by file name without suffix."""
     types: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
         "hashes": (np.dtype(np.uint64), (4, hashes)),
         "owners": (np.dtype(np.uint32), (hashes,)),
@@ -250,7 +250,7 @@ def file_names(embedding: Embedding | None) -> list[str]:
 
 
 def describe_index(folder: Path, test_sets: Iterable[TestSet], embedding: Embedding | None) -> None:
-    """Write `index.json` for files that lie in a folder. Raises OSError."""
+    """Write `index.json` for the files in a folder. Raises OSError."""
     files = {name: file_digests(folder / name) for name in file_names(embedding)}
     content = {
         "version": VERSION,

@@ -7,9 +7,9 @@ from numba import njit
 
 SIDE = 64
 
-_NEAR = 16  # of 255; how far a pixel may be from the border's brightness: JPEG rings there
-_SHARE = 0.99  # of the pixels of a row that must be as near
-_LEAST = 0.5  # of either side that must be left
+_NEAR = 16  # of 255; how much a pixel may differ from the border's brightness: JPEG rings there
+_SHARE = 0.99  # of a row's pixels that must be that near
+_LEAST = 0.5  # share of either side that must remain
 
 
 class Box(NamedTuple):
@@ -31,16 +31,16 @@ class Window(NamedTuple):
 
     @classmethod
     def of(cls, box: Box, height: int, width: int) -> "Window":
-        """A box of a picture of this size in pixels."""
+        """A box of a picture of this size in pixels, as fractions."""
         return cls(box.top / height, box.left / width, box.height / height, box.width / width)
 
 
 def square_luma(rgb: np.ndarray, box: Box | None = None) -> np.ndarray:
-    """Brightness of a picture, or of a part of it, of any size: each pixel is the mean of what lies in its place.
+    """Brightness of a picture of any size, or of a part of it; each pixel is the mean of the area that it covers.
 
     Args:
         rgb: uint8 (height, width, 3).
-        box: the part; all by default.
+        box: the part to use; the whole picture by default.
 
     Returns uint8 (64, 64), by ITU-R BT.601 (0.299 R + 0.587 G + 0.114 B).
     """
@@ -49,7 +49,7 @@ def square_luma(rgb: np.ndarray, box: Box | None = None) -> np.ndarray:
 
 
 def trimmed(rgb: np.ndarray) -> Box | None:
-    """What is left of a picture without uniform borders; None where it has none, or hardly anything would be left."""
+    """The part of a picture within its uniform borders; None if it has none, or hardly anything would remain."""
     top, left, height, width = _without_borders(np.ascontiguousarray(rgb))
     if (height, width) == rgb.shape[:2] or height < _LEAST * rgb.shape[0] or width < _LEAST * rgb.shape[1]:
         return None
@@ -58,13 +58,13 @@ def trimmed(rgb: np.ndarray) -> Box | None:
 
 @njit(nogil=True, cache=True)
 def _brightness(rgb, y, x):
-    """Of one pixel, 0 to 255, rounded."""
+    """Brightness of one pixel, 0 to 255, rounded."""
     return (299 * np.int64(rgb[y, x, 0]) + 587 * np.int64(rgb[y, x, 1]) + 114 * np.int64(rgb[y, x, 2]) + 500) // 1000
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _square_luma(rgb, top, left, height, width):
-    """Whole numbers all the way: every processor finds the same, in a quarter of the time of OpenCV's INTER_AREA."""
+    """Integers throughout: the same result on every processor, in a quarter of the time of OpenCV's INTER_AREA."""
     rows = rgb.reshape(rgb.shape[0], rgb.shape[1] * 3)
     sums = np.zeros((SIDE, 3 * width), np.uint32)  # over rows, weighted by 1/64ths of a row: at most 255 * height
     for y in range(height):
@@ -112,7 +112,7 @@ def _is_uniform(rgb, fixed, start, size, is_row, level):
 
 @njit(nogil=True, cache=True)
 def _without_borders(rgb):
-    """Rows, then columns of the rows that are left, as long as they are as bright as the corner that they begin at."""
+    """Strip rows, then columns of the remaining rows, while they are as bright as the corner that they start at."""
     height, width = rgb.shape[0], rgb.shape[1]
     top, bottom, left, right = 0, height, 0, width
     level = _brightness(rgb, 0, 0)

@@ -1,11 +1,11 @@
 """The result of comparing an image with a test image, and the tiers that decide it.
 
-From the certain and cheap to the careful:
+From certain and cheap to careful:
 
-bytes         the file's bytes are a test image's
-pixels        the decoded pixels are
+bytes         the file's bytes equal a test image's
+pixels        the decoded pixels are equal
 hash          the PDQ hashes differ in hardly a bit
-correlation   the hashes are near, and the pictures, laid over each other, correlate
+correlation   the hashes are near, and the aligned pictures correlate
 embedding     the hashes are near, and a user's model finds the pictures alike
 """
 
@@ -18,17 +18,17 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 
 @dataclass(frozen=True)
 class Match:
-    """A query and a test image that are copies, or nearly are.
+    """A query and a test image that are copies, or nearly so.
 
     Attributes:
         test_set: number of the test set in the matcher's `test_sets`.
-        key: of the test image.
-        image: its row in the set's index.
-        tier: what decided, or would have last.
-        distance: bits between the hashes; None where they are not compared, or not near.
-        correlation, cosine: None where they were not needed.
-        variant: of the test image that was nearest, as `variant_name` understands it.
-        removed: whether the query is to be removed because of it.
+        key: the test image's key.
+        image: its row in its index.
+        tier: the tier that decided, or for a near miss the last one that was tried.
+        distance: bits between the hashes; None if they were not compared, or are not near.
+        correlation, cosine: None if they were not needed.
+        variant: the test image's nearest variant, as `variant_name` understands it.
+        removed: whether the query is to be removed because of this match.
     """
 
     test_set: int

@@ -20,18 +20,18 @@ from data_tools.dedup.tally import Tally
 from data_tools.dedup.variants import window_of
 from vitscale.errors import RecipeError
 
-# Pairs that miss the correlation (or cosine) asked for by no more than this are told as well.
+# Pairs that miss the required correlation (or cosine) by no more than this are reported as well.
 NEAR_MISS = 0.15
-_ALIGNED = 2  # variants of an image that are compared with a query, the nearest ones
+_ALIGNED = 2  # the nearest variants of an image that are aligned with a query
 
 
 class Query(Protocol):
     """An image that may be a copy.
 
     Attributes:
-        sha256: of the file.
-        pixels: XXH3-64 of its pixels; None if it is not known.
-        quality, pdq, pdq_trimmed: as `fingerprint.Fingerprint` has them.
+        sha256: the file's digest.
+        pixels: XXH3-64 of its pixels; None if unknown.
+        quality, pdq, pdq_trimmed: as in `fingerprint.Fingerprint`.
     """
 
     @property
@@ -46,22 +46,22 @@ class Query(Protocol):
     def pdq_trimmed(self) -> bytes | None: ...
 
     def luma(self, trimmed: bool) -> np.ndarray:
-        """uint8 (64, 64), of the whole picture or of that without borders. Asked for of candidates only."""
+        """uint8 (64, 64), of the whole picture or of the part within its borders. Used for candidates only."""
         ...
 
     @property
     def inside(self) -> Window | None:
-        """What of the picture is no uniform border; None for all. Asked for of candidates only."""
+        """The part of the picture within uniform borders; None if it has none. Used for candidates only."""
         ...
 
     def rgb(self) -> np.ndarray:
-        """The picture, uint8 (height, width, 3). Asked for of candidates only, if there are embeddings."""
+        """The picture, uint8 (height, width, 3). Used for candidates only, if there are embeddings."""
         ...
 
 
 @dataclass(frozen=True)
 class _Near:
-    """A query and a test image with near hashes: the distances and variants of the nearest, in order."""
+    """A query and a test image with near hashes: distances and variants of the nearest ones, in order."""
 
     query: int
     image: int
@@ -74,17 +74,17 @@ class Matcher:
     """Compares images with the test sets of indexes, and keeps count.
 
     Attributes:
-        indexes: in order.
+        indexes: the indexes, in order.
         test_sets: those of all indexes, in order.
-        tally: what was counted since it was last taken away.
+        tally: the counts; a caller may set its own.
     """
 
     def __init__(
         self, indexes: Sequence[Index], settings: dict[str, Settings] | None = None, embedder: Embedder | None = None
     ) -> None:
-        """Settings of a test set, by name, take the place of the index's; the embedder is that of indexes with vectors.
+        """`settings`, by test set name, replace the index's; `embedder` is the model of indexes with vectors.
 
-        Raises RecipeError where two test sets have one name.
+        Raises RecipeError if two test sets have the same name.
         """
         self.indexes = tuple(indexes)
         self.test_sets = tuple(one for index in indexes for one in index.test_sets)
@@ -102,15 +102,15 @@ class Matcher:
 
     @property
     def settings(self) -> tuple[Settings, ...]:
-        """Of each test set."""
+        """The settings of each test set."""
         return tuple(self._settings)
 
     def index_of(self, test_set: int) -> Index:
-        """The index that has a test set."""
+        """The index that contains a test set."""
         return next(search.index for search in self._searches if test_set < search.first_set + search.sets)
 
     def match(self, queries: Sequence[Query]) -> list[list[Match]]:
-        """The matches of each query; removed ones and near misses. Some dozens at a time are compared fastest."""
+        """The matches of each query: removed ones and near misses. Fastest with some dozens of queries at a time."""
         matches: list[list[Match]] = [[] for _ in queries]
         for search in self._searches:
             search.add(queries, matches, self.tally)
@@ -121,7 +121,7 @@ class Matcher:
 
 
 class _Search:
-    """One index, ready to be searched. Its test sets have the numbers from `first_set` on."""
+    """One index, ready to be searched. Its test sets are numbered from `first_set`."""
 
     def __init__(self, index: Index, first_set: int, settings: list[Settings], embedder: Embedder | None) -> None:
         self.index, self.first_set, self._settings, self.sets = index, first_set, settings, len(settings)
@@ -130,7 +130,7 @@ class _Search:
         self._embedder = None if index.embedding is None else embedder
 
     def add(self, queries: Sequence[Query], matches: list[list[Match]], tally: Tally) -> None:
-        """Add the matches of each query."""
+        """Add each query's matches to `matches`."""
         exact = [self._exact(query) for query in queries]
         distances: dict[tuple[int, int], int] = {}
         for number in range(self.sets):
@@ -164,7 +164,7 @@ class _Search:
         return found | {row: "bytes" for row in candidates if digests[row].as_py() == query.sha256}
 
     def _near_pairs(self, queries: Sequence[Query], number: int, tally: Tally) -> list[_Near]:
-        """Queries and images of a test set with near hashes; all that are near enough to be counted are."""
+        """Queries and images of a test set with near hashes; the tally gets all within `COUNTED` bits."""
         settings = self._settings[number]
         asked = [(i, query.pdq, False) for i, query in enumerate(queries) if query.quality >= settings.min_quality]
         asked += [(i, pdq, True) for i, _, _ in asked if (pdq := queries[i].pdq_trimmed) is not None]
@@ -198,7 +198,7 @@ class _Search:
         return pairs
 
     def _judged(self, query: Query, pair: _Near, number: int, tally: Tally) -> Match | None:
-        """What a pair with near hashes comes to; None if it is not worth telling."""
+        """The match of a pair with near hashes; None if it is not worth reporting."""
         settings, index, image = self._settings[number], self.index, pair.image
         height, width, trim = index.size(image)
         inside = None if trim is None else Window.of(trim, height, width)
@@ -217,7 +217,7 @@ class _Search:
             )
             reached = max(reached, fit)
             counted = max(counted, fit if distance <= settings.candidates else -1.0)
-            # A frame can make a hash, so that one with it decides nothing by itself.
+            # A frame can dominate a hash, so a hash that includes one decides nothing by itself.
             is_bare = (trimmed or query.inside is None) and (inside is None or window == inside)
             decided = decided or (is_bare and distance <= settings.distance)
         distance, alike = pair.distances[0], None
@@ -245,11 +245,11 @@ class _Search:
         )
 
     def _limit(self, settings: Settings) -> int:
-        """Bits up to which pairs are judged at all: those that are too far for the correlation only a model judges."""
+        """The distance in bits up to which pairs are judged at all; beyond `candidates`, only a model judges them."""
         return settings.candidates if self._embedder is None else max(settings.candidates, EMBEDDED)
 
     def _cosine(self, query: Query, image: int, is_mirrored: bool) -> float:
-        """By the model, three decimals; of the query's mirror image where it is that of a test image that is near."""
+        """The model's cosine, to three decimals; of the mirrored query if the nearest variant is mirrored."""
         whitening, vectors = self.index.whitening, self.index.embeddings
         assert self._embedder is not None and whitening is not None and vectors is not None
         rgb = query.rgb()[:, ::-1] if is_mirrored else query.rgb()
@@ -257,7 +257,7 @@ class _Search:
 
 
 class _Exact:
-    """Numbers of 64 bits, sorted, and the rows that they are of."""
+    """Sorted 64-bit numbers, with the row of each."""
 
     def __init__(self, numbers: np.ndarray, rows: np.ndarray) -> None:
         order = np.argsort(numbers, kind="stable")

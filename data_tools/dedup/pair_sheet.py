@@ -15,7 +15,7 @@ _COLUMNS = 4  # pairs side by side
 _GAP, _BETWEEN = 18, 4
 _TITLE_SIZE, _HEAD_SIZE, _TEXT_SIZE = 20, 15, 12
 _LINE = 16
-_WIDTH = 2 * SIDE + _BETWEEN  # of a pair
+_WIDTH = 2 * SIDE + _BETWEEN  # of one pair
 _STEP_X, _STEP_Y = _WIDTH + _GAP, SIDE + 3 * _LINE + _GAP
 _HEAD = 44  # pixels of a block's heading
 _TOP = 40
@@ -30,7 +30,7 @@ def write_pair_sheet(
 
     Args:
         path: the file.
-        name: of the test set, in plain text.
+        name: the test set's name, in plain text.
         removed, kept: pairs, nearest to the threshold first, each with the small JPEG of its test image.
 
     Raises OSError.
@@ -84,7 +84,7 @@ def _paste_pair(
 
 
 def _picture(jpeg: bytes) -> Image.Image | None:
-    """As large as fits; None for what is no picture."""
+    """The picture, scaled to fit; None if it cannot be decoded."""
     try:
         with Image.open(io.BytesIO(jpeg)) as image:
             picture = image.convert("RGB")
@@ -100,8 +100,8 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
-    """`text`, with its middle left out if it is wider: names of files begin alike and end differently."""
-    text = text if len(text) <= width else text[: width // 2] + text[-(width // 2) :]  # no letter is below a pixel
+    """`text`, without its middle if it is wider than `width`: file names begin alike and end differently."""
+    text = text if len(text) <= width else text[: width // 2] + text[-(width // 2) :]  # a letter has at least one pixel
     if font.getlength(text) <= width:
         return text
     keep = len(text) - 1

@@ -1,9 +1,9 @@
 """PDQ, the perceptual hash: 256 bits of a picture's coarse structure, few of which change when the picture is edited.
 
 Meta's algorithm ("The TMK+PDQF Video-Hashing Algorithm and the PDQ Image-Hashing Algorithm", 2019), from its 64 x 64
-luma on: of the luma's discrete cosine transform, the 16 x 16 lowest frequencies without the constant, each turned into
-a bit that says whether it is above their median. The bits are those of Meta's code, also where rounding decides them,
-as in drawings. How the luma comes about is ours (`luma.py`): hashes are comparable only with such.
+luma on: the 16 x 16 lowest frequencies of the luma's discrete cosine transform, without the constant, each turned into
+a bit that says whether it is above their median. The bits equal those of Meta's code, even where rounding decides them,
+as in drawings. The luma is computed in our own way (`luma.py`), so hashes are comparable only with others from it.
 """
 
 import numpy as np
@@ -35,7 +35,7 @@ def pdq_hashes(lumas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @njit(nogil=True, cache=True)
 def _lowest_frequencies(lumas, cosines):
-    """float32 (N, 256), summed in the order of Meta's code: a product of matrices would round otherwise."""
+    """float32 (N, 256), summed in the order of Meta's code, because a matrix product would round differently."""
     values = np.zeros((len(lumas), _SIDE, _SIDE), np.float32)
     transposed = np.ascontiguousarray(cosines.T)
     for n in range(len(lumas)):

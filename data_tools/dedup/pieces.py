@@ -1,4 +1,4 @@
-"""Pieces of an index: what one process makes of some images of a test set, and how pieces become one index."""
+"""Pieces of an index: one process fingerprints some images of a test set, and the pieces are joined into an index."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ from vitscale.shards.provenance import write_tables
 
 
 class Piece(NamedTuple):
-    """What became of a task: its number, and how many images, hashes and unreadable images it has."""
+    """The result of a task: its number, and how many images, hashes and unreadable images it has."""
 
     number: int
     images: int
@@ -40,13 +40,13 @@ class PieceTask:
     """Some images of a test set to fingerprint.
 
     Attributes:
-        source, part: where they are from.
-        items: their keys, and where their bytes are as the source understands it; of one that streams, the bytes.
+        source, part: the source, and the number of the part that they come from.
+        items: their keys and contents, as the source's `read` understands them; for a stream, the bytes.
         folder: where the piece goes.
-        number: the piece's; names its files.
-        level: how many variants; None where hashes are not compared.
-        min_quality: hashes of less are left out.
-        embedder: a model, to turn the images into vectors as well.
+        number: the piece's number; names its files.
+        level: how many variants; None if hashes are not compared.
+        min_quality: hashes of lower quality are left out.
+        embedder: a model that also turns the images into vectors.
     """
 
     source: Source
@@ -63,11 +63,11 @@ class PieceTask:
         return f"images of {self.source.parts[self.part]}"
 
     def describe(self, position: int) -> str:
-        """What people call the image at a position."""
+        """What messages call the image at a position."""
         return repr(self.items[position][0]) if position < len(self.items) else "the end"
 
     def without(self, position: int, reason: str) -> None:
-        """No image of a test set may be left out unnoticed."""
+        """None: no image of a test set may be left out unnoticed."""
         return None
 
     def run(self, progress: Progress) -> Piece:
@@ -116,7 +116,7 @@ def read_bytes(source: Source, part: int, key: str, content: bytes) -> bytes:
 
 
 def join_pieces(pieces: Sequence[Piece], parts: Path, folder: Path, embedding: Embedding | None) -> None:
-    """Write the files of an index but for `index.json`, with a piece in memory at a time. Raises OSError."""
+    """Write an index's files except `index.json`, with one piece in memory at a time. Raises OSError."""
     tables = (pq.read_table(_table_path(parts, piece.number), schema=IMAGES) for piece in pieces)
     write_tables(folder / IMAGES_NAME, tables, IMAGES)
     images, hashes = sum(piece.images for piece in pieces), sum(piece.hashes for piece in pieces)
@@ -124,7 +124,7 @@ def join_pieces(pieces: Sequence[Piece], parts: Path, folder: Path, embedding: E
     if embedding is not None:
         whitening = whitening_of((_array("embeddings", one, parts) for one in pieces), embedding.dimensions)
     for name, (dtype, shape) in array_types(images, hashes, embedding).items():
-        # Not through a map of the file: a full disk would kill the process.
+        # Not through a memory map: a full disk would kill the process.
         with (folder / f"{name}.npy").open("wb") as file:
             header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(file, header)
@@ -133,7 +133,7 @@ def join_pieces(pieces: Sequence[Piece], parts: Path, folder: Path, embedding: E
 
 
 def _in_order(name: str, pieces: Sequence[Piece], parts: Path) -> Iterator[np.ndarray]:
-    """An array of the index in the order in which its file has it."""
+    """An array of the index, in the order of its file."""
     if name == "hashes":
         for word in range(4):
             for piece in pieces:
@@ -161,7 +161,7 @@ def _arrays_path(folder: Path, number: int) -> Path:
 
 @dataclass(frozen=True)
 class _Image:
-    """Of one image: its pixels, None if it cannot be decoded; most of its row; its thumbnail and hashes."""
+    """One image: its pixels, None if it cannot be decoded; most of its row; its thumbnail and hashes."""
 
     rgb: np.ndarray | None
     row: dict[str, Any]
@@ -171,7 +171,7 @@ class _Image:
 
 
 def _fingerprinted(data: bytes, level: int | None, min_quality: int) -> _Image:
-    """Everything that the index has of an image; `level` is None where hashes are not compared."""
+    """Everything that the index stores about an image; `level` is None if hashes are not compared."""
     stored = store_image(data)
     hashes, variants = np.empty((0, HASH_BYTES), np.uint8), np.empty(0, np.uint8)
     if isinstance(stored, Reject):

@@ -1,4 +1,4 @@
-"""The de-duplication report: what was removed, by which tier, and how much of it probably wrongly."""
+"""The de-duplication report: what was removed, by which tier, and how much of it probably in error."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from vitscale.shards.contact_sheet import printable
 from vitscale.wording import counted
 
 REPORT_NAME = "report.json"
-_LONGEST = 60  # characters of a test set's name in that of a file
+_LONGEST = 60  # characters of a test set's name in a file name
 _SHOWN = 20  # in a line of the table
 _HEADINGS: dict[Tier, str] = {
     "bytes": "by\nbytes",
@@ -34,7 +34,7 @@ _HEADINGS: dict[Tier, str] = {
 
 
 def write_report(folder: Path, matcher: Matcher, tally: Tally, closest: Closest) -> list[str]:
-    """Write `report.json`, and `NAME.pairs.png` for each test set of which more than equal bytes and pixels count.
+    """Write `report.json`, and `NAME.pairs.png` for each test set that is compared by more than bytes and pixels.
 
     Equal inputs give equal bytes.
 
@@ -42,7 +42,7 @@ def write_report(folder: Path, matcher: Matcher, tally: Tally, closest: Closest)
     """
     folder.mkdir(parents=True, exist_ok=True)
     with durable_file(folder / REPORT_NAME) as file:
-        # ASCII with escapes: names may be of bytes that are no text.
+        # ASCII with escapes: names may contain bytes that are not text.
         file.write((json.dumps(described(matcher, tally), indent=1) + "\n").encode("ascii"))
     written = [REPORT_NAME]
     for number, stem in enumerate(_stems(tally.names)):
@@ -57,9 +57,9 @@ def write_report(folder: Path, matcher: Matcher, tally: Tally, closest: Closest)
 def described(matcher: Matcher, tally: Tally) -> dict[str, Any]:
     """The report as plain values, as `report.json` has them.
 
-    `expected_false` counts pairs that were removed though they are no copies, only near by chance, as far as hashes and
-    correlations decided: `expected` (null: too few pairs to tell) and `at_most`, see `tail.Estimate`; and the line that
-    was fitted to the counts, see `tail.Fit`.
+    `expected_false` estimates how many pairs were removed by hash or correlation though they are not copies but near by
+    chance: `expected` (null: too few pairs to tell) and `at_most`, see `tail.Estimate`; and the line that was fitted to
+    the counts, see `tail.Fit`.
     """
     return {
         "images": tally.images,
@@ -76,7 +76,7 @@ def tables(matcher: Matcher, tally: Tally) -> list[Table]:
     tiers = [tier for tier in TIERS if with_model or tier != "embedding"]
     caption = Text(_caption(report, with_model))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left", caption_style="")
-    table.add_column("test set", max_width=_SHOWN, overflow="fold")  # the only one to give way
+    table.add_column("test set", max_width=_SHOWN, overflow="fold")  # the only column that may shrink
     for heading in (
         "its\nimages",
         "contami-\nnated",
@@ -100,7 +100,7 @@ def tables(matcher: Matcher, tally: Tally) -> list[Table]:
             sum(values) for values in zip(*((s["images"], s["contaminated"]["images"]) for s in test_sets), strict=True)
         )
         table.add_section()
-        # An image that matches several test sets is removed once, so the tiers have no sum.
+        # An image that matches several test sets is removed once, so the tiers cannot be summed.
         blanks = [""] * len(tiers)
         total = _sum([one["expected_false"]["total"] for one in test_sets])
         row = ["all", f"{images:,}", _share(contaminated, images), f"{report['removed']:,}", *blanks, _wrongly(total)]
@@ -132,7 +132,7 @@ def _of_test_set(matcher: Matcher, tally: Tally, number: int) -> dict[str, Any]:
 
 
 def _expected(matcher: Matcher, tally: Tally, number: int) -> Expected:
-    """As fitted, but no more can be wrong than were removed."""
+    """The estimates as fitted, limited to the number of pairs that were removed."""
     counts = tally.distances[number], tally.correlations[number]
     expected = expected_false(*counts, matcher.settings[number])
     removed = tally.tiers[number]
@@ -178,7 +178,7 @@ def _with_pictures(matcher: Matcher, pairs: list[Pair]) -> list[tuple[Pair, byte
 
 
 def _stems(names: Sequence[str]) -> list[str]:
-    """Names of files for test sets, which people name anything: no two alike, upper and lower case the same."""
+    """File names for test sets, whose names are arbitrary: all different, even if case is ignored."""
     stems: list[str] = []
     for name in names:
         plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:_LONGEST] or "test-set"
@@ -191,7 +191,7 @@ def _stems(names: Sequence[str]) -> list[str]:
 
 
 def _share(count: int, total: int) -> str:
-    """As the paper's predecessor has it (BiT, Table 7), and in per cent."""
+    """Count and percentage, in the form of BiT (the paper's predecessor), Table 7."""
     return f"{count:,} ({count / max(1, total):.1%})"
 
 

@@ -7,11 +7,11 @@ from vitscale.errors import RecipeError
 
 Preset = Literal["photo", "small", "exact"]
 
-FLAT = 50  # a quality below which hashes say little, as PDQ's authors advise
+FLAT = 50  # the quality below which hashes say little, as PDQ's authors advise
 
-# Up to here all pairs are counted, so that the tail of those that are no copies can be seen.
+# All pairs up to this distance are counted, so that the tail of pairs that are not copies can be seen.
 COUNTED = 90
-# Up to here a user's model judges, also where the preset lets the correlation decide about nearer pairs alone.
+# A user's model judges pairs up to this distance, even if the preset compares only nearer pairs by correlation.
 EMBEDDED = 80
 
 
@@ -23,10 +23,10 @@ class Settings:
         near: whether perceptual hashes are compared at all; if not, only equal bytes and equal pixels are copies.
         distance: bits up to which a hash alone decides (PDQ's authors: 31).
         candidates: bits up to which the pictures themselves are compared.
-        correlation: which they must reach.
-        min_quality: pictures with a hash of less are too flat; only equal bytes and pixels decide.
-        cosine: which the whitened features of candidates, and of pairs up to 80 bits, must reach instead, where the
-            index was made with a model.
+        correlation: the correlation that candidates must reach.
+        min_quality: pictures whose hash has a lower quality are too flat; only equal bytes and pixels decide.
+        cosine: if the index was made with a model, the cosine of whitened features that candidates, and pairs up to
+            80 bits, may reach instead.
 
     Raises RecipeError for values out of range.
     """
@@ -57,4 +57,4 @@ PRESETS: dict[Preset, Settings] = {
     "small": Settings(candidates=64),
     "exact": Settings(near=False),
 }
-SMALL_SIDE = 96  # pixels; test sets whose shorter side is usually less are small
+SMALL_SIDE = 96  # pixels; test sets whose shorter side is usually below this are small

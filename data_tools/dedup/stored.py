@@ -1,7 +1,7 @@
 """Samples of a stored shard as queries: fingerprints from the table beside it, pictures from the shard when needed.
 
-A table of an older version of vitscale, or of another algorithm, has no fingerprints that could be compared: then all
-images are decoded and fingerprinted.
+A table from an older version of vitscale, or of another algorithm, has no comparable fingerprints: then all images are
+decoded and fingerprinted.
 """
 
 from collections.abc import Iterator
@@ -29,19 +29,19 @@ from vitscale.shards.provenance import (
 from vitscale.shards.raw import raw_to_rgb
 from vitscale.storage import size_of
 
-_AT_ONCE = 128  # compared fastest, and few enough lumas
+_AT_ONCE = 128  # queries: fast to compare, and few enough lumas
 
 
 @dataclass(eq=False)
 class StoredQuery:
-    """A selected sample: a `matching.Query` that also knows what it is called and where it is.
+    """A selected sample: a `matching.Query` with its key and its place.
 
     Attributes:
-        uid, key: of the sample; the key of one that has none tells its uid.
-        sha256: of the source's file; without a table, of the stored bytes.
-        pixels, quality, pdq, pdq_trimmed: as `matching.Query` has them.
-        slot, shard: where it is.
-        made: the fingerprint of the picture as it is stored, once it is needed.
+        uid, key: the sample's; without a key of its own, the key is made from the uid.
+        sha256: digest of the source's file; without a table, of the stored bytes.
+        pixels, quality, pdq, pdq_trimmed: as in `matching.Query`.
+        slot, shard: where the sample is.
+        made: the fingerprint of the picture as stored, once it is needed.
     """
 
     uid: int
@@ -58,12 +58,12 @@ class StoredQuery:
     def luma(self, trimmed: bool) -> np.ndarray:
         """uint8 (64, 64). Raises DataError if the sample is damaged."""
         made = self._made()
-        # Stored anew, a picture may have lost what was a border of the source's pixels.
+        # Re-encoded, a picture may have lost what was a border in the source's pixels.
         return made.luma_trimmed if trimmed and made.luma_trimmed is not None else made.luma
 
     @property
     def inside(self) -> Window | None:
-        """What is no border. Raises DataError if the sample is damaged."""
+        """The part within borders. Raises DataError if the sample is damaged."""
         return self._made().inside
 
     def _made(self) -> Fingerprint:
@@ -84,7 +84,7 @@ class ShardQueries:
     """The selected samples of a shard.
 
     Attributes:
-        are_fresh: whether their fingerprints had to be made now.
+        are_fresh: whether their fingerprints had to be computed now.
     """
 
     def __init__(self, manifest: Manifest, index: int, table: pa.Table | None, stack: ExitStack) -> None:
@@ -94,7 +94,7 @@ class ShardQueries:
         self._last: tuple[int, np.ndarray] | None = None
 
     def batches(self) -> Iterator[list[StoredQuery]]:
-        """All of them in order of slots, a hundred or so at a time."""
+        """All samples in order of slots, a hundred or so at a time."""
         slots = self._manifest.slots(self._index)
         for start in range(0, len(slots), _AT_ONCE):
             some = slots[start : start + _AT_ONCE]
@@ -127,7 +127,7 @@ class ShardQueries:
         return StoredQuery(uid, row.get("key", f"uid-{uid}"), digest, *facts, slot=slot, shard=self, made=made)
 
     def _open(self) -> OpenShard:
-        """The shard itself, once anything of it is asked for: at a URL it is a large file."""
+        """The shard itself, opened only when it is needed: at a URL it is a large file."""
         if self._shard is None:
             self._shard = self._stack.enter_context(open_shard(self._manifest, self._index, with_keys=False))
             file = self._shard.file
@@ -143,7 +143,7 @@ def shard_queries(manifest: Manifest, index: int) -> Iterator[ShardQueries]:
     """The selected samples of a shard of a dataset.
 
     Raises:
-        DataError: anything of it missing or damaged.
+        DataError: the shard or its table is missing or damaged.
         StorageError: a URL that does not answer.
     """
     entry = manifest.shards[index]

@@ -1,12 +1,12 @@
 """Estimates the false-positive rate from the distribution of near misses.
 
-Unrelated pictures are the rarer the nearer: their number falls about a hundredfold in ten bits. Copies are at any
-distance, and between the two there is a valley. Above it the logarithm of the counts is fitted by a straight line,
-which is followed to where pairs are removed. The tail of a normal distribution bends down, below such a line, so that
-the line rather tells too many. The same is done with the correlation of candidates, from the other side.
+The nearer, the rarer unrelated pictures are: their number falls about a hundredfold in ten bits. Copies are at any
+distance, and between the two there is a valley. Above it a straight line is fitted to the logarithm of the counts, and
+extended to where pairs are removed. The tail of a normal distribution bends down, below such a line, so the line tends
+to overestimate. The same is done with the correlation of candidates, from the other side.
 
-Look-alikes are not in such a number: two shots of one thing, or two drawings in one style, are near for a reason, and
-no histogram tells them from copies. They are what the contact sheets are for.
+Look-alikes are not in this number: two shots of one thing, or two drawings in one style, are near for a reason, and no
+histogram tells them from copies. The contact sheets are for them.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ import numpy as np
 
 from data_tools.dedup.settings import COUNTED, Settings
 
-STEP_BITS = 2  # a hash has as many ones as zeros, so that distances are even
+STEP_BITS = 2  # a hash has as many ones as zeros, so distances are even
 STEP_CORRELATION = 0.02
 _ENOUGH = 20  # pairs, to fit a line to
-_MANY = 1000  # times the valley: bars beyond say nothing of the end near the valley, and that is what matters
-_NEAR_VALLEY = 50  # times the valley: the same of correlations, of which there are fewer
-_PENALTY = 2.0  # log-likelihood that taking a bar for copies must gain
-_STEEPEST = 8.0  # of the logarithm, a bar
+_MANY = 1000  # times the valley: higher bars say nothing about the end near the valley, which is what matters
+_NEAR_VALLEY = 50  # times the valley: the same for correlations, of which there are fewer
+_PENALTY = 2.0  # log-likelihood that attributing a bar to copies must gain
+_STEEPEST = 8.0  # change of the logarithm per bar
 _SMOOTH = 5  # bars
 
 
@@ -30,9 +30,9 @@ class Fit:
     """A straight line through the logarithm of counts: `exp(intercept + slope * x)` pairs in a bar around `x`.
 
     Attributes:
-        slope, intercept: `x` in bits or as a correlation.
+        slope, intercept: the line's parameters, with `x` in bits or as a correlation.
         error: standard error of the slope.
-        first, last: middles of the first and last bar that it was fitted to, in the order of `x`.
+        first, last: middles of the first and last bar that were fitted, in the order of `x`.
         step: width of a bar.
     """
 
@@ -44,11 +44,11 @@ class Fit:
     step: float
 
     def pairs(self, low: float, high: float) -> float:
-        """How many the line has between two `x`."""
+        """The number of pairs on the line between two values of `x`."""
         return _area(self.slope, self.intercept, low, high) / self.step
 
     def most_pairs(self, low: float, high: float) -> float:
-        """The most with a slope up to two standard errors off, and as many pairs where it was fitted."""
+        """An upper bound: slopes up to two standard errors off, with the same number of pairs where it was fitted."""
         begin, end = self.first - self.step / 2, self.last + self.step / 2
         fitted = _area(self.slope, self.intercept, begin, end)
         slopes = self.slope - 2 * self.error, self.slope, self.slope + 2 * self.error
@@ -58,12 +58,12 @@ class Fit:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Pairs that are no copies and were removed.
+    """The number of removed pairs that are not copies.
 
     Attributes:
-        expected: None where too few pairs were counted to tell.
-        at_most: with a probability of 95 %, by the same reasoning; by counting alone where nothing could be fitted.
-        fit: that this was read from.
+        expected: the expected number; None if too few pairs were counted to tell.
+        at_most: upper bound with a probability of 95 %, from the fit; from counts alone if there is none.
+        fit: the fit behind these numbers.
     """
 
     expected: float | None
@@ -73,19 +73,19 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Expected:
-    """What to expect of pairs removed by their hashes alone, and of candidates removed by their correlation."""
+    """The estimates for pairs removed by their hashes alone, and for candidates removed by their correlation."""
 
     hash: Estimate
     correlation: Estimate
 
 
 def expected_false(distances: np.ndarray, correlations: np.ndarray, settings: Settings) -> Expected:
-    """How many pairs of unrelated pictures are expected among those that were removed.
+    """How many pairs of unrelated pictures to expect among the removed ones.
 
     Args:
         distances: int (91,), pairs by distance, as `tally.Tally` counts them for a test set.
         correlations: int (100,), candidates by correlation, likewise.
-        settings: by which pairs were removed.
+        settings: the settings by which pairs were removed.
     """
     if not settings.near:
         none = Estimate(0.0, 0.0, None)
@@ -105,7 +105,7 @@ def expected_false(distances: np.ndarray, correlations: np.ndarray, settings: Se
 
 
 def distance_bars(distances: np.ndarray) -> np.ndarray:
-    """(45,): counts of 1 and 2 bits, 3 and 4, up to 89 and 90. What has no distance at all is a copy."""
+    """(45,): counts of 1 and 2 bits, 3 and 4, up to 89 and 90. Pairs at distance 0 are copies, and left out."""
     return distances[1:].reshape(-1, STEP_BITS).sum(1)
 
 
@@ -122,28 +122,28 @@ def amount(value: float) -> str:
 
 
 def edge(distance: int) -> int:
-    """Where the bar of a distance ends, in bits."""
+    """The end of the bar that a distance belongs to, in bits."""
     return distance // STEP_BITS * STEP_BITS + 1
 
 
 def _near_by_chance(tail: Fit | None, distances: np.ndarray, low: int, high: int) -> Estimate:
     if tail is not None:
         return Estimate(tail.pairs(low, high), tail.most_pairs(low, high), tail)
-    # Pairs become more with their distance: there are no more here than in as many bits at the end.
+    # There are more pairs the larger the distance: no more here than in as many bits at the end.
     seen = int(distances[max(0, COUNTED + 1 - (high - low)) :].sum())
     return Estimate(None, seen + 2 * seen**0.5 + 3, None)
 
 
 def _correlation_fit(correlations: np.ndarray, threshold: float) -> Fit | None:
-    """Where candidates become fewer with their correlation, on the way to the threshold and the copies behind it."""
+    """The fit where candidates become rarer with growing correlation, before the threshold and the copies beyond it."""
     bars = correlation_bars(correlations)
     middles = (np.arange(len(bars)) + 0.5) * STEP_CORRELATION
     below = int(np.searchsorted(middles, threshold))
     if below < 2:
         return None
-    smooth = np.convolve(bars[1:], np.ones(_SMOOTH), "same")[: below - 1]  # the first bar has all that is negative too
+    smooth = np.convolve(bars[1:], np.ones(_SMOOTH), "same")[: below - 1]  # bar 0 also holds all negative ones
     begin = int(np.argmax(smooth))
-    # The top of the hill is no part of its slope, and the nearer to the valley, the less a bend matters.
+    # The top of the hill is not part of its slope, and the nearer to the valley, the less a bend matters.
     level = min(smooth[begin] / 2, _NEAR_VALLEY * max(1, smooth[begin:].min()))
     while begin < len(smooth) and smooth[begin] > level:
         begin += 1
@@ -152,12 +152,12 @@ def _correlation_fit(correlations: np.ndarray, threshold: float) -> Fit | None:
 
 
 def _fitted(bars: np.ndarray, middles: np.ndarray, step: float) -> Fit | None:
-    """The line through the rising end of a histogram, and none of the copies left of it.
+    """The line through the rising end of a histogram, without the copies to the left of it.
 
-    Where the copies end is decided by likelihood: of the bars left of the line's first one, those that have more than
-    the line may have copies as well, any number, for a penalty; those that have less speak against the line.
+    Where the copies end is decided by likelihood: of the bars left of the line's first one, those above the line may
+    hold any number of copies as well, for a penalty; those below it count against the line.
 
-    Returns None for fewer than 20 pairs or three bars, or such that do not rise for sure.
+    Returns None for fewer than 20 pairs or three bars, or if the slope is not certainly positive.
     """
     if len(bars) < 3:
         return None
@@ -165,7 +165,7 @@ def _fitted(bars: np.ndarray, middles: np.ndarray, step: float) -> Fit | None:
     valley = max(1.0, float(np.median(bars)))
     while top > 0 and bars[top] > _MANY * valley:
         top -= 1
-    scale = max(1.0, float(bars[top]) / _MANY)  # no line fits counts to more than a few per cent
+    scale = max(1.0, float(bars[top]) / _MANY)  # no line fits counts more closely than a few per cent
     counts = bars[: top + 1] / scale
     best: tuple[float, int, float, float] | None = None
     for first in range(top - 1):
@@ -191,9 +191,9 @@ def _fitted(bars: np.ndarray, middles: np.ndarray, step: float) -> Fit | None:
 
 
 def _line(counts: np.ndarray) -> tuple[float, float]:
-    """Slope a bar, and value at the first one, of the logarithm; the most likely ones.
+    """The most likely line through the logarithm of counts: slope per bar, and value at the first bar.
 
-    With the total as counted, the line's mean position is that of the counts; it grows with the slope.
+    With the total as counted, the line's mean position equals that of the counts; it grows with the slope.
     """
     position = np.arange(len(counts))
     total = counts.sum()
@@ -213,14 +213,14 @@ def _shares(slope: float, bars: int) -> np.ndarray:
 
 
 def _slope_error(counts: np.ndarray, slope: float) -> float:
-    """From the Fisher information: the total times the variance of the position."""
+    """Standard error, from the Fisher information: the total times the variance of the position."""
     position, shares = np.arange(len(counts)), _shares(slope, len(counts))
     variance = float(shares @ position**2 - (shares @ position) ** 2)
     return float((counts.sum() * max(variance, 1e-12)) ** -0.5)
 
 
 def _misfit(counts: np.ndarray, line: np.ndarray) -> np.ndarray:
-    """How much less likely (logarithm, Poisson) counts are by a line than by themselves; half of the deviance."""
+    """How much less likely the line makes the counts than they make themselves (log, Poisson); half the deviance."""
     ratio = np.where(counts > 0, counts, 1) / np.where(counts > 0, np.maximum(line, 1e-300), 1)
     return counts * np.log(ratio) - counts + line
 

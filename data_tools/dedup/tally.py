@@ -10,22 +10,21 @@ import numpy as np
 from data_tools.dedup.match import Match
 from data_tools.dedup.settings import COUNTED
 
-BINS = 100  # of the correlation, from 0 to 1
+BINS = 100  # for the correlation, from 0 to 1
 
 
 @dataclass
 class Tally:
-    """What was counted.
+    """The counts of a comparison.
 
     Attributes:
-        names: of the test sets, S.
-        images: that were compared.
-        removed: images that match any test set.
-        tiers: for each test set, images that match it, by the strongest tier that they do by.
-        contaminated: for each test set, rows of its images in the index that any image matches.
+        names: names of the S test sets.
+        images: number of images compared.
+        removed: number of images that match any test set.
+        tiers: for each test set, the number of images that match it, by each image's strongest tier.
+        contaminated: for each test set, the index rows of its images that any image matches.
         distances: int64 (S, 91): pairs of an image and a test image by the distance of their nearest hashes.
-        correlations: int64 (S, 100): candidates that the hash did not decide by itself, by correlation; what is below 0
-            counts as 0.
+        correlations: int64 (S, 100): candidates that the hash did not decide, by correlation; below 0 counts as 0.
     """
 
     names: tuple[str, ...]
@@ -62,7 +61,7 @@ class Tally:
             self.removed += bool(strongest)
 
     def add(self, other: "Tally") -> None:
-        """Add another one's counts, of the same test sets."""
+        """Add the counts of another tally, of the same test sets."""
         self.images += other.images
         self.removed += other.removed
         for ours, theirs in zip(self.tiers, other.tiers, strict=True):
@@ -86,7 +85,7 @@ class Tally:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Tally":
-        """What `to_json` gave."""
+        """The inverse of `to_json`."""
         tally = cls.empty(content["names"])
         tally.images, tally.removed = content["images"], content["removed"]
         tally.tiers = [Counter(tiers) for tiers in content["tiers"]]

@@ -1,7 +1,7 @@
 """The crops of a test image that are fingerprinted, so that cropped and mirrored copies are recognised.
 
-A crop shifts everything that a perceptual hash looks at: one that takes away 5 % of each side looks like another image
-to it. The side that is small, the test sets, is therefore hashed many times, and the one that is large only once.
+A crop shifts everything that a perceptual hash looks at: a picture without 5 % of each side hashes like another one.
+So the small side, the test sets, is hashed many times, and the large side only once.
 """
 
 from typing import NamedTuple
@@ -13,16 +13,16 @@ from data_tools.dedup.luma import Box, Window
 DEFAULT_LEVEL = 2
 TRIMMED = "trimmed"
 _SMALL = 128  # pixels; below, crops by whole pixels are too coarse
-_LONG = 4096  # pixels of the longer side that an enlarged picture has at most
+_LONG = 4096  # pixels of the longer side of an enlarged picture at most
 
 
 class Crop(NamedTuple):
-    """Which part of a picture is taken.
+    """A part of a picture, by size and position.
 
     Attributes:
-        scale: of either side.
-        down, across: where it is, from 0 (top, left) to 1.
-        square: of the largest square in the middle, not of the whole picture.
+        scale: fraction of either side.
+        down, across: its position, from 0 (top, left) to 1.
+        square: whether it is taken from the largest centred square instead of the whole picture.
     """
 
     scale: float
@@ -59,18 +59,18 @@ _FIRST = [Crop(1), Crop(1, square=True), Crop(0.95), Crop(0.9)]
 _SECOND = [Crop(0.85), Crop(0.8), Crop(0.975), Crop(0.875, square=True)]
 _THIRD = [*_grid(0.95, 3), *_grid(0.9, 3), *_grid(0.85, 3), *_grid(0.8, 4)]
 CROPS = _unique([*_FIRST, *_SECOND, *_THIRD])
-LEVELS = (1, len(_FIRST), len(_FIRST) + len(_SECOND), len(CROPS))  # crops of a level; each is mirrored, too
+LEVELS = (1, len(_FIRST), len(_FIRST) + len(_SECOND), len(CROPS))  # crops per level; each is also mirrored
 
 
 def variants_of(level: int) -> int:
-    """How many fingerprints a picture gets at a level, at most: 2, 8, 16 or 96, and 2 more if it has a border."""
+    """The number of fingerprints per picture at a level, at most: 2, 8, 16 or 96, and 2 more if it has a border."""
     return 2 * LEVELS[level]
 
 
 def crops_of(rgb: np.ndarray, level: int) -> tuple[np.ndarray, list[tuple[int, Box]]]:
-    """The crops of a picture, as numbers in `CROPS` and parts in pixels of the picture that is returned with them.
+    """The picture to crop, and the crops: each a number in `CROPS` and a box in pixels of that picture.
 
-    That is the picture itself, or if it is small, an enlarged one. Crops that coincide are left out.
+    It is the picture itself or, if that is small, an enlarged one. Crops that coincide are left out.
     """
     height, width, _ = rgb.shape
     factor = min(-(-_SMALL // min(height, width)), _LONG // max(height, width))
@@ -84,14 +84,14 @@ def crops_of(rgb: np.ndarray, level: int) -> tuple[np.ndarray, list[tuple[int, B
 
 
 def variant_name(code: int) -> str:
-    """What people call a variant: `2 * crop + mirrored`, where the crop after the last is the trimmed picture."""
+    """A variant's name; its code is `2 * crop + mirrored`, where the crop after the last is the trimmed picture."""
     crop, mirrored = divmod(code, 2)
     name = TRIMMED if crop == len(CROPS) else CROPS[crop].name
     return f"{name}, mirrored" if mirrored else name
 
 
 def window_of(code: int, height: int, width: int, trim: Box | None) -> Window:
-    """The part of a test image that a variant shows; `trim` is the image's, if it has a border."""
+    """The part of a test image that a variant shows; `trim` is the part within the image's border, if it has one."""
     crop = code // 2
     if crop < len(CROPS):
         return CROPS[crop].window(height, width)
