@@ -28,13 +28,13 @@ _END_SECONDS = 5.0
 _DEATHS_OF_AN_IMAGE = 2
 _DEATHS_IN_ONE_PLACE = 3
 _DEATHS_OF_A_TASK = 6
-_NO_IMAGE = -1  # the worker had not begun
+_NO_IMAGE = -1  # the worker had not started on an image
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass
 class _Attempt:
-    """A task with what has happened to it: deaths of workers, by the image that each was at."""
+    """A task and the deaths of its workers, counted by the image that each was working on."""
 
     task: Task
     deaths: Counter[int] = field(default_factory=Counter)
@@ -42,9 +42,9 @@ class _Attempt:
 
 @dataclass
 class _Worker:
-    """One process, the task that it has, and its numbers in shared memory: images done, images rejected, beats.
+    """One process, its current task, and its counters in shared memory: images done, images rejected, signs of life.
 
-    No lock guards the numbers, so a killed worker cannot leave one locked.
+    No lock guards the counters, so a killed worker cannot leave one locked.
     """
 
     process: BaseProcess
@@ -57,7 +57,7 @@ class _Worker:
 
 
 class _Progress:
-    """The worker's side of the numbers."""
+    """The worker's access to the counters."""
 
     def __init__(self, counts: Any) -> None:
         self._counts = counts
@@ -75,11 +75,11 @@ def run_in_processes(
 ) -> Iterator[Any]:
     """Run tasks in `workers` processes, yielding what they return as it comes, calling `tick` several times a second.
 
-    Tasks are taken from `tasks` as workers become free. A worker at one image for `stall_seconds` is killed.
+    Tasks are taken from `tasks` as workers become free. A worker stuck on one image for `stall_seconds` is killed.
 
     Raises:
         VitscaleError: what a task raised.
-        DataError: a task whose workers die again and again.
+        DataError: a task whose workers die repeatedly.
         RuntimeError: a bug in a task, with the worker's trace.
     """
     context = multiprocessing.get_context("spawn")  # forking a process that has threads is unsafe
@@ -142,10 +142,10 @@ def _start(context: Any) -> _Worker:
 
 @contextmanager
 def _interrupt_held_back() -> Iterator[None]:
-    """Ctrl-C waits until the end: a child that is half started would complain of what it was not told.
+    """Delays Ctrl-C until the end: a child interrupted while starting would print a traceback.
 
-    A child inherits that the signal is blocked, until it can ignore it. The block is this thread's only: any other one
-    may take the signal, and Python would still raise it here.
+    The child inherits the blocked signal until it can ignore it. Only this thread blocks it: another one may take the
+    signal, and Python would still raise it here.
     """
     is_main = threading.current_thread() is threading.main_thread()
     pressed: list[int] = []
@@ -169,14 +169,14 @@ def _give(worker: _Worker, attempt: _Attempt) -> None:
 
 
 def _send(worker: _Worker) -> None:
-    """Only to a worker that listens: a task is larger than a pipe holds."""
+    """Send the task; only to a worker that is listening, because a task is larger than a pipe's buffer."""
     assert worker.attempt is not None
-    with suppress(OSError):  # it has died; waiting for its answer says how
+    with suppress(OSError):  # the worker has died; waiting for its answer tells how
         worker.connection.send(worker.attempt.task)
 
 
 def _receive(worker: _Worker) -> tuple[Any, str | None]:
-    """What a task returned; or how its worker died. Raises what the task raised."""
+    """A task's result, or how its worker died. Raises what the task raised."""
     try:
         outcome = worker.connection.recv()
     except (EOFError, OSError):
@@ -202,7 +202,7 @@ def _stalls(worker: _Worker, stall_seconds: float) -> bool:
 
 
 def _after_death(worker: _Worker, how: str) -> _Attempt:
-    """The task once more, without the image if that is to blame. Raises DataError when there is no hope."""
+    """The task to run again, without the image if that is to blame. Raises DataError after too many deaths."""
     attempt = worker.attempt
     assert attempt is not None
     worker.connection.close()
@@ -225,7 +225,7 @@ def _after_death(worker: _Worker, how: str) -> _Attempt:
 
 def _end(pool: list[_Worker]) -> None:
     for worker in pool:
-        worker.connection.close()  # a worker that waits for a task ends on this
+        worker.connection.close()  # a worker waiting for a task exits on this
         if worker.attempt is not None:
             worker.process.terminate()
     for worker in pool:
@@ -266,8 +266,8 @@ def _work(connection: Connection, counts: Any, parent: int) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """End when the converter is killed: its successor may be writing to the same places by then."""
-    with suppress(OSError, AttributeError):  # not a Linux: what is written twice is equal anyway
+    """Die with the converter: by then its successor may be writing to the same places."""
+    with suppress(OSError, AttributeError):  # not Linux: anything written twice is equal anyway
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

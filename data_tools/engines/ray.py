@@ -1,6 +1,6 @@
 """Run tasks on a Ray cluster: the one that RAY_ADDRESS names, or one started on this machine.
 
-Every node must reach the source and the output, by a shared file system or a URL. Ray itself tries a task again whose
+Every node must reach the source and the output, by a shared file system or a URL. Ray itself retries a task whose
 worker or node has died; a task writes the same bytes each time.
 """
 
@@ -17,7 +17,7 @@ _RETRIES = 3
 
 
 class _Silence:
-    """Ray carries results, not progress: images are counted when their task is done."""
+    """Progress that is not reported: Ray carries only results, so images are counted when their task is done."""
 
     def __init__(self) -> None:
         self.done = self.rejected = 0
@@ -31,7 +31,7 @@ class _Silence:
 
 
 def _perform(task: Task) -> tuple[Any, int, int]:
-    """On a worker: the result or the error that people can mend, images done, images rejected."""
+    """Runs on a worker. Returns the result, or an error that people can fix; images done; images rejected."""
     forbid_writing_by_everybody()
     progress = _Silence()
     try:
@@ -46,7 +46,7 @@ def run_on_ray(tasks: Iterable[Task], workers: int | None, tick: Tick) -> Iterat
     Raises:
         RecipeError: Ray is not installed, here or vitscale on a node; or there is no cluster at RAY_ADDRESS.
         VitscaleError: what a task raised.
-        DataError: a task whose workers die again and again.
+        DataError: a task whose workers die repeatedly.
     """
     ray = import_ray()
     ours = not ray.is_initialized()
@@ -74,7 +74,7 @@ def run_on_ray(tasks: Iterable[Task], workers: int | None, tick: Tick) -> Iterat
                             f"{task.name}: a node of the cluster lacks what it needs ({error.cause}). Install the same "
                             "vitscale on every node"
                         ) from error
-                    raise  # a bug: with the worker's trace
+                    raise  # a bug: the worker's traceback is shown
                 except ray.exceptions.RayError as error:
                     raise DataError(
                         f"{task.name}: lost on the cluster ({type(error).__name__}, after up to {_RETRIES + 1} tries). "

@@ -1,37 +1,37 @@
-"""What an engine runs: tasks that are independent, repeatable and tell how far they are."""
+"""What an engine runs: independent, repeatable tasks that report their progress."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 
 class Progress(Protocol):
-    """Where a task says that one more image is through, and whether it was of no use."""
+    """Receives a task's progress: one more image done, and whether it was rejected."""
 
     def advance(self, rejected: bool = False) -> None: ...
 
     def alive(self) -> None:
-        """Something long is going on that is no image."""
+        """Signals that something long, other than an image, is still in progress."""
         ...
 
 
 class Task(Protocol):
-    """A piece of work. Picklable; doing it twice, or half and then again, gives the same as doing it once."""
+    """A piece of work. Picklable; running it twice, or partly and then again, gives the same result as once."""
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The task's name in messages."""
         ...
 
     def describe(self, position: int) -> str:
-        """What people call the image at a position of the task."""
+        """What messages call the image at a position of the task."""
         ...
 
     def without(self, position: int, reason: str) -> Any:
-        """The task with one image rejected, because of which workers die; None if that is not possible."""
+        """The task with one image rejected, because workers die on it; None if that is not possible."""
         ...
 
     def run(self, progress: Progress) -> Any:
-        """Do it; what is returned is small. Raises VitscaleError for what people can mend."""
+        """Run the task; the result is small. Raises VitscaleError for what people can fix."""
         ...
 
 

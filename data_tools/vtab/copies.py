@@ -1,4 +1,4 @@
-"""Finds local copies of the tasks' datasets, in any of five layouts below the folders that people name.
+"""Finds local copies of the tasks' datasets, in any of five layouts below the folders that the user names.
 
     NAME/VERSION/NAME-train.tfrecord-00000-of-00004    TensorFlow Datasets (TFDS); with a configuration NAME/CONFIG/...
     TASK/train800.txt, val200.txt, test.txt            lists of `path label`, as many vtab-1k archives have them
@@ -6,8 +6,8 @@
     NAME/data/train-00000-of-00001.parquet             parquet, as the Hugging Face hub has it
     NAME/train/CLASS/image.png, test/...               folders of classes
 
-Only TFDS's own records and the lists give the published images by themselves. Elsewhere the same slices are taken in
-the order of the copy, and a list of ids is needed for the published ones.
+Only TFDS's own records and the lists yield the published images by themselves. From the others the same slices are
+taken in the copy's own order, and a list of ids is needed to get the published images.
 """
 
 import re
@@ -28,7 +28,7 @@ _VERSION = re.compile(r"\d+\.\d+\.\d+")
 _RECORDS = re.compile(r".+-(?P<split>\w+)\.tfrecord-(?P<index>\d{5})-of-(?P<count>\d{5})")
 _WORD = re.compile(r"[A-Za-z]+")
 _TFDS_NAMES = {"train": "train", "val": "validation", "test": "test"}
-# Copies that are already cut into VTAB's own parts, but without the one for validation: it follows the training images.
+# For copies already cut into VTAB's parts, but without one for validation: it follows the training images.
 _VAL_AFTER_TRAIN = Slice("train")
 
 
@@ -37,13 +37,13 @@ class Copy:
     """A copy of a task's dataset.
 
     Attributes:
-        task: its name.
-        layout: of the copy.
-        folder: where it is.
+        task: the task's name.
+        layout: the copy's layout.
+        folder: the copy's folder.
         files: files of each split, in order; for class folders the split's folder.
-        train, val, test: the parts, by these splits.
-        version: of TFDS; None where there is none.
-        doubt: why these are not the published images, unless a list of ids says which to take; None where they are.
+        train, val, test: the slices of these splits that make up the task's parts.
+        version: the TFDS version; None for other layouts.
+        doubt: why these are not the published images, unless a list of ids selects them; None if they are.
     """
 
     task: str
@@ -58,13 +58,13 @@ class Copy:
 
     @property
     def val_follows_train(self) -> bool:
-        """Whether the images for validation are the next ones of the training images' slice."""
+        """Whether the validation images come right after the training images in the same slice."""
         return self.val == self.train
 
 
 @dataclass(frozen=True)
 class Search:
-    """What looking for a task came to: a copy or None, where was looked, and what was there but cannot be used."""
+    """The result of looking for a task: a copy or None, the places searched, and problems of unusable copies there."""
 
     copy: Copy | None
     looked: tuple[Path, ...]
@@ -72,7 +72,7 @@ class Search:
 
 
 def find_copy(task: str, folders: Sequence[Path]) -> Search:
-    """The first copy of a task's dataset in the folders, by the order of layouts above."""
+    """The first copy of a task's dataset in the folders, in the order of layouts above."""
     looked: list[Path] = []
     problems: list[str] = []
     for finder, places in _FINDERS.items():
@@ -154,7 +154,7 @@ def _tars(task: str, place: Path) -> Copy | None:
 def _parquet(task: str, place: Path) -> Copy | None:
     files: dict[str, list[Path]] = defaultdict(list)
     for path in sorted([*place.glob("*.parquet"), *place.glob("*/*.parquet")]):
-        if path.name.endswith(".idx.parquet"):  # of our own shards, which may be prepared in part
+        if path.name.endswith(".idx.parquet"):  # of our own shards: the task may be partly prepared here
             continue
         words = _WORD.findall(path.relative_to(place).as_posix())
         split = next((SPLIT_NAMES[word.lower()] for word in words if word.lower() in SPLIT_NAMES), None)
@@ -180,7 +180,7 @@ def _class_folders(task: str, place: Path) -> Copy | None:
 
 
 def _cut(task: str, layout: Layout, place: Path, files: Mapping[str, tuple[Path, ...]]) -> Copy | None:
-    """A copy that is already cut into VTAB's parts, each a split."""
+    """A copy that is already cut into VTAB's parts, each of them a split."""
     files = {split: paths for split, paths in files.items() if paths}
     if not files:
         return None
@@ -191,7 +191,7 @@ def _cut(task: str, layout: Layout, place: Path, files: Mapping[str, tuple[Path,
 
 
 def _split_folders(place: Path) -> dict[str, str]:
-    """Names of the folders that are called like splits, and the splits."""
+    """Folders named like splits, and the split of each."""
     named = ((path.name, SPLIT_NAMES.get(path.name.lower())) for path in sorted(place.iterdir()) if path.is_dir())
     return {name: _TFDS_NAMES[split] for name, split in named if split is not None}
 

@@ -1,10 +1,10 @@
-"""Lists of ids: which images a prepared task trains and is chosen on, pinned by the SHA-256 of their pixels.
+"""Lists of ids: the images that a prepared task is trained and tuned on, pinned by the SHA-256 of their pixels.
 
     ids.json    {"version": 1, "task": ..., "source": ..., "slices": ..., "train800": [{"key", "label", "sha256"}], ...}
 
-The order of TFDS depends on its version, other copies have orders of their own, and images may be encoded anew. The
-pixels stay: uint8 RGB, row by row, EXIF orientation applied, JPEGs decoded as libjpeg does with its accurate integer
-transform, gray repeated three times.
+The order of TFDS depends on its version, other copies have orders of their own, and images may have been re-encoded.
+The pixels stay the same: uint8 RGB, row by row, EXIF orientation applied, JPEGs decoded as libjpeg does with its
+accurate integer transform, gray repeated three times.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ class _Strict(BaseModel):
 
 
 class Entry(_Strict):
-    """One image: its key in the copy that it was taken from, the number of its class, the SHA-256 of its pixels."""
+    """One image: its key in the copy that it was taken from, its class number, the SHA-256 of its pixels."""
 
     key: str
     label: Annotated[int, Field(ge=0)]
@@ -36,12 +36,12 @@ class Entry(_Strict):
 
     @property
     def content(self) -> tuple[str, int]:
-        """What makes it the same image in any copy: dSprites has equal pictures with different labels."""
+        """Identifies the image in any copy; with the label, because dSprites has equal pictures with different ones."""
         return self.sha256, self.label
 
 
 class Ids(_Strict):
-    """The images of a task's two small parts, and in words where they came from."""
+    """The images of a task's two small parts, and a description of their origin."""
 
     version: Literal[1] = 1
     task: str
@@ -57,12 +57,12 @@ class Ids(_Strict):
 
     @property
     def sha256(self) -> str:
-        """Over pixels and labels of both parts: equal for equal images from any copy."""
+        """Digest of pixels and labels of both parts: equal for equal images from any copy."""
         lines = [f"{name} {sha} {label}" for name, part in self.parts.items() for sha, label in _contents(part)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def differences(self, other: "Ids") -> int:
-        """How many images of this list another one does not have in the same part."""
+        """How many images of this list are not in the same part of the other."""
         missing = 0
         for name, part in self.parts.items():
             missing += (Counter(_contents(part)) - Counter(_contents(other.parts[name]))).total()
@@ -74,7 +74,7 @@ class Ids(_Strict):
 
     @classmethod
     def read(cls, path: Path) -> "Ids":
-        """The list in a file. Raises RecipeError where there is none, DataError where it is damaged."""
+        """The list in a file. Raises RecipeError if it cannot be read, DataError if it is damaged."""
         try:
             ids = cls.model_validate_json(path.read_bytes())
         except OSError as error:
@@ -101,7 +101,7 @@ def entries_of(source: PartSource) -> Iterator[Entry]:
 
 
 def pixels_sha256(image: bytes) -> str:
-    """SHA-256 of the pixels that an image file shows. Raises DataError where it shows none."""
+    """SHA-256 of an image file's pixels. Raises DataError if it cannot be decoded."""
     stored = store_image(image)
     if isinstance(stored, Reject):
         raise DataError(stored.reason)

@@ -1,4 +1,4 @@
-"""The label rules of VTAB-1k, from features as TensorFlow Datasets has them.
+"""The label rules of VTAB-1k, applied to features as TensorFlow Datasets has them.
 
 They are those of google-research/task_adaptation (data/clevr.py, kitti.py, dsprites.py, smallnorb.py).
 """
@@ -13,19 +13,19 @@ _NO_VEHICLE = 1000.0  # metres
 
 
 def stated(label: np.ndarray) -> int:
-    """The one label that an example states, (1,)."""
+    """The single label that an example states, (1,)."""
     if len(label) != 1:
         raise ValueError(f"{len(label)} labels; expected one")
     return int(label[0])
 
 
 def clevr_count(sizes: np.ndarray) -> int:
-    """How many objects there are beyond the fewest, three; from one size each, (n,)."""
+    """The number of objects minus the minimum, three; from one size per object, (n,)."""
     return len(sizes) - _FEWEST_OBJECTS
 
 
 def clevr_distance(pixel_coords: np.ndarray) -> int:
-    """The class of the closest object's distance; from x, y and distance of each, (3n,)."""
+    """The class of the closest object's distance; from x, y and distance of each object, (3n,)."""
     distances = pixel_coords.reshape(-1, 3)[:, 2]
     if not len(distances):
         raise ValueError("no objects, so none is the closest")
@@ -33,9 +33,9 @@ def clevr_distance(pixel_coords: np.ndarray) -> int:
 
 
 def kitti_distance(types: np.ndarray, locations: np.ndarray) -> int:
-    """The class of the closest car's, van's or truck's distance; from (n,) and x, y, z in metres of each, (3n,).
+    """The class of the closest car's, van's or truck's distance; from types (n,) and x, y, z in metres of each, (3n,).
 
-    The last class is that of pictures without any.
+    The last class is for pictures without any of them.
     """
     distances = locations.reshape(-1, 3)[types < _VEHICLES, 2]
     return last_exceeded(KITTI_METRES, float(min(distances, default=_NO_VEHICLE)))
@@ -47,12 +47,12 @@ def dsprites_location(label_x_position: np.ndarray) -> int:
 
 
 def dsprites_orientation(label_orientation: np.ndarray) -> int:
-    """40 orientations in 16 bins, of three and two in turn."""
+    """40 orientations in 16 bins, alternately of three and two."""
     return binned(stated(label_orientation), 40, 16)
 
 
 def last_exceeded(thresholds: tuple[float, ...], value: float) -> int:
-    """The number of the last threshold that a value exceeds; one that it equals it does not exceed."""
+    """The number of the last threshold that is strictly below a value."""
     exceeded = [number for number, threshold in enumerate(thresholds) if threshold < value]
     if not exceeded:
         raise ValueError(f"a distance of {value:g}; expected more than {thresholds[0]:g}")
@@ -60,7 +60,7 @@ def last_exceeded(thresholds: tuple[float, ...], value: float) -> int:
 
 
 def binned(label: int, labels: int, bins: int) -> int:
-    """The bin of a label, `labels` of them being put into so many bins of neighbours."""
+    """The bin of a label when `labels` consecutive labels are divided into `bins` bins."""
     if not 0 <= label < labels:
         raise ValueError(f"label {label}; expected 0 to {labels - 1}")
     return int(label // (labels / bins))

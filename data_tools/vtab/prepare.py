@@ -33,7 +33,7 @@ SMALL, TEST = "train800val200", "test"
 VIEWS = ("train800", "val200")
 DATASETS = (SMALL, *VIEWS, TEST)
 
-_QUALITY = 100  # most tasks have PNGs, which shards hold as JPEGs: as little as possible is to be lost
+_QUALITY = 100  # most tasks have PNGs, which shards hold as JPEGs: lose as little as possible
 _TAKES = Takes()
 
 Rows = Mapping[str, Sequence[range]]
@@ -42,13 +42,13 @@ Rows = Mapping[str, Sequence[range]]
 
 @dataclass(frozen=True)
 class Prepared:
-    """What became of a task.
+    """The result of preparing a task.
 
     Attributes:
-        task: its name.
-        search: for a copy; None where the datasets were there already.
-        counts: images of each dataset; empty where no copy was found.
-        doubt: why the 1,000 are not the published ones; None where they are, or where a list of ids says which.
+        task: the task's name.
+        search: the search for a copy; None if the datasets were already there.
+        counts: number of images in each dataset; empty if no copy was found.
+        doubt: why the 1,000 are not the published ones; None if they are, or if a list of ids selected them.
     """
 
     task: str
@@ -66,15 +66,15 @@ def prepare(
     pinned: Ids | None = None,
     takes: Takes = _TAKES,
 ) -> Prepared:
-    """Prepare one task in OUT/TASK, or go on with doing so.
+    """Prepare one task in OUT/TASK, or continue doing so.
 
     Args:
-        task: its name.
+        task: the task's name.
         folders: where a copy may be.
         out: the folder of all tasks.
         machine: how conversion is run.
-        console: where it tells of progress.
-        pinned: take exactly these images.
+        console: where progress is shown.
+        pinned: a list of ids: take exactly these images.
         takes: how many images the two small parts have.
 
     Raises:
@@ -112,12 +112,12 @@ def prepare(
 
 
 def is_prepared(place: Path) -> bool:
-    """Whether all of a task is in its folder."""
+    """Whether a task is completely prepared in its folder."""
     return all((place / name).is_file() for name in (IDS_NAME, *(f"{one}/{MANIFEST_NAME}" for one in DATASETS)))
 
 
 def verify_prepared(place: Path) -> list[str]:
-    """What is wrong with a prepared task, a line each: its datasets against each other and against its list of ids."""
+    """Problems of a prepared task, one per line: its datasets are checked against each other and the list of ids."""
     ids = Ids.read(place / IDS_NAME)
     problems = []
     held = {name: _samples(place / name) for name in DATASETS}
@@ -135,7 +135,7 @@ def verify_prepared(place: Path) -> list[str]:
 def chosen_rows(opened: OpenCopy, takes: Takes, pinned: Ids | None) -> tuple[dict[str, Rows], Rows]:
     """The images of the two small parts, by name, and those of the test part.
 
-    Raises DataError where there are not as many, where one would be in two parts, or where `pinned` names others.
+    Raises DataError if there are too few images, if one would be in two parts, or if `pinned` names others.
     """
     copy = opened.copy
     test = {copy.test.split: [copy.test.rows(opened.size(copy.test.split))]}
@@ -160,10 +160,10 @@ def chosen_rows(opened: OpenCopy, takes: Takes, pinned: Ids | None) -> tuple[dic
 
 
 def _located(opened: OpenCopy, pinned: Ids, test: Rows) -> dict[str, Rows]:
-    """Where the images of a list are: by their keys, or if those are not all there, or are other images, by pixels."""
+    """Places of a list's images: by keys or, if some keys are missing or belong to other images, by pixels."""
     kept_apart = set(_numbers(test))
     splits = dict.fromkeys((opened.copy.train.split, opened.copy.val.split))
-    pool = partial(_all_but, kept_apart, opened, splits)  # not kept: images may come with their bytes
+    pool = partial(_all_but, kept_apart, opened, splits)  # iterated anew each time: images may carry their bytes
     places = {found.key: [(found.split, found.number)] for found in pool()}
     if all(entry.key in places for entries in pinned.parts.values() for entry in entries):
         located = {part: _rows(places, [entry.key for entry in entries]) for part, entries in pinned.parts.items()}
@@ -183,7 +183,7 @@ def _located(opened: OpenCopy, pinned: Ids, test: Rows) -> dict[str, Rows]:
 
 
 def _rows(places: Mapping[Any, list[tuple[str, int]]], names: Iterable[Any]) -> Rows:
-    """Where the images of these names are; of several with one name the first that is left."""
+    """Places of the images with these names; of several with the same name, the first not yet used."""
     numbers: dict[str, list[int]] = defaultdict(list)
     for name in names:
         split, number = places[name].pop(0)
@@ -218,7 +218,7 @@ def _list_of(opened: OpenCopy, small: Mapping[str, Rows], pinned: Ids | None) ->
 
 
 def _write_list(place: Path, ids: Ids) -> None:
-    """Write the list of ids, unless it is there. Raises RecipeError where another one is."""
+    """Write the list of ids, unless it exists. Raises RecipeError if a different one does."""
     if not (place / IDS_NAME).exists():
         place.mkdir(parents=True, exist_ok=True)
         ids.write(place)
@@ -263,12 +263,12 @@ def _counts(place: Path) -> dict[str, int]:
 
 
 def _write_view(place: Path, name: str, keys: set[str]) -> None:
-    """A manifest of the samples with these keys. One that is complete stays as it is."""
+    """Write a manifest of the samples with these keys, unless there is a complete one."""
     folder = place / name
     if (folder / MANIFEST_NAME).exists():
         return
     if folder.is_dir():
-        for path in folder.glob("*.excluded.npy"):  # of an attempt that was killed
+        for path in folder.glob("*.excluded.npy"):  # from an attempt that was killed
             path.unlink()
     whole = Manifest.load(place / SMALL)
     with View(whole, str(folder)) as view:

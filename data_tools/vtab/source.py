@@ -31,14 +31,14 @@ _LABEL_COLUMNS = ("label", "fine_label", "labels")  # Hugging Face's CIFAR-100 h
 
 @dataclass(frozen=True)
 class LineListSource:
-    """Images in lists of `path label`, paths from the list's own folder. Content is the path."""
+    """Images in lists of `path label`, with paths relative to the list's folder. Content is the path."""
 
     parts: tuple[str, ...]
     streams: bool = False
     class_names: tuple[str, ...] | None = None
 
     def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
-        """The images in order. Raises DataError for a line that is none of these."""
+        """The images in order. Raises DataError for a line of another form."""
         where = self.parts[part]
         with reading(where), Path(where).open(encoding="utf-8", errors="surrogateescape") as lines:
             for number, line in enumerate(lines, 1):
@@ -54,7 +54,7 @@ class LineListSource:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is taken of one file: a part of the source of a split, and the numbers of its images, ascending."""
+    """The images taken from one file: a part of a split's source, and the numbers of its images, ascending."""
 
     source: Source
     part: int
@@ -68,13 +68,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class PartSource:
-    """The images of a part of a task. Keys are those of the copy behind the name of their split.
+    """The images of a part of a task. Keys are the copy's own, prefixed by the name of their split.
 
     Attributes:
-        task: its name.
-        pieces: of the files with its images.
-        known_names: the classes in order as the copy names them; None where it numbers them.
-        class_names: by label, as the dataset will have them.
+        task: the task's name.
+        pieces: the pieces of the files that hold its images.
+        known_names: the classes in the order in which the copy names them; None if it numbers them.
+        class_names: names by label, as the dataset will have them.
     """
 
     task: str
@@ -223,7 +223,7 @@ class FoundImage:
 
     @property
     def label(self) -> int:
-        """The number of its class."""
+        """Its class number."""
         return self.source.label_of(self.item)
 
     def read(self) -> bytes:

@@ -1,8 +1,8 @@
-"""Where the images of VTAB-1k's 19 tasks come from: dataset, slices, label rule, and where people get it.
+"""The origin of the images of VTAB-1k's 19 tasks: dataset, slices, label rule, and where to get the data.
 
 Slices are those of google-research/task_adaptation: the first 800 of the training part, the first 200 of the
 validation part, and the whole test part, in the order of TensorFlow Datasets (TFDS). Where TFDS has no validation
-split, the original cuts one off: a number such as 90 below is where, in percent of the split.
+split, the original cuts one off: a number such as 90 below is the cut's position, in percent of the split.
 """
 
 from collections.abc import Mapping
@@ -46,18 +46,18 @@ _STATED = LabelRule(("label",), stated)
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the images of a task come from.
+    """The origin of a task's images.
 
     Attributes:
-        tfds: name of the dataset in TFDS, and of its configuration behind a /.
-        version: that the order of the images is published for; `3` stands for any 3.x.y.
-        splits: all that TFDS has.
-        train, val, test: the three parts, by these splits. The small parts take the first of `train` and `val`.
-        rule: what the label follows from.
-        class_names: in order, where neither dataset nor folders say them; None for those that do.
-        is_binary: pixels are 0 and 1, and are stored as 0 and 255.
-        folders: what a folder of the task may be called, beside its own name.
-        tars: behind `wds_vtab-`, the name that CLIP_benchmark gives it.
+        tfds: name of the dataset in TFDS, with its configuration after a /.
+        version: the version that the published order of images belongs to; `3` stands for any 3.x.y.
+        splits: all splits in TFDS.
+        train, val, test: the slices for the three parts. The small parts take the first images of `train` and `val`.
+        rule: computes the label from an example's features.
+        class_names: names in order, where neither dataset nor folders give them; None otherwise.
+        is_binary: whether pixels are 0 and 1, and are stored as 0 and 255.
+        folders: names that a folder of the task may have, besides its own name.
+        tars: CLIP_benchmark's name for it, after `wds_vtab-`.
         get: where people get the data.
     """
 
@@ -201,7 +201,7 @@ ORIGINS: Mapping[str, Origin] = {
 
 
 def folder_names(task: str) -> tuple[str, ...]:
-    """What a folder with the images of one task may be called."""
+    """The names that a folder with the images of one task may have."""
     origin = ORIGINS[task]
     shared = sum(other.tfds == origin.tfds for other in ORIGINS.values()) > 1
     return tuple(dict.fromkeys((task, *origin.folders, *(() if shared else (origin.tfds_name,)))))
