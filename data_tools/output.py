@@ -44,7 +44,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Output:
-    """The place that a conversion writes to. Travels to every worker.
+    """The place that a conversion writes to. Sent to every worker.
 
     Attributes:
         where: folder or URL.
@@ -102,17 +102,17 @@ class Output:
 
     @staticmethod
     def marker_name(task: int) -> str:
-        """Name of what says that a task is done, in `done/`."""
+        """Name of a task's marker in `done/`, which says that the task is done."""
         return f"{task:06d}.json"
 
     @staticmethod
     def rejects_name(task: int) -> str:
-        """Piece of state with what a task could not store."""
+        """Piece of state with the images that a task could not store."""
         return f"done/{task:06d}.rejects.parquet"
 
     @staticmethod
     def decisions_name(task: int) -> str:
-        """Piece of state with what a task has left out, or narrowly has not; only if there is any."""
+        """Piece of state with a task's decisions: images left out, and near misses; only if there are any."""
         return f"done/{task:06d}.dedup.parquet"
 
     @staticmethod
@@ -121,11 +121,11 @@ class Output:
         return f"done/{task:06d}.dedup.json"
 
     def mark_done(self, text: str, task: int) -> None:
-        """Say that a task is done, and how."""
+        """Record that a task is done, with its report."""
         self.mark(f"done/{self.marker_name(task)}", text)
 
     def read_marker(self, task: int) -> bytes:
-        """What `mark_done` said."""
+        """The text that `mark_done` wrote."""
         return storage.read_bytes(self.state(f"done/{self.marker_name(task)}"))
 
     def sizes_of_state(self, folder: str) -> dict[str, int]:

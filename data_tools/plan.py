@@ -44,16 +44,16 @@ class Plan:
     """What is to be done.
 
     Attributes:
-        folder: where it is written down.
-        splits: the data sets, in order.
-        class_names: by label.
-        several_labels: whether any image has more than one.
-        shard_samples, shuffle_seed: as asked for, or probed.
-        ignored: files that are no images, by reason.
-        unlabelled: images without a label.
-        notes: what is odd about the classes.
+        folder: the plan's folder.
+        splits: the datasets, in order.
+        class_names: names by label.
+        several_labels: whether any image has more than one label.
+        shard_samples, shuffle_seed: as requested, or probed.
+        ignored: number of files that are not images, by reason.
+        unlabelled: number of images without a label.
+        notes: oddities of the classes.
         parts: name and fingerprint of every part of the source that the plan refers to.
-        sha256: over order, keys and labels of all images, and the class names.
+        sha256: digest of the order, keys and labels of all images, and the class names.
     """
 
     folder: Path

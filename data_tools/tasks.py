@@ -20,11 +20,11 @@ class TaskRunner:
     """What the tasks of a plan are run with.
 
     Attributes:
-        plan, request, output: of the conversion.
+        plan, request, output: the conversion's plan, request and output.
         reader: what images are read from.
-        engine: what runs the tasks.
-        max_reject_rate: share of the plan's images that may be impossible to store.
-        console: shows how far the tasks are.
+        engine: runs the tasks.
+        max_reject_rate: the share of the plan's images that may be impossible to store.
+        console: shows progress.
     """
 
     plan: Plan
