@@ -27,7 +27,7 @@ LIMIT = 0.005
 
 def work(rank: int, ranks: int, port: int, model: str, batch: int, zero: int, rounds: int, folder: Path) -> None:
     """A rank; rank 0 writes the seconds of each update to a file."""
-    from vitscale.training.plan import open_loader, plan_run
+    from vitscale.training.run_plan import open_loader, plan_run
     from vitscale.training.trainer import Trainer
 
     recipe = make_recipe(model, batch, ranks, folder=str(folder), parallelism={"zero_stage": zero})

@@ -27,7 +27,7 @@ from data_tools.dedup.closest import Pair
 from data_tools.dedup.embedding import Embedder
 from data_tools.dedup.fingerprint import fingerprint
 from data_tools.dedup.hamming import BITS, near_pairs, words
-from data_tools.dedup.index import Index
+from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.pair_sheet import write_pair_sheet
 from data_tools.dedup.pictures import small_picture
 from data_tools.dedup.variants import window_of
@@ -57,7 +57,7 @@ class Judged:
     test_images: int
     flagged: int
     removed_pairs: dict[tuple[str, str], tuple[str, int, float]]
-    index: Index
+    index: FingerprintIndex
 
     def nearest(self, train_file: bytes, test_key: str) -> tuple[str, int, float]:
         """How far a pair is that was not removed: distance of the nearest hashes, and correlation from there."""
@@ -91,7 +91,7 @@ def deduplicate(name: str, test: Path, train: Path, out: Path, embedder: Embedde
         removed_pairs={
             (row["train_key"], row["test_key"]): (row["tier"], row["distance"], row["correlation"]) for row in rows
         },
-        index=Index(index),
+        index=FingerprintIndex(index),
     )
 
 

@@ -22,7 +22,7 @@ from PIL import Image
 
 from data_tools.dedup.against import Candidate
 from data_tools.dedup.building import TestSource, build_index
-from data_tools.dedup.index import Index
+from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.match import Match
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.variants import LEVELS, variants_of
@@ -68,7 +68,7 @@ def spread(photos: tuple[Photo, ...], count: int) -> list[Photo]:
     return [photos[i] for i in np.linspace(0, len(photos) - 1, count).astype(int)]
 
 
-def index_of(photos: list[Photo], level: int, folder: Path, workers: int) -> Index:
+def index_of(photos: list[Photo], level: int, folder: Path, workers: int) -> FingerprintIndex:
     """A test set of these photos."""
     files = folder / f"photos-{level}"
     for photo in photos:
@@ -77,7 +77,7 @@ def index_of(photos: list[Photo], level: int, folder: Path, workers: int) -> Ind
         path.write_bytes(photo.content)
     out = folder / f"index-{level}"
     build_index([TestSource("photos", str(files), FolderSource((str(files),)), "photo", level)], out, workers=workers)
-    return Index(out)
+    return FingerprintIndex(out)
 
 
 def seen(content: bytes) -> Candidate:
@@ -87,7 +87,7 @@ def seen(content: bytes) -> Candidate:
     return Candidate.of(stored, content)
 
 
-def recall(photos: list[Photo], indexes: list[Index]) -> dict[str, list[float]]:
+def recall(photos: list[Photo], indexes: list[FingerprintIndex]) -> dict[str, list[float]]:
     """Share of the photos that are found in each index, by kind of edit."""
     matchers = [Matcher([index]) for index in indexes]
     found = {}
@@ -108,7 +108,7 @@ def recall(photos: list[Photo], indexes: list[Index]) -> dict[str, list[float]]:
     return found
 
 
-def strangers(photos: list[Photo], index: Index, names: tuple[str, ...]) -> tuple[int, int, list[Match]]:
+def strangers(photos: list[Photo], index: FingerprintIndex, names: tuple[str, ...]) -> tuple[int, int, list[Match]]:
     """Photos that are not in the index, as they are and edited: pairs of images, pairs of hashes, and false matches."""
     matcher = Matcher([index])
     made = edits()

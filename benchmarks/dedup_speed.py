@@ -29,7 +29,7 @@ from data_tools.dedup.against import Candidate, name_indexes
 from data_tools.dedup.building import TestSource, build_index
 from data_tools.dedup.fingerprint import fingerprint
 from data_tools.dedup.hamming import near_pairs, words
-from data_tools.dedup.index import Index
+from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.variants import DEFAULT_LEVEL, variants_of
 from data_tools.images import ImageOptions, StoredImage, store_image
@@ -84,7 +84,7 @@ def measure(folder: Path, out: Path, index_path: Path, rounds: int) -> dict[str,
     contents = [path.read_bytes() for path in sorted(folder.iterdir())]
     pictures = [stored.pixels for stored in map(store_image, contents) if isinstance(stored, StoredImage)]
     recode = ImageOptions(pass_through=False)
-    index = Index(index_path)
+    index = FingerprintIndex(index_path)
     ways: dict[str, Callable[[], object]] = {
         "passing through": lambda: convert_one_shard(folder, out, ImageOptions()),
         "passing through, compared": lambda: convert_one_shard(folder, out, ImageOptions(), against),
@@ -134,7 +134,7 @@ def main() -> None:
             index_path = Path(temporary) / f"index-{level}"
             source = TestSource("tiles", str(tests), FolderSource((str(tests),)), "photo", level)
             build_index([source], index_path, workers=len(os.sched_getaffinity(0)))
-            hashes = Index(index_path).hashes.shape[1]
+            hashes = FingerprintIndex(index_path).hashes.shape[1]
             taken = measure(train, Path(temporary) / "out", index_path, options.rounds)
             found = {"images_per_s": median_interval(len(clothing) / one for one in taken["bytes to decision"])}
             for key, name in (("pass_through_ratio", "passing through"), ("transcoding_ratio", "transcoding")):

@@ -31,7 +31,7 @@ from vitscale.flops.accounting import training_flops_per_image
 from vitscale.flops.hardware import find_device
 from vitscale.flops.work import recipe_work
 from vitscale.shards import Manifest
-from vitscale.training.pace import Pace
+from vitscale.training.step_timer import StepTimer
 
 MODELS = ("ViT-H/14", "ViT-L/16", "ViT-B/16")
 BATCH, CLASSES = 64, 1000
@@ -58,7 +58,7 @@ def consume(manifest: Manifest, rate: float, seconds: float, threads: int, cache
         reading=reading,
         digest=True,
     ) as loader:
-        pace, busy = Pace(0), 0
+        pace, busy = StepTimer(0), 0
         batches: Iterator[Batch] = pace.timed(loader)
         for step, _ in enumerate(batches):
             if step == FILLED:

@@ -17,7 +17,7 @@ import sys
 import time
 
 from vitscale.launch.first_node import FirstNode
-from vitscale.launch.nodes import Account, Decision, Place
+from vitscale.launch.nodes import Account, Decision, ThisNode
 from vitscale.launch.supervisor import Supervisor
 from vitscale.machine import free_port
 
@@ -69,7 +69,9 @@ def main() -> None:
 def be_node_0(given: argparse.Namespace) -> None:
     """Meet, watch until a node is lost, and end with all others."""
     began = time.monotonic()
-    first = FirstNode(Place(0, given.nodes, "127.0.0.1", int(given.port)), None, Supervisor(), silence_s=given.silence)
+    first = FirstNode(
+        ThisNode(0, given.nodes, "127.0.0.1", int(given.port)), None, Supervisor(), silence_s=given.silence
+    )
     layout = first.meet(8, is_asked_for=False)
     assert layout is not None
     met = time.monotonic()

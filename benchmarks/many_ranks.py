@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from vitscale.checkpoint import CheckpointReader, CheckpointStore, Fragment, Index
+from vitscale.checkpoint import CheckpointIndex, CheckpointReader, CheckpointStore, Fragment
 from vitscale.objectives import build_objective
 from vitscale.recipe import load_recipe
-from vitscale.runs.index import index_text, parse_index
+from vitscale.runs.checkpoint_index import index_text, parse_index
 from vitscale.runs.names import step_folder
 
 KINDS = ["master", "exp_avg", "exp_avg_sq"]
@@ -97,7 +97,7 @@ def main() -> None:
 def measured(folder: Path, names: list[str], recipe: dict[str, Any], ranks: int, readers: int) -> dict[str, float]:
     """Of one checkpoint."""
     shapes = {name: [ranks] for name in names}
-    index = Index(1, ranks, shapes, KINDS, 1, recipe, {}, {"vitscale": "0"})
+    index = CheckpointIndex(1, ranks, shapes, KINDS, 1, recipe, {}, {"vitscale": "0"})
     own = {kind: torch.ones(1) for kind in KINDS}
     writing, place = Meeting(ranks), folder / "checkpoints"
 

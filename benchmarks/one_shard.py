@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from data_tools.conversion_plan import PLAN
 from data_tools.dedup.against import NamedIndex
 from data_tools.images import ImageOptions
 from data_tools.output import Output
-from data_tools.plan import PLAN
 from data_tools.shard_task import ShardReport, ShardTask
 from data_tools.sources.folder import FolderSource
 

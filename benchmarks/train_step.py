@@ -95,7 +95,7 @@ def trainer_step(options: argparse.Namespace, folder: Path) -> Callable[[], floa
     from vitscale.data import on_device
     from vitscale.machine import free_port
     from vitscale.shards.generated import write_generated_dataset
-    from vitscale.training.plan import open_loader, plan_run
+    from vitscale.training.run_plan import open_loader, plan_run
     from vitscale.training.trainer import Trainer
 
     write_generated_dataset(folder / "train", [2 * options.batch])

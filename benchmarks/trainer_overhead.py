@@ -33,8 +33,8 @@ def work(_: int, model: str, batch: int, rounds: int, folder: Path) -> None:
     from vitscale.machine import free_port
     from vitscale.models import weight_dtype
     from vitscale.shards.generated import write_generated_dataset
-    from vitscale.training.pace import Pace
-    from vitscale.training.plan import open_loader, plan_run
+    from vitscale.training.run_plan import open_loader, plan_run
+    from vitscale.training.step_timer import StepTimer
     from vitscale.training.trainer import Trainer
 
     write_generated_dataset(folder / "train", [8 * batch])
@@ -58,7 +58,7 @@ def work(_: int, model: str, batch: int, rounds: int, folder: Path) -> None:
                 loss.item()
 
         def whole(number: int) -> None:
-            pace = Pace(trainer.state.step)
+            pace = StepTimer(trainer.state.step)
             for batch in pace.timed(islice(batches, number)):
                 trainer.take_step(batch, pace)
 

@@ -20,12 +20,12 @@ import PIL
 from rich.console import Console
 from rich.markup import escape
 
+from data_tools.conversion_plan import ConversionPlan
 from data_tools.dedup.against import NamedIndex, open_matcher
 from data_tools.finishing import Outcome, finish, reports_of, totals_of
 from data_tools.locks import ALL_TASKS, alone, claimed
 from data_tools.machine import Machine
 from data_tools.output import Output
-from data_tools.plan import Plan
 from data_tools.planning import Begun, Planner
 from data_tools.probe import Probe
 from data_tools.report import say
@@ -89,7 +89,7 @@ def merge(out: str | Path, max_reject_rate: float, work: Path | None = None) -> 
             return Outcome({}, totals_of([], {}), was_complete=True)
         if begun is None or begun.plan is None:
             raise RecipeError(f"--merge {out}: no unfinished conversion there")
-        plan = Plan.from_json(begun.plan, output.work)
+        plan = ConversionPlan.from_json(begun.plan, output.work)
         dedup = tuple(map(NamedIndex.from_json, begun.indexes))
         _open_indexes(dedup, str(out))
         _create(output)
@@ -100,7 +100,7 @@ def merge(out: str | Path, max_reject_rate: float, work: Path | None = None) -> 
             return finish(output, plan, reports, max_reject_rate, dedup, totals)
 
 
-def dry_run(request: Request, out: str | Path, machine: Machine, console: Console) -> tuple[Plan, Probe]:
+def dry_run(request: Request, out: str | Path, machine: Machine, console: Console) -> tuple[ConversionPlan, Probe]:
     """What `convert` would write, without writing anything to `out`; and what the first images came to.
 
     A source that can only be streamed is copied to a temporary folder, as `convert` would copy it. Raises as `convert`.
@@ -141,7 +141,7 @@ def _convert(request: Request, source: Source, output: Output, machine: Machine,
     return finish(output, plan, reports, machine.max_reject_rate, request.dedup, totals)
 
 
-def _announce(plan: Plan, mine: int, done: int, request: Request, machine: Machine, console: Console) -> None:
+def _announce(plan: ConversionPlan, mine: int, done: int, request: Request, machine: Machine, console: Console) -> None:
     """Say what is to be done, how many of this machine's tasks were done before, and what will not be noticed."""
     say(
         console,

@@ -13,13 +13,13 @@ from rich.table import Table
 
 from data_tools.classes import read_classes
 from data_tools.conversion import convert, dry_run, merge
+from data_tools.conversion_plan import ConversionPlan
 from data_tools.dedup.against import name_indexes, open_matcher
 from data_tools.dedup.report import tables
 from data_tools.finishing import Outcome
 from data_tools.images import JPEG_QUALITY, ImageOptions
 from data_tools.locks import ALL_TASKS, TaskRange
 from data_tools.machine import Engine, Machine
-from data_tools.plan import Plan
 from data_tools.probe import MAX_SHARD_SAMPLES, Probe
 from data_tools.quantities import parse_bytes, parse_count
 from data_tools.report import say, summary
@@ -227,7 +227,7 @@ def _note(console: Console, notes: Sequence[str]) -> None:
         say(console, f"note: {escape(note)}")
 
 
-def _forecast(plan: Plan, probed: Probe, workers: int, starting: float) -> Table:
+def _forecast(plan: ConversionPlan, probed: Probe, workers: int, starting: float) -> Table:
     """What a dry run says. `starting`: seconds that this process took to start, and that its workers then take."""
     table = Table(title="a dry run: nothing was written", title_justify="left", show_header=False)
     table.add_column(style="bold")

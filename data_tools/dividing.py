@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from data_tools.views import View
+from data_tools.views import ViewWriter
 from vitscale.errors import DataError, RecipeError
 from vitscale.recipe.shares import by_largest_remainder
 from vitscale.shards import Manifest
@@ -74,7 +74,7 @@ def write_parts(dataset: str, out: str, parts: Sequence[Part], seed: int = 0) ->
             f"{dataset}"
         )
     with ExitStack() as stack:
-        views = [stack.enter_context(View(whole, join(out, part.name))) for part in parts]
+        views = [stack.enter_context(ViewWriter(whole, join(out, part.name))) for part in parts]
         part_of = _divided(whole, counts, seed)
         try:
             return [_write(whole, view, number, part_of) for number, view in enumerate(views)]
@@ -107,7 +107,7 @@ def _divided(whole: Manifest, counts: Sequence[int], seed: int) -> list[tuple[np
     return list(zip(slots, np.split(part_of, borders), strict=True))
 
 
-def _write(whole: Manifest, view: View, number: int, part_of: list[tuple[np.ndarray, np.ndarray]]) -> Manifest:
+def _write(whole: Manifest, view: ViewWriter, number: int, part_of: list[tuple[np.ndarray, np.ndarray]]) -> Manifest:
     kept = [slots[parts == number] for slots, parts in part_of]
     shards = tuple(view.entry(index, slots) for index, slots in enumerate(kept) if len(slots))
     content = {name: getattr(whole, name) for name in Manifest.model_fields}

@@ -12,11 +12,11 @@ from pathlib import Path
 import pyarrow as pa
 from rich.table import Table
 
+from data_tools.conversion_plan import ConversionPlan
 from data_tools.dedup.against import Findings, NamedIndex, open_matcher
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.report import tables, write_report
 from data_tools.output import REPORT_FOLDER, Output
-from data_tools.plan import Plan
 from data_tools.report import Totals
 from data_tools.shard_task import ShardReport
 from vitscale import storage
@@ -62,7 +62,7 @@ def reports_of(output: Output, tasks: Iterable[int]) -> dict[int, ShardReport]:
 
 def finish(
     output: Output,
-    plan: Plan,
+    plan: ConversionPlan,
     reports: dict[int, ShardReport],
     max_reject_rate: float,
     dedup: tuple[NamedIndex, ...],
@@ -169,7 +169,7 @@ def _findings(output: Output, reports: Iterable[ShardReport]) -> Iterator[Findin
                 yield Findings.from_json(json.loads(content))
 
 
-def refuse_rejects(output: Output, plan: Plan, reports: dict[int, ShardReport], max_rate: float) -> None:
+def refuse_rejects(output: Output, plan: ConversionPlan, reports: dict[int, ShardReport], max_rate: float) -> None:
     """Raise DataError: more images than allowed cannot be stored.
 
     Tasks with images that could not even be read are marked to be repeated: a disk may have been away.

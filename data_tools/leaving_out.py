@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from data_tools.views import View
+from data_tools.views import ViewWriter
 from vitscale import storage
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest, ShardEntry
@@ -33,7 +33,7 @@ def write_without(manifest: Manifest, uids: np.ndarray, out: str, beside: Mappin
     told = {"samples": len(uids), "of": manifest.sha256, LIST_NAME: hashlib.sha256(listed).hexdigest()}
     content = {name: getattr(manifest, name) for name in Manifest.model_fields}
     try:
-        with View(manifest, out) as view:
+        with ViewWriter(manifest, out) as view:
             entries = tuple(entries_without(view, manifest, uids))
             for name, text in {LIST_NAME: listed, **beside}.items():
                 view.add(name, text)
@@ -66,7 +66,7 @@ def remaining_shards(manifest: Manifest, uids: np.ndarray) -> Iterator[int]:
             yield index
 
 
-def entries_without(view: View, manifest: Manifest, uids: np.ndarray) -> list[ShardEntry]:
+def entries_without(view: ViewWriter, manifest: Manifest, uids: np.ndarray) -> list[ShardEntry]:
     """What is left of a dataset's shards, as entries of a view of it.
 
     Args:

@@ -19,15 +19,15 @@ import pyarrow as pa
 from rich.console import Console
 from rich.markup import escape
 
+from data_tools.conversion_plan import ConversionPlan, write_plan
 from data_tools.dedup.against import NamedIndex
 from data_tools.engines.inline import run_inline
 from data_tools.engines.task import Run
 from data_tools.listing import ListingTask, PartSummary, Spool, fingerprint
 from data_tools.order import order_images
 from data_tools.output import CONVERSION_NAME, Output
-from data_tools.plan import Plan, write_plan
 from data_tools.probe import PROBED, Probe, probe
-from data_tools.report import ProgressView, say
+from data_tools.report import ProgressDisplay, say
 from data_tools.request import Request, refuse_changed
 from data_tools.shard_task import Reader
 from data_tools.sources import Source
@@ -93,7 +93,7 @@ class Planner:
         """What images are read from once they are listed."""
         return Spool(self._listing) if self.source.streams else self.source
 
-    def plan(self, *, allow_unlabelled: bool = False) -> Plan:
+    def plan(self, *, allow_unlabelled: bool = False) -> ConversionPlan:
         """The plan that the output was begun with, or a new one.
 
         `allow_unlabelled`: whether any share of the images may be without a label where others have one.
@@ -103,7 +103,7 @@ class Planner:
             DataError, StorageError: what listing raises.
         """
         self._claim_work_folder(self._begin())
-        plan = Plan.load(self.output.work)
+        plan = ConversionPlan.load(self.output.work)
         if plan is None:
             plan, _ = self._make(probes=self.request.shard_bytes is not None, allow_unlabelled=allow_unlabelled)
             if not self.source.streams:
@@ -113,7 +113,7 @@ class Planner:
         self._agree(plan)
         return plan
 
-    def trial(self) -> tuple[Plan, Probe]:
+    def trial(self) -> tuple[ConversionPlan, Probe]:
         """A plan in the work folder alone, and what its first images come to. Raises as `plan`."""
         plan, probed = self._make(probes=True, dedup=self.request.dedup, allow_unlabelled=True)
         assert probed is not None
@@ -141,7 +141,7 @@ class Planner:
             (work / "plan.json").unlink(missing_ok=True)
             write_text(work / _REQUEST_FILE, mine)
 
-    def _agree(self, plan: Plan) -> None:
+    def _agree(self, plan: ConversionPlan) -> None:
         """Write the plan into the output's state. Raises RecipeError where another one is there by now."""
         begun = Begun.read(self.output)
         assert begun is not None
@@ -164,7 +164,7 @@ class Planner:
 
     def _make(
         self, *, probes: bool, allow_unlabelled: bool, dedup: tuple[NamedIndex, ...] = ()
-    ) -> tuple[Plan, Probe | None]:
+    ) -> tuple[ConversionPlan, Probe | None]:
         """A new plan, and, where asked for, what its first images come to, compared with indexes."""
         request, parts = self.request, self._list()
         ordered = order_images(
@@ -212,7 +212,7 @@ class Planner:
                 tasks.append(ListingTask(source, number, folder, self.request.shuffle_seed, f"{name} {state}"))
         # A process would take longer to start than one part to list.
         engine = run_inline if len(parts) == 1 and not source.streams else self.engine
-        with ProgressView(self.console, "listing", None) as view:
+        with ProgressDisplay(self.console, "listing", None) as view:
             for _ in engine(tasks, view.update):
                 pass
         return parts

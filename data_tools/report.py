@@ -32,7 +32,7 @@ class Totals:
         return vars(self) | {"seconds": round(self.seconds, 3), "ignored": dict(self.ignored)}
 
 
-class ProgressView:
+class ProgressDisplay:
     """A bar on a terminal, a line every ten seconds elsewhere; both with images/s and the time left.
 
     `images` is None where nobody knows how many there are.
@@ -56,7 +56,7 @@ class ProgressView:
                 expand=True,
             )
 
-    def __enter__(self) -> "ProgressView":
+    def __enter__(self) -> "ProgressDisplay":
         if self._bar is not None:
             self._bar.start()
             self._task = self._bar.add_task("", total=self._images, rate=0.0, rejected=0)

@@ -4,7 +4,7 @@ Conversion shuffles once, so the first samples of a dataset are a random subset 
 every larger one.
 """
 
-from data_tools.views import View
+from data_tools.views import ViewWriter
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest, ShardEntry
 
@@ -26,7 +26,7 @@ def write_subset(dataset: str, out: str, count: int) -> Manifest:
     if not 1 <= count <= whole.num_samples:
         raise RecipeError(f"a subset of {count:,} samples: {dataset} has {whole.num_samples:,}")
     try:
-        with View(whole, out) as view:
+        with ViewWriter(whole, out) as view:
             shards: list[ShardEntry] = []
             left = count
             for index, entry in enumerate(whole.shards):

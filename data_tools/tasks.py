@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
+from data_tools.conversion_plan import ConversionPlan
 from data_tools.engines.task import Run
 from data_tools.finishing import refuse_rejects
 from data_tools.output import Output
-from data_tools.plan import Plan
-from data_tools.report import ProgressView
+from data_tools.report import ProgressDisplay
 from data_tools.request import Request
 from data_tools.shard_task import Reader, ShardReport, ShardTask
 from vitscale.wording import counted
@@ -27,7 +27,7 @@ class TaskRunner:
         console: shows progress.
     """
 
-    plan: Plan
+    plan: ConversionPlan
     request: Request
     reader: Reader
     output: Output
@@ -71,7 +71,7 @@ class TaskRunner:
         )
         count = sum(self.plan.images_of(task) for task in tasks)
         rejected = sum(report.rejected for report in reports.values())
-        with ProgressView(self.console, "converting", count) as view:
+        with ProgressDisplay(self.console, "converting", count) as view:
             for report in self.engine(shard_tasks, view.update):
                 before = reports.get(report.task)
                 rejected += report.rejected - (before.rejected if before else 0)

@@ -16,7 +16,7 @@ from vitscale.files.durable import durable_file
 from vitscale.shards import MANIFEST_NAME, Adopted, ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry
 
 
-class View:
+class ViewWriter:
     """The place of a new view: a folder, or a URL beside the dataset.
 
     What it needs is written as it is asked for, and removed if the `with` block ends with an error.
@@ -37,7 +37,7 @@ class View:
             )
         self._here = out.rstrip("/")
 
-    def __enter__(self) -> "View":
+    def __enter__(self) -> "ViewWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

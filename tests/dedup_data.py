@@ -10,7 +10,7 @@ from PIL import Image
 from data_tools.dedup import building
 from data_tools.dedup.against import Candidate
 from data_tools.dedup.building import TestSource, build_index
-from data_tools.dedup.index import Index
+from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.settings import Preset
 from data_tools.engines.inline import run_inline
 from data_tools.images import StoredImage, store_image
@@ -63,12 +63,12 @@ def source_of(
     return TestSource(name, str(src), open_source(str(src), None, SourceOptions(unlabelled=True)), preset, level)
 
 
-def index_of(out: Path, sources: Sequence[TestSource]) -> Index:
+def index_of(out: Path, sources: Sequence[TestSource]) -> FingerprintIndex:
     """An index of test sets, built in this process, written to `out` and opened."""
     with pytest.MonkeyPatch.context() as patch:
         build_here(patch)
         build_index(sources, out, workers=1)
-    return Index(out)
+    return FingerprintIndex(out)
 
 
 def candidate(content: bytes, uid: int = 0, key: str = "") -> Candidate:

@@ -9,7 +9,7 @@ from vitscale.errors import DataError, RecipeError
 from vitscale.evaluation import Validation
 from vitscale.recipe import Recipe, load_recipe
 from vitscale.shards.generated import CLASS_NAMES, write_generated_dataset
-from vitscale.training.plan import plan_run
+from vitscale.training.run_plan import plan_run
 
 RECIPE = """
 model: {name: ViT-Ti/16}

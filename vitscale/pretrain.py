@@ -35,7 +35,7 @@ from vitscale.runs.names import default_run_dir  # noqa: E402
 
 if TYPE_CHECKING:
     from vitscale.training.distributed import World
-    from vitscale.training.plan import Plan
+    from vitscale.training.run_plan import RunPlan
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -118,9 +118,9 @@ def pretrain(options: argparse.Namespace) -> None:
             from vitscale.training import distributed
             from vitscale.training.branch import check_branch
             from vitscale.training.initial_weights import check_initial_weights
-            from vitscale.training.plan import plan_run
             from vitscale.training.precision import settle_precision
             from vitscale.training.progress import tell
+            from vitscale.training.run_plan import plan_run
             from vitscale.training.teacher import check_teacher
 
             smoke_data = run_dir / f"smoke-data-{world_size}"
@@ -149,7 +149,7 @@ def pretrain(options: argparse.Namespace) -> None:
 
 def train(
     recipe: Recipe,
-    plan: "Plan",
+    plan: "RunPlan",
     run_dir: Path,
     world: "World",
     interruption: Interruption | None = None,

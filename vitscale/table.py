@@ -52,7 +52,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class View:
+class ResultTable:
     """A table. People do not see columns without any value; programs get all columns.
 
     Attributes:
@@ -107,7 +107,7 @@ def percent(decimals: int, sign: str = "") -> Callable[[float], str]:
     return lambda value: f"{number(decimals, 0.01)(value)} %"
 
 
-def render(view: View, form: Form) -> None:
+def render(view: ResultTable, form: Form) -> None:
     """Print a table to stdout; in the forms other than "table", notes go to stderr and there is no legend."""
     _PRINTERS[form](view)
     if form != "table":
@@ -115,17 +115,17 @@ def render(view: View, form: Form) -> None:
             print(note, file=sys.stderr)
 
 
-def _print_json(view: View) -> None:
+def _print_json(view: ResultTable) -> None:
     print(json.dumps(view.bare_rows(), indent=1, allow_nan=False))
 
 
-def _print_csv(view: View) -> None:
+def _print_csv(view: ResultTable) -> None:
     writer = csv.DictWriter(sys.stdout, [column.key for column in view.columns], lineterminator="\n")
     writer.writeheader()
     writer.writerows(view.bare_rows())
 
 
-def _print_markdown(view: View) -> None:
+def _print_markdown(view: ResultTable) -> None:
     columns = view.shown_columns()
     lines = [[column.title for column in columns]]
     lines.append(["---" if column.is_text else "---:" for column in columns])
@@ -134,7 +134,7 @@ def _print_markdown(view: View) -> None:
         print(f"| {' | '.join(line)} |")
 
 
-def _print_table(view: View) -> None:
+def _print_table(view: ResultTable) -> None:
     console = Console(highlight=False)
     # Piped output has no terminal whose width would matter.
     room = console.width if console.is_terminal else _UNLIMITED
@@ -151,7 +151,7 @@ def _print_table(view: View) -> None:
         Console(highlight=False, width=room).print(Text(note))
 
 
-def fitted(console: Console, view: View, room: int) -> tuple[Table, list[Column]]:
+def fitted(console: Console, view: ResultTable, room: int) -> tuple[Table, list[Column]]:
     """The table for people, and the columns that were left out to make it at most `room` characters wide."""
     columns = view.shown_columns()
     hidden: list[Column] = []
@@ -173,7 +173,7 @@ def _width(console: Console, table: Table) -> int:
     return Measurement.get(console, console.options.update(width=_UNLIMITED), table).maximum
 
 
-def _table(view: View, columns: Sequence[Column]) -> Table:
+def _table(view: ResultTable, columns: Sequence[Column]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     for column in columns:
         justify: Literal["left", "right"] = "left" if column.is_text else "right"
@@ -189,7 +189,7 @@ def _styled(column: Column, row: Row) -> Text:
     return Text(column.cell(row), style="" if column.style is None else column.style(row[column.key]))
 
 
-_PRINTERS: dict[Form, Callable[[View], None]] = {
+_PRINTERS: dict[Form, Callable[[ResultTable], None]] = {
     "table": _print_table,
     "json": _print_json,
     "csv": _print_csv,

@@ -6,7 +6,7 @@ from statistics import mean
 from typing import Literal, get_args
 
 from vitscale.errors import DataError
-from vitscale.table import Column, Row, View, number
+from vitscale.table import Column, ResultTable, Row, number
 
 Group = Literal["natural", "specialized", "structured"]
 GROUPS: tuple[Group, ...] = get_args(Group)
@@ -80,7 +80,7 @@ def vtab_means(results: Mapping[str, float]) -> dict[str, float]:
     return dict(zip(GROUPS, groups, strict=True)) | over_all
 
 
-def vtab_table(runs: Mapping[str, Mapping[str, float]]) -> View:
+def vtab_table(runs: Mapping[str, Mapping[str, float]]) -> ResultTable:
     """Results side by side, by group, each group with its mean; at the end the two means over all tasks.
 
     Args:
@@ -99,7 +99,7 @@ def vtab_table(runs: Mapping[str, Mapping[str, float]]) -> View:
     for what in (OVER_TASKS, OVER_GROUPS):
         rows.append({"group": "all", "task": what} | {title: complete.get(title, {}).get(what) for title in runs})
     note = f"The paper's score is the {OVER_TASKS}; most later papers print the {OVER_GROUPS}."
-    return View(columns, rows, notes=(note,), groups=[len(_names(group)) + 1 for group in GROUPS])
+    return ResultTable(columns, rows, notes=(note,), groups=[len(_names(group)) + 1 for group in GROUPS])
 
 
 def _names(group: Group) -> list[str]:

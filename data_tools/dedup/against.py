@@ -17,7 +17,7 @@ from data_tools.dedup.closest import Closest
 from data_tools.dedup.decisions import decisions
 from data_tools.dedup.embedding import Embedder
 from data_tools.dedup.fingerprint import Fingerprint, fingerprint
-from data_tools.dedup.index import Index
+from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.luma import Window
 from data_tools.dedup.matching import Matcher, Query
 from data_tools.dedup.pictures import small_picture
@@ -80,7 +80,7 @@ def name_indexes(
                 f"{what} {path}: an index is read at random places all the time. Copy it to a folder of this "
                 "machine, or one that all machines share"
             )
-        index = Index(os.path.abspath(path))  # noqa: PTH100 -- without following links: other machines may have others
+        index = FingerprintIndex(os.path.abspath(path))  # noqa: PTH100 -- without following links: other machines may have others
         index.verify()
         _refuse_other_model(index, embedder, f"{what} {path}")
         names, own = tuple(one.name for one in index.test_sets), None if index.embedding is None else embedder
@@ -91,7 +91,7 @@ def name_indexes(
     return tuple(named)
 
 
-def _refuse_other_model(index: Index, embedder: Embedder | None, what: str) -> None:
+def _refuse_other_model(index: FingerprintIndex, embedder: Embedder | None, what: str) -> None:
     """Raise RecipeError for an index whose vectors were made by another model."""
     made_by = index.embedding
     if made_by is None:
@@ -116,7 +116,7 @@ def open_matcher(indexes: tuple[NamedIndex, ...], settings: tuple[tuple[str, Set
     """
     opened = []
     for named in indexes:
-        index = Index(named.path)
+        index = FingerprintIndex(named.path)
         if index.sha256 != named.sha256:
             raise DataError(
                 f"{named.path}: the index has changed since the command was begun. Put back that of "

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from data_tools.dedup.finding import FOUND_NAME, VERSION
 from data_tools.leaving_out import entries_without, remaining_shards, uids_in_shard
-from data_tools.views import View
+from data_tools.views import ViewWriter
 from vitscale import storage
 from vitscale.errors import DataError, RecipeError
 from vitscale.files.digests import file_digests
@@ -133,7 +133,7 @@ def write_view(removal: Removal, out: str) -> Manifest:
         StorageError: a URL that does not answer.
     """
     try:
-        with View(removal.manifest, out) as view:
+        with ViewWriter(removal.manifest, out) as view:
             entries = entries_without(view, removal.manifest, removal.uids)
             view.add(DECISIONS_NAME, removal.all_decisions())
             return view.save(removal.new_manifest(entries))

@@ -117,7 +117,7 @@ class _Content(_Strict):
         return self
 
 
-class Index:
+class FingerprintIndex:
     """An open index. Its arrays are memory-mapped: a process reads only what it needs.
 
     Attributes:

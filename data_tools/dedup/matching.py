@@ -11,7 +11,7 @@ import pyarrow as pa
 from data_tools.dedup.alignment import correlation
 from data_tools.dedup.embedding import Embedder, cosine, unit_vector, whitened
 from data_tools.dedup.hamming import near_pairs, words
-from data_tools.dedup.index import Index
+from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.luma import Window
 from data_tools.dedup.match import TIERS, Match, Tier
 from data_tools.dedup.pdq import HASH_BYTES
@@ -80,7 +80,10 @@ class Matcher:
     """
 
     def __init__(
-        self, indexes: Sequence[Index], settings: dict[str, Settings] | None = None, embedder: Embedder | None = None
+        self,
+        indexes: Sequence[FingerprintIndex],
+        settings: dict[str, Settings] | None = None,
+        embedder: Embedder | None = None,
     ) -> None:
         """`settings`, by test set name, replace the index's; `embedder` is the model of indexes with vectors.
 
@@ -105,7 +108,7 @@ class Matcher:
         """The settings of each test set."""
         return tuple(self._settings)
 
-    def index_of(self, test_set: int) -> Index:
+    def index_of(self, test_set: int) -> FingerprintIndex:
         """The index that contains a test set."""
         return next(search.index for search in self._searches if test_set < search.first_set + search.sets)
 
@@ -123,7 +126,9 @@ class Matcher:
 class _Search:
     """One index, ready to be searched. Its test sets are numbered from `first_set`."""
 
-    def __init__(self, index: Index, first_set: int, settings: list[Settings], embedder: Embedder | None) -> None:
+    def __init__(
+        self, index: FingerprintIndex, first_set: int, settings: list[Settings], embedder: Embedder | None
+    ) -> None:
         self.index, self.first_set, self._settings, self.sets = index, first_set, settings, len(settings)
         self._bytes = _Exact.of_digests(index.images["sha256"])
         self._pixels = _Exact.of_numbers(index.images["pixels"])

@@ -66,7 +66,7 @@ def must_stream(where: str) -> bool:
     return storage.is_url(where) or TAR_SUFFIXES[suffix_of(where)] is not None
 
 
-class Place(NamedTuple):
+class ByteRange(NamedTuple):
     """The bytes of a file, by their position from the start of the outermost archive."""
 
     offset: int
@@ -77,7 +77,7 @@ class Member(NamedTuple):
     """A file of an archive. `path` is its path in the archive, in whatever encoding."""
 
     path: bytes
-    place: Place
+    place: ByteRange
 
 
 class Archive:
@@ -104,7 +104,7 @@ class Archive:
 
         A link to an image in a stream is a DataError: a stream cannot go back to it.
         """
-        links: dict[int, Place] | None = None
+        links: dict[int, ByteRange] | None = None
         for header in self.headers():
             place = self._place(header)
             if place is None and (header.islnk() or header.issym()):
@@ -138,16 +138,16 @@ class Archive:
         """A member that is itself a tar; to be read before the next member."""
         return Archive(f"{self.name}: {os.fsdecode(member.path)}", self._raw, *member.place)
 
-    def _place(self, header: tarfile.TarInfo) -> Place | None:
+    def _place(self, header: tarfile.TarInfo) -> ByteRange | None:
         if header.isreg() and not header.issparse():
-            return Place(self._start + header.offset_data, header.size)
+            return ByteRange(self._start + header.offset_data, header.size)
         return None
 
-    def _links(self) -> dict[int, Place]:
+    def _links(self) -> dict[int, ByteRange]:
         """Offset of a link's header -> place of its target. Takes extra passes over the tar, to save memory."""
         targets = {_target(header) for header in self.headers() if header.islnk() or header.issym()}
-        places: dict[str, Place] = {}
-        links: dict[int, Place] = {}
+        places: dict[str, ByteRange] = {}
+        links: dict[int, ByteRange] = {}
         for header in self.headers():
             place = self._place(header)
             if header.islnk() or header.issym():

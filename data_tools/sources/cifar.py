@@ -36,7 +36,7 @@ _CIFAR100 = ("train", "test")
 _BATCHES = frozenset(name + suffix for name in _CIFAR10 + _CIFAR100 for suffix in ("", _BINARY))
 
 
-class _Place(NamedTuple):
+class _File(NamedTuple):
     """A file on its own, or a member of a tar."""
 
     where: str
@@ -51,11 +51,11 @@ class _Place(NamedTuple):
     def is_binary(self) -> bool:
         return (self.member or self.where).endswith(_BINARY)
 
-    def beside(self, name: str) -> "_Place":
+    def beside(self, name: str) -> "_File":
         """Another file in the same folder."""
         if self.member is not None:
-            return _Place(self.where, posixpath.join(posixpath.dirname(self.member), name))
-        return _Place(self.where[: -len(base_name(self.where))] + name)
+            return _File(self.where, posixpath.join(posixpath.dirname(self.member), name))
+        return _File(self.where[: -len(base_name(self.where))] + name)
 
     def __str__(self) -> str:
         return self.where if self.member is None else f"{self.where}: {self.member}"
@@ -76,7 +76,7 @@ class _Place(NamedTuple):
 class CifarSource:
     """Batches of CIFAR. `labels` names the batch's list of labels to use; None for no labels."""
 
-    places: tuple[_Place, ...]
+    places: tuple[_File, ...]
     labels: str | None
     class_names: tuple[str, ...] | None
     streams: ClassVar[bool] = True
@@ -152,15 +152,15 @@ def open_cifar(src: str, files: Sequence[str], options: SourceOptions, mixed_ok:
     return CifarSource(tuple(places), field, _class_names(places[0], field))
 
 
-def _batches(file: str) -> list[_Place]:
+def _batches(file: str) -> list[_File]:
     if not is_tar(file):
-        return [_Place(file)] if base_name(file) in _BATCHES else []
+        return [_File(file)] if base_name(file) in _BATCHES else []
     with open_archive(file) as archive:
         paths = [_member_name(member.path) for member in archive.files(Counter())]
-    return [_Place(file, path) for path in sorted(paths) if base_name(path) in _BATCHES]
+    return [_File(file, path) for path in sorted(paths) if base_name(path) in _BATCHES]
 
 
-def _class_names(place: _Place, field: str) -> tuple[str, ...]:
+def _class_names(place: _File, field: str) -> tuple[str, ...]:
     """The class names, from the file beside a batch."""
     key = field.replace("labels", "label_names")
     if place.is_binary:
@@ -187,7 +187,7 @@ class _Batch(NamedTuple):
     names: list[str]
 
 
-def _binary_batch(data: bytes, place: _Place) -> _Batch:
+def _binary_batch(data: bytes, place: _File) -> _Batch:
     fields = ("coarse_labels", "fine_labels") if place.name in _CIFAR100 else ("labels",)
     size = len(fields) + _PIXELS
     if not data or len(data) % size:
@@ -197,7 +197,7 @@ def _binary_batch(data: bytes, place: _Place) -> _Batch:
     return _Batch(records[:, len(fields) :], labels, [])
 
 
-def _pickled_batch(data: bytes, place: _Place) -> _Batch:
+def _pickled_batch(data: bytes, place: _File) -> _Batch:
     batch = _dict(place, data)
     pixels = batch.get("data")
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (_PIXELS,):
@@ -219,7 +219,7 @@ def _pickled_batch(data: bytes, place: _Place) -> _Batch:
     return _Batch(pixels, labels, [_text(name) for name in names])
 
 
-def _dict(place: _Place, data: bytes | None = None) -> dict[str, Any]:
+def _dict(place: _File, data: bytes | None = None) -> dict[str, Any]:
     value = load_pickle(place.read() if data is None else data, str(place))
     if not isinstance(value, dict):
         raise DataError(f"{place}: expected a dict, found {type(value).__name__}")

@@ -20,7 +20,7 @@ from data_tools.conversion import convert
 from data_tools.images import ImageOptions
 from data_tools.machine import Machine
 from data_tools.request import Request
-from data_tools.views import View
+from data_tools.views import ViewWriter
 from data_tools.vtab.copies import Search, find_copy
 from data_tools.vtab.ids import IDS_NAME, Entry, Ids, entries_of, pixels_sha256
 from data_tools.vtab.source import FoundImage, OpenCopy, open_copy
@@ -271,7 +271,7 @@ def _write_view(place: Path, name: str, keys: set[str]) -> None:
         for path in folder.glob("*.excluded.npy"):  # from an attempt that was killed
             path.unlink()
     whole = Manifest.load(place / SMALL)
-    with View(whole, str(folder)) as view:
+    with ViewWriter(whole, str(folder)) as view:
         shards = []
         for index in range(len(whole.shards)):
             with open_shard(whole, index) as shard:

@@ -9,7 +9,14 @@ import yaml
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from vitscale.checkpoint import CheckpointStore, Fragment, Index, LocalPlace, RemotePlace, checkpoint_place
+from vitscale.checkpoint import (
+    CheckpointIndex,
+    CheckpointStore,
+    Fragment,
+    LocalDirectory,
+    RemoteDirectory,
+    checkpoint_place,
+)
 from vitscale.cli.main import app
 from vitscale.evaluation.finished import evaluate_run, load_model, open_run
 from vitscale.models import build_model
@@ -40,9 +47,9 @@ def test_checkpoints_elsewhere_have_the_name_of_the_run(where, tmp_path, monkeyp
     for run in (Path("runs/mine"), tmp_path / "mine", Path("runs/other/../mine/")):
         place = checkpoint_place(recipe(tmp_path / "data", where), run)
         if where.startswith("s3"):
-            assert isinstance(place, RemotePlace) and place.root == "s3://bucket/of/runs/mine"
+            assert isinstance(place, RemoteDirectory) and place.root == "s3://bucket/of/runs/mine"
         else:
-            assert isinstance(place, LocalPlace) and place.root == "/big/disk/mine"
+            assert isinstance(place, LocalDirectory) and place.root == "/big/disk/mine"
     assert checkpoint_place(recipe(tmp_path / "data"), tmp_path / "mine").root == str(tmp_path / "mine" / CHECKPOINTS)
 
 
@@ -58,7 +65,7 @@ def write_run(run_dir: Path, recipe: Recipe, kinds: dict[str, dict[str, torch.Te
     run_dir.mkdir()
     (run_dir / RECIPE_FILE).write_text(yaml.safe_dump(recipe.dump()))
     names = {name: list(value.shape) for name, value in kinds["master"].items()}
-    index = Index(
+    index = CheckpointIndex(
         step=3,
         world_size=1,
         shapes=names,

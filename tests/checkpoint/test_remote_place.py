@@ -13,7 +13,7 @@ from tcp_proxy import TcpProxy
 from toy_checkpoint import fragments, holds, index
 
 from vitscale import storage
-from vitscale.checkpoint import BackgroundSaver, CheckpointStore, RemotePlace
+from vitscale.checkpoint import BackgroundSaver, CheckpointStore, RemoteDirectory
 from vitscale.errors import CheckpointError, StorageError
 
 SCALE = 400  # 0.3 MB a checkpoint
@@ -44,7 +44,7 @@ def proxy(s3, monkeypatch):
 @pytest.fixture
 def store(proxy, tmp_path) -> CheckpointStore:
     """An empty place of each test."""
-    return CheckpointStore(RemotePlace(f"s3://bucket/{tmp_path.name}/run", tmp_path / "cache"))
+    return CheckpointStore(RemoteDirectory(f"s3://bucket/{tmp_path.name}/run", tmp_path / "cache"))
 
 
 def save(store: CheckpointStore, *steps: int) -> None:
@@ -104,7 +104,7 @@ def test_without_an_index_there_is_no_checkpoint(s3, store):
     assert store.steps() == [1] and newest(store) == (1, [])
     save(store, 3)
     assert objects(s3, store) == whole(1, 3)
-    empty = CheckpointStore(RemotePlace(f"{store.root}-of-others", Path("/nowhere")))
+    empty = CheckpointStore(RemoteDirectory(f"{store.root}-of-others", Path("/nowhere")))
     assert empty.steps() == [] and empty.newest(print) is None
 
 
@@ -230,7 +230,7 @@ def test_copies_that_find_no_room_here_are_no_damage_there(store, tmp_path):
     if done.returncode:
         pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
     try:
-        small = CheckpointStore(RemotePlace(store.root, disk))
+        small = CheckpointStore(RemoteDirectory(store.root, disk))
         with pytest.raises(CheckpointError, match=r"step 1 cannot be read now. rank 0: OSError: .*No space left"):
             small.newest(print)
         with pytest.raises(CheckpointError, match=r"saving step 2 failed; .*No space left"):
@@ -245,7 +245,7 @@ def test_copies_that_find_no_room_here_are_no_damage_there(store, tmp_path):
 
 def store_of(this: Rank, root: str, cache: Path, world: int, environment: dict[str, str]) -> CheckpointStore:
     os.environ.update(environment)
-    return CheckpointStore(RemotePlace(root, cache), rank=this.rank, gather=lambda value: this.gather(value, world))
+    return CheckpointStore(RemoteDirectory(root, cache), rank=this.rank, gather=lambda value: this.gather(value, world))
 
 
 def save_on_two(this: Rank, step: int, *where) -> list[tuple[int, str | None]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from vitscale.checkpoint import CheckpointReader, CheckpointStore, Fragment, Index
+from vitscale.checkpoint import CheckpointIndex, CheckpointReader, CheckpointStore, Fragment
 from vitscale.runs.names import step_folder
 
 KINDS = ["master", "exp_avg"]
@@ -36,8 +36,8 @@ def fragments(
     return found[rank::ranks]
 
 
-def index(step: int, scale: int = 1) -> Index:
-    return Index(
+def index(step: int, scale: int = 1) -> CheckpointIndex:
+    return CheckpointIndex(
         step=step,
         world_size=1,
         shapes=shapes(scale),

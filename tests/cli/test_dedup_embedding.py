@@ -21,7 +21,7 @@ from data_tools.conversion import convert
 from data_tools.convert import app as convert_app
 from data_tools.dedup.against import open_matcher
 from data_tools.dedup.embedding import whitened
-from data_tools.dedup.index import Index
+from data_tools.dedup.index import FingerprintIndex
 from data_tools.request import Request
 from data_tools.sources import SourceOptions
 from vitscale.errors import DataError
@@ -77,12 +77,12 @@ def provenance(dataset: str, folder: Path) -> list[dict]:
     return pq.read_table(folder / "table.parquet", columns=["uid", "key"]).to_pylist()
 
 
-def index(place: Path, out: Path, source: str, *options: object) -> Index:
+def index(place: Path, out: Path, source: str, *options: object) -> FingerprintIndex:
     code, text = command(
         *("dedup", "index", place / "tests", "--out", out, "--embedding", place / source), *SETTINGS, *options
     )
     assert (code, "or cosine 0.5" in " ".join(text.split())) == (0, True), text
-    return Index(out)
+    return FingerprintIndex(out)
 
 
 @pytest.mark.parametrize("source", ["run", "safetensors.safetensors", "hf", "timm.safetensors"])

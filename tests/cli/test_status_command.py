@@ -20,7 +20,7 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from vitscale.checkpoint import CheckpointStore, Fragment, Index
+from vitscale.checkpoint import CheckpointIndex, CheckpointStore, Fragment
 from vitscale.cli.main import app
 from vitscale.errors import RecipeError
 from vitscale.launch import Launch, RankCommand, Supervisor
@@ -96,7 +96,7 @@ def write_recipe(run_dir: Path, *settings: str) -> None:
 def save_checkpoint(root: Path, step: int, **more) -> None:
     """A checkpoint by the store that training uses."""
     data = {"num_samples": 4096 * 50, "class_names": ["a", "b"]}
-    index = Index(step, 1, {"w": [1000]}, ["master"], step, {}, data, {}, **more)
+    index = CheckpointIndex(step, 1, {"w": [1000]}, ["master"], step, {}, data, {}, **more)
     CheckpointStore(root).save(index, [Fragment("w", 0, {"master": torch.zeros(1000)})])
 
 

@@ -9,7 +9,7 @@ from pictures import encoded
 from PIL import Image
 
 from vitscale.data import EvalTransform
-from vitscale.data.views import view_of_pixels, views_of
+from vitscale.data.preview import view_of_pixels, views_of
 from vitscale.errors import RecipeError
 from vitscale.images import OK, REFUSED, Resize
 from vitscale.recipe import EvalCrop, load_recipe

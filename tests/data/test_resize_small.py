@@ -7,7 +7,7 @@ from pictures import encoded, make_picture
 from views import whole_picture
 
 from vitscale.data import EvalTransform
-from vitscale.data.views import views_of
+from vitscale.data.preview import views_of
 
 SMALL, CROP = 256, 224
 

@@ -3,12 +3,12 @@ import io
 from rich.console import Console
 
 from data_tools import report
-from data_tools.report import ProgressView, Totals, summary
+from data_tools.report import ProgressDisplay, Totals, summary
 
 
 def shown(terminal: bool, images: int | None = 1000) -> str:
     out = io.StringIO()
-    with ProgressView(Console(file=out, force_terminal=terminal, width=120), "converting", images) as view:
+    with ProgressDisplay(Console(file=out, force_terminal=terminal, width=120), "converting", images) as view:
         view.update(250, 2)
         view.update(1000, 3)
     return out.getvalue()

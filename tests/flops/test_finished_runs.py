@@ -13,7 +13,7 @@ from vitscale.flops.hardware import find_device
 from vitscale.flops.records import read_run
 from vitscale.flops.runs import runs_view
 from vitscale.recipe import load_recipe
-from vitscale.runs.index import Index, index_text
+from vitscale.runs.checkpoint_index import CheckpointIndex, index_text
 
 # Steps 1 to 10 took 2 s each, 11 to 15 took 4 s each.
 LINES = [
@@ -22,7 +22,7 @@ LINES = [
     {"step": 15, "loss": 1.0, "images_per_s": 1024.0, "step_time_s": 4.0, "exaflops": 0.15, "mfu": 0.2},
 ]
 _DATA = {"num_samples": 100 * 4096, "class_names": ["a", "b"]}
-INDEX = Index(15, 8, {"w": [1]}, ["master"], 15, {}, _DATA, {})
+INDEX = CheckpointIndex(15, 8, {"w": [1]}, ["master"], 15, {}, _DATA, {})
 
 _OF_A_RUN = ["precision=bf16", "model.num_classes=null"]
 

@@ -256,7 +256,7 @@ def test_a_run_that_is_named_twice_is_one(tmp_path):
 
 
 def test_json_has_no_infinity(capsys):
-    from vitscale.table import Column, View, render
+    from vitscale.table import Column, ResultTable, render
 
     with pytest.raises(ValueError, match="JSON"):
-        render(View([Column("a", "a")], [{"a": float("inf")}]), "json")
+        render(ResultTable([Column("a", "a")], [{"a": float("inf")}]), "json")

@@ -11,12 +11,12 @@ from pathlib import Path
 from small_ranks import ranks
 
 from vitscale.errors import VitscaleError
-from vitscale.launch import FirstNode, Launch, OtherNode, Place, RankCommand, Supervisor
+from vitscale.launch import FirstNode, Launch, OtherNode, RankCommand, Supervisor, ThisNode
 
 
 def main() -> int:
     node, nodes, port, run_dir, count, wait, *bodies = sys.argv[1:]
-    place = Place(int(node), int(nodes), "127.0.0.1", int(port), float(wait))
+    place = ThisNode(int(node), int(nodes), "127.0.0.1", int(port), float(wait))
     with Supervisor(grace_s=0.5) as supervisor:
         others = (
             FirstNode(place, None, supervisor, silence_s=1.5)

@@ -122,7 +122,7 @@ def test_the_command_for_other_nodes_is_understood(tmp_path):
     assert " ".join(script[:-1]) == expected
 
 
-FAR_END = [sys.executable, "-m", "vitscale.launch.far_end"]
+FAR_END = [sys.executable, "-m", "vitscale.launch.remote_shell"]
 CHILD = (
     "import os, signal, sys, time; from pathlib import Path\n"
     "assert signal.signal(signal.SIGTERM, lambda *_: sys.exit(85)) == signal.SIG_DFL\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vitscale.errors import RecipeError
-from vitscale.launch import Place, find_place, read_environment
+from vitscale.launch import ThisNode, find_place, read_environment
 from vitscale.launch.environment import expand_nodes, split_address
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
@@ -151,11 +151,11 @@ LAUNCH_STEP = STEP | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
     [
         ({}, (None, None, None), None),
         ({}, (1, None, None), None),
-        ({}, (2, 1, "a:7"), Place(1, 2, "a", 7, 60)),
-        ({}, (2, 0, "[::1]:7"), Place(0, 2, "::1", 7, 60)),
-        (LAUNCH_STEP, (None, None, None), Place(1, 2, "gpu07", 13456, 60)),
-        (LAUNCH_STEP, (None, None, "ib0:5"), Place(1, 2, "ib0", 5, 60)),
-        (LAUNCH_STEP, (4, 3, "a"), Place(3, 4, "a", 29600, 60)),
+        ({}, (2, 1, "a:7"), ThisNode(1, 2, "a", 7, 60)),
+        ({}, (2, 0, "[::1]:7"), ThisNode(0, 2, "::1", 7, 60)),
+        (LAUNCH_STEP, (None, None, None), ThisNode(1, 2, "gpu07", 13456, 60)),
+        (LAUNCH_STEP, (None, None, "ib0:5"), ThisNode(1, 2, "ib0", 5, 60)),
+        (LAUNCH_STEP, (4, 3, "a"), ThisNode(3, 4, "a", 29600, 60)),
         (LAUNCH_STEP | {"SLURM_NNODES": "1", "SLURM_NTASKS": "1", "SLURM_NODEID": "0"}, (None, None, None), None),
         (without(LAUNCH_STEP, "SLURM_STEP_ID"), (1, None, None), None),
     ],

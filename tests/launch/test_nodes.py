@@ -14,7 +14,7 @@ import pytest
 from small_ranks import is_alive, started, wait_until
 
 from vitscale.errors import PeerLostError
-from vitscale.launch import FirstNode, Place, Supervisor, fitting
+from vitscale.launch import FirstNode, Supervisor, ThisNode, fitting
 from vitscale.machine import hold_port
 
 PROGRAM = Path(__file__).with_name("small_launch.py")
@@ -211,6 +211,6 @@ def test_ranks_of_several_nodes_divide_the_batch_together(devices, batch, ranks)
 def test_a_name_that_nobody_knows_is_waited_for_as_nodes_are():
     with Supervisor() as supervisor:
         with pytest.raises(PeerLostError, match=r"node-0\.invalid: .*Is it the name of this node"):
-            FirstNode(Place(0, 2, "node-0.invalid", wait_s=0.1), None, supervisor)
+            FirstNode(ThisNode(0, 2, "node-0.invalid", wait_s=0.1), None, supervisor)
         supervisor.told = signal.SIGTERM
-        assert FirstNode(Place(0, 2, "node-0.invalid"), None, supervisor).meet(1, is_asked_for=True) is None
+        assert FirstNode(ThisNode(0, 2, "node-0.invalid"), None, supervisor).meet(1, is_asked_for=True) is None

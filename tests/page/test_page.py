@@ -11,7 +11,7 @@ from PIL import Image
 
 from vitscale.errors import RecipeError
 from vitscale.page import SERIES, Drawing, Facts, Folded, Picture, Section, Side, Table, Text, draw, page_text
-from vitscale.table import Column, View, number
+from vitscale.table import Column, ResultTable, number
 
 pytest.importorskip("matplotlib")
 
@@ -35,7 +35,7 @@ def page() -> str:
     png = io.BytesIO()
     Image.new("RGB", (8, 8), "red").save(png, "PNG")
     columns = [Column("name", ODD, is_text=True), Column("top1", "top-1\n(%)", number(2, 0.01))]
-    view = View(columns, [{"name": ODD, "top1": 0.987654}, {"name": "b", "top1": None}], [ODD], [ODD], (1,))
+    view = ResultTable(columns, [{"name": ODD, "top1": 0.987654}, {"name": "b", "top1": None}], [ODD], [ODD], (1,))
     table = Table(view, ODD, frozenset({1}))
     parts = (Text(ODD), Text(ODD, "warning"), Facts([(ODD, f"{ODD}\nsecond line")]), table)
     pictures = (Picture(png.getvalue(), ODD, ODD, 100, True), figure("second", 300))
@@ -91,7 +91,7 @@ def test_another_process_with_other_settings_makes_the_same_bytes(text, tmp_path
 
 
 def test_a_number_that_is_none_is_no_page():
-    view = View([Column("a", "a")], [{"a": float("nan")}])
+    view = ResultTable([Column("a", "a")], [{"a": float("nan")}])
     with pytest.raises(ValueError):
         page_text("", "", [Section("", [Table(view)])])
 

@@ -18,7 +18,7 @@ from vitscale.planning.cluster import Cluster, make_cluster
 from vitscale.planning.communication import communication
 from vitscale.planning.micro_batches import tensors_by_micro_batch
 from vitscale.planning.parameters import model_parameters
-from vitscale.planning.plan import Plan, make_plan
+from vitscale.planning.plan import ClusterPlan, make_plan
 from vitscale.planning.step_time import StepTime, step_time
 from vitscale.planning.tensors import step_tensors
 
@@ -98,7 +98,7 @@ def test_with_1024_devices_latencies_are_most_of_what_is_waited_for_in_stage_3()
     assert few.latency < 0.05 * few.total and many.latency > 0.5 * many.waiting > 0.5 * many.compute
 
 
-def plan_of(cluster: Cluster) -> Plan:
+def plan_of(cluster: Cluster) -> ClusterPlan:
     recipe = make_recipe(TINY, 32, batch={"global": 64, "micro_max": 64})
     return make_plan(estimate("toy", recipe, 10_000), cluster)
 

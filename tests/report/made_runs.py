@@ -10,8 +10,8 @@ import yaml
 
 from vitscale.launch import Pretraining
 from vitscale.recipe import load_recipe
+from vitscale.runs.checkpoint_index import CheckpointIndex, index_text
 from vitscale.runs.done import write_done
-from vitscale.runs.index import Index, index_text
 from vitscale.runs.metrics import MetricsLines
 from vitscale.shards import Manifest
 from vitscale.shards.decisions import DECISIONS, write_decisions
@@ -95,7 +95,7 @@ def write_run(
         "class_names": list(manifest.class_names),
         "manifest_sha256": manifest.sha256,
     }
-    index = Index(until, 2, {"w": [1]}, ["master"], until, loaded.dump(), data, VERSIONS)
+    index = CheckpointIndex(until, 2, {"w": [1]}, ["master"], until, loaded.dump(), data, VERSIONS)
     folder = directory / "checkpoints" / f"step-{until:08d}"
     folder.mkdir(parents=True)
     (folder / "index.json").write_text(index_text(index))

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from vitscale.recipe import load_recipe
-from vitscale.runs.index import Index, data_root, find_path
+from vitscale.runs.checkpoint_index import CheckpointIndex, data_root, find_path
 
 
-def index_of(began_in: str | None) -> Index:
+def index_of(began_in: str | None) -> CheckpointIndex:
     data = {} if began_in is None else {"working_directory": began_in}
-    return Index(
+    return CheckpointIndex(
         step=1, world_size=1, shapes={}, kinds=[], optimizer_steps=1, recipe={}, data=data, versions={"vitscale": "0"}
     )
 

@@ -10,7 +10,7 @@ from vitscale.flops.estimate import estimate
 from vitscale.recipe import FREE_ON_BRANCHING, FREE_ON_RESUME, differences, load_recipe, recipes_dir
 from vitscale.studies.expansion import Expansion, expand
 from vitscale.studies.reading import find_study, list_studies, load_study
-from vitscale.training.plan import schedule_in_steps
+from vitscale.training.run_plan import schedule_in_steps
 
 RECIPES = {
     "figure4": {f"{model}_jft{size}" for model in FIGURE_4 for size in ("9m", "30m", "90m", "300m")},

@@ -79,7 +79,7 @@ def update_all(rank: int, world_size: int, port: int, root: Path, cases: dict[st
     from vitscale.models import weight_dtype
     from vitscale.training import fragments
     from vitscale.training.engine import build_engine, derive_config, set_rates
-    from vitscale.training.plan import schedule_in_steps
+    from vitscale.training.run_plan import schedule_in_steps
 
     join(rank, world_size, port)
     for case, blocks in cases.items():

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitscale.checkpoint.place import LocalPlace
+from vitscale.checkpoint.directory import LocalDirectory
 from vitscale.data import Batch
 from vitscale.errors import DataError
 
@@ -165,9 +165,9 @@ def wrong_layer(trainer: Any, step: int, rank: int, layer: str) -> Iterator[None
 @contextmanager
 def fail_writing(trainer: Any, steps: list[int], rank: int = 1) -> Iterator[None]:
     """In saves of these steps the kernel lets one rank write 4 kB into a file and no more."""
-    real_write = LocalPlace.write
+    real_write = LocalDirectory.write
 
-    def write(place: LocalPlace, step: int, name: str, fragments: list) -> Any:
+    def write(place: LocalDirectory, step: int, name: str, fragments: list) -> Any:
         if step not in steps or trainer.world.rank != rank:
             return real_write(place, step, name, fragments)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -177,20 +177,20 @@ def fail_writing(trainer: Any, steps: list[int], rank: int = 1) -> Iterator[None
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    with replaced(LocalPlace, "write", write):
+    with replaced(LocalDirectory, "write", write):
         yield
 
 
 @contextmanager
 def write_slowly(trainer: Any, seconds: float) -> Iterator[None]:
     """Each rank takes so much longer to write its part of a checkpoint."""
-    real_write = LocalPlace.write
+    real_write = LocalDirectory.write
 
-    def write(place: LocalPlace, step: int, name: str, fragments: list) -> Any:
+    def write(place: LocalDirectory, step: int, name: str, fragments: list) -> Any:
         time.sleep(seconds)
         return real_write(place, step, name, fragments)
 
-    with replaced(LocalPlace, "write", write):
+    with replaced(LocalDirectory, "write", write):
         yield
 
 

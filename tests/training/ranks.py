@@ -67,7 +67,7 @@ def train(
     recipe: Recipe, run_dir: Path, world: Any, stop_at: int | None = None, faults: tuple[Fault, ...] | list[Fault] = ()
 ) -> None:
     """One process's worth of training, and what it holds freed."""
-    from vitscale.training.plan import plan_run
+    from vitscale.training.run_plan import plan_run
     from vitscale.training.trainer import Trainer
 
     trainer = Trainer(recipe, plan_run(recipe, world.rank, world.size), run_dir, world)

@@ -15,7 +15,7 @@ from ranks import STEPS, asked, launch, make_data, make_recipe
 from vitscale.errors import CheckpointError, RecipeError, VitscaleError
 from vitscale.flops.records import read_run
 from vitscale.training.branch import check_branch
-from vitscale.training.plan import plan_run
+from vitscale.training.run_plan import plan_run
 
 STAGES = [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2, 3))]
 AT = 3

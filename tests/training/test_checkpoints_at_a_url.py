@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from ranks import make_data, make_recipe, run_jobs
 from s3_server import BUCKET, S3Server, serving
 
-from vitscale.checkpoint import CheckpointStore, RemotePlace
+from vitscale.checkpoint import CheckpointStore, RemoteDirectory
 from vitscale.machine import free_port
 from vitscale.shards.generated import CLASS_NAMES
 from vitscale.training.initial_weights import check_initial_weights
@@ -53,7 +53,7 @@ def test_a_run_goes_on_without_its_directory(tmp_path: Path, s3: S3Server):
     assert rows(tmp_path, "there") == rows(tmp_path, "here")[4:]
     assert not (tmp_path / "runs" / "there" / "checkpoints").exists()
     here = CheckpointStore(tmp_path / "runs" / "here" / "checkpoints").open(6)
-    there = CheckpointStore(RemotePlace(f"{remote['dir']}/there", tmp_path / "cache")).open(6)
+    there = CheckpointStore(RemoteDirectory(f"{remote['dir']}/there", tmp_path / "cache")).open(6)
     for kind in here.index.kinds:
         for name in here.index.shapes:
             assert torch.equal(here.parameter(name, kind), there.parameter(name, kind))
@@ -70,6 +70,6 @@ def test_a_run_begins_with_the_weights_of_one_whose_checkpoints_are_there(tmp_pa
     check_initial_weights(make_recipe(tmp_path, init=init), list(CLASS_NAMES), tmp_path / "runs" / "none")
     # The first update has learning rate 0.
     here = CheckpointStore(tmp_path / "runs" / "here" / "checkpoints").open(1)
-    there = CheckpointStore(RemotePlace(f"{remote['dir']}/there", tmp_path / "cache")).open(3)
+    there = CheckpointStore(RemoteDirectory(f"{remote['dir']}/there", tmp_path / "cache")).open(3)
     for name in there.index.shapes:
         assert torch.equal(here.parameter(name), there.parameter(name, "ema")), name

@@ -16,7 +16,7 @@ from vitscale.models import initial_value
 from vitscale.objectives import build_objective
 from vitscale.recipe import load_recipe
 from vitscale.training import distributed
-from vitscale.training.plan import open_loader, plan_run
+from vitscale.training.run_plan import open_loader, plan_run
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ import pytest
 from ranks import make_data, make_recipe
 
 from vitscale.errors import DataError, RecipeError
-from vitscale.training.plan import plan_run
+from vitscale.training.run_plan import plan_run
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from vitscale.cli.main import app
 from vitscale.errors import DataError, RecipeError
-from vitscale.runs.index import index_text, read_index
+from vitscale.runs.checkpoint_index import index_text, read_index
 
 SAVED = 4  # the checkpoint that is tampered with
 

@@ -23,13 +23,13 @@ from vitscale.errors import CheckpointError, DataError, RecipeError
 from vitscale.recipe import read_recipe
 from vitscale.replay.seen import History
 from vitscale.replay.verifying import verify_run
-from vitscale.runs.index import read_index
+from vitscale.runs.checkpoint_index import read_index
 from vitscale.shards import Manifest, SelectFirst
 from vitscale.shards.adopt import adopt
 from vitscale.shards.opening import open_shard
 from vitscale.shards.views import why_no_view
 from vitscale.training.branch import check_branch
-from vitscale.training.plan import plan_run
+from vitscale.training.run_plan import plan_run
 
 TOTAL = 12  # steps: 105 images make 6 batches of 16 an epoch
 SKIPPED = 2  # the batch with a bad loss

@@ -1,25 +1,25 @@
 """Checkpoints as sets of parameter fragments. Knows nothing of DeepSpeed."""
 
 from vitscale.checkpoint.background import BackgroundSaver, Outcome
+from vitscale.checkpoint.directory import Directory, LocalDirectory, RemoteDirectory, checkpoint_place
 from vitscale.checkpoint.format import Fragment, bytes_needed
-from vitscale.checkpoint.place import LocalPlace, Place, RemotePlace, checkpoint_place
 from vitscale.checkpoint.reader import CheckpointReader
 from vitscale.checkpoint.store import CheckpointStore, Gather
-from vitscale.runs.index import EMA, MASTER, Index
+from vitscale.runs.checkpoint_index import EMA, MASTER, CheckpointIndex
 
 __all__ = [
     "EMA",
     "MASTER",
     "BackgroundSaver",
+    "CheckpointIndex",
     "CheckpointReader",
     "CheckpointStore",
+    "Directory",
     "Fragment",
     "Gather",
-    "Index",
-    "LocalPlace",
+    "LocalDirectory",
     "Outcome",
-    "Place",
-    "RemotePlace",
+    "RemoteDirectory",
     "bytes_needed",
     "checkpoint_place",
 ]

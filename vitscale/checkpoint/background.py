@@ -13,7 +13,7 @@ from torch import Tensor
 from vitscale.checkpoint.format import Fragment
 from vitscale.checkpoint.store import CheckpointStore
 from vitscale.errors import VitscaleError
-from vitscale.runs.index import Index
+from vitscale.runs.checkpoint_index import CheckpointIndex
 
 
 class Outcome(NamedTuple):
@@ -56,7 +56,7 @@ class BackgroundSaver:
             self._thread = threading.Thread(target=self._work, name="checkpoint", daemon=True)
             self._thread.start()
 
-    def save(self, index: Index, fragments: list[Fragment], best: int | None) -> float:
+    def save(self, index: CheckpointIndex, fragments: list[Fragment], best: int | None) -> float:
         """Save what this rank owns, then delete old checkpoints, except that of step `best` and the newest `keep`.
 
         The tensors may change as soon as this returns. It first waits for an unfinished save, because it reuses that

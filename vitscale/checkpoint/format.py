@@ -5,8 +5,8 @@
         ...
         index.json                written last: what the run was, and the size and sha256 of every file
 
-A checkpoint exists if and only if its index.json is there and every file in it verifies (`vitscale.runs.index`). No
-pickle anywhere.
+A checkpoint exists if and only if its index.json is there and every file in it verifies
+(`vitscale.runs.checkpoint_index`). No pickle anywhere.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from torch import Tensor
 from vitscale.errors import CheckpointError
 from vitscale.files.digests import file_digests
 from vitscale.models.weights.torch_files import write_safetensors
-from vitscale.runs.index import FileEntry
+from vitscale.runs.checkpoint_index import FileEntry
 
 _BLOCK_BYTES = 16 << 20
 _HEADER_BYTES = 160  # header per key: its name, type, shape and position

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitscale.checkpoint.directory import Files, LocalFiles
 from vitscale.checkpoint.format import Layout, parse_key, read_layout
-from vitscale.checkpoint.place import Files, LocalFiles
 from vitscale.errors import CheckpointError
 from vitscale.files.durable import write_text
-from vitscale.runs.index import MASTER, FileEntry, Index, index_text, read_index
+from vitscale.runs.checkpoint_index import MASTER, CheckpointIndex, FileEntry, index_text, read_index
 from vitscale.runs.names import INDEX_FILE
 
 _WORD = 4  # bytes of an element
@@ -47,7 +47,7 @@ class CheckpointReader:
     Raises `CheckpointError` unless the fragments cover every parameter and its state exactly once.
     """
 
-    def __init__(self, files: Files, index: Index, layouts: Mapping[str, Layout]) -> None:
+    def __init__(self, files: Files, index: CheckpointIndex, layouts: Mapping[str, Layout]) -> None:
         self.folder = files.where
         self.index = index
         self._files = files

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from vitscale.checkpoint.directory import Directory, Files, LocalDirectory
 from vitscale.checkpoint.format import Fragment, Layout, rank_file, read_layout
-from vitscale.checkpoint.place import Files, LocalPlace, Place
 from vitscale.checkpoint.reader import CheckpointReader
 from vitscale.errors import CheckpointError, VitscaleError
-from vitscale.runs.index import FileEntry, Index
+from vitscale.runs.checkpoint_index import CheckpointIndex, FileEntry
 
 Gather = Callable[[object], list]
 """Collects one object from every rank, in rank order, on every rank; also a barrier."""
@@ -44,9 +44,9 @@ class CheckpointStore:
     """
 
     def __init__(
-        self, place: Place | Path, *, rank: int = 0, gather: Gather = alone, share: Share | None = None
+        self, place: Directory | Path, *, rank: int = 0, gather: Gather = alone, share: Share | None = None
     ) -> None:
-        self.place = LocalPlace(place) if isinstance(place, Path) else place
+        self.place = LocalDirectory(place) if isinstance(place, Path) else place
         self.root = self.place.root
         self.rank = rank
         self.gather = gather
@@ -56,7 +56,7 @@ class CheckpointStore:
         """The steps of the checkpoints, oldest first; not yet verified. Any rank may call it alone."""
         return self.place.steps()
 
-    def save(self, index: Index, fragments: list[Fragment]) -> None:
+    def save(self, index: CheckpointIndex, fragments: list[Fragment]) -> None:
         """Write one checkpoint; every rank passes the fragments that it owns.
 
         Raises `CheckpointError`, or the error of vitscale.errors that caused the failure, if any rank could not write.

@@ -11,7 +11,7 @@ from data_tools.images import ImageOptions, Reject, store_image
 from data_tools.sources import IMAGE_SUFFIXES
 from vitscale.cli.prediction import image_files
 from vitscale.errors import DataError, RecipeError
-from vitscale.replay.seen import Content, History, Place
+from vitscale.replay.seen import Content, History, SampleLocation
 from vitscale.wording import counted
 
 _NAMED = 20  # uids in a message
@@ -30,7 +30,7 @@ class Asked:
 
     what: str
     why: str
-    place: Place | None
+    place: SampleLocation | None
 
 
 def asked_samples(history: History, named: Sequence[str], *, near: bool) -> list[Asked]:
@@ -59,7 +59,7 @@ def asked_samples(history: History, named: Sequence[str], *, near: bool) -> list
             f"{history.manifest.where} has no sample of {counted(len(unknown), 'uid')} that were named: "
             f"{', '.join(map(str, unknown[:_NAMED]))}{more}"
         )
-    of_image: dict[Path, list[Place]] = {image: [] for image in images}
+    of_image: dict[Path, list[SampleLocation]] = {image: [] for image in images}
     for which, place in history.holding([_content(history, image) for image in images]):
         of_image[images[which]].append(place)
     found: list[Asked] = []

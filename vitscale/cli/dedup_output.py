@@ -15,7 +15,7 @@ from rich.table import Table
 from data_tools.dedup.embedding import Embedder
 from data_tools.dedup.settings import PRESETS, Preset, Settings
 from data_tools.machine import Machine
-from data_tools.report import ProgressView
+from data_tools.report import ProgressDisplay
 from data_tools.sources.source import Source
 from vitscale import storage
 from vitscale.cli.shards_output import interruptible, plain
@@ -47,7 +47,7 @@ def run_index(
     for name, src in _named(testsets):
         sources.append(TestSource(name, src, _opened(src, kind, image_field), preset, level, given))
     done: list[TestSet] = []
-    with interruptible("no index was written"), ProgressView(Console(stderr=True), "indexing", None) as view:
+    with interruptible("no index was written"), ProgressDisplay(Console(stderr=True), "indexing", None) as view:
         build_index(
             sources,
             out,
@@ -92,7 +92,7 @@ def run_find(
 
     errors = Console(stderr=True)
     samples = Manifest.load(dataset).num_samples
-    with interruptible("no report was written"), ProgressView(errors, "comparing", samples) as view:
+    with interruptible("no report was written"), ProgressDisplay(errors, "comparing", samples) as view:
         found = find(
             dataset,
             indexes,
@@ -130,7 +130,7 @@ def run_apply(dataset: str, found: str, out: str, copy: bool, is_dry_run: bool, 
     if copy and not is_dry_run:
         with (
             interruptible("no manifest was written; repeat the command to go on"),
-            ProgressView(Console(stderr=True), "copying", left) as progress,
+            ProgressDisplay(Console(stderr=True), "copying", left) as progress,
         ):
             write_copy(removal, out, Machine(workers).runner(dataset, out), progress.update)
     elif not is_dry_run:

@@ -18,7 +18,7 @@ def doctor(
 
     from vitscale.doctor import examine
     from vitscale.errors import RecipeError
-    from vitscale.table import Column, View, printable, render
+    from vitscale.table import Column, ResultTable, printable, render
 
     with Console(stderr=True).status("looking"):  # seen on a terminal only
         findings = list(examine(folder))
@@ -29,6 +29,6 @@ def doctor(
         Column("mend", "what to do", printable, is_text=True, folds=True),
     ]
     rows = [{**vars(finding), "mend": finding.mend or None} for finding in findings]
-    render(View(columns, rows), "json" if as_json else "table")
+    render(ResultTable(columns, rows), "json" if as_json else "table")
     if any(finding.state == "stops" for finding in findings):
         raise typer.Exit(RecipeError.exit_code)

@@ -6,9 +6,9 @@ from itertools import groupby
 from typing import Any
 
 from vitscale.planning.cluster import GB, Cluster
-from vitscale.planning.plan import Choice, Goodput, Plan, Totals, find_best
+from vitscale.planning.plan import Choice, ClusterPlan, Goodput, Totals, find_best
 from vitscale.planning.step_time import message_time
-from vitscale.table import Column, Row, View, number, percent, render, short
+from vitscale.table import Column, ResultTable, Row, number, percent, render, short
 from vitscale.wording import counted
 
 _PARTS = ("weights", "optimizer", "ema", "gradients", "update", "activations", "workspace", "images")
@@ -19,7 +19,7 @@ _ON_PAPER = (
 )
 
 
-def show_plan(plan: Plan, *, every_micro_batch: bool, as_json: bool) -> None:
+def show_plan(plan: ClusterPlan, *, every_micro_batch: bool, as_json: bool) -> None:
     """Print a plan."""
     if as_json:
         print(json.dumps(_as_data(plan), indent=1, allow_nan=False))
@@ -39,7 +39,7 @@ def show_plan(plan: Plan, *, every_micro_batch: bool, as_json: bool) -> None:
     print(f"\n{_ON_PAPER}")
 
 
-def _heading(plan: Plan) -> str:
+def _heading(plan: ClusterPlan) -> str:
     cluster = plan.cluster
     nodes = f"{counted(cluster.nodes, 'node')} of {cluster.devices_per_node}"
     network = f", {cluster.network / GB:g} GB/s a node" if cluster.nodes > 1 else ""
@@ -49,7 +49,7 @@ def _heading(plan: Plan) -> str:
     )
 
 
-def _shortlist(plan: Plan) -> list[Choice]:
+def _shortlist(plan: ClusterPlan) -> list[Choice]:
     """The best micro-batch for each stage, overlap and recomputation; the smallest in memory if none fits."""
     kept = []
     for _, group in groupby(plan.choices, key=lambda one: (one.zero_stage, one.overlap, one.activation_checkpointing)):
@@ -93,13 +93,13 @@ _LEGEND = (
 )
 
 
-def _table(plan: Plan, choices: list[Choice] | tuple[Choice, ...]) -> View:
+def _table(plan: ClusterPlan, choices: list[Choice] | tuple[Choice, ...]) -> ResultTable:
     rows = [_row(plan.cluster, one) for one in choices]
     for row in rows:
         row["ema"] = row["ema"] or None  # a column of zeros says nothing
         row["overlap"] = "yes" if row["overlap"] else None
     groups = [len(list(group)) for _, group in groupby(choices, key=lambda one: (one.zero_stage, one.overlap))]
-    return View(_COLUMNS, rows, legend=_LEGEND, groups=groups)
+    return ResultTable(_COLUMNS, rows, legend=_LEGEND, groups=groups)
 
 
 def _row(cluster: Cluster, choice: Choice) -> Row:
@@ -125,7 +125,7 @@ def _row(cluster: Cluster, choice: Choice) -> Row:
 # ---- The best --------------------------------------------------------------------------------------------------------
 
 
-def _of_the_best(plan: Plan, best: Choice) -> list[str]:
+def _of_the_best(plan: ClusterPlan, best: Choice) -> list[str]:
     totals, cluster, time = plan.totals, plan.cluster, best.time
     assert totals is not None, "there is a best choice"
     lines = [f"best            {' '.join(f'--set {setting}' for setting in best.settings())}"]
@@ -186,7 +186,7 @@ def _of_network(row: Row) -> str:
     )
 
 
-def _of_failures(plan: Plan, goodput: Goodput) -> list[str]:
+def _of_failures(plan: ClusterPlan, goodput: Goodput) -> list[str]:
     assert plan.totals is not None, "there is a best choice"
     share = percent(1)
     best, now = goodput.by_spares[0], ""
@@ -215,7 +215,7 @@ def _whole_run(totals: Totals) -> str:
     return ", ".join(parts)
 
 
-def _as_data(plan: Plan) -> dict[str, Any]:
+def _as_data(plan: ClusterPlan) -> dict[str, Any]:
     cluster = plan.cluster
     return {
         "recipe": plan.name,

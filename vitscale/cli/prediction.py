@@ -11,7 +11,7 @@ from torch import Tensor
 from data_tools.images import ImageOptions, Reject, store_image
 from data_tools.sources import IMAGE_SUFFIXES
 from vitscale.data import EvalTransform
-from vitscale.data.views import views_of
+from vitscale.data.preview import views_of
 from vitscale.errors import DataError, RecipeError
 from vitscale.evaluation.finished import FinishedModel
 from vitscale.ranks import gather

@@ -46,7 +46,7 @@ def prove(
 
 
 def _print_table(found: dict[str, Any]) -> None:
-    from vitscale.table import Column, View, render
+    from vitscale.table import Column, ResultTable, render
     from vitscale.wording import counted
 
     rows = [
@@ -71,7 +71,7 @@ def _print_table(found: dict[str, Any]) -> None:
         f"Norm of all gradients: {_cell(found['norm'])}; clipped in {found['clipped_steps']} of the updates",
     ]
     legend = ["Worst error / its limit, relative. Gradients: against fp32; all else: what follows from them."]
-    render(View(columns, rows, legend=legend, notes=notes), "table")
+    render(ResultTable(columns, rows, legend=legend, notes=notes), "table")
 
 
 def _cell(worst: dict[str, Any]) -> str:

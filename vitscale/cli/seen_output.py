@@ -13,7 +13,7 @@ from rich.console import Console
 from vitscale.cli.asked import Asked, asked_samples
 from vitscale.errors import RecipeError
 from vitscale.files.durable import new_folder
-from vitscale.replay.seen import History, Place, Sighting
+from vitscale.replay.seen import History, SampleLocation, Sighting
 from vitscale.wording import counted
 
 _SHOWN = 20  # sightings of a sample that are printed
@@ -53,7 +53,7 @@ def show_seen(
         _say(console, f"written: {out}: {counted(rendered, 'picture')}")
 
 
-def _render(history: History, place: Place, sighting: Sighting, folder: Path) -> None:
+def _render(history: History, place: SampleLocation, sighting: Sighting, folder: Path) -> None:
     batch = history.pixels(sighting)
     name = f"uid{place.uid}-batch{sighting.batch}-slot{sighting.slot}.png"
     Image.fromarray(batch.images[0].numpy()).save(folder / name)

@@ -20,7 +20,7 @@ from vitscale.cli.entry import EXIT_INTERRUPTED
 from vitscale.errors import VitscaleError
 from vitscale.status import NoRunYetError, RunReader, RunStatus
 from vitscale.status.liveness import duration
-from vitscale.table import Column, Row, View, fitted, hours, number, percent, printable, short
+from vitscale.table import Column, ResultTable, Row, fitted, hours, number, percent, printable, short
 
 _EVERY_S = 2.0
 _SHOWN_METRICS = 6
@@ -177,7 +177,7 @@ _COLUMNS = (
 
 
 def _table(console: Console, known: Sequence[RunStatus]) -> Table:
-    table, _ = fitted(console, View(_COLUMNS, [_row(status) for status in known]), console.width)
+    table, _ = fitted(console, ResultTable(_COLUMNS, [_row(status) for status in known]), console.width)
     return table
 
 

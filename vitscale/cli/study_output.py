@@ -25,7 +25,7 @@ from vitscale.studies.reading import find_study, load_study
 from vitscale.studies.results import RESULTS_FILE
 from vitscale.studies.running import Progress, StudyRun
 from vitscale.studies.slurm import SlurmEngine
-from vitscale.table import Column, Row, View, render
+from vitscale.table import Column, ResultTable, Row, render
 
 _LOOK_EVERY_SECONDS = 2.0
 
@@ -228,4 +228,4 @@ def _show_results(run: StudyRun) -> None:
             }
         )
     notes = [f"{name}: {_winner(winner)}" for name, winner in run.winners.items()]
-    render(View(_COLUMNS, rows, notes=[*notes, f"Every metric: {run.folder / RESULTS_FILE}"]), "table")
+    render(ResultTable(_COLUMNS, rows, notes=[*notes, f"Every metric: {run.folder / RESULTS_FILE}"]), "table")

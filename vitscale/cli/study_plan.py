@@ -10,7 +10,7 @@ from vitscale.errors import RecipeError
 from vitscale.flops.hardware import find_device
 from vitscale.studies.expansion import expand
 from vitscale.studies.reading import find_study, load_study
-from vitscale.table import Column, View, hours, number, render, short
+from vitscale.table import Column, ResultTable, hours, number, render, short
 from vitscale.wording import counted
 
 _COLUMNS = (
@@ -66,7 +66,7 @@ def show_cost(
         of_part = [one for one in cost.entries if expansion.entries[one.name].part == part]
         sums = {key: sum(getattr(one, key) or 0.0 for one in of_part) or None for key in ("exaflops", "device_hours")}
         rows.append({"part": part, "entries": len(of_part), **sums})
-    render(View(_COLUMNS, rows), "table")
+    render(ResultTable(_COLUMNS, rows), "table")
     parts = [f"{short(cost.exaflops)} exaFLOPs", f"{hours(cost.hours)} hours", f"{cost.device_hours:,.0f} device-hours"]
     if cost.energy_kwh is not None:
         parts.append(f"at most {cost.energy_kwh:,.0f} kWh")

@@ -13,7 +13,7 @@ from data_tools.vtab.ids import IDS_NAME, Ids
 from data_tools.vtab.prepare import DATASETS, Prepared, is_prepared, prepare, verify_prepared
 from data_tools.vtab.tasks import ORIGINS
 from vitscale.errors import DataError, RecipeError, VitscaleError
-from vitscale.table import Column, Row, View, printable, render
+from vitscale.table import Column, ResultTable, Row, printable, render
 from vitscale.vtab import TASKS
 from vitscale.wording import counted
 
@@ -86,7 +86,7 @@ def show_tasks(folders: Sequence[Path], tasks: Sequence[str], as_json: bool) -> 
         Column("where", "where", printable, is_text=True),
         Column("get", "where to get it", is_text=True, spare=5),
     ]
-    render(View(columns, rows, notes=notes), "json" if as_json else "table")
+    render(ResultTable(columns, rows, notes=notes), "json" if as_json else "table")
     if damaged:
         raise typer.Exit(DataError.exit_code)
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from vitscale.data.augmentation import Transform, sample_keys
 from vitscale.data.batch import Batch
 from vitscale.data.buffers import Buffers
-from vitscale.data.crew import Activity
 from vitscale.data.draws import uniform
 from vitscale.data.open_shards import OpenedShard, OpenShards
 from vitscale.data.order import EvalOrder, TrainOrder
 from vitscale.data.pixel_programs import PixelPrograms
 from vitscale.data.settings import Reading
+from vitscale.data.worker_threads import Activity
 from vitscale.errors import DataError, StorageError
 from vitscale.images import CRC_MISMATCH, NO_MEMORY, OK, WRONG_SIZE, decode_slice, operate
 

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from vitscale.data.augmentation import Transform
 from vitscale.data.batch import Batch
 from vitscale.data.batch_reader import BatchReader, Work
-from vitscale.data.crew import THREADS, Activity, Crew
 from vitscale.data.open_shards import OpenShards
 from vitscale.data.order import EvalOrder, TrainOrder
 from vitscale.data.pixel_programs import PixelPrograms
 from vitscale.data.settings import Reading
+from vitscale.data.worker_threads import THREADS, Activity, WorkerThreads
 from vitscale.errors import StorageError
 from vitscale.recipe import ImageOperation
 from vitscale.shards import Manifest
@@ -135,7 +135,7 @@ class _Engine(threading.Thread):
         self._shards, self._reader, self._activity, self._stopping = shards, reader, activity, stopping
         self._first, self._last = steps
         self._stall_s = reading.stall_s
-        self._crew = Crew(reading.threads)
+        self._crew = WorkerThreads(reading.threads)
         # In step order; an exception takes the place of a batch that failed, StopIteration comes at the end.
         self._ready: queue.Queue[Work | BaseException] = queue.Queue(reading.prefetch)
         self._next: Work | BaseException | None = None  # taken from the queue, not yet done

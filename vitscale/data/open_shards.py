@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vitscale.data.crew import Activity, Crew
 from vitscale.data.settings import Reading
+from vitscale.data.worker_threads import Activity, WorkerThreads
 from vitscale.errors import DataError
 from vitscale.shards import Manifest, ShardFile
 from vitscale.shards.cache import PinnedFile, ShardCache
@@ -82,7 +82,7 @@ class OpenShards:
         self._lock = threading.Lock()
         self._ahead: set[int] = set()
         self._damaged: set[int] = set()
-        self._openers, self._bringers = Crew(_OPENERS), Crew(_BRINGERS)
+        self._openers, self._bringers = WorkerThreads(_OPENERS), WorkerThreads(_BRINGERS)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
         if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vitscale.data import EvalTransform
-from vitscale.data.views import view_of_pixels
+from vitscale.data.preview import view_of_pixels
 from vitscale.errors import DataError, RecipeError
 from vitscale.evaluation.finished import FinishedModel, OfWeights
 

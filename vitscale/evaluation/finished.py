@@ -44,8 +44,8 @@ from vitscale.recipe import (
     validate_recipe,
 )
 from vitscale.recipe.datasets import find_dataset
+from vitscale.runs.checkpoint_index import data_root
 from vitscale.runs.directory import recipe_of_run
-from vitscale.runs.index import data_root
 from vitscale.runs.names import RECIPE_FILE
 from vitscale.shards import Manifest
 from vitscale.weight_formats import POSITIONS_RULE

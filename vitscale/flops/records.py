@@ -10,9 +10,9 @@ from typing import Any
 
 from vitscale.errors import DataError, RecipeError
 from vitscale.recipe import Recipe, read_recipe
+from vitscale.runs.checkpoint_index import CheckpointIndex
 from vitscale.runs.checkpoints import read_checkpoints
 from vitscale.runs.done import read_done
-from vitscale.runs.index import Index
 from vitscale.runs.metrics import MetricsLog, Row
 from vitscale.runs.names import DONE_FILE, METRICS_FILE, RECIPE_FILE, checkpoints_root
 from vitscale.runs.reading import count, number
@@ -160,7 +160,7 @@ def _gap_notes(steps: Sequence[int], every: int, first: int) -> list[str]:
     return [f"steps {', '.join(gaps[:_GAPS_TOLD])}{more} have no metrics; their pace is assumed"]
 
 
-def _newest_index(recipe: Recipe, directory: Path) -> tuple[Index | None, list[str]]:
+def _newest_index(recipe: Recipe, directory: Path) -> tuple[CheckpointIndex | None, list[str]]:
     """The newest index that can be read, and notes on what is damaged. Checkpoints at a URL are not looked at."""
     root = checkpoints_root(recipe, directory)
     if is_url(root):

@@ -9,7 +9,7 @@ from vitscale.flops.estimate import Estimate
 from vitscale.flops.hardware import Device
 from vitscale.flops.matching import position_row, possible_epochs, transfer_row
 from vitscale.flops.published import DataSize
-from vitscale.table import Column, Row, View, number, percent, short
+from vitscale.table import Column, ResultTable, Row, number, percent, short
 
 RECIPE = Column("recipe", "recipe", is_text=True)
 EXAFLOPS = Column("exaflops", "exaFLOPs", number(1))
@@ -70,7 +70,7 @@ _OUTLIERS_SAY = (
 TRAINING_HOURS_SAY = "Hours: of training steps alone, without evaluation and checkpoints."
 
 
-def grid_view(estimates: Sequence[Estimate]) -> View:
+def grid_view(estimates: Sequence[Estimate]) -> ResultTable:
     """Every recipe beside what the paper publishes about it."""
     rows: list[Row] = []
     for one in estimates:
@@ -97,10 +97,10 @@ def grid_view(estimates: Sequence[Estimate]) -> View:
     legend = [_ACCOUNTING_SAYS, *([_PAPER_SAYS] if compared else [])]
     if any(abs(one.deviation or 0) > 0.015 for one in estimates):
         legend.append(_OUTLIERS_SAY)
-    return View(_GRID, rows, legend, _notes(estimates), groups)
+    return ResultTable(_GRID, rows, legend, _notes(estimates), groups)
 
 
-def breakdown_view(estimates: Sequence[Estimate]) -> View:
+def breakdown_view(estimates: Sequence[Estimate]) -> ResultTable:
     """Where MACs, FLOPs and parameters are; after model FLOPs, what recomputing activations adds to them."""
     rows: list[Row] = []
     groups = []
@@ -108,7 +108,7 @@ def breakdown_view(estimates: Sequence[Estimate]) -> View:
         before = len(rows)
         rows += _parts(one)
         groups.append(len(rows) - before)
-    return View(_BREAKDOWN, rows, [_ACCOUNTING_SAYS], _notes(estimates), groups)
+    return ResultTable(_BREAKDOWN, rows, [_ACCOUNTING_SAYS], _notes(estimates), groups)
 
 
 def _parts(one: Estimate) -> list[Row]:
@@ -140,7 +140,7 @@ def _parts(one: Estimate) -> list[Row]:
 
 def purchase_view(
     estimates: Sequence[Estimate], budget: float | None, hardware: Hardware | None, mfu: float | None
-) -> View:
+) -> ResultTable:
     """The recipes that fit in a budget of exaFLOPs, the best by the paper's results first; and their cost.
 
     Without a budget, all of them in their order; without hardware, no cost.
@@ -169,7 +169,7 @@ def purchase_view(
             *energy_legend(hardware.device),
         ]
         notes += _cost_notes(estimates, hardware, mfu)
-    return View(columns, [row for _, row in bought], legend, [*notes, *_notes(estimates)])
+    return ResultTable(columns, [row for _, row in bought], legend, [*notes, *_notes(estimates)])
 
 
 def _worth(row: Row) -> tuple[float, float, float]:

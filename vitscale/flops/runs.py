@@ -8,7 +8,7 @@ from vitscale.flops.hardware import Device
 from vitscale.flops.records import Run
 from vitscale.flops.reports import energy_legend
 from vitscale.flops.work import recipe_work
-from vitscale.table import Column, Row, View, hours, number, percent
+from vitscale.table import Column, ResultTable, Row, hours, number, percent
 
 _COLUMNS = (
     Column("run", "run", is_text=True),
@@ -28,7 +28,7 @@ _COLUMNS = (
 _HOURS_SAY = "Hours and images/s: of training steps alone, without evaluation, checkpoints and steps that a crash lost."
 
 
-def runs_view(runs: Sequence[Run], device: Device | None, count: int | None, price: float | None) -> View:
+def runs_view(runs: Sequence[Run], device: Device | None, count: int | None, price: float | None) -> ResultTable:
     """What runs have cost so far, on as many devices as their records say; `count` overrides that."""
     rows: list[Row] = []
     notes: list[str] = []
@@ -56,7 +56,7 @@ def runs_view(runs: Sequence[Run], device: Device | None, count: int | None, pri
             notes += _device_notes(run)
         if mfu is None:
             notes.append(f"{run.directory}: no MFU: {_no_mfu(run, device)}")
-    return View(_COLUMNS, rows, [_HOURS_SAY, *energy_legend(device)], notes)
+    return ResultTable(_COLUMNS, rows, [_HOURS_SAY, *energy_legend(device)], notes)
 
 
 def _device_notes(run: Run) -> list[str]:

@@ -2,7 +2,7 @@
 
 from vitscale.launch.environment import RankEnvironment, find_place, read_environment
 from vitscale.launch.first_node import FirstNode
-from vitscale.launch.nodes import Layout, Nodes, Place, fitting
+from vitscale.launch.nodes import Layout, Nodes, ThisNode, fitting
 from vitscale.launch.other_node import OtherNode
 from vitscale.launch.pretraining import Pretraining, PretrainingRanks, launch_pretraining
 from vitscale.launch.rank import RankCommand
@@ -16,12 +16,12 @@ __all__ = [
     "Layout",
     "Nodes",
     "OtherNode",
-    "Place",
     "Pretraining",
     "PretrainingRanks",
     "RankCommand",
     "RankEnvironment",
     "Supervisor",
+    "ThisNode",
     "count_devices",
     "find_place",
     "fitting",

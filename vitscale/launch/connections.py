@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vitscale.errors import PeerLostError, RecipeError
-from vitscale.launch.nodes import Place
+from vitscale.launch.nodes import ThisNode
 from vitscale.launch.supervisor import Supervisor, say
 
 LOOK_EVERY_SECONDS = 0.05
@@ -117,7 +117,7 @@ class Address(NamedTuple):
     place: Any  # what socket.bind takes
 
 
-def resolve(place: Place, supervisor: Supervisor) -> Address | None:
+def resolve(place: ThisNode, supervisor: Supervisor) -> Address | None:
     """Look up the place's address, trying again for `place.wait_s`: a new pod's name is not known at once.
 
     Returns None once this launch is told to end. Raises `PeerLostError` if the name stays unknown.
@@ -139,7 +139,7 @@ def resolve(place: Place, supervisor: Supervisor) -> Address | None:
     return None
 
 
-def listen(place: Place, own: Address | None) -> socket.socket:
+def listen(place: ThisNode, own: Address | None) -> socket.socket:
     """A socket that listens at the address by which the others know this node, not at every address of this machine.
 
     It does listen at every address if that one is unknown (`own` is None), is a loopback address, which others cannot

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vitscale.errors import RecipeError
-from vitscale.launch.nodes import DEFAULT_PORT, Place
+from vitscale.launch.nodes import DEFAULT_PORT, ThisNode
 from vitscale.machine import free_port
 from vitscale.wording import counted
 
@@ -79,7 +79,7 @@ def read_environment() -> RankEnvironment:
     return RankEnvironment(rank, size, local_rank, local_size)
 
 
-def find_place(nodes: int | None, node_rank: int | None, master: str | None, *, wait_s: float) -> Place | None:
+def find_place(nodes: int | None, node_rank: int | None, master: str | None, *, wait_s: float) -> ThisNode | None:
     """This launch's place among those of other nodes: as given, else as Slurm has it; None for one node.
 
     Args:
@@ -117,7 +117,7 @@ def find_place(nodes: int | None, node_rank: int | None, master: str | None, *, 
     if node_rank >= nodes:
         raise RecipeError(f"--node-rank {node_rank}: of {counted(nodes, 'node')} they are 0 to {nodes - 1}")
     address, port = split_address(master)
-    return Place(node_rank, nodes, address, port, wait_s)
+    return ThisNode(node_rank, nodes, address, port, wait_s)
 
 
 def split_address(master: str) -> tuple[str, int]:

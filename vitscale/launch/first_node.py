@@ -18,7 +18,7 @@ from vitscale.launch.connections import (
     say_farewell,
 )
 from vitscale.launch.ends import End
-from vitscale.launch.nodes import Account, Decision, Layout, NodeEndedError, Place, another_port, fitting
+from vitscale.launch.nodes import Account, Decision, Layout, NodeEndedError, ThisNode, another_port, fitting
 from vitscale.launch.supervisor import Supervisor, say
 
 
@@ -35,7 +35,7 @@ class FirstNode:
     """
 
     def __init__(
-        self, place: Place, global_batch: int | None, supervisor: Supervisor, *, silence_s: float = SILENCE_SECONDS
+        self, place: ThisNode, global_batch: int | None, supervisor: Supervisor, *, silence_s: float = SILENCE_SECONDS
     ) -> None:
         self._place, self._global_batch, self._supervisor, self._silence = place, global_batch, supervisor, silence_s
         allow_connections(place.nodes)

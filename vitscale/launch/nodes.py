@@ -19,7 +19,7 @@ DEFAULT_PORT = 29600
 
 
 @dataclass(frozen=True)
-class Place:
+class ThisNode:
     """This node's rank among the nodes of a launch, and where they meet.
 
     Attributes:

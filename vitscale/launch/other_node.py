@@ -14,7 +14,7 @@ from vitscale.launch.connections import (
     Connection,
     say_farewell,
 )
-from vitscale.launch.nodes import Account, Decision, Layout, NodeEndedError, Place
+from vitscale.launch.nodes import Account, Decision, Layout, NodeEndedError, ThisNode
 from vitscale.launch.supervisor import Supervisor, say
 
 _CONNECT_SECONDS = 3.0
@@ -23,7 +23,7 @@ _CONNECT_SECONDS = 3.0
 class OtherNode:
     """A node other than node 0; arguments as in `FirstNode`."""
 
-    def __init__(self, place: Place, supervisor: Supervisor, *, silence_s: float = SILENCE_SECONDS) -> None:
+    def __init__(self, place: ThisNode, supervisor: Supervisor, *, silence_s: float = SILENCE_SECONDS) -> None:
         self._place, self._supervisor, self._silence = place, supervisor, silence_s
         self._first: Connection | None = None
         self._trouble = ""

@@ -11,7 +11,7 @@ from typing import Literal
 import vitscale
 from vitscale.errors import PeerLostError, PreemptedError, RecipeError
 from vitscale.launch.first_node import FirstNode
-from vitscale.launch.nodes import Layout, Nodes, OneNode, Place, fitting
+from vitscale.launch.nodes import Layout, Nodes, OneNode, ThisNode, fitting
 from vitscale.launch.other_node import OtherNode
 from vitscale.launch.rank import RankCommand
 from vitscale.launch.restarts import Launch
@@ -42,7 +42,7 @@ class Pretraining:
 
 def launch_pretraining(
     what: Pretraining,
-    place: Place | None = None,
+    place: ThisNode | None = None,
     *,
     max_restarts: int = 3,
     count: Callable[[], int | None] = count_devices,

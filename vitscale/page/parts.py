@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from vitscale.page.drawing import Drawing
-from vitscale.table import View
+from vitscale.table import ResultTable
 
 Tone = Literal["plain", "note", "warning", "good"]
 """How a text is set: a paragraph, a small note, a warning that stands out, or the same for good news."""
@@ -31,12 +31,12 @@ class Facts:
 
 @dataclass(frozen=True)
 class Table:
-    """A `View`. A pointer over a number shows all its digits. What is None is shown as a dash.
+    """A `ResultTable`. A pointer over a number shows all its digits. What is None is shown as a dash.
 
     `marked` are the indices of rows that stand out.
     """
 
-    view: View
+    view: ResultTable
     caption: str = ""
     marked: frozenset[int] = frozenset()
     kind: ClassVar[str] = "table"

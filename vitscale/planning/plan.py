@@ -147,7 +147,7 @@ class Goodput:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ClusterPlan:
     """All choices, the best one's totals, and what was assumed; `goodput` only if failures were given."""
 
     name: str
@@ -171,7 +171,7 @@ def make_plan(
     price: float | None = None,
     storage: float | None = None,
     failures: Failures | None = None,
-) -> Plan:
+) -> ClusterPlan:
     """Work out every choice for an estimated recipe on a cluster.
 
     Args:
@@ -219,7 +219,7 @@ def make_plan(
     if best is not None and totals is not None and failures is not None:
         goodput = _goodput(totals, best, cluster, failures)
         assumptions += failures.assumptions
-    return Plan(estimate.name, cluster, parameters.total, judged, totals, tuple(assumptions), goodput)
+    return ClusterPlan(estimate.name, cluster, parameters.total, judged, totals, tuple(assumptions), goodput)
 
 
 # ---- Choices ---------------------------------------------------------------------------------------------------------

@@ -29,10 +29,10 @@ from vitscale.training import distributed, fragments
 from vitscale.training.applied_gradients import AppliedGradients, GradientPiece
 from vitscale.training.attention import preferred_attention
 from vitscale.training.learner import Learner
-from vitscale.training.plan import plan_run
 from vitscale.training.precision import settle_precision
 from vitscale.training.preflight import preflight
 from vitscale.training.replicas import checksum
+from vitscale.training.run_plan import plan_run
 from vitscale.training.teacher import load_teacher
 
 _SPREAD = 0.02  # added to initial values: where output layers are zero, most gradients are too

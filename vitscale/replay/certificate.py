@@ -15,9 +15,9 @@ from vitscale.recipe import Recipe, recipe_sha256
 from vitscale.recipe.datasets import find_dataset
 from vitscale.replay import check_certificate
 from vitscale.replay.seen import newest_index
+from vitscale.runs.checkpoint_index import CheckpointIndex, data_root
 from vitscale.runs.directory import recipe_of_run
 from vitscale.runs.done import read_done
-from vitscale.runs.index import Index, data_root
 from vitscale.runs.names import DONE_FILE, LAUNCH_FILE, METRICS_FILE, RECIPE_FILE, checkpoints_root
 from vitscale.shards import Manifest
 from vitscale.storage import is_url
@@ -85,7 +85,7 @@ def _of_run(recipe: Recipe, run_dir: Path) -> Iterator[tuple[str, Path]]:
         yield f"{place}/{path.relative_to(root)}", path
 
 
-def _of_datasets(recipe: Recipe, index: Index, root: str | None) -> Iterator[tuple[str, Path]]:
+def _of_datasets(recipe: Recipe, index: CheckpointIndex, root: str | None) -> Iterator[tuple[str, Path]]:
     """(name, path) of the datasets' manifests and of the files beside them, such as those of de-duplication.
 
     Shards are left out: their manifests have their digests.

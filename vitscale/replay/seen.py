@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import xxhash
 
-from vitscale.checkpoint import Index, checkpoint_place
+from vitscale.checkpoint import CheckpointIndex, checkpoint_place
 from vitscale.data import Batch, TrainOrder, train_transform, training_loader, training_order
 from vitscale.data.augmentation import sample_keys
 from vitscale.data.order import ORDER_VERSION
@@ -16,15 +16,15 @@ from vitscale.errors import CheckpointError, DataError
 from vitscale.images import crc32c
 from vitscale.recipe import Recipe, validate_recipe
 from vitscale.recipe.datasets import find_dataset
+from vitscale.runs.checkpoint_index import data_root
 from vitscale.runs.directory import recipe_of_run
-from vitscale.runs.index import data_root
 from vitscale.shards import Manifest
 from vitscale.shards.opening import OpenShard, open_shard
 from vitscale.training.anomalies import AnomalyRecord, SkippedData
 
 
 @dataclass(frozen=True)
-class Place:
+class SampleLocation:
     """Where a sample is stored, and its size in pixels.
 
     Attributes:
@@ -114,7 +114,7 @@ class History:
     Raises `DataError` if the data are not the run's, or the checkpoint has another version of the order.
     """
 
-    def __init__(self, recipe: Recipe, index: Index, manifests: Sequence[Manifest]) -> None:
+    def __init__(self, recipe: Recipe, index: CheckpointIndex, manifests: Sequence[Manifest]) -> None:
         if index.data.get("order_version") != ORDER_VERSION:
             raise DataError(
                 f"the run's order has version {index.data.get('order_version')}; this vitscale reads {ORDER_VERSION}"
@@ -167,9 +167,9 @@ class History:
 
     # ---- Where samples are stored ------------------------------------------------------------------------------------
 
-    def find(self, uids: Sequence[int]) -> list[Place | None]:
+    def find(self, uids: Sequence[int]) -> list[SampleLocation | None]:
         """Where samples are stored, one per uid; None for a uid that no shard has. Opens each shard once."""
-        found: dict[int, Place] = {}
+        found: dict[int, SampleLocation] = {}
         wanted = np.unique(np.array([uid for uid in uids if uid < 2**63], np.int64))
         numbers = np.searchsorted(self._first_uids, wanted, side="right") - 1
         for number in np.unique(numbers[numbers >= 0]).tolist():
@@ -181,7 +181,7 @@ class History:
                 found |= {place.uid: place for place in self._places(shard, slots[there])}
         return [found.get(uid) for uid in uids]
 
-    def holding(self, images: Sequence[Content]) -> Iterator[tuple[int, Place]]:
+    def holding(self, images: Sequence[Content]) -> Iterator[tuple[int, SampleLocation]]:
         """Find the samples whose stored bytes are those of given images; reads through all shards once.
 
         Yields (number of the image in `images`, the sample's place).
@@ -202,7 +202,7 @@ class History:
                     which, slots = zip(*found, strict=True)
                     yield from zip(which, self._places(shard, np.array(slots)), strict=True)
 
-    def _places(self, shard: OpenShard, slots: np.ndarray) -> list[Place]:
+    def _places(self, shard: OpenShard, slots: np.ndarray) -> list[SampleLocation]:
         """The places of the samples in given slots of a shard of the oldest dataset."""
         at: list[list[tuple[int, int] | None]] = []
         for number_of, stretch in zip(self._number_of, self._stretches, strict=True):
@@ -217,13 +217,13 @@ class History:
             at.append([(number, int(place)) if is_in else None for place, is_in in zip(positions, inside, strict=True)])
         file = shard.file
         return [
-            Place(int(file.uid[slot]), int(file.height[slot]), int(file.width[slot]), tuple(places))
+            SampleLocation(int(file.uid[slot]), int(file.height[slot]), int(file.width[slot]), tuple(places))
             for slot, *places in zip(slots, *at, strict=True)
         ]
 
     # ---- When they were seen -----------------------------------------------------------------------------------------
 
-    def updates(self, places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray]:
+    def updates(self, places: Sequence[SampleLocation]) -> tuple[np.ndarray, np.ndarray]:
         """The first update made with each sample, from 1 (0: none), and the number of updates; both int64 (n,)."""
         first, times = np.zeros((2, len(places)), np.int64)
         for found in self._found(places):
@@ -234,7 +234,7 @@ class History:
             first[rows[is_first]] = steps[is_first]
         return first, times
 
-    def sightings(self, places: Sequence[Place]) -> list[list[Sighting]]:
+    def sightings(self, places: Sequence[SampleLocation]) -> list[list[Sighting]]:
         """Every appearance of each sample in a batch of the run, in order: at most one per epoch and view."""
         seen: list[list[Sighting]] = [[] for _ in places]
         for found in self._found(places):
@@ -266,7 +266,7 @@ class History:
                 )
         return seen
 
-    def _found(self, places: Sequence[Place]) -> Iterator["_Found"]:
+    def _found(self, places: Sequence[SampleLocation]) -> Iterator["_Found"]:
         """The batches and slots of samples in the order, epoch after epoch."""
         for number, stretch in enumerate(self._stretches):
             lying = [(row, *at) for row, place in enumerate(places) if (at := place.at[number]) is not None]
@@ -325,7 +325,7 @@ class _Found(NamedTuple):
     slots: np.ndarray
 
 
-def newest_index(recipe: Recipe, run_dir: Path) -> Index:
+def newest_index(recipe: Recipe, run_dir: Path) -> CheckpointIndex:
     """The index of a run's newest checkpoint. Its own checksum is verified, its files are not.
 
     Raises `CheckpointError` if there is no checkpoint or it cannot be read.
@@ -340,7 +340,7 @@ def newest_index(recipe: Recipe, run_dir: Path) -> Index:
     return place.read_index(steps[-1])
 
 
-def _data_before(index: Index) -> list[Mapping[str, Any]]:
+def _data_before(index: CheckpointIndex) -> list[Mapping[str, Any]]:
     """The index's entries on the data that the trunks of branches onto views were trained on, oldest first."""
     found: list[Mapping[str, Any]] = []
     init = index.data.get("init")

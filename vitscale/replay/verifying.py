@@ -23,21 +23,21 @@ from pathlib import Path
 
 import yaml
 
-from vitscale.checkpoint import CheckpointReader, CheckpointStore, Index, checkpoint_place
+from vitscale.checkpoint import CheckpointIndex, CheckpointReader, CheckpointStore, checkpoint_place
 from vitscale.errors import CheckpointError, DataError
 from vitscale.evaluation.finished import trained_recipe
 from vitscale.launch import Pretraining, count_devices
 from vitscale.launch.clusters import Job, launch_command
 from vitscale.recipe import Recipe, differences, override, validate_recipe
 from vitscale.recipe.datasets import find_dataset
+from vitscale.runs.checkpoint_index import data_root
 from vitscale.runs.directory import recipe_of_run
 from vitscale.runs.done import read_done
-from vitscale.runs.index import data_root
 from vitscale.runs.metrics import MetricsLog, Row
 from vitscale.runs.names import CHECKPOINTS, DONE_FILE, METRICS_FILE, RECIPE_FILE, step_folder
 from vitscale.shards import Manifest
 from vitscale.shards.verify import verify as verify_shards
-from vitscale.training.plan import Plan, plan_run
+from vitscale.training.run_plan import RunPlan, plan_run
 
 _COMPARED = ("loss", "grad_norm", "lr", "batch_digest")
 _KEPT_FILES = 1_000_000  # no checkpoint of the copy is deleted
@@ -156,7 +156,9 @@ def _same_run(recipe: Recipe, readers: dict[int, CheckpointReader]) -> Iterator[
             yield Finding(f"checkpoint {step}", False, "of another run: " + "; ".join(wrong))
 
 
-def _metrics(plan: Plan, recipe: Recipe, log: MetricsLog, rows: dict[int, Row], newest: Index) -> Iterator[Finding]:
+def _metrics(
+    plan: RunPlan, recipe: Recipe, log: MetricsLog, rows: dict[int, Row], newest: CheckpointIndex
+) -> Iterator[Finding]:
     """Check that no line of metrics is missing, and that each has the values that follow from its step."""
     wrong = [f"{log.damaged} lines cannot be read"] if log.damaged else []
     expected = {step for step in range(recipe.first_step + 1, newest.step + 1) if plan.due(step, newest.step).log}
@@ -171,7 +173,7 @@ def _metrics(plan: Plan, recipe: Recipe, log: MetricsLog, rows: dict[int, Row], 
     yield Finding(METRICS_FILE, not wrong, "; ".join(wrong[:5]) or f"{len(rows):,} lines, as the recipe has it")
 
 
-def _done(run_dir: Path, newest: Index, log: MetricsLog) -> Iterator[Finding]:
+def _done(run_dir: Path, newest: CheckpointIndex, log: MetricsLog) -> Iterator[Finding]:
     """Check that DONE is about the last step and agrees with the metrics."""
     if not (run_dir / DONE_FILE).exists():
         return

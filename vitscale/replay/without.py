@@ -11,14 +11,14 @@ from vitscale.errors import CheckpointError, DataError
 from vitscale.flops.records import read_run
 from vitscale.recipe import Duration, Recipe, read_recipe, validate_recipe
 from vitscale.replay.seen import History
+from vitscale.runs.checkpoint_index import data_root, find_path
 from vitscale.runs.directory import recipe_of_run
 from vitscale.runs.done import read_done
-from vitscale.runs.index import data_root, find_path
 from vitscale.runs.names import RECIPE_FILE
 from vitscale.shards import Manifest
 from vitscale.shards.opening import open_shard
 from vitscale.storage import is_url
-from vitscale.training.plan import schedule_in_steps
+from vitscale.training.run_plan import schedule_in_steps
 
 
 @dataclass(frozen=True)

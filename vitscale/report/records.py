@@ -8,8 +8,8 @@ from typing import Any
 from vitscale.errors import DataError, RecipeError
 from vitscale.flops.records import Run, read_run
 from vitscale.recipe import EvalCrop, Recipe, differences, find_dataset, read_recipe, recipe_sha256
+from vitscale.runs.checkpoint_index import CheckpointIndex, data_root, find_path
 from vitscale.runs.checkpoints import read_checkpoints
-from vitscale.runs.index import Index, data_root, find_path
 from vitscale.runs.metrics import MetricsLog, Row
 from vitscale.runs.names import CHECKPOINTS, METRICS_FILE, RECIPE_FILE, checkpoints_root
 from vitscale.runs.reading import number
@@ -37,7 +37,7 @@ class Record:
 
     directory: Path
     recipe: Recipe
-    index: Index | None
+    index: CheckpointIndex | None
     run: Run | None
     log: MetricsLog
     parent: "Record | None"
@@ -188,7 +188,7 @@ def read_record(directory: Path, seen: Sequence[Path] = ()) -> Record:
     )
 
 
-def _parent(directory: Path, recipe: Recipe, index: Index | None, seen: Sequence[Path]) -> Record | None:
+def _parent(directory: Path, recipe: Recipe, index: CheckpointIndex | None, seen: Sequence[Path]) -> Record | None:
     """The run that `init` names, if it is still there: a checkpoint's folder names its run."""
     if recipe.init is None or len(seen) > _MOST_PARENTS:
         return None

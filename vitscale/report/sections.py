@@ -6,7 +6,7 @@ from typing import Any
 from vitscale.page import Facts, Figures, Folded, Part, Section, Table, Text, check_drawing, page_text
 from vitscale.report import figures
 from vitscale.report.paper import TOP1
-from vitscale.table import Column, Row, View, number, short
+from vitscale.table import Column, ResultTable, Row, number, short
 from vitscale.vtab import OVER_GROUPS, OVER_TASKS
 from vitscale.wording import counted
 
@@ -43,8 +43,8 @@ def _text(key: str, heading: str, *, folds: bool = False) -> Column:
     return Column(key, heading, is_text=True, folds=folds)
 
 
-def _view(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], **more: Any) -> View:
-    return View(columns, [{column.key: row.get(column.key) for column in columns} for row in rows], **more)
+def _view(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], **more: Any) -> ResultTable:
+    return ResultTable(columns, [{column.key: row.get(column.key) for column in columns} for row in rows], **more)
 
 
 def _subtitle(content: Content) -> str:

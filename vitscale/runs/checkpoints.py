@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from vitscale.errors import CheckpointError
-from vitscale.runs.index import Index, read_index
+from vitscale.runs.checkpoint_index import CheckpointIndex, read_index
 from vitscale.runs.names import CHECKPOINTS, INDEX_FILE, step_folder
 from vitscale.storage import is_url, join, names_in
 
@@ -47,7 +47,7 @@ class Checkpoints:
 
     steps: list[int]
     saved_at: float | None
-    newest: Index | None
+    newest: CheckpointIndex | None
     problems: list[str]
 
 
@@ -81,7 +81,7 @@ def _saved(folder: Path) -> dict[int, int]:
 
 
 @lru_cache(maxsize=64)
-def _read(folder: Path, step: int, modified_ns: int) -> tuple[Index | None, tuple[str, ...]]:
+def _read(folder: Path, step: int, modified_ns: int) -> tuple[CheckpointIndex | None, tuple[str, ...]]:
     """The index of a checkpoint, or None, and what is wrong; `modified_ns`, its time of writing, keys the cache."""
     try:
         index = read_index(folder, step)
@@ -90,7 +90,7 @@ def _read(folder: Path, step: int, modified_ns: int) -> tuple[Index | None, tupl
     return index, tuple(_wrong_sizes(folder, index))
 
 
-def _wrong_sizes(folder: Path, index: Index) -> Iterator[str]:
+def _wrong_sizes(folder: Path, index: CheckpointIndex) -> Iterator[str]:
     """Describe the first file that is missing or has another size than the index says."""
     for file in index.files:
         try:

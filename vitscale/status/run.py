@@ -13,10 +13,10 @@ from vitscale.flops.cost import cost_row
 from vitscale.flops.hardware import Device
 from vitscale.flops.work import recipe_work
 from vitscale.recipe import Recipe, read_recipe
+from vitscale.runs.checkpoint_index import CheckpointIndex
 from vitscale.runs.checkpoints import read_checkpoints
 from vitscale.runs.directory import is_held, last_holder
 from vitscale.runs.done import read_done
-from vitscale.runs.index import Index
 from vitscale.runs.launches import Launches, read_launches
 from vitscale.runs.metrics import MetricsLog, Row
 from vitscale.runs.names import (
@@ -146,7 +146,7 @@ class RunReader:
         except (OSError, RecipeError) as error:
             self._recipe, self._recipe_problem = None, " ".join(str(error).split())
 
-    def _data(self, index: Index | None) -> tuple[int | None, int | None]:
+    def _data(self, index: CheckpointIndex | None) -> tuple[int | None, int | None]:
         """Training samples and classes: from the newest checkpoint, or from the manifest if it is on this machine."""
         if index is not None:
             return index.num_samples, index.num_classes
@@ -228,7 +228,7 @@ class RunReader:
             return None
         return Evaluation(step, {key: number(value) for key, value in values.items()})
 
-    def _best(self, index: Index | None, saved: Saved) -> Best | None:
+    def _best(self, index: CheckpointIndex | None, saved: Saved) -> Best | None:
         """The best step that the run itself has selected, or a later one; without a selection, the best evaluation."""
         rule = self._recipe.selection if self._recipe is not None else None
         metric, sign = (rule.metric, 1 if rule.mode == "max" else -1) if rule is not None else ("validation/top1", 1)
@@ -242,7 +242,7 @@ class RunReader:
         value, step = max(known)  # the first of equal ones
         return Best(-step, metric, sign * value, None if saved.steps is None else -step in saved.steps)
 
-    def _read_checkpoints(self, notes: list[str]) -> tuple[Saved, Index | None]:
+    def _read_checkpoints(self, notes: list[str]) -> tuple[Saved, CheckpointIndex | None]:
         recipe, run_dir = self._recipe, self._directory
         where = str(run_dir / CHECKPOINTS) if recipe is None else checkpoints_root(recipe, run_dir)
         if is_url(where):

@@ -9,7 +9,7 @@ from vitscale.errors import RecipeError
 from vitscale.flops.cost import cost_row
 from vitscale.flops.estimate import Estimate, estimate
 from vitscale.planning.cluster import Cluster
-from vitscale.planning.plan import Plan, make_plan
+from vitscale.planning.plan import ClusterPlan, make_plan
 from vitscale.recipe import Recipe, override
 from vitscale.studies.expansion import Entry, Expansion
 from vitscale.studies.schema import Study
@@ -97,7 +97,7 @@ def cost_of(
     Raises `RecipeError` if the devices of a slot do not divide a global batch, a recipe cannot be planned, or no
     entry's cost is known.
     """
-    plans: dict[str, Plan] = {}
+    plans: dict[str, ClusterPlan] = {}
     costs: dict[str, EntryCost] = {}
     for name, entry in expansion.entries.items():
         found = [
@@ -128,7 +128,7 @@ def _cost(
     recipe: Recipe,
     cluster: Cluster,
     samples: int | None,
-    plans: dict[str, Plan],
+    plans: dict[str, ClusterPlan],
     say: Callable[[str], None],
 ) -> EntryCost:
     known = _estimate(study, entry, recipe, samples)

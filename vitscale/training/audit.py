@@ -73,7 +73,7 @@ class Finding:
         return f"{self.check} of rank {self.rank}{where}: {self.what}"
 
 
-class _Place(NamedTuple):
+class _Fragment(NamedTuple):
     """A fragment: which part of which parameter it is, and which rank has it."""
 
     name: str
@@ -133,7 +133,9 @@ class Audit:
         by_rank = [mine] if self._is_replicated else gather(mine)
         order = {name: index for index, name in enumerate(self._trained)}
         self._places = [
-            _Place(name, start, length, rank) for rank, pieces in enumerate(by_rank) for name, start, length in pieces
+            _Fragment(name, start, length, rank)
+            for rank, pieces in enumerate(by_rank)
+            for name, start, length in pieces
         ]
         self._places.sort(key=lambda place: (order[place.name], place.start))
         self._index = {(place.name, place.start): index for index, place in enumerate(self._places)}
@@ -313,7 +315,7 @@ class Audit:
                 self._find("weights", what, place.name, start=place.start, length=place.length)
         return of_owners
 
-    def _weights_at(self, place: _Place) -> Tensor | None:
+    def _weights_at(self, place: _Fragment) -> Tensor | None:
         """A fragment of the weights that this rank computes with, 1-D; None under ZeRO 3 if another rank has it."""
         parameter: Any = self._trained[place.name]
         if not hasattr(parameter, "ds_tensor") or (self._names and parameter.numel() == parameter.ds_numel):

@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vitscale.checkpoint import CheckpointReader, Index
+from vitscale.checkpoint import CheckpointIndex, CheckpointReader
 from vitscale.errors import CheckpointError, DataError, RecipeError, VitscaleError
 from vitscale.evaluation.finished import trained_recipe
 from vitscale.recipe import FREE_ON_BRANCHING, Recipe, differences, validate_recipe
 from vitscale.recipe.datasets import find_dataset
-from vitscale.runs.index import data_root
+from vitscale.runs.checkpoint_index import data_root
 from vitscale.shards import Manifest
 from vitscale.shards.views import why_no_view
 from vitscale.storage import is_url
@@ -27,12 +27,12 @@ from vitscale.training import distributed
 from vitscale.training.anomalies import AnomalyRecord
 from vitscale.training.found_weights import Named, find_checkpoint, read_found_index
 from vitscale.training.initial_weights import has_begun
-from vitscale.training.plan import Plan, schedule_in_steps
 from vitscale.training.resuming import tell_other_decoder
+from vitscale.training.run_plan import RunPlan, schedule_in_steps
 from vitscale.training.state import changed_data
 
 
-def check_branch(recipe: Recipe, plan: Plan, run_dir: Path) -> None:
+def check_branch(recipe: Recipe, plan: RunPlan, run_dir: Path) -> None:
     """Check a branch before the ranks meet; runs that are no branch or have already begun pass.
 
     Raises `RecipeError` if there is no trunk, or the recipe differs from the trunk's where it must not, and
@@ -49,7 +49,7 @@ def check_branch(recipe: Recipe, plan: Plan, run_dir: Path) -> None:
 
 
 def trunk_checkpoint(
-    recipe: Recipe, plan: Plan, world: distributed.World, say: Callable[[str], None]
+    recipe: Recipe, plan: RunPlan, world: distributed.World, say: Callable[[str], None]
 ) -> CheckpointReader:
     """The trunk's checkpoint that a branch continues from; all ranks call it together.
 
@@ -112,7 +112,7 @@ def _no_run(recipe: Recipe) -> RecipeError:
     )
 
 
-def _check(recipe: Recipe, plan: Plan, index: Index, trunk: Recipe) -> Manifest | None:
+def _check(recipe: Recipe, plan: RunPlan, index: CheckpointIndex, trunk: Recipe) -> Manifest | None:
     """Check a branch against its trunk. Returns the trunk's data if the branch's are a view of them, else None."""
     assert recipe.init is not None
     where = f"init.from: {recipe.init.source}"
@@ -140,7 +140,7 @@ def _check(recipe: Recipe, plan: Plan, index: Index, trunk: Recipe) -> Manifest 
     return whole
 
 
-def _trunk_data(recipe: Recipe, index: Index, trunk: Recipe) -> Manifest | None:
+def _trunk_data(recipe: Recipe, index: CheckpointIndex, trunk: Recipe) -> Manifest | None:
     """The trunk's data, searched for by name where the branch's data are and then where the trunk's were."""
     for root in (recipe.data.root, data_root(trunk, index)):
         with suppress(RecipeError, DataError):
@@ -150,7 +150,7 @@ def _trunk_data(recipe: Recipe, index: Index, trunk: Recipe) -> Manifest | None:
     return None
 
 
-def _other_past(recipe: Recipe, plan: Plan, trunk: Recipe, index: Index) -> str | None:
+def _other_past(recipe: Recipe, plan: RunPlan, trunk: Recipe, index: CheckpointIndex) -> str | None:
     """Where the schedules differ before the branch, in words: then no run with this schedule alone equals it."""
     theirs_has, steps = index.num_samples or plan.manifest.num_samples, index.step
     if trunk.schedule == recipe.schedule and theirs_has == plan.manifest.num_samples:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitscale.checkpoint import EMA, CheckpointStore, Index, LocalPlace, Place, checkpoint_place
+from vitscale.checkpoint import EMA, CheckpointIndex, CheckpointStore, Directory, LocalDirectory, checkpoint_place
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.families import Model
 from vitscale.files.digests import file_digests
@@ -111,7 +111,7 @@ def find_checkpoint(named: Named, world: distributed.World | None = None) -> tup
     """
     path = _path(named)
 
-    def store(place: Place) -> CheckpointStore:
+    def store(place: Directory) -> CheckpointStore:
         if world is None:
             return CheckpointStore(place)
         return CheckpointStore(place, rank=world.rank, gather=gather, share=from_rank_zero)
@@ -129,7 +129,7 @@ def find_checkpoint(named: Named, world: distributed.World | None = None) -> tup
                 )
             if named.step not in (None, steps[0]):
                 raise RecipeError(f"{named.key}.step {named.step}: {path} is the checkpoint of step {steps[0]}")
-            return store(LocalPlace(place.parent)), steps[0]
+            return store(LocalDirectory(place.parent)), steps[0]
     except OSError as error:
         raise RecipeError(
             f"{named.key}.from: {str(path)[:200]}: {error.strerror}; expected a run's directory, the folder of one of "
@@ -144,7 +144,7 @@ def _path(named: Named) -> Path:
     return Path(os.path.expanduser(named.source))  # noqa: PTH111 (without an error where there is no home)
 
 
-def read_found_index(named: Named, store: CheckpointStore, step: int | None) -> Index:
+def read_found_index(named: Named, store: CheckpointStore, step: int | None) -> CheckpointIndex:
     """The index of a checkpoint, or the newest intact one if `step` is None; the checkpoint's files are not looked at.
 
     Raises `CheckpointError` if there is none.
@@ -172,7 +172,7 @@ def _no_checkpoint(named: Named, store: CheckpointStore) -> CheckpointError:
     return CheckpointError(f"{named.key}.from: the run has no checkpoint yet in {store.root}")
 
 
-def _of_checkpoint(named: Named, where: str, index: Index, read: fragments.Source) -> Found:
+def _of_checkpoint(named: Named, where: str, index: CheckpointIndex, read: fragments.Source) -> Found:
     kind = index.evaluated_kind
     recipe = validate_recipe(index.recipe, f"the recipe in {where}")
     shapes = {name: shape for name, shape in index.shapes.items() if name not in recipe.objective.own}

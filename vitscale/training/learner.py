@@ -35,9 +35,9 @@ from vitscale.training.engine import (
 )
 from vitscale.training.initial_weights import initial_source
 from vitscale.training.lean_deepspeed import deepspeed
-from vitscale.training.pace import OwnWork
-from vitscale.training.plan import Plan
 from vitscale.training.profile import part
+from vitscale.training.run_plan import RunPlan
+from vitscale.training.step_timer import OwnWork
 from vitscale.training.teacher import check_same_teacher, load_teacher
 
 
@@ -96,7 +96,7 @@ class Learner:
         learns_from: what identifies the weights of its teacher, if it has one from a file or a run.
     """
 
-    def __init__(self, recipe: Recipe, plan: Plan, world: distributed.World, say: Callable[[str], None]) -> None:
+    def __init__(self, recipe: Recipe, plan: RunPlan, world: distributed.World, say: Callable[[str], None]) -> None:
         self._recipe, self._plan, self._world, self._say = recipe, plan, world, say
         self._dtype = weight_dtype(recipe)
         self.engine = build_engine(recipe, self._make_objective(), plan.config)

@@ -11,7 +11,7 @@ from vitscale.planning import largest_micro_batch
 from vitscale.planning.tensors import DeviceType
 from vitscale.recipe import Recipe
 from vitscale.training.distributed import World
-from vitscale.training.plan import Plan
+from vitscale.training.run_plan import RunPlan
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -19,7 +19,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def explain(recipe: Recipe, plan: Plan, world: World) -> OutOfMemoryError:
+def explain(recipe: Recipe, plan: RunPlan, world: World) -> OutOfMemoryError:
     """The error of a rank that has run out of memory with the plan's micro-batch."""
     per_rank = plan.micro_batch * plan.accumulation
     smaller = max((size for size in range(1, plan.micro_batch) if per_rank % size == 0), default=None)

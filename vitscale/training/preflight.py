@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import vitscale
-from vitscale.checkpoint import LocalPlace, checkpoint_place
+from vitscale.checkpoint import LocalDirectory, checkpoint_place
 from vitscale.errors import MachineError, RecipeError, StorageError
 from vitscale.evaluation.splits import check_splits
 from vitscale.machine import available_memory, has_bf16_instructions
@@ -33,8 +33,8 @@ from vitscale.ranks import gather, on_rank_zero, write_on_rank_zero
 from vitscale.recipe import Recipe, changes
 from vitscale.training import distributed
 from vitscale.training.lean_deepspeed import deepspeed
-from vitscale.training.plan import Plan
 from vitscale.training.precision import slowness_of_bf16
+from vitscale.training.run_plan import RunPlan
 from vitscale.training.trackers import absent_packages
 
 _WORTH_A_WARNING = 1.5  # times as slow
@@ -45,7 +45,9 @@ _DIGITS = 16  # of a sha256
 _FIRST_WITH_FLOAT8 = (8, 9)  # compute capability
 
 
-def preflight(recipe: Recipe, plan: Plan, run_dir: Path, world: distributed.World, checkpoint_bytes: int) -> list[str]:
+def preflight(
+    recipe: Recipe, plan: RunPlan, run_dir: Path, world: distributed.World, checkpoint_bytes: int
+) -> list[str]:
     """Compare the ranks and their machines with each other and with what the run will need; all ranks call it together.
 
     Args:
@@ -72,7 +74,7 @@ def preflight(recipe: Recipe, plan: Plan, run_dir: Path, world: distributed.Worl
     left = [bytes_left for bytes_left in _device_memory(ranks) if bytes_left is not None]
     needs = f"{_binary(memory.device_bytes)}{f' of {_binary(min(left))}' if left else ''} a rank expected"
     place = checkpoint_place(recipe, run_dir)
-    if isinstance(place, LocalPlace):
+    if isinstance(place, LocalDirectory):
         _check_shared(Path(place.root), world, ranks)
         free, about_room = on_rank_zero(lambda: _check_room(recipe, place, checkpoint_bytes))
         warnings += about_room
@@ -109,7 +111,7 @@ class _Rank:
     without_float8: str
 
 
-def _look_around(recipe: Recipe, plan: Plan, world: distributed.World) -> _Rank:
+def _look_around(recipe: Recipe, plan: RunPlan, world: distributed.World) -> _Rank:
     identity = {
         "code of vitscale (sha256)": code_fingerprint(Path(vitscale.__file__).parent),
         "version of torch": str(torch.__version__),
@@ -279,7 +281,7 @@ def _device_memory(ranks: Sequence[_Rank]) -> list[int | None]:
 
 
 def _check_memory(
-    recipe: Recipe, plan: Plan, world: distributed.World, ranks: Sequence[_Rank], memory: Memory
+    recipe: Recipe, plan: RunPlan, world: distributed.World, ranks: Sequence[_Rank], memory: Memory
 ) -> list[str]:
     warnings = []
     small = [index for index, left in enumerate(_host_memory(ranks)) if left is not None and left < memory.host_bytes]
@@ -353,7 +355,7 @@ def _appears(path: Path) -> bool:
         time.sleep(0.2)
 
 
-def _check_room(recipe: Recipe, place: LocalPlace, checkpoint_bytes: int) -> tuple[int, list[str]]:
+def _check_room(recipe: Recipe, place: LocalDirectory, checkpoint_bytes: int) -> tuple[int, list[str]]:
     """Tidy the folder of checkpoints. Returns (bytes free, warnings).
 
     Raises `RecipeError` if not even the first fits, `StorageError` if the next one does not.

@@ -20,10 +20,10 @@ from vitscale.training import distributed
 from vitscale.training.inspections import Pictures
 from vitscale.training.learner import Update
 from vitscale.training.metrics import MetricsWriter
-from vitscale.training.pace import Pace
-from vitscale.training.plan import Plan
 from vitscale.training.progress import TrainingProgress, tell
+from vitscale.training.run_plan import RunPlan
 from vitscale.training.state import RunState
+from vitscale.training.step_timer import StepTimer
 
 
 class Report:
@@ -33,7 +33,7 @@ class Report:
         logged_step: the step of the last line of metrics.
     """
 
-    def __init__(self, recipe: Recipe, plan: Plan, run_dir: Path, world: distributed.World) -> None:
+    def __init__(self, recipe: Recipe, plan: RunPlan, run_dir: Path, world: distributed.World) -> None:
         self._recipe, self._plan, self._run_dir, self._world = recipe, plan, run_dir, world
         self._hosts = gather(socket.gethostname())
         self._work = recipe_work(recipe, plan.num_classes)
@@ -92,7 +92,7 @@ class Report:
         return at - self._logged_at > self._recipe.logging.most_s
 
     def log(
-        self, state: RunState, batch: Batch, update: Update, pace: Pace, computed_s: float, stalled_s: float
+        self, state: RunState, batch: Batch, update: Update, pace: StepTimer, computed_s: float, stalled_s: float
     ) -> None:
         """Write one line of metrics.
 

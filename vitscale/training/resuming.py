@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from vitscale.checkpoint import CheckpointReader, Index
+from vitscale.checkpoint import CheckpointIndex, CheckpointReader
 from vitscale.errors import CheckpointError
 from vitscale.evaluation.finished import trained_recipe
 from vitscale.native import libjpeg_turbo_version
@@ -11,13 +11,13 @@ from vitscale.ranks import on_rank_zero
 from vitscale.recipe import Recipe
 from vitscale.runs import directory as run_directory
 from vitscale.runs.names import DONE_FILE, METRICS_FILE
-from vitscale.training.plan import Plan
+from vitscale.training.run_plan import RunPlan
 from vitscale.training.saves import Saves
 from vitscale.training.state import changed_data
 
 
 def checkpoint_to_resume(
-    recipe: Recipe, plan: Plan, run_dir: Path, saves: Saves, say: Callable[[str], None]
+    recipe: Recipe, plan: RunPlan, run_dir: Path, saves: Saves, say: Callable[[str], None]
 ) -> CheckpointReader | None:
     """The newest checkpoint of this run, or None if it begins; all ranks call it together.
 
@@ -54,7 +54,7 @@ def newest_checkpoint(
     return reader
 
 
-def tell_other_decoder(index: Index, say: Callable[[str], None]) -> None:
+def tell_other_decoder(index: CheckpointIndex, say: Callable[[str], None]) -> None:
     """Warn if the images so far were decoded by another version of the library."""
     ours = libjpeg_turbo_version()
     decoder = index.versions.get("libjpeg_turbo", ours)
@@ -65,7 +65,7 @@ def tell_other_decoder(index: Index, say: Callable[[str], None]) -> None:
         )
 
 
-def _check_same_data(index: Index, plan: Plan, where: str) -> None:
+def _check_same_data(index: CheckpointIndex, plan: RunPlan, where: str) -> None:
     if changed := changed_data(index, plan):
         raise CheckpointError(
             f"{where}: this run began on other data: {', '.join(changed)} of {plan.manifest.where} differ from the "

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from vitscale.checkpoint import BackgroundSaver, CheckpointStore, Fragment, Index, checkpoint_place
+from vitscale.checkpoint import BackgroundSaver, CheckpointIndex, CheckpointStore, Fragment, checkpoint_place
 from vitscale.errors import CheckpointError, PreemptedError, StorageError
 from vitscale.ranks import from_rank_zero, gather
 from vitscale.recipe import Recipe
@@ -65,7 +65,7 @@ class Saves:
         self._failures = 0  # in a row
         self._stalled_s = 0.0
 
-    def begin(self, index: Index, fragments: list[Fragment], best: int | None) -> None:
+    def begin(self, index: CheckpointIndex, fragments: list[Fragment], best: int | None) -> None:
         """Save what this rank owns; the tensors may change once this returns."""
         self._stalled_s += self._saver.save(index, fragments, best)
 

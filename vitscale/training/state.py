@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 import vitscale
-from vitscale.checkpoint import EMA, MASTER, Index
+from vitscale.checkpoint import EMA, MASTER, CheckpointIndex
 from vitscale.data import ORDER_VERSION, Batch
 from vitscale.native import libjpeg_turbo_version
 from vitscale.recipe import Recipe
 from vitscale.training.anomalies import AnomalyRecord
 from vitscale.training.lean_deepspeed import deepspeed
 from vitscale.training.learner import Learner
-from vitscale.training.plan import Plan
+from vitscale.training.run_plan import RunPlan
 from vitscale.training.selection import Selection
 
 
@@ -35,7 +35,7 @@ class RunState:
     anomalies: AnomalyRecord = field(default_factory=AnomalyRecord)
 
     @classmethod
-    def of(cls, index: Index) -> "RunState":
+    def of(cls, index: CheckpointIndex) -> "RunState":
         """The state in a checkpoint."""
         return cls(index.step, index.position, Selection.of(index.selection), AnomalyRecord.of(index.anomalies))
 
@@ -44,11 +44,11 @@ class RunState:
         return replace(self, step=self.step + 1, position=batch.step + 1)
 
 
-def make_index(state: RunState, recipe: Recipe, plan: Plan, learner: Learner, world_size: int) -> Index:
+def make_index(state: RunState, recipe: Recipe, plan: RunPlan, learner: Learner, world_size: int) -> CheckpointIndex:
     """The index of a checkpoint of this state and what the learner holds."""
     data = data_identity(plan) | {"working_directory": plan.working_directory}
     known = {"init": learner.began_with, "teacher": learner.learns_from}
-    return Index(
+    return CheckpointIndex(
         step=state.step,
         position=state.position,
         world_size=world_size,
@@ -70,13 +70,13 @@ def make_index(state: RunState, recipe: Recipe, plan: Plan, learner: Learner, wo
     )
 
 
-def changed_data(index: Index, plan: Plan) -> list[str]:
+def changed_data(index: CheckpointIndex, plan: RunPlan) -> list[str]:
     """The keys of `data_identity` whose values differ between a checkpoint and now."""
     now = data_identity(plan)
     return [key for key in now if index.data.get(key) != now[key]]
 
 
-def data_identity(plan: Plan) -> dict[str, Any]:
+def data_identity(plan: RunPlan) -> dict[str, Any]:
     """What must not change about the data while a run lasts."""
     return {
         "manifest_sha256": plan.manifest.sha256,

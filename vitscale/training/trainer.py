@@ -25,18 +25,18 @@ from vitscale.recipe import Recipe
 from vitscale.training import audit, distributed, fragments
 from vitscale.training.attention import preferred_attention
 from vitscale.training.audit import Finding
-from vitscale.training.border import StepBorder
 from vitscale.training.branch import trunk_checkpoint
 from vitscale.training.claim import Claim
 from vitscale.training.learner import Learner, Update
-from vitscale.training.pace import Pace
-from vitscale.training.plan import Plan, open_loader
 from vitscale.training.preflight import preflight
 from vitscale.training.profile import StepProfiler, part
 from vitscale.training.reporting import Report
 from vitscale.training.resuming import checkpoint_to_resume, newest_checkpoint
+from vitscale.training.run_plan import RunPlan, open_loader
 from vitscale.training.saves import Saves
 from vitscale.training.state import RunState, make_index
+from vitscale.training.step_border import StepBorder
+from vitscale.training.step_timer import StepTimer
 
 
 class Trainer:
@@ -53,7 +53,7 @@ class Trainer:
     def __init__(
         self,
         recipe: Recipe,
-        plan: Plan,
+        plan: RunPlan,
         run_dir: Path,
         world: distributed.World,
         alive: Callable[[int, str], None] = lambda step, phase: None,
@@ -156,13 +156,13 @@ class Trainer:
             start, border = self.state.anomalies.skipped.next_stretch(self.state.position)
             stop = start + self._last - self.state.step
             with open_loader(self.recipe, self.plan, self.world, start, min(stop, border or stop)) as loader:
-                pace = Pace(self.state.step)
+                pace = StepTimer(self.state.step)
                 self._begin("waiting for data")
                 for batch in pace.timed(on_device(loader, self.world.device)):
                     if not self.take_step(batch, pace):
                         break
 
-    def take_step(self, batch: Batch, pace: Pace) -> bool:
+    def take_step(self, batch: Batch, pace: StepTimer) -> bool:
         """Learn from a batch and do what is due then. Returns whether to go on with the loader's next batch."""
         began = time.monotonic()
         self._begin("training")
@@ -206,7 +206,7 @@ class Trainer:
         self._begin("waiting for data")
         return True
 
-    def _log(self, batch: Batch, update: Update, pace: Pace) -> None:
+    def _log(self, batch: Batch, update: Update, pace: StepTimer) -> None:
         self._border.logged()
         self.report.log(self.state, batch, update, pace, self.learner.own_work.take(), self.saves.stalled_s())
 

@@ -14,7 +14,7 @@ import time
 from vitscale.errors import PeerLostError
 from vitscale.heartbeat import HEARTBEAT_VARIABLE, Beat
 from vitscale.training.distributed import World
-from vitscale.training.roll_call import INTERVAL_SECONDS, RollCall
+from vitscale.training.missing_ranks import INTERVAL_SECONDS, MissingRanks
 
 _AFTER_THE_STACKS_SECONDS = 3.0
 
@@ -27,7 +27,7 @@ class Watchdog(threading.Thread):
 
     def __init__(self, world: World, timeout_s: float) -> None:
         super().__init__(name="vitscale-watchdog", daemon=True)
-        self._rank, self._timeout, self._roll_call = world.rank, timeout_s, RollCall(world)
+        self._rank, self._timeout, self._missing_ranks = world.rank, timeout_s, MissingRanks(world)
         self._where = (0, "starting", time.monotonic())
         self._ended = threading.Event()
         beat = os.environ.get(HEARTBEAT_VARIABLE)
@@ -41,7 +41,7 @@ class Watchdog(threading.Thread):
 
     def who_is_missing(self) -> str:
         """The other ranks that no longer answer, in words. Takes some seconds."""
-        return ", ".join(self._roll_call.missing()) or "another rank, though all of them still answer"
+        return ", ".join(self._missing_ranks.missing()) or "another rank, though all of them still answer"
 
     def __enter__(self) -> "Watchdog":
         self.start()
@@ -57,7 +57,7 @@ class Watchdog(threading.Thread):
             step, phase, since = self._where
             seconds = time.monotonic() - since
             self._tell_the_launch(step, phase, seconds)
-            self._roll_call.answer(step, phase)
+            self._missing_ranks.answer(step, phase)
             if seconds > self._timeout:
                 self._end(step, phase, seconds)
 
@@ -73,7 +73,7 @@ class Watchdog(threading.Thread):
         looking = threading.Thread(target=lambda: who.append(self.who_is_missing()), daemon=True)
         looking.start()
         while looking.is_alive():
-            self._roll_call.answer(step, phase)
+            self._missing_ranks.answer(step, phase)
             looking.join(INTERVAL_SECONDS)
         with contextlib.suppress(OSError):  # a terminal that was closed, a disk that is full
             sys.stderr.write(

@@ -15,7 +15,7 @@ from planted_copies import jpeg, photo, write_images
 from rich.console import Console
 
 from data_tools.dedup.closest import Closest, Pair
-from data_tools.dedup.index import Index
+from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.pair_sheet import pair_sheet
 from data_tools.dedup.report import described, tables, write_report
@@ -46,7 +46,7 @@ def matched(folder: Path) -> tuple[Matcher, Tally, Closest]:
         "other.jpg": jpeg(photo(800)),
         "another.jpg": jpeg(photo(801)),
     }
-    matcher, closest = Matcher([Index(folder)]), Closest()
+    matcher, closest = Matcher([FingerprintIndex(folder)]), Closest()
     queries = [candidate(content, key=key) for key, content in images.items()]
     for query, matches in zip(queries, matcher.match(queries), strict=True):
         closest.add(query.key, matches, query.picture)
@@ -81,7 +81,11 @@ def test_numbers_are_those_of_what_was_planted(index_folder: Path, tmp_path: Pat
     assert scans["removed"] == {"bytes": 1, "pixels": 0, "hash": 0, "correlation": 0, "embedding": 0}
     assert birds["contaminated"] == {"images": 2, "percent": 40.0}
     assert scans["contaminated"] == {"images": 1, "percent": 20.0}
-    assert birds["settings"]["distance"] == 31 and birds["level"] == 1 and birds["index"] == Index(index_folder).sha256
+    assert (
+        birds["settings"]["distance"] == 31
+        and birds["level"] == 1
+        and birds["index"] == FingerprintIndex(index_folder).sha256
+    )
     assert sum(birds["distances"][:32]) == 3 and len(birds["distances"]) == 91 and len(birds["correlations"]) == 100
     assert scans["expected_false"]["total"] == {"expected": 0, "at_most": 0}
     # Nothing was removed by the correlation, and no more can be wrong than was removed.
@@ -102,7 +106,7 @@ def test_table_shows_them(index_folder: Path) -> None:
 
 def test_table_of_large_counts_fits_the_terminal(index_folder: Path, tmp_path: Path) -> None:
     names = ["a test set with a name of quite some length", "[bold]鸟🐟\n\x1b[31m"]
-    matcher = Matcher([Index(renamed(index_folder, tmp_path / "index", names))])
+    matcher = Matcher([FingerprintIndex(renamed(index_folder, tmp_path / "index", names))])
     matcher.indexes[0].embedding = {"side": 224}  # as one made with a user's model has it: a column more
     tally = Tally.empty(names)
     tally.images, tally.removed = 300_000_000, 1_234_567
@@ -142,7 +146,7 @@ def test_equal_inputs_give_equal_files(index_folder: Path, tmp_path: Path) -> No
     ],
 )
 def test_any_names_make_files_of_their_own(index_folder: Path, tmp_path: Path, names: list[str]) -> None:
-    index = Index(renamed(index_folder, tmp_path / "index", names))
+    index = FingerprintIndex(renamed(index_folder, tmp_path / "index", names))
     matcher = Matcher([index], {name: Settings() for name in names})
     with warnings.catch_warnings():
         warnings.simplefilter("error")

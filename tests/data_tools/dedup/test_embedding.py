@@ -14,7 +14,7 @@ from data_tools.dedup import building
 from data_tools.dedup.against import name_indexes, open_matcher
 from data_tools.dedup.building import build_index
 from data_tools.dedup.embedding import cosine, unit_vector, whitened, whitening_of
-from data_tools.dedup.index import Index
+from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.matching import Matcher
 from vitscale.errors import DataError, RecipeError
 
@@ -47,9 +47,9 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     build_here(monkeypatch)
 
 
-def index_with(embedder: Pooled | None, photos: Path, out: Path) -> Index:
+def index_with(embedder: Pooled | None, photos: Path, out: Path) -> FingerprintIndex:
     build_index([source_of(photos, preset="photo", level=0)], out, workers=1, embedder=embedder)
-    return Index(out)
+    return FingerprintIndex(out)
 
 
 def test_vectors_of_an_index(inline, tmp_path):

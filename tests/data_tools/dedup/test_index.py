@@ -19,7 +19,7 @@ from PIL import Image, ImageOps
 from data_tools.dedup import building
 from data_tools.dedup.against import Candidate
 from data_tools.dedup.building import TestSource, build_index
-from data_tools.dedup.index import Index
+from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.luma import square_luma
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.settings import PRESETS, Settings
@@ -41,7 +41,7 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def hashes_by_key(index: Index) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
+def hashes_by_key(index: FingerprintIndex) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
     found: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
     for place, owner in enumerate(index.owners):
         one = int(index.variants[place]), tuple(index.hashes[:, place].tolist())
@@ -78,7 +78,7 @@ def index_copy(tmp_path: Path, made: Path) -> Path:
 
 
 def test_an_index_has_what_the_files_are(photos, made):
-    index = Index(made)
+    index = FingerprintIndex(made)
     index.verify()
     (one,) = index.test_sets
     assert (one.name, one.source, one.preset, one.level) == ("photos", str(photos), "photo", 1)
@@ -105,7 +105,7 @@ def test_an_index_has_what_the_files_are(photos, made):
 
 def test_hashes_are_those_of_the_crops_and_their_mirror_images(photos, made):
     pdqhash = pytest.importorskip("pdqhash")
-    index = Index(made)
+    index = FingerprintIndex(made)
     assert index.owners.tolist() == sorted(index.owners.tolist())
     of_image = hashes_by_key(index)
     for key in NAMES[:3]:
@@ -125,7 +125,7 @@ def test_hashes_are_those_of_the_crops_and_their_mirror_images(photos, made):
 def test_the_index_does_not_depend_on_workers_or_pieces(monkeypatch, tmp_path, photos, made):
     monkeypatch.setattr(building, "_PIECE", 3)
     build_index([source_of(photos, level=1)], tmp_path / "2", workers=2)
-    index, whole = index_of(tmp_path / "1", [source_of(photos, level=1)]), Index(made)
+    index, whole = index_of(tmp_path / "1", [source_of(photos, level=1)]), FingerprintIndex(made)
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
     assert contents(made).keys() == contents(tmp_path / "1").keys()
     assert index.images.equals(whole.images)
@@ -141,7 +141,7 @@ def test_the_index_does_not_depend_on_workers_or_pieces(monkeypatch, tmp_path, p
 def test_several_test_sets_follow_one_another(inline, tmp_path, photos, made):
     index = index_of(tmp_path / "index", [source_of(photos, "a", level=1), source_of(photos, "b", level=0)])
     index.verify()
-    whole = Index(made)
+    whole = FingerprintIndex(made)
     assert [one.name for one in index.test_sets] == ["a", "b"] and [one.images for one in index.test_sets] == [11, 11]
     assert index.first_images.tolist() == [0, 11, 22] and index.first_hashes.tolist() == [0, 88, 110]
     np.testing.assert_array_equal(index.hashes[:, :88], whole.hashes)
@@ -161,7 +161,7 @@ def test_what_streams_gives_the_same_hashes(monkeypatch, tmp_path, photos, made)
     assert source.source.streams
     index = index_of(tmp_path / "index", [source])
     assert index.keys.to_pylist() == NAMES[::-1]
-    assert hashes_by_key(index) == hashes_by_key(Index(made))
+    assert hashes_by_key(index) == hashes_by_key(FingerprintIndex(made))
 
 
 def test_borders_are_in_the_index_and_found_by_it(inline, tmp_path):
@@ -181,7 +181,7 @@ def test_images_that_cannot_be_decoded_are_known_by_their_bytes(inline, tmp_path
     (folder / "broken.jpg").write_bytes(b"\xff\xd8\xff no more")
     counted = []
     build_index([source_of(folder)], tmp_path / "index", workers=1, tick=lambda *counts: counted.append(counts))
-    index = Index(tmp_path / "index")
+    index = FingerprintIndex(tmp_path / "index")
     assert (index.test_sets[0].images, index.test_sets[0].unreadable) == (12, 1)
     assert counted[-1] == (12, 1)
     row = index.keys.to_pylist().index("broken.jpg")
@@ -347,7 +347,7 @@ building.build_index([building.TestSource("photos", "src", source, "photo", 3)],
         process.wait()
     assert not out.exists()
     with pytest.raises(DataError, match="no index there"):
-        Index(out)
+        FingerprintIndex(out)
 
 
 # ---------------------------------------------------------------------------------------------------- what is no index
@@ -369,7 +369,7 @@ def put_array(index: Path, name: str, array: np.ndarray) -> None:
 def test_a_folder_without_index(tmp_path, made):
     for where in (tmp_path, tmp_path / "nowhere", made / "index.json"):
         with pytest.raises(DataError, match="no index there"):
-            Index(where)
+            FingerprintIndex(where)
 
 
 def test_every_file_is_missed(index_copy):
@@ -378,12 +378,12 @@ def test_every_file_is_missed(index_copy):
         content = path.read_bytes()
         path.write_bytes(content[:-1])
         with pytest.raises(DataError, match=f"{name}: missing or cut"):
-            Index(index_copy)
+            FingerprintIndex(index_copy)
         path.unlink()
         with pytest.raises(DataError, match=f"{name}: missing or cut"):
-            Index(index_copy)
+            FingerprintIndex(index_copy)
         path.write_bytes(content)
-        Index(index_copy).verify()
+        FingerprintIndex(index_copy).verify()
 
 
 def test_a_changed_byte_is_found_when_everything_is_read(index_copy):
@@ -392,7 +392,7 @@ def test_a_changed_byte_is_found_when_everything_is_read(index_copy):
     content[-100] ^= 1
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"thumbnails\.npy: damaged"):
-        Index(index_copy).verify()
+        FingerprintIndex(index_copy).verify()
 
 
 @pytest.mark.parametrize("name", ["hashes.npy", "images.parquet"])
@@ -400,14 +400,14 @@ def test_files_of_something_else(index_copy, name):
     path = index_copy / name
     path.write_bytes(b"{['" * (path.stat().st_size // 3) + b"x" * (path.stat().st_size % 3))
     with pytest.raises(DataError, match=name):
-        Index(index_copy)
+        FingerprintIndex(index_copy)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"[]", b"null", b'{"version": "1"}'])
 def test_an_index_file_that_is_none(index_copy, text):
     (index_copy / "index.json").write_bytes(text)
     with pytest.raises(DataError, match=r"index\.json"):
-        Index(index_copy)
+        FingerprintIndex(index_copy)
 
 
 @pytest.mark.parametrize(
@@ -449,7 +449,7 @@ def test_an_index_file_that_is_none(index_copy, text):
 def test_an_edited_index_file(index_copy, change, message):
     edit(index_copy, change)
     with pytest.raises(DataError, match=message):
-        Index(index_copy)
+        FingerprintIndex(index_copy)
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ def test_an_edited_index_file(index_copy, change, message):
 def test_arrays_that_contradict_each_other(index_copy, name, array):
     put_array(index_copy, name, array)
     with pytest.raises(DataError, match=f"{name}.npy"):
-        Index(index_copy)
+        FingerprintIndex(index_copy)
 
 
 def test_pickles_are_not_loaded(index_copy):
@@ -479,9 +479,9 @@ def test_pickles_are_not_loaded(index_copy):
     size = (index_copy / "variants.npy").stat().st_size
     edit(index_copy, lambda content: content["files"]["variants.npy"].update(bytes=size))
     with pytest.raises(DataError, match=r"variants\.npy"):
-        Index(index_copy)
+        FingerprintIndex(index_copy)
 
 
 def test_an_index_is_told_by_its_content(inline, tmp_path, index_copy, photos, made):
     other = index_of(tmp_path / "other", [source_of(photos, level=0)])
-    assert Index(index_copy).sha256 == Index(made).sha256 != other.sha256
+    assert FingerprintIndex(index_copy).sha256 == FingerprintIndex(made).sha256 != other.sha256

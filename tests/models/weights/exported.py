@@ -8,7 +8,7 @@ import torch
 import yaml
 from models.small_models import with_values
 
-from vitscale.checkpoint import CheckpointStore, Fragment, Index
+from vitscale.checkpoint import CheckpointIndex, CheckpointStore, Fragment
 from vitscale.models import Model
 from vitscale.models.weights import Description, Format, write_weights
 from vitscale.recipe import validate_recipe
@@ -80,7 +80,7 @@ def finished_run(
     (folder / RECIPE_FILE).write_text(yaml.safe_dump(recipe.dump()))
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     for step in (2, 3):
-        index = Index(
+        index = CheckpointIndex(
             step=step,
             world_size=ranks,
             shapes=shapes,

@@ -1,7 +1,7 @@
 """Runs on the hosts of a file, by ssh: one `vitscale launch` on each, which the front watches and which dies with it.
 
-The front is the process that a person started. What it runs on a host depends on the ssh connection: far_end.py kills
-it when that breaks. The launches meet and restart by themselves; the front continues without hosts that are lost.
+The front is the process that a person started. What it runs on a host depends on the ssh connection: remote_shell.py
+kills it when that breaks. The launches meet and restart by themselves; the front continues without hosts that are lost.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from vitscale.errors import EXIT_DONE, PeerLostError, PreemptedError, RecipeErro
 from vitscale.launch.clusters import Job, launch_command, read_options, refuse_node_options, shell_line, shell_words
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL
 from vitscale.launch.environment import split_address
-from vitscale.launch.far_end import SILENCE_SECONDS
 from vitscale.launch.pretraining import launch_pretraining
 from vitscale.launch.rank import die_with
+from vitscale.launch.remote_shell import SILENCE_SECONDS
 from vitscale.launch.supervisor import PASSED_ON, say
 from vitscale.recipe import load_recipe
 from vitscale.runs.checkpoints import newest_checkpoint_step
@@ -64,7 +64,7 @@ print(json.dumps(answer))
 """
 
 
-class Options(BaseModel):
+class HostfileOptions(BaseModel):
     """`hostfile`: the file. `ssh`: the program with its options, such as "ssh -p 2222 -i KEY"."""
 
     model_config = ConfigDict(extra="forbid")
@@ -141,7 +141,7 @@ class _Front:
         refuse_node_options(job, "hostfile")
         if "hostfile" not in job.options:
             raise RecipeError("--cluster hostfile needs --hostfile FILE, of lines such as `node1 slots=8`")
-        options = read_options(job, Options)
+        options = read_options(job, HostfileOptions)
         self._job = replace(job, wait_for_nodes_minutes=_NODE_WAIT_MINUTES)
         self._ssh, self._limit = shell_words("ssh", options.ssh), job.what.time_limit_minutes
         self.hosts = read_hostfile(options.hostfile)
@@ -173,7 +173,7 @@ class _Front:
         alive = ["-o", "ServerAliveInterval=5", "-o", f"ServerAliveCountMax={SILENCE_SECONDS / 5:.0f}"]
         options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_ANSWER_SECONDS}", *alive]
         root = str(Path(vitscale.__file__).parents[1])
-        program = f"import sys; sys.path.insert(0, {root!r}); from vitscale.launch.far_end import main; main()"
+        program = f"import sys; sys.path.insert(0, {root!r}); from vitscale.launch.remote_shell import main; main()"
         return [*self._ssh, "-T", *options, host.name, command or _python(program)]
 
     def command(self, hosts: Sequence[Host], node: int) -> list[str]:

@@ -49,7 +49,7 @@ _Image = _matching(r"[\w][\w./:@-]*", 4096, "characters of an image's name, such
 _Claim = _matching(rf"{_SUBDOMAIN}(:/[^:/][^:]*)?", 4096, "characters CLAIM or CLAIM:/MOUNT")
 
 
-class Options(BaseModel):
+class KubernetesOptions(BaseModel):
     """`--cluster-option`s of this cluster.
 
     Attributes:
@@ -105,10 +105,10 @@ def submit(job: Job) -> int:
 # ---- Checks ----------------------------------------------------------------------------------------------------------
 
 
-def _checked_options(job: Job) -> Options:
+def _checked_options(job: Job) -> KubernetesOptions:
     """The job's checked options. Raises `RecipeError` for what a cluster would refuse, or do otherwise than meant."""
     refuse_node_options(job, "k8s")
-    options = read_options(job, Options)
+    options = read_options(job, KubernetesOptions)
     what, nodes = job.what, job.nodes or 1
     if job.master is not None:
         raise RecipeError("--master is not for --cluster k8s: the pods know the name of the first one")
@@ -148,11 +148,11 @@ def _name_of(job: Job) -> str:
     return name
 
 
-def _claim(options: Options) -> str:
+def _claim(options: KubernetesOptions) -> str:
     return options.pvc.partition(":")[0]
 
 
-def _mount(options: Options) -> PurePosixPath:
+def _mount(options: KubernetesOptions) -> PurePosixPath:
     return PurePosixPath(posixpath.normpath(options.pvc.partition(":")[2] or "/workspace"))
 
 
@@ -189,7 +189,7 @@ def _service(name: str) -> Object:
     }
 
 
-def _indexed_job(job: Job, options: Options, name: str, nodes: int) -> Object:
+def _indexed_job(job: Job, options: KubernetesOptions, name: str, nodes: int) -> Object:
     # The full name of a pod is in its own /etc/hosts from the start; a shorter one has to wait for DNS.
     master = f"{name}-0.{name}.$(POD_NAMESPACE).svc.{options.cluster_domain}"
     pod = _pod(job, options, name, nodes, master)
@@ -231,7 +231,7 @@ def _deadline(job: Job) -> Object:
     return {} if minutes is None else {"activeDeadlineSeconds": math.ceil(60 * minutes)}
 
 
-def _pod(job: Job, options: Options, name: str, nodes: int, master: str) -> Object:
+def _pod(job: Job, options: KubernetesOptions, name: str, nodes: int, master: str) -> Object:
     mounts: list[Object] = [
         {"name": "work", "mountPath": str(_mount(options))},
         {"name": "shm", "mountPath": "/dev/shm"},

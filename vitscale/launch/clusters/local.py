@@ -3,7 +3,7 @@
 from vitscale.errors import RecipeError
 from vitscale.launch.clusters import Job, shell_line
 from vitscale.launch.environment import find_place
-from vitscale.launch.nodes import Layout, Place
+from vitscale.launch.nodes import Layout, ThisNode
 from vitscale.launch.pretraining import PretrainingRanks, launch_pretraining
 
 
@@ -30,7 +30,7 @@ def submit(job: Job) -> int:
     return launch_pretraining(job.what, _place(job), max_restarts=job.max_restarts)
 
 
-def _place(job: Job) -> Place | None:
+def _place(job: Job) -> ThisNode | None:
     return find_place(job.nodes, job.node_rank, job.master, wait_s=60 * job.wait_for_nodes_minutes)
 
 

@@ -70,7 +70,7 @@ sleep 60 # until Slurm ends this script
 """
 
 
-class Options(BaseModel):
+class SlurmOptions(BaseModel):
     """The `--cluster-option`s that are not sbatch's own.
 
     Attributes:
@@ -202,16 +202,16 @@ def _run_dir(job: Job) -> Path:
     return job.what.run_dir or default_run_dir(job.what.recipe, smoke=job.what.smoke)
 
 
-def _read_options(job: Job) -> tuple[Options, dict[str, str]]:
+def _read_options(job: Job) -> tuple[SlurmOptions, dict[str, str]]:
     """Our options, and those of sbatch, which checks them itself."""
-    ours = {name: value for name, value in job.options.items() if name in Options.model_fields}
+    ours = {name: value for name, value in job.options.items() if name in SlurmOptions.model_fields}
     theirs = {name: value for name, value in job.options.items() if name not in ours}
     for name, value in theirs.items():
         if name in _OURS:
             raise RecipeError(f"--cluster-option {name}: use {_OURS[name]}")
         if not re.fullmatch(r"[a-z][a-z-]*", name) or not value.isprintable():
             raise RecipeError(f"--cluster-option {name}={value!r}: expected an option of sbatch without its dashes")
-    return read_options(replace(job, options=ours), Options), theirs
+    return read_options(replace(job, options=ours), SlurmOptions), theirs
 
 
 def _time_limit(job: Job, of_sbatch: dict[str, str]) -> dict[str, str]:

@@ -22,8 +22,8 @@ from vitscale.files.fetching import Promise, WrongContentError, fetch, with_paus
 from vitscale.files.locks import locked
 from vitscale.files.machine_folder import MachineFolder
 from vitscale.recipe import Recipe
+from vitscale.runs.checkpoint_index import CheckpointIndex, FileEntry, index_text, parse_index, read_index
 from vitscale.runs.checkpoints import steps_among, steps_at
-from vitscale.runs.index import FileEntry, Index, index_text, parse_index, read_index
 from vitscale.runs.names import INDEX_FILE, checkpoints_root, step_folder
 from vitscale.storage import (
     is_url,
@@ -57,7 +57,7 @@ class Files(Protocol):
         """Remove the copies on this machine. Paths returned before must not be used any more."""
 
 
-class Place(Protocol):
+class Directory(Protocol):
     """What `CheckpointStore` needs from a place that holds checkpoints.
 
     Attributes:
@@ -75,7 +75,7 @@ class Place(Protocol):
     def write(self, step: int, name: str, fragments: list[Fragment]) -> FileEntry:
         """Every rank: write its own file, under its own name; if that fails, nothing of it is left."""
 
-    def finish(self, index: Index) -> None:
+    def finish(self, index: CheckpointIndex) -> None:
         """One rank: turn the files, once all are written, into a checkpoint, replacing one of the same step."""
 
     def abandon(self, step: int) -> None:
@@ -84,10 +84,10 @@ class Place(Protocol):
     def files(self, step: int) -> Files:
         """The files of a checkpoint. Raises nothing."""
 
-    def read_index(self, step: int) -> Index:
+    def read_index(self, step: int) -> CheckpointIndex:
         """Read a checkpoint's index."""
 
-    def write_index(self, index: Index) -> None:
+    def write_index(self, index: CheckpointIndex) -> None:
         """One rank: replace the index of a checkpoint."""
 
     def set_aside(self, step: int) -> None:
@@ -97,10 +97,10 @@ class Place(Protocol):
         """One rank: remove a checkpoint if it exists; a removal that is interrupted leaves no damaged checkpoint."""
 
 
-def checkpoint_place(recipe: Recipe, run_dir: Path) -> Place:
+def checkpoint_place(recipe: Recipe, run_dir: Path) -> Directory:
     """The place of a run's checkpoints."""
     root = checkpoints_root(recipe, run_dir)
-    return RemotePlace(root, recipe.data.cache.folder()) if is_url(root) else LocalPlace(Path(root))
+    return RemoteDirectory(root, recipe.data.cache.folder()) if is_url(root) else LocalDirectory(Path(root))
 
 
 # ---- A folder --------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class LocalFiles:
         pass
 
 
-class LocalPlace:
+class LocalDirectory:
     """A folder of checkpoints.
 
     A checkpoint is built under a hidden name and renamed when it is complete, so that a final name always means a
@@ -157,7 +157,7 @@ class LocalPlace:
     def write(self, step: int, name: str, fragments: list[Fragment]) -> FileEntry:
         return write_rank_file(self._building(step) / name, fragments)
 
-    def finish(self, index: Index) -> None:
+    def finish(self, index: CheckpointIndex) -> None:
         building, final = self._building(index.step), self._folder(index.step)
         write_text(building / INDEX_FILE, index_text(index))
         self.remove(index.step)
@@ -172,10 +172,10 @@ class LocalPlace:
     def files(self, step: int) -> LocalFiles:
         return LocalFiles(self._folder(step))
 
-    def read_index(self, step: int) -> Index:
+    def read_index(self, step: int) -> CheckpointIndex:
         return read_index(self._folder(step), step)
 
-    def write_index(self, index: Index) -> None:
+    def write_index(self, index: CheckpointIndex) -> None:
         write_text(self._folder(index.step) / INDEX_FILE, index_text(index))
 
     def set_aside(self, step: int) -> None:
@@ -221,7 +221,7 @@ class RemoteFiles:
             folder.release()
 
 
-class RemotePlace:
+class RemoteDirectory:
     """Checkpoints below a URL, where nothing can be renamed.
 
     Files are written under their final names; `index.json`, which makes them a checkpoint, is written last and removed
@@ -258,7 +258,7 @@ class RemotePlace:
             put(folder.path / name, self._url(step, name))
         return entry
 
-    def finish(self, index: Index) -> None:
+    def finish(self, index: CheckpointIndex) -> None:
         self.write_index(index)
 
     def abandon(self, step: int) -> None:
@@ -268,10 +268,10 @@ class RemotePlace:
     def files(self, step: int) -> RemoteFiles:
         return RemoteFiles(self._url(step), self._machine)
 
-    def read_index(self, step: int) -> Index:
+    def read_index(self, step: int) -> CheckpointIndex:
         url = self._url(step, INDEX_FILE)
 
-        def read() -> Index:
+        def read() -> CheckpointIndex:
             try:
                 return parse_index(read_bytes(url), url, step)
             except FileNotFoundError:
@@ -279,7 +279,7 @@ class RemotePlace:
 
         return with_pauses(read, CheckpointError)
 
-    def write_index(self, index: Index) -> None:
+    def write_index(self, index: CheckpointIndex) -> None:
         with MachineFolder(self._machine, f"upload-{secrets.token_hex(4)}") as folder:
             path = folder.path / INDEX_FILE
             path.write_text(index_text(index), encoding="utf-8")

@@ -31,7 +31,7 @@ class Activity:
         return time.monotonic() - oldest[0], " ".join(str(word) for word in oldest[1])
 
 
-class Crew:
+class WorkerThreads:
     """Daemon threads that take tasks from one queue, each started when a task is submitted. Tasks must not raise.
 
     Unlike the threads of `concurrent.futures`, they do not keep the process from ending when a read never returns.

@@ -30,7 +30,7 @@ class Presence(NamedTuple):
     phase: str
 
 
-class RollCall:
+class MissingRanks:
     """One rank's part. Failing to reach the rendezvous is no error: it means that rank 0, which holds it, is gone."""
 
     def __init__(self, world: World) -> None:

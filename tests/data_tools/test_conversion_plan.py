@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_tools import order
+from data_tools.conversion_plan import ConversionPlan, write_plan
 from data_tools.engines.inline import run_inline
 from data_tools.listing import ListingTask, Spool
 from data_tools.order import order_images
-from data_tools.plan import Plan, write_plan
 from data_tools.sources.source import Item
 from data_tools.splits import parse_splits
 from vitscale.errors import DataError, RecipeError
@@ -47,7 +47,7 @@ def ordered(folder, source, seed=0, known=None, **options):
 
 def plan_of(
     folder, source, splits=(), shard_samples=10, limit=None, seed=0, known=None, allow_unlabelled=True, **options
-) -> Plan:
+) -> ConversionPlan:
     images = ordered(folder, source, seed, known, **options)
     rules = parse_splits(list(splits))
     names = [rule.name for rule in rules] or [""]
@@ -65,7 +65,7 @@ def plan_of(
     )
 
 
-def rows_of(plan: Plan) -> list[list[dict]]:
+def rows_of(plan: ConversionPlan) -> list[list[dict]]:
     return [batch.to_pylist() for _, batch in plan.rows(range(plan.tasks))]
 
 
@@ -93,7 +93,7 @@ def test_order_is_by_hash_then_key(tmp_path, monkeypatch, bucket_rows):
         assert row["part"] == (0 if number < 200 else 2)
     assert [plan.images_of(task) for task in range(plan.tasks)] == [64] * 7 + [52]
     assert plan.ignored == {"hidden": 3}
-    assert Plan.load(tmp_path) == plan
+    assert ConversionPlan.load(tmp_path) == plan
 
 
 def test_many_buckets_are_dealt_evenly(tmp_path, monkeypatch):
@@ -134,7 +134,7 @@ def labelled(*rows: tuple[str, tuple[str, ...]]) -> Listed:
     return Listed([Item(key, labels, b"") for key, labels in rows])
 
 
-def labels_by_key(plan: Plan) -> dict[str, list[int]]:
+def labels_by_key(plan: ConversionPlan) -> dict[str, list[int]]:
     return {row["key"]: row["labels"] for shard in rows_of(plan) for row in shard}
 
 

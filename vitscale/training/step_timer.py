@@ -10,7 +10,7 @@ from vitscale.data import Batch
 from vitscale.training.profile import part
 
 
-class Pace:
+class StepTimer:
     """Seconds a step takes and waits for data, between two lines of metrics; evaluations and checkpoints left out."""
 
     def __init__(self, step: int) -> None:

@@ -5,8 +5,8 @@ import time
 
 from vitscale.ranks import Agreement
 from vitscale.recipe import Recipe
-from vitscale.training.plan import Plan
 from vitscale.training.reporting import Report
+from vitscale.training.run_plan import RunPlan
 from vitscale.training.saves import Saves
 
 
@@ -18,7 +18,7 @@ class StepBorder:
         save_is_overdue: whether a save is due, in a run that saves by the clock; the same on all ranks.
     """
 
-    def __init__(self, recipe: Recipe, plan: Plan, report: Report) -> None:
+    def __init__(self, recipe: Recipe, plan: RunPlan, report: Report) -> None:
         self._report, self._agreement = report, Agreement()
         self._save_after_s = recipe.checkpoint.default_every_s if plan.checkpoint_every is None else math.inf
         self._saved_at = time.monotonic()

@@ -45,7 +45,7 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
-class Index:
+class CheckpointIndex:
     """The content of index.json, without its own checksum.
 
     Attributes:
@@ -113,10 +113,10 @@ class Index:
         return sum(file.bytes for file in self.files)
 
 
-_INDEX = pydantic.TypeAdapter(Index)
+_INDEX = pydantic.TypeAdapter(CheckpointIndex)
 
 
-def index_text(index: Index) -> str:
+def index_text(index: CheckpointIndex) -> str:
     """The content of index.json."""
     content = asdict(index) | {"schema_version": SCHEMA_VERSION}
     if not index.state_shapes:  # so that an older vitscale can read it
@@ -126,7 +126,7 @@ def index_text(index: Index) -> str:
     return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
 
-def parse_index(text: bytes, where: str, step: int | None = None) -> Index:
+def parse_index(text: bytes, where: str, step: int | None = None) -> CheckpointIndex:
     """Parse an index and check its version, checksum and structure, but none of its files.
 
     Args:
@@ -157,7 +157,7 @@ def parse_index(text: bytes, where: str, step: int | None = None) -> Index:
     return index
 
 
-def read_index(folder: Path, step: int | None = None) -> Index:
+def read_index(folder: Path, step: int | None = None) -> CheckpointIndex:
     """The index of the checkpoint in a folder. Raises as `parse_index`."""
     path = folder / INDEX_FILE
     try:
@@ -169,7 +169,7 @@ def read_index(folder: Path, step: int | None = None) -> Index:
     return parse_index(text, str(path), step)
 
 
-def find_path(path: str, index: Index | None, run_dir: Path | None = None) -> Path:
+def find_path(path: str, index: CheckpointIndex | None, run_dir: Path | None = None) -> Path:
     """Find what a local path in a run's recipe, such as `init.from`, refers to now; itself if nothing is found.
 
     A relative path is looked up in the folder that the run began in, then in the current one. If `run_dir` is given,
@@ -187,7 +187,7 @@ def find_path(path: str, index: Index | None, run_dir: Path | None = None) -> Pa
     return next((place for place in places if os.path.exists(place)), here)  # noqa: PTH110 (no error either)
 
 
-def data_root(recipe: Recipe, index: Index) -> str | None:
+def data_root(recipe: Recipe, index: CheckpointIndex) -> str | None:
     """The run's `data.root`: a URL, or a path that `find_path` has looked up; None if the recipe has none."""
     root = recipe.data.root
     return root if root is None or is_url(root) else str(find_path(root, index))

@@ -40,7 +40,7 @@ class PlannedSplit:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """What is to be done.
 
     Attributes:
@@ -103,7 +103,7 @@ class Plan:
                 yield task, readers[split.name].get_batch(shard)
 
     @classmethod
-    def load(cls, folder: Path) -> "Plan | None":
+    def load(cls, folder: Path) -> "ConversionPlan | None":
         """The plan in a folder, or None if there is no complete one."""
         try:
             return cls.from_json(json.loads((folder / "plan.json").read_text("utf-8")), folder)
@@ -111,7 +111,7 @@ class Plan:
             return None
 
     @classmethod
-    def from_json(cls, content: dict[str, Any], folder: Path) -> "Plan":
+    def from_json(cls, content: dict[str, Any], folder: Path) -> "ConversionPlan":
         """What `described` gave."""
         splits = tuple(PlannedSplit(**split) for split in content["splits"])
         return cls(**content | {"folder": folder, "splits": splits, "class_names": tuple(content["class_names"])})
@@ -133,7 +133,7 @@ def write_plan(
     options: dict[str, dict[str, Any]],
     parts: list[list[str]],
     allow_unlabelled: bool,
-) -> Plan:
+) -> ConversionPlan:
     """Deal the images to splits and shards, and write it down.
 
     Args:
@@ -192,7 +192,7 @@ def write_plan(
         census.add(sink.census)
     if not allow_unlabelled:
         census.refuse_unlabelled()
-    plan = Plan(
+    plan = ConversionPlan(
         folder=folder,
         splits=tuple(
             PlannedSplit(rule.name, sink.images, sink.shards, options[rule.name])

@@ -37,7 +37,7 @@ class Due(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A recipe worked out in steps.
 
     Attributes:
@@ -95,7 +95,7 @@ class Plan:
         )
 
 
-def open_loader(recipe: Recipe, plan: Plan, world: World, start: int, stop: int) -> Loader:
+def open_loader(recipe: Recipe, plan: RunPlan, world: World, start: int, stop: int) -> Loader:
     """A rank's batches at positions [start, stop) of the order."""
     return training_loader(
         recipe,
@@ -110,7 +110,7 @@ def open_loader(recipe: Recipe, plan: Plan, world: World, start: int, stop: int)
     )
 
 
-def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
+def plan_run(recipe: Recipe, rank: int, world_size: int) -> RunPlan:
     """Work out one rank's part of a run.
 
     Raises `RecipeError` for mistakes in the recipe, `DataError` for faults of the data.
@@ -130,7 +130,7 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> Plan:
     warnings += [border] if border else []
     inspect = recipe.evaluation.inspect
 
-    return Plan(
+    return RunPlan(
         manifest=manifest,
         order=order,
         num_classes=num_classes,
