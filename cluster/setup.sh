@@ -86,7 +86,7 @@ _declared.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tenso
 DECLARED
     fi
     say "2/3 the tests' other packages"
-    install --editable '.[dedup,demo,dev,docs,fp8,plot,ray,s3]'
+    install --editable '.[demo,dev,docs,fp8,plot,ray,s3]'
     say "3/3 a first import of the peers, and bytecode for all: the tests start many processes"
     run "$venv/bin/python" -c 'import timm; from transformers import ViTForImageClassification, ViTImageProcessor'
     "$venv/bin/python" -m compileall -q -j 0 "$packages" >>"$log" 2>&1 || true  # some hold files of other Pythons
