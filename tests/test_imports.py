@@ -139,7 +139,11 @@ def test_imports_run_one_way():
         ("vitscale/files/locks.py", "import vitscale.runs.names", "runs"),
         ("vitscale/files/locks.py", "from vitscale import runs", "runs"),
         ("vitscale/recipe/fields.py", "def late():\n    from vitscale.training.run_plan import plan_run", "training"),
-        ("vitscale/launch/rank.py", "if TYPE_CHECKING:\n    from vitscale.training.run_plan import Plan", "training"),
+        (
+            "vitscale/launch/rank.py",
+            "if TYPE_CHECKING:\n    from vitscale.training.run_plan import RunPlan",
+            "training",
+        ),
         ("vitscale/runs/names.py", "try:\n    import torch.nn as nn\nexcept ImportError:\n    pass", "torch"),
         ("vitscale/evaluation/build.py", "from deepspeed import comm", "deepspeed"),
         ("vitscale/pretrain.py", "from data_tools.convert import main", "data_tools"),

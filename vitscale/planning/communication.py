@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-from vitscale.planning.memory import ALL_REDUCE_ELEMENTS, elements_in_flight, optimizer_share
+from vitscale.planning.bucket_sizes import elements_in_flight
+from vitscale.planning.memory import ALL_REDUCE_ELEMENTS, optimizer_share
 from vitscale.planning.parameters import Layer, Parameters
 from vitscale.recipe import Recipe
 
@@ -66,7 +67,7 @@ def communication(recipe: Recipe, parameters: Parameters, world_size: int, accum
     agreements = Collective("agreements", "all-reduce", "update", _AGREEMENT_BYTES, 1, messages=_AGREEMENTS)
     limits = elements_in_flight(recipe)
     buckets = math.ceil(total / (limits["reduce_bucket_size"] if stage else ALL_REDUCE_ELEMENTS))
-    if recipe.parallelism.overlap and stage in (1, 2):
+    if recipe.parallelism.exchanges:
         times = accumulation if stage == 2 else 1
         return [
             Collective("gradients", "reduce-scatter", "backward", total, gradient_bytes, times, buckets),

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from vitscale.models.layers import CHANNELS
+from vitscale.planning.bucket_sizes import MOST_UNDER_WAY, elements_in_flight
 from vitscale.planning.parameters import Parameters, model_parameters
 from vitscale.planning.tensors import DeviceType, StepTensors, step_tensors
 from vitscale.recipe import Adafactor, Lamb, Muon, Recipe
@@ -23,17 +24,6 @@ _BATCHES_BESIDE_PREFETCH = 3  # one in the planner's hands, one awaited, one in 
 _BATCHES_ON_CUDA = 3  # see data/device.py
 _ADAM_AT_ONCE = 1 << 24  # elements that training/whole_tensors.py copies at a time
 ALL_REDUCE_ELEMENTS = 500_000_000  # elements that DeepSpeed sums at once in stage 0
-_BUCKETS_UNDER_WAY = 8 + 1  # training/exchange.py: those being sent, and the one being filled
-_OVERLAPPED_BUCKET = 20_000_000
-# The values that training gives DeepSpeed unless a recipe does (training/engine.py); the last is DeepSpeed's default.
-_ELEMENTS = {
-    "reduce_bucket_size": 50_000_000,
-    "sub_group_size": 100_000_000,
-    "stage3_prefetch_bucket_size": 20_000_000,
-    "stage3_max_live_parameters": 100_000_000,
-    "stage3_max_reuse_distance": 100_000_000,
-    "stage3_param_persistence_threshold": 100_000,
-}
 
 
 @dataclass(frozen=True)
@@ -185,12 +175,12 @@ def _model_states(
             gradients = accumulated + word * total if is_bf16 else 4 * total
             flat = min(total, ALL_REDUCE_ELEMENTS) * (word + in_other_dtype) if world_size > 1 else 0
             update = max(4 * total if is_bf16 else 0, flat)
-        case 1 | 2 if recipe.parallelism.overlap and world_size > 1:
-            # Gradients go into buckets as they are computed. Beside each bucket is its result: a rank's share, or
-            # with gloo everything.
+        case 1 | 2 if recipe.parallelism.exchanges and world_size > 1:
+            # Gradients go into buckets as they are computed: those being sent, and the one being filled. Beside each
+            # bucket is its result: a rank's share, or with gloo everything.
             accumulated = 4 * total if stage == 1 and accumulates else 4 * share
             gradients, update = 4 * share, 0
-            sent = min(_BUCKETS_UNDER_WAY * bucket, total)
+            sent = min((MOST_UNDER_WAY + 1) * bucket, total)
             sent_word = 4 if recipe.parallelism.reduce_dtype == "fp32" else 2
             workspace = sent_word * (2 * sent if device == "cpu" else sent + sent // world_size)
         case 1 if accumulates and is_bf16 and recipe.parallelism.offload == "none":
@@ -256,13 +246,6 @@ def _while_updating(recipe: Recipe, trained: Sequence[int], share: int, stage: i
             return exchanged + 2 * 4 * largest
         case _:
             return 0
-
-
-def elements_in_flight(recipe: Recipe) -> dict[str, int]:
-    """The sizes of DeepSpeed's buckets and thresholds, in elements, as the recipe or else training sets them."""
-    overlaps = recipe.parallelism.overlap and recipe.parallelism.zero_stage in (1, 2)
-    smaller = {"reduce_bucket_size": _OVERLAPPED_BUCKET} if overlaps else {}
-    return _ELEMENTS | smaller | recipe.deepspeed.get("zero_optimization", {})
 
 
 def optimizer_share(sizes: Sequence[int], stage: int, world_size: int) -> int:

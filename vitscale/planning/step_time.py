@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from vitscale.flops.accounting import FLOPS_PER_MAC, training_flops_per_image
 from vitscale.flops.work import Work
+from vitscale.planning.bucket_sizes import elements_in_flight
 from vitscale.planning.cluster import Cluster
 from vitscale.planning.collective_time import CollectiveTime, collective_time
 from vitscale.planning.communication import Collective, Phase
-from vitscale.planning.memory import elements_in_flight, optimizer_share
+from vitscale.planning.memory import optimizer_share
 from vitscale.planning.parameters import Parameters
 from vitscale.recipe import Recipe
 
@@ -70,7 +71,7 @@ def step_time(
         seconds[collective.phase] += count * one.total
         latency += count * one.latency
     in_passes = seconds["passes"] + seconds["backward"]
-    if recipe.parallelism.overlap and recipe.parallelism.zero_stage in (1, 2):
+    if recipe.parallelism.exchanges:
         hidden = _overlapped(recipe, parameters, cluster.devices, seconds, compute, recompute)
     else:
         hidden = min(in_passes, _hides(recipe, cluster.devices, compute, recompute))

@@ -120,6 +120,11 @@ class Parallelism(Block):
             raise ValueError("compile: true needs zero_stage 0, 1 or 2: stage 3 gathers weights within a block")
         return self
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether several ranks send by training/exchange.py, and not by DeepSpeed."""
+        return self.overlap and self.zero_stage in (1, 2)
+
 
 class Checkpoint(Block):
     """When and where to save, and what to keep."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from vitscale.errors import RecipeError
 from vitscale.objectives import Objective
+from vitscale.planning.bucket_sizes import bucket_sizes
 from vitscale.recipe import SGD, Adafactor, AdamW, Lamb, Muon, Recipe, is_frozen
 from vitscale.training import adafactor, fragments, lamb, muon
 from vitscale.training.bf16_momentum import Bf16MomentumSGD
@@ -82,8 +83,8 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
     if stage == 3:
         # Its replacement for a linear layer rounds differently from every other stage.
         zero["memory_efficient_linear"] = False
-    overlaps = recipe.parallelism.overlap and world_size > 1
-    if overlaps:
+    exchanges = recipe.parallelism.exchanges and world_size > 1
+    if recipe.parallelism.overlap and world_size > 1:
         # In stages 1 and 2 exchange.py sums and gathers instead of DeepSpeed, whose keys for that have no effect.
         zero |= {"overlap_comm": stage == 3, "reduce_scatter": True, "use_multi_rank_bucket_allreduce": True}
     if recipe.parallelism.offload == "optimizer":
@@ -106,17 +107,15 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         # A non-finite gradient must not reach the weights. DeepSpeed silently skips such a step; the trainer checks.
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
         config["communication_data_type"] = recipe.parallelism.reduce_dtype
-        if overlaps and stage < 3:
-            config["data_types"] = {
-                "grad_accum_dtype": "bf16"
-            }  # DeepSpeed accumulates nothing; exchange.py does, in fp32
+        if exchanges:  # DeepSpeed accumulates nothing; exchange.py does, in fp32
+            config["data_types"] = {"grad_accum_dtype": "bf16"}
         elif stage > 0 and accumulation > 1:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     config = _add(config, recipe.deepspeed)
     if recipe.precision != "fp32" and world_size == accumulation == 1:
         # Nothing is summed, and DeepSpeed would convert every gradient to fp32 and back.
         config["communication_data_type"] = "bf16"
-    config["zero_optimization"] = _sizes(stage, overlaps and stage < 3) | config["zero_optimization"]
+    config["zero_optimization"] = bucket_sizes(stage, exchanges) | config["zero_optimization"]
     if recipe.deepspeed:
         _check_blocks(config)
     return config
@@ -149,25 +148,6 @@ def _add(config: dict[str, Any], extra: dict[str, Any], prefix: str = "") -> dic
         else:
             merged[key] = value
     return merged
-
-
-def _sizes(stage: int, overlaps: bool) -> dict[str, int]:
-    """Bucket sizes in elements. They do not affect results; DeepSpeed's own defaults cost gigabytes per rank.
-
-    A `deepspeed:` block may set others.
-    """
-    sizes = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
-    if overlaps:
-        sizes["reduce_bucket_size"] = 20_000_000  # a block of ViT-H: the last bucket is sent after all computing
-    if stage == 3:
-        # A block of ViT-H has 20 million parameters: a few blocks are held whole, and are updated at a time.
-        sizes |= {
-            "stage3_prefetch_bucket_size": 20_000_000,
-            "stage3_max_live_parameters": 100_000_000,
-            "stage3_max_reuse_distance": 100_000_000,
-            "sub_group_size": 100_000_000,
-        }
-    return sizes
 
 
 def _check_blocks(config: dict[str, Any]) -> None:
@@ -242,8 +222,8 @@ def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -
     """
     _quieten()
     freeze(recipe, objective)
-    stage, overlaps = recipe.parallelism.zero_stage, recipe.parallelism.overlap and dist.get_world_size() > 1
-    bucket = config["zero_optimization"]["reduce_bucket_size"] if overlaps and stage < 3 else None
+    exchanges = recipe.parallelism.exchanges and dist.get_world_size() > 1
+    bucket = config["zero_optimization"]["reduce_bucket_size"] if exchanges else None
     optimizer = build_optimizer(recipe, objective, bucket)
     engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=config, dist_init_required=False)
     engine.whole_shapes = {name: tuple(shape) for name, shape in fragments.shapes(engine).items()}
@@ -261,11 +241,11 @@ def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -
             are_shared=recipe.parallelism.zero_stage > 0,
         )
     engine.exchange = None
-    if overlaps and stage == 3 and dist.get_backend() == "gloo":
-        ScatteredSums(engine)
-    elif overlaps and stage < 3:
+    if exchanges:
         is_bf16 = config.get("communication_data_type") == "bf16"
         engine.exchange = Exchange(engine, torch.bfloat16 if is_bf16 else torch.float32)
+    elif recipe.parallelism.overlap and dist.get_world_size() > 1 and dist.get_backend() == "gloo":
+        ScatteredSums(engine)
     if recipe.parallelism.zero_stage == 0 and engine.world_size == 1:
         engine.enable_backward_allreduce = False  # it would copy every gradient twice, even on a single rank
     if recipe.parallelism.zero_stage == 0 and not is_plain(recipe):

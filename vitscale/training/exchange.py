@@ -17,7 +17,7 @@ sum: `ScatteredSums` sends those instead.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,10 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vitscale.planning.bucket_sizes import MOST_UNDER_WAY
 from vitscale.training.lean_deepspeed import deepspeed
-
-MOST_UNDER_WAY = 8
-"""The most buckets whose gradients are sent at one time; they must be kept meanwhile."""
 
 
 def in_buckets(groups: Iterable[dict[str, Any]], elements: int) -> list[dict[str, Any]]:
@@ -253,7 +251,8 @@ class Exchange:
         """Wait until all weights have arrived."""
         self._await(self._buckets)
 
-    def _await(self, buckets: Sequence[_Bucket]) -> None:
+    def _await(self, buckets: Iterable[_Bucket], *_: Any) -> None:
+        """Wait for the weights of some buckets; also a hook, which torch gives a module and its arguments."""
         for bucket in buckets:
             if bucket.gathering is not None:
                 bucket.gathering.wait()
@@ -273,14 +272,9 @@ class Exchange:
             if module in compiled:
                 at_once |= own
             elif own:
-                module.register_forward_pre_hook(partial(_before_forward, self._await, list(own)))
+                module.register_forward_pre_hook(partial(self._await, own))
         if at_once:
-            self._engine.module.register_forward_pre_hook(partial(_before_forward, self._await, list(at_once)))
-
-
-def _before_forward(wait: Callable[[Sequence[_Bucket]], None], buckets: Sequence[_Bucket], *_: Any) -> None:
-    """A module's hook; what torch tells it of the module is of no concern."""
-    wait(buckets)
+            self._engine.module.register_forward_pre_hook(partial(self._await, at_once))
 
 
 class ScatteredSums:
