@@ -4,6 +4,7 @@
 #              TESTS=tests/flops runs these alone
 # make test-cluster   runs over two hosts and under a real Slurm, on this machine; root, installs what they need (apt)
 # make architecture   the map in docs/architecture.md anew, from the first lines of the modules
+# make stable-names   docs/stable_names.txt anew: what docs/stability.md promises, as it is now
 # make docs    the pages as a site in build/site, every link and anchor checked
 # make sanitize   the C files under gcc's address and undefined-behaviour sanitizers, on COUNT damaged JPEGs
 # make fuzz    the same by libFuzzer for MINUTES, from tests/images/corpus on; needs clang. What it finds lies in FUZZ
@@ -17,7 +18,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --max-worker-restart 0 -
 READY := .venv/.ready
 READY_FOR_TESTS := .venv/.ready-for-tests
 
-.PHONY: setup setup-tests demo test test-all test-cluster architecture docs sanitize fuzz chaos lint clean
+.PHONY: setup setup-tests demo test test-all test-cluster architecture stable-names docs sanitize fuzz chaos lint clean
 
 setup: $(READY)
 
@@ -51,6 +52,9 @@ test-cluster: $(READY_FOR_TESTS)
 
 architecture: $(READY_FOR_TESTS)
 	@$(BIN)/python tests/test_architecture.py
+
+stable-names: $(READY_FOR_TESTS)
+	@$(BIN)/python -P tests/test_stability.py
 
 docs: $(READY_FOR_TESTS)
 	@$(BIN)/python docs/make_site.py

@@ -1,6 +1,6 @@
 """What docs/stability.md promises, frozen: docs/stable_names.txt lists every command, key, code, file and Python name.
 
-`python tests/test_stability.py` writes the list anew. A line that goes or changes breaks somebody's script, recipe or
+`make stable-names` writes the list anew. A line that goes or changes breaks somebody's script, recipe or
 reader: that takes a new version and a line in CHANGELOG.md. A line that comes is a new promise.
 """
 
@@ -210,9 +210,7 @@ def the_list(run: Path, report: Path) -> str:
         "Python": python_names(),
     }
     parts = ["\n".join([f"# {title}", *sorted(set(lines))]) for title, lines in sections.items()]
-    return "\n\n".join(
-        ["# Made by `python tests/test_stability.py`; docs/stability.md says what it means.", *parts, ""]
-    )
+    return "\n\n".join(["# Made by `make stable-names`; docs/stability.md says what it means.", *parts, ""])
 
 
 def smoke_run(folder: Path) -> tuple[Path, Path]:
@@ -233,9 +231,13 @@ def smoke_run(folder: Path) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def today(tmp_path_factory) -> list[str]:
-    """Made by a process of its own: other tests register parts of theirs in this one."""
+    """Made by a process of its own: other tests register parts of theirs in this one.
+
+    `-P`: beside this file lies tests/data_tools, which would be taken for the package data_tools.
+    """
     made = tmp_path_factory.mktemp("stable") / "names.txt"
-    done = subprocess.run([sys.executable, __file__, str(made)], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-P", __file__, str(made)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return made.read_text(encoding="utf-8").splitlines()
 
@@ -245,7 +247,7 @@ def test_what_is_promised_is_what_there_is(today):
     gone = [line for line in promised if line not in today]
     new = [line for line in today if line not in promised]
     assert not gone and not new, (
-        f"{gone} went, {new} came. If that is meant: `python tests/test_stability.py`, and a line in CHANGELOG.md"
+        f"{gone} went, {new} came. If that is meant: `make stable-names`, and a line in CHANGELOG.md"
     )
 
 
