@@ -135,6 +135,7 @@ def test_a_second_launch_in_a_directory_in_use_is_refused(place, tmp_path):
     assert second.returncode == 2 and "in use by another launch" in second.stderr
 
 
+@pytest.mark.slow
 def test_a_failing_last_evaluation_leaves_the_weights(place, tmp_path):
     """The default saves at the end only, and the end is also when the test data are first looked at."""
     data = tmp_path / "data"
@@ -152,6 +153,7 @@ def test_a_failing_last_evaluation_leaves_the_weights(place, tmp_path):
     assert again.returncode == 0 and f"at step {STEPS} of {STEPS}" in again.stdout, again.stdout + again.stderr
 
 
+@pytest.mark.slow
 def test_evaluation_on_training_samples_is_refused_before_any_work_unless_it_is_meant(place, tmp_path):
     arguments = ["--run-dir", tmp_path / "run", "--set", "evaluation.validation=train"]
     refused = pretrain(place, *arguments)
@@ -260,6 +262,7 @@ def test_a_shard_that_is_not_the_manifest_s_is_found_before_the_first_step(place
     assert "shard-00001.beton: damaged" in result.stderr and "vitscale shards verify" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy, ranks, batch", [("mask", 2, 56), ("substitute", 1, 57)])
 def test_a_run_goes_on_over_a_damaged_sample(place, damaged, tmp_path, policy, ranks, batch):
     """The first loss of every sample is the same, so that their mean tells whether the right number was divided by."""
@@ -329,6 +332,7 @@ def test_compiling_without_what_torch_compiles_with_is_refused_before_the_first_
     assert result.returncode == 2 and "has no C++ compiler" in result.stderr and "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_output_that_nobody_takes_ends_no_run(place, tmp_path):
     """A reader of a pipe that has ended, a disk for the log that is full, no standard output at all."""
     command = [sys.executable, str(PRETRAIN), *toy_options(place)]
@@ -340,6 +344,7 @@ def test_output_that_nobody_takes_ends_no_run(place, tmp_path):
         assert ended.returncode == 0 and (tmp_path / name / "DONE").exists(), ended.stderr
 
 
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_are_away_does_not_begin_again(place, tmp_path):
     run_dir, above = tmp_path / "run", tmp_path / "above"
     arguments = ["--run-dir", run_dir, "--set", f"checkpoint.dir={above}"]

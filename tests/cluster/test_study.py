@@ -34,6 +34,7 @@ def study(slurm: SlurmCluster, folder, *arguments: str) -> subprocess.Popen[str]
     return subprocess.Popen(command, env=environment, cwd=folder, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_jobs_outlive_the_process_that_watches_them(slurm, tmp_path):
     for seed, split in enumerate(SPLITS):

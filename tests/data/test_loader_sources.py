@@ -146,6 +146,7 @@ def test_nothing_stays_in_use(remote, tmp_path):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@pytest.mark.slow
 def test_a_slow_transfer_is_no_stall(remote, tmp_path, monkeypatch):
     """It takes longer than a read may."""
     monkeypatch.setattr(FarAway, "seconds", 3.0)

@@ -67,6 +67,7 @@ KEPT = {
     "a buffer": lambda batch: memoryview(batch.images.numpy()),
     "the rest": lambda batch: (batch.labels[2:], batch.uids.numpy(), batch.keys[1], batch.mask),
 }
+IN_EVERY_RUN = {"a slice of an array", "dlpack", "the rest"}  # `make test-all` takes them all
 
 
 def copies_of(kept):
@@ -74,7 +75,9 @@ def copies_of(kept):
     return [np.array(part.numpy() if isinstance(part, torch.Tensor) else part) for part in parts]
 
 
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in IN_EVERY_RUN else pytest.param(kind, marks=pytest.mark.slow) for kind in KEPT]
+)
 def test_nothing_is_overwritten_while_anything_of_it_is_seen(manifest, kind):
     with endless(manifest, prefetch=1) as loader:
         kept, before = [], []

@@ -142,6 +142,7 @@ def on_processes(processes: int, *arguments: object) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_processes_share_the_images(place_of):
     alone, two, three = (json.loads(on_processes(n, "evaluate", place_of / "run", "--json")) for n in (1, 2, 3))
     assert alone["validation/top1"] * SAMPLES == pytest.approx(round(alone["validation/top1"] * SAMPLES))

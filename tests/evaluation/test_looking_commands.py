@@ -33,6 +33,7 @@ def home(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_features_are_the_same_on_any_number_of_processes(home, tmp_path):
     model = FinishedModel(home / "run")
     expected = extract_features(model.loader(model.dataset("test")), model.predict)

@@ -17,6 +17,7 @@ from watched_runs import EVALUATED, LONG, MakeRun, Process, Run, assert_same, di
 from vitscale.launch.ends import EXIT_DATA, EXIT_NON_FINITE, EXIT_PREEMPTED, EXIT_RECIPE, EXIT_RETRY
 
 
+@pytest.mark.slow
 def test_a_damaged_picture_ends_a_run_for_good(make_run: MakeRun, tmp_path):
     write_data(tmp_path)
     run = make_run(**LONG, data={"train": str(tmp_path / "train"), "image_size": 32})
@@ -37,6 +38,7 @@ def test_a_loss_that_is_not_finite_ends_a_run_for_good(make_run: MakeRun, tmp_pa
     assert len(run.events("started")) == 1
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_left_as_it_is(undisturbed: Run, tmp_path):
     before, curve = undisturbed.state(undisturbed.saved()[-1]), undisturbed.curve()
     with Process(launch(undisturbed), tmp_path / "log") as process:

@@ -105,7 +105,7 @@ def test_other_launchers(make_run: MakeRun, undisturbed, tmp_path, start, number
         (pretrain, {EXIT_PREEMPTED}),
         pytest.param(launch, {EXIT_PREEMPTED}, marks=pytest.mark.slow),
         pytest.param(torchrun, {1}, marks=pytest.mark.slow),
-        (deepspeed, {1, -signal.SIGINT}),
+        pytest.param(deepspeed, {1, -signal.SIGINT}, marks=pytest.mark.slow),
     ],
 )
 def test_the_first_ctrl_c_saves_under_every_launcher(make_run: MakeRun, tmp_path, start, codes_of_launcher):
@@ -146,6 +146,7 @@ def test_ctrl_c_before_the_first_step_ends_at_once_without_a_trace(make_run: Mak
             assert "Traceback" not in process.text()
 
 
+@pytest.mark.slow
 def test_deepspeeds_launcher_may_send_sigterm_again(make_run: MakeRun, tmp_path):
     """It sends one to each rank in turn, whenever the one before has ended."""
     run = make_run(**LONG)

@@ -84,6 +84,7 @@ def test_names_tell_models_apart(home, tmp_path):
     assert named == {"a/model", "a/model.pt", "b/model"}
 
 
+@pytest.mark.slow
 def test_a_model_beside_itself_on_a_page(home, tmp_path):
     out = tmp_path / "out"
     sources = (home / "ours" / "model.safetensors", tmp_path / "again.safetensors")

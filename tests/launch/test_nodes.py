@@ -117,7 +117,7 @@ def test_ranks_that_save_on_one_node_s_signal_end_all_nodes(cluster):
     assert [code for code, _ in ends(*launches)] == [85, 85]
 
 
-@pytest.mark.parametrize("replaced", [0, 1])
+@pytest.mark.parametrize("replaced", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_launch_that_is_killed_and_started_anew_joins_the_others(cluster, replaced):
     bodies = (FOREVER, DONE)
     launches = [cluster.start(0, *bodies), cluster.start(1, *bodies)]
@@ -132,7 +132,7 @@ def test_a_launch_that_is_killed_and_started_anew_joins_the_others(cluster, repl
     assert not any(is_alive(pid) for pid in cluster.pids())
 
 
-@pytest.mark.parametrize("silent", [0, 1])
+@pytest.mark.parametrize("silent", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_node_that_falls_silent_is_lost_and_may_come_again(cluster, silent):
     launches = [cluster.start(0, FOREVER, DONE), cluster.start(1, FOREVER, DONE)]
     wait_until(lambda: len(cluster.pids()) == 2)

@@ -61,6 +61,7 @@ def test_a_run_goes_on_without_its_directory(tmp_path: Path, s3: S3Server):
     assert error["kind"] == "RecipeError" and "optimizer.name" in error["message"]
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_weights_of_one_whose_checkpoints_are_there(tmp_path: Path, s3: S3Server):
     make_data(tmp_path)
     (tmp_path / "runs").mkdir()

@@ -46,7 +46,7 @@ DISTILLATION = {
 # The stage that divides the parameters, beside an uninterrupted run of one that does not; `make test-all` runs all.
 STAGES = [pytest.param(stage, marks=[] if stage == 3 else pytest.mark.slow) for stage in range(4)]
 # The others differ from one of these in a detail: `make test-all` runs them too.
-IN_EVERY_RUN = {"resnet-v2", "hybrid", "modern", "eva-02", "distilled"}
+IN_EVERY_RUN = {"resnet-v2", "modern", "distilled"}
 OF_FAMILIES = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in FAMILIES]
 RECOMPUTED = {"activation_checkpointing": 1}
 

@@ -115,9 +115,9 @@ def run(clothes: Path, kind: str) -> tuple[Path, float, dict[str, str]]:
     ("kind", "form", "torchvision"),
     [
         ("central", "hf", "present"),
-        ("central", "timm", "present"),
+        pytest.param("central", "timm", "present", marks=pytest.mark.slow),
         ("square", "hf", "absent"),
-        ("square", "timm", "present"),
+        pytest.param("square", "timm", "present", marks=pytest.mark.slow),
     ],
 )
 def test_it_predicts_what_evaluate_says(kind, form, torchvision, clothes, tmp_path, capsys):
