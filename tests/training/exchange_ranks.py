@@ -19,7 +19,7 @@ from vitscale.training.replicas import checksum
 SIDE, CLASSES, ACCUMULATION = 16, 10, 2
 
 
-def make_recipe(stage: int, world_size: int, **parallelism: Any) -> Any:
+def make_recipe(stage: int, world_size: int, overlap: bool) -> Any:
     """Several buckets to a block."""
     return validate_recipe(
         {
@@ -29,7 +29,7 @@ def make_recipe(stage: int, world_size: int, **parallelism: Any) -> Any:
             "batch": {"global": ACCUMULATION * world_size, "micro_max": 1},
             "optimizer": {"name": "adamw", "lr": 1e-3, "clip_norm": 1.0},
             "schedule": {"duration": {"steps": 100_000}},
-            "parallelism": {"zero_stage": stage, "overlap": True, **parallelism},
+            "parallelism": {"zero_stage": stage, "overlap": overlap},
             "deepspeed": {"zero_optimization": {"reduce_bucket_size": 3000}},
         },
         "test",
@@ -50,17 +50,18 @@ def make_late(engine: Any, chance: random.Random) -> None:
 
 
 def run_late(rank: int, world_size: int, port: int, folder: Path, work: tuple[list[int], int]) -> None:
-    """Entry point of a rank: for every stage, so many steps punctually and twice with delays.
+    """Entry point of a rank: for every stage, so many steps punctually and twice with delays; in ZeRO 3 without overlap, too.
 
-    Rank 0 leaves stage -> checksums of every rank's weights and masters after each of the three.
+    Rank 0 leaves stage -> checksums of every rank's weights and masters after each of these.
     """
     stages, steps = work
     join(rank, world_size, port)
     torch.set_num_threads(1)
     results: dict[int, list[Any]] = {}
     for stage in stages:
-        for delays in (None, 1, 2):
-            engine = build(make_recipe(stage, world_size), CLASSES, world_size)
+        without = [(None, False)] if stage == 3 else []
+        for delays, overlap in [(None, True), (1, True), (2, True), *without]:
+            engine = build(make_recipe(stage, world_size, overlap=overlap), CLASSES, world_size)
             if delays is not None:
                 make_late(engine, random.Random(100 * delays + rank))
             generator = torch.Generator().manual_seed(rank)
