@@ -1,1 +1,1 @@
-"""Image collections -> datasets of shards; and datasets without copies of test images, as splits and as subsets."""
+"""Converts image collections into datasets of shards; removes copies of test images; writes splits and subsets."""

@@ -13,7 +13,7 @@ from vitscale.wording import counted, ranges
 
 _MAX_NUMBER = 10_000_000
 _SHOWN = 20
-_NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.0+)?")  # 3.0: a table with gaps turns numbers into these
+_NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.0+)?")  # 3.0: what integers become in a table with missing values
 
 
 class Vocabulary:
@@ -24,7 +24,7 @@ class Vocabulary:
         self._numbers: dict[str, int] = {}
 
     def number(self, name: str) -> int:
-        """The provisional number of a class."""
+        """The provisional number of a class; a new class gets the next one."""
         found = self._numbers.get(name)
         if found is None:
             found = self._numbers[name] = len(self.names)
@@ -43,17 +43,17 @@ def order_classes(
     """Number the classes.
 
     Args:
-        names: those that occur.
-        stated: all classes in order, as the source itself has it.
-        known: all classes in order, as the person has it; goes before `stated`.
-        from_folders: the names are of folders, sorted by code points. Otherwise names that are all numbers are the
-            class numbers themselves.
+        names: the class names that occur.
+        stated: all classes in order, as given by the source.
+        known: all classes in order, as given by the user; overrides `stated`.
+        from_folders: whether names are folder names, which are sorted by code point. Otherwise, if all names are
+            numbers, they are the class numbers themselves.
 
     Returns:
         All class names by label, and the label of each of `names`, int32.
 
     Raises:
-        DataError: classes that are not among the known ones.
+        DataError: a class is not in the given order, or only some of the names are numbers.
     """
     order = known or stated
     numbers = [] if from_folders else [int(float(name)) for name in names if _NUMBER.fullmatch(name)]
@@ -84,10 +84,10 @@ def order_classes(
 
 
 def class_notes(names: Sequence[str], empty: list[int]) -> list[str]:
-    """What people may not have meant, a line each: a single class, classes without images, names that look alike.
+    """Likely mistakes, one line each: a single class, classes without images, names that look alike.
 
     Args:
-        names: of all classes, by label.
+        names: all class names, by label.
         empty: labels without an image, sorted.
     """
     notes = []
@@ -108,7 +108,7 @@ def class_notes(names: Sequence[str], empty: list[int]) -> list[str]:
 
 
 def _alike(names: Sequence[str], form: Callable[[str], str]) -> list[list[str]]:
-    """Groups of names that are one in a form."""
+    """Groups of names that become equal under `form`."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(form(name), []).append(name)
@@ -116,7 +116,7 @@ def _alike(names: Sequence[str], form: Callable[[str], str]) -> list[list[str]]:
 
 
 def read_classes(path: Path) -> tuple[str, ...]:
-    """Class names from a text file, one a line, or from another dataset. Raises RecipeError or DataError."""
+    """Class names from a text file (one per line) or from another dataset. Raises RecipeError or DataError."""
     if path.is_dir() or path.suffix == ".json":
         names = Manifest.load(path).class_names
     else:

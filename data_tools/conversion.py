@@ -1,9 +1,9 @@
-"""One conversion from beginning to end: the order of its steps, and where a killed one goes on.
+"""One conversion from start to finish: the order of its steps, and how it resumes after being killed.
 
-    list the parts of the source -> order and deal into shards: the plan -> one task a shard -> manifest, written last
+    list the parts of the source -> order and deal into shards: the plan -> one task per shard -> manifest, written last
 
-Every step leaves its result in the output's state or in the work folder, complete or not at all, so that the same
-command goes on where a killed one stopped. The output depends on the images and the request alone: not on workers,
+Every step leaves its result in the output's state or in the work folder, complete or not at all, so repeating the
+command resumes where a killed one stopped. The output depends on the images and the request only: not on workers,
 machines, interruptions or the kind of source.
 """
 
@@ -45,20 +45,24 @@ def convert(
     console: Console | None = None,
     source: Source | None = None,
 ) -> Outcome:
-    """Convert what is asked for into a data set at the folder or URL `out`, or go on with doing so.
+    """Start a conversion, or resume an unfinished one with the same request.
 
-    A `source` that the caller hands over is converted instead of what `request.src` would be opened as; the request
-    says in `taken` what it has.
+    Args:
+        request: the options that decide what is written.
+        out: folder or URL of the dataset.
+        machine: how the conversion is run; the defaults if None.
+        console: shows progress; silent if None.
+        source: an open source to convert instead of opening `request.src`; `request.taken` then describes it.
 
     Raises:
-        RecipeError: options that cannot be followed, or that differ from those of the unfinished conversion there.
-        DataError: a source that is empty, damaged or has too many images that cannot be stored; a disk that refuses.
-        StorageError: a remote place that does not answer.
+        RecipeError: the options are impossible, or differ from those of the unfinished conversion there.
+        DataError: the source is empty or damaged, too many images cannot be stored, or the disk fails.
+        StorageError: a remote location does not answer.
     """
     machine, console = machine or Machine(), console or Console(quiet=True)
     output = Output.at(str(out), machine.work)
     _refuse_nested(request.src, output.where)
-    # Before anything long starts: FFCV is loaded (or missed) here, not first in a worker.
+    # Imported before anything long starts: a missing FFCV is noticed here rather than in the first worker.
     import data_tools.images  # noqa: F401
 
     with _disk_errors(output.where):
@@ -75,11 +79,16 @@ def convert(
 
 
 def merge(out: str | Path, max_reject_rate: float, work: Path | None = None) -> Outcome:
-    """Write the manifest of a conversion whose task ranges have all been done.
+    """Write the manifest of a conversion whose task ranges are all done.
+
+    Args:
+        out: folder or URL of the dataset.
+        max_reject_rate: largest allowed share of images that cannot be stored, 0 to 1.
+        work: the local work folder given to `convert`, if any.
 
     Raises:
-        RecipeError: no unfinished conversion there, or tasks that are not done yet.
-        DataError: too many images that could not be stored; an index of test sets that is gone.
+        RecipeError: there is no unfinished conversion, or some tasks are not done yet.
+        DataError: too many images could not be stored, or an index of test sets is missing.
     """
     output = Output.at(str(out), work)
     with _disk_errors(output.where):
@@ -101,9 +110,10 @@ def merge(out: str | Path, max_reject_rate: float, work: Path | None = None) -> 
 
 
 def dry_run(request: Request, out: str | Path, machine: Machine, console: Console) -> tuple[ConversionPlan, Probe]:
-    """What `convert` would write, without writing anything to `out`; and what the first images came to.
+    """The plan that `convert` would follow, and a trial of its first images; writes nothing to `out`.
 
-    A source that can only be streamed is copied to a temporary folder, as `convert` would copy it. Raises as `convert`.
+    A source that can only be streamed is copied to a temporary folder, as `convert` would copy it. Raises the same
+    errors as `convert`.
     """
     _refuse_nested(request.src, str(out))
     source = open_source(request.src, request.kind, request.source, has_splits=bool(request.splits))
@@ -115,7 +125,7 @@ def dry_run(request: Request, out: str | Path, machine: Machine, console: Consol
 
 
 def _convert(request: Request, source: Source, output: Output, machine: Machine, console: Console) -> Outcome:
-    """The plan, the tasks of this machine, and, where these are all, the manifest."""
+    """Make the plan, run this machine's tasks and, if these are all the tasks, write the manifest."""
     started = time.monotonic()
     output.log("start", request=request.to_json(), **_described(machine))
     if machine.engine == "ray" and source.streams and output.is_remote and machine.work is None:
@@ -124,7 +134,7 @@ def _convert(request: Request, source: Source, output: Output, machine: Machine,
             "cluster cannot read. Name a folder on a shared file system with --work"
         )
     planner = Planner(request, source, output, machine.runner(request.src, output.where), console)
-    # Who shares a work folder waits for the plan of the first; who has one of its own makes the plan itself.
+    # Converters that share a work folder wait for the first one's plan; a converter with its own folder makes the plan.
     with alone(output.work / "locks", lambda: console.print("waiting for another converter's plan", highlight=False)):
         plan = planner.plan(allow_unlabelled=machine.allow_unlabelled)
     mine = machine.tasks.of(plan.tasks)
@@ -142,7 +152,7 @@ def _convert(request: Request, source: Source, output: Output, machine: Machine,
 
 
 def _announce(plan: ConversionPlan, mine: int, done: int, request: Request, machine: Machine, console: Console) -> None:
-    """Say what is to be done, how many of this machine's tasks were done before, and what will not be noticed."""
+    """Print what there is to do, how much is already done, and which copies `--preset exact` cannot find."""
     say(
         console,
         f"{counted(plan.images, 'image')} of {counted(len(plan.class_names), 'class')} in "
@@ -161,7 +171,7 @@ def _announce(plan: ConversionPlan, mine: int, done: int, request: Request, mach
 
 
 def _open_indexes(dedup: tuple[NamedIndex, ...], out: str) -> None:
-    """Raise DataError if an index that images were compared with is no longer what or where it was."""
+    """Raise DataError if an index that images were compared with has changed or moved."""
     if dedup:
         try:
             open_matcher(dedup)
@@ -173,9 +183,9 @@ def _open_indexes(dedup: tuple[NamedIndex, ...], out: str) -> None:
 
 
 def _already(request: Request, output: Output) -> Outcome:
-    """The same conversion, finished before; what a kill in its last moments has left is removed.
+    """The outcome of the same conversion, already finished; removes state left by a kill just before the end.
 
-    Raises RecipeError for any other data set.
+    Raises RecipeError if `output` holds any other dataset.
     """
     if output.logged_request() != request.to_json():
         raise RecipeError(
@@ -187,7 +197,7 @@ def _already(request: Request, output: Output) -> Outcome:
 
 
 def _refuse_incomplete(output: Output, splits: list[str]) -> None:
-    """Raise DataError if a shard of a finished data set is gone or cut."""
+    """Raise DataError if a shard of a finished dataset is missing or truncated."""
     for split in splits:
         place, sizes = output.place(split), output.sizes_in(split)
         damaged = [entry.path for entry in Manifest.load(place).shards if sizes.get(entry.path) != entry.bytes]
@@ -209,7 +219,7 @@ def _create(output: Output) -> None:
 
 @contextmanager
 def _disk_errors(where: str) -> Iterator[None]:
-    """A disk that refuses is a DataError."""
+    """Turns the disk's OSErrors into DataErrors."""
     try:
         yield
     except OSError as error:
@@ -221,7 +231,7 @@ def _locks(output: Output) -> Path:
 
 
 def _refuse_nested(src: str, out: str) -> None:
-    """Raise RecipeError where the output would become part of the source."""
+    """Raise RecipeError if the output lies inside the source."""
     if storage.is_url(out) or storage.is_url(src):
         nested = out == src.rstrip("/") or out.startswith(src.rstrip("/") + "/")
     else:

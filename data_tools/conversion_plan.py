@@ -1,7 +1,7 @@
-"""The plan of a conversion: which image goes into which shard, decided before the first is stored.
+"""The plan of a conversion: which image goes into which shard, decided before any image is stored.
 
-plan-00.arrow    of the first split: batch i holds the images of shard i: uid, key, labels, part, content
-plan.json        splits, classes, counts, and a digest of it all; written last: the plan is complete
+plan-00.arrow    the first split: batch i holds the images of shard i (uid, key, labels, part, content)
+plan.json        splits, classes, counts and a digest of everything; written last, so it marks a complete plan
 """
 
 import hashlib
@@ -24,14 +24,14 @@ from vitscale.files.durable import durable_file, write_text
 from vitscale.wording import counted
 
 PLAN = pa.schema([pa.field("uid", pa.int64(), nullable=False), *ORDERED])
-_MAX_UNLABELLED = 0.01  # of the images
+_MAX_UNLABELLED = 0.01  # share of the images
 _EXAMPLES = 5
 LEFT_OUT = "in none of the splits"
 
 
 @dataclass(frozen=True)
 class PlannedSplit:
-    """One data set of the plan: its name (empty for the only one), images, shards, and the manifest's options."""
+    """One dataset of the plan: its name (empty if there are no splits), images, shards, and its manifest's options."""
 
     name: str
     images: int
@@ -41,18 +41,19 @@ class PlannedSplit:
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """What is to be done.
+    """The plan, without its rows: these stay on disk.
 
     Attributes:
         folder: the plan's folder.
         splits: the datasets, in order.
         class_names: names by label.
         several_labels: whether any image has more than one label.
-        shard_samples, shuffle_seed: as requested, or probed.
+        shard_samples: number of images per shard, as requested or estimated by a probe.
+        shuffle_seed: seed of the global shuffle.
         ignored: number of files that are not images, by reason.
         unlabelled: number of images without a label.
-        notes: oddities of the classes.
-        parts: name and fingerprint of every part of the source that the plan refers to.
+        notes: likely mistakes in the classes, one line each.
+        parts: [name, fingerprint] of every part of the source that the plan refers to.
         sha256: digest of the order, keys and labels of all images, and the class names.
     """
 
@@ -65,7 +66,7 @@ class ConversionPlan:
     ignored: dict[str, int]
     parts: list[list[str]]
     sha256: str
-    unlabelled: int = 0  # these two are not in plans of earlier versions
+    unlabelled: int = 0  # plans of earlier versions lack this field and the next
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -74,11 +75,11 @@ class ConversionPlan:
 
     @property
     def tasks(self) -> int:
-        """Shards of all splits; a task's number counts through them in order."""
+        """Number of tasks, one per shard; task numbers run through the shards of all splits in order."""
         return sum(split.shards for split in self.splits)
 
     def place(self, task: int) -> tuple[PlannedSplit, int]:
-        """The split of a task, and the number of its shard there."""
+        """The split of a task, and the number of its shard within the split."""
         for split in self.splits:
             if task < split.shards:
                 return split, task
@@ -86,7 +87,7 @@ class ConversionPlan:
         raise IndexError(task)
 
     def images_of(self, task: int) -> int:
-        """How many images a task has."""
+        """Number of images in a task."""
         split, shard = self.place(task)
         return min(self.shard_samples, split.images - shard * self.shard_samples)
 
@@ -104,7 +105,7 @@ class ConversionPlan:
 
     @classmethod
     def load(cls, folder: Path) -> "ConversionPlan | None":
-        """The plan in a folder, or None if there is no complete one."""
+        """The plan in a folder, or None if there is none or it is incomplete."""
         try:
             return cls.from_json(json.loads((folder / "plan.json").read_text("utf-8")), folder)
         except FileNotFoundError:
@@ -112,7 +113,7 @@ class ConversionPlan:
 
     @classmethod
     def from_json(cls, content: dict[str, Any], folder: Path) -> "ConversionPlan":
-        """What `described` gave."""
+        """The plan that `described` gave `content` for."""
         splits = tuple(PlannedSplit(**split) for split in content["splits"])
         return cls(**content | {"folder": folder, "splits": splits, "class_names": tuple(content["class_names"])})
 
@@ -134,23 +135,23 @@ def write_plan(
     parts: list[list[str]],
     allow_unlabelled: bool,
 ) -> ConversionPlan:
-    """Deal the images to splits and shards, and write it down.
+    """Deal the images to splits and shards, and write the plan.
 
     Args:
-        ordered: what the images are; they themselves come from `batches`, once.
+        ordered: classes and counts of the images; the images themselves are read from `batches`, once.
         batches: the images in order.
-        folder: where the plan goes.
-        rules: of the splits; none for a single data set.
-        shard_samples: images a shard.
-        limit: images to take at most, from the first.
-        seed: of the shuffle.
-        options: what the manifest of each split will say.
-        parts: name and fingerprint of every part of the source.
-        allow_unlabelled: whether any share of the images may be without a label where others have one.
+        folder: the plan's folder.
+        rules: split rules; empty for a single dataset.
+        shard_samples: number of images per shard.
+        limit: largest number of images to take, from the first; None for all.
+        seed: seed of the shuffle.
+        options: manifest options, by split name.
+        parts: [name, fingerprint] of every part of the source.
+        allow_unlabelled: whether more than 1 % of the images may lack a label although others have one.
 
     Raises:
-        DataError: a split without images, or with fewer than its rule says; too many images without a label.
-        OSError: the disk's own errors.
+        DataError: a split has no images or fewer than its rule says, or too many images lack a label.
+        OSError: the disk failed.
     """
     splits = choosers(rules, seed)
     rules = rules or (SplitRule("", "rest"),)
@@ -213,7 +214,7 @@ def write_plan(
 
 
 def _choose(batch: pa.RecordBatch, splits: list[Chooser]) -> np.ndarray:
-    """The split of each image, -1 for none; of several the first."""
+    """The number of the first split that takes each image, -1 if none does: (rows,)."""
     keys = batch.column("key").to_pylist()
     choice = np.full(len(keys), -1)
     for row, key in enumerate(keys):
@@ -223,7 +224,12 @@ def _choose(batch: pa.RecordBatch, splits: list[Chooser]) -> np.ndarray:
 
 @dataclass
 class _Census:
-    """How many images were planned, how many of them without a label, the keys of some of these, classes that occur."""
+    """Counts of planned images and of those without a label, keys of a few of the latter, and the classes that occur.
+
+    Attributes:
+        examples: keys of the first few images without a label.
+        classes: labels that occur.
+    """
 
     images: int = 0
     unlabelled: int = 0
@@ -244,7 +250,7 @@ class _Census:
         self.add(_Census(shard.num_rows, len(without), keys, set(labels.flatten().unique().to_pylist())))
 
     def refuse_unlabelled(self) -> None:
-        """Raise DataError where more images than by accident have no label, though others have one."""
+        """Raise DataError if more than 1 % of the images, but not all, have no label: too many for an accident."""
         if _MAX_UNLABELLED * self.images < self.unlabelled < self.images:
             shown = ", ".join(map(repr, self.examples)) + (" ..." if self.unlabelled > len(self.examples) else "")
             raise DataError(
@@ -255,7 +261,7 @@ class _Census:
 
 
 class _ShardWriter:
-    """Batches of any size in, batches of one shard each out."""
+    """Regroups batches of any size into one batch per shard, and writes those."""
 
     def __init__(self, file: object, shard_samples: int, digest: "hashlib._Hash", number: int) -> None:
         self.images = self.shards = 0

@@ -1,4 +1,4 @@
-"""The command line of `vitscale-convert`: an image collection in, a dataset of shards out."""
+"""The command `vitscale-convert`: an image collection in, a dataset of shards out."""
 
 import signal
 import time
@@ -128,7 +128,7 @@ def command(
 ) -> None:
     """Convert images into a dataset of shards that vitscale trains on and FFCV opens. Repeat a command to go on."""
     console, errors = Console(), Console(stderr=True)
-    signal.signal(signal.SIGTERM, _interrupt)  # schedulers end a job by it
+    signal.signal(signal.SIGTERM, _interrupt)  # how schedulers end a job
     try:
         if merge_out is not None:
             _refuse(context, "--merge", lambda name: name not in ("merge_out", "max_reject_rate", "work"))
@@ -168,7 +168,7 @@ def command(
                 "--dry-run",
                 lambda name: name in ("engine", "max_reject_rate", "allow_unlabelled", "task_range"),
             )
-            starting = time.process_time()  # for imports, nearly all
+            starting = time.process_time()  # nearly all of it imports
             plan, probed = dry_run(request, out, machine, console)
             console.print(_forecast(plan, probed, machine.processes, starting))
             _note(console, plan.notes)
@@ -189,7 +189,7 @@ def _interrupt(*_: object) -> None:
 
 
 def _refuse(context: typer.Context, main: str, is_useless: Callable[[str], bool]) -> None:
-    """Raise RecipeError for options that were given and have no meaning beside `main`."""
+    """Raise RecipeError if options were given that have no effect together with `main`."""
     given = [
         parameter.opts[0]
         for parameter in context.command.params
@@ -228,7 +228,7 @@ def _note(console: Console, notes: Sequence[str]) -> None:
 
 
 def _forecast(plan: ConversionPlan, probed: Probe, workers: int, starting: float) -> Table:
-    """What a dry run says. `starting`: seconds that this process took to start, and that its workers then take."""
+    """The dry run's table. `starting`: CPU seconds that this process took to start; its workers take as long."""
     table = Table(title="a dry run: nothing was written", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")

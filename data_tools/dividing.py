@@ -1,6 +1,6 @@
-"""A dataset in parts, as the development splits that hyper-parameters are chosen on: manifests, not copies.
+"""Divides a dataset into parts, such as train and development splits: writes manifests, copies nothing.
 
-Which part a sample is in depends on its uid, the seed and the shares, not on how it is sharded.
+A sample's part depends on its uid, the seed and the shares, not on the sharding.
 """
 
 import posixpath
@@ -24,16 +24,16 @@ _PART = re.compile(r"(?:([A-Za-z0-9][\w.-]*)=)?(\d+(?:\.\d+)?)", re.ASCII)
 
 
 class Part(NamedTuple):
-    """A part that is asked for: the name of its folder, and its share in any unit."""
+    """A requested part: the name of its folder, and its share (in any unit: only the ratio counts)."""
 
     name: str
     share: float
 
 
 def parse_parts(text: str, dataset: str) -> tuple[Part, ...]:
-    """Parts from the command line: `98,2` or `train98=98,dev=2`; without a name `<dataset's folder>-<share>`.
+    """Parses parts such as `98,2` or `train98=98,dev=2`; the default name is `<dataset's folder>-<share>`.
 
-    Raises `RecipeError`.
+    Raises RecipeError.
     """
     folder = base_name(_folder(dataset))
     parts = []
@@ -49,20 +49,20 @@ def parse_parts(text: str, dataset: str) -> tuple[Part, ...]:
 
 
 def write_parts(dataset: str, out: str, parts: Sequence[Part], seed: int = 0) -> list[Manifest]:
-    """Write a manifest for each part of a dataset; every sample is in exactly one.
+    """Write a manifest for each part of a dataset; every sample is in exactly one part.
 
-    The numbers of samples are the shares of all, rounded by largest remainder.
+    The parts' sizes follow their shares, rounded by largest remainder.
 
     Args:
-        dataset: its folder, manifest file or URL; its shards are opened, as only they know the uids.
-        out: the folder of the parts' folders, which are new or empty; in the dataset's bucket if that is at a URL.
-        parts: at least one.
-        seed: another one gives other parts.
+        dataset: the dataset's folder, manifest file or URL; its shards are opened, because only they hold the uids.
+        out: the folder that gets one folder per part, each new or empty; in the dataset's bucket if that is at a URL.
+        parts: at least one part.
+        seed: seed of the division.
 
     Raises:
-        RecipeError: a part without a sample, or a place that cannot be taken.
+        RecipeError: a part would be empty, or a part's folder cannot be used.
         DataError: the dataset is missing or damaged.
-        StorageError: a URL that does not answer.
+        StorageError: a URL does not answer.
     """
     whole = Manifest.load(dataset)
     total = sum(part.share for part in parts)
@@ -83,7 +83,7 @@ def write_parts(dataset: str, out: str, parts: Sequence[Part], seed: int = 0) ->
 
 
 def place_of_parts(dataset: str) -> str:
-    """Where parts go that are given no other place: beside the dataset. Raises DataError and StorageError."""
+    """The default `out` of `write_parts`: the dataset's parent folder. Raises DataError and StorageError."""
     return posixpath.dirname(_folder(dataset))
 
 
@@ -93,7 +93,7 @@ def _folder(dataset: str) -> str:
 
 
 def _divided(whole: Manifest, counts: Sequence[int], seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each shard its selected slots, sorted, and the number of the part that each is in."""
+    """For each shard, its selected slots, sorted, and the number of each one's part: two (slots,) arrays."""
     slots, hashes = [], []
     for index in range(len(whole.shards)):
         with open_shard(whole, index, with_keys=False) as shard:

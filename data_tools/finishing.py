@@ -33,9 +33,14 @@ _REQUESTS_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a conversion has come to: the data sets by split, or none while other machines still have tasks.
+    """The result of a conversion.
 
-    `tables` tell people what was removed, `notes` what is odd about the classes.
+    Attributes:
+        manifests: the datasets, by split; empty while other machines still have tasks.
+        totals: counts over the reports.
+        was_complete: whether the conversion had been finished before, so nothing was done.
+        tables: what was removed as a copy of a test image, for people.
+        notes: likely mistakes in the classes, one line each.
     """
 
     manifests: dict[str, Manifest]
@@ -46,7 +51,7 @@ class Outcome:
 
 
 def reports_of(output: Output, tasks: Iterable[int]) -> dict[int, ShardReport]:
-    """Reports of those tasks that are done, whose shard is there, and that are not to be repeated."""
+    """Reports of the tasks that are done: their shard exists at full size and they are not marked for repetition."""
     marked = output.sizes_of_state("done")
     todo = [task for task in tasks if Output.marker_name(task) in marked]
     with ThreadPoolExecutor(_REQUESTS_AT_ONCE if output.is_remote else 1) as pool:
@@ -68,18 +73,19 @@ def finish(
     dedup: tuple[NamedIndex, ...],
     totals: Totals,
 ) -> Outcome:
-    """Write the manifests, and remove what only an unfinished conversion needs.
+    """Write the manifests, and remove the state of the unfinished conversion.
 
     Args:
-        output, plan: of the conversion.
-        reports: of all tasks.
-        max_reject_rate: share of images that may be rejected.
+        output: the conversion's output.
+        plan: the conversion's plan.
+        reports: the reports of all tasks, by task number.
+        max_reject_rate: largest allowed share of rejected images, 0 to 1.
         dedup: the indexes that images were compared with.
-        totals: for the outcome.
+        totals: counts to put into the outcome.
 
     Raises:
-        RecipeError: tasks that are not done.
-        DataError: too many rejects; a data set of which no image is left; an index that is gone.
+        RecipeError: some tasks are not done.
+        DataError: too many images were rejected, a dataset has no image left, or an index is missing.
     """
     missing = [task for task in range(plan.tasks) if task not in reports]
     if missing:
@@ -108,7 +114,7 @@ def finish(
             with output.staged(split.name, [REJECTS_NAME]) as (path,):
                 write_rejects(path, _rejects(output, of_split))
         else:
-            output.remove(split.name, REJECTS_NAME)  # of an attempt to finish before rejected images were mended
+            output.remove(split.name, REJECTS_NAME)  # left by an attempt to finish before the images were repaired
         entries = tuple(report.entry for report in of_split if report.entry is not None)
         manifest = Manifest(
             fields=field_names(with_labels=plan.several_labels),
@@ -128,7 +134,7 @@ def finish(
 
 
 def _refuse_all_removed(output: Output, by_split: dict[str, list[ShardReport]]) -> None:
-    """Raise DataError for a data set of which nothing is left."""
+    """Raise DataError if a dataset has no image left."""
     for split, reports in by_split.items():
         if not any(report.entry for report in reports):
             removed, rejected = sum(report.removed for report in reports), sum(report.rejected for report in reports)
@@ -140,7 +146,7 @@ def _refuse_all_removed(output: Output, by_split: dict[str, list[ShardReport]]) 
 
 
 def _write_findings(output: Output, split: str, reports: list[ShardReport], matcher: Matcher) -> Findings:
-    """Write a split's decisions and the report about them."""
+    """Write a split's decisions and the report on them; returns its findings."""
     with output.staged(split, [DECISIONS_NAME]) as (path,):
         write_decisions(path, _decisions(output, reports))
     findings = Findings.none(matcher)
@@ -153,7 +159,7 @@ def _write_findings(output: Output, split: str, reports: list[ShardReport], matc
 
 
 def _decisions(output: Output, reports: Iterable[ShardReport]) -> Iterator[pa.Table]:
-    """The tables of decisions that tasks have left, one in memory at a time."""
+    """The tasks' tables of decisions, one in memory at a time."""
     for report in reports:
         if report.decisions:
             with local_copy(output.state(Output.decisions_name(report.task))) as path:
@@ -161,7 +167,7 @@ def _decisions(output: Output, reports: Iterable[ShardReport]) -> Iterator[pa.Ta
 
 
 def _findings(output: Output, reports: Iterable[ShardReport]) -> Iterator[Findings]:
-    """What tasks have found, some in memory at a time."""
+    """The tasks' findings, at most `_REQUESTS_AT_ONCE` of them in memory."""
     tasks = (report.task for report in reports)
     with ThreadPoolExecutor(_REQUESTS_AT_ONCE if output.is_remote else 1) as pool:
         while some := list(itertools.islice(tasks, _REQUESTS_AT_ONCE)):
@@ -170,9 +176,9 @@ def _findings(output: Output, reports: Iterable[ShardReport]) -> Iterator[Findin
 
 
 def refuse_rejects(output: Output, plan: ConversionPlan, reports: dict[int, ShardReport], max_rate: float) -> None:
-    """Raise DataError: more images than allowed cannot be stored.
+    """Raise DataError because more images than allowed cannot be stored.
 
-    Tasks with images that could not even be read are marked to be repeated: a disk may have been away.
+    Tasks with images that could not even be read are marked for repetition: a disk may have been unavailable.
     """
     rejected = sum(report.rejected for report in reports.values())
     examples = itertools.chain.from_iterable(table.to_pylist() for table in _rejects(output, reports.values()))
@@ -207,7 +213,7 @@ def totals_of(reports: Iterable[ShardReport], ignored: dict[str, int]) -> Totals
 
 
 def _rejects(output: Output, reports: Iterable[ShardReport]) -> Iterator[pa.Table]:
-    """The tables of rejects that tasks have left, one in memory at a time."""
+    """The tasks' tables of rejects, one in memory at a time."""
     for report in reports:
         if report.rejected:
             yield read_rejects(output.state(Output.rejects_name(report.task)))

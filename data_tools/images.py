@@ -1,7 +1,7 @@
-"""One image file's bytes -> what is stored: the same bytes, a fresh JPEG, or a reason why not.
+"""Turns an image file's bytes into what is stored: the same bytes, a new JPEG, or the reason why neither is possible.
 
-A JPEG that stands upright, is small enough and that the decoder takes without complaint passes byte for byte, so
-that a complaint at training time always means damage. Everything else that Pillow reads becomes an RGB JPEG.
+A JPEG that is upright, small enough and decodes without a warning is stored byte for byte, so a decoder's warning at
+training time always means damage. Everything else that Pillow reads becomes an RGB JPEG.
 """
 
 import io
@@ -21,9 +21,9 @@ from vitscale.errors import RecipeError
 from vitscale.images import MAX_SIDE, OK, SUBSAMPLING, Header, decode, encode, read_header
 
 JPEG_QUALITY = 95
-MAX_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb: 256 MiB of RGB
+MAX_PIXELS = 89_478_485  # above this Pillow warns of a decompression bomb: 256 MiB of RGB
 
-# EXIF orientation -> what makes it upright
+# EXIF orientation -> the transposition that makes the image upright
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -34,22 +34,22 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 _ALPHA_MODES = ("RGBA", "LA", "PA", "RGBa", "La")
-_JPEG_FORMATS = ("JPEG", "MPO")  # MPO: a JPEG with further pictures behind it, as many cameras write it
-_DRAWINGS = ("EPS", "WMF", "EMF")  # Pillow has other programs draw them
+_JPEG_FORMATS = ("JPEG", "MPO")  # MPO: a JPEG followed by more pictures, as many cameras write it
+_DRAWINGS = ("EPS", "WMF", "EMF")  # Pillow needs other programs to render these
 
 
 @dataclass(frozen=True)
 class ImageOptions:
     """How images are stored.
 
-    A larger image is reduced until its shorter side has at most `short_side` pixels and its longer one at most
-    `long_side`; none is enlarged. The side that decides has exactly its limit; the other keeps the aspect, rounded to
+    An image is shrunk until its shorter side has at most `short_side` pixels and its longer side at most `long_side`;
+    no image is enlarged. The side that decides gets exactly its limit; the other keeps the aspect ratio, rounded to
     the nearest pixel (halves up), at least 1.
 
     Attributes:
         short_side, long_side: limits in pixels; None for no limit.
-        quality: of the JPEGs that are written, 1 to 100.
-        pass_through: whether JPEGs that can be stored as they are keep their bytes.
+        quality: JPEG quality of new JPEGs, 1 to 100.
+        pass_through: whether a JPEG that can be stored unchanged keeps its bytes.
 
     Raises RecipeError for values out of range.
     """
@@ -67,7 +67,7 @@ class ImageOptions:
                 raise RecipeError(f"images with a {name} side of at most {limit} pixels; expected at least 1")
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height in pixels as stored, of an image of this width and height."""
+        """(width, height) in pixels at which an image of this size is stored."""
         limited = [(min(width, height), self.short_side), (max(width, height), self.long_side)]
         reductions = [(limit, side) for side, limit in limited if limit is not None and limit < side]
         if not reductions:
@@ -76,7 +76,7 @@ class ImageOptions:
         return max(1, _rounded(width * limit, side)), max(1, _rounded(height * limit, side))
 
     def described(self) -> dict[str, Any]:
-        """What of this changes the content of a dataset, for its manifest."""
+        """The options that change a dataset's content, for its manifest."""
         limits = {"short_side": self.short_side, "long_side": self.long_side}
         return {
             "jpeg_quality": self.quality,
@@ -95,10 +95,13 @@ _DEFAULTS = ImageOptions()
 
 @dataclass(frozen=True)
 class StoredImage:
-    """A JPEG as it is stored, its size in pixels, and whether these are the source's own bytes.
+    """A stored JPEG.
 
-    `pixels` are those that it shows, uint8 (height, width, 3), as they were before a new JPEG was made of them; equal
-    JPEGs are equal images.
+    Attributes:
+        jpeg: its bytes.
+        height, width: its size in pixels.
+        passed_through: whether the bytes are the source's own.
+        pixels: uint8 (height, width, 3), before encoding if the JPEG is new. Not compared: equal JPEGs show the same.
     """
 
     jpeg: bytes
@@ -110,7 +113,7 @@ class StoredImage:
 
 @dataclass(frozen=True)
 class Reject:
-    """Why an image cannot be stored; a reason depends on the file's bytes and the options only."""
+    """Why an image cannot be stored; depends only on the file's bytes and the options."""
 
     reason: str
 
@@ -118,11 +121,11 @@ class Reject:
 def store_image(data: bytes, options: ImageOptions = _DEFAULTS) -> StoredImage | Reject:
     """Turn an image file's bytes into what is stored.
 
-    Raises MemoryError, and RecipeError as `vitscale.images` does, which say nothing about the image; nothing else,
-    whatever the bytes are.
+    Takes the first frame of an animation, applies the EXIF orientation, puts alpha onto white, scales 16 bits to 8,
+    and converts palette, gray, CMYK and YCCK to RGB (CMYK as Adobe stores it, inverted). Colour profiles are ignored.
 
-    First frame of animations; EXIF orientation applied; alpha onto white; 16 bits scaled to 8; palette, gray, CMYK and
-    YCCK to RGB (CMYK as Adobe stores it, inverted). Colour profiles are not applied.
+    Raises MemoryError, and RecipeError as `vitscale.images` does: neither is the image's fault. Nothing else is
+    raised, whatever the bytes are.
     """
     if not data:
         return Reject("empty file (0 bytes)")
@@ -131,13 +134,13 @@ def store_image(data: bytes, options: ImageOptions = _DEFAULTS) -> StoredImage |
         header = read_header(data) if data.startswith(b"\xff\xd8\xff") else None
         if header is not None and header.refusal is not None:
             return Reject(header.refusal)
-        # Most collections are of such JPEGs: nothing about them needs Pillow.
+        # Most collections consist of such JPEGs, and they need no Pillow.
         if header is not None and not header.has_exif:
             passed = _passed(data, header.height, header.width, options)
             if passed is not None:
                 return passed
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of bombs (limited below), of odd metadata
+            warnings.simplefilter("ignore")  # about bombs (limited below) and odd metadata
             return _store(data, header, options)
     except TooLarge as error:
         return Reject(str(error))
@@ -145,15 +148,15 @@ def store_image(data: bytes, options: ImageOptions = _DEFAULTS) -> StoredImage |
         return Reject(explain_unreadable(data))
     except Image.DecompressionBombError as error:
         return Reject(f"too large: {error}")
-    except (MemoryError, RecipeError):  # no fault of the image
+    except (MemoryError, RecipeError):  # not the image's fault
         raise
-    # Pillow's plugins raise nearly anything on damaged files: OSError, SyntaxError, ValueError, struct.error, KeyError.
+    # Pillow's plugins raise almost anything on damaged files: OSError, SyntaxError, ValueError, struct.error, KeyError.
     except Exception as error:
         return Reject(f"cannot be decoded: {type(error).__name__}: {error}")
 
 
 def _passed(data: bytes, height: int, width: int, options: ImageOptions) -> StoredImage | None:
-    """An upright JPEG of this size as it is; None if it is not to be stored so."""
+    """An upright JPEG of this size, unchanged; None if it cannot be stored unchanged."""
     if (
         not options.pass_through
         or _limits(height, width, options) is not None
@@ -200,7 +203,7 @@ def _store_jpeg(data: bytes, image: Image.Image, options: ImageOptions) -> Store
         if status == OK:
             return _encoded(pixels, turn, options)
     else:
-        # The decoder reduces by 2, 4 or 8 nearly for free; twice the size wanted leaves the rest to a better filter.
+        # The decoder shrinks by 2, 4 or 8 almost for free; at twice the target a better filter takes over.
         drafted = image.draft(None, (2 * fitted[0], 2 * fitted[1]))
         box = drafted[1] if drafted else None
     return _encoded(_resized(_to_rgb(image), fitted, box), turn, options)
@@ -210,8 +213,8 @@ def _store_other(image: Image.Image, options: ImageOptions) -> StoredImage:
     with _silence(image.format == "TIFF"):
         image.load()
     rgb = _to_rgb(image)
-    rgb = _resized(rgb, options.fitted(*rgb.size))  # its size by now: a TIFF turns itself upright while it loads
-    # Only now: asked for EXIF before, a damaged PNG loads in part, and then no longer tells that it is damaged.
+    rgb = _resized(rgb, options.fitted(*rgb.size))  # not the size at opening: Pillow turns a TIFF upright on loading
+    # EXIF is read last: once asked for it, Pillow loads a damaged PNG in part and no longer reports the damage.
     return _encoded(rgb, _turn(image), options)
 
 
@@ -226,23 +229,23 @@ def _encoded(rgb: Image.Image | np.ndarray, turn: Image.Transpose | None, option
 def _resized(
     rgb: Image.Image, size: tuple[int, int], box: tuple[float, float, float, float] | None = None
 ) -> Image.Image:
-    """Reduced to this width and height, by an antialiased bicubic filter; from a `box` of the picture, if given."""
+    """The image shrunk to `size` (width, height) by an antialiased bicubic filter; only its `box`, if given."""
     if rgb.size == size:
         return rgb
-    # Averages whole blocks of pixels first, down to twice the size wanted at the least.
+    # First averages whole blocks of pixels, but never below twice the target size.
     return rgb.resize(size, Image.Resampling.BICUBIC, box, reducing_gap=2.0)
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
-    """What the EXIF data, if there are any that can be read, ask for; None where the image stands upright."""
+    """The transposition that the EXIF data ask for; None if the image is upright or the data cannot be read."""
     try:
         return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except Exception:  # damaged metadata are no reason to lose an image
+    except Exception:  # damaged metadata is no reason to lose an image
         return None
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """Any mode to RGB. Raises ValueError for pixels without a defined range."""
+    """The image in RGB, whatever its mode. Raises ValueError if its pixels have no defined range."""
     if image.mode == "F":
         raise ValueError("floating-point pixels have no defined range")
     if image.mode == "I" or image.mode.startswith("I;16"):
@@ -255,7 +258,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _from_16_bits(image: Image.Image) -> Image.Image:
-    """Gray of 16 bits, which Pillow itself would clip. Its one transparent value becomes white."""
+    """A 16-bit gray image in RGB; Pillow's own conversion would clip. The transparent value, if any, becomes white."""
     gray = np.asarray(image).astype(np.int64)
     if gray.min() < 0 or gray.max() > 65535:
         raise ValueError("32-bit pixels have no defined range")
@@ -268,7 +271,7 @@ def _from_16_bits(image: Image.Image) -> Image.Image:
 
 @contextmanager
 def _silence(active: bool) -> Iterator[None]:
-    """libtiff writes to the process's stderr; there it would tear the progress bar. The reason is raised as well."""
+    """Discards stderr: libtiff writes there, which would break the progress bar. Its errors are raised, too."""
     if not active:
         yield
         return

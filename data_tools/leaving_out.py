@@ -1,4 +1,4 @@
-"""Leaves some samples out of a dataset: a view of its shards without them."""
+"""Writes a dataset without some of its samples: a view that refers to the same shards."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -13,19 +13,22 @@ from vitscale.shards.opening import local_copy, open_shard
 from vitscale.shards.provenance import provenance_path, read_provenance
 
 LIST_NAME = "left_out_uids.txt"
-_OPTION = "without"  # of the manifest
+_OPTION = "without"  # the manifest option that lists what was left out
 
 
 def write_without(manifest: Manifest, uids: np.ndarray, out: str, beside: Mapping[str, bytes]) -> Manifest:
-    """Write a view of a dataset without some of its samples; how many, and the digest of their list, stand in it.
+    """Write a view of a dataset without some of its samples; its manifest gives their number and their list's digest.
 
     Args:
-        uids: int64 (n,), sorted: of selected samples.
-        out: a new or empty folder; beside the dataset in the same bucket if that is at a URL.
-        beside: more files to put there, by name.
+        manifest: the dataset.
+        uids: uids to leave out, int64 (n,), sorted; all of them selected samples.
+        out: a new or empty folder; in the dataset's bucket if that is at a URL.
+        beside: contents of more files to write into `out`, by name.
 
-    Raises `RecipeError` for an `out` that cannot be taken or where nothing is left, `DataError` for a shard that is
-    missing or damaged or a disk that refuses, and `StorageError`.
+    Raises:
+        RecipeError: `out` cannot be used, or no sample would be left.
+        DataError: a shard is missing or damaged, or the disk fails.
+        StorageError: a URL does not answer.
     """
     if len(uids) >= manifest.num_samples:
         raise RecipeError(f"all {manifest.num_samples:,} samples of {manifest.where} are to be left out: none is left")
@@ -52,7 +55,7 @@ def write_without(manifest: Manifest, uids: np.ndarray, out: str, beside: Mappin
 
 
 def uids_in_shard(manifest: Manifest, index: int, uids: np.ndarray) -> np.ndarray:
-    """Those of some uids, int64 (n,) and sorted, that belong to a shard of a dataset."""
+    """The subset of `uids`, int64 (n,) and sorted, that belongs to shard `index`."""
     shards = manifest.shards
     start = int(np.searchsorted(uids, shards[index].first_uid)) if index else 0
     end = int(np.searchsorted(uids, shards[index + 1].first_uid)) if index + 1 < len(shards) else None
@@ -60,21 +63,23 @@ def uids_in_shard(manifest: Manifest, index: int, uids: np.ndarray) -> np.ndarra
 
 
 def remaining_shards(manifest: Manifest, uids: np.ndarray) -> Iterator[int]:
-    """The shards of which anything is left without some uids, sorted, which are all selected."""
+    """Numbers of the shards that keep any sample without `uids`, which are sorted and all selected."""
     for index, entry in enumerate(manifest.shards):
         if entry.num_selected > len(uids_in_shard(manifest, index, uids)):
             yield index
 
 
 def entries_without(view: ViewWriter, manifest: Manifest, uids: np.ndarray) -> list[ShardEntry]:
-    """What is left of a dataset's shards, as entries of a view of it.
+    """Entries of a view for what is left of a dataset's shards.
 
     Args:
-        view: of `manifest`.
-        uids: int64 (n,), sorted: to leave out; all are selected.
+        view: a view of `manifest`.
+        manifest: the dataset.
+        uids: uids to leave out, int64 (n,), sorted; all of them selected.
 
-    Raises OSError or `StorageError` where lists cannot be written or a URL does not answer, `DataError` for a shard
-    that is missing or damaged.
+    Raises:
+        OSError, StorageError: a list cannot be written, or a URL does not answer.
+        DataError: a shard is missing or damaged.
     """
     entries = []
     for index in remaining_shards(manifest, uids):
@@ -87,15 +92,15 @@ def entries_without(view: ViewWriter, manifest: Manifest, uids: np.ndarray) -> l
 
 
 def slots_without(slots: np.ndarray, uid_of: np.ndarray, uids: np.ndarray, where: str) -> np.ndarray:
-    """Those slots that have none of some uids.
+    """The slots whose uid is not among `uids`.
 
     Args:
-        slots: int64 (n,), that are selected.
-        uid_of: int64 (samples,), of all slots.
-        uids: to leave out.
-        where: what people call the shard.
+        slots: selected slots, int64 (n,).
+        uid_of: uids of all slots, int64 (samples,).
+        uids: uids to leave out.
+        where: the shard's name in messages.
 
-    Raises DataError if not every uid is that of a slot.
+    Raises DataError if a uid belongs to none of the slots.
     """
     removed = np.isin(uid_of[slots], uids)
     if removed.sum() != len(uids):
@@ -107,7 +112,7 @@ def slots_without(slots: np.ndarray, uid_of: np.ndarray, uids: np.ndarray, where
 
 
 def uids_of_slots(manifest: Manifest, index: int) -> np.ndarray:
-    """Uids of all slots of a shard. At a URL from the table beside it, if there is one: the shard is a large file."""
+    """Uids of all slots of a shard. At a URL, read from the small table beside the shard if there is one."""
     entry = manifest.shards[index]
     where = manifest.location(entry.path)
     beside = provenance_path(where)

@@ -1,11 +1,11 @@
-"""Lists a source's images on disk: one file a part, written once, by a worker process.
+"""Lists a source's images on disk: one list per part of the source, written once, by a worker process.
 
-    part-00000.arrow   key, labels (numbers into the part's own vocabulary; null: by folder), content
-    part-00000.bin     only of a source that streams: the images' bytes, the spool
-    part-00000.json    counts, vocabulary, statistics of paths; written last: the part is complete
+    part-00000.arrow   key, labels (numbers into the part's own vocabulary; null: given by the folder), content
+    part-00000.bin     the spool: the images' bytes, only for a source that streams
+    part-00000.json    counts, vocabulary, statistics of paths; written last, so it marks a complete part
 
-Images in a spool lie in sorted runs: as many as fit into memory, in the order in which the shards will want them. A
-shard then reads each run in one place, not all over the disk.
+A spool consists of sorted runs: as many images as fit into memory, in the order in which shards need them. A shard
+then reads one place in each run rather than places all over the disk.
 """
 
 import errno
@@ -39,7 +39,7 @@ LISTING = pa.schema(
 )
 _BATCH_ROWS = 1 << 14
 _RUN_BYTES = 256 << 20
-# What stores say of an object that changes with its content.
+# Properties of a stored object that change with its content; stores differ in their names.
 _TELLING = ("size", "ETag", "etag", "md5", "generation", "mtime", "LastModified", "last_modified", "updated", "created")
 _NO_LABEL = ("-1",)  # as many collections write it
 _PLACE = struct.Struct("<QI")  # offset, size
@@ -48,7 +48,7 @@ Row = tuple[str, list[int] | None, bytes]
 
 
 def order_hash(key: str, seed: int) -> int:
-    """What images are shuffled by: XXH3-64 of the key."""
+    """The shuffle's sort key: XXH3-64 of the image's key, seeded."""
     return xxhash.xxh3_64_intdigest(key.encode(), seed)
 
 
@@ -58,9 +58,16 @@ def summary_path(folder: Path, part: int) -> Path:
 
 @dataclass(frozen=True)
 class PartSummary:
-    """What became of a part: counts, vocabulary, and statistics of paths as `PathStatistics.to_json` gives them.
+    """The summary of a listed part.
 
-    `fingerprint` is the part's at that time; `explicit` labels are the source's, not the folders'.
+    Attributes:
+        fingerprint: the part's name and fingerprint when it was listed.
+        images: number of images.
+        ignored: number of other files, by reason.
+        names: class names, by the part's own label numbers.
+        explicit: whether labels are given by the source, not by folders.
+        several_labels: whether any image has more than one label.
+        paths: statistics of paths, from `PathStatistics.to_json`.
     """
 
     fingerprint: str
@@ -73,7 +80,7 @@ class PartSummary:
 
     @classmethod
     def load(cls, folder: Path, part: int) -> "PartSummary | None":
-        """The summary of a complete part, or None if it is not listed yet."""
+        """The summary of a part, or None if it is not completely listed yet."""
         try:
             return cls(**json.loads(summary_path(folder, part).read_text("utf-8")))
         except FileNotFoundError:
@@ -82,7 +89,15 @@ class PartSummary:
 
 @dataclass(frozen=True)
 class ListingTask:
-    """One part to list, into `folder`; `seed` is the shuffle's, for the order within a spool."""
+    """One part of a source to list.
+
+    Attributes:
+        source: the source.
+        part: the part's number.
+        folder: the folder for the lists.
+        seed: seed of the shuffle, which decides the order within a spool.
+        fingerprint: the part's name and fingerprint.
+    """
 
     source: Source
     part: int
@@ -95,11 +110,11 @@ class ListingTask:
         return self.source.parts[self.part]
 
     def describe(self, position: int) -> str:
-        """What people call the image at a position."""
+        """The name of the image at a position, for messages."""
         return f"image {position:,} of {self.name}"
 
     def without(self, position: int, reason: str) -> "ListingTask | None":
-        """The task without an image that kills workers: a list has no such."""
+        """None: listing cannot leave out an image that kills its worker."""
         return None
 
     def run(self, progress: Progress) -> int:
@@ -140,7 +155,7 @@ class ListingTask:
                     if ids is None:
                         ids = numbers[labels] = [vocabulary.number(name) for name in dict.fromkeys(labels)]
                         explicit, most = True, max(most, len(ids))
-                        if len(numbers) > _BATCH_ROWS:  # combinations of several labels are without number
+                        if len(numbers) > _BATCH_ROWS:  # there may be arbitrarily many combinations of labels
                             numbers.clear()
                 images += 1
                 progress.advance()
@@ -156,7 +171,7 @@ class ListingTask:
 
 
 def _refuse_unwritable(part: str, key: str, labels: tuple[str, ...] | None) -> None:
-    """JSON can name characters that no text may contain."""
+    """Raise DataError for a name or label that is not valid Unicode, such as a lone surrogate escaped in JSON."""
     if not key.isascii() or labels:
         try:
             key.encode(), "".join(labels or ()).encode()
@@ -165,7 +180,7 @@ def _refuse_unwritable(part: str, key: str, labels: tuple[str, ...] | None) -> N
 
 
 def _spooled(rows: Iterator[Row], spool: BinaryIO, seed: int) -> Iterator[Row]:
-    """Rows whose content is in the spool, instead of their own."""
+    """Moves the rows' content to the spool; yields the rows with its place there (offset and size) instead."""
     offset = held = 0
     run: list[tuple[int, str, list[int] | None, bytes]] = []
 
@@ -210,19 +225,19 @@ def _batches(rows: Iterator[Row]) -> Iterator[pa.RecordBatch]:
 
 
 def read_listing(folder: Path, part: int) -> Iterator[pa.RecordBatch]:
-    """The list of a part, in batches of bounded size."""
+    """The listed images of a part, in batches of bounded size."""
     with pa.OSFile(str(folder / f"part-{part:05d}.arrow")) as file, pa.ipc.open_stream(file) as reader:
         yield from reader
 
 
 @dataclass(frozen=True)
 class Spool:
-    """Reads images back that a source has streamed. Travels to every worker."""
+    """Reads back the images of a source that streams. Sent to every worker."""
 
     folder: Path
 
     def read(self, part: int, content: bytes) -> bytes:
-        """The bytes of one image file. Raises DataError where the spool is gone, OSError where the disk fails."""
+        """The bytes of one image file. Raises DataError if the spool is missing or cut, OSError if the disk fails."""
         offset, size = _PLACE.unpack(content)
         path = self.folder / f"part-{part:05d}.bin"
         try:
@@ -230,15 +245,15 @@ class Spool:
                 data = os.pread(file.fileno(), size, offset)
         except FileNotFoundError:
             data = b""
-        if len(data) != size:  # no fault of the image: it must not be rejected
+        if len(data) != size:  # not the image's fault: it must not be rejected
             raise DataError(f"{path}: the spool of streamed images is gone or cut. Remove the output and start anew")
         return data
 
 
 def fingerprint(part: str) -> str:
-    """Changes when a part's content changes: of files size and time, of objects what their store says.
+    """A text that changes when a part's content changes: a file's size and time, or what a store says of an object.
 
-    Empty for folders, which say nothing of what is below them. Raises DataError or StorageError.
+    Empty for a folder, whose properties say nothing about the files below it. Raises DataError or StorageError.
     """
     try:
         if storage.is_url(part):

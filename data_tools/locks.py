@@ -1,6 +1,6 @@
-"""Lets several converters share one output: each locks a range of the tasks for itself.
+"""Locks that let several converters share one output: each locks its own range of the tasks.
 
-A lock is held by a living process and by nothing else: one that was killed leaves a file that locks nothing.
+Only a living process holds a lock: the file that a killed one leaves behind locks nothing.
 """
 
 import os
@@ -27,7 +27,7 @@ class TaskRange:
 
     @classmethod
     def parse(cls, text: str) -> "TaskRange":
-        """From i/n, with i from 0 to n-1. Raises RecipeError."""
+        """Parses `i/n`, with i from 0 to n-1. Raises RecipeError."""
         match = _RANGE.fullmatch(text)
         if match is None or not 0 <= int(match[1]) < int(match[2]):
             raise RecipeError(f"--task-range {text}: expected i/n with i from 0 to n-1, such as 0/8 ... 7/8")
@@ -37,7 +37,7 @@ class TaskRange:
         return f"{self.index}/{self.count}"
 
     def of(self, tasks: int) -> range:
-        """The numbers of the tasks that belong to this piece."""
+        """The numbers of this piece's tasks, out of `tasks` in all."""
         return range(self.index * tasks // self.count, (self.index + 1) * tasks // self.count)
 
     def overlaps(self, other: "TaskRange") -> bool:
@@ -51,9 +51,9 @@ ALL_TASKS = TaskRange()
 
 @contextmanager
 def claimed(folder: Path, tasks: TaskRange) -> Iterator[None]:
-    """Have a range of tasks to oneself, among all that lock in `folder`.
+    """Lock a range of tasks against all other converters that use the lock folder `folder`.
 
-    Raises RecipeError if another converter works on some of them, or the file system knows no locks.
+    Raises RecipeError if another converter is working on some of them, or the file system does not support locks.
     """
     folder.mkdir(parents=True, exist_ok=True)
     mine = folder / f"tasks-{tasks.index}-of-{tasks.count}.lock"
@@ -80,9 +80,9 @@ def claimed(folder: Path, tasks: TaskRange) -> Iterator[None]:
 
 
 def _refuse_living(path: Path, other: TaskRange) -> None:
-    """Raise RecipeError if `path`, the lock of the range `other`, is held; remove it if nobody holds it."""
+    """Raise RecipeError if `path`, the lock of the range `other`, is held; remove the file if it is not."""
     try:
-        file = path.open("r+")  # for writing: NFS locks nothing else exclusively
+        file = path.open("r+")  # for writing: NFS refuses exclusive locks on read-only files
     except FileNotFoundError:  # its holder has just finished
         return
     with file:
@@ -97,7 +97,7 @@ def _refuse_living(path: Path, other: TaskRange) -> None:
 
 @contextmanager
 def alone(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
-    """One converter at a time, for what must be done once; the others call `waits` and wait. Raises RecipeError."""
+    """Lock for work that one converter does at a time; the others call `waits`, then wait. Raises RecipeError."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "planning").open("a") as file:
         with _no_locks(folder):
@@ -110,7 +110,7 @@ def alone(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def _no_locks(folder: Path) -> Iterator[None]:
-    """Turn the OSError of a file system without locks into a RecipeError."""
+    """Turns the OSError of a file system without locks into a RecipeError."""
     try:
         yield
     except OSError as error:

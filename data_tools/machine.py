@@ -1,4 +1,4 @@
-"""How a conversion is run: which processes, which share of the tasks, where its work folder is."""
+"""How a conversion is run: its processes, its share of the tasks, its work folder."""
 
 import os
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ Engine = Literal["local", "ray"]
 
 @dataclass(frozen=True)
 class Machine:
-    """How a conversion is run; nothing of it changes what is written.
+    """How a conversion is run; none of this changes what is written.
 
     Attributes:
-        workers: processes; None for one a core.
-        engine: where shards are written: by processes of this machine, or a Ray cluster.
-        tasks: the share of the tasks that is done here; the others are someone else's.
-        work: local folder for what only this machine needs; None for the output's own.
-        max_reject_rate: share of images that may be impossible to store.
-        allow_unlabelled: whether any share of the images may be without a label where others have one.
+        workers: number of processes; None for one per core.
+        engine: what writes the shards: processes on this machine, or a Ray cluster.
+        tasks: the share of the tasks that is done here.
+        work: local folder for files that only this machine needs; None for the output's own.
+        max_reject_rate: largest allowed share of images that cannot be stored, 0 to 1.
+        allow_unlabelled: whether more than 1 % of the images may lack a label although others have one.
     """
 
     workers: int | None = None
@@ -38,13 +38,13 @@ class Machine:
         return self.workers or len(os.sched_getaffinity(0))
 
     def runner(self, *places: str) -> Run:
-        """What runs tasks of this machine that reach `places`."""
-        if any(place.startswith("memory://") for place in places):  # no other process sees this memory
+        """What runs tasks on this machine; `places` are the paths and URLs that they use."""
+        if any(place.startswith("memory://") for place in places):  # other processes cannot see this memory
             return run_inline
         return lambda tasks, tick: run_in_processes(tasks, self.processes, tick)
 
     def shard_runner(self, *places: str) -> Run:
-        """What runs the tasks of shards, which a cluster may do."""
+        """What runs shard tasks, which a cluster can do; `places` as for `runner`."""
         if self.engine == "local":
             return self.runner(*places)
         from data_tools.engines.ray import run_on_ray

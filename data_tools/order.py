@@ -1,8 +1,8 @@
-"""Orders all images: a sort on disk, by the hash of their keys.
+"""Shuffles all images: sorts them on disk by the hash of their keys.
 
-Images are sorted by (XXH3-64 of the key, key), with the shuffle's seed: a permutation that depends on keys and seed
-alone, and that stays as it is for the others when images are added. Images are dealt into buckets by the first bits of
-the hash, and one bucket after the other is sorted in memory.
+Images are sorted by (XXH3-64 of the key, key), the hash seeded by the shuffle's seed. The permutation depends on keys
+and seed only, and added images do not change the order of the others. Images are dealt into buckets by the hash's
+first bits, and one bucket after another is sorted in memory.
 """
 
 import shutil
@@ -33,7 +33,7 @@ ORDERED = pa.schema(
 _DEALT = pa.schema(
     [
         pa.field("hash", pa.uint64(), nullable=False),
-        pa.field("number", pa.int64(), nullable=False),  # in the order of the listing
+        pa.field("number", pa.int64(), nullable=False),  # position in the listing
         pa.field("key", pa.string(), nullable=False),
         pa.field("labels", pa.list_(pa.int32()), nullable=False),  # provisional numbers
         pa.field("part", pa.int32(), nullable=False),
@@ -41,14 +41,21 @@ _DEALT = pa.schema(
     ]
 )
 _BUCKET_ROWS = 1 << 14
-_MAX_BUCKETS = 512  # as many files are open at once
+_MAX_BUCKETS = 512  # all of their files are open at once
 
 REPLACED = "replaced later in the archive"
 
 
 @dataclass(frozen=True)
 class Ordered:
-    """All images of a source in the order of the shuffle, in batches of `ORDERED`, and their classes."""
+    """All images of a source in shuffled order, in batches of schema `ORDERED`, and their classes.
+
+    Attributes:
+        batches: the images; can be iterated once.
+        class_names: names by label.
+        several_labels: whether any image has more than one label.
+        ignored: number of files that are not images, by reason; complete once `batches` is exhausted.
+    """
 
     batches: Iterator[pa.RecordBatch]
     class_names: tuple[str, ...]
@@ -62,14 +69,14 @@ def order_images(
     """Sort the images of a complete listing.
 
     Args:
-        source: what was listed.
-        listing: folder of the list of each part; the buckets go there too, and away again.
-        seed: of the shuffle.
-        known_classes: all classes in order; None for those found, or as the source has them.
-        unlabelled: whatever the source says, no image has a label.
+        source: the listed source.
+        listing: folder of the parts' lists; also holds the buckets for as long as they are needed.
+        seed: seed of the shuffle.
+        known_classes: all classes in order; None for the source's own order, or else the classes found, sorted.
+        unlabelled: whether to give no image a label, whatever the source says.
 
     Raises:
-        DataError: no images; images outside of class folders; classes that are not known; one key twice.
+        DataError: no images, an image outside of class folders, an unknown class, or one key twice.
     """
     summaries = [_summary(listing, part) for part in range(len(source.parts))]
     ignored = sum((Counter(summary.ignored) for summary in summaries), Counter())
@@ -114,7 +121,7 @@ def _deal(
     depth: int | None,
     unlabelled: bool,
 ) -> list[Path]:
-    """Append every image to the bucket of its hash. `depth`: of the class folder, None for explicit labels."""
+    """Append every image to its hash's bucket. `depth`: the class folder's depth, None for explicit labels."""
     total = sum(summary.images for summary in summaries)
     count = min(_MAX_BUCKETS, -(-total // _BUCKET_ROWS))
     folder = listing / "buckets"
@@ -149,7 +156,7 @@ def _deal(
                 ]
                 number += len(keys)
                 dealt = pa.record_batch(columns, schema=_DEALT)
-                # (hash >> 32) * count >> 32 is which of `count` equal ranges the hash lies in.
+                # (hash >> 32) * count >> 32 is the number of the hash's range, of `count` equal ranges.
                 bucket = ((hashes >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)).astype(np.int64)
                 order = np.argsort(bucket, kind="stable")
                 dealt = dealt.take(pa.array(order))
@@ -162,7 +169,7 @@ def _deal(
 
 
 def _renumbered(labels: pa.ListArray, numbers: np.ndarray, unlabelled: bool) -> pa.ListArray:
-    """Labels in the common vocabulary instead of the part's own; none at all for unlabelled images."""
+    """Labels translated from the part's own vocabulary to the common one; empty if `unlabelled`."""
     if unlabelled:
         return pa.ListArray.from_arrays(np.zeros(len(labels) + 1, np.int32), pa.array([], pa.int32()))
     values = labels.flatten().to_numpy(zero_copy_only=False)

@@ -1,13 +1,13 @@
 """The output of a conversion: the dataset's folder or URL, and the state of an unfinished conversion there.
 
-    OUT/                         shards and tables; with splits one folder each
-    OUT/dedup.parquet, dedup/    which images were left out as copies of test images, and a report of it
-    OUT/manifest.json            written last: the data set exists
+    OUT/                         shards and tables; one folder per split, if there are splits
+    OUT/dedup.parquet, dedup/    images left out as copies of test images, and a report on them
+    OUT/manifest.json            written last, so it marks a complete dataset
     OUT/convert.log.jsonl        when, where, how fast
-    OUT/.vitscale-convert/       until then: what was asked for, the plan, a marker for every shard that is done
+    OUT/.vitscale-convert/       until then: the request, the plan, a marker for every finished shard
 
-An output that is a URL gets its files from a folder of this machine (`work`), one shard at a time; a local one is
-written in place, under temporary names.
+An output at a URL is uploaded from a local folder (`work`), one shard at a time; a local output is written in place,
+under temporary names.
 """
 
 import hashlib
@@ -38,17 +38,17 @@ CONVERSION_NAME = "conversion.json"
 REPORT_FOLDER = "dedup"
 _FIXED_NAMES = "|".join(map(re.escape, (REJECTS_NAME, DECISIONS_NAME, REPORT_FOLDER, MANIFEST_NAME)))
 _OURS = re.compile(rf"shard-\d{{5,}}\.(beton|idx\.parquet)|{_FIXED_NAMES}")
-_PART = re.compile(rf"\.({_OURS.pattern})\.[0-9a-f]{{8}}\.part")  # of workers that were killed
+_PART = re.compile(rf"\.({_OURS.pattern})\.[0-9a-f]{{8}}\.part")  # left by workers that were killed
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Output:
-    """The place that a conversion writes to. Sent to every worker.
+    """The folder or URL that a conversion writes to. Sent to every worker.
 
     Attributes:
         where: folder or URL.
-        work: local folder for what only this machine needs: listing, plan, spool.
+        work: local folder for files that only this machine needs: listing, plan, spool.
     """
 
     where: str
@@ -56,18 +56,18 @@ class Output:
 
     @classmethod
     def at(cls, where: str, work: Path | None) -> "Output":
-        """The output at a path or URL. Its work folder is inside of it, or in the user's cache for a URL.
+        """The output at a path or URL. By default its work folder is inside it, or in the user's cache for a URL.
 
-        In `work`, if given, it has a folder of its own: that is removed in the end, with all that is in it.
+        If `work` is given, the work folder is a new folder in it; that folder is removed at the end with its content.
 
-        Raises RecipeError for a URL that is a pattern, or names no place.
+        Raises RecipeError for a URL that is a pattern or has no path.
         """
         where = storage.without_file_scheme(where)
         if not storage.is_url(where):
             where = str(Path(where).absolute())
             if work is None:
                 return cls(where, Path(where) / STATE_NAME)
-        elif has_magic(where):  # what removes files from a URL would take it for a pattern
+        elif has_magic(where):  # removing files at such a URL would treat it as a pattern
             raise RecipeError(f"OUT {where}: expected a URL without * ? [")
         elif not where.partition("://")[2].strip("/"):
             raise RecipeError(f"OUT {where}: expected a URL with a path, such as s3://bucket/dataset")
@@ -81,43 +81,43 @@ class Output:
         return storage.is_url(self.where)
 
     def place(self, split: str = "") -> str:
-        """Folder or URL of a split's data set."""
+        """Folder or URL of a split's dataset."""
         return storage.join(self.where, split) if split else self.where
 
     def state(self, name: str) -> str:
-        """Path or URL of a piece of state."""
+        """Path or URL of a state file."""
         return storage.join(storage.join(self.where, STATE_NAME), name)
 
     @contextmanager
     def staged(self, split: str, names: list[str]) -> Iterator[list[Path]]:
-        """Local paths to write files at, whole or not at all; on leaving without an error they are in the data set."""
+        """Local paths to write files to, complete or not at all; without an error they then enter the dataset."""
         with self._staged([storage.join(self.place(split), name) for name in names]) as paths:
             yield paths
 
     @contextmanager
     def staged_state(self, name: str) -> Iterator[Path]:
-        """The same for a piece of state."""
+        """The same as `staged`, for a state file."""
         with self._staged([self.state(name)]) as (path,):
             yield path
 
     @staticmethod
     def marker_name(task: int) -> str:
-        """Name of a task's marker in `done/`, which says that the task is done."""
+        """Name of a task's marker in `done/`, which marks the task as done."""
         return f"{task:06d}.json"
 
     @staticmethod
     def rejects_name(task: int) -> str:
-        """Piece of state with the images that a task could not store."""
+        """Name of the state file with the images that a task could not store."""
         return f"done/{task:06d}.rejects.parquet"
 
     @staticmethod
     def decisions_name(task: int) -> str:
-        """Piece of state with a task's decisions: images left out, and near misses; only if there are any."""
+        """Name of the state file with a task's decisions (images left out, near misses); absent if there are none."""
         return f"done/{task:06d}.dedup.parquet"
 
     @staticmethod
     def findings_name(task: int) -> str:
-        """Piece of state with what a task's comparison with test sets came to."""
+        """Name of the state file with the findings of a task's comparison with test sets."""
         return f"done/{task:06d}.dedup.json"
 
     def mark_done(self, text: str, task: int) -> None:
@@ -129,45 +129,45 @@ class Output:
         return storage.read_bytes(self.state(f"done/{self.marker_name(task)}"))
 
     def sizes_of_state(self, folder: str) -> dict[str, int]:
-        """Bytes of the pieces of state in a folder, by name."""
+        """Sizes in bytes of the state files in a folder, by name."""
         return storage.sizes_in(self.state(folder))
 
     def sizes_in(self, split: str) -> dict[str, int]:
-        """Bytes of the files of a split's data set, by name."""
+        """Sizes in bytes of the files of a split's dataset, by name."""
         return storage.sizes_in(self.place(split))
 
     def remove(self, split: str, name: str) -> None:
-        """Remove a file of a split's data set, if it is there."""
+        """Remove a file of a split's dataset, if it exists."""
         storage.remove(storage.join(self.place(split), name))
 
     def fill_folder(self, split: str, name: str, local: Path, files: list[str]) -> None:
-        """Have a folder of a split's data set hold copies of these files of a local folder, and nothing else."""
+        """Make a folder of a split's dataset hold copies of these files of a local folder, and nothing else."""
         with self.staged(split, [storage.join(name, file) for file in files]) as paths:
             for path, file in zip(paths, files, strict=True):
                 with (local / file).open("rb") as source, durable_file(path) as target:
                     shutil.copyfileobj(source, target)
         folder = storage.join(self.place(split), name)
-        for other in set(storage.names_in(folder)).difference(files):  # of an attempt that was killed, or was another
+        for other in set(storage.names_in(folder)).difference(files):  # left by an earlier attempt
             storage.remove(storage.join(folder, other))
 
     def mark(self, name: str, text: str) -> None:
-        """Write a piece of state, whole or not at all."""
+        """Write a state file, complete or not at all."""
         with self.staged_state(name) as path:
             write_text(path, text)
 
     def read_state(self, name: str) -> bytes | None:
-        """A piece of state, or None."""
+        """Content of a state file, or None if there is none."""
         try:
             return storage.read_bytes(self.state(name))
         except FileNotFoundError:
             return None
 
     def refuse_foreign(self, splits: list[str]) -> None:
-        """Raise RecipeError if there is anything in the output that no conversion of ours has put there."""
+        """Raise RecipeError if the output holds anything that vitscale-convert did not put there."""
         if not self.is_remote and Path(self.where).exists() and not Path(self.where).is_dir():
             raise RecipeError(f"OUT {self.where}: is a file. Choose a new or empty directory")
         names = storage.names_in(self.where)
-        begun = self.read_state(CONVERSION_NAME) is not None  # what our own unfinished work is recognised by
+        begun = self.read_state(CONVERSION_NAME) is not None  # marks our own unfinished work
         known = {STATE_NAME, LOG_NAME, *(splits if begun else ())}
         foreign = [
             name
@@ -182,11 +182,11 @@ class Output:
             )
 
     def is_complete(self, splits: list[str]) -> bool:
-        """Whether every data set of the output has its manifest."""
+        """Whether every dataset of the output has its manifest."""
         return all(storage.size_of(storage.join(self.place(split), MANIFEST_NAME)) is not None for split in splits)
 
     def clear_state(self, splits: list[str]) -> None:
-        """Remove what only an unfinished conversion needs."""
+        """Remove the state of the unfinished conversion."""
         if not self.is_remote:
             for split in splits:
                 for part in Path(self.place(split)).glob(".*.part"):
@@ -198,18 +198,18 @@ class Output:
         shutil.rmtree(self.work, ignore_errors=True)
 
     def log(self, event: str, **what: Any) -> None:
-        """Append to the log what must not stand in the manifest: when, where, how fast. Raises OSError."""
+        """Append to the log what must not be in the manifest: when, where, how fast. Raises OSError."""
         line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **what}
         with self._log_path().open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def put_log(self) -> None:
-        """Bring the log to a remote output."""
+        """Upload the log to a remote output."""
         if self.is_remote:
             storage.put(self._log_path(), storage.join(self.where, LOG_NAME))
 
     def logged_request(self) -> dict[str, Any] | None:
-        """What the last conversion into this output was asked for; None if none is known."""
+        """The last request logged in this output; None if there is none."""
         try:
             content = storage.read_bytes(storage.join(self.where, LOG_NAME)).decode("utf-8")
         except (FileNotFoundError, UnicodeDecodeError):
@@ -217,7 +217,7 @@ class Output:
         for line in reversed(content.splitlines()):
             try:
                 event = json.loads(line)
-            except ValueError:  # cut by a kill, or by another machine that wrote at the same time
+            except ValueError:  # truncated by a kill, or mixed with the line of another machine
                 continue
             if isinstance(event, dict) and "request" in event:
                 return event["request"]
@@ -228,7 +228,7 @@ class Output:
 
     @contextmanager
     def _staged(self, targets: list[str]) -> Iterator[list[Path]]:
-        """The targets themselves, or what is put there on leaving; what was not written is not put."""
+        """The targets themselves; for a remote output local files, uploaded on leaving if they were written."""
         if not self.is_remote:
             paths = [Path(target) for target in targets]
             for path in paths:

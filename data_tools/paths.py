@@ -1,8 +1,8 @@
-"""Tells which part of a path names the class, where folders do.
+"""Finds which directory of a path names the class, for sources whose folders are the labels.
 
-The rule: directories that all paths have in common are stripped from the front, as long as every path keeps one; the
-next directory is the class. What is left of the path is the image's key, so that a tar with `train/cat/1.jpg` and a
-folder with `cat/1.jpg` give equal datasets.
+The rule: leading directories that all paths share are stripped, as long as every path keeps one; the next directory is
+the class. The rest of the path is the image's key, so a tar with `train/cat/1.jpg` and a folder with `cat/1.jpg` give
+equal datasets.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from typing import Any
 from vitscale.errors import DataError
 
 _EXAMPLES = 5
-# What splits are called, and which of them mean the same.
+# Common names of splits, and which of them mean the same.
 SPLIT_NAMES = {
     **dict.fromkeys(("train", "training", "trainval"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "minival", "dev", "eval", "evaluation", "holdout"), "val"),
@@ -21,7 +21,7 @@ SPLIT_NAMES = {
 
 
 def refuse_splits(class_names: Iterable[str], src: str) -> None:
-    """Raise DataError where the classes found are what splits are called: a test set would go into a training set."""
+    """Raise DataError if the classes found are names of splits: a test set would end up in a training set."""
     names = sorted(class_names)
     splits = [name for name in names if name.lower() in SPLIT_NAMES]
     if splits and (splits == names or len(splits) > 1):
@@ -34,12 +34,12 @@ def refuse_splits(class_names: Iterable[str], src: str) -> None:
 
 
 class PathStatistics:
-    """What the rule needs to know of any number of paths, in little space.
+    """A small summary of any number of paths, enough to apply the rule.
 
     Attributes:
-        first, last: the extreme paths, in parts: the common prefix of all is theirs.
-        counts: how many paths have how many parts.
-        examples: the smallest few paths of each number of parts.
+        first, last: the smallest and largest path, split at `/`; their common prefix is that of all paths.
+        counts: number of paths, by number of parts.
+        examples: the few smallest paths, by number of parts.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class PathStatistics:
         self.examples: dict[int, list[str]] = {}
 
     def add(self, path: str) -> None:
-        """Take one more path into account."""
+        """Add a path."""
         parts = path.split("/")
         depth = len(parts)
         if self.first is None or parts < self.first:
@@ -70,7 +70,7 @@ class PathStatistics:
 
     @classmethod
     def merged(cls, parts: Iterable[dict[str, Any]]) -> "PathStatistics":
-        """The statistics of all paths, from those of the parts as `to_json` gives them."""
+        """Statistics of all paths, from what `to_json` gave for each part."""
         whole = cls()
         for part in parts:
             for end in (part["first"], part["last"]):
@@ -83,13 +83,13 @@ class PathStatistics:
         return whole
 
     def common_depth(self) -> int:
-        """How many leading directories all paths have in common."""
+        """Number of leading directories that all paths share."""
         assert self.first is not None and self.last is not None
         pairs = zip(self.first[:-1], self.last[:-1], strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def class_depth(self, known_classes: frozenset[str]) -> int:
-        """How many leading directories are not the class. Raises DataError where images lie outside of classes."""
+        """Number of leading directories before the class. Raises DataError if images lie outside of class folders."""
         assert self.first is not None
         total = sum(self.counts.values())
         if 1 in self.counts:
@@ -100,7 +100,7 @@ class PathStatistics:
             )
         common = self.common_depth()
         depth = min(common, min(self.counts) - 2)
-        # `train/cat/1.jpg` and a stray `train/2.jpg`: by the letter everything would be of the class `train`.
+        # `train/cat/1.jpg` and a stray `train/2.jpg`: read literally, the rule would put everything into class `train`.
         if common > depth and self.first[depth] not in known_classes:
             beside = self.counts.get(depth + 2, 0)
             if beside < total:

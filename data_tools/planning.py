@@ -1,8 +1,8 @@
-"""Makes the plan: lists the source, orders its images, deals them into shards; or reads a plan that was made before.
+"""Makes the plan: lists the source, orders its images, deals them into shards; or reads a plan made earlier.
 
-In the output's state, `conversion.json` says what was asked for and, once it is made, the plan: several machines work
-on one output by it. In the work folder, `request.json` says which conversion the plan beside it belongs to, and in the
-listing, which outlives a change of what is planned with it, what was listed.
+In the output's state, `conversion.json` holds the request and, once made, the plan: this is how several machines work
+on one output. In the work folder, `request.json` says which conversion the plan beside it belongs to. In the listing's
+folder it says what was listed: a listing stays valid when only what is planned with it changes.
 """
 
 import itertools
@@ -42,10 +42,13 @@ _REQUESTS_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Begun:
-    """A conversion that is not finished: what was asked for, and the plan, if it is made, as `Plan.described` gives it.
+    """The state of an unfinished conversion.
 
-    `indexes` are those of test sets, as `NamedIndex.to_json` gives them: where they lie is no part of what was asked.
-    `identity` is new for every conversion: what an older one has left in a work folder is not taken for this one's.
+    Attributes:
+        identity: random, new for every conversion, so that files left in a work folder by an older one are not used.
+        request: what was asked for, from `Request.to_json`.
+        indexes: indexes of test sets, from `NamedIndex.to_json`; apart from the request because they may be moved.
+        plan: the plan, from `ConversionPlan.described`; None if it is not made yet.
     """
 
     identity: str
@@ -55,7 +58,7 @@ class Begun:
 
     @classmethod
     def read(cls, output: Output) -> "Begun | None":
-        """What stands in an output's state. Raises RecipeError for that of another version of vitscale."""
+        """The state in an output, or None. Raises RecipeError if it is damaged or from another version of vitscale."""
         content = output.read_state(CONVERSION_NAME)
         if content is None:
             return None
@@ -74,12 +77,14 @@ class Begun:
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes the plan of a conversion, or reads the one that was made before.
+    """Makes the plan of a conversion, or reads the one made earlier.
 
     Attributes:
-        request, source, output: of the conversion.
-        engine: what runs the listing.
-        console: told what goes on.
+        request: the conversion's request.
+        source: the source that it reads.
+        output: where it writes.
+        engine: runs the listing.
+        console: shows progress.
     """
 
     request: Request
@@ -90,17 +95,18 @@ class Planner:
 
     @property
     def reader(self) -> Reader:
-        """What images are read from once they are listed."""
+        """What listed images are read from."""
         return Spool(self._listing) if self.source.streams else self.source
 
     def plan(self, *, allow_unlabelled: bool = False) -> ConversionPlan:
-        """The plan that the output was begun with, or a new one.
+        """The plan that the output was started with, or a new one.
 
-        `allow_unlabelled`: whether any share of the images may be without a label where others have one.
+        Args:
+            allow_unlabelled: whether more than 1 % of the images may lack a label although others have one.
 
         Raises:
-            RecipeError: another request than the output was begun with, or a source that has changed since.
-            DataError, StorageError: what listing raises.
+            RecipeError: the output was started with another request, or the source has changed since.
+            DataError, StorageError: listing failed.
         """
         self._claim_work_folder(self._begin())
         plan = ConversionPlan.load(self.output.work)
@@ -114,15 +120,15 @@ class Planner:
         return plan
 
     def trial(self) -> tuple[ConversionPlan, Probe]:
-        """A plan in the work folder alone, and what its first images come to. Raises as `plan`."""
+        """A plan in the work folder only, and a trial of its first images. Raises the same errors as `plan`."""
         plan, probed = self._make(probes=True, dedup=self.request.dedup, allow_unlabelled=True)
         assert probed is not None
         return plan, probed
 
-    # ---- What the output and the work folder say ---------------------------------------------------------------------
+    # ---- State of the output and of the work folder ------------------------------------------------------------------
 
     def _begin(self) -> Begun:
-        """The state of the output: as another call has left it, or new. Raises RecipeError for another request."""
+        """The output's state: as an earlier call left it, or new. Raises RecipeError if it is for another request."""
         asked = self.request.to_json()
         begun = Begun.read(self.output)
         if begun is not None and begun.plan is not None:
@@ -133,7 +139,7 @@ class Planner:
         return begun
 
     def _claim_work_folder(self, begun: Begun) -> None:
-        """Remove a plan from the work folder that is of another conversion."""
+        """Remove the plan of any other conversion from the work folder."""
         work = self.output.work
         work.mkdir(parents=True, exist_ok=True)
         mine = json.dumps({"identity": begun.identity, "request": self.request.to_json()})
@@ -142,7 +148,7 @@ class Planner:
             write_text(work / _REQUEST_FILE, mine)
 
     def _agree(self, plan: ConversionPlan) -> None:
-        """Write the plan into the output's state. Raises RecipeError where another one is there by now."""
+        """Write the plan into the output's state. Raises RecipeError if a different one is there by now."""
         begun = Begun.read(self.output)
         assert begun is not None
         if begun.plan is None:
@@ -153,7 +159,7 @@ class Planner:
                 f"OUT {self.output.where}: was begun with another plan for the same request: the source has changed "
                 "since. Remove the output and start anew"
             )
-        elif begun.indexes != self._indexes:  # they were moved, or this machine has them elsewhere
+        elif begun.indexes != self._indexes:  # they were moved, or are elsewhere on this machine
             replace(begun, indexes=self._indexes).write(self.output)
 
     @property
@@ -165,7 +171,7 @@ class Planner:
     def _make(
         self, *, probes: bool, allow_unlabelled: bool, dedup: tuple[NamedIndex, ...] = ()
     ) -> tuple[ConversionPlan, Probe | None]:
-        """A new plan, and, where asked for, what its first images come to, compared with indexes."""
+        """A new plan and, if `probes`, a trial of its first images, which are compared with the indexes `dedup`."""
         request, parts = self.request, self._list()
         ordered = order_images(
             self.source, self._listing, request.shuffle_seed, request.classes, unlabelled=request.source.unlabelled
@@ -196,7 +202,7 @@ class Planner:
         return self.output.work / "listing"
 
     def _list(self) -> list[list[str]]:
-        """List the parts of the source that are not listed yet or have changed since; what `_parts` gives."""
+        """List the parts of the source that are not listed yet or have changed; returns the same as `_parts`."""
         source, folder = self.source, self._listing
         listed = json.dumps(self.request.listed())
         if not _says(folder / _REQUEST_FILE, listed):
@@ -210,7 +216,7 @@ class Planner:
             summary = PartSummary.load(folder, number)
             if summary is None or not state or summary.fingerprint != f"{name} {state}":
                 tasks.append(ListingTask(source, number, folder, self.request.shuffle_seed, f"{name} {state}"))
-        # A process would take longer to start than one part to list.
+        # Starting a process would take longer than listing one part.
         engine = run_inline if len(parts) == 1 and not source.streams else self.engine
         with ProgressDisplay(self.console, "listing", None) as view:
             for _ in engine(tasks, view.update):
@@ -218,7 +224,7 @@ class Planner:
         return parts
 
     def _parts(self) -> list[list[str]]:
-        """Name and fingerprint of every part of the source, and of the list of labels."""
+        """[name, fingerprint] of every part of the source, and of the list of labels."""
         labels = self.request.source.labels
         names = [*self.source.parts, *([labels] if labels else [])]
         with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
@@ -226,7 +232,7 @@ class Planner:
 
 
 def _sizes(parts: list[list[str]]) -> list[tuple[str, str]]:
-    """Name and size of parts, without the time, which may differ between copies on several machines."""
+    """Name and size of each part, without its time, which may differ between copies on several machines."""
     return [(name, state.partition("-")[0]) for name, state in parts]
 
 
@@ -246,7 +252,7 @@ def _refuse_other_parts(before: list[list[str]], now: list[list[str]], where: st
 
 
 def _first(batches: Iterator[pa.RecordBatch]) -> list[pa.RecordBatch]:
-    """As many batches as have the images that are probed, taken off `batches`."""
+    """Takes enough batches off `batches` to have the images to probe."""
     first: list[pa.RecordBatch] = []
     while sum(batch.num_rows for batch in first) < PROBED and (batch := next(batches, None)) is not None:
         first.append(batch)

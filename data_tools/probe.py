@@ -1,4 +1,4 @@
-"""Converts the first images of the shuffled order in memory, to estimate size, time and losses of the whole."""
+"""Converts the first images of the shuffled order in memory, to estimate the whole dataset's size, time and losses."""
 
 import time
 from collections.abc import Iterator
@@ -18,9 +18,14 @@ MAX_SHARD_SAMPLES = 1 << 24
 
 @dataclass(frozen=True)
 class Probe:
-    """What became of the probed images: how many there were and could not be stored, bytes stored, seconds taken.
+    """The result of a probe.
 
-    `tally` counts those that are copies of test images; None where none are looked for.
+    Attributes:
+        images: number of images probed.
+        rejected: number of these that cannot be stored.
+        bytes: total size of those that can, in bytes.
+        seconds: time taken.
+        tally: counts of copies of test images; None if none were looked for.
     """
 
     images: int
@@ -35,16 +40,16 @@ class Probe:
         return self.bytes / max(self.images - self.rejected, 1)
 
     def samples_in(self, shard_bytes: int) -> int:
-        """How many images a shard of about that size has. Raises DataError where no image could be stored."""
+        """Number of images in a shard of about this size in bytes. Raises DataError if no image could be stored."""
         if self.rejected == self.images:
             raise DataError(f"none of the first {self.images:,} images can be stored, so a shard's size is unknown")
         return min(samples_within(shard_bytes, self.bytes_per_image), MAX_SHARD_SAMPLES)
 
 
 def probe(batches: list[Any], reader: Reader, options: ImageOptions, dedup: tuple[NamedIndex, ...] = ()) -> Probe:
-    """Convert the first `PROBED` images of some batches of the plan, in memory, and compare them with indexes.
+    """Convert the first `PROBED` images of some batches of the plan in memory, and compare them with indexes.
 
-    Raises StorageError, and DataError for an index that is not what it was.
+    Raises StorageError, and DataError if an index has changed.
     """
     images = rejected = size = 0
 

@@ -1,4 +1,4 @@
-"""Reads counts and sizes as people write them: `9M`, `512MiB`."""
+"""Parses counts and sizes as people write them: `9M`, `512MiB`."""
 
 import re
 from decimal import Decimal
@@ -12,7 +12,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
 def parse_count(text: str) -> int:
-    """`9M` -> 9,000,000; also `30k`, `1.5M`, `1B`, `1_000`. Raises RecipeError for what is no whole number from 1."""
+    """`9M` -> 9,000,000; also `30k`, `1.5M`, `1B`, `1_000`. Raises RecipeError unless it is a whole number above 0."""
     match = _COUNT.fullmatch(text.strip())
     number = Decimal(match[1].replace("_", "")) * _UNITS[match[2].lower()] if match else Decimal(0)
     if number < 1 or number != int(number):
@@ -21,7 +21,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """A size: `512MB` (10**6), `512MiB` (2**20), `1G`, `100000`. Raises RecipeError."""
+    """A size in bytes: `512MB` (10**6 each), `512MiB` (2**20), `1G`, `100000`. Raises RecipeError."""
     match = _BYTES.fullmatch(text.strip())
     if match is None or float(match[1].replace("_", "")) == 0:
         raise RecipeError(f"{text!r} is no size; expected such as 512MB, 256MiB or 1.5GB")

@@ -1,4 +1,4 @@
-"""What a conversion shows: progress while it runs, a table when it is done."""
+"""What a conversion shows: progress while it runs, a table of totals when it is done."""
 
 import time
 from collections import Counter
@@ -14,7 +14,19 @@ _LINE_SECONDS = 10.0
 
 @dataclass
 class Totals:
-    """Counts over the whole conversion."""
+    """Counts over the whole conversion.
+
+    Attributes:
+        samples: number of samples written.
+        passed_through: samples whose JPEG is the source's own, byte for byte.
+        transcoded: samples whose JPEG is new.
+        unlabelled: samples without a label.
+        rejected: images that cannot be stored.
+        removed: images left out as copies of test images.
+        shards, bytes: number of shards, and their total size.
+        seconds, images_now: time of this call, and number of images that it converted.
+        ignored: number of files that are not images, by reason.
+    """
 
     samples: int = 0
     passed_through: int = 0
@@ -24,7 +36,7 @@ class Totals:
     removed: int = 0
     shards: int = 0
     bytes: int = 0
-    seconds: float = 0.0  # of this call, which has converted `images_now`
+    seconds: float = 0.0
     images_now: int = 0
     ignored: Counter[str] = field(default_factory=Counter)
 
@@ -33,9 +45,9 @@ class Totals:
 
 
 class ProgressDisplay:
-    """A bar on a terminal, a line every ten seconds elsewhere; both with images/s and the time left.
+    """Shows progress: a bar on a terminal, a line every ten seconds elsewhere, with images/s and the time left.
 
-    `images` is None where nobody knows how many there are.
+    `images`, the number expected, is None if it is unknown.
     """
 
     def __init__(self, console: Console, verb: str, images: int | None) -> None:
@@ -67,7 +79,7 @@ class ProgressDisplay:
             self._bar.stop()
 
     def update(self, done: int, rejected: int) -> None:
-        """Show that `done` images are through, `rejected` of them unusable."""
+        """Show that `done` images are finished, `rejected` of them unusable."""
         now = time.monotonic()
         rate = done / max(now - self._started, 1e-9)
         if self._bar is not None:
@@ -83,12 +95,12 @@ class ProgressDisplay:
 
 
 def say(console: Console, line: str) -> None:
-    """Print a line as it is, however long."""
+    """Print a line without wrapping or highlighting it."""
     console.print(line, highlight=False, soft_wrap=True)
 
 
 def summary(totals: Totals) -> Table:
-    """The closing table."""
+    """The table of totals shown at the end."""
     table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")

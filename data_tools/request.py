@@ -1,4 +1,4 @@
-"""The request of a conversion: every option that decides what is written, and no other."""
+"""The request of a conversion: every option that decides what is written, and no other option."""
 
 import hashlib
 import json
@@ -19,22 +19,22 @@ from vitscale.shards import DEFAULT_CAPACITY
 
 @dataclass(frozen=True)
 class Request:
-    """A conversion.
+    """What a conversion is asked to write.
 
     Attributes:
-        src: path, URL or pattern.
-        kind: of the source; None to find out.
-        source: labels and fields, as the person has them, or that images get no label.
-        classes: all classes in order; None for those found.
-        shuffle_seed: of the global shuffle, in [0, 2**63).
-        shard_samples: images a shard.
-        shard_bytes: instead, about that many bytes a shard.
+        src: path, URL or pattern of the source.
+        kind: kind of the source; None to detect it.
+        source: where labels and images are found in the source, or that images get no label.
+        classes: all classes in order; None for the classes found.
+        shuffle_seed: seed of the global shuffle, in [0, 2**63).
+        shard_samples: number of images per shard.
+        shard_bytes: approximate bytes per shard, which overrides `shard_samples`; None to use that.
         images: how images are stored.
-        splits: rules; none for a single data set.
-        limit: only that many images, the first of the shuffled order.
+        splits: split rules; empty for a single dataset.
+        limit: number of images to take, the first in shuffled order; None for all.
         dedup: indexes of test sets whose copies are left out.
-        taken: what of `src` is taken, in words, where a caller of `convert` hands over the source; other images, other
-            words.
+        taken: which images of `src` are taken, in words, if the caller of `convert` hands over an open source;
+            must differ wherever the images differ.
     """
 
     src: str
@@ -60,11 +60,11 @@ class Request:
 
     @property
     def split_names(self) -> list[str]:
-        """Names of the data sets; one empty name for a single one."""
+        """Names of the datasets; a single empty name if there are no splits."""
         return [rule.name for rule in self.splits] or [""]
 
     def to_json(self) -> dict[str, Any]:
-        """For comparison with what another call asked for: plain values, flat, without what was not given."""
+        """The request as flat, plain values without unset options, to compare with another call's."""
         flat: dict[str, Any] = {}
         for name, value in asdict(replace(self, dedup=())).items():
             flat |= value if isinstance(value, dict) else {name: value}
@@ -77,7 +77,7 @@ class Request:
         return {name: value for name, value in flat.items() if value not in (None, [], ())}
 
     def listed(self) -> dict[str, Any]:
-        """What the list of images depends on, and the order of a spool; otherwise as `to_json`."""
+        """The options that the list of images and the order within a spool depend on, as plain values."""
         labels = self.source.labels and fingerprint(self.source.labels)
         asked = {"src": self.src, "kind": self.kind, "seed": self.shuffle_seed}
         if self.taken is not None:
@@ -85,7 +85,7 @@ class Request:
         return asked | asdict(self.source) | {"state_of_labels": labels}
 
     def manifest_options(self, split: str, shard_samples: int) -> dict[str, Any]:
-        """What the manifest says of the conversion: options that change its content."""
+        """The options that change the dataset's content, for its manifest."""
         options: dict[str, Any] = {"image_suffixes": list(IMAGE_SUFFIXES), "shard_samples": shard_samples}
         options |= self.images.described()
         if self.limit is not None:
@@ -103,7 +103,7 @@ class Request:
 
 
 def refuse_changed(before: dict[str, Any], now: dict[str, Any], where: str) -> None:
-    """Raise RecipeError, with the difference, where an unfinished conversion was asked for something else."""
+    """Raise RecipeError, listing the differences, if the unfinished conversion in `where` had another request."""
     names = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
     if names:
         lines = [f"  {name}: {_short(before.get(name))} before, {_short(now.get(name))} now" for name in names]

@@ -1,7 +1,7 @@
-"""The work of one worker: the images of one shard -> the shard and its table of provenance.
+"""One worker's task: turns the images of one shard into the shard and its table of provenance.
 
-A task is a function of its arguments and repeatable: nothing that it does depends on other shards. Its marker, written
-last, says that it is done; what a killed task leaves behind has temporary names only.
+A task depends only on its arguments, not on other shards, and can be repeated. Its marker, written last, marks it as
+done; a killed task leaves only files under temporary names.
 """
 
 import hashlib
@@ -26,23 +26,34 @@ from vitscale.shards import NO_LABEL, ShardEntry, ShardStats, StoredSample, writ
 from vitscale.shards.decisions import write_decisions
 from vitscale.shards.provenance import PROVENANCE, REJECTS, provenance_path, write_provenance, write_rejects
 
-# What stays so: the file is not there, or is not for us.
+# Errors that a second try would not cure: the file is missing, or we may not read it.
 _STEADY = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _PAUSE = 1.0  # seconds
 
 
 class Reader(Protocol):
-    """Where a task gets images from: a source with random access, or the spool of one that streams."""
+    """What a task reads images from: a source with random access, or the spool of a source that streams."""
 
     def read(self, part: int, content: bytes) -> bytes: ...
 
 
 @dataclass
 class ShardReport:
-    """What became of a task, as its marker has it: the manifest's entry (None if no image was left), and counts.
+    """The result of a task, stored in its marker.
 
-    `unread` of the rejected ones could not even be read, or workers died on them; of these, `unsteady` may be read at
-    the next try. `removed` are copies of test images; `decisions` says how many rows tell of them and of near misses.
+    Attributes:
+        task: the task's number.
+        split: name of the dataset that the shard belongs to.
+        entry: the shard's entry in the manifest; None if no image was left.
+        passed_through, transcoded: samples stored with the source's bytes, and as a new JPEG.
+        unlabelled: samples without a label.
+        rejected: images that could not be stored.
+        unread: those of the rejected that could not even be read, or on which workers died.
+        unsteady: those of the unread that another try may read.
+        removed: images left out as copies of test images.
+        decisions: rows in the table of removed images and near misses.
+        is_to_be_repeated: whether the task must run again.
+        seconds: time taken.
     """
 
     task: int
@@ -76,15 +87,15 @@ class ShardTask:
 
     Attributes:
         index: the task's number in the plan.
-        split: name of the data set that the shard belongs to; empty for the only one.
-        shard: its number there; names its files.
-        rows: the images, of schema `plan.PLAN`.
-        reader: where their bytes are.
-        output: where the shard goes.
+        split: name of the dataset that the shard belongs to; empty if there are no splits.
+        shard: the shard's number within the split; names its files.
+        rows: the images, of schema `conversion_plan.PLAN`.
+        reader: reads their bytes.
+        output: where the shard is written.
         options: how images are stored.
         several_labels: whether samples have a list of labels.
         dedup: indexes of test sets whose copies are left out.
-        refused: positions of images on which workers die, and how.
+        refused: how workers died on an image, by its position.
     """
 
     index: int
@@ -103,13 +114,13 @@ class ShardTask:
         return f"shard {self.shard}" + (f" of {self.split}" if self.split else "")
 
     def describe(self, position: int) -> str:
-        """What people call the image at a position."""
+        """The name of the image at a position, for messages."""
         if position >= self.rows.num_rows:
             return f"the end of {self.name}"
         return repr(self.rows.column("key")[position].as_py())
 
     def without(self, position: int, reason: str) -> "ShardTask | None":
-        """The task with one image rejected."""
+        """The task with one image rejected; None if the position is behind the last image."""
         if position >= self.rows.num_rows:
             return None
         return replace(self, refused=self.refused | {position: reason})
@@ -117,7 +128,7 @@ class ShardTask:
     def run(self, progress: Progress) -> ShardReport:
         """Write the shard, its provenance and its marker.
 
-        Raises DataError if the disk refuses or an index is not what it was, or StorageError.
+        Raises DataError if the disk fails or an index has changed, and StorageError.
         """
         started = time.monotonic()
         report = ShardReport(self.index, self.split)
@@ -151,7 +162,7 @@ class ShardTask:
     def _images(
         self, report: ShardReport, rejects: dict[str, list[str]], progress: Progress
     ) -> Iterator["_ConvertedImage"]:
-        """The images that can be stored, one at a time; the rest goes to the report."""
+        """The images that can be stored, one at a time; the others are added to `rejects` and counted in the report."""
         uids, keys, labels, parts, contents = (self.rows.column(name) for name in self.rows.schema.names)
         for position in range(self.rows.num_rows):
             key = without_surrogates(keys[position].as_py())
@@ -179,7 +190,7 @@ class ShardTask:
     def _samples(
         self, images: Iterable["_ConvertedImage"], report: ShardReport, columns: dict[str, list[Any]]
     ) -> Iterator[StoredSample]:
-        """Images as samples; what the table of provenance says of them goes to `columns`."""
+        """Images as samples; their provenance is appended to `columns`."""
         for image in images:
             report.passed_through += image.passed_through
             report.transcoded += not image.passed_through
@@ -206,7 +217,7 @@ class ShardTask:
     def _image(
         self, position: int, part: int, content: bytes, report: ShardReport
     ) -> tuple[StoredImage, bytes, Fingerprint] | Reject:
-        """An image as it is stored, the SHA-256 of its source, and its fingerprint; or why not."""
+        """An image as stored, the SHA-256 of its source file, and its fingerprint; or why it cannot be stored."""
         try:
             if position in self.refused:
                 raise ChildProcessError(self.refused[position])
@@ -224,7 +235,7 @@ class ShardTask:
             return Reject(f"cannot be read: {why}")
 
     def _save(self, comparison: Comparison, report: ShardReport) -> None:
-        """Write down what was compared, and count it."""
+        """Write the comparison's decisions and findings, and count them in the report."""
         decided = comparison.decisions()
         report.removed, report.decisions = comparison.findings.tally.removed, decided.num_rows
         if report.decisions:
@@ -235,14 +246,14 @@ class ShardTask:
 
 @dataclass(frozen=True)
 class _ConvertedImage(Candidate):
-    """An image on its way to become a sample: its labels, and whether its bytes are the source's."""
+    """An image that can be stored: adds its labels, and whether its bytes are the source's, to a candidate."""
 
     labels: list[int]
     passed_through: bool
 
 
 def _read(reader: Reader, part: int, content: bytes) -> bytes:
-    """An image's bytes, at the second try if need be."""
+    """An image's bytes; tries a second time after most errors."""
     try:
         return reader.read(part, content)
     except (*_STEADY, TooLarge):
@@ -258,7 +269,7 @@ def shard_name(index: int) -> str:
 
 
 def _write(path: Path, samples: Iterator[StoredSample], capacity: int) -> ShardStats | None:
-    """Write the shard, unless there is not a single sample."""
+    """Write the shard; None if there are no samples."""
     first = next(samples, None)
     if first is None:
         return None

@@ -1,12 +1,12 @@
-"""Splits: which images of a source go into which data set.
+"""Split rules: which images of a source go into which dataset.
 
-    --split val=10000        so many, the first of the shuffled order
-    --split val=2%           about that share; the same images when others are added
-    --split test=@keys.txt   the images whose keys a file lists, one a line
+    --split val=10000        10,000 images, the first in shuffled order
+    --split val=2%           about 2 % of the images; the same ones if other images are added
+    --split test=@keys.txt   the images whose keys a file lists, one per line
     --split train=a*/b?/*    the images whose keys match a pattern
-    --split train=rest       what is left
+    --split train=rest       all other images
 
-Rules are asked in order; an image goes to the first that takes it.
+Rules apply in order: an image goes to the first split that takes it.
 """
 
 import fnmatch
@@ -24,13 +24,15 @@ _NAME = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
 _OTHER_SEED = 1 << 63
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)%")
 
-Takes = Callable[[str], bool]  # whether the image of a key, the next one in order, belongs to a split
+Takes = Callable[[str], bool]  # whether the next image in order, given by its key, belongs to a split
 
 
 class Chooser(NamedTuple):
-    """A rule at work: to be asked about the images that the rules before it have not taken.
+    """A rule in use; asked in order about every image that no earlier rule took.
 
-    `expected`: how many images it must have taken in the end, if the rule says.
+    Attributes:
+        takes: whether the next image belongs to the split.
+        expected: number of images that it must have taken in the end; None if the rule gives none.
     """
 
     takes: Takes
@@ -48,7 +50,7 @@ class SplitRule:
         return f"{self.name}={self.what}"
 
     def described(self) -> str:
-        """What decides the content: of a list, its keys, wherever it lies. Raises RecipeError."""
+        """The rule as it decides the content: for a list, its keys and not its path. Raises RecipeError."""
         if not self.what.startswith("@"):
             return self.what
         keys = _listed(self)
@@ -57,7 +59,7 @@ class SplitRule:
 
 
 def parse_splits(texts: list[str]) -> tuple[SplitRule, ...]:
-    """Rules from the command line. Raises RecipeError."""
+    """Parses rules from the command line. Raises RecipeError."""
     rules = []
     for text in texts:
         name, equals, what = text.partition("=")
@@ -73,14 +75,14 @@ def parse_splits(texts: list[str]) -> tuple[SplitRule, ...]:
     whole = next((rule for rule in rules[:-1] if rule.what == "rest"), None)
     if whole is not None:
         raise RecipeError(f"--split {whole}: takes all that is left, so it must be the last")
-    choosers(tuple(rules), 0)  # a file that is missing is better found now than after hours of listing
+    choosers(tuple(rules), 0)  # finds a missing file now rather than after hours of listing
     return tuple(rules)
 
 
 def choosers(rules: tuple[SplitRule, ...], seed: int) -> list[Chooser]:
-    """The rules at work. Raises RecipeError."""
+    """Choosers for the rules; `seed` is the shuffle's. Raises RecipeError."""
     made: list[Chooser] = []
-    start = 0.0  # of the next share
+    start = 0.0  # where the next share starts
     for rule in rules:
         share = _SHARE.fullmatch(rule.what)
         if share is not None:
@@ -105,7 +107,7 @@ def choosers(rules: tuple[SplitRule, ...], seed: int) -> list[Chooser]:
 
 def _share(start: float, end: float, seed: int) -> Takes:
     first, last = round(start * 2**64), round(end * 2**64)
-    # Not the hash that shuffles: a share of the first images is to be a share of all of them.
+    # Not the shuffle's hash: a share must be spread evenly over the shuffled order.
     return lambda key: first <= order_hash(key, seed ^ _OTHER_SEED) < last
 
 

@@ -1,7 +1,7 @@
-"""Nested random subsets of a dataset, as the paper's 9M, 30M and 90M images of JFT-300M: manifests, not copies.
+"""Nested random subsets of a dataset, such as the paper's 9M, 30M and 90M images of JFT-300M: manifests, not copies.
 
-Conversion shuffles once, so the first samples of a dataset are a random subset of it, and every smaller one is within
-every larger one.
+Conversion shuffles once, so the first samples of a dataset are a random subset of it, and a larger subset contains
+every smaller one.
 """
 
 from data_tools.views import ViewWriter
@@ -10,17 +10,17 @@ from vitscale.shards import Manifest, ShardEntry
 
 
 def write_subset(dataset: str, out: str, count: int) -> Manifest:
-    """Write a manifest of the first `count` samples of a dataset, which refers to its shards where they are.
+    """Write a manifest of the first `count` samples of a dataset; it refers to the dataset's shards.
 
     Args:
-        dataset: its folder, manifest file or URL.
-        out: a new or empty folder; beside the dataset in the same bucket if that is at a URL.
-        count: samples.
+        dataset: the dataset's folder, manifest file or URL.
+        out: a new or empty folder; in the dataset's bucket if that is at a URL.
+        count: number of samples.
 
     Raises:
-        RecipeError: too many samples, an `out` that cannot be taken, or one from which no path leads to the shards.
+        RecipeError: too many samples, or `out` cannot be used or has no relative path to the shards.
         DataError: the dataset is missing or damaged.
-        StorageError: a URL that does not answer.
+        StorageError: a URL does not answer.
     """
     whole = Manifest.load(dataset)
     if not 1 <= count <= whole.num_samples:

@@ -1,4 +1,4 @@
-"""Runs the tasks of a plan, one a shard, and gathers what they report."""
+"""Runs the tasks of a plan, one per shard, and collects their reports."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from vitscale.wording import counted
 
 @dataclass(frozen=True)
 class TaskRunner:
-    """What the tasks of a plan are run with.
+    """Runs the tasks of a plan.
 
     Attributes:
         plan, request, output: the conversion's plan, request and output.
         reader: what images are read from.
         engine: runs the tasks.
-        max_reject_rate: the share of the plan's images that may be impossible to store.
+        max_reject_rate: largest allowed share of the plan's images that cannot be stored, 0 to 1.
         console: shows progress.
     """
 
@@ -36,13 +36,13 @@ class TaskRunner:
     console: Console
 
     def run(self, tasks: Sequence[int], reports: dict[int, ShardReport]) -> int:
-        """Do those of the tasks that have no report yet, and once more those whose images could not all be read.
+        """Run the tasks that have no report yet, then repeat those with images that another try may read.
 
         Args:
-            tasks: their numbers.
-            reports: of tasks that are done; what is done now is added.
+            tasks: task numbers.
+            reports: reports of finished tasks, by number; new reports are added.
 
-        Returns how many images were converted now. Raises DataError for too many that cannot be stored.
+        Returns the number of images converted by this call. Raises DataError if too many cannot be stored.
         """
         done = self._run([task for task in tasks if task not in reports], reports)
         again = [task for task, report in reports.items() if report.unsteady]
@@ -78,6 +78,6 @@ class TaskRunner:
                 reports[report.task] = report
                 counts = {"rejects": report.rejected, **({"removed": report.removed} if self.request.dedup else {})}
                 self.output.log("shard", task=report.task, seconds=report.seconds, **counts)
-                if rejected > self.max_reject_rate * self.plan.images:  # the rest cannot mend it
+                if rejected > self.max_reject_rate * self.plan.images:  # the remaining tasks cannot change that
                     refuse_rejects(self.output, self.plan, reports, self.max_reject_rate)
         return count

@@ -1,4 +1,4 @@
-"""Explains, from its first bytes, what a file that cannot be decoded probably is."""
+"""Explains what an undecodable file probably is, from its first bytes."""
 
 _BRANDS_HEIF = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _BEGINNINGS = (
@@ -13,7 +13,7 @@ _BEGINNINGS = (
 
 
 def explain_unreadable(data: bytes) -> str:
-    """Why Pillow does not know a file, as far as its first bytes tell."""
+    """The likely reason why Pillow does not recognise a file."""
     head = data[:1024]
     for beginning, what in _BEGINNINGS:
         if head.startswith(beginning):

@@ -1,4 +1,4 @@
-"""Views of a dataset: manifests that refer to its shards where they are, and leave some of their samples out."""
+"""Writes views of a dataset: manifests that refer to its shards in place and leave out some of their samples."""
 
 import io
 import os
@@ -17,13 +17,13 @@ from vitscale.shards import MANIFEST_NAME, Adopted, ExcludedSlots, Manifest, Sel
 
 
 class ViewWriter:
-    """The place of a new view: a folder, or a URL beside the dataset.
+    """Writes one view, into a folder or to a URL in the dataset's bucket.
 
-    What it needs is written as it is asked for, and removed if the `with` block ends with an error.
+    Files are written as they are added, and removed if the `with` block ends with an error.
     """
 
     def __init__(self, dataset: Manifest, out: str) -> None:
-        """Raises RecipeError: an `out` that cannot be taken, or one from which no path leads to the shards."""
+        """Raises RecipeError if `out` cannot be used, or has no relative path to the shards."""
         _refuse_taken(out)
         self._dataset, self._out = dataset, out
         self._added: list[str] = []
@@ -47,10 +47,13 @@ class ViewWriter:
                     storage.remove(storage.join(self._out, name))
 
     def entry(self, index: int, kept: np.ndarray | None = None) -> ShardEntry:
-        """A shard of the dataset as an entry of the view, with some of its selected slots, sorted, or all.
+        """The view's entry for shard `index` of the dataset.
 
-        Raises OSError or StorageError where a list of excluded slots cannot be written, DataError as
-        `Manifest.selected_slots`.
+        Args:
+            index: the shard's number.
+            kept: the selected slots to keep, (n,), sorted; None for all.
+
+        Raises OSError or StorageError if a list of excluded slots cannot be written.
         """
         entry = self._dataset.shards[index]
         entry = entry.model_copy(update={"path": self._relative(entry.path), "adopted": self._adopted(entry)})
@@ -63,7 +66,7 @@ class ViewWriter:
         return entry
 
     def _adopted(self, entry: ShardEntry) -> Adopted | None:
-        """What the dataset says of an adopted shard, with the path from here to its checksums."""
+        """The dataset's record of an adopted shard, with the path of its checksums relative to the view."""
         if entry.adopted is None:
             return None
         old = entry.adopted.checksums
@@ -84,7 +87,7 @@ class ViewWriter:
             storage.put(path, storage.join(self._out, name))
 
     def save(self, manifest: Manifest) -> Manifest:
-        """Write the manifest, with which the view exists. Raises OSError or StorageError."""
+        """Write the manifest, which completes the view. Raises OSError or StorageError."""
         if not storage.is_url(self._out):
             Path(self._out).mkdir(parents=True, exist_ok=True)
             return manifest.save(self._out)
@@ -100,7 +103,7 @@ class ViewWriter:
         file = io.BytesIO()
         np.save(file, excluded)
         content = file.getvalue()
-        name = f"shard-{index:05d}.excluded.npy"  # by place: shards of several folders may have one name
+        name = f"shard-{index:05d}.excluded.npy"  # by number: shards in different folders may have the same name
         self.add(name, content)
         return SelectExclude(exclude=ExcludedSlots(path=name, sha256=sha256(content).hexdigest(), count=len(excluded)))
 
@@ -108,7 +111,7 @@ class ViewWriter:
         there = self._dataset.location(path)
         if storage.is_url(there):
             return posixpath.relpath(there.partition("://")[2], self._here.partition("://")[2])
-        # Links are followed by the system before `..` is; the last part keeps its name, as others lie beside it.
+        # The system resolves links before `..`, so the folder is resolved here; not the file, which has companions.
         folder, name = os.path.split(there)
         return Path(os.path.relpath(os.path.realpath(folder), self._here), name).as_posix()
 

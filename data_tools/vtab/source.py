@@ -96,7 +96,7 @@ class PartSource:
             yield item
 
     def numbered(self, part: int, ignored: Counter[str]) -> Iterator[tuple[int, Item]]:
-        """The same, each behind its number in the file."""
+        """The same images as (number in the file, item)."""
         piece = self.pieces[part]
         for number, item in taken(piece, ignored):
             names = (self.class_names[self._label(item, piece)],)
@@ -135,13 +135,13 @@ class PartSource:
 
 
 def taken(piece: Piece, ignored: Counter[str]) -> Iterator[tuple[int, Item]]:
-    """(number, item) of what is taken of a file, which is read no further than that."""
+    """(number, item) of the images taken from a file, which is read no further than the last of them."""
     wanted = chain.from_iterable(piece.rows)
     following = next(wanted, None)
     if following is None:
         return
     items: Iterator[Item] = piece.source.items(piece.part, ignored)
-    if isinstance(piece.source, FolderSource):  # which lists as the disk does
+    if isinstance(piece.source, FolderSource):  # lists files in the disk's order
         items = iter(sorted(items, key=lambda item: item.key))
     for number, item in enumerate(items):
         if number == following:
@@ -152,7 +152,7 @@ def taken(piece: Piece, ignored: Counter[str]) -> Iterator[tuple[int, Item]]:
 
 
 def with_full_contrast(image: bytes) -> bytes:
-    """A picture of the values 0 and 1 as one of 0 and 255 (a PNG); any other picture as it is. Raises OSError."""
+    """An image with values 0 and 1 as a PNG with 0 and 255; any other image unchanged. Raises OSError."""
     with Image.open(io.BytesIO(image)) as opened:
         pixels = np.asarray(opened)
     if pixels.dtype != bool and pixels.max() > 1:
@@ -167,7 +167,15 @@ def with_full_contrast(image: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class OpenCopy:
-    """A copy whose splits are open: the source of each, how many images each file of it has, and the classes."""
+    """A copy with open splits.
+
+    Attributes:
+        copy: the copy on disk.
+        sources: the source of each split.
+        counts: number of images in each file, by split.
+        known_names: the classes in the order in which the copy names them; None if it numbers them.
+        class_names: names by label, as the dataset will have them.
+    """
 
     copy: Copy
     sources: Mapping[str, Source]
@@ -181,7 +189,7 @@ class OpenCopy:
         return PartSource(self.copy.task, tuple(pieces), self.known_names, self.class_names)
 
     def size(self, split: str) -> int:
-        """How many images a split has."""
+        """Number of images in a split."""
         return sum(self.counts[split])
 
     def items(self, splits: Iterable[str]) -> Iterator["FoundImage"]:
@@ -209,7 +217,15 @@ class OpenCopy:
 
 @dataclass(frozen=True)
 class FoundImage:
-    """An image of a copy: its number in its split, and how to read it."""
+    """An image of a copy.
+
+    Attributes:
+        split: the split's name.
+        number: the image's number within the split.
+        item: its key, labels and content.
+        source: the source that reads it.
+        part: the number of its part there.
+    """
 
     split: str
     number: int
@@ -232,7 +248,7 @@ class FoundImage:
 
 
 def open_copy(copy: Copy) -> OpenCopy:
-    """Open the splits of a copy and count their images. Raises DataError or RecipeError for what cannot be read."""
+    """Open the splits of a copy and count their images. Raises DataError or RecipeError if one cannot be read."""
     sources = {split: _open_split(copy, files) for split, files in copy.files.items()}
     counts = {split: tuple(_count(copy, sources[split])) for split in sources}
     known = _known_names(copy, sources)
