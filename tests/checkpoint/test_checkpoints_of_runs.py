@@ -15,7 +15,7 @@ from vitscale.checkpoint import (
     Fragment,
     LocalDirectory,
     RemoteDirectory,
-    checkpoint_place,
+    checkpoint_directory,
 )
 from vitscale.cli.main import app
 from vitscale.evaluation.finished import evaluate_run, load_model, open_run
@@ -45,12 +45,14 @@ def recipe(data: Path, where: str | None = None) -> Recipe:
 def test_checkpoints_elsewhere_have_the_name_of_the_run(where, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for run in (Path("runs/mine"), tmp_path / "mine", Path("runs/other/../mine/")):
-        place = checkpoint_place(recipe(tmp_path / "data", where), run)
+        directory = checkpoint_directory(recipe(tmp_path / "data", where), run)
         if where.startswith("s3"):
-            assert isinstance(place, RemoteDirectory) and place.root == "s3://bucket/of/runs/mine"
+            assert isinstance(directory, RemoteDirectory) and directory.root == "s3://bucket/of/runs/mine"
         else:
-            assert isinstance(place, LocalDirectory) and place.root == "/big/disk/mine"
-    assert checkpoint_place(recipe(tmp_path / "data"), tmp_path / "mine").root == str(tmp_path / "mine" / CHECKPOINTS)
+            assert isinstance(directory, LocalDirectory) and directory.root == "/big/disk/mine"
+    assert checkpoint_directory(recipe(tmp_path / "data"), tmp_path / "mine").root == str(
+        tmp_path / "mine" / CHECKPOINTS
+    )
 
 
 def weights(recipe: Recipe, seed: int) -> dict[str, torch.Tensor]:
@@ -76,7 +78,7 @@ def write_run(run_dir: Path, recipe: Recipe, kinds: dict[str, dict[str, torch.Te
         versions={},
     )
     pieces = [Fragment(name, 0, {kind: kinds[kind][name].flatten() for kind in kinds}) for name in names]
-    CheckpointStore(checkpoint_place(recipe, run_dir)).save(index, pieces)
+    CheckpointStore(checkpoint_directory(recipe, run_dir)).save(index, pieces)
 
 
 def test_the_average_is_evaluated_and_exported_unless_the_last_weights_are_asked_for(tmp_path):

@@ -167,13 +167,13 @@ def fail_writing(trainer: Any, steps: list[int], rank: int = 1) -> Iterator[None
     """In saves of these steps the kernel lets one rank write 4 kB into a file and no more."""
     real_write = LocalDirectory.write
 
-    def write(place: LocalDirectory, step: int, name: str, fragments: list) -> Any:
+    def write(directory: LocalDirectory, step: int, name: str, fragments: list) -> Any:
         if step not in steps or trainer.world.rank != rank:
-            return real_write(place, step, name, fragments)
+            return real_write(directory, step, name, fragments)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         try:
-            return real_write(place, step, name, fragments)
+            return real_write(directory, step, name, fragments)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -186,9 +186,9 @@ def write_slowly(trainer: Any, seconds: float) -> Iterator[None]:
     """Each rank takes so much longer to write its part of a checkpoint."""
     real_write = LocalDirectory.write
 
-    def write(place: LocalDirectory, step: int, name: str, fragments: list) -> Any:
+    def write(directory: LocalDirectory, step: int, name: str, fragments: list) -> Any:
         time.sleep(seconds)
-        return real_write(place, step, name, fragments)
+        return real_write(directory, step, name, fragments)
 
     with replaced(LocalDirectory, "write", write):
         yield

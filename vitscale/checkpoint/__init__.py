@@ -1,7 +1,7 @@
 """Checkpoints as sets of parameter fragments. Knows nothing of DeepSpeed."""
 
 from vitscale.checkpoint.background import BackgroundSaver, Outcome
-from vitscale.checkpoint.directory import Directory, LocalDirectory, RemoteDirectory, checkpoint_place
+from vitscale.checkpoint.directory import Directory, LocalDirectory, RemoteDirectory, checkpoint_directory
 from vitscale.checkpoint.format import Fragment, bytes_needed
 from vitscale.checkpoint.reader import CheckpointReader
 from vitscale.checkpoint.store import CheckpointStore, Gather
@@ -21,5 +21,5 @@ __all__ = [
     "Outcome",
     "RemoteDirectory",
     "bytes_needed",
-    "checkpoint_place",
+    "checkpoint_directory",
 ]

@@ -1,8 +1,8 @@
-"""Where a run's checkpoints are: a folder on a file system that all ranks share, or a URL.
+"""The directory of a run's checkpoints: a folder on a file system that all ranks share, or a URL.
 
-Each method's docstring says which ranks call it; `CheckpointStore` coordinates them. If a place refuses or does not
-answer, which says nothing about its checkpoints, methods raise OSError, StorageError or RecipeError (the package for
-this kind of URL is missing); if a checkpoint is missing or damaged, CheckpointError.
+Each method's docstring says which ranks call it; `CheckpointStore` coordinates them. If the directory cannot be reached
+or written, which says nothing about its checkpoints, methods raise OSError, StorageError or RecipeError (the package
+for this kind of URL is missing); if a checkpoint is missing or damaged, CheckpointError.
 """
 
 import errno
@@ -58,10 +58,10 @@ class Files(Protocol):
 
 
 class Directory(Protocol):
-    """What `CheckpointStore` needs from a place that holds checkpoints.
+    """What `CheckpointStore` needs from a directory of checkpoints.
 
     Attributes:
-        root: the place's path or URL.
+        root: the directory's path or URL.
     """
 
     root: str
@@ -97,8 +97,8 @@ class Directory(Protocol):
         """One rank: remove a checkpoint if it exists; a removal that is interrupted leaves no damaged checkpoint."""
 
 
-def checkpoint_place(recipe: Recipe, run_dir: Path) -> Directory:
-    """The place of a run's checkpoints."""
+def checkpoint_directory(recipe: Recipe, run_dir: Path) -> Directory:
+    """The directory of a run's checkpoints, as its recipe says."""
     root = checkpoints_root(recipe, run_dir)
     return RemoteDirectory(root, recipe.data.cache.folder()) if is_url(root) else LocalDirectory(Path(root))
 

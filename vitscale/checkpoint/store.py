@@ -27,12 +27,12 @@ def alone(value: object) -> list:
 
 
 class CheckpointStore:
-    """A run's checkpoints in one place. Every method but `steps` is collective: all ranks must call it.
+    """A run's checkpoints in one directory. Every method but `steps` is collective: all ranks must call it.
 
     A failure on one rank raises an error of the same class on all of them, and never hangs.
 
     Args:
-        place: the place of the checkpoints; a path means a folder that all ranks share.
+        directory: the directory of the checkpoints; a path means a folder that all ranks share.
         rank: this process's rank.
         gather: gathers over all ranks, 0, 1, ...; by default for a single process.
         share: broadcasts over the same ranks. By default it is a `gather`, in which every rank sends every other one as
@@ -40,21 +40,21 @@ class CheckpointStore:
             with a thousand ranks.
 
     Attributes:
-        root: the place's path or URL.
+        root: the directory's path or URL.
     """
 
     def __init__(
-        self, place: Directory | Path, *, rank: int = 0, gather: Gather = alone, share: Share | None = None
+        self, directory: Directory | Path, *, rank: int = 0, gather: Gather = alone, share: Share | None = None
     ) -> None:
-        self.place = LocalDirectory(place) if isinstance(place, Path) else place
-        self.root = self.place.root
+        self.directory = LocalDirectory(directory) if isinstance(directory, Path) else directory
+        self.root = self.directory.root
         self.rank = rank
         self.gather = gather
         self._share = share or (lambda value: gather(value)[0])
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, oldest first; not yet verified. Any rank may call it alone."""
-        return self.place.steps()
+        return self.directory.steps()
 
     def save(self, index: CheckpointIndex, fragments: list[Fragment]) -> None:
         """Write one checkpoint; every rank passes the fragments that it owns.
@@ -64,21 +64,21 @@ class CheckpointStore:
         """
         doing = f"saving step {index.step} failed; earlier checkpoints are untouched"
         try:
-            self._on_first_rank(doing, lambda: self.place.begin(index.step))
+            self._on_first_rank(doing, lambda: self.directory.begin(index.step))
             name = rank_file(self.rank)
-            files: list[FileEntry] = self._together(doing, lambda: self.place.write(index.step, name, fragments))
-            self._on_first_rank(doing, lambda: self.place.finish(replace(index, files=files)))
+            files: list[FileEntry] = self._together(doing, lambda: self.directory.write(index.step, name, fragments))
+            self._on_first_rank(doing, lambda: self.directory.finish(replace(index, files=files)))
         except Exception:
             if self.rank == 0:
-                self.place.abandon(index.step)
+                self.directory.abandon(index.step)
             raise
         doing = f"step {index.step} is saved, but newer checkpoints, which are unusable, cannot be set aside"
         self._on_first_rank(doing, lambda: self._set_aside_after(index.step))
 
     def _set_aside_after(self, step: int) -> None:
-        for later in self.place.steps():
+        for later in self.directory.steps():
             if later > step:  # unusable, or this run would have resumed from it
-                self.place.set_aside(later)
+                self.directory.set_aside(later)
 
     def newest(self, report: Callable[[str], None]) -> CheckpointReader | None:
         """The newest checkpoint of which every byte verifies; None if there are no checkpoints at all.
@@ -86,12 +86,12 @@ class CheckpointStore:
         Each rank verifies its share of the files. A damaged checkpoint is skipped and `report`ed.
 
         Raises:
-            CheckpointError: there are checkpoints but none can be read (a run never starts over silently), or the place
-                cannot be read at all.
+            CheckpointError: there are checkpoints but none can be read (a run never starts over silently), or the
+                directory cannot be read at all.
             StorageError: a URL does not answer, which says nothing about its checkpoints.
         """
         first_problem = ""
-        steps: list[int] = self._on_first_rank("its checkpoints cannot be listed", self.place.steps)
+        steps: list[int] = self._on_first_rank("its checkpoints cannot be listed", self.directory.steps)
         for step in reversed(steps):
             try:
                 reader = self.open(step)
@@ -113,10 +113,10 @@ class CheckpointStore:
     def open(self, step: int) -> CheckpointReader:
         """The checkpoint of one step, verified. Raises as `newest`, and `CheckpointError` if it does not exist."""
         doing = f"the checkpoint of step {step} cannot be read now"
-        index = self._on_first_rank(doing, lambda: _or_problem(lambda: self.place.read_index(step)))
+        index = self._on_first_rank(doing, lambda: _or_problem(lambda: self.directory.read_index(step)))
         if isinstance(index, _Problem):
             raise _Unusable([index])
-        files = self.place.files(step)
+        files = self.directory.files(step)
         ranks = len(self.gather(None))
         own = index.files[self.rank :: ranks]
         layouts: dict[str, Layout | _Problem] = {}
@@ -135,7 +135,7 @@ class CheckpointStore:
         """Replace the selection's state in a checkpoint's index. Raises as `save` does."""
 
         def write() -> None:
-            self.place.write_index(replace(self.place.read_index(step), selection=selection))
+            self.directory.write_index(replace(self.directory.read_index(step), selection=selection))
 
         self._on_first_rank(f"the index of step {step} cannot be amended", write)
 
@@ -146,9 +146,9 @@ class CheckpointStore:
         """
 
         def delete() -> None:
-            for step in self.place.steps()[:-keep]:
+            for step in self.directory.steps()[:-keep]:
                 if step != best and (keep_every is None or step % keep_every):
-                    self.place.remove(step)
+                    self.directory.remove(step)
 
         self._on_first_rank("old checkpoints cannot be removed", delete)
 

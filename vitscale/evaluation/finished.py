@@ -15,7 +15,7 @@ import torch
 from accelerate.utils import align_module_device
 from torch import nn
 
-from vitscale.checkpoint import MASTER, CheckpointReader, CheckpointStore, checkpoint_place
+from vitscale.checkpoint import MASTER, CheckpointReader, CheckpointStore, checkpoint_directory
 from vitscale.data import EvalTransform, Reading, to_model_input
 from vitscale.errors import CheckpointError, RecipeError, VitscaleError
 from vitscale.evaluation.build import build_evaluators, exact_pass
@@ -62,7 +62,7 @@ def open_run(
     checkpoints are at a URL that does not answer.
     """
     recipe = recipe_of_run(run_dir)
-    store = CheckpointStore(checkpoint_place(recipe, run_dir))
+    store = CheckpointStore(checkpoint_directory(recipe, run_dir))
     if step is None:
         reader = store.newest(report=report)
         if reader is None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import xxhash
 
-from vitscale.checkpoint import CheckpointIndex, checkpoint_place
+from vitscale.checkpoint import CheckpointIndex, checkpoint_directory
 from vitscale.data import Batch, TrainOrder, train_transform, training_loader, training_order
 from vitscale.data.augmentation import sample_keys
 from vitscale.data.order import ORDER_VERSION
@@ -330,7 +330,7 @@ def newest_index(recipe: Recipe, run_dir: Path) -> CheckpointIndex:
 
     Raises `CheckpointError` if there is no checkpoint or it cannot be read.
     """
-    place = checkpoint_place(recipe, run_dir)
+    place = checkpoint_directory(recipe, run_dir)
     try:
         steps = place.steps()
     except OSError as error:

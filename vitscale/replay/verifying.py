@@ -23,7 +23,7 @@ from pathlib import Path
 
 import yaml
 
-from vitscale.checkpoint import CheckpointIndex, CheckpointReader, CheckpointStore, checkpoint_place
+from vitscale.checkpoint import CheckpointIndex, CheckpointReader, CheckpointStore, checkpoint_directory
 from vitscale.errors import CheckpointError, DataError
 from vitscale.evaluation.finished import trained_recipe
 from vitscale.launch import Pretraining, count_devices
@@ -91,7 +91,7 @@ def verify_run(
     Raises `RecipeError`, `CheckpointError`, `DataError` and `StorageError` if there is nothing to compare.
     """
     recipe = recipe_of_run(run_dir)
-    store = CheckpointStore(checkpoint_place(recipe, run_dir))
+    store = CheckpointStore(checkpoint_directory(recipe, run_dir))
     readers: dict[int, CheckpointReader] = {}
     for step in store.steps():
         say(f"reading the checkpoint of step {step:,}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from vitscale.checkpoint import checkpoint_place
+from vitscale.checkpoint import checkpoint_directory
 from vitscale.errors import CheckpointError, DataError
 from vitscale.flops.records import read_run
 from vitscale.recipe import Duration, Recipe, read_recipe, validate_recipe
@@ -67,7 +67,7 @@ def start_before(run_dir: Path, step: int) -> Start:
     """
     recipe, limit = recipe_of_run(run_dir), step - 1
     while True:
-        place = checkpoint_place(recipe, run_dir)
+        place = checkpoint_directory(recipe, run_dir)
         for saved in sorted((each for each in place.steps() if each <= limit), reverse=True):
             try:
                 place.read_index(saved)

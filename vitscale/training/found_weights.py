@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitscale.checkpoint import EMA, CheckpointIndex, CheckpointStore, Directory, LocalDirectory, checkpoint_place
+from vitscale.checkpoint import EMA, CheckpointIndex, CheckpointStore, Directory, LocalDirectory, checkpoint_directory
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.families import Model
 from vitscale.files.digests import file_digests
@@ -111,15 +111,15 @@ def find_checkpoint(named: Named, world: distributed.World | None = None) -> tup
     """
     path = _path(named)
 
-    def store(place: Directory) -> CheckpointStore:
+    def store(directory: Directory) -> CheckpointStore:
         if world is None:
-            return CheckpointStore(place)
-        return CheckpointStore(place, rank=world.rank, gather=gather, share=from_rank_zero)
+            return CheckpointStore(directory)
+        return CheckpointStore(directory, rank=world.rank, gather=gather, share=from_rank_zero)
 
     try:
         path.stat()
         if (path / RECIPE_FILE).is_file():
-            return store(checkpoint_place(read_recipe(path / RECIPE_FILE), path)), named.step
+            return store(checkpoint_directory(read_recipe(path / RECIPE_FILE), path)), named.step
         if (path / INDEX_FILE).is_file():
             place = path.absolute()
             steps = steps_among([place.name])
@@ -162,7 +162,7 @@ def read_found_index(named: Named, store: CheckpointStore, step: int | None) -> 
     steps = found if step is None else [step]
     for each in reversed(steps):
         try:
-            return store.place.read_index(each)
+            return store.directory.read_index(each)
         except CheckpointError as error:
             problem = problem or error
     raise problem or _no_checkpoint(named, store)

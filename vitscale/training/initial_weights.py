@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitscale.checkpoint import checkpoint_place
+from vitscale.checkpoint import checkpoint_directory
 from vitscale.errors import VitscaleError
 from vitscale.models.weights import HEAD, Reader, Source, notes, parameters
 from vitscale.objectives import build_objective
@@ -90,7 +90,7 @@ def has_begun(recipe: Recipe, run_dir: Path) -> bool:
     if read_newest(run_dir) is not None:
         return True
     with suppress(OSError):  # the run itself will say that it cannot read its checkpoints
-        return bool(checkpoint_place(recipe, run_dir).steps())
+        return bool(checkpoint_directory(recipe, run_dir).steps())
     return False
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import vitscale
-from vitscale.checkpoint import LocalDirectory, checkpoint_place
+from vitscale.checkpoint import LocalDirectory, checkpoint_directory
 from vitscale.errors import MachineError, RecipeError, StorageError
 from vitscale.evaluation.splits import check_splits
 from vitscale.machine import available_memory, has_bf16_instructions
@@ -73,10 +73,10 @@ def preflight(
     warnings += _check_bf16(recipe, world, ranks) + _check_memory(recipe, plan, world, ranks, memory)
     left = [bytes_left for bytes_left in _device_memory(ranks) if bytes_left is not None]
     needs = f"{_binary(memory.device_bytes)}{f' of {_binary(min(left))}' if left else ''} a rank expected"
-    place = checkpoint_place(recipe, run_dir)
-    if isinstance(place, LocalDirectory):
-        _check_shared(Path(place.root), world, ranks)
-        free, about_room = on_rank_zero(lambda: _check_room(recipe, place, checkpoint_bytes))
+    directory = checkpoint_directory(recipe, run_dir)
+    if isinstance(directory, LocalDirectory):
+        _check_shared(Path(directory.root), world, ranks)
+        free, about_room = on_rank_zero(lambda: _check_room(recipe, directory, checkpoint_bytes))
         warnings += about_room
         needs += f", checkpoints {_decimal(checkpoint_bytes)} each of {_decimal(free)} free"
     hosts = len({rank.host for rank in ranks})
@@ -355,28 +355,28 @@ def _appears(path: Path) -> bool:
         time.sleep(0.2)
 
 
-def _check_room(recipe: Recipe, place: LocalDirectory, checkpoint_bytes: int) -> tuple[int, list[str]]:
+def _check_room(recipe: Recipe, directory: LocalDirectory, checkpoint_bytes: int) -> tuple[int, list[str]]:
     """Tidy the folder of checkpoints. Returns (bytes free, warnings).
 
     Raises `RecipeError` if not even the first fits, `StorageError` if the next one does not.
     """
     try:
-        place.tidy()  # a save that was killed may have left as much as a checkpoint
-        free, present = shutil.disk_usage(place.root).free, len(place.steps())
+        directory.tidy()  # a save that was killed may have left as much as a checkpoint
+        free, present = shutil.disk_usage(directory.root).free, len(directory.steps())
     except OSError as error:
-        raise RecipeError(f"{error.filename or place.root} cannot be read: {error.strerror or error}") from None
+        raise RecipeError(f"{error.filename or directory.root} cannot be read: {error.strerror or error}") from None
     keep = recipe.checkpoint.keep
     size, left = _decimal(checkpoint_bytes), f"{_decimal(free)} are free"
     if free < 1.5 * checkpoint_bytes:
         # What has filled the disk since a run began may go away again, so the run is worth repeating.
         raise (StorageError if present else RecipeError)(
-            f"{place.root}: {left}, and a checkpoint has {size}; half as much again has to be free. Make room, or set "
-            f"checkpoint.dir to another folder or a URL"
+            f"{directory.root}: {left}, and a checkpoint has {size}; half as much again has to be free. Make room, or "
+            "set checkpoint.dir to another folder or a URL"
         )
     to_come = max(1, keep + 1 - present)
     if free < to_come * checkpoint_bytes:
         return free, [
-            f"{place.root}: {left}, and {to_come} checkpoints to come have {size} each (checkpoint.keep is {keep}, "
+            f"{directory.root}: {left}, and {to_come} checkpoints to come have {size} each (checkpoint.keep is {keep}, "
             f"and one more is there while it is written)"
         ]
     return free, []

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from vitscale.checkpoint import BackgroundSaver, CheckpointIndex, CheckpointStore, Fragment, checkpoint_place
+from vitscale.checkpoint import BackgroundSaver, CheckpointIndex, CheckpointStore, Fragment, checkpoint_directory
 from vitscale.errors import CheckpointError, PreemptedError, StorageError
 from vitscale.ranks import from_rank_zero, gather
 from vitscale.recipe import Recipe
@@ -46,12 +46,12 @@ class Saves:
     ) -> None:
         settings = recipe.checkpoint
         self._run_dir, self._is_main = run_dir, world.is_main
-        place = checkpoint_place(recipe, run_dir)
-        self.store = CheckpointStore(place, rank=world.rank, gather=gather, share=from_rank_zero)
+        directory = checkpoint_directory(recipe, run_dir)
+        self.store = CheckpointStore(directory, rank=world.rank, gather=gather, share=from_rank_zero)
         # What the saving threads of the ranks do together must not meet what the main threads do.
         group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         written = CheckpointStore(
-            place,
+            directory,
             rank=world.rank,
             gather=lambda value: gather(value, group),
             share=lambda value: from_rank_zero(value, group),
@@ -131,7 +131,7 @@ class Saves:
             save()
             self.finish(step)
         except CheckpointError as error:
-            # The place may be in order again where the run continues.
+            # The directory may be available again when the run continues.
             unsaved = StorageError(f"{reason}: ending without a checkpoint of step {step:,}: {error}")
             raise unsaved.on_all_ranks() from None
         raise PreemptedError(

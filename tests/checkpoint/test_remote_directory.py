@@ -43,7 +43,7 @@ def proxy(s3, monkeypatch):
 
 @pytest.fixture
 def store(proxy, tmp_path) -> CheckpointStore:
-    """An empty place of each test."""
+    """An empty directory for each test."""
     return CheckpointStore(RemoteDirectory(f"s3://bucket/{tmp_path.name}/run", tmp_path / "cache"))
 
 
@@ -61,7 +61,7 @@ def newest(store: CheckpointStore) -> tuple[int, list[str]]:
 
 
 def objects(s3: S3Server, store: CheckpointStore) -> set[str]:
-    """Names of what is there, below the place."""
+    """Names of what is there, below the directory."""
     root = store.root.removeprefix("s3://")
     return {name.removeprefix(f"{root}/") for name in s3.filesystem().find(root)}
 
@@ -193,14 +193,14 @@ def test_a_server_in_trouble_is_waited_for_but_not_for_ever(s3, store, proxy, tm
 def test_a_server_that_goes_away_in_the_middle_of_a_save(s3, store, proxy, monkeypatch):
     """The file of the rank has arrived, the index does not; nobody takes what is there for a checkpoint."""
     save(store, 1)
-    finish = store.place.finish
+    finish = store.directory.finish
 
     def finish_without_a_server(index):
         proxy.go_away()
         finish(index)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.place, "finish", finish_without_a_server)
+        patch.setattr(store.directory, "finish", finish_without_a_server)
         with pytest.raises(StorageError, match="saving step 2 failed"):
             save(store, 2)
     proxy.come_back()
