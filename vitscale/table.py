@@ -107,43 +107,43 @@ def percent(decimals: int, sign: str = "") -> Callable[[float], str]:
     return lambda value: f"{number(decimals, 0.01)(value)} %"
 
 
-def render(view: ResultTable, form: Form) -> None:
+def render(results: ResultTable, form: Form) -> None:
     """Print a table to stdout; in the forms other than "table", notes go to stderr and there is no legend."""
-    _PRINTERS[form](view)
+    _PRINTERS[form](results)
     if form != "table":
-        for note in view.notes:
+        for note in results.notes:
             print(note, file=sys.stderr)
 
 
-def _print_json(view: ResultTable) -> None:
-    print(json.dumps(view.bare_rows(), indent=1, allow_nan=False))
+def _print_json(results: ResultTable) -> None:
+    print(json.dumps(results.bare_rows(), indent=1, allow_nan=False))
 
 
-def _print_csv(view: ResultTable) -> None:
-    writer = csv.DictWriter(sys.stdout, [column.key for column in view.columns], lineterminator="\n")
+def _print_csv(results: ResultTable) -> None:
+    writer = csv.DictWriter(sys.stdout, [column.key for column in results.columns], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(view.bare_rows())
+    writer.writerows(results.bare_rows())
 
 
-def _print_markdown(view: ResultTable) -> None:
-    columns = view.shown_columns()
+def _print_markdown(results: ResultTable) -> None:
+    columns = results.shown_columns()
     lines = [[column.title for column in columns]]
     lines.append(["---" if column.is_text else "---:" for column in columns])
-    lines += [[column.cell(row).replace("|", "\\|") for column in columns] for row in view.rows]
+    lines += [[column.cell(row).replace("|", "\\|") for column in columns] for row in results.rows]
     for line in lines:
         print(f"| {' | '.join(line)} |")
 
 
-def _print_table(view: ResultTable) -> None:
+def _print_table(results: ResultTable) -> None:
     console = Console(highlight=False)
     # Piped output has no terminal whose width would matter.
     room = console.width if console.is_terminal else _UNLIMITED
-    table, hidden = fitted(console, view, room)
+    table, hidden = fitted(console, results, room)
     # A number cut short would be another number: if there still is no room, lines are longer than the terminal.
-    if view.rows:
+    if results.rows:
         Console(highlight=False, width=_width(console, table)).print(table)
         print()
-    notes = [*view.legend, *view.notes] if view.rows else list(view.notes)
+    notes = [*results.legend, *results.notes] if results.rows else list(results.notes)
     if hidden:
         left_out = ", ".join(column.title for column in hidden)
         notes.append(f"Left out for want of width: {left_out}.")
@@ -151,15 +151,15 @@ def _print_table(view: ResultTable) -> None:
         Console(highlight=False, width=room).print(Text(note))
 
 
-def fitted(console: Console, view: ResultTable, room: int) -> tuple[Table, list[Column]]:
+def fitted(console: Console, results: ResultTable, room: int) -> tuple[Table, list[Column]]:
     """The table for people, and the columns that were left out to make it at most `room` characters wide."""
-    columns = view.shown_columns()
+    columns = results.shown_columns()
     hidden: list[Column] = []
-    table = _table(view, columns)
+    table = _table(results, columns)
     while _width(console, table) > room and any(column.spare for column in columns):
         hidden.append(max(columns, key=lambda column: column.spare))
         columns.remove(hidden[-1])
-        table = _table(view, columns)
+        table = _table(results, columns)
     return table, hidden
 
 
@@ -173,14 +173,14 @@ def _width(console: Console, table: Table) -> int:
     return Measurement.get(console, console.options.update(width=_UNLIMITED), table).maximum
 
 
-def _table(view: ResultTable, columns: Sequence[Column]) -> Table:
+def _table(results: ResultTable, columns: Sequence[Column]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     for column in columns:
         justify: Literal["left", "right"] = "left" if column.is_text else "right"
         overflow: Literal["fold", "ellipsis"] = "fold" if column.folds else "ellipsis"
         table.add_column(column.heading, justify=justify, overflow=overflow, no_wrap=not column.folds)
-    ends = {sum(view.groups[: index + 1]) for index in range(len(view.groups))}
-    for index, row in enumerate(view.rows, start=1):
+    ends = {sum(results.groups[: index + 1]) for index in range(len(results.groups))}
+    for index, row in enumerate(results.rows, start=1):
         table.add_row(*(_styled(column, row) for column in columns), end_section=index in ends)
     return table
 

@@ -11,7 +11,7 @@ from vitscale.errors import DataError, RecipeError
 from vitscale.flops.figure5 import Point, draw, points_of
 from vitscale.flops.hardware import find_device
 from vitscale.flops.records import read_run
-from vitscale.flops.runs import runs_view
+from vitscale.flops.runs import runs_table
 from vitscale.recipe import load_recipe
 from vitscale.runs.checkpoint_index import CheckpointIndex, index_text
 
@@ -52,7 +52,7 @@ def finish(directory, evaluation, **more):
 
 
 def view_of(directory, device=None, count=None, price=None):
-    return runs_view([read_run(directory)], device, count, price)
+    return runs_table([read_run(directory)], device, count, price)
 
 
 def row_of(directory, device=None, count=None, price=None):

@@ -99,9 +99,9 @@ def command(
         return
     if runs:
         from vitscale.flops.records import read_run
-        from vitscale.flops.runs import runs_view
+        from vitscale.flops.runs import runs_table
 
-        render(runs_view([read_run(run) for run in directories], device, devices, price), form)
+        render(runs_table([read_run(run) for run in directories], device, devices, price), form)
         return
     bought = None
     if device is not None:
@@ -110,12 +110,12 @@ def command(
         bought = Hardware(device, devices, price)
     estimates = _estimates(recipes or [], settings or [], samples)
     if breakdown:
-        view = reports.breakdown_view(estimates)
+        table = reports.breakdown_table(estimates)
     elif budget is not None or bought is not None:
-        view = reports.purchase_view(estimates, budget, bought, mfu)
+        table = reports.purchase_table(estimates, budget, bought, mfu)
     else:
-        view = reports.grid_view(estimates)
-    render(view, form)
+        table = reports.grid_table(estimates)
+    render(table, form)
 
 
 _COST_NEEDS = (

@@ -70,7 +70,7 @@ _OUTLIERS_SAY = (
 TRAINING_HOURS_SAY = "Hours: of training steps alone, without evaluation and checkpoints."
 
 
-def grid_view(estimates: Sequence[Estimate]) -> ResultTable:
+def grid_table(estimates: Sequence[Estimate]) -> ResultTable:
     """Every recipe beside what the paper publishes about it."""
     rows: list[Row] = []
     for one in estimates:
@@ -100,7 +100,7 @@ def grid_view(estimates: Sequence[Estimate]) -> ResultTable:
     return ResultTable(_GRID, rows, legend, _notes(estimates), groups)
 
 
-def breakdown_view(estimates: Sequence[Estimate]) -> ResultTable:
+def breakdown_table(estimates: Sequence[Estimate]) -> ResultTable:
     """Where MACs, FLOPs and parameters are; after model FLOPs, what recomputing activations adds to them."""
     rows: list[Row] = []
     groups = []
@@ -138,7 +138,7 @@ def _parts(one: Estimate) -> list[Row]:
     return rows
 
 
-def purchase_view(
+def purchase_table(
     estimates: Sequence[Estimate], budget: float | None, hardware: Hardware | None, mfu: float | None
 ) -> ResultTable:
     """The recipes that fit in a budget of exaFLOPs, the best by the paper's results first; and their cost.

@@ -28,7 +28,7 @@ _COLUMNS = (
 _HOURS_SAY = "Hours and images/s: of training steps alone, without evaluation, checkpoints and steps that a crash lost."
 
 
-def runs_view(runs: Sequence[Run], device: Device | None, count: int | None, price: float | None) -> ResultTable:
+def runs_table(runs: Sequence[Run], device: Device | None, count: int | None, price: float | None) -> ResultTable:
     """What runs have cost so far, on as many devices as their records say; `count` overrides that."""
     rows: list[Row] = []
     notes: list[str] = []

@@ -36,7 +36,7 @@ class Table:
     `marked` are the indices of rows that stand out.
     """
 
-    view: ResultTable
+    table: ResultTable
     caption: str = ""
     marked: frozenset[int] = frozenset()
     kind: ClassVar[str] = "table"

@@ -71,8 +71,8 @@ def _of_vtab(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         policies[title] = sorted({*policies.get(title, []), result["policy"]})
     for (model, pretraining), row in table_9().items():
         columns[f"{model}, {pretraining}\n(Table 9)"] = {task: row[task] for task in TASKS}
-    view = vtab_table(columns)
-    return {"columns": list(columns), "policies": policies, "by_group": view.bare_rows(), "results": list(results)}
+    by_group = vtab_table(columns)
+    return {"columns": list(columns), "policies": policies, "by_group": by_group.bare_rows(), "results": list(results)}
 
 
 def _concerns(key: str, tasks: Sequence[str]) -> bool:

@@ -43,7 +43,7 @@ def _text(key: str, heading: str, *, folds: bool = False) -> Column:
     return Column(key, heading, is_text=True, folds=folds)
 
 
-def _view(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], **more: Any) -> ResultTable:
+def _table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], **more: Any) -> ResultTable:
     return ResultTable(columns, [{column.key: row.get(column.key) for column in columns} for row in rows], **more)
 
 
@@ -132,7 +132,7 @@ def _results(content: Content) -> Iterator[Part]:
         if not rows:
             continue
         yield Table(
-            _view(_RESULT, [_row(r) for r in rows], groups=_groups([r["task"] for r in rows])),
+            _table(_RESULT, [_row(r) for r in rows], groups=_groups([r["task"] for r in rows])),
             f"Policy {policy['name']}: {_policy(policy)}",
         )
         drawing = figures.glance(content, policy["name"])
@@ -165,7 +165,7 @@ def _other_metrics(content: Content, results: Sequence[Mapping[str, Any]]) -> It
             )
             title = f"Policy {policy}" if policy else "By evaluators that have a policy of their own"
             if chosen:
-                yield Table(_view(columns, [_row(r) for r in chosen]), title)
+                yield Table(_table(columns, [_row(r) for r in chosen]), title)
 
 
 def _groups(keys: Sequence[Any]) -> list[int]:
@@ -231,7 +231,7 @@ def _of_table(table: Mapping[str, Any], *, repeats: bool) -> Iterator[Part]:
     is_shown = not repeats or any(r["published"] is not None for r in table["results"])
     for policy in sorted({r["policy"] for r in table["results"]}) if is_shown else []:
         rows = [_row(r) for r in table["results"] if r["policy"] == policy]
-        yield Table(_view(_COMPARED, rows), f"Here, policy {policy}, tasks of Table {table['table']}")
+        yield Table(_table(_COMPARED, rows), f"Here, policy {policy}, tasks of Table {table['table']}")
         other = sorted({r["task"] for r in rows if r["samples"] not in (None, r["test_images_of_the_paper"])})
         if other:
             yield Text(f"Not the paper's test images, by their number: {', '.join(other)}.", "warning")
@@ -249,7 +249,7 @@ def _of_table(table: Mapping[str, Any], *, repeats: bool) -> Iterator[Part]:
     ]
     models = {r["model"] for r in table["results"]}
     marked = frozenset(index for index, row in enumerate(table["rows"]) if row["model"] in models)
-    yield Table(_view(columns, table["rows"]), f"The paper's Table {table['table']}: {table['about']}", marked)
+    yield Table(_table(columns, table["rows"]), f"The paper's Table {table['table']}: {table['about']}", marked)
 
 
 def _of_vtab(content: Content, table: Mapping[str, Any]) -> Iterator[Part]:
@@ -261,7 +261,7 @@ def _of_vtab(content: Content, table: Mapping[str, Any]) -> Iterator[Part]:
     note = f"The paper's score is the {OVER_TASKS}; most later papers print the {OVER_GROUPS}."
     title = "VTAB-1k by group beside the paper's Table 9, top-1 in percent"
     ends = _groups([row["group"] for row in table["by_group"]])
-    yield Table(_view(columns, table["by_group"], notes=[note], groups=ends), title)
+    yield Table(_table(columns, table["by_group"], notes=[note], groups=ends), title)
     rows = [
         {"what": what, "part": score["part"], "from": score["from"], "label": score["label"], **values}
         for score in content["vtab"]
@@ -276,7 +276,7 @@ def _of_vtab(content: Content, table: Mapping[str, Any]) -> Iterator[Part]:
         Column("n", "runs", str),
     )
     if rows:
-        yield Table(_view(scores, rows), "The score over seeds; the paper's is the mean over 19 tasks")
+        yield Table(_table(scores, rows), "The score over seeds; the paper's is the mean over 19 tasks")
 
 
 # ---- What decided ----------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ def _choices(content: Content) -> Iterator[Part]:
         state = "; every candidate has diverged" if choice["is_decided"] and choice["winner"] is None else state
         rule = "highest" if choice["mode"] == "max" else "lowest"
         title = f"{choice['name']}: the {rule} {choice['metric']}{state}"
-        yield Table(_view(columns, rows, notes=[f"Decided by {by}"]), title, marked)
+        yield Table(_table(columns, rows, notes=[f"Decided by {by}"]), title, marked)
 
 
 # ---- De-duplication --------------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ def _deduplication(content: Content) -> Iterator[Part]:
         Column("samples_left", "training\nimages left", number(0)),
         _text("index_sha256", "index (SHA-256)", folds=True),
     )
-    yield Table(_view(columns, rows, groups=_groups([row["test"] for row in rows])))
+    yield Table(_table(columns, rows, groups=_groups([row["test"] for row in rows])))
     none = [row for row in rows if row["status"] == "none recorded"]
     if none:
         pairs = "; ".join(f"{row['train']} against {row['test']}" for row in none)
@@ -366,7 +366,7 @@ def _compute(content: Content) -> Iterator[Part]:
         Column("runs_without_device_hours", "runs without\ndevice-hours", number(0)),
     )
     rows = [{"what": names[key], **values} for key, values in content["compute"].items()]
-    yield Table(_view(columns, rows))
+    yield Table(_table(columns, rows))
     of_runs = (
         _text("name", "run"),
         _text("model", "model"),
@@ -382,7 +382,7 @@ def _compute(content: Content) -> Iterator[Part]:
         _text("worlds", "devices"),
     )
     rows = [{**run, "worlds": ", ".join(map(str, run.get("world_sizes", [])))} for run in content["runs"]]
-    yield Folded(f"Run by run ({len(rows)})", [Table(_view(of_runs, rows))])
+    yield Folded(f"Run by run ({len(rows)})", [Table(_table(of_runs, rows))])
     yield Text(
         "ExaFLOPs: model FLOPs of training, without evaluation. Hours: of training steps. Device-hours: the same times "
         "the devices. MFU: where the peak of the device is known.",
@@ -428,7 +428,7 @@ def _data(content: Content) -> Iterator[Part]:
         _text("where_or_why", "where", folds=True),
     )
     rows = [{**one, "where_or_why": one["where"] or one["problem"]} for one in content["datasets"]]
-    yield Table(_view(columns, rows)) if rows else Text("No dataset is named by a run that has begun.")
+    yield Table(_table(columns, rows)) if rows else Text("No dataset is named by a run that has begun.")
     now = {one["manifest_sha256"] for one in content["datasets"]}
     changed = [run["name"] for run in content["runs"] if run.get("training_manifest_sha256") not in (None, *now)]
     if changed:
@@ -471,4 +471,4 @@ def _run(run: Mapping[str, Any]) -> Iterator[Part]:
         of = f"at step {run['best_step']}, its best" if run.get("best_step") is not None else "at the end"
         of = of if run["state"] == "done" else "last known"
         columns = (_text("metric", "metric"), Column("value", "value", number(4)))
-        yield Table(_view(columns, metrics), f"Metrics, {of}")
+        yield Table(_table(columns, metrics), f"Metrics, {of}")
