@@ -4,7 +4,7 @@ import json
 
 import jsonschema
 import pytest
-from test_recipe import MINIMAL
+from test_recipe_mistakes import MINIMAL
 
 from vitscale.recipe import json_schema, list_recipes, load_recipe, recipes_dir
 from vitscale.recipe.reading import SCHEMA_LINE

@@ -1,4 +1,4 @@
-"""The recipe: what is read, what is refused, and with which words."""
+"""The recipe: what is read from a file, and where its datasets are found."""
 
 import re
 import typing
@@ -8,6 +8,7 @@ import pytest
 import typer
 import yaml
 from pydantic import BaseModel
+from test_recipe_mistakes import MINIMAL, refused
 
 from vitscale.cli.recipe_output import show_difference
 from vitscale.errors import DataError, RecipeError
@@ -29,25 +30,11 @@ from vitscale.recipe.fields import blocks
 
 RECIPES = sorted(list_recipes())
 
-MINIMAL = """
-model: {name: ViT-Ti/16}
-data: {train: some/where}
-batch: {global: 64}
-optimizer: {name: adamw, lr: 1e-3}
-schedule: {duration: {steps: 10}}
-"""
-
 
 def write(tmp_path: Path, text: str, name: str = "r.yaml") -> Path:
     path = tmp_path / name
     path.write_text(text)
     return path
-
-
-def refused(tmp_path: Path, text: str, *settings: str) -> str:
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(write(tmp_path, text), settings)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("stem", RECIPES)
@@ -93,155 +80,6 @@ def test_a_model_is_a_name_or_dimensions_or_both(tmp_path, model, shape):
     recipe = load_recipe(write(tmp_path, MINIMAL.replace("{name: ViT-Ti/16}", model)))
     assert recipe.model.shape() == shape
     assert validate_recipe(recipe.dump(), "again") == recipe
-
-
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ("optimizer.lrr=1", ["optimizer.lrr", "did you mean 'optimizer.lr'"]),
-        ("optimzer.lr=1", ["optimzer", "did you mean 'optimizer'"]),
-        ("lr=3", ["lr: unknown key; did you mean 'optimizer.lr'?"]),
-        ("optimizer.learning_rate=1", ["did you mean 'optimizer.lr'?"]),
-        ("batch_size=1", ["did you mean 'batch.global'?"]),
-        ("schedule.epochs=1", ["did you mean 'schedule.duration.epochs'"]),
-        ("base=b16_jft", ["did you mean 'extends'?"]),
-        ("a=1", ["a: unknown key; valid keys: anomalies, "]),
-        ("optimizer.name=adamW", ["optimizer.name: 'adamW'", "did you mean 'adamw'"]),
-        ("batch=64", ["batch: 64", "micro_max"]),
-        ("schedule.duration.epochs=0", ["schedule.duration: 0 epochs"]),
-        ("checkpoint.every.steps=0", ["checkpoint.every: 0 steps"]),
-        (
-            "evaluation.fewshot={tasks: [{name: a, train: b, tst: c}]}",
-            ["evaluation.fewshot.tasks.0.tst", "'evaluation.fewshot.tasks.0.test'"],
-        ),
-        ("optimizer.lr=fast", ["optimizer.lr", "'fast'", "number"]),
-        ("optimizer.lr=true", ["optimizer.lr", "True", "number"]),
-        ("batch.global=64.5", ["batch.global", "64.5", "integer"]),
-        ("optimizer.lr=-1", ["optimizer.lr", "-1", "above 0"]),
-        ("model.name=ViT-X/16", ["ViT-X/16", "did you mean 'ViT-"]),
-        ("model.name=vit-b/16", ["'vit-b/16'", "did you mean 'ViT-B/16'"]),
-        ("model.name=ResNet49x1", ["ResNet49x1", "did you mean 'ResNet50x1'", "50, 101, 152, 200"]),
-        ("model.name=R50+ViT-B/14", ["R50+ViT-B/14", "did you mean 'R50+ViT-B/16'"]),
-        ("model.num_heads=5", ["192", "num_heads 5"]),
-        ("model.variant=v1", ["variant belongs to ResNets"]),
-        ("model={name: ResNet50x1, width: 64}", ["width is a dimension of Transformers", "ResNet50x1"]),
-        ("model={name: ResNet50x1, pool: cls}", ["pool 'cls'", "no class token"]),
-        ("model={name: ResNet50x1, dropout: 0.1}", ["dropout 0.1", "ResNet"]),
-        ("model={name: ResNet50x1, position: {kind: 2d}}", ["position", "ResNet"]),
-        ("model={name: null, blocks: []}", ["blocks []", "needs a stage"]),
-        ("model={name: null, width: 64}", ["patch_size is missing", "ViT-B/16"]),
-        ("model={name: null, width_factor: 2}", ["blocks is missing", "ResNet50x1"]),
-        ("model={attention: axial, pool: cls}", ["pool: cls", "use pool: mean"]),
-        ("model.position={kind: relative, at: shared}", ["at: shared", "kind is relative"]),
-        ("model={width: 195, position: {kind: 2d}}", ["kind 2d", "width 195"]),
-        ("model.position.kind=3d", ["model.position.kind", "'3d'", "relative"]),
-        ("model={blocks: [3, 4, 9]}", ["224", "feature map", "14", "patch of 16"]),
-        ("schedule.decay=cos", ["schedule.decay", "'cosine'"]),
-        ("schedule.boundaries=[{steps: 5}]", ["boundaries", "stairs"]),
-        ("schedule.decay=wsd", ["schedule", "wsd needs cooldown"]),
-        ("schedule.decay=restarts", ["schedule", "restarts needs cycle"]),
-        ("schedule.cooldown.steps=5", ["schedule", "cooldown belongs to decay: wsd or rsqrt"]),
-        ("schedule.timescale.steps=5", ["schedule", "timescale belongs to decay: rsqrt"]),
-        ("schedule.cycle_factor=2", ["schedule", "cycle_factor belongs to decay: restarts"]),
-        ("schedule.momentum={to: 1}", ["schedule", "momentum.to 1", "below 1"]),
-        ("schedule.weight_decay={to: 0.4}", ["schedule.weight_decay", "optimizer.weight_decay"]),
-        ("schedule.duration={steps: 1, epochs: 2}", ["schedule.duration", "exactly one"]),
-        ("optimizer={lr: 1.0, name: null}", ["optimizer", "adamw", "sgd"]),
-        ("optimizer.name=lion", ["optimizer", "adamw", "sgd"]),
-        ("data.image_size=8", ["data.image_size 8", "patch"]),
-        ("data.crop.area=[0.5, 0.1]", ["data.crop", "area"]),
-        ("objective={on: 0.1, off: 0.2}", ["objective", "greater than off"]),
-        ("parallelism={zero_stage: 3, compile: true}", ["parallelism", "compile", "stage 3"]),
-        ("parallelism.zero_stage=4", ["parallelism.zero_stage", "4"]),
-        ("parallelism.zero_stage=true", ["parallelism.zero_stage", "True", "integer"]),
-        ("optimizer.lr=.inf", ["optimizer.lr", "inf", "finite"]),
-        ("optimizer.betas=[1.5, 0.9]", ["optimizer.betas.0", "1.5"]),
-        ("optimizer.decay_exclude='('", ["optimizer.decay_exclude", "'('", "not a regular expression"]),
-        ("{precision: fp32}", ["KEY=VALUE"]),
-        ("parallelism={zero_stage: 9}", ["parallelism.zero_stage", "9"]),
-        ("evaluation.every={steps: 5}", ["evaluation.every is set", "evaluation.validation"]),
-        ("selection.metric=validation/top1", ["validation/top1", "not evaluated"]),
-        ("noequals", ["noequals", "KEY=VALUE"]),
-        ("seed=010", ["seed", "'010'", "integer"]),
-        ("seed=1:30", ["seed", "'1:30'", "integer"]),
-        ("seed=!!int abc", ["seed", "not valid YAML"]),
-        ("schedule.duration.steps=99999999999999999999999999", ["schedule.duration", "below 9007199254740992"]),
-        ("a..b=1", ["a..b", "KEY=VALUE"]),
-        ("optimizer.lr=[", ["optimizer.lr", "not valid YAML"]),
-    ],
-)
-def test_a_mistake_is_one_message_naming_key_value_and_expectation(tmp_path, setting, words):
-    message = refused(tmp_path, MINIMAL, setting)
-    assert all(word in message for word in words), message
-
-
-def test_float8_needs_dense_layers_of_blocks_that_are_whole(tmp_path):
-    resnet = refused(tmp_path, MINIMAL, "precision=fp8", "model={name: ResNet50x1}")
-    assert "precision: fp8" in resnet and "a ResNet has none" in resnet
-    divided = refused(tmp_path, MINIMAL, "precision=fp8", "parallelism.zero_stage=3")
-    assert "precision: fp8 needs parallelism.zero_stage 0, 1 or 2" in divided
-
-
-def test_all_mistakes_are_told_at_once(tmp_path):
-    message = refused(tmp_path, MINIMAL, "optimizer.lrr=1", "batch.globl=2", "seed=-1")
-    assert all(word in message for word in ("optimizer.lrr", "batch.globl", "seed"))
-
-
-# Each alone is an error of another part, or of two parts together.
-ACROSS = {
-    "data.image_size=8": "data.image_size 8",
-    "precision=fp32": "parallelism.reduce_dtype: bf16",
-    "parallelism.reduce_dtype=bf16": "parallelism.reduce_dtype: bf16",
-    "selection.metric=validation/top9": "selection.metric 'validation/top9'",
-    "selection.mode=max": "selection needs evaluation.every",
-    "evaluation.inspect={every: {steps: 5}, images: photos}": "evaluation.inspect",
-    "logging.trackers=[]": "evaluation.inspect",
-    "schedule.momentum={to: 2}": "momentum.to 2",
-    "schedule.end_lr=0.5": "end_lr belongs",
-    "schedule.decay=cosine": "end_lr belongs",
-}
-
-
-@pytest.mark.parametrize(
-    ("broken", "hidden"),
-    [
-        ([], ["end_lr belongs", "momentum.to 2"]),  # a block's own lines come before what it has to do with others
-        (["data.image_size=tall"], ["end_lr belongs", "parallelism.reduce_dtype", "selection.metric", "inspect"]),
-        (["selection.mode=most"], ["end_lr belongs", "parallelism.reduce_dtype", "data.image_size 8", "inspect"]),
-        (["model.patch=9", "logging.evry=1"], ["parallelism.reduce_dtype", "selection.metric", "selection needs"]),
-    ],
-)
-def test_a_part_s_mistakes_hide_none_of_the_others(tmp_path, broken, hidden):
-    """And nothing is told of parts together with one that is broken itself."""
-    message = refused(tmp_path, MINIMAL, *ACROSS, *broken)
-    told = [*hidden, *(setting.partition("=")[0] for setting in broken), "momentum.to 2"]
-    assert all(word in message for word in told), message
-    assert len(set(message.splitlines())) == len(message.splitlines())
-    gone = {"data.image_size=tall": "data.image_size 8", "selection.mode=most": "top9", "model.patch=9": "size 8"}
-    assert not any(gone[setting] in message for setting in broken if setting in gone), message
-
-
-def test_what_parts_say_together_is_told_at_once(tmp_path):
-    settings = [setting for setting in ACROSS if not setting.startswith("schedule")]
-    message = refused(tmp_path, MINIMAL, *settings)
-    assert all(word in message for setting, word in ACROSS.items() if setting in settings), message
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("- a\n- b\n", ["mapping"]),
-        ("", ["mapping"]),
-        ("model: {name: a}\nmodel: {name: b}\n", ["line 2", "'model'", "twice"]),
-        ("a: [1, 2\n", ["line", "not valid YAML"]),
-        ("extends: nothing.yaml\n", ["nothing.yaml"]),
-        ("extends: [a]\n", ["extends"]),
-        ("1: 2\n", ["not a word"]),
-    ],
-)
-def test_a_file_that_is_no_recipe(tmp_path, text, words):
-    message = refused(tmp_path, text)
-    assert all(word in message for word in words), message
 
 
 def test_yaml_numbers_and_words_are_what_they_look_like(tmp_path):

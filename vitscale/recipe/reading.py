@@ -143,7 +143,10 @@ def read_content(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise RecipeError(f"{path}: extends: {base!r}: expected the file name of one recipe")
     base_path = path.parent / base
     if not base_path.is_file():
-        base_path = find_recipe(base)
+        try:
+            base_path = find_recipe(base)
+        except RecipeError as error:
+            raise RecipeError(f"{path}: extends: {error}") from None
     return _merge(read_content(base_path, (*chain, path.resolve())), content)
 
 
