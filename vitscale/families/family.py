@@ -64,14 +64,14 @@ class Model(Block):
     family: str | None = Field(
         None,
         pattern=r"\.",
-        description="a family of another package: the dotted path of its block, whose keys then stand here",
+        description="a family of another package: the dotted path of its block, whose keys are then written here",
     )
     num_classes: int | None = Field(
-        None, ge=1, le=2**31, description="default: the number of class names of data.train"
+        None, ge=1, le=2**31, description="number of classes; default: the number of class names of data.train"
     )
     head: Literal["pretrain", "linear"] = Field(
         "pretrain",
-        description="linear: an output layer; pretrain: before it a dense layer with tanh, which ResNets do not have",
+        description="linear: an output layer; pretrain: a dense layer with tanh before it, which ResNets do not have",
     )
     head_bias: float | None = Field(
         None,

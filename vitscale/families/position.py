@@ -10,8 +10,8 @@ ROPE_BASES = {"rope": 100.0, "1d_rope": 10_000.0}
 
 
 class Position(Block):
-    """How positions are told to a Transformer, and where (appendix D.3); `relative` and `rope` are told in every
-    attention. `1d_rope` is EVA-02's, those of 1d and rotations, and with unit and registers_base ViT-5's.
+    """How positions are encoded in a Transformer, and where (appendix D.3); `relative` and `rope` act in every
+    attention layer. `1d_rope` is EVA-02's, which combines 1d and rotations, and with unit and registers_base ViT-5's.
     """
 
     kind: Literal["none", "1d", "2d", "sincos", "relative", "rope", "1d_rope"] = Field(
@@ -21,26 +21,29 @@ class Position(Block):
         "and column (rope, as in DINOv3), learned embeddings and rotations (1d_rope, as in EVA-02), or none",
     )
     at: Literal["stem", "every_layer", "shared"] = Field(
-        "stem", description="of 1d and 2d: before the first block, before every block, or the same before every block"
+        "stem",
+        description="for 1d and 2d: added before the first block (stem), before every block (every_layer), or the "
+        "same embeddings before every block (shared)",
     )
 
     base: float | None = Field(
         None,
         gt=1,
-        description="frequencies of rotations fall nearly to 1 / base of the first: of rope, default 100, from a turn "
-        "a unit, where a side is 2 units; of 1d_rope, default 10,000, from a radian a unit, where a side is 16",
+        description="frequencies of rotations fall to nearly 1 / base of the first one. For rope, default 100, the "
+        "first is one turn per unit, with 2 units per side; for 1d_rope, default 10,000, one radian per "
+        "unit, with 16 units per side",
     )
 
     unit: Literal["image", "patch"] | None = Field(
         None,
-        description="of 1d_rope, what its radians are counted in: image, default, where a side is 16 of them; patch, "
-        "where a patch is one (as in ViT-5)",
+        description="for 1d_rope, the unit of one radian: image (default): a side is 16 units; patch: a patch is one "
+        "unit (as in ViT-5)",
     )
     registers_base: float | None = Field(
         None,
         gt=1,
-        description="of 1d_rope: registers, which are as many as a square has, are turned as the patches of a square, "
-        "by frequencies that fall to 1 / this (as in ViT-5); default: not at all",
+        description="for 1d_rope: registers, whose number must be a square, are rotated like the patches of a square, "
+        "with frequencies that fall to 1 / this (as in ViT-5); default: not rotated",
     )
 
     @model_validator(mode="before")

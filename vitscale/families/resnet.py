@@ -71,7 +71,7 @@ Blocks = Annotated[
     Field(max_length=8, description="residual units of each stage of a ResNet"),
 ]
 WidthFactor = Annotated[
-    int | None, Field(ge=1, le=64, description="multiplies every width of a ResNet: the x2 of R50x2")
+    int | None, Field(ge=1, le=64, description="multiplier of every width of a ResNet: the x2 of R50x2")
 ]
 
 
@@ -92,16 +92,18 @@ class ResNet(Model):
     width_factor: WidthFactor = None
     variant: Literal["v1", "v2"] | None = Field(None, description="post- or pre-activation, default v2")
     mixing: Literal["conv", "axial"] | None = Field(
-        None, description="how the units mix pixels: by 3 x 3 convolution or axial attention; default conv"
+        None, description="how units mix pixels: 3 x 3 convolution or axial attention; default conv"
     )
     drop_path: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="share of samples for which the last unit is its shortcut alone while training; it grows from 0 in "
+        description="share of samples for which the last unit is only its shortcut in training; it grows from 0 in "
         "the first unit",
     )
-    pool: Literal["cls", "mean"] | None = Field(None, description="how the feature map becomes one vector: by its mean")
+    pool: Literal["cls", "mean"] | None = Field(
+        None, description="how the feature map becomes one vector: always by its mean"
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> "ResNet":

@@ -54,27 +54,29 @@ class ViT(Model):
     optional: ClassVar[tuple[str, ...]] = (*_OF_PARTS, "drop_path", "drop_path_rule")
 
     patch_size: int | None = Field(None, ge=1, le=8192, description="side of a patch in pixels")
-    width: int | None = Field(None, ge=1, le=2**17, description="size of a token")
+    width: int | None = Field(None, ge=1, le=2**17, description="width of a token")
     depth: int | None = Field(None, ge=1, le=1024, description="number of Transformer blocks")
     mlp_dim: int | None = Field(None, ge=1, le=2**19, description="size of the hidden layer of a block's MLP")
-    num_heads: int | None = Field(None, ge=1, le=1024, description="attention heads of a block; they divide the width")
-    attention: Literal["full", "axial"] | None = Field(None, description="axial: row blocks and column blocks")
+    num_heads: int | None = Field(None, ge=1, le=1024, description="attention heads per block; must divide the width")
+    attention: Literal["full", "axial"] | None = Field(
+        None, description="axial: blocks with attention within rows, and blocks with attention within columns"
+    )
     blocks: Blocks = None
     width_factor: WidthFactor = None
     norm: Literal["layer", "rms"] | None = Field(None, description="layer norm or RMS norm, default layer")
     norm_eps: float | None = Field(
-        None, gt=0, lt=1, description="what keeps norms from dividing by zero, default 1e-6 (DINOv3: 1e-5)"
+        None, gt=0, lt=1, description="epsilon that keeps norms from dividing by zero, default 1e-6 (DINOv3: 1e-5)"
     )
     sub_norm: Literal["none", "mlp", "all"] | None = Field(
         None,
-        description="one more norm before the second layer of each MLP (mlp, as in EVA-02 B and L), and before the "
-        "output layer of attention, too (all, as in EVA-02 of CLIP); default none",
+        description="an extra norm before the second layer of each MLP (mlp, as in EVA-02 B and L), or also before "
+        "the output layer of attention (all, as in EVA-02 of CLIP); default none",
     )
     mlp: Literal["gelu", "exact_gelu", "swiglu"] | None = Field(
         None,
-        description="function of an MLP's hidden layer, default gelu: in its tanh form; swiglu: mlp_dim gates and as "
-        "many values. For as many parameters as gelu mlp_dim is two thirds of gelu's: DINOv2 g rounds it up to a "
-        "multiple of 8, EVA-02 down",
+        description="activation of an MLP's hidden layer; default gelu, in its tanh form; swiglu: mlp_dim gates and "
+        "as many values. For the same number of parameters as gelu, set mlp_dim to two thirds of gelu's: "
+        "DINOv2 g rounds it up to a multiple of 8, EVA-02 down",
     )
     qkv_bias: Literal["all", "no_key", "none"] | None = Field(
         None,
@@ -82,34 +84,37 @@ class ViT(Model):
     )
     qk_norm: bool | None = Field(None, description="normalise the queries and keys of each head; default false")
     layer_scale: float | None = Field(
-        None, gt=0, le=1, description="initial value of a learned factor of each channel behind attention and MLP"
+        None, gt=0, le=1, description="initial value of a learned factor per channel after attention and MLP"
     )
     registers: int | None = Field(
         None, ge=0, le=1024, description="learned tokens beside the class token, without positions; default 0"
     )
     class_position: bool | None = Field(
-        None, description="whether the class token has a position embedding as patches have; default true"
+        None, description="whether the class token has a position embedding, as patches do; default true"
     )
     distilled: bool | None = Field(
         None,
-        description="a distillation token beside the class token, and a head for each, as in DeiT; what the model says "
+        description="a distillation token beside the class token, and a head for each, as in DeiT; the model's output "
         "is the mean of both; default false",
     )
     pool: Pool | None = Field(
         None,
-        description="how tokens become one vector: the class token, the mean of the patches, attention with a learned "
-        "query (map), or the final norm of the mean of the patches, beside a class token (normed_mean, as EVA-02); "
-        "default: cls, and mean with axial attention. Only cls and normed_mean have a class token",
+        description="how tokens become one vector: the class token (cls), the mean of the patches (mean), attention "
+        "with a learned query (map), or the final norm of the mean of the patches, in a model with a "
+        "class token (normed_mean, as in EVA-02); default: cls, and mean with axial attention. Only cls "
+        "and normed_mean have a class token",
     )
-    dropout: float = Field(0.0, ge=0, lt=1, description="share of activations that are zeroed while training")
+    dropout: float = Field(0.0, ge=0, lt=1, description="share of activations zeroed in training")
     drop_path: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="share of samples for which the last block's attention, and its MLP, is left out while training",
+        description="share of samples for which the last block's attention, and independently its MLP, is dropped in "
+        "training",
     )
     drop_path_rule: DropPathRule = Field(
-        "growing", description="of drop_path: growing from 0 in the first block, or uniform, as in DeiT-III"
+        "growing",
+        description="how drop_path varies by depth: growing from 0 in the first block, or uniform, as in DeiT-III",
     )
     position: Position = Position()
 

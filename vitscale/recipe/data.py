@@ -20,14 +20,15 @@ CACHE_VARIABLE = "VITSCALE_CACHE"
 class Crop(Block):
     """Random crop for training.
 
-    `inception` is the paper's: part of the area, aspect ratio width / height, both [low, high]. `resize` is BiT's:
-    the picture becomes a square, of which a square with `fraction` of its sides is cut (128 / 160 for small pictures).
+    `inception` is the paper's: share of the area and aspect ratio width / height, both [low, high]. `resize` is BiT's:
+    the image is resized to a square, from which a square with `fraction` of its sides is cut (128 / 160 for small
+    images).
     """
 
-    kind: Literal["inception", "resize"] = Field("inception", description="which of the two")
-    area: list[float] = Field([0.05, 1.0], description="of inception: lowest and highest part of the picture's area")
-    aspect: list[float] = Field([3 / 4, 4 / 3], description="of inception: lowest and highest width / height")
-    fraction: float = Field(480 / 512, gt=0, le=1, description="of resize: side of the crop / side of the square")
+    kind: Literal["inception", "resize"] = Field("inception", description="kind of crop")
+    area: list[float] = Field([0.05, 1.0], description="for inception: lowest and highest share of the image's area")
+    aspect: list[float] = Field([3 / 4, 4 / 3], description="for inception: lowest and highest width / height")
+    fraction: float = Field(480 / 512, gt=0, le=1, description="for resize: side of the crop / side of the square")
 
     @model_validator(mode="after")
     def _ranges(self) -> "Crop":
@@ -46,25 +47,26 @@ class Crop(Block):
 
 
 class EvalCrop(Block):
-    """What evaluation sees: the central `fraction` of the short side (`central`), or of each side (`square`)."""
+    """The crop for evaluation: the central `fraction` of the short side (`central`), or of each side (`square`)."""
 
-    kind: Literal["central", "square"] = Field("central", description="which of the two")
-    fraction: float = Field(224 / 256, gt=0, le=1, description="part of the side or sides that is seen")
+    kind: Literal["central", "square"] = Field("central", description="kind of crop")
+    fraction: float = Field(224 / 256, gt=0, le=1, description="share of the side or sides that is kept")
     resize: Literal["area", "tf_bilinear", "pil_bilinear", "pil_bicubic"] = Field(
         "area",
-        description="how that becomes image_size: by the mean over areas; between neighbours without antialiasing, as "
-        "TensorFlow and the authors' code do; or as Pillow does, antialiased. All but area decode at full size",
+        description="how the crop is resized to image_size: area: mean over areas; tf_bilinear: without antialiasing, "
+        "as in TensorFlow and the authors' code; pil_bilinear, pil_bicubic: antialiased, as in Pillow. "
+        "All but area decode at full size",
     )
 
 
 class Cache(Block):
-    """Where shards of datasets at a URL are kept on each machine, and what else is kept of data between runs."""
+    """The cache on each machine for shards of datasets at a URL, and for other data kept between runs."""
 
     dir: str | None = Field(
         None, description=f"a folder on each machine; default: ${CACHE_VARIABLE} or ~/.cache/vitscale"
     )
     limit_gb: float = Field(
-        100.0, gt=0, le=1e9, description="gigabytes (10**9) that the shards of all runs on a machine may take"
+        100.0, gt=0, le=1e9, description="limit in gigabytes (10**9) for the shards of all runs on a machine"
     )
 
     def folder(self) -> Path:
@@ -90,17 +92,17 @@ class Data(Block):
     train: str = Field(description="a dataset: NAME or NAME/SPLIT under data.root, a path, or a URL")
     root: str | None = Field(
         None,
-        description="the folder or URL that holds the datasets; default: datasets.yaml or $VITSCALE_DATA_ROOT says",
+        description="the folder or URL that holds the datasets; default: from datasets.yaml or $VITSCALE_DATA_ROOT",
     )
-    image_size: int = Field(224, ge=1, le=8192, description="side in pixels of what the model sees")
+    image_size: int = Field(224, ge=1, le=8192, description="side of the model's input in pixels")
     crop: Crop = Crop()
     flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
     repeats: int = Field(
         1,
         ge=1,
         le=1024,
-        description="views of each sample in a global batch, which then has as many times fewer samples (repeated "
-        "augmentation); epochs go on counting images",
+        description="views of each sample in a global batch, which then has fewer samples by this factor (repeated "
+        "augmentation); epochs still count images",
     )
     operations: list[
         Annotated[
@@ -109,8 +111,9 @@ class Data(Block):
         ]
     ] = Field(
         [],
-        description="what happens to training images behind crop and flip, in this order: first what the loader does "
-        "(ours on uint8 pixels), then on the device other packages' operations on uint8 pixels, then all on floats",
+        description="operations on training images after crop and flip, in this order: first those of the loader "
+        "(ours on uint8 pixels), then, on the device, other packages' operations on uint8 pixels, then "
+        "all on floats",
     )
     normalise: Normalise = Normalise()
     eval_crop: EvalCrop = EvalCrop()
@@ -118,17 +121,20 @@ class Data(Block):
         None,
         ge=1,
         le=256,
-        description="threads of a rank that decode; default: 2, and beside a GPU the rank's part of the cores less "
-        "one, at most 16",
+        description="decoding threads per rank; default: 2; with a GPU, the rank's share of the cores minus one, at "
+        "most 16",
     )
-    prefetch: int = Field(2, ge=1, le=64, description="batches decoded ahead")
+    prefetch: int = Field(2, ge=1, le=64, description="number of batches decoded ahead")
     dct_scaling: bool = Field(
-        False, description="decode at 1/2, 1/4 or 1/8 where that leaves image_size; faster, other pixels"
+        False,
+        description="decode at 1/2, 1/4 or 1/8 if that is still at least image_size; faster, but gives other pixels",
     )
     verify_shards: bool = Field(True, description="compare each shard with its digest when a machine first opens it")
-    check_rate: float = Field(1.0, ge=0, le=1, description="share of images whose checksum is compared on each read")
+    check_rate: float = Field(1.0, ge=0, le=1, description="share of image reads whose checksum is compared")
     bad_samples: Literal["error", "substitute", "mask"] = Field(
-        "error", description="a damaged image ends the run, is replaced by another of its shard, or weighs nothing"
+        "error",
+        description="a damaged image ends the run (error), is replaced by another of its shard (substitute), or has "
+        "no weight (mask)",
     )
     stall_s: float = Field(300.0, gt=0, description="seconds after which a read that has not returned ends the run")
     cache: Cache = Cache()

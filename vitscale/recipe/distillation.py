@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Teacher(Block):
-    """The model that is learned from: it is never updated, and no part of checkpoints or of what is exported."""
+    """The teacher model: never updated, and not part of checkpoints or exports."""
 
     # `from` is a Python keyword, hence the alias.
     source: Annotated[
@@ -30,10 +30,10 @@ class Teacher(Block):
             "any format that `vitscale export` reads; default: initial values, for trials such as smoke forms",
         ),
     ] = None
-    step: int | None = Field(None, ge=1, lt=2**53, description="the checkpoint of a run; default: its newest")
+    step: int | None = Field(None, ge=1, lt=2**53, description="step of the run's checkpoint; default: its newest")
     model: ModelBlock = Field(description="its architecture, as `model`")
     normalise: Normalise | None = Field(
-        None, description="of the images that it is for; default: as data.normalise, which is that of the model itself"
+        None, description="normalisation of its input; default: as data.normalise, which is that of the model itself"
     )
 
     @model_validator(mode="after")
@@ -46,9 +46,9 @@ class Teacher(Block):
 
 
 class Distillation(Classification):
-    """Classification, and besides what a teacher says: the distillation token's head learns its most probable class.
+    """Classification, plus a teacher: the distillation token's head learns the teacher's most probable class.
 
-    The loss is the mean of that of the class token's head, by labels, and the cross-entropy of the other's (Touvron et
+    The loss is the mean of the class token's loss, on labels, and of the cross-entropy of the other head (Touvron et
     al., 2021; hard-label distillation). The teacher sees the same pixels, mixed too.
     """
 
@@ -56,7 +56,7 @@ class Distillation(Classification):
 
     kind: Literal["distillation"] = Field(description="chooses this objective")  # type: ignore[assignment]
     loss: Literal["softmax"] = Field(
-        "softmax", description="that of the class token's head; the other's is softmax, too"
+        "softmax", description="loss of the class token's head; the other head's is also softmax"
     )
     teacher: Teacher
 

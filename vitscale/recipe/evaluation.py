@@ -14,7 +14,7 @@ from vitscale.recipe.evaluators import Evaluator
 class FewShotTask(Block):
     """One data set of the few-shot evaluation."""
 
-    name: str = Field(min_length=1, description="what metrics call it")
+    name: str = Field(min_length=1, description="its name in metrics")
     train: str = Field(description="a dataset, as data.train")
     test: str = Field(description="a dataset, as data.train")
 
@@ -24,13 +24,13 @@ class FewShot(Block):
 
     tasks: list[FewShotTask] = Field(min_length=1, description="the data sets")
     shots: list[Annotated[int, Field(ge=1)]] = Field(
-        [1, 5, 10, 25], min_length=1, description="training images a class"
+        [1, 5, 10, 25], min_length=1, description="training images per class"
     )
-    seeds: int = Field(3, ge=1, description="draws of training samples that are averaged")
+    seeds: int = Field(3, ge=1, description="number of random draws of training samples to average over")
     l2: Annotated[float, Field(gt=0)] | Literal["shared"] = Field(
         2.0**10,
-        description="weight of the ridge penalty; shared: the paper's way, one a shot for all tasks by its mean rank "
-        "on them",
+        description="ridge penalty; shared: as in the paper, one per number of shots, chosen by its mean rank over "
+        "all tasks",
     )
     crop: EvalCrop = EvalCrop(kind="square")
 
@@ -43,34 +43,36 @@ class FewShot(Block):
 
 
 class Inspect(Block):
-    """Figures of what the model does inside, drawn into the trackers: attention distance and entropy, norms of tokens,
+    """Figures of the model's inner workings, sent to the trackers: attention distance and entropy, norms of tokens,
     filters.
     """
 
     every: Interval = Field(description="how often")
     images: str = Field(description="a dataset, as data.train: the model sees its first images")
-    count: int = Field(128, ge=1, le=10_000, description="images, rounded up to whole batches of all ranks")
+    count: int = Field(128, ge=1, le=10_000, description="number of images, rounded up to whole batches of all ranks")
 
 
 class Evaluation(Block):
-    """What is measured during training, and when; always at the end as well."""
+    """What is evaluated during training, and when; always at the end as well."""
 
-    every: Interval | None = Field(None, description="default: at the end only")
+    every: Interval | None = Field(None, description="how often to evaluate; default: only at the end")
     validation: str | None = Field(None, description="a dataset, as data.train: top-1, top-5 and loss")
     fewshot: FewShot | None = None
     evaluators: list[Annotated[SerializeAsAny[Evaluator], by_kind(Evaluator, "evaluation.evaluators.N")]] = Field(
         [], description="evaluators of other packages"
     )
-    batch: int = Field(64, ge=1, description="images a rank forwards at once")
+    batch: int = Field(64, ge=1, description="images per rank and forward pass")
     overlap: Literal["refuse", "allow"] = Field(
-        "refuse", description="evaluated samples that are among the training samples: an error, or told"
+        "refuse", description="evaluated samples that are training samples: refuse: an error; allow: a warning"
     )
     inspect: Inspect | None = None
 
 
 class Selection(Block):
-    """Keep the best checkpoint by a metric; with `patience`, stop after so many evaluations without a better one."""
+    """Keeps the best checkpoint by a metric; with `patience`, stops after that many evaluations without improvement."""
 
-    metric: str = Field("validation/top1", description="as metrics.jsonl has it, without eval/")
-    mode: Literal["max", "min"] = Field("max", description="whether high or low is good")
-    patience: int | None = Field(None, ge=1, description="evaluations without a better one that end the run")
+    metric: str = Field("validation/top1", description="name as in metrics.jsonl, without eval/")
+    mode: Literal["max", "min"] = Field("max", description="whether higher or lower is better")
+    patience: int | None = Field(
+        None, ge=1, description="number of evaluations without improvement after which the run ends"
+    )

@@ -14,8 +14,10 @@ class Evaluator(Block):
     # `module:class` of the `vitscale.evaluation.Evaluator` that measures.
     implementation: ClassVar[str]
 
-    kind: str = Field(description="the dotted path of its block, such as my_package.Calibration, whose keys stand here")
-    name: str = Field(min_length=1, description="what metrics call it")
+    kind: str = Field(
+        description="dotted path of its block, such as my_package.Calibration, whose keys are written here"
+    )
+    name: str = Field(min_length=1, description="its name in metrics")
 
     def metrics(self) -> Sequence[str]:
         """The names of the metrics that it yields, which `selection` can choose by."""

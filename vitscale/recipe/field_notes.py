@@ -8,8 +8,8 @@ NO_UNIT = "none"
 
 _KEYS_BY_UNIT = {
     "images": "batch.global batch.micro_max evaluation.batch evaluation.inspect.count",
-    "images a class": "evaluation.fewshot.shots",
-    "views of a sample": "data.repeats",
+    "images per class": "evaluation.fewshot.shots",
+    "views per sample": "data.repeats",
     "batches": "data.prefetch",
     "pixels": "data.image_size model.patch_size data.operations.N.radius",
     "channels": "model.width model.mlp_dim",
@@ -53,21 +53,21 @@ _UNITS = {key: unit for unit, keys in _KEYS_BY_UNIT.items() for key in keys.spli
 
 _TOUCHES = {
     "batch.global": "micro-batch and accumulation (with batch.micro_max and the number of ranks, which has to divide "
-    "it); steps of an epoch, and so every duration in epochs or examples; which samples a step sees",
-    "batch.micro_max": "memory of a device and speed; the update is the same but for rounding and dropout",
-    "checkpoint.every": "steps that a crash loses, at most",
-    "data.image_size": "tokens of a model, and so memory and FLOPs; the side has to hold one patch",
-    "data.repeats": "samples of a step: batch.global / data.repeats",
-    "data.train": "steps of an epoch; model.num_classes, where the recipe does not say it",
-    "data.threads": "speed alone",
+    "it); steps per epoch, and so every duration in epochs or examples; which samples a step sees",
+    "batch.micro_max": "memory of a device and speed; the update changes only by rounding and dropout",
+    "checkpoint.every": "the maximum number of steps lost in a crash",
+    "data.image_size": "number of tokens, and so memory and FLOPs; the side has to hold one patch",
+    "data.repeats": "samples per step: batch.global / data.repeats",
+    "data.train": "steps per epoch; model.num_classes, if the recipe does not set it",
+    "data.threads": "only speed",
     "model.num_classes": "the output layer",
     "model.patch_size": "tokens: (data.image_size / patch_size) squared, rounded down on each side",
     "model.head": "what `vitscale export` can write: formats without pre_logits need --drop-head",
-    "objective.loss": "model.head_bias, where the recipe does not say it",
-    "optimizer.lr": "the top of the schedule; the step of the weight decay, which is multiplied by it",
-    "parallelism.zero_stage": "memory of a device and traffic between devices; no result but for rounding",
-    "precision": "memory, speed and rounding; a run keeps what it began with",
-    "schedule.duration": "with decay: linear or cosine the learning rate of every step, which falls until the end",
+    "objective.loss": "model.head_bias, if the recipe does not set it",
+    "optimizer.lr": "the top of the schedule; the weight decay step, which is multiplied by it",
+    "parallelism.zero_stage": "memory of a device and traffic between devices; results only by rounding",
+    "precision": "memory, speed and rounding; fixed when a run begins",
+    "schedule.duration": "with decay: linear or cosine, the learning rate of every step, which falls until the end",
     "seed": "initial weights, the order of samples, crops, flips, dropout: another seed is another run",
 }
 """Key -> what the field affects besides what its description says."""

@@ -47,19 +47,19 @@ _SYNONYMS = {
 _ABOUT = """\
 # Fields of a recipe
 
-`vitscale recipe --explain` prints this page; with a KEY, such as `data`, that
-part of it, and of a single field, such as `batch.global`, also its unit, what
-else it changes, and where the paper settles it. `vitscale recipe FILE` prints a
-recipe with every default, `vitscale recipe --diff A B` what two differ in.
+`vitscale recipe --explain` prints this page. With a KEY such as `data` it prints
+that part; with a single field, such as `batch.global`, also its unit, what else
+it affects, and what the paper says. `vitscale recipe FILE` prints a recipe with
+every default, `vitscale recipe --diff A B` the differences of two.
 
-`vitscale recipe --schema` prints the same for editors, as a JSON schema. With a
-first line `# yaml-language-server: $schema=FILE`, which names it, they complete
-and check a recipe while it is written; recipes/recipe.schema.json is that of
-the recipes that come along.
+`vitscale recipe --schema` prints the same as a JSON schema. Editors use it to
+complete and check a recipe if its first line names the schema:
+`# yaml-language-server: $schema=FILE`. The shipped recipes use
+recipes/recipe.schema.json.
 
-`extends: FILE` names the recipe that this one replaces a part of. A *duration*
+`extends: FILE` names the recipe that this one is based on. A *duration*
 is `{steps: N}`, `{epochs: X}` or `{examples: N}`. On the command line
-`--set KEY=VALUE` replaces a field, the value in YAML, as in
+`--set KEY=VALUE` replaces a field, with the value in YAML, as in
 `--set schedule.duration.epochs=7`."""
 
 
@@ -110,7 +110,7 @@ def json_schema() -> dict[str, Any]:
     operations = schema["$defs"]["Data"]["properties"]["operations"]["items"]
     operations["oneOf"].append(_named_by_path("kind"))
     operations.pop("discriminator")
-    schema["properties"]["extends"] = {"type": "string", "description": "the recipe that this one replaces a part of"}
+    schema["properties"]["extends"] = {"type": "string", "description": "the recipe that this one is based on"}
     required = schema.pop("required")
     for block in (schema, *schema["$defs"].values()):
         for field in block.get("properties", {}).values():
@@ -342,7 +342,7 @@ def without_indices(key: str) -> str:
 
 def _section(block: Block) -> str:
     title = f"## {block.key}" + (f" ({block.variant})" if block.variant else "") if block.key else "## Top level"
-    optional = "" if block.is_there_by_default else " Left out by default."
+    optional = "" if block.is_there_by_default else " Not set by default."
     paragraphs = [" ".join(part.split()) for part in f"{block.meaning}{optional}".split("\n\n")]
     about = "\n\n".join(textwrap.fill(part, _COLUMNS, **_WHOLE_WORDS) for part in paragraphs)
     return "\n\n".join(filter(None, [title, about, "\n".join(map(_item, block.fields))]))

@@ -50,22 +50,25 @@ class RandAugment(LoaderOperation):
 
     kind: Literal["randaugment"] = Field(description="chooses this operation")
     set: Literal["timm", "timm_increasing", "big_vision"] = Field(
-        description="which operations, and what a magnitude means to them; in timm_increasing more is always stronger"
+        description="which operations, and how magnitudes map to their strength; in timm_increasing a higher "
+        "magnitude is always stronger"
     )
-    n: int = Field(2, ge=1, le=16, description="how many operations")
-    m: float = Field(9, ge=0, le=30, description="their magnitude, in timm's sets at most 10")
+    n: int = Field(2, ge=1, le=16, description="number of operations")
+    m: float = Field(9, ge=0, le=30, description="their magnitude, at most 10 in timm's sets")
     std: float = Field(
-        0, ge=0, le=10, description="standard deviation of the magnitude, which stays between 0 and 10 or 30"
+        0, ge=0, le=10, description="standard deviation of the magnitude, which is limited to 0 to 10 or 30"
     )
     probability: _Probability | None = Field(
-        None, description="with which each of the n is done; default: 0.5 in timm's sets, 1 in big_vision's"
+        None, description="probability of applying each of the n; default: 0.5 in timm's sets, 1 in big_vision's"
     )
     interpolation: Literal["nearest", "bilinear", "bicubic", "random"] | None = Field(
         None,
-        description="of what is moved; random: bilinear or bicubic; default: random in timm's sets, nearest in "
-        "big_vision's",
+        description="interpolation of geometric operations; random: bilinear or bicubic; default: random in timm's "
+        "sets, nearest in big_vision's",
     )
-    fill: _Colour = Field([128, 128, 128], description="red, green, blue of what is moved in; timm takes the mean")
+    fill: _Colour = Field(
+        [128, 128, 128], description="red, green, blue of empty areas after geometric operations; timm uses the mean"
+    )
 
     @model_validator(mode="after")
     def _as_in_timm(self) -> "RandAugment":
@@ -75,39 +78,39 @@ class RandAugment(LoaderOperation):
 
 
 class ThreeAugment(LoaderOperation):
-    """One of gray, solarization and Gaussian blur, and colour jitter after that (DeiT-III, arXiv:2204.07118)."""
+    """One of gray, solarization and Gaussian blur, followed by colour jitter (DeiT-III, arXiv:2204.07118)."""
 
     kind: Literal["three_augment"] = Field(description="chooses this operation")
     jitter: float = Field(
         0.3,
         ge=0,
         le=1,
-        description="of brightness, contrast and saturation, each by a factor from 1 - this to 1 + this",
+        description="brightness, contrast and saturation each change by a factor from 1 - this to 1 + this",
     )
 
 
 class ColorJitter(LoaderOperation):
-    """Brightness, contrast and saturation, in any order, by a factor each, as torchvision's without hue."""
+    """Brightness, contrast and saturation, in random order, each by a factor, as in torchvision without hue."""
 
     kind: Literal["color_jitter"] = Field(description="chooses this operation")
-    brightness: float = Field(0.4, ge=0, le=10, description="factors from 1 - this, at least 0, to 1 + this")
-    contrast: float = Field(0.4, ge=0, le=10, description="factors from 1 - this, at least 0, to 1 + this")
-    saturation: float = Field(0.4, ge=0, le=10, description="factors from 1 - this, at least 0, to 1 + this")
-    probability: _Probability = Field(1.0, description="with which an image is changed")
+    brightness: float = Field(0.4, ge=0, le=10, description="range of the factor: 1 - this (at least 0) to 1 + this")
+    contrast: float = Field(0.4, ge=0, le=10, description="range of the factor: 1 - this (at least 0) to 1 + this")
+    saturation: float = Field(0.4, ge=0, le=10, description="range of the factor: 1 - this (at least 0) to 1 + this")
+    probability: _Probability = Field(1.0, description="probability of changing an image")
 
 
 class Gray(LoaderOperation):
-    """Gray images."""
+    """Conversion to gray."""
 
     kind: Literal["gray"] = Field(description="chooses this operation")
-    probability: _Probability = Field(0.2, description="with which an image is changed")
+    probability: _Probability = Field(0.2, description="probability of changing an image")
 
 
 class GaussianBlur(LoaderOperation):
-    """Blurred images, as by Pillow's GaussianBlur: three boxes that come near a Gaussian."""
+    """Gaussian blur as Pillow's GaussianBlur does it: three box filters that approximate a Gaussian."""
 
     kind: Literal["gaussian_blur"] = Field(description="chooses this operation")
-    probability: _Probability = Field(0.5, description="with which an image is changed")
+    probability: _Probability = Field(0.5, description="probability of changing an image")
     radius: _Range = Field([0.1, 2.0], description="lowest and highest standard deviation in pixels, at most 50")
 
     @model_validator(mode="after")
@@ -118,25 +121,25 @@ class GaussianBlur(LoaderOperation):
 
 
 class Solarize(LoaderOperation):
-    """Inverted where an image is bright."""
+    """Inverts the bright pixels of an image."""
 
     kind: Literal["solarize"] = Field(description="chooses this operation")
-    probability: _Probability = Field(0.2, description="with which an image is changed")
-    threshold: int = Field(128, ge=0, le=256, description="from which value on")
+    probability: _Probability = Field(0.2, description="probability of changing an image")
+    threshold: int = Field(128, ge=0, le=256, description="lowest inverted value")
 
 
 class RandomErasing(ImageOperation):
-    """A rectangle is erased after normalisation (Zhong et al., 2017; arXiv:1708.04896), as timm does it."""
+    """Erases a rectangle after normalisation (Zhong et al., 2017; arXiv:1708.04896), as timm does."""
 
     implementation: ClassVar[str] = "vitscale.data.random_erasing:RandomErasing"
     pixels: ClassVar[Literal["uint8", "float"]] = "float"
 
     kind: Literal["random_erasing"] = Field(description="chooses this operation")
-    probability: _Probability = Field(0.25, description="with which an image is changed")
+    probability: _Probability = Field(0.25, description="probability of changing an image")
     mode: Literal["pixel", "mean"] = Field(
-        "pixel", description="what stands there: noise of mean 0 and variance 1, or 0, which is data.normalise.mean"
+        "pixel", description="new content: pixel: noise of mean 0 and variance 1; mean: 0, which is data.normalise.mean"
     )
-    area: _Range = Field([0.02, 1 / 3], description="lowest and highest part of the image's area")
+    area: _Range = Field([0.02, 1 / 3], description="lowest and highest share of the image's area")
     aspect: _Range = Field([0.3, 1 / 0.3], description="lowest and highest height / width")
 
     @model_validator(mode="after")

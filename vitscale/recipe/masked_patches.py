@@ -34,10 +34,10 @@ class Counts(NamedTuple):
 
 
 class MaskedPatches(Objective):
-    """Masked patch prediction (section 4.6, appendix B.1.2): the colours of corrupted patches are to be told.
+    """Masked patch prediction (section 4.6, appendix B.1.2): predicts the colours of corrupted patches.
 
-    Of the patches that are corrupted 80 % become a learned [mask] embedding, 10 % another patch's of the same image,
-    and 10 % are kept as they are. Labels play no part, and the model has no head.
+    Of the corrupted patches, 80 % are replaced by a learned [mask] embedding, 10 % by another patch of the same image,
+    and 10 % are kept unchanged. Labels are not used, and the model has no head.
     """
 
     implementation: ClassVar[str] = "vitscale.objectives.masked_patches:MaskedPatchPrediction"
@@ -47,10 +47,10 @@ class MaskedPatches(Objective):
     kind: Literal["masked_patches"] = Field(description="chooses this objective")
     target: Literal["mean_colour", "cell_colours", "pixels"] = Field(
         "mean_colour",
-        description="what is predicted of a corrupted patch: its mean colour, one of 512; those of its 4 x 4 cells; "
-        "or all its pixels, by their squared error",
+        description="what is predicted for a corrupted patch: its mean colour, one of 512; the mean colours of its 4 "
+        "x 4 cells; or all its pixels, with a squared error",
     )
-    share: float = Field(0.5, gt=0, le=1, description="part of an image's patches that is corrupted")
+    share: float = Field(0.5, gt=0, le=1, description="share of an image's patches that is corrupted")
 
     def check(self, recipe: "Recipe") -> None:
         """As `Objective.check`."""

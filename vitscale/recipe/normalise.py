@@ -10,13 +10,13 @@ _Channels = Annotated[list[Annotated[float, Field(ge=-1e3, le=1e3)]], Field(min_
 
 
 class Normalise(Block):
-    """How pixels become the model's input: (x - mean) / std, of x from 0 to 1, red, green and blue apart.
+    """How pixels become the model's input: (x - mean) / std, with x from 0 to 1, for red, green and blue separately.
 
-    The default, [-1, 1], is the paper's. Weights of timm and transformers are often of others, and say so.
+    The default, [-1, 1], is the paper's. Weights of timm and transformers often use other values, and state them.
     """
 
-    mean: _Channels = Field([0.5, 0.5, 0.5], description="is subtracted")
-    std: _Channels = Field([0.5, 0.5, 0.5], description="divides; each above 0")
+    mean: _Channels = Field([0.5, 0.5, 0.5], description="subtracted from each channel")
+    std: _Channels = Field([0.5, 0.5, 0.5], description="divisor of each channel; above 0")
 
     @model_validator(mode="after")
     def _above_zero(self) -> "Normalise":

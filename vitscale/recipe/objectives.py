@@ -24,25 +24,24 @@ _Part = Annotated[float, Field(ge=0, le=1)]
 class Mixing(Block):
     """Mixup (Zhang et al., 2018) and CutMix (Yun et al., 2019): slots 2k and 2k + 1 of a global batch are mixed.
 
-    Images and targets are mixed by a weight that Beta(alpha, alpha) draws: mixup adds up all pixels, CutMix replaces a
-    box of that part of the area. A box that reaches beyond the border is cut, and its weight is of what is left.
+    Images and targets are mixed with a weight drawn from Beta(alpha, alpha): mixup blends all pixels, CutMix replaces a
+    box of that share of the area. A box that extends beyond the border is cut, and its weight is that of the remaining
+    area.
     """
 
     mixup: float = Field(0.0, ge=0, le=1000, description="alpha of mixup; 0: no mixup")
     cutmix: float = Field(0.0, ge=0, le=1000, description="alpha of CutMix; 0: no CutMix")
     cutmix_sides: Annotated[list[_Part], Field(min_length=2, max_length=2)] | None = Field(
         None,
-        description="shortest and longest side of the box of CutMix as parts of the image's, in place of an area by "
-        "alpha, which is 1 then: any height with any width, all of it within the image (timm's cutmix_minmax)",
+        description="shortest and longest side of the CutMix box as shares of the image's, instead of an area drawn "
+        "by alpha, which must be 1: height and width are drawn independently, and the box lies within the "
+        "image (timm's cutmix_minmax)",
     )
-    probability: float = Field(1.0, gt=0, le=1, description="of being mixed at all")
-    cutmix_share: float = Field(
-        0.5, gt=0, lt=1, description="where both are on: probability that what is mixed is mixed by CutMix"
-    )
+    probability: float = Field(1.0, gt=0, le=1, description="probability of mixing")
+    cutmix_share: float = Field(0.5, gt=0, lt=1, description="if both are on: probability of CutMix when mixing")
     per: Literal["batch", "pair", "element"] = Field(
         "batch",
-        description="what is drawn once for: a global batch, the two of a pair, or each image (timm's batch, pair, "
-        "elem)",
+        description="unit of a draw: a global batch, a pair, or each image (timm's batch, pair, elem)",
     )
 
     @model_validator(mode="after")
@@ -119,7 +118,7 @@ class Objective(Block):
 class Classification(Objective):
     """Cross-entropy over the classes; `on` and `off` are the target values of the true and the other classes.
 
-    `label_smoothing` s says them as torch and timm do, by the number K of classes: 1 - s + s / K and s / K.
+    `label_smoothing` s sets them as torch and timm do, with K classes: 1 - s + s / K and s / K.
     """
 
     implementation: ClassVar[str] = "vitscale.objectives.classification:Classification"
@@ -128,19 +127,19 @@ class Classification(Objective):
     kind: Literal["classification"] = Field("classification", description="chooses this objective")
     loss: Literal["sigmoid", "softmax", "bce"] = Field(
         "sigmoid",
-        description="sigmoid: a yes or no for each class, summed, as the paper pre-trains; softmax: one class an "
-        "image; bce: as sigmoid, but the mean over classes, as timm and DeiT-III have it",
+        description="sigmoid: binary cross-entropy summed over classes, as the paper pre-trains; softmax: one class "
+        "per image; bce: as sigmoid, but the mean over classes, as in timm and DeiT-III",
     )
     on: float = Field(1.0, ge=0, le=1, description="target of the true class")
     off: float = Field(0.0, ge=0, le=1, description="target of the others; above 0 with on below 1: label smoothing")
     label_smoothing: float = Field(
-        0.0, ge=0, lt=1, description="part of the target that all classes share alike, in place of on and off"
+        0.0, ge=0, lt=1, description="share of the target spread evenly over all classes, instead of on and off"
     )
     threshold: float | None = Field(
         None,
         ge=0,
         lt=1,
-        description="of sigmoid and bce: targets above it become 1, all others 0, after smoothing and mixing (timm's "
+        description="for sigmoid and bce: targets above it become 1, all others 0, after smoothing and mixing (timm's "
         "bce_target_thresh)",
     )
     mixing: Mixing | None = None
@@ -148,8 +147,8 @@ class Classification(Objective):
         1.0,
         gt=0,
         le=1,
-        description="part of each image's patches that a Transformer sees while it trains, drawn by sample; class "
-        "token and registers stay (PatchDropout)",
+        description="share of each image's patches that a Transformer sees in training, drawn per sample; class token "
+        "and registers are kept (PatchDropout)",
     )
 
     @model_validator(mode="after")

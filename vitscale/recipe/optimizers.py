@@ -22,18 +22,14 @@ Pattern = Annotated[str, AfterValidator(_is_pattern)]
 
 
 class ParameterGroup(Block):
-    """Parameters that are trained in a way of their own; where several groups match one, the first of them counts."""
+    """Parameters with training settings of their own; if several groups match one, the first applies."""
 
-    match: Pattern = Field(
-        description="a regular expression; the group is of the parameters whose name, as in checkpoints, it finds"
-    )
+    match: Pattern = Field(description="a regular expression, searched for in parameter names as in checkpoints")
     lr_factor: float = Field(1.0, gt=0, description="multiplies their learning rate")
     weight_decay: float | None = Field(
-        None, ge=0, description="theirs; default: what the optimizer's weight_decay and decay_exclude say"
+        None, ge=0, description="their weight decay; default: from the optimizer's weight_decay and decay_exclude"
     )
-    frozen: bool = Field(
-        False, description="they keep the values that the run begins with: no gradient, no moments, no weight decay"
-    )
+    frozen: bool = Field(False, description="keep their initial values: no gradient, no moments, no weight decay")
 
     @model_validator(mode="after")
     def _frozen_alone(self) -> "ParameterGroup":
@@ -46,21 +42,23 @@ class ParameterGroup(Block):
 
 LearningRate = Annotated[float, Field(gt=0, description="learning rate at the end of the warmup")]
 DecayExclude = Annotated[
-    Pattern | None, Field(description="a regular expression; parameters whose name it finds are not decayed")
+    Pattern | None, Field(description="a regular expression; parameters with a matching name have no weight decay")
 ]
-ClipNorm = Annotated[float | None, Field(gt=0, description="global gradient norm above which gradients are scaled")]
+ClipNorm = Annotated[
+    float | None, Field(gt=0, description="global gradient norm above which gradients are scaled down to it")
+]
 Groups = Annotated[
     list[ParameterGroup],
-    Field(description="parameters with another learning rate or weight decay, or that are not trained at all"),
+    Field(description="parameters with their own learning rate or weight decay, or frozen ones"),
 ]
 LayerDecay = Annotated[
     float | None,
     Field(
         gt=0,
         le=1,
-        description="of Transformers, as in BEiT and MAE: the learning rate of block i of d, from 0, is multiplied by "
-        "this to the power of d - i, that of the embeddings (and a hybrid's stem) to the power of d + 1, besides a "
-        "group's lr_factor",
+        description="for Transformers, as in BEiT and MAE: the learning rate of block i of d (from 0) is multiplied "
+        "by this to the power of d - i, that of the embeddings (and a hybrid's stem) to the power of d + "
+        "1, in addition to a group's lr_factor",
     ),
 ]
 
@@ -70,7 +68,7 @@ Kept = Mapping[str, Shape]
 """An optimizer's state for a parameter: kind, as in checkpoints -> shape."""
 Betas = Annotated[
     list[Annotated[float, Field(ge=0, lt=1)]],
-    Field(min_length=2, max_length=2, description="decay of the mean of gradients, and of their squares"),
+    Field(min_length=2, max_length=2, description="decay rates of the running means of gradients and of their squares"),
 ]
 
 
@@ -82,7 +80,9 @@ class AdamW(Block):
     lr: LearningRate
     betas: Betas = Field([0.9, 0.999])
     eps: float = Field(1e-8, gt=0, description="added to the root of the mean square")
-    weight_decay: float = Field(0.0, ge=0, description="times the learning rate, taken off each weight at each update")
+    weight_decay: float = Field(
+        0.0, ge=0, description="each update subtracts this times the learning rate times the weight"
+    )
     decay_exclude: DecayExclude = None
     clip_norm: ClipNorm = None
     groups: Groups = Field([])
@@ -103,11 +103,12 @@ class SGD(Block):
 
     name: Literal["sgd"] = Field(description="chooses this optimizer")
     lr: LearningRate
-    momentum: float = Field(0.9, ge=0, lt=1, description="part of the last update that is kept")
+    momentum: float = Field(0.9, ge=0, lt=1, description="share of the previous update that is kept")
     momentum_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="in which momentum is kept; bf16, as the authors' fine-tuning code: 2 bytes a parameter"
+        "fp32",
+        description="data type of the momentum; bf16, as in the authors' fine-tuning code: 2 bytes per parameter",
     )
-    weight_decay: float = Field(0.0, ge=0, description="times each weight, added to its gradient")
+    weight_decay: float = Field(0.0, ge=0, description="this times each weight is added to its gradient")
     decay_exclude: DecayExclude = None
     clip_norm: ClipNorm = None
     groups: Groups = Field([])
@@ -135,10 +136,10 @@ class SGD(Block):
 
 
 class Lamb(Block):
-    """Adam whose update of a parameter is scaled to the parameter's norm (You et al. 2020), for large batches.
+    """Adam with each parameter's update scaled to the parameter's norm (You et al. 2020), for large batches.
 
-    In the form that DeiT-III trains with: the weight decay is part of the update, which is not scaled where there is
-    none.
+    In the form used by DeiT-III: the weight decay is part of the update, which is not scaled for parameters without
+    weight decay.
     """
 
     kept_in_bf16: ClassVar[frozenset[str]] = frozenset()
@@ -146,7 +147,7 @@ class Lamb(Block):
     lr: LearningRate
     betas: Betas = Field([0.9, 0.999])
     eps: float = Field(1e-6, gt=0, description="added to the root of the mean square")
-    weight_decay: float = Field(0.0, ge=0, description="times each weight, added to its update before that is scaled")
+    weight_decay: float = Field(0.0, ge=0, description="this times each weight is added to its update before scaling")
     decay_exclude: DecayExclude = None
     clip_norm: ClipNorm = None
     groups: Groups = Field([])
@@ -163,21 +164,23 @@ class Lamb(Block):
 
 
 class Adafactor(Block):
-    """Adam with little memory, as "Scaling Vision Transformers" has it (big_vision's): 2 bytes a parameter and masters.
+    """Adam with little memory, as in "Scaling Vision Transformers" (big_vision's): 2 bytes per parameter and masters.
 
-    The mean squares of a matrix are kept as the means of its rows and columns (Shazeer and Stern 2018), the momentum in
-    bf16. At update t they decay by the lesser of `beta2_cap` and 1 - t^-0.8.
+    The mean squares of a matrix are stored as the means of its rows and columns (Shazeer and Stern 2018), the momentum
+    in bf16. At update t their decay rate is the smaller of `beta2_cap` and 1 - t^-0.8.
     """
 
     kept_in_bf16: ClassVar[frozenset[str]] = frozenset({"exp_avg"})
     name: Literal["adafactor"] = Field(description="chooses this optimizer")
     lr: LearningRate
-    momentum: float = Field(0.9, gt=0, lt=1, description="part of the mean update that an update keeps")
-    beta2_cap: float = Field(0.999, gt=0, lt=1, description="highest decay of the mean squares")
+    momentum: float = Field(0.9, gt=0, lt=1, description="share of the running mean of updates kept at each update")
+    beta2_cap: float = Field(0.999, gt=0, lt=1, description="upper limit of the decay rate of the mean squares")
     factored_from: int = Field(
-        32, ge=2, description="tensors are factored whose two longest sides are at least so long; timm has 16"
+        32, ge=2, description="tensors whose two longest sides are at least this long are factored; timm uses 16"
     )
-    weight_decay: float = Field(0.0, ge=0, description="times the learning rate, taken off each weight at each update")
+    weight_decay: float = Field(
+        0.0, ge=0, description="each update subtracts this times the learning rate times the weight"
+    )
     decay_exclude: DecayExclude = None
     clip_norm: ClipNorm = None
     groups: Groups = Field([])
@@ -208,23 +211,27 @@ class Adafactor(Block):
 
 
 class Muon(Block):
-    """Momentum made orthogonal for the matrices of the blocks, AdamW for all else (Jordan et al. 2024).
+    """Orthogonalised momentum for the matrices of the blocks, AdamW for everything else (Jordan et al. 2024).
 
-    The update of an m x n matrix is scaled by 0.2 sqrt(max(m, n)), after which it is as large as AdamW's, so that both
-    have the same learning rate and weight decay (Liu et al. 2025).
+    The update of an m x n matrix is scaled by 0.2 sqrt(max(m, n)), which makes it as large as AdamW's, so that both use
+    the same learning rate and weight decay (Liu et al. 2025).
     """
 
     kept_in_bf16: ClassVar[frozenset[str]] = frozenset()
     name: Literal["muon"] = Field(description="chooses this optimizer")
     lr: LearningRate
-    momentum: float = Field(0.95, ge=0, lt=1, description="of the matrices: part of the mean gradient that is kept")
+    momentum: float = Field(
+        0.95, ge=0, lt=1, description="for the matrices: share of the running mean gradient that is kept"
+    )
     matrices: Pattern = Field(
         r"(^|\.)blocks\.\d+\..*weight$",
-        description="a regular expression; parameters of two dimensions or more whose name it finds are matrices",
+        description="a regular expression; matching parameters of two or more dimensions are treated as matrices",
     )
     betas: Betas = Field([0.9, 0.95])
-    eps: float = Field(1e-7, gt=0, description="of AdamW, and the least norm that a matrix is divided by")
-    weight_decay: float = Field(0.0, ge=0, description="times the learning rate, taken off each weight at each update")
+    eps: float = Field(1e-7, gt=0, description="for AdamW, and the smallest norm a matrix is divided by")
+    weight_decay: float = Field(
+        0.0, ge=0, description="each update subtracts this times the learning rate times the weight"
+    )
     decay_exclude: DecayExclude = None
     clip_norm: ClipNorm = None
     groups: Groups = Field([])

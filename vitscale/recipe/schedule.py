@@ -11,11 +11,15 @@ from vitscale.recipe.optimizers import Optimizer
 
 
 class Course(Block):
-    """A figure of the optimizer that changes with the step: from the optimizer's own value to another one."""
+    """An optimizer setting that changes with the step, from the optimizer's own value to another."""
 
-    to: float = Field(ge=0, description="the value that it reaches, and keeps")
-    over: Interval | None = Field(None, description="how long it takes, from the first step on; default: the whole run")
-    shape: Literal["linear", "cosine"] = Field("cosine", description="cosine begins and ends slowly")
+    to: float = Field(ge=0, description="the final value, which is then kept")
+    over: Interval | None = Field(
+        None, description="length of the change, from the first step on; default: the whole run"
+    )
+    shape: Literal["linear", "cosine"] = Field(
+        "cosine", description="shape of the change; cosine begins and ends slowly"
+    )
 
 
 _OWNERS = {
@@ -41,27 +45,29 @@ class Schedule(Block):
     warmup: Duration = Field(Duration(steps=0), description="the learning rate rises from 0 to optimizer.lr")
     decay: Literal["linear", "cosine", "stairs", "constant", "wsd", "rsqrt", "restarts"] = Field(
         "linear",
-        description="from the end of the warmup: to end_lr, to 0, by factor at each of boundaries, or not at all; wsd: "
-        "not at all until the cooldown (warmup, stable, decay); rsqrt: by 1 / sqrt(1 + t / timescale) after t steps, "
-        "as big_vision's; restarts: to 0 by a cosine, and again from the top after each cycle (SGDR)",
+        description="after the warmup: linear: to end_lr; cosine: to 0; stairs: by factor at each of boundaries; "
+        "constant: unchanged; wsd: unchanged until the cooldown (warmup, stable, decay); rsqrt: by 1 / "
+        "sqrt(1 + t / timescale) after t steps, as in big_vision; restarts: a cosine to 0 that restarts "
+        "from the top after each cycle (SGDR)",
     )
-    end_lr: float = Field(1e-5, ge=0, description="where decay: linear ends; no effect on the others")
-    boundaries: list[Duration] = Field([], description="where decay: stairs multiplies the rate by factor")
-    factor: float = Field(0.1, gt=0, lt=1, description="of decay: stairs; no effect on the others")
-    cooldown: Duration = Field(
-        Duration(steps=0), description="of decay: wsd and rsqrt: at the end of the run, the rate falls to 0"
-    )
+    end_lr: float = Field(1e-5, ge=0, description="final rate of decay: linear; no effect on the others")
+    boundaries: list[Duration] = Field([], description="times at which decay: stairs multiplies the rate by factor")
+    factor: float = Field(0.1, gt=0, lt=1, description="for decay: stairs; no effect on the others")
+    cooldown: Duration = Field(Duration(steps=0), description="for decay: wsd and rsqrt: length of the final fall to 0")
     cooldown_shape: Literal["linear", "1-sqrt"] = Field(
         "linear",
-        description="of decay: wsd: after a part x of the cooldown, the rate is multiplied by 1 - x or by 1 - sqrt(x)",
+        description="for decay: wsd: after a share x of the cooldown, the rate is multiplied by 1 - x or by 1 - "
+        "sqrt(x)",
     )
-    timescale: Interval = Field(Duration(steps=10_000), description="of decay: rsqrt")
-    cycle: Interval | None = Field(None, description="of decay: restarts: from the end of the warmup to the first one")
+    timescale: Interval = Field(Duration(steps=10_000), description="for decay: rsqrt")
+    cycle: Interval | None = Field(
+        None, description="for decay: restarts: length of the first cycle, from the end of the warmup"
+    )
     cycle_factor: float = Field(
-        1.0, ge=1, le=1e6, description="of decay: restarts: each cycle is longer than the one before by this factor"
+        1.0, ge=1, le=1e6, description="for decay: restarts: length of each cycle relative to the one before"
     )
     restart_factor: float = Field(
-        1.0, gt=0, le=1, description="of decay: restarts: each begins at the last one's rate times this"
+        1.0, gt=0, le=1, description="for decay: restarts: top rate of each cycle relative to the one before"
     )
     weight_decay: Course | None = Field(
         None, description="changes optimizer.weight_decay, and that of its groups by the same factor"

@@ -26,9 +26,7 @@ class Batch(Block):
     """The global batch is the experiment; micro-batch and accumulation follow from it and the world size."""
 
     # `global` is a Python keyword, hence the alias.
-    global_size: Annotated[
-        int, Field(ge=1, le=2**31, alias="global", description="images of one update, over all ranks")
-    ]
+    global_size: Annotated[int, Field(ge=1, le=2**31, alias="global", description="images per update, over all ranks")]
     micro_max: int = Field(128, ge=1, description="largest micro-batch a rank computes at once")
 
     def split(self, world_size: int) -> tuple[int, int]:
@@ -44,9 +42,9 @@ class Batch(Block):
 
 
 class Init(Block):
-    """The weights that a run begins with, in place of random ones; or, with `continue`, all of another run's state.
+    """The initial weights of a run, instead of random ones; or, with `continue`, the full state of another run.
 
-    They are read once, when the run begins: one that is resumed reads its own checkpoints, and no longer needs them.
+    They are read once, when the run begins: a resumed run reads its own checkpoints, and no longer needs them.
     """
 
     # `from` is a Python keyword, hence the alias.
@@ -56,26 +54,28 @@ class Init(Block):
             min_length=1,
             alias="from",
             description="a run's directory (its newest checkpoint), the folder of one checkpoint, or weights in any "
-            "format that `vitscale export` reads; the average of the weights where the run keeps one",
+            "format that `vitscale export` reads; uses the averaged weights if the run has them",
         ),
     ]
     head: Literal["zero", "keep", "initial"] = Field(
         "zero",
-        description="the output layer: weights and bias zero, as the paper fine-tunes; kept, for the same classes; or "
-        "as without init. The first and the last leave pre_logits out where model.head: linear has no place for it",
+        description="the output layer: zero: weights and bias zero, as the paper fine-tunes; keep: from the weights, "
+        "for the same classes; initial: as without init. zero and initial drop pre_logits if model.head "
+        "is linear",
     )
     positions: Literal["resample", "keep"] = Field(
         "resample",
-        description="position embeddings of another resolution are interpolated (section 3.2), or an error",
+        description="position embeddings of another resolution are interpolated (resample, section 3.2) or an error "
+        "(keep)",
     )
-    step: int | None = Field(None, ge=1, lt=2**53, description="the checkpoint of a run; default: its newest")
+    step: int | None = Field(None, ge=1, lt=2**53, description="step of the run's checkpoint; default: its newest")
     # `continue` is a Python keyword, too.
     continues: Annotated[
         bool,
         Field(
             alias="continue",
-            description="a branch: the run goes on after `step` of the other one, its trunk, with its optimizer, "
-            "averages and position in the data; only the schedule, and what is free when a run is resumed, may differ; "
+            description="a branch: the run continues after `step` of another run, its trunk, with its optimizer, "
+            "averages and position in the data; only the schedule, and fields that may change on resume, may differ; "
             "data.train may be a view of the trunk's",
         ),
     ] = False
@@ -94,19 +94,24 @@ class Init(Block):
 
 
 class Parallelism(Block):
-    """How the run is spread over devices; nothing here changes what is computed, but for rounding."""
+    """How the run is distributed over devices; nothing here changes the results, except by rounding."""
 
     zero_stage: int = Field(
-        1, ge=0, le=3, description="what ranks share out: 1 optimizer state, 2 gradients too, 3 weights too; 0 nothing"
+        1,
+        ge=0,
+        le=3,
+        description="what is partitioned among ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights",
     )
     activation_checkpointing: int = Field(
         0, ge=0, le=2**31, description="recompute every k-th block's activations in the backward pass; 0: keep all"
     )
-    reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="in which gradients are summed over the ranks")
+    reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="data type of gradient sums over the ranks")
     offload: Literal["none", "optimizer"] = Field("none", description="optimizer: keep its state in host memory")
-    compile: bool = Field(False, description="compile each block by torch.compile; evaluation stays as it is")
+    compile: bool = Field(False, description="compile each block with torch.compile; evaluation stays eager")
     overlap: bool = Field(
-        False, description="send gradients and weights while computing, in stages 1 and 2 half as much of gradients"
+        False,
+        description="overlap sending of gradients and weights with computation; halves gradient traffic in stages 1 "
+        "and 2",
     )
 
     @model_validator(mode="after")
@@ -131,25 +136,25 @@ class Checkpoint(Block):
 
     default_every_s: ClassVar[float] = 600.0
 
-    every: Interval | None = Field(None, description="default: every 10 minutes; at the end in any case")
-    keep: int = Field(2, ge=1, description="newest checkpoints kept, and besides the best one by `selection`")
-    keep_every: Interval | None = Field(None, description="checkpoints of these steps are kept for good")
+    every: Interval | None = Field(None, description="how often to save; default: every 10 minutes; always at the end")
+    keep: int = Field(2, ge=1, description="number of newest checkpoints kept, besides the best one by `selection`")
+    keep_every: Interval | None = Field(None, description="checkpoints at multiples of this are kept permanently")
     dir: str | None = Field(
-        None, description="a folder or URL, below which each run has one of its name; default: in the run directory"
+        None, description="a folder or URL with one subfolder per run, named after it; default: in the run directory"
     )
-    background: bool = Field(True, description="training goes on while files are written, from a copy in host memory")
-    max_failures: int = Field(2, ge=0, description="saves in a row that may fail before the run ends")
+    background: bool = Field(True, description="write files while training continues, from a copy in host memory")
+    max_failures: int = Field(2, ge=0, description="consecutive failed saves tolerated before the run ends")
 
 
 class Ema(Block):
-    """Exponential moving average of the weights, which evaluation and export then use (Polyak and Juditsky, Table 4).
+    """Exponential moving average of the weights, used by evaluation and export (Polyak and Juditsky, Table 4).
 
-    After the t-th update the average moves by 1 - d towards the fp32 weights; d is `decay`, and with `warmup` at most
-    (1 + t) / (10 + t). It begins with the weights that the run begins with.
+    The t-th update moves the average by 1 - d towards the fp32 weights; d is `decay`, and with `warmup` at most (1 + t)
+    / (10 + t). It starts from the run's initial weights.
     """
 
-    decay: float = Field(0.9999, gt=0, lt=1, description="part of the average that an update keeps")
-    warmup: bool = Field(True, description="less of it at the beginning")
+    decay: float = Field(0.9999, gt=0, lt=1, description="share of the average kept at each update")
+    warmup: bool = Field(True, description="use a lower decay at the beginning")
 
 
 def _complaint(check: Callable[[], None]) -> Iterator[str]:
@@ -179,8 +184,8 @@ class Recipe(Block):
     schedule: Schedule
     precision: Literal["auto", "bf16", "fp32", "fp8"] = Field(
         "auto",
-        description="auto: bf16 where the device computes it, else fp32, and a run keeps what it began with; "
-        "fp8: as bf16, but for the blocks' dense layers while they train; needs torchao",
+        description="auto: bf16 if the device computes in it, else fp32, chosen once when the run begins; fp8: as "
+        "bf16, with the blocks' dense layers in float8 during training; needs torchao",
     )
     parallelism: Parallelism = Parallelism()
     evaluation: Evaluation = Evaluation()
@@ -191,9 +196,9 @@ class Recipe(Block):
     check: Check = Check()
     logging: Logging = Logging()
     profile: Profile = Profile()
-    seed: int = Field(0, ge=0, lt=2**63, description="of initial weights, order, crops, flips and dropout")
+    seed: int = Field(0, ge=0, lt=2**63, description="determines initial weights, order, crops, flips and dropout")
     deepspeed: dict[str, Any] = Field(
-        {}, description="additions to the DeepSpeed configuration that follows from the recipe"
+        {}, description="additions to the DeepSpeed configuration derived from the recipe"
     )
 
     @model_validator(mode="after")

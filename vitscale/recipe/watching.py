@@ -17,43 +17,43 @@ checkpoint and leaves out all batches since then.
 class Spike(Block):
     """A loss above the median of the last `window` by `factor` times their median absolute deviation x 1.4826.
 
-    The deviation counts as a thousandth of the median at least.
+    The deviation is taken as at least a thousandth of the median.
     """
 
-    policy: Policy = Field("stop", description="what becomes of its batch")
-    window: int = Field(100, ge=5, le=10_000, description="steps that it is compared with")
-    factor: float = Field(10.0, gt=0, description="deviations above the median")
+    policy: Policy = Field("stop", description="what to do with its batch")
+    window: int = Field(100, ge=5, le=10_000, description="number of preceding steps it is compared with")
+    factor: float = Field(10.0, gt=0, description="threshold in deviations above the median")
 
 
 class Anomalies(Block):
-    """What becomes of a step with a loss or gradient that is not finite, and of one whose loss leaps."""
+    """What to do with a step whose loss or gradient is not finite, or whose loss spikes."""
 
     non_finite: Policy = Field(
         "stop",
-        description="stop ends the run; skip leaves the batch out; rewind goes back to the last checkpoint and leaves "
+        description="stop ends the run; skip leaves the batch out; rewind returns to the last checkpoint and leaves "
         "out all batches since then",
     )
     spike: Spike | None = None
-    limit: int = Field(10, ge=1, description="times that the run may skip or rewind before it ends")
+    limit: int = Field(10, ge=1, description="maximum number of skips and rewinds; the next one ends the run")
 
 
 class Check(Block):
-    """Looking for devices that compute wrongly and ranks that hang."""
+    """Detects devices that compute wrongly, wrong updates, and ranks that hang."""
 
     replicas_every: int | None = Field(
         1000, ge=1, description="steps between comparisons of the ranks' weights; zero_stage 3 has no replicas"
     )
     recompute_every: int | None = Field(
-        None, ge=1, description="steps between micro-batches that all ranks compute, whose bits are compared"
+        None, ge=1, description="steps between micro-batches that all ranks compute to compare their bits"
     )
     audit_every: int | None = Field(
         1000,
         ge=1,
-        description="steps between audits, which see that the gradient that is applied is that of the batch, and that "
+        description="steps between audits, which check that the applied gradient is that of the batch, and that "
         "weights and optimizer state follow from it",
     )
     audit: Literal["stop", "warn"] = Field(
-        "stop", description="what an audit does that finds something wrong: end the run (exit code 75), or say it"
+        "stop", description="on a failed audit: end the run (exit code 75), or only report it"
     )
     step_timeout_s: float = Field(
         600.0, gt=0, le=86400, description="seconds without progress after which a rank ends the run"
@@ -64,7 +64,7 @@ Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "trackio", "swan
 
 
 class Logging(Block):
-    """What is written while training, and who else gets it."""
+    """What is logged during training, and to which other programs."""
 
     most_s: ClassVar[float] = 30.0
 
@@ -75,7 +75,8 @@ class Logging(Block):
         "process, and at every step that is evaluated or saved",
     )
     trackers: list[Tracker] = Field(
-        ["tensorboard"], description="what else gets the figures; each needs its package, and its own set-up"
+        ["tensorboard"],
+        description="other programs that receive the metrics; each needs its package and its own set-up",
     )
     batch_digest: bool = Field(False, description="a checksum over every pixel of each global batch")
 
@@ -99,6 +100,8 @@ class Logging(Block):
 
 
 class Profile(Block):
-    """Where the time of some steps goes: a trace and a table in the run directory."""
+    """A profile of some steps: a trace and a table in the run directory."""
 
-    steps: int = Field(0, ge=0, le=100, description="how many, from the fourth step of a process on; 0: none")
+    steps: int = Field(
+        0, ge=0, le=100, description="number of steps to profile, from a process's fourth step on; 0: none"
+    )
