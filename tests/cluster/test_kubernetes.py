@@ -228,9 +228,9 @@ def test_a_recipe_of_ones_own_goes_along_with_what_it_extends_and_the_settings(t
         ("--run-dir /tmp/run", "--run-dir /tmp/run is not below /work"),
         ("--run-dir ../run", "is not below /work"),
         ("--set checkpoint.dir=/elsewhere", "checkpoint.dir /elsewhere is not below /work"),
-        ("--resume never", "a pod that is started again continues"),
-        ("--node-rank 0", "--node-rank is not for --cluster k8s"),
-        ("--master node1", "--master is not for --cluster k8s"),
+        ("--resume never", "--resume never"),
+        ("--node-rank 0", "--node-rank .* --cluster k8s"),
+        ("--master node1", "--master .* --cluster k8s"),
     ],
 )
 def test_what_cannot_be_is_said(options, message):
@@ -241,7 +241,7 @@ def test_what_cannot_be_is_said(options, message):
 
 
 def test_what_is_missing_is_said():
-    with pytest.raises(errors.RecipeError, match="--ranks, the GPUs of a node"):
+    with pytest.raises(errors.RecipeError, match="needs --ranks"):
         launch("h14_jft", "--cluster", "k8s", *given("image=v", "pvc=c"), "--dry-run")
     with pytest.raises(errors.RecipeError, match="image"):
         launch("h14_jft", "--cluster", "k8s", "--ranks", "8", *given("pvc=c"), "--dry-run")

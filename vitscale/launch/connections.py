@@ -60,14 +60,14 @@ class Connection:
         except BlockingIOError:
             pass
         except OSError as error:
-            self._lose(f"is not reached any more ({error.strerror})")
+            self._lose(f"can no longer be reached ({error.strerror})")
         *lines, self._received = self._received.split(b"\n")
         try:
             messages = [json.loads(line) for line in lines]
         except (ValueError, RecursionError):
             messages = [None]
         if len(self._received) > _MOST_BYTES or not all(isinstance(message, dict) for message in messages):
-            self._lose("sends what is no message")
+            self._lose("sends something that is not a message")
             return []
         silent = time.monotonic() - self._heard_at
         if silent > self._silence:
@@ -133,7 +133,7 @@ def resolve(place: ThisNode, supervisor: Supervisor) -> Address | None:
             if waited > place.wait_s:
                 raise PeerLostError(f"{what}, for {place.wait_s:,.0f} s. Is it the name of this node?") from None
             if waited > 2 and not has_told:
-                say(f"waits until this name is known: {what}")
+                say(f"waits for this name to resolve: {what}")
                 has_told = True
         time.sleep(RECONNECT_SECONDS)
     return None

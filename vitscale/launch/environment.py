@@ -97,7 +97,7 @@ def find_place(nodes: int | None, node_rank: int | None, master: str | None, *, 
             nodes = _number("SLURM_NNODES")
             if _number("SLURM_NTASKS") != nodes:
                 raise RecipeError(
-                    f"srun has started {counted(_number('SLURM_NTASKS'), 'task')} on {counted(nodes, 'node')}, and a "
+                    f"srun has started {counted(_number('SLURM_NTASKS'), 'task')} on {counted(nodes, 'node')}, but a "
                     f"launch starts the ranks of its node itself: srun --ntasks-per-node=1 vitscale launch ..."
                 )
         node_rank = _number("SLURM_NODEID") if node_rank is None else node_rank
@@ -111,11 +111,11 @@ def find_place(nodes: int | None, node_rank: int | None, master: str | None, *, 
         present = [name for name in given if name not in missing]
         raise RecipeError(
             f"{', '.join(present)} without {', '.join(missing)}: every node's launch needs all of --nodes N, "
-            f"--node-rank 0 to N-1 and --master HOST[:PORT]; only srun says them by itself"
+            f"--node-rank 0 to N-1 and --master HOST[:PORT]; only srun sets them by itself"
         )
     assert nodes is not None and node_rank is not None and master is not None
     if node_rank >= nodes:
-        raise RecipeError(f"--node-rank {node_rank}: of {counted(nodes, 'node')} they are 0 to {nodes - 1}")
+        raise RecipeError(f"--node-rank {node_rank}: expected 0 to {nodes - 1} for {counted(nodes, 'node')}")
     address, port = split_address(master)
     return ThisNode(node_rank, nodes, address, port, wait_s)
 
@@ -274,7 +274,7 @@ def _refuse_a_missing_hostfile() -> None:
             if name and not (process / "cwd" / name).is_file():
                 raise RecipeError(
                     f"deepspeed was given --hostfile {name}, which is not a file, and would train on this machine "
-                    f"alone; mend the path, or leave --hostfile out"
+                    f"alone; correct the path, or omit --hostfile"
                 ).on_all_ranks()
 
 

@@ -55,7 +55,7 @@ class FirstNode:
             waited = time.monotonic() - began
             if waited > self._place.wait_s:
                 raise PeerLostError(
-                    f"{_nodes(missing)} of {self._place.nodes} did not come to {self._place.address}:"
+                    f"{_nodes(missing)} of {self._place.nodes} did not connect to {self._place.address}:"
                     f"{self._place.port} within {self._place.wait_s:,.0f} s. Does the launch run there, with this "
                     f"--master and --nodes? Can that machine resolve the name and reach the port?"
                 )
@@ -150,10 +150,11 @@ class FirstNode:
             return stranger.close()
         refusal = ""
         if nodes != self._place.nodes or not 0 < node < nodes:
-            refusal = f"this is node {node} of {nodes}, and node 0 was started as one of {self._place.nodes}"
+            refusal = f"this is node {node} of {nodes}, but node 0 was started as one of {self._place.nodes}"
         elif node in self._others and not self._others[node].connection.lost:
             refusal = (
-                f"node {node} is there already, on {self._others[node].host}; every node needs its own --node-rank"
+                f"node {node} is already connected, from {self._others[node].host}; every node needs "
+                f"its own --node-rank"
             )
         if refusal:
             stranger.send({"refused": refusal})
@@ -172,7 +173,7 @@ class _Other:
         self.devices, self.is_asked_for, self.is_ready = 0, False, False
         self.left: Decision | None = None
         # A node that reconnects has no ranks in the current attempt.
-        self._trouble = f"{name} lost its ranks and came again" if is_new else ""
+        self._trouble = f"{name} lost its ranks and reconnected" if is_new else ""
         self._account: Account | None = None
 
     def begin(self, layout: Layout) -> None:

@@ -142,7 +142,7 @@ class PretrainingRanks:
         if what.time_limit_minutes is not None:
             left = what.time_limit_minutes - (time.monotonic() - self._began) / 60
             if left <= 0:
-                raise PreemptedError(f"the time limit of {what.time_limit_minutes:g} minutes is over")
+                raise PreemptedError(f"the time limit of {what.time_limit_minutes:g} minutes has been reached")
             arguments += ["--time-limit", str(left)]
         return arguments
 

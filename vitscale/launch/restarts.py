@@ -70,7 +70,7 @@ class Launch:
     def _attempt(self) -> Decision:
         ranks = self._prepare(self._journal.attempt)
         if self._supervisor.told is not None:
-            why = f"told to end by {self._supervisor.told.name} while no rank ran"
+            why = f"told to end by {self._supervisor.told.name} while no rank was running"
             self._nodes.leave(EXIT_PREEMPTED, why)
             return Decision(EXIT_PREEMPTED, why, restarts=False)
         self._journal.attempt += 1
@@ -97,7 +97,7 @@ class Launch:
         culprit = cause(ends)
         is_done = self._is_done() and not (self._was_done and culprit)
         if is_done and culprit:
-            say(f"the run is done all the same: {self._run_dir / DONE_FILE} was written before")
+            say(f"the run is done anyway: {self._run_dir / DONE_FILE} was written earlier")
         told = self._supervisor.told
         return Account(
             culprit,

@@ -286,7 +286,7 @@ def _signals_held_back() -> Iterator[None]:
 def _out_of_memory_hint(before: int | None) -> str:
     now = out_of_memory_kills()
     if now is None or before is None:
-        return "; perhaps for want of memory: the kernel's log tells"
+        return "; perhaps out of memory: see the kernel's log"
     if now > before:
         return f"; out of memory: the kernel killed {counted(now - before, 'process')} of this control group for it"
-    return "; not for want of memory, as far as the counts of this control group tell"
+    return "; not out of memory, by the counters of this control group"

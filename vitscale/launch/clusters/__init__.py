@@ -128,7 +128,7 @@ def shell_words(name: str, text: str) -> list[str]:
 def refuse_node_options(job: Job, cluster: str) -> None:
     """Raise `RecipeError` if the job numbers its nodes, which the cluster does by itself."""
     if job.node_rank is not None:
-        raise RecipeError(f"--node-rank is not for --cluster {cluster}: it numbers the nodes itself")
+        raise RecipeError(f"--node-rank cannot be used with --cluster {cluster}, which numbers the nodes itself")
 
 
 def shell_line(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:

@@ -98,15 +98,15 @@ def read_hostfile(path: Path) -> list[Host]:
         if slots == 0:
             raise RecipeError(f"{where}: {name} has no slots; leave the line out, or count the CUDA devices of {name}")
         if name in hosts:
-            raise RecipeError(f"{where}: {name} stands in line {hosts[name][1]} already")
+            raise RecipeError(f"{where}: {name} is already in line {hosts[name][1]}")
         hosts[name] = (slots, number)
     if not hosts:
         raise RecipeError(f"{path}: no hosts; expected lines such as `node1 slots=8`")
     for name, (_, number) in hosts.items():
         if len(hosts) > 1 and (name == "localhost" or name.startswith("127.")):
             raise RecipeError(
-                f"{path}, line {number}: {name} is another machine to every host; write the name by which the others "
-                f"know it"
+                f"{path}, line {number}: {name} means a different machine on every host; write the name by "
+                "which the others know it"
             )
     return [Host(name, slots) for name, (slots, _) in hosts.items()]
 
@@ -140,7 +140,7 @@ class _Front:
     def __init__(self, job: Job) -> None:
         refuse_node_options(job, "hostfile")
         if "hostfile" not in job.options:
-            raise RecipeError("--cluster hostfile needs --hostfile FILE, of lines such as `node1 slots=8`")
+            raise RecipeError("--cluster hostfile needs --hostfile FILE, with lines such as `node1 slots=8`")
         options = read_options(job, HostfileOptions)
         self._job = replace(job, wait_for_nodes_minutes=_NODE_WAIT_MINUTES)
         self._ssh, self._limit = shell_words("ssh", options.ssh), job.what.time_limit_minutes
@@ -222,11 +222,12 @@ class _Front:
                 in_a_row += 1
                 hosts = self._fitting(left)
                 if not hosts:
-                    why = "the ranks of the others do not divide batch.global" if left else "no host is left"
+                    why = "the other hosts' ranks do not divide batch.global" if left else "no host is left"
                     raise PeerLostError(f"{cause}, and {why}; repeat the command when they are back")
                 names = [host.name for host in hosts]
                 say(
-                    f"{cause}: goes on with {' and '.join(names)}, {counted(sum(host.slots for host in hosts), 'rank')}"
+                    f"{cause}: continues with {' and '.join(names)}, "
+                    f"{counted(sum(host.slots for host in hosts), 'rank')}"
                 )
                 journal.write("hosts", hosts=names, cause=cause, step=furthest)
                 self._continue(began)
@@ -237,7 +238,7 @@ class _Front:
         if self._limit is not None:
             left = self._limit - (time.monotonic() - began) / 60
             if left <= 0:
-                raise PreemptedError(f"the time limit of {self._limit:g} minutes is over")
+                raise PreemptedError(f"the time limit of {self._limit:g} minutes has been reached")
             what = replace(what, time_limit_minutes=left)
         self._job = replace(self._job, what=what)
 
@@ -332,7 +333,7 @@ class _Front:
             elif answer["version"] != vitscale.__version__:
                 problems.append(f"  {host.name}: has vitscale {answer['version']} and this is {vitscale.__version__}")
             elif not answer["shares"]:
-                problems.append(f"  {host.name}: does not see what is written here into {self._run_dir.absolute()}")
+                problems.append(f"  {host.name}: does not see files written here to {self._run_dir.absolute()}")
         if problems:
             raise RecipeError(
                 "not all hosts can take part:\n" + "\n".join(problems) + "\nEvery host needs an ssh login without a "

@@ -87,18 +87,20 @@ def submit(job: Job) -> int:
         answer = subprocess.run(["kubectl", "apply", "-f", "-"], input=_yaml(objects), capture_output=True, text=True)
     except FileNotFoundError:
         raise RecipeError(
-            "kubectl is not installed here; --dry-run prints the objects, to be handed in by other means"
+            "kubectl is not installed here; --dry-run prints the objects, to be submitted in another way"
         ) from None
     print(answer.stdout, end="")
     metadata = objects[-1]["metadata"]
     name = f"{objects[-1]['kind'].lower()}/{metadata['name']}"
     where = f" -n {metadata['namespace']}" if "namespace" in metadata else ""
-    again = f"kubectl delete {name}{where}, and repeat the command: the run continues, as its directory stays"
+    again = f"kubectl delete {name}{where}, and repeat the command: the run continues, because its directory remains"
     if answer.returncode:
         hint = f". Is there an earlier one? {again}" if "immutable" in answer.stderr else ""
         raise RecipeError(f"kubectl apply failed: {answer.stderr.strip()}{hint}")
     if not answer.stdout.rstrip().endswith("created"):
-        raise RecipeError(f"{name} was there already, running or ended, and is not started again. For that: {again}")
+        raise RecipeError(
+            f"{name} already exists, running or ended, and is not started again. To start it again: {again}"
+        )
     return EXIT_DONE
 
 
@@ -111,11 +113,13 @@ def _checked_options(job: Job) -> KubernetesOptions:
     options = read_options(job, KubernetesOptions)
     what, nodes = job.what, job.nodes or 1
     if job.master is not None:
-        raise RecipeError("--master is not for --cluster k8s: the pods know the name of the first one")
+        raise RecipeError("--master cannot be used with --cluster k8s: the pods know the first pod's name")
     if what.ranks is None:
-        raise RecipeError("--cluster k8s needs --ranks, the GPUs of a node: a pod gets as many as it asks for")
+        raise RecipeError(
+            "--cluster k8s needs --ranks, the number of GPUs per node: a pod gets only as many as it requests"
+        )
     if what.resume == "never":
-        raise RecipeError("--resume never is not for --cluster k8s: a pod that is started again continues the run")
+        raise RecipeError("--resume never cannot be used with --cluster k8s: a restarted pod continues the run")
     recipe = load_recipe(what.recipe, [] if what.smoke else what.settings)
     if not what.smoke and recipe.batch.global_size % (nodes * what.ranks):
         raise RecipeError(
@@ -125,12 +129,12 @@ def _checked_options(job: Job) -> KubernetesOptions:
     mount, run_dir = _mount(options), what.run_dir or default_run_dir(what.recipe, smoke=what.smoke)
     if not _is_below(mount, mount / run_dir):
         raise RecipeError(
-            f"--run-dir {run_dir} is not below {mount}, where the claim is mounted: it would end with its pod"
+            f"--run-dir {run_dir} is not below {mount}, where the claim is mounted: it would be lost with its pod"
         )
     above = None if what.smoke else without_file_scheme(recipe.checkpoint.dir or "")
     if above and not is_url(above) and (above.startswith("~") or not _is_below(mount, mount / above)):
         raise RecipeError(
-            f"checkpoint.dir {above} is not below {mount}, where the claim is mounted: checkpoints would end with "
+            f"checkpoint.dir {above} is not below {mount}, where the claim is mounted: checkpoints would be lost with "
             f"their pod. Choose a folder there, or a URL"
         )
     return options
@@ -144,7 +148,9 @@ def _name_of(job: Job) -> str:
     stem = default_run_dir(job.what.recipe, smoke=job.what.smoke).name
     name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
     if len(name) > _LONGEST_NAME or not re.fullmatch(_LABEL, name):
-        raise RecipeError(f"the name {name!r}, after the recipe, cannot be a job's: --cluster-option name=NAME")
+        raise RecipeError(
+            f"the name {name!r}, taken from the recipe, is not a valid job name: use --cluster-option name=NAME"
+        )
     return name
 
 

@@ -36,4 +36,4 @@ def _place(job: Job) -> ThisNode | None:
 
 def _refuse_options(job: Job) -> None:
     if job.options:
-        raise RecipeError(f"--cluster-option {next(iter(job.options))}: --cluster local has none")
+        raise RecipeError(f"--cluster-option {next(iter(job.options))}: --cluster local has no options")

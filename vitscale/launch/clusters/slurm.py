@@ -89,7 +89,7 @@ def render(job: Job) -> str:
     """The batch script, for sbatch; the run directory must exist when it starts."""
     refuse_node_options(job, "slurm")
     if job.master is not None:
-        raise RecipeError("--master is not for --cluster slurm: the first node of the job is the first one")
+        raise RecipeError("--master cannot be used with --cluster slurm: the job's first node is node 0")
     nodes, ranks = job.nodes or 1, job.what.ranks
     run_dir = _run_dir(job)
     if not str(run_dir.absolute()).isprintable():  # a line of the batch script must not become two
@@ -107,7 +107,7 @@ def render(job: Job) -> str:
 
     own, of_sbatch = _read_options(job)
     if own.tasks == "rank" and ranks is None:
-        raise RecipeError("--cluster-option tasks=rank needs --ranks, the number of them on a node")
+        raise RecipeError("--cluster-option tasks=rank needs --ranks, the number of ranks per node")
     # Every job after the first one continues the run, and the limit is that of each job.
     what = replace(job.what, run_dir=run_dir, resume="auto", time_limit_minutes=None)
     python = shell_words("python", own.python)
@@ -194,7 +194,7 @@ def hand_in(script: str) -> str:
     except FileNotFoundError:
         raise RecipeError("there is no sbatch here: run this where jobs are submitted, or see --dry-run") from None
     if answer.returncode:
-        raise RecipeError(f"sbatch did not take the job: {answer.stderr.strip()}")
+        raise RecipeError(f"sbatch rejected the job: {answer.stderr.strip()}")
     return answer.stdout.strip().partition(";")[0]  # the name of the cluster follows, if there are several
 
 
