@@ -405,7 +405,7 @@ def test_finished_runs(run_dir):
     (run_dir / "DONE").write_text('{"st')
     (found,) = status(run_dir)
     assert found["state"] not in ("done", "stopped early") and found["step"] == 20
-    assert found["notes"] == [f"{run_dir}/DONE is damaged, and passed over"]
+    assert found["notes"] == [f"{run_dir}/DONE is damaged and ignored"]
 
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
@@ -583,7 +583,7 @@ def test_several_runs_one_of_them_missing(run_dir):
     other = run_dir.parent / "other"
     shutil.copytree(run_dir, other)
     result = CliRunner().invoke(app, ["status", str(run_dir), "/no/such", str(other), "--price", "1"])
-    assert result.exit_code == 2 and "/no/such is no run directory" in result.stderr
+    assert result.exit_code == 2 and "/no/such is not a run directory" in result.stderr
     rows = [line.split() for line in result.stdout.splitlines()]
     assert [row[0] for row in rows if "2,048.0" in row] == [str(run_dir), str(other)]
 

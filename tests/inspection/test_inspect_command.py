@@ -140,7 +140,7 @@ def test_bad_input_is_told_and_leaves_nothing(home, tmp_path):
         (2, "expected some of filters", inspect(home, out, run, "--show", "attentoin")),
         (3, "pickle.pth", inspect(home, out, tmp_path / "pickle.pth", "--model", run / "recipe.yaml")),
         (2, "smaller", inspect(home, out, home / "ours/model.safetensors", "--image-size", 4)),
-        (2, "no run directory", inspect(home, out, tmp_path / "empty")),
+        (2, "run directory", inspect(home, out, tmp_path / "empty")),
         (2, "twice", inspect(home, out, run, run)),
         (2, "already exists", inspect(home, home / "pictures", run)),
         (3, "nowhere", inspect(home, out, run, "--neighbours", tmp_path / "nowhere")),

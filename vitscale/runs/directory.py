@@ -33,7 +33,7 @@ def recipe_of_run(run_dir: Path) -> Recipe:
     """
     saved = run_dir / RECIPE_FILE
     if not saved.is_file():
-        raise RecipeError(f"{run_dir} is no run directory: there is no {saved.name} in it")
+        raise RecipeError(f"{run_dir} is not a run directory: it has no {saved.name}")
     return read_recipe(saved)
 
 
@@ -68,7 +68,7 @@ def _holds_checkpoints(root: str) -> bool:
         return bool(steps_at(root))
     except (OSError, StorageError) as error:
         # Not an error that is retried: by the next try this launch itself may have begun the run.
-        raise RecipeError(f"--resume never: whether there are checkpoints already cannot be told: {error}") from None
+        raise RecipeError(f"--resume never: cannot find out whether there are checkpoints already: {error}") from None
 
 
 def check_recipe(began_with: Recipe, recipe: Recipe, where: str) -> None:
@@ -78,7 +78,7 @@ def check_recipe(began_with: Recipe, recipe: Recipe, where: str) -> None:
         raise RecipeError(
             f"{where} holds a run of another recipe:\n"
             + "\n".join(f"  {line}" for line in changed)
-            + "\nUse another --run-dir, or the recipe that this run began with"
+            + "\nUse another --run-dir, or the recipe that this run started with"
         )
 
 
@@ -188,4 +188,6 @@ def in_use(folder: Path) -> VitscaleError:
     holder = last_holder(folder)
     if holder in ("", socket.gethostname()):
         return RecipeError(f"{folder} is in use by another launch; wait for it, or use another --run-dir")
-    return StorageError(f"{folder} is in use by a launch on {holder}. If that machine has failed, its lock goes soon")
+    return StorageError(
+        f"{folder} is in use by a launch on {holder}. If that machine has failed, its lock expires soon"
+    )

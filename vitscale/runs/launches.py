@@ -51,7 +51,7 @@ class Journal:
                 os.close(file)
         except OSError as error:
             if not self._has_complained:
-                self._say(f"WARNING: {self._path} cannot be written ({error.strerror}); going on without it")
+                self._say(f"WARNING: {self._path} cannot be written ({error.strerror}); continuing without it")
             self._has_complained = True
 
 

@@ -24,7 +24,7 @@ def default_run_dir(recipe: str, *, smoke: bool) -> Path:
     """The run directory unless another is given: below `runs`. Raises `RecipeError` if there is no such recipe."""
     file = find_recipe(recipe)
     if file.stem in (".", ".."):
-        raise RecipeError(f"{file}: no run can be called {file.stem!r}; rename the file, or say --run-dir")
+        raise RecipeError(f"{file}: no run can be called {file.stem!r}; rename the file, or set --run-dir")
     return Path("runs") / f"{file.stem}{'-smoke' if smoke else ''}"
 
 

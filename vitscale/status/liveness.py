@@ -69,7 +69,7 @@ def judge(signs: Signs, now: float) -> tuple[State, str]:
     is_recent = line_at is not None and now - line_at <= 3 * (signs.due_s or 0.0) + signs.timeout_s
     if signs.is_held is False and signs.is_only_here:
         has_no_end = event is not None and event.what != "finished"
-        how = "; the last launch was on this machine and left no end" if has_no_end else ""
+        how = "; the last launch was on this machine and recorded no end" if has_no_end else ""
         return "not running", f"{line}{how}"
     if event is not None and is_recent:
         return "running", f"on {event.host}, by its metrics: {line}"

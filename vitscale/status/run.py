@@ -121,15 +121,15 @@ class RunReader:
         try:
             names = set(os.listdir(directory))  # noqa: PTH208 (names are enough)
         except FileNotFoundError:
-            raise NoRunYetError(f"{directory} is no run directory: there is no such directory") from None
+            raise NoRunYetError(f"{directory} is not a run directory: there is no such directory") from None
         except NotADirectoryError:
-            raise RecipeError(f"{directory} is no run directory: it is a file") from None
+            raise RecipeError(f"{directory} is not a run directory: it is a file") from None
         except OSError as error:
             raise RecipeError(f"{directory} cannot be read: {error.strerror}") from None
         if not names:
-            raise NoRunYetError(f"{directory} is no run directory: it is empty")
+            raise NoRunYetError(f"{directory} is not a run directory: it is empty")
         if not names.intersection(_SIGNS_OF_A_RUN):
-            raise RecipeError(f"{directory} is no run directory: there is no {RECIPE_FILE} in it")
+            raise RecipeError(f"{directory} is not a run directory: it has no {RECIPE_FILE}")
 
     # ---- What the run is ---------------------------------------------------------------------------------------------
 
@@ -172,12 +172,12 @@ class RunReader:
         path = self._directory / DONE_FILE
         content = read_done(self._directory)
         if content is None and path.exists():
-            notes.append(f"{path} is damaged, and passed over")
+            notes.append(f"{path} is damaged and ignored")
         return content
 
     def _state(self, done: dict[str, Any] | None, launches: Launches, pace: float | None) -> tuple[State, str]:
         if done is not None:
-            return ("stopped early", "for want of a better evaluation") if done.get("stopped_early") else ("done", "")
+            return ("stopped early", "because no evaluation was better") if done.get("stopped_early") else ("done", "")
         recipe = self._recipe
         return judge(
             Signs(
