@@ -125,7 +125,7 @@ def test_a_branch_without_a_checkpoint_of_its_own_goes_back_to_its_trunk(root):
 
 
 def test_a_schedule_that_was_not_the_trunks_is_told(root):
-    assert re.search(r"WARNING: up to step 3 the trunk's schedule", " ".join(printed(root, "other-past").split()))
+    assert re.search(r"WARNING: up to step 3 the trunk", " ".join(printed(root, "other-past").split()))
     assert_equal(state(root, "trunk-1", AT), state(root, "whole-1", AT))
 
 

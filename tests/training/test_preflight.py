@@ -99,7 +99,7 @@ def test_another_line_of_code_on_one_rank_is_seen(outcomes):
 def test_a_folder_that_one_rank_does_not_see_is_refused(outcomes):
     message = error_of(outcomes, "folder")
     assert "run/checkpoints is not the same folder on all machines" in message
-    assert f"not seen by rank 2 on {HOST}" in message
+    assert f"rank 2 on {HOST}" in message
 
 
 def test_checkpoints_at_a_url_need_no_shared_folder(outcomes):
@@ -108,17 +108,17 @@ def test_checkpoints_at_a_url_need_no_shared_folder(outcomes):
 
 
 def test_a_full_disk_ends_the_run_before_it_begins(outcomes):
-    assert re.search(r"[\d.]+ GB are free, and a checkpoint has 1000000000.0 GB", error_of(outcomes, "full"))
+    assert re.search(r"[\d.]+ GB free, .*checkpoint.* 1000000000.0 GB", error_of(outcomes, "full"))
 
 
 def test_a_disk_for_fewer_checkpoints_than_are_kept_is_a_warning(outcomes):
     (warning,) = warnings_of(outcomes, "tight")
-    assert "3 checkpoints to come" in warning
+    assert "3 more checkpoints" in warning
 
 
 def test_too_large_a_micro_batch_is_a_warning_that_names_one_that_fits(outcomes):
     (warning,) = warnings_of(outcomes, "micro-batch")
-    assert "with 4096 images at once" in warning
+    assert "with 4096 images" in warning
     assert re.search(r"batch.micro_max \d+ should fit", warning)
 
 

@@ -152,7 +152,11 @@ class Anomaly:
 
     def describe(self, policy: Policy) -> str:
         """What happened and what is done about it, in words."""
-        then = {"stop": "", "skip": "; the batch is left out", "rewind": "; going back, without the batches since then"}
+        then = {
+            "stop": "",
+            "skip": "; the batch is left out",
+            "rewind": "; going back to a checkpoint, and leaving out the batches since",
+        }
         if self.kind == "spike":
             return f"step {self.step:,}: the loss leaps to {self.loss:.6g}{then[policy]}"
         where = [
@@ -166,8 +170,8 @@ class Anomaly:
     def error(self, message: str, newest: int, count: int, limit: int) -> NonFiniteError:
         """The error that ends the run: the message, the step of the newest checkpoint, and what can be done."""
         return NonFiniteError(
-            f"{message}. The newest checkpoint is that of step {newest:,}. Lower optimizer.lr, set "
-            f"optimizer.clip_norm, in another --run-dir, or have such batches left out (anomalies.{self.key}; "
+            f"{message}. The newest checkpoint is that of step {newest:,}. In another --run-dir, lower optimizer.lr or "
+            f"set optimizer.clip_norm; or have such batches left out (anomalies.{self.key}; "
             f"{count} of anomalies.limit {limit} were)"
         )
 

@@ -240,7 +240,7 @@ class Audit:
     def _check_norm(self, told: float, applied: float, clipping: float) -> None:
         if not math.isclose(told * clipping, applied, rel_tol=_NORM, abs_tol=1e-30):
             clipped = "" if clipping == 1 else f", clipped to {told * clipping:.6g},"
-            self._find("norm", f"DeepSpeed tells {told:.6g}{clipped} and applies a gradient of norm {applied:.6g}")
+            self._find("norm", f"DeepSpeed reports {told:.6g}{clipped} and applies a gradient of norm {applied:.6g}")
 
     def _check_gradients(self, totals: Sequence[Sequence[float]], clipping: float) -> None:
         """Check that the gradient applied is the mean of all ranks' gradients."""
@@ -294,7 +294,7 @@ class Audit:
                 was, is_now, wanted = (float(each[at]) for each in (before.state[kind], after[kind], value))
                 where = f"{kind} at element {piece.start + int(before.places[at]):,}"
                 more = f" ({int(wrong.sum())} of {len(wrong)} elements are wrong)"
-                what = f"{where} went from {was:.9g} to {is_now:.9g} and not to {wanted:.9g}{more}"
+                what = f"{where} changed from {was:.9g} to {is_now:.9g} instead of {wanted:.9g}{more}"
                 self._find("update", what, piece=piece)
 
     # ---- Weights -----------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ class Audit:
         for index, place in enumerate(self._places):
             weights = self._weights_at(place)
             if weights is not None and checksum(weights, place.start) != of_owners[index]:
-                what = f"{when}, those that it computes with are not the masters of rank {place.rank}, rounded"
+                what = f"{when}, the weights used in computing are not rank {place.rank}'s masters, rounded"
                 self._find("weights", what, place.name, start=place.start, length=place.length)
         return of_owners
 
@@ -416,6 +416,6 @@ def describe(findings: Sequence[Finding], step: int) -> str:
 def error(findings: Sequence[Finding], step: int) -> AuditError:
     """The error that ends the run."""
     return AuditError(
-        f"{describe(findings, step)}. DeepSpeed or a device computes wrongly; repeat the command to go on from the "
-        f"last checkpoint, and if it happens again change parallelism, or set check.audit: warn to go on regardless"
+        f"{describe(findings, step)}. DeepSpeed or a device computes wrongly; repeat the command to continue from "
+        "the last checkpoint. If it happens again, change parallelism, or set check.audit: warn to continue regardless"
     ).on_all_ranks()

@@ -70,7 +70,7 @@ def trunk_checkpoint(
         whole = _check(recipe, plan, reader.index, trunk)
     except VitscaleError as error:
         raise error.on_all_ranks() from None
-    say(f"goes on from {reader.folder}, step {step:,} of {plan.total_steps:,}, under the schedule of this recipe")
+    say(f"continues from {reader.folder}, step {step:,} of {plan.total_steps:,}, under the schedule of this recipe")
     tell_other_decoder(reader.index, say)
     index = reader.index
     if problem := _other_past(recipe, plan, trunk, index):
@@ -85,8 +85,8 @@ def trunk_checkpoint(
         left_out = known if start == index.position else known.leaving_out(index.position, start)
         index = replace(index, position=start, anomalies=left_out.state())
         say(
-            f"learns from {plan.manifest.where}, {plan.manifest.num_samples:,} of the trunk's {whole.num_samples:,} "
-            f"samples, beginning with an epoch of their own"
+            f"trains on {plan.manifest.where}, {plan.manifest.num_samples:,} of the trunk's {whole.num_samples:,} "
+            "samples, starting with a new epoch of these"
         )
     reader.index = replace(index, data=index.data | {"init": identity}, selection={})
     return reader
@@ -107,8 +107,8 @@ def _described(whole: Manifest, trunk: Recipe, stop: int, start: int) -> dict[st
 def _no_run(recipe: Recipe) -> RecipeError:
     assert recipe.init is not None
     return RecipeError(
-        f"init.from: {recipe.init.source} is a file of weights, and has no optimizer to go on with; continue: true "
-        f"needs a run's directory, or the folder of one of its checkpoints"
+        f"init.from: {recipe.init.source} is a file of weights, and has no optimizer state to continue with; "
+        "continue: true needs a run's directory, or the folder of one of its checkpoints"
     )
 
 
@@ -118,24 +118,24 @@ def _check(recipe: Recipe, plan: RunPlan, index: CheckpointIndex, trunk: Recipe)
     where = f"init.from: {recipe.init.source}"
     if index.step >= plan.total_steps:
         raise RecipeError(
-            f"init.step {index.step:,}: the schedule ends at step {plan.total_steps:,}, and nothing is left to train"
+            f"init.step {index.step:,}: the schedule ends at step {plan.total_steps:,}, so nothing is left to train"
         )
     if changed := differences(trunk.dump(), recipe.dump(), free=FREE_ON_BRANCHING):
         raise RecipeError(
-            f"{where} is a run of another recipe, and a branch may have another schedule alone:\n"
+            f"{where} is a run of another recipe; a branch may change only the schedule:\n"
             + "\n".join(f"  {line}" for line in changed)
-            + "\nUse what the trunk has, or begin at step 0 without continue"
+            + "\nUse the trunk's values, or start at step 0 without continue"
         )
     changed = changed_data(index, plan)
     if not changed:
         return None
     whole = _trunk_data(recipe, index, trunk)
-    why = "the trunk's are not found" if whole is None else why_no_view(plan.manifest, whole)
+    why = "the trunk's data are not found" if whole is None else why_no_view(plan.manifest, whole)
     if whole is None or why is not None or "order_version" in changed:
         raise CheckpointError(
-            f"{where} learns from other data: {', '.join(changed)} of {plan.manifest.where} differ, and it is no view "
-            f"of the trunk's {trunk.data.train}: {why or 'another order'}. Point data.root at the dataset that it "
-            f"began with"
+            f"{where} was trained on other data: {', '.join(changed)} of {plan.manifest.where} differ, and it is not "
+            f"a view of the trunk's {trunk.data.train}: {why or 'another order'}. Point data.root at the dataset that "
+            "it began with"
         )
     return whole
 
@@ -160,7 +160,7 @@ def _other_past(recipe: Recipe, plan: RunPlan, trunk: Recipe, index: CheckpointI
     if first is None:
         return None
     return (
-        f"up to step {steps:,} the trunk's schedule was another one (the learning rate of step {first + 1:,} "
-        f"{theirs(first).learning_rate:g}, and {plan.rates(first).learning_rate:g} here): a run that begins with this "
-        f"recipe's schedule is not the same"
+        f"up to step {steps:,} the trunk had another schedule (learning rate {theirs(first).learning_rate:g} at step "
+        f"{first + 1:,}, here {plan.rates(first).learning_rate:g}): this run differs from one that follows this "
+        "recipe's schedule from step 0"
     )

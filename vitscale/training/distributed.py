@@ -54,7 +54,7 @@ def start(rank: int, size: int, local_rank: int, timeout: timedelta = timedelta(
         if local_rank >= torch.cuda.device_count():
             raise MachineError(
                 f"local rank {local_rank} has no device: this machine has {torch.cuda.device_count()} CUDA devices; "
-                f"start at most one rank a device"
+                f"start at most one rank per device"
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -79,8 +79,9 @@ def start(rank: int, size: int, local_rank: int, timeout: timedelta = timedelta(
         kind = PeerLostError if HEARTBEAT_VARIABLE in os.environ and is_lost_peer(error) else RecipeError
         raise kind(
             f"the ranks cannot meet at MASTER_ADDR:MASTER_PORT {where}: {reason}. Is the port in use, the address "
-            f"right, every rank started? Where a machine has several networks, or its name means 127.0.1.1 to itself, "
-            f"set {backend.upper()}_SOCKET_IFNAME to the interface of that address; here are {', '.join(_interfaces())}"
+            f"right, every rank started? If a machine has several networks, or resolves its own name to 127.0.1.1, "
+            f"set {backend.upper()}_SOCKET_IFNAME to that address's interface; this machine has "
+            f"{', '.join(_interfaces())}"
         ) from None
     # Objects that the imports made stay to the end. A collection that looks at them takes half a second, and
     # DeepSpeed's stage 3 runs one when it is set up.

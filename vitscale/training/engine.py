@@ -133,7 +133,7 @@ def _add(config: dict[str, Any], extra: dict[str, Any], prefix: str = "") -> dic
         if not prefix and key not in _TOP_LEVEL_KEYS:
             near = difflib.get_close_matches(key, _TOP_LEVEL_KEYS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"allowed keys: {', '.join(_TOP_LEVEL_KEYS)}"
-            reason = f"{_OURS[key]} in its place" if key in _OURS else hint
+            reason = f"{_OURS[key]} instead" if key in _OURS else hint
             raise RecipeError(f"deepspeed.{path}: not a key that vitscale passes on to DeepSpeed; {reason}")
         current = merged.get(key)
         if not prefix and key in _BLOCKS and not isinstance(value, dict):

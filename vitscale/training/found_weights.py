@@ -125,7 +125,7 @@ def find_checkpoint(named: Named, world: distributed.World | None = None) -> tup
             steps = steps_among([place.name])
             if not steps:
                 raise RecipeError(
-                    f"{named.key}.from: {path} is a checkpoint, and its folder not named after its step any more"
+                    f"{named.key}.from: {path} is a checkpoint whose folder is no longer named after its step"
                 )
             if named.step not in (None, steps[0]):
                 raise RecipeError(f"{named.key}.step {named.step}: {path} is the checkpoint of step {steps[0]}")
@@ -136,7 +136,7 @@ def find_checkpoint(named: Named, world: distributed.World | None = None) -> tup
             f"its checkpoints, or weights in a format of docs/weights.md"
         ) from None
     if named.step is not None:
-        raise RecipeError(f"{named.key}.step {named.step}: {path} is no run, and has no steps")
+        raise RecipeError(f"{named.key}.step {named.step}: {path} is not a run, so it has no steps")
     return None, None
 
 
@@ -237,8 +237,8 @@ def check_normalisation(named: Named, found: Found, ours: Normalise, field: str)
     if found.normalise is None or found.normalise == ours:
         return
     raise RecipeError(
-        f"{named.key}.from: {found.title} is for images normalised by {in_yaml(found.normalise)}, and the recipe's are "
-        f"by {in_yaml(ours)}; set {field}: --set '{field}={in_yaml(found.normalise)}'"
+        f"{named.key}.from: {found.title} expects images normalised by {in_yaml(found.normalise)}, but the recipe "
+        f"normalises by {in_yaml(ours)}; set {field}: --set '{field}={in_yaml(found.normalise)}'"
     )
 
 

@@ -265,7 +265,7 @@ def pieces_of(engine: Any) -> Iterator[Piece]:
                     if length > 0:  # the last ranks of a small parameter hold padding only
                         yield Piece(names[weight], start, length, flat, offset)
         case other:
-            raise TypeError(f"no way to the fragments of DeepSpeed's {other}")
+            raise TypeError(f"cannot access the fragments of DeepSpeed's {other}")
 
 
 def _frozen(engine: Any) -> Iterator[tuple[str, nn.Parameter]]:

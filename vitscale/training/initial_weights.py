@@ -133,7 +133,9 @@ class _Assignment:
         check_model(named, found, recipe.model, "the recipe's")
         check_normalisation(named, found, recipe.data.normalise, "data.normalise")
         if found.normalise is None:
-            self.notes.append(f"does not say how its images are normalised; here by {in_yaml(recipe.data.normalise)}")
+            self.notes.append(
+                f"does not say how its images are normalised; here they are by {in_yaml(recipe.data.normalise)}"
+            )
         if recipe.init.head == "keep":
             check_classes(found, class_names, "init.head: keep", "use init.head: zero, or ")
 

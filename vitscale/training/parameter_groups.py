@@ -35,11 +35,11 @@ def parameter_groups(recipe: Recipe, objective: Objective) -> list[dict[str, Any
     settings = recipe.optimizer
     names = [name for name, _ in objective.named_weights()]
     if settings.decay_exclude is not None and not any(_is_excluded(settings, name) for name in names):
-        raise RecipeError(f"optimizer.decay_exclude: {settings.decay_exclude!r} finds none of the model's parameters")
+        raise RecipeError(f"optimizer.decay_exclude: {settings.decay_exclude!r} matches none of the model's parameters")
     if isinstance(settings, Muon) and not any(
         "momentum_buffer" in settings.kept(name, _shape(parameter)) for name, parameter in objective.named_weights()
     ):
-        raise RecipeError(f"optimizer.matrices: {settings.matrices!r} finds no matrix among the model's parameters")
+        raise RecipeError(f"optimizer.matrices: {settings.matrices!r} matches no matrix among the model's parameters")
     for problem in _idle_groups(settings, names):
         raise RecipeError(problem)
     groups: dict[tuple[bool, float, float, tuple[str, ...]], list[nn.Parameter]] = {}
@@ -58,7 +58,7 @@ def parameter_groups(recipe: Recipe, objective: Objective) -> list[dict[str, Any
         kept = tuple(kind for kind, of_kept in settings.kept(name, shape).items() if of_kept == shape)
         groups.setdefault((is_excluded, decay, factor, kept), []).append(parameter)
     if not groups:
-        raise RecipeError("optimizer.groups: every parameter is frozen, and nothing is left to train")
+        raise RecipeError("optimizer.groups: every parameter is frozen, so nothing is left to train")
     return [
         {"params": parameters, "weight_decay": decay, BASE_DECAY: decay, LR_FACTOR: factor}
         for (_, decay, factor, _), parameters in sorted(groups.items(), key=lambda item: item[0][0])
@@ -80,4 +80,4 @@ def _idle_groups(settings: Optimizer, names: list[str]) -> Iterator[str]:
         if not any(group is each for each in chosen):
             is_found = any(re.search(group.match, name) for name in names)
             why = "only parameters of groups before it" if is_found else "none of the model's parameters"
-            yield f"optimizer.groups.{index}.match: {group.match!r} finds {why}"
+            yield f"optimizer.groups.{index}.match: {group.match!r} matches {why}"

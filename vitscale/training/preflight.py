@@ -199,8 +199,8 @@ def _check_agreement(ranks: Sequence[_Rank], recipe: Recipe) -> None:
         f"    {key}: {here!r}, elsewhere {there!r}" for other in recipes for key, there, here in changes(usual, other)
     )
     raise RecipeError(
-        "the ranks of this launch are not the same:\n" + "\n".join(problems) + "\nStart all ranks with one command, "
-        "on machines that have one version of everything and the same data"
+        "the ranks of this launch differ:\n" + "\n".join(problems) + "\nStart all ranks with one command, "
+        "on machines that have the same version of everything and the same data"
     ).on_all_ranks()
 
 
@@ -287,7 +287,7 @@ def _check_memory(
     small = [index for index, left in enumerate(_host_memory(ranks)) if left is not None and left < memory.host_bytes]
     if small:
         warnings.append(
-            f"one rank is expected to need {_binary(memory.host_bytes)} of host memory, and {_describe(small, ranks)} "
+            f"one rank is expected to need {_binary(memory.host_bytes)} of host memory, but {_describe(small, ranks)} "
             f"has less; --set checkpoint.background=false saves {_binary(memory.host_checkpoint)} of it"
         )
     left = _device_memory(ranks)
@@ -298,18 +298,18 @@ def _check_memory(
     where = _describe([left.index(least)], ranks)
     if memory.states > least:
         raise RecipeError(
-            f"the model does not fit: weights, gradients and optimizer of one rank need {_binary(memory.states)}, and "
+            f"the model does not fit: weights, gradients and optimizer of one rank need {_binary(memory.states)}, but "
             f"{where} has {_binary(least)}. Use more ranks with parallelism.zero_stage 2 or 3, or parallelism.offload"
         ).on_all_ranks()
     fitting = on_rank_zero(lambda: largest_micro_batch(recipe, plan.num_classes, world.size, least, memory.device))
     advice = (
         f"batch.micro_max {fitting} should fit"
         if fitting is not None
-        else "not even one image at once is expected to fit: try parallelism.activation_checkpointing or .zero_stage"
+        else "not even one image at a time is expected to fit: try parallelism.activation_checkpointing or .zero_stage"
     )
     return [
         *warnings,
-        f"one rank is expected to need {_binary(memory.device_bytes)} with {plan.micro_batch} images at once, and "
+        f"one rank is expected to need {_binary(memory.device_bytes)} with {plan.micro_batch} images at a time, but "
         f"{where} has {_binary(least)}; {advice}",
     ]
 
@@ -334,9 +334,9 @@ def _check_shared(folder: Path, world: distributed.World, ranks: Sequence[_Rank]
     blind = [index for index, seen in enumerate(is_seen) if not seen]
     if blind:
         raise RecipeError(
-            f"{folder_of_main} is not the same folder on all machines: what rank 0 on {ranks[0].host} writes there is "
-            f"not seen by {_describe(blind, ranks)}. Checkpoints need a shared file system: choose --run-dir on "
-            f"one, or set checkpoint.dir to a folder on one or to a URL"
+            f"{folder_of_main} is not the same folder on all machines: a file that rank 0 on {ranks[0].host} wrote "
+            f"there is not visible to {_describe(blind, ranks)}. Checkpoints need a shared file system: choose "
+            "--run-dir on one, or set checkpoint.dir to a folder on one or to a URL"
         ).on_all_ranks()
 
 
@@ -366,18 +366,18 @@ def _check_room(recipe: Recipe, directory: LocalDirectory, checkpoint_bytes: int
     except OSError as error:
         raise RecipeError(f"{error.filename or directory.root} cannot be read: {error.strerror or error}") from None
     keep = recipe.checkpoint.keep
-    size, left = _decimal(checkpoint_bytes), f"{_decimal(free)} are free"
+    size, left = _decimal(checkpoint_bytes), f"{_decimal(free)} free"
     if free < 1.5 * checkpoint_bytes:
         # What has filled the disk since a run began may go away again, so the run is worth repeating.
         raise (StorageError if present else RecipeError)(
-            f"{directory.root}: {left}, and a checkpoint has {size}; half as much again has to be free. Make room, or "
+            f"{directory.root}: {left}, but a checkpoint takes {size}, and 1.5 times that must be free. Make room, or "
             "set checkpoint.dir to another folder or a URL"
         )
     to_come = max(1, keep + 1 - present)
     if free < to_come * checkpoint_bytes:
         return free, [
-            f"{directory.root}: {left}, and {to_come} checkpoints to come have {size} each (checkpoint.keep is {keep}, "
-            f"and one more is there while it is written)"
+            f"{directory.root}: {left}, but {to_come} more checkpoints will take {size} each (checkpoint.keep is "
+            f"{keep}, and one more exists while it is written)"
         ]
     return free, []
 

@@ -54,9 +54,7 @@ class StepProfiler:
         """Say so if the process had too few steps for a profile."""
         needed = STEPS_BEFORE + self._steps
         if self._steps and self._seen < needed:
-            self._say(
-                f"no profile: {self._steps} steps behind the first {STEPS_BEFORE} need {needed}, not {self._seen}"
-            )
+            self._say(f"no profile: {self._steps} steps after the first {STEPS_BEFORE} need {needed}, not {self._seen}")
 
     def _begin(self) -> None:
         activities = [ProfilerActivity.CPU]

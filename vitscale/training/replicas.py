@@ -100,6 +100,6 @@ def _compare(own: int, what: str) -> None:
     else:
         who = "no majority tells which are right: " + ", ".join(f"rank {r} {v:016x}" for r, v in enumerate(sums))
     raise ReplicaError(
-        f"{what}: {who}. A device or its memory returns wrong bits; repeat the command to go on from the last "
-        f"checkpoint, without that device if it happens again"
+        f"{what}: {who}. A device or its memory returns wrong bits; repeat the command to continue from the "
+        f"last checkpoint, without that device if it happens again"
     ).on_all_ranks()

@@ -67,7 +67,7 @@ class Report:
     def go_on_in_new_directory(self, step: int) -> None:
         """Continue in a new run directory after the old one was moved or deleted; called on rank 0 only."""
         self.reopen(step)
-        self.say(f"WARNING: {self._run_dir} was moved or deleted: from here on the run is in a new one of that name")
+        self.say(f"WARNING: {self._run_dir} was moved or deleted: the run continues in a new one of that name")
 
     def close(self) -> None:
         """Write out what is still in memory."""

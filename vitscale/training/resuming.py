@@ -25,7 +25,7 @@ def checkpoint_to_resume(
     `newest_checkpoint`.
     """
     if (run_dir / DONE_FILE).exists():
-        say(f"WARNING: {run_dir / DONE_FILE} is damaged, and passed over")
+        say(f"WARNING: {run_dir / DONE_FILE} is damaged and ignored")
     reader = newest_checkpoint(recipe, run_dir, saves, say)
     if reader is not None:
         _check_same_data(reader.index, plan, saves.store.root)
@@ -48,7 +48,7 @@ def newest_checkpoint(
     if reader is None and known is not None:
         raise run_directory.missing_checkpoints(recipe, run_dir, known).on_all_ranks()
     if reader is not None and known is not None and reader.index.step < known.step:
-        say(f"WARNING: step {known.step:,} was saved, and is not there or is unusable")
+        say(f"WARNING: step {known.step:,} was saved, but is missing or unusable")
     if reader is not None and saves.store.rank == 0:
         run_directory.write_newest(run_dir, reader.index.step, saves.store.root)
     return reader
@@ -60,14 +60,14 @@ def tell_other_decoder(index: CheckpointIndex, say: Callable[[str], None]) -> No
     decoder = index.versions.get("libjpeg_turbo", ours)
     if decoder != ours:
         say(
-            f"WARNING: images were decoded by libjpeg-turbo {decoder} so far, and are by {ours} "
-            f"from here on: pixels may differ in their last bits"
+            f"WARNING: images were decoded by libjpeg-turbo {decoder} so far, and are decoded by {ours} "
+            "from now on: pixels may differ in their last bits"
         )
 
 
 def _check_same_data(index: CheckpointIndex, plan: RunPlan, where: str) -> None:
     if changed := changed_data(index, plan):
         raise CheckpointError(
-            f"{where}: this run began on other data: {', '.join(changed)} of {plan.manifest.where} differ from the "
-            f"checkpoint's. Point data.root at the dataset that it began with, or start over in another --run-dir"
+            f"{where}: this run was started on other data: {', '.join(changed)} of {plan.manifest.where} differ from "
+            "the checkpoint's. Point data.root at that dataset, or start over in another --run-dir"
         ).on_all_ranks()

@@ -99,7 +99,7 @@ class Saves:
                 )
             if outcome.error:
                 self._lost(outcome.step)
-                self._say(f"WARNING: training goes on WITHOUT THIS CHECKPOINT: {outcome.error}")
+                self._say(f"WARNING: training continues WITHOUT THIS CHECKPOINT: {outcome.error}")
 
     def wait(self) -> None:
         """Wait for the saves under way. Raises as `note`."""
@@ -117,8 +117,8 @@ class Saves:
         self.wait()
         if self._failures:
             self._give_up(
-                f"step {step:,} is not saved, see above. Mend that, then repeat the command; it goes on from the "
-                f"checkpoint before"
+                f"step {step:,} is not saved, see above. Fix that, then repeat the command; it continues from the "
+                "previous checkpoint"
             )
         self._saver.close()
 

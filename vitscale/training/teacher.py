@@ -41,8 +41,8 @@ def check_teacher(recipe: Recipe, class_names: list[str]) -> None:
         len(class_names),
     ):
         raise RecipeError(
-            f"{_KEY}.model.num_classes is {settings.teacher.model.num_classes}, and data.train has {len(class_names)} "
-            "classes, which a teacher names; leave it out"
+            f"{_KEY}.model.num_classes is {settings.teacher.model.num_classes}, but data.train has {len(class_names)} "
+            "classes, and the teacher's are the same; leave it out"
         )
     if (named := _named(recipe)) is not None:
         with torch.device("meta"):
@@ -71,7 +71,10 @@ def load_teacher(
     named, identity = _named(recipe), None
     if named is None:
         initialise(teacher, recipe.seed)
-        say("WARNING: objective.teacher has no from: its weights are initial ones, from which nothing can be learned")
+        say(
+            "WARNING: objective.teacher has no from: its weights are random initial values, from which "
+            "nothing can be learned"
+        )
     else:
         found = open_found(named, world, say)
         try:
@@ -92,8 +95,8 @@ def check_same_teacher(now: dict[str, Any] | None, before: dict[str, Any] | None
         return
     files = {name: digest for each in (now, before) if each is not None for name, digest in each["files"].items()}
     raise CheckpointError(
-        f"{_KEY}.from: the weights of the teacher are not those that this run has learned from so far "
-        f"({', '.join(sorted(files)) or 'initial values'}); give it those of before, or begin another run"
+        f"{_KEY}.from: the teacher's weights are not those that this run has learned from so far "
+        f"({', '.join(sorted(files)) or 'initial values'}); use those again, or start another run"
     ).on_all_ranks()
 
 

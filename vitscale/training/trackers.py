@@ -130,7 +130,7 @@ class _Follower:
         except (Exception, SystemExit) as error:  # libraries raise what they like, and none of it is worth a run
             if not self._is_left:
                 reason = f"{type(error).__name__}: {error}"
-                _log.warning("logging.trackers: training goes on without %s: %s", self._name, reason)
+                _log.warning("logging.trackers: training continues without %s: %s", self._name, reason)
         finally:
             self.has_begun.set()
 

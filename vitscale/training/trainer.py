@@ -124,7 +124,7 @@ class Trainer:
         `RecipeError` if the ranks were told to stop at different steps.
         """
         self._last = min(agreed(stop_at, "--stop-at") or self.plan.total_steps, self.plan.total_steps)
-        past = f" (step {self._last:,} was past before)" if self.state.step > self._last else ""
+        past = f" (the run is already beyond step {self._last:,})" if self.state.step > self._last else ""
         self.report.begin_at(self.state.step)
         if self.interruption is not None:
             self.interruption.save_first()
@@ -314,7 +314,7 @@ class Trainer:
         if is_done:
             write_on_rank_zero(lambda: self._write_done(stopped_early), self.run_dir)
         else:
-            self.report.say(f"stopped at step {step:,}, as --stop-at asks{past}; repeat the command to go on")
+            self.report.say(f"stopped at step {step:,}, as --stop-at asks{past}; repeat the command to continue")
 
     def _write_done(self, stopped_early: bool) -> None:
         self._renew_run_dir()

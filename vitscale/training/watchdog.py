@@ -94,4 +94,4 @@ def _stacks() -> str:
             file.seek(0)
             return file.read().decode(errors="replace")
     except OSError as error:
-        return f"not to be had: {error.strerror or error}\n"
+        return f"not available: {error.strerror or error}\n"
