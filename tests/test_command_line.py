@@ -320,7 +320,7 @@ def test_a_profile_says_where_a_step_goes(place, tmp_path):
     assert len(spans) == 4 and sum(spans) / 2e6 == pytest.approx(parts["forward"][0], rel=0.05)
 
     short = pretrain(place, "--run-dir", tmp_path / "short", "--set", "profile.steps=4")
-    assert short.returncode == 0 and "no profile: 4 steps behind the first 3 need 7, not 6" in short.stdout
+    assert short.returncode == 0 and "no profile: 4 steps after the first 3 need 7, not 6" in short.stdout
 
 
 @pytest.mark.parametrize("missing", ["g++", "openssl"])

@@ -44,5 +44,5 @@ def _refuse_silent(address: str) -> None:
     except (OSError, ValueError) as error:
         raise RecipeError(
             f"RAY_ADDRESS={address}: nothing answers there ({error}). Expected host:port of a Ray cluster (`ray start "
-            "--head` tells it), or nothing to start one on this machine"
+            "--head` prints it); leave it unset to start a cluster on this machine"
         ) from error

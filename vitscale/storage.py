@@ -113,14 +113,14 @@ def filesystem(url: str) -> tuple[Any, str]:
         hint = f"pip install {package}" if package else str(error)
         raise RecipeError(f"{url}: reading {scheme}:// needs a package that is not installed: {hint}") from error
     except ValueError as error:
-        raise RecipeError(f"{url}: {scheme}:// is no kind of storage that fsspec knows ({error})") from error
+        raise RecipeError(f"{url}: {scheme}:// is not a kind of storage that fsspec supports ({error})") from error
 
 
 def read_bytes(where: str) -> bytes:
     """A whole file's content. Raises OSError if it is missing or forbidden, StorageError if a URL does not answer."""
     if not is_url(where):
         if not stat.S_ISREG(Path(where).stat().st_mode):  # a pipe would never end
-            raise OSError(errno.EINVAL, "is no regular file", where)
+            raise OSError(errno.EINVAL, "is not a regular file", where)
         return Path(where).read_bytes()
     fs, path = filesystem(where)
     return patiently(where, lambda: _Call(fs, "cat_file", path).result())
@@ -383,8 +383,8 @@ def patiently(where: str, act: Callable[[], Result], sleep: Callable[[float], No
                 ) from error
             if seconds is None:
                 raise StorageError(
-                    f"{where}: does not answer, or not rightly, in {len(_PAUSES) + 1} tries "
-                    f"({type(error).__name__}: {error}). Repeat the command to go on"
+                    f"{where}: does not answer, or answers wrongly, in {len(_PAUSES) + 1} tries "
+                    f"({type(error).__name__}: {error}). Repeat the command to continue"
                 ) from error
             sleep(seconds)
     raise AssertionError

@@ -146,7 +146,7 @@ def _print_table(results: ResultTable) -> None:
     notes = [*results.legend, *results.notes] if results.rows else list(results.notes)
     if hidden:
         left_out = ", ".join(column.title for column in hidden)
-        notes.append(f"Left out for want of width: {left_out}.")
+        notes.append(f"Columns left out, as the terminal is too narrow: {left_out}.")
     for note in notes:
         Console(highlight=False, width=room).print(Text(note))
 

@@ -119,7 +119,7 @@ def open_matcher(indexes: tuple[NamedIndex, ...], settings: tuple[tuple[str, Set
         index = FingerprintIndex(named.path)
         if index.sha256 != named.sha256:
             raise DataError(
-                f"{named.path}: the index has changed since the command was begun. Put back that of "
+                f"{named.path}: the index has changed since the command was started. Put back that of "
                 f"{', '.join(named.test_sets)}, or remove the output and start anew"
             )
         opened.append(index)

@@ -177,8 +177,8 @@ def test_pipes_and_devices_in_a_list(tmp_path, monkeypatch):
     convert(Request(str(tmp_path / "list.csv")), tmp_path / "out", Machine(workers=1, max_reject_rate=0.5))
     rejects = {row["key"]: row["reason"] for row in pq.read_table(tmp_path / "out" / "rejects.parquet").to_pylist()}
     assert rejects == {
-        "pipe.jpg": "cannot be read: is no regular file",
-        "dev/zero": "cannot be read: is no regular file",
+        "pipe.jpg": "cannot be read: is not a regular file",
+        "dev/zero": "cannot be read: is not a regular file",
         "nowhere.jpg": "cannot be read: No such file or directory",
     }
 

@@ -280,9 +280,9 @@ def test_mistakes(small, tmp_path):
     (tmp_path / "photo.beton").write_bytes(b"\x89PNG" * 100)
     for arguments, kind, words in (
         ([small, tmp_path / "full"], RecipeError, "already exists"),
-        ([small, "s3://bucket/x"], RecipeError, "expected a folder, no URL"),
-        (["s3://bucket/x.beton", tmp_path / "out"], RecipeError, "expected a path, no URL"),
-        ([tmp_path, tmp_path / "out"], RecipeError, "is no file"),
+        ([small, "s3://bucket/x"], RecipeError, "expected a folder"),
+        (["s3://bucket/x.beton", tmp_path / "out"], RecipeError, "expected a path"),
+        ([tmp_path, tmp_path / "out"], RecipeError, "is not a file"),
         ([tmp_path / "absent.beton"], DataError, "cannot be opened"),
         ([tmp_path / "photo.beton"], DataError, "is this a .beton file"),
         ([tmp_path / "ours.beton"], RecipeError, "a shard that vitscale wrote"),

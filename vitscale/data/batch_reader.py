@@ -248,7 +248,7 @@ class BatchReader:
                 done += count
         except OSError as error:
             if error.errno in _MAY_PASS:
-                what = f"{file.path}: cannot be read ({error.strerror}). Repeat the command to go on"
+                what = f"{file.path}: cannot be read ({error.strerror}). Repeat the command to continue"
                 raise StorageError(what) from error
             raise self._damaged(samples, row, f"its bytes cannot be read ({error.strerror})") from error
         finally:
@@ -292,7 +292,7 @@ class BatchReader:
             _log.warning("step %d: %s. It is left out", work.step + 1, problem)
             return
         self._substitute(work, row, problem)
-        _log.warning("step %d: %s. uid %d stands in for it", work.step + 1, problem, work.samples.uids[row])
+        _log.warning("step %d: %s. uid %d replaces it", work.step + 1, problem, work.samples.uids[row])
 
     def _substitute(self, work: Work, row: int, problem: DataError) -> None:
         """Put the next sound sample of the shard into the row: the same one on every rank, world and run."""
@@ -314,7 +314,7 @@ class BatchReader:
             self._decode(work, one, stored, np.zeros(1, np.int64), np.ones(1, bool), status)
             if status[0] == OK:
                 return
-        raise DataError(f"{problem}. No other sample of the shard could stand in for it: all are damaged")
+        raise DataError(f"{problem}. No other sample of the shard could replace it: all are damaged")
 
     def _problem(self, samples: Samples, row: int, status: int) -> DataError:
         what = {

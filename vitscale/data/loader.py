@@ -218,8 +218,8 @@ class _Engine(threading.Thread):
         seconds, what = self._activity.longest()
         if seconds > self._stall_s:
             raise StorageError(
-                f"reading data stands still: {what} has not returned for {seconds:,.0f} s (data.stall_s is "
-                f"{self._stall_s:g}). Look at that disk or network, then repeat the command to go on"
+                f"reading data is stuck: {what} has not returned for {seconds:,.0f} s (data.stall_s is "
+                f"{self._stall_s:g}). Look at that disk or network, then repeat the command to continue"
             )
 
     # ---- The end -----------------------------------------------------------------------------------------------------

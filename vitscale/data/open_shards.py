@@ -197,7 +197,7 @@ class OpenShards:
                     is_news = index not in self._damaged
                     self._damaged.add(index)
                 if is_news:
-                    _log.warning("%s. It is used all the same, as data.bad_samples says", error)
+                    _log.warning("%s. It is used anyway, as data.bad_samples says", error)
         return path, None
 
 

@@ -70,7 +70,7 @@ def new_folder(out: str | Path, what: str = "OUT") -> Iterator[Path]:
     """
     out = without_file_scheme(str(out))
     if is_url(out):
-        raise RecipeError(f"{what} {out}: is written to this machine's disk; expected a folder, no URL")
+        raise RecipeError(f"{what} {out}: is written to this machine's disk; expected a folder, not a URL")
     target = Path(os.path.realpath(out))
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):

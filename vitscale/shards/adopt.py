@@ -73,9 +73,11 @@ def adopt(
             Nothing is left behind.
     """
     if is_url(file := without_file_scheme(file)):
-        raise RecipeError(f"FILE {file}: is adopted where it is, on this machine's disk; expected a path, no URL")
+        raise RecipeError(
+            f"FILE {file}: a file is adopted in place, on this machine's disk; expected a path, not a URL"
+        )
     if Path(file).exists() and not Path(file).is_file():
-        raise RecipeError(f"FILE {file}: is no file. Expected a .beton")
+        raise RecipeError(f"FILE {file}: is not a file. Expected a .beton")
     _refuse_ours(file)
     fields = read_fields(file)
     image_field = _choose(file, fields, IMAGE, image_field, "image", "--image-field NAME")
@@ -174,7 +176,7 @@ def _scan(shard: ShardFile, decode: bool, progress: Callable[[int], None] | None
             more = f" and {len(slots) - _LISTED_SAMPLES:,} more" if len(slots) > _LISTED_SAMPLES else ""
             raise DataError(
                 f"{shard.path}: the image of {len(slots):,} of {shard.samples:,} samples {what}: sample {shown}{more}, "
-                f"counted from 0. Training would refuse them: write the file anew without them"
+                f"counted from 0. Training would refuse them: write the file again without them"
             )
     return scanned
 

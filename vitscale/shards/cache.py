@@ -229,7 +229,7 @@ class ShardCache:
         try:
             fetch(url, promise, xxhash.xxh3_128, write, cancelled)
         except WrongContentError as error:
-            raise DataError(f"{error}. Put the shard back that the manifest lists") from None
+            raise DataError(f"{error}. Restore the shard that the manifest lists") from None
         except FileNotFoundError as error:
             raise DataError(f"{url}: missing, but the manifest lists it") from error
         except OSError as error:
@@ -268,7 +268,7 @@ class ShardCache:
             if error.errno in _NO_SPACE:
                 raise RecipeError(
                     f"{where}: the disk is full ({why}), and no shard there is unused. Make room, or choose another "
-                    f"folder; data.cache.limit_gb ({self._limit / _GB:g}) is what the cache may take"
+                    f"folder; data.cache.limit_gb ({self._limit / _GB:g}) limits the size of the cache"
                 ) from error
             raise RecipeError(f"{where}: cannot be written ({why}); choose another folder") from error
 

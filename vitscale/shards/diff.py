@@ -156,7 +156,9 @@ def _fill(database: sqlite3.Connection, table: str, manifest: Manifest, indices:
     try:
         database.execute(f"CREATE UNIQUE INDEX {table}_key ON {table} (key)")  # at the end: sorted once
     except sqlite3.IntegrityError as error:
-        raise DataError(f"{manifest.where}: two samples have the same key, so keys do not tell what differs") from error
+        raise DataError(
+            f"{manifest.where}: two samples have the same key, so samples cannot be compared by key"
+        ) from error
 
 
 def _rows(manifest: Manifest, index: int) -> Iterator[tuple[str, bytes, int, int, str]]:

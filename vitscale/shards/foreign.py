@@ -45,8 +45,8 @@ class _FieldTable(ShardFile):
         unknown = [name for name, of in zip(names, types, strict=True) if of >= len(_TYPES)]
         if unknown:
             raise DataError(
-                f"{self.path}: the field {unknown[0]!r} is of a type that is not FFCV's own, so it is not known how "
-                f"long its metadata are. Write the file without it, or convert the images with vitscale-convert"
+                f"{self.path}: the field {unknown[0]!r} is of a type that is not FFCV's own, so the length of its "
+                f"metadata is unknown. Write the file without it, or convert the images with vitscale-convert"
             )
         self.fields = tuple(names)
         self.kinds = {name: _TYPES[of][0] for name, of in zip(names, types, strict=True)}

@@ -214,7 +214,7 @@ class Manifest(_Strict):
     def where(self) -> str:
         """Path or URL of the manifest file. Raises ValueError for a manifest that was neither loaded nor saved."""
         if self._where is None:
-            raise ValueError("this manifest has no place on disk yet: save it first")
+            raise ValueError("this manifest is not on disk yet: save it first")
         return self._where
 
     @property

@@ -45,7 +45,7 @@ class OpenShard:
         content = self.file.read(slot)
         if crc32c(content) != int(self.file.crc[slot]):
             raise DataError(
-                f"{self.file.path}: {self.name(slot)} is damaged; `vitscale shards verify` finds all that is"
+                f"{self.file.path}: {self.name(slot)} is damaged; `vitscale shards verify` finds all damage"
             )
         return content
 
@@ -155,7 +155,7 @@ def sample_names(manifest: Manifest) -> Iterator[tuple[int, str]]:
     for index in range(len(manifest.shards)):
         with open_shard(manifest, index) as shard:
             if shard.keys is None:
-                raise DataError(f"{shard.file.path}: no table of provenance beside it, hence no names of images")
+                raise DataError(f"{shard.file.path}: no table of provenance beside it, so images have no names")
             yield from zip(
                 shard.file.uid[shard.slots].tolist(), [shard.keys[slot] for slot in shard.slots], strict=True
             )

@@ -132,8 +132,8 @@ def _warn(markers: Path, error: OSError) -> None:
     if markers not in _warned:
         _warned.add(markers)
         _log.warning(
-            "%s: cannot be written (%s), so that shards are compared with their manifest again each time they are "
-            "opened; data.cache.dir sets another folder",
+            "%s: cannot be written (%s), so shards are compared with their manifest again each time they are opened; "
+            "data.cache.dir sets another folder",
             markers,
             error.strerror or error,
         )

@@ -12,12 +12,12 @@ def why_no_view(view: Manifest, whole: Manifest) -> str | None:
     `Manifest.selected_slots` does.
     """
     if view.class_names != whole.class_names:
-        return "its classes are others"
+        return "its classes differ"
     number_of = {shard.first_uid: number for number, shard in enumerate(whole.shards)}
     for number, shard in enumerate(view.shards):
         other = number_of.get(shard.first_uid)
         if other is None or whole.shards[other].sha256 != shard.sha256:
-            return f"{shard.path} is none of its shards"
+            return f"{shard.path} is not one of its shards"
         if shard.select == whole.shards[other].select or whole.shards[other].select == "all":
             continue
         if len(added := np.setdiff1d(view.slots(number), whole.slots(other))):
