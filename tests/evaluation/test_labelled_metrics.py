@@ -130,7 +130,7 @@ def test_scores_count_every_sample_once_and_nothing_else():
     expected = float((logits.argmax(1) == data.labels).double().mean())
     found = dict(Scores("data", data.loader(8), [TopK(1)], K, 41).run(model(K)))
     assert found == {"samples": 41, "top1": expected}
-    with pytest.raises(DataError, match="41 samples were evaluated, and the dataset has 40"):
+    with pytest.raises(DataError, match=r"41 samples were evaluated, .* the dataset has 40"):
         dict(Scores("data", data.loader(8), [TopK(1)], K, 40).run(model(K)))
     columns = torch.tensor([6, 0, 3])  # the dataset's three classes are these of the model's
     data.labels %= 3

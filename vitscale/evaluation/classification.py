@@ -81,7 +81,7 @@ class Validation(Evaluator):
 def check_count(what: str, found: int, expected: int | None) -> None:
     """Raise `DataError` on all ranks if the number of evaluated samples is not the expected one; None accepts any."""
     if expected not in (None, found):
-        raise DataError(f"{what}: {found:,} samples were evaluated, and the dataset has {expected:,}").on_all_ranks()
+        raise DataError(f"{what}: {found:,} samples were evaluated, but the dataset has {expected:,}").on_all_ranks()
 
 
 def rank_of_label(logits: Tensor, labels: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def _opened(embedder: Embedder) -> FinishedModel:
     with redirect_stderr(io.StringIO()):  # the process that made the embedder has printed these notes already
         model = FinishedModel(embedder.source, (), embedder.step, weights=embedder.weights, on_cpu=True)
     if _digest(model) != embedder.sha256:
-        raise DataError(f"{embedder.source}: the weights have changed since the command was begun; repeat it")
+        raise DataError(f"{embedder.source}: the weights have changed since the command was started; repeat it")
     return model
 
 

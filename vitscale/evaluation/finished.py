@@ -195,7 +195,7 @@ class FinishedModel:
         self.eval_crop = description.eval_crop or WHOLE_PICTURE
         self.normalise = description.normalise or Normalise()
         if description.normalise is None:
-            tell(f"{self.source} does not say how pixels are normalised: to [-1, 1], as the paper's are")
+            tell(f"{self.source} does not say how pixels are normalised: assuming [-1, 1], as in the paper")
         self.loss = "softmax"
         self._batch, self._data = weights.batch, Data(train="")
         return model, values, torch.float32 if weights.precision == "fp32" else torch.bfloat16

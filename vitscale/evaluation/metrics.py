@@ -142,7 +142,9 @@ class ReaL:
         for uid, name in sample_names(manifest):
             number = _REAL_NAME.search(name)
             if number is None or not 1 <= int(number[1]) <= _REAL_IMAGES:
-                raise DataError(f"{manifest.where}: {name} is no image of ImageNet's validation set: ILSVRC2012_val_N")
+                raise DataError(
+                    f"{manifest.where}: {name} is not an image of ImageNet's validation set: ILSVRC2012_val_N"
+                )
             found[uid] = lists[int(number[1]) - 1]
         return cls(found)
 
@@ -194,7 +196,7 @@ class ObjectNet:
             for their in theirs if isinstance(theirs, list) else [theirs]:
                 at = their if isinstance(their, int) else places.get(their)
                 if at is None or not 0 <= at < num_classes:
-                    raise DataError(f"{file}: {name!r} is mapped to {their!r}, which is no class of the model")
+                    raise DataError(f"{file}: {name!r} is mapped to {their!r}, which is not a class of the model")
                 accepted[rows[name], at] = True
         if not accepted.any():
             raise DataError(f"{file}: maps no class")
@@ -251,7 +253,7 @@ class Scores(Evaluator):
         sums: list[Tensor] = []
         for batch in self.make_loader():
             logits = predict(batch.images).logits
-            assert logits is not None, "metrics are of models with classes"
+            assert logits is not None, "metrics need a model with classes"
             mask = batch.mask.to(logits.device)
             labels, uids = (values.to(logits.device)[mask] for values in (batch.labels, batch.uids))
             logits = logits.float()[mask]
@@ -296,8 +298,8 @@ def columns_of(manifest: Manifest, class_names: Sequence[str] | None, num_classe
     if class_names is None:
         if len(theirs) != num_classes:
             raise DataError(
-                f"{manifest.where} has {len(theirs)} classes, the model {num_classes} that have no names; give them: "
-                f"--class-names FILE"
+                f"{manifest.where} has {len(theirs)} classes, but the model has {num_classes} without names; give "
+                "their names: --class-names FILE"
             )
         return None, "as many; the weights have no names"
     if tuple(theirs) == tuple(class_names):
@@ -306,7 +308,7 @@ def columns_of(manifest: Manifest, class_names: Sequence[str] | None, num_classe
     foreign = [name for name in theirs if name not in places]
     if foreign or not theirs:
         raise DataError(
-            f"{manifest.where}: {len(foreign)} of its {len(theirs)} classes are none of the model's, the first "
+            f"{manifest.where}: {len(foreign)} of its {len(theirs)} classes are not among the model's, the first "
             f"{(foreign or ['none'])[0]!r}; the model's first is {class_names[0]!r}{hint}"
         )
     return torch.tensor([places[name] for name in theirs]), f"{len(theirs)} of {num_classes}, {how}"

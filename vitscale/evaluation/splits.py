@@ -38,9 +38,9 @@ def judge(found: Sequence[str], overlap: Overlap, allow: str) -> None:
     if found and overlap == "refuse":
         raise DataError(
             "\n".join(found)
-            + "\nWhat a model has learned by heart says nothing of what it has not seen. Evaluate on a "
-            "split of its own (vitscale shards split), or leave the copies out of training (vitscale dedup, which also "
-            f"finds those with other bytes). If it is meant: {allow}"
+            + "\nResults on samples that a model was trained on say nothing about unseen ones. Evaluate on a separate "
+            "split (vitscale shards split), or leave the copies out of training (vitscale dedup, which also "
+            f"finds those with other bytes). If this is intended: {allow}"
         )
 
 

@@ -40,9 +40,9 @@ def check_entries(expansion: Expansion, folder: Path) -> None:
     if problems:
         lines = [f"  {_listed(names)}: {problem}" for problem, names in problems.items()]
         raise RecipeError(
-            "nothing was started, because of what some entries would read:\n"
+            "nothing was started, as some entries cannot read their inputs:\n"
             + "\n".join(lines)
-            + "\nWhere entries will see other files than this machine does: --no-check"
+            + "\nIf entries see other files than this machine does: --no-check"
         )
 
 

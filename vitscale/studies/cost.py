@@ -107,7 +107,7 @@ def cost_of(
         costs[name] = max(found, key=lambda one: (one.hours is not None, one.hours or 0.0))  # whichever wins
     if all(one.hours is None for one in costs.values()):
         first = next(iter(costs.values()))
-        raise RecipeError(f"nothing says how large the data of any run are. The first, {first.name}: {first.problem}")
+        raise RecipeError(f"the size of the data is unknown for every run. The first, {first.name}: {first.problem}")
     hours = _makespan([*expansion.entries.values()], {name: one.hours or 0.0 for name, one in costs.items()}, slots)
     device_hours = sum(one.device_hours or 0.0 for one in costs.values())
     row = cost_row(hours, device_hours, cluster.device, price)
@@ -143,7 +143,7 @@ def _cost(
     if best is None:
         raise RecipeError(
             f"{entry.name}: {known.model_name} does not fit into {cluster.devices} {cluster.device.name}; more devices "
-            f"an entry (fewer --slots) may do"
+            "per entry (fewer --slots) may help"
         )
     assert known.own_images is not None and known.own_exaflops is not None and known.exaflops is not None
     hours = known.own_images / best.images_per_s / 3600

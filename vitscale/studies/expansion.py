@@ -195,9 +195,7 @@ class _Expander:
     def enter(self, entry: Entry, *, is_final: bool) -> None:
         """Add an entry. Raises `RecipeError` if another one has its name."""
         if entry.name in self.expansion.entries:
-            raise RecipeError(
-                f"parts.{entry.part}: two entries are called {entry.name}: a value stands twice in a list"
-            )
+            raise RecipeError(f"parts.{entry.part}: two entries are called {entry.name}: a value is twice in a list")
         self.expansion.entries[entry.name] = entry
         for option in entry.options:
             if option.recipe.selection is not None:

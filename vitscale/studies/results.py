@@ -47,7 +47,7 @@ def read_results(folder: Path) -> dict[str, Any] | None:
     if content.get("version") != _VERSION:
         raise DataError(
             f"{folder / RESULTS_FILE}: version {content.get('version')!r}; this vitscale reads {_VERSION}: run the "
-            f"study's command again, which writes it anew"
+            "study's command again, which rewrites it"
         )
     return content
 
