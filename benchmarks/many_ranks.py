@@ -3,9 +3,10 @@
     $ python benchmarks/many_ranks.py --ranks 256 512 1024 --readers 64
 
 Every rank of ZeRO 3 saves a piece of every parameter and moment: as many fragments as ViT-H/14 has, of one element
-each, so that nothing but their number counts. All ranks are threads of one process, which meet at a gather of objects
+each, so that nothing but their number counts. (With fewer than 257 elements, their lengths are integers that Python
+shares: those of larger ones take 32 bytes more in a layout.) All ranks are threads of one process, which meet at a gather of objects
 that are pickled as between processes; what each would be sent is counted as torch.distributed sends it, every rank's
-object as long as the longest. Seconds are those of the processor.
+object as long as the longest. Seconds are those of the processor; bytes of one rank are those of Python's objects.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import shutil
 import tempfile
 import threading
 import time
+import tracemalloc
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,13 +138,21 @@ def measured(folder: Path, names: list[str], recipe: dict[str, Any], ranks: int,
     found[f"verifying, all of {readers} ranks together, s"] = time.process_time() - began
     found["verifying, sent to each rank, MB"] = reading.sent / 1e6
     files = kept.pop()._files
-    gc.collect()
-    memory = resident()
     layouts = {entry.path: layout_of(place, entry) for entry in written.files}
     began = time.process_time()
     reader = CheckpointReader(files, written, layouts)
     found["finding the pieces, one rank, s"] = time.process_time() - began
-    found["layouts and pieces, one rank, MB"] = (resident() - memory) / 1e6
+    del layouts, reader
+    gc.collect()
+    tracemalloc.start()
+    layouts = {entry.path: layout_of(place, entry) for entry in written.files}
+    found["layouts, until the pieces are found, MB"] = tracemalloc.get_traced_memory()[0] / 1e6
+    reader = CheckpointReader(files, written, layouts)
+    found["layouts and pieces at most, MB"] = tracemalloc.get_traced_memory()[1] / 1e6
+    del layouts
+    gc.collect()
+    found["pieces, kept by each rank, MB"] = tracemalloc.get_traced_memory()[0] / 1e6
+    tracemalloc.stop()
     share = ranks // readers
     began = time.process_time()
     for name in names:
@@ -153,13 +163,9 @@ def measured(folder: Path, names: list[str], recipe: dict[str, Any], ranks: int,
     for name in names:
         assert len(reader.read("master", name, 0, ranks)) == ranks
     found["reading all weights on one rank, s"] = time.process_time() - began
+    found["this process, with all ranks, at most, MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     shutil.rmtree(place)
     return found
-
-
-def resident() -> int:
-    """Bytes of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def layout_of(place: Path, entry: Any) -> dict[str, int]:

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import textwrap
 import time
+import tracemalloc
 from dataclasses import replace
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from toy_checkpoint import KINDS, damage, fragments, holds, index, save, shapes, values
 
-from vitscale.checkpoint import CheckpointReader, CheckpointStore, Fragment, bytes_needed
+from vitscale.checkpoint import CheckpointReader, CheckpointStore, Fragment, LocalDirectory, bytes_needed
+from vitscale.checkpoint.format import rank_file, write_rank_file
 from vitscale.errors import CheckpointError
+from vitscale.runs.checkpoint_index import FileEntry, index_text
 from vitscale.runs.names import step_folder
 
 
@@ -99,6 +103,51 @@ def test_fragments_must_cover_every_parameter_once(store):
         CheckpointReader.of_folder(folder)
 
 
+def test_a_piece_that_no_file_can_hold_is_refused(store):
+    folder = save(store, 1)
+    save_file({f"master/b@{10**30}": torch.zeros(5)}, folder / "rank-00000.safetensors")
+    with pytest.raises(CheckpointError, match="is not a fragment's key"):
+        CheckpointReader.of_folder(folder)
+
+
+def test_pieces_may_be_empty_and_lie_in_any_order_over_the_files(tmp_path):
+    generator = random.Random(0)
+    for ranks in (2, 7, 40):
+        whole = torch.randn(91, generator=torch.Generator().manual_seed(ranks))
+        edges = [0, *sorted(generator.choices(range(92), k=3 * ranks)), 91]  # some are equal
+        pieces = [Fragment("a.weight", start, {"master": whole[start:stop]}) for start, stop in pairwise(edges)]
+        empty = {piece.start: piece for piece in pieces if piece.tensors["master"].numel() == 0}
+        pieces = [piece for piece in pieces if piece.tensors["master"].numel()]
+        generator.shuffle(pieces)
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        of_ranks = [list(empty.values()), *(pieces[rank::ranks] for rank in range(ranks))]
+        files = [write_rank_file(folder / rank_file(rank), own) for rank, own in enumerate(of_ranks)]
+        of_all = replace(index(1), shapes={"a.weight": [7, 13]}, kinds=["master"], files=files)
+        (folder / "index.json").write_text(index_text(of_all))
+        reader = CheckpointReader.of_folder(folder)
+        for start, stop in combinations(range(92), 2):
+            assert torch.equal(reader.read("master", "a.weight", start, stop - start), whole[start:stop])
+        with pytest.raises(CheckpointError):
+            reader.read("master", "a.weight", 90, 2)
+
+
+def test_what_a_reader_keeps_grows_with_the_pieces_and_no_faster(tmp_path):
+    """Every rank keeps the pieces of all: a million, if 1,024 ranks have saved ViT-H/14 under ZeRO 3."""
+    kept = {}
+    for ranks in (500, 2000):
+        names = [rank_file(rank) for rank in range(ranks)]
+        files = [FileEntry(name, 10**6, "") for name in names]
+        of_all = replace(index(1), shapes={"a": [1000 * ranks]}, kinds=["master"], files=files)
+        layouts = {name: {f"master/a@{1000 * rank}": 1000} for rank, name in enumerate(names)}
+        tracemalloc.start()
+        reader = CheckpointReader(LocalDirectory(tmp_path).files(1), of_all, layouts)
+        kept[ranks] = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        del reader
+    assert kept[2000] < 4.2 * kept[500] and kept[2000] < 64 * 2000
+
+
 def test_another_model_is_refused_by_name(store):
     save(store, 1)
     with pytest.raises(CheckpointError, match=r"(?s)missing d.*unexpected c.*b has shape \[5\], the model's is \[6\]"):
@@ -132,6 +181,7 @@ def test_what_is_no_index_is_said_to_be_none(store):
     folder = save(store, 1)
     whole = json.loads((folder / "index.json").read_text())
     elsewhere = {**whole["files"][0], "path": "../rank-00000.safetensors"}
+    endless = {**whole["files"][0], "bytes": 2**63}
     for content, words in (
         ("[]", "schema_version"),
         ('{"schema_version": 9}', "is 9"),
@@ -140,6 +190,7 @@ def test_what_is_no_index_is_said_to_be_none(store):
         (json.dumps(whole | {"optimizer_steps": 7}), "damaged or was edited"),
         (json.dumps(with_checksum(whole | {"position": 0})), "position 0 is before step 1"),
         (json.dumps(with_checksum(whole | {"files": [elsewhere]})), "not the name of a file"),
+        (json.dumps(with_checksum(whole | {"files": [endless]})), r"files\.0\.bytes"),
     ):
         (folder / "index.json").write_text(content)
         with pytest.raises(CheckpointError, match=words):

@@ -260,9 +260,11 @@ def save_on_two(this: Rank, step: int, *where) -> list[tuple[int, str | None]]:
 def read_on(this: Rank, world: int, *where) -> tuple[int, list[str]] | None:
     if this.rank >= world:
         return None
-    step, said = newest(store_of(this, *where))
-    this.gather(None, world)  # others may still read copies of this one
-    return step, said
+    said: list[str] = []
+    reader = store_of(this, *where).newest(said.append)
+    assert reader is not None and holds(reader, reader.index.step, SCALE)
+    this.gather(None, world)  # the copies go with the last reader, and another rank may not have begun to read them
+    return reader.index.step, said
 
 
 def save_for_ever(this: Rank, step: int, *where) -> None:

@@ -26,6 +26,7 @@ from vitscale.models.weights.torch_files import write_safetensors
 from vitscale.runs.checkpoint_index import FileEntry
 
 _BLOCK_BYTES = 16 << 20
+_START_DIGITS = 18  # fit into 64 bits
 _HEADER_BYTES = 160  # header per key: its name, type, shape and position
 
 Layout = dict[str, int]
@@ -60,7 +61,7 @@ def parse_key(key: str) -> tuple[str, str, int]:
     """Split a key into (kind, parameter, start). Raises `CheckpointError`."""
     kind, _, rest = key.partition("/")
     name, _, start = rest.rpartition("@")
-    if not kind or not name or not start.isdigit():
+    if not kind or not name or not start.isdigit() or len(start) > _START_DIGITS:
         raise CheckpointError(f"{key!r} is not a fragment's key; expected KIND/PARAMETER@START")
     return kind, name, int(start)
 

@@ -2,32 +2,32 @@
 
 import math
 import shutil
-from bisect import bisect_right
+from array import array
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vitscale.checkpoint.directory import Files, LocalFiles
 from vitscale.checkpoint.format import Layout, parse_key, read_layout
 from vitscale.errors import CheckpointError
 from vitscale.files.durable import write_text
-from vitscale.runs.checkpoint_index import MASTER, CheckpointIndex, FileEntry, index_text, read_index
+from vitscale.runs.checkpoint_index import MASTER, CheckpointIndex, index_text, read_index
 from vitscale.runs.names import INDEX_FILE
 
 _WORD = 4  # bytes of an element
+_NO_PIECES = np.empty((4, 0), np.int64)
 
 
-class _Piece(NamedTuple):
-    """Elements [start, stop) of one parameter's state of one kind, and the byte of a file where they begin."""
-
-    start: int
-    stop: int
-    file: FileEntry
-    byte: int
+_Pieces = NDArray[np.int64]
+"""The pieces of one parameter's state of one kind, (4, pieces), by their place in it. Rows: first element, element
+after the last, number of the file in the index, byte of the file where they begin. Not Python objects, since every rank
+keeps all pieces: 1,024 ranks under ZeRO 3 write a million of them, 33 bytes each instead of some 180."""
 
 
 class CheckpointReader:
@@ -51,15 +51,7 @@ class CheckpointReader:
         self.folder = files.where
         self.index = index
         self._files = files
-        self._pieces: dict[tuple[str, str], list[_Piece]] = {}
-        for entry in index.files:
-            byte = entry.bytes - _WORD * sum(layouts[entry.path].values())
-            for key, length in layouts[entry.path].items():
-                kind, name, start = parse_key(key)
-                self._pieces.setdefault((kind, name), []).append(_Piece(start, start + length, entry, byte))
-                byte += _WORD * length
-        for pieces in self._pieces.values():
-            pieces.sort(key=lambda piece: (piece.start, piece.stop))
+        self._pieces = self._find_pieces(layouts)
         for name in index.shapes:
             for kind in index.kinds:
                 shape = index.shape_of(kind, name)
@@ -72,13 +64,29 @@ class CheckpointReader:
         layouts = {entry.path: read_layout(folder / entry.path) for entry in index.files}
         return cls(LocalFiles(folder), index, layouts)
 
+    def _find_pieces(self, layouts: Mapping[str, Layout]) -> dict[tuple[str, str], _Pieces]:
+        rows: defaultdict[tuple[str, str], array[int]] = defaultdict(lambda: array("q"))
+        for number, entry in enumerate(self.index.files):
+            byte = entry.bytes - _WORD * sum(layouts[entry.path].values())
+            for key, length in layouts[entry.path].items():
+                kind, name, start = parse_key(key)
+                rows[kind, name].extend((start, start + length, number, byte))
+                byte += _WORD * length
+        found = {}
+        for place in list(rows):
+            table = np.array(rows.pop(place)).reshape(-1, 4)
+            starts, stops, _, _ = table.T
+            found[place] = table[np.lexsort((stops, starts))].T.copy()
+        return found
+
     def _check_cover(self, kind: str, name: str, length: int) -> None:
+        starts, stops, _, _ = self._pieces.get((kind, name), _NO_PIECES)
         position = 0
-        for piece in self._pieces.get((kind, name), []):
-            if piece.start != position:
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+            if start != position:
                 break
-            position = piece.stop
-        if position != length or any(piece.stop > length for piece in self._pieces.get((kind, name), [])):
+            position = stop
+        if position != length or (stops > length).any():
             raise CheckpointError(
                 f"{self.folder}: {kind}/{name} should be covered exactly once from 0 to {length}; "
                 f"the fragments break off at {position}"
@@ -102,17 +110,17 @@ class CheckpointReader:
         """
         result = np.empty(length, np.float32)
         filled = 0
-        pieces = self._pieces.get((kind, name), [])
-        for piece in pieces[max(0, bisect_right(pieces, start, key=lambda piece: piece.start) - 1) :]:
-            low, high = max(piece.start, start), min(piece.stop, start + length)
-            if piece.start >= start + length:
-                break
+        pieces = self._pieces.get((kind, name), _NO_PIECES)
+        first = max(0, int(np.searchsorted(pieces[0], start, side="right")) - 1)
+        end = np.searchsorted(pieces[0], start + length)
+        for begin, stop, number, byte in pieces[:, first:end].T.tolist():
+            low, high = max(begin, start), min(stop, start + length)
             if low >= high:  # an empty piece
                 continue
-            path = self._files.path(piece.file)
+            path = self._files.path(self.index.files[number])
             try:
                 with path.open("rb") as file:
-                    file.seek(piece.byte + _WORD * (low - piece.start))
+                    file.seek(byte + _WORD * (low - begin))
                     count = file.readinto(result[low - start : high - start].data.cast("B"))
             except OSError as error:
                 raise CheckpointError(f"{path}: cannot be read any more: {error}") from None

@@ -35,7 +35,7 @@ class FileEntry:
     """One file of a checkpoint: its name in the checkpoint's folder (`path`), size in bytes, and sha256 in hex."""
 
     path: str
-    bytes: int
+    bytes: Annotated[int, pydantic.Field(ge=0, lt=2**53)]
     sha256: str
 
     def __post_init__(self) -> None:
