@@ -50,7 +50,7 @@ def make_late(engine: Any, chance: random.Random) -> None:
 
 
 def run_late(rank: int, world_size: int, port: int, folder: Path, work: tuple[list[int], int]) -> None:
-    """Entry point of a rank: for every stage, steps without delays and twice with them; ZeRO 3 without overlap, too.
+    """Entry point of a rank: for every stage, so many steps, punctually and with delays; ZeRO 3 also without overlap.
 
     Rank 0 leaves stage -> checksums of every rank's weights and masters after each of these.
     """

@@ -61,16 +61,24 @@ def test_where_nothing_can_overlap_the_recipe_is_refused(settings):
 
 
 @pytest.mark.parametrize(
-    "block",
+    ("stage", "block", "key"),
     [
-        "zero_optimization: {overlap_comm: true}",
-        "zero_optimization: {reduce_scatter: false}",
-        "data_types: {grad_accum_dtype: fp32}",
+        (1, "zero_optimization: {overlap_comm: true}", "zero_optimization.overlap_comm"),
+        (1, "zero_optimization: {reduce_scatter: false}", "zero_optimization.reduce_scatter"),
+        (2, "zero_optimization: {contiguous_gradients: false}", "zero_optimization.contiguous_gradients"),
+        (2, "zero_optimization: {offload_optimizer: {device: cpu}}", "zero_optimization.offload_optimizer"),
+        (3, "zero_optimization: {offload_optimizer: {device: cpu}}", "zero_optimization.offload_optimizer"),
+        (1, "data_types: {grad_accum_dtype: fp32}", "data_types.grad_accum_dtype"),
+        (1, "prescale_gradients: true", "prescale_gradients"),
+        (2, "gradient_predivide_factor: 2.0", "gradient_predivide_factor"),
+        (3, "gradient_predivide_factor: 2.0", "gradient_predivide_factor"),
+        (1, "comms_logger: {enabled: true}", "comms_logger"),
+        (2, "torch_autocast: {enabled: true}", "torch_autocast"),
     ],
 )
-def test_what_overlap_would_ignore_is_refused(block):
-    settings = ["parallelism.overlap=true", "precision=bf16", f"deepspeed={{{block}}}"]
-    with pytest.raises(RecipeError):
+def test_what_overlap_would_ignore_is_refused(stage, block, key):
+    settings = [f"parallelism={{overlap: true, zero_stage: {stage}}}", "precision=bf16", f"deepspeed={{{block}}}"]
+    with pytest.raises(RecipeError, match=f"deepspeed.{key}"):
         derive_config(load_recipe("b16_i1k", settings), 2)
 
 

@@ -113,11 +113,19 @@ class Parallelism(Block):
         description="overlap sending of gradients and weights with computation; halves gradient traffic in stages 1 "
         "and 2",
     )
+    hpz_size: int = Field(
+        1,
+        ge=1,
+        description="ranks, as many as a node has, that keep a copy of all weights between them during a step of stage "
+        "3, so that each weight crosses the network once a step (hpZ of ZeRO++); 1: none",
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> "Parallelism":
         if self.overlap and (self.zero_stage == 0 or self.offload != "none"):
             raise ValueError("overlap: true needs zero_stage 1, 2 or 3, and offload: none")
+        if self.hpz_size > 1 and (self.zero_stage != 3 or self.offload != "none"):
+            raise ValueError(f"hpz_size: {self.hpz_size} needs zero_stage 3, and offload: none")
         # One at most: of stages 0 and 3.
         if self.offload == "optimizer" and self.zero_stage == 0:
             raise ValueError("offload: optimizer needs zero_stage 1, 2 or 3")
@@ -129,6 +137,20 @@ class Parallelism(Block):
     def exchanges(self) -> bool:
         """Whether several ranks send by training/exchange.py, and not by DeepSpeed."""
         return self.overlap and self.zero_stage in (1, 2)
+
+    def hpz_ranks(self, world_size: int) -> int:
+        """How many of so many ranks keep a copy of the weights between them; 1 if none do, or it would be all.
+
+        Raises `RecipeError` if `hpz_size` does not divide more ranks than that.
+        """
+        if world_size <= self.hpz_size:
+            return 1
+        if world_size % self.hpz_size:
+            raise RecipeError(
+                f"parallelism.hpz_size: {self.hpz_size} does not divide the {world_size} ranks of the run; set it to "
+                f"the number of ranks on each node, or to 1"
+            )
+        return self.hpz_size
 
 
 class Checkpoint(Block):

@@ -69,6 +69,10 @@ _OURS = {
     "wandb": "the recipe has logging.trackers",
 }
 
+# What exchange.py would pass over: messages that DeepSpeed does not send, dtypes that it does not choose.
+_NOT_WITH_OVERLAP = ("comms_logger", "torch_autocast")
+_OFFLOADING = ("offload_optimizer", "cpu_offload", "zenflow")
+
 _BLOCKS = ("activation_checkpointing", "aio", "bf16", "comms_logger", "compile", "data_types", "flops_profiler")
 
 
@@ -83,10 +87,13 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
     if stage == 3:
         # Its replacement for a linear layer rounds differently from every other stage.
         zero["memory_efficient_linear"] = False
+        zero["zero_hpz_partition_size"] = recipe.parallelism.hpz_ranks(world_size)
     exchanges = recipe.parallelism.exchanges and world_size > 1
     if recipe.parallelism.overlap and world_size > 1:
         # In stages 1 and 2 exchange.py sums and gathers instead of DeepSpeed, whose keys for that have no effect.
         zero |= {"overlap_comm": stage == 3, "reduce_scatter": True, "use_multi_rank_bucket_allreduce": True}
+        if exchanges:
+            zero |= {"contiguous_gradients": True, "allgather_partitions": True}
     if recipe.parallelism.offload == "optimizer":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     config: dict[str, Any] = {
@@ -100,6 +107,7 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
+        **({"prescale_gradients": False, "gradient_predivide_factor": 1.0} if exchanges or stage == 3 else {}),
         # This timer would make the host wait for the device twice per micro-batch.
         "timers": {"throughput": {"enabled": False}},
     }
@@ -111,7 +119,10 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
             config["data_types"] = {"grad_accum_dtype": "bf16"}
         elif stage > 0 and accumulation > 1:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
+    elif exchanges:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
     config = _add(config, recipe.deepspeed)
+    _check_sending(recipe, config, exchanges)
     if recipe.precision != "fp32" and world_size == accumulation == 1:
         # Nothing is summed, and DeepSpeed would convert every gradient to fp32 and back.
         config["communication_data_type"] = "bf16"
@@ -148,6 +159,15 @@ def _add(config: dict[str, Any], extra: dict[str, Any], prefix: str = "") -> dic
         else:
             merged[key] = value
     return merged
+
+
+def _check_sending(recipe: Recipe, config: dict[str, Any], exchanges: bool) -> None:
+    """Refuse keys that `overlap` would silently ignore, and those that it or `hpz_size` was not tried with."""
+    refused = [key for key in _NOT_WITH_OVERLAP if key in config] if exchanges else []
+    if recipe.parallelism.overlap or recipe.parallelism.hpz_size > 1:
+        refused += [f"zero_optimization.{key}" for key in _OFFLOADING if key in config["zero_optimization"]]
+    if refused:
+        raise RecipeError(f"deepspeed.{refused[0]}: not together with parallelism.overlap or parallelism.hpz_size")
 
 
 def _check_blocks(config: dict[str, Any]) -> None:
@@ -226,6 +246,8 @@ def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -
     bucket = config["zero_optimization"]["reduce_bucket_size"] if exchanges else None
     optimizer = build_optimizer(recipe, objective, bucket)
     engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=config, dist_init_required=False)
+    # A second engine of this process would take the first one's group, or fail because there is one.
+    deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     engine.whole_shapes = {name: tuple(shape) for name, shape in fragments.shapes(engine).items()}
     engine.kept_in_bf16 = recipe.optimizer.kept_in_bf16
     engine.kept = {
@@ -242,8 +264,7 @@ def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -
         )
     engine.exchange = None
     if exchanges:
-        is_bf16 = config.get("communication_data_type") == "bf16"
-        engine.exchange = Exchange(engine, torch.bfloat16 if is_bf16 else torch.float32)
+        engine.exchange = Exchange(engine, engine.communication_data_type)
     elif recipe.parallelism.overlap and dist.get_world_size() > 1 and dist.get_backend() == "gloo":
         ScatteredSums(engine)
     if recipe.parallelism.zero_stage == 0 and engine.world_size == 1:

@@ -305,4 +305,5 @@ def refresh_weights(engine: Any) -> None:
                 optimizer._reassign_or_swap_out_partitioned_parameters(group)
             if optimizer.persistent_parameters:
                 optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
-            optimizer.invalidate_secondary_tensor()
+            for parameter in engine.module.parameters():  # DeepSpeed forgets only the copies of what is trained
+                parameter.ds_secondary_tensor = None
