@@ -25,6 +25,7 @@ def case(
     accumulation: int,
     again: int = 0,
     overlap: bool = False,
+    hpz_size: int = 1,
     **zero: int,
 ):
     if stage == 3:
@@ -39,6 +40,7 @@ def case(
             "reduce_dtype": reduce,
             "activation_checkpointing": again,
             "overlap": overlap,
+            "hpz_size": hpz_size,
         },
         "deepspeed": {"zero_optimization": zero},
     }
@@ -85,6 +87,21 @@ def cases(world_size: int) -> dict[str, dict[str, Any]]:
     }
     for size in (100_000, 20_000_000):
         found[f"zero3-ahead{size}"] = case(world_size, 3, "bf16", "fp32", 2, stage3_prefetch_bucket_size=size)
+    if world_size > 2:  # two nodes of half of the ranks
+        found |= {
+            f"hpz-{precision}-x{accumulation}-again{again}": case(
+                world_size, 3, precision, "fp32", accumulation, again, hpz_size=world_size // 2
+            )
+            for precision in ("bf16", "fp32")
+            for accumulation in (1, 3)
+            for again in (0, 1)
+        }
+        found["hpz-let-go"] = case(
+            world_size, 3, "bf16", "fp32", 2, hpz_size=world_size // 2, stage3_max_reuse_distance=0
+        )
+        found["hpz-ahead"] = case(
+            world_size, 3, "bf16", "fp32", 2, hpz_size=world_size // 2, stage3_prefetch_bucket_size=20_000_000
+        )
     found["zero2-small-buckets"] = case(world_size, 2, "bf16", "fp32", 2, reduce_bucket_size=50_000)
     return found
 

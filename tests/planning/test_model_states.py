@@ -68,6 +68,21 @@ QUICK = (
 )
 
 
+@pytest.mark.slow
+def test_a_copy_of_the_weights_within_nodes_is_held_from_the_forward_pass_to_the_update(tmp_path):
+    cases = {
+        str(size): case(3, "bf16", 1, parallelism={"zero_stage": 3, "hpz_size": size})
+        | {"batch": {"global": 4, "micro_max": 1}}
+        for size in (1, 2)
+    }
+    start(run_engines, tmp_path, cases, 4)
+    held = json.loads((tmp_path / "held.json").read_text())
+    without, with_copy = (expected_memory(make_recipe(**cases[size]), 10, 4).weights for size in "12")
+    copy = with_copy - without
+    assert held["2"]["backward"] - held["1"]["backward"] == pytest.approx(copy, rel=0.05)
+    assert abs(held["2"]["step"] - held["1"]["step"]) <= 0.05 * copy
+
+
 @pytest.fixture(scope="module")
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     """What the engines of the selected tests hold: one launch."""

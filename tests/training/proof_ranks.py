@@ -213,6 +213,13 @@ def old_weights(prover: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def old_copies(prover: Any) -> Iterator[None]:
+    """The copies that ranks of a node keep of the weights are not forgotten when weights change."""
+    with replaced(prover.learner.engine.optimizer, "invalidate_secondary_tensor", lambda: None):
+        yield
+
+
+@contextlib.contextmanager
 def decay_of_all(prover: Any) -> Iterator[None]:
     """Weight decay reaches what the recipe excludes from it."""
     groups = prover.learner.engine.optimizer.param_groups

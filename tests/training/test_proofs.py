@@ -17,6 +17,7 @@ from proof_ranks import (
     decay_of_all,
     dropped_micro_batch,
     late_weights,
+    old_copies,
     old_weights,
     overlapped_bucket,
     prove_all,
@@ -107,6 +108,13 @@ CASES |= {
     "overlapped-damaged": case("classes", "fp32", 1, "adamw", "data.bad_samples=mask", OVERLAP),
     "overlapped-masked": case("masked", "bf16", 1, "adamw", OVERLAP),
 }
+HPZ = "parallelism.hpz_size=2"  # of four ranks: of two there is one node
+CASES |= {
+    "hpz-fp32": case("mixed", "fp32", 3, "adamw", HPZ, *GROUPED),
+    "hpz-bf16": case("mixed", "bf16", 3, "adamw", HPZ, *GROUPED),
+    "hpz-recomputed": case("classes", "bf16", 3, "adamw", HPZ, "parallelism.activation_checkpointing=1"),
+    "hpz-overlapped": case("classes", "bf16", 3, "muon", HPZ, OVERLAP),
+}
 CASES |= {stem: (stem, ["precision=bf16"], STEPS, None) for stem in RECIPES}
 FAST = ("grouped-bf16-zero1", "overlapped-bf16-zero2", "masked-fp32-zero3", "muon-bf16-zero2", "classes-bf16-zero0")
 
@@ -144,8 +152,14 @@ FAULTS: dict[str, tuple[tuple[Any, ...], int, Any, str, str]] = {
     "weights that nobody waits for": (("bf16", 1, OVERLAP), 3, late_weights, "gradient", FC1),
     "an overlapped micro-batch is dropped": (("bf16", 2, OVERLAP), 1, dropped_micro_batch, "gradient", FC1),
     "clipping an overlapped gradient wrongly": (("bf16", 1, OVERLAP), 2, wrong_norm, "gradient", FC1),
+    "copies within nodes of the step before": (("bf16", 3, HPZ), 3, old_copies, "gradient", FC1),
     "weight decay of all": (("bf16", 1), 2, decay_of_all, "update", "norm.bias"),
 }
+
+
+def world_of(fault: str) -> int:
+    """The ranks that a fault takes."""
+    return 4 if HPZ in FAULTS[fault][0] else 2
 
 
 def broken(name: str) -> Any:
@@ -170,7 +184,8 @@ def proofs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
         if "name" in params:
             by_world.setdefault(params["world"], {})[params["name"]] = CASES[params["name"]]
         if "fault" in params:
-            by_world.setdefault(2, {})[params["fault"]] = broken(params["fault"])
+            world = world_of(params["fault"])
+            by_world.setdefault(world, {})[params["fault"]] = broken(params["fault"])
     for world, cases in by_world.items():
         start(prove_all, root, cases, world)
     return root
@@ -198,10 +213,12 @@ def test_the_engine_does_what_plain_torch_does(proofs, name, world):
         assert len(trained) == len(found["groups"]) - 1
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=[pytest.mark.slow] if world_of(fault) > 2 else []) for fault in FAULTS]
+)
 def test_what_is_broken_is_found_and_named(proofs, fault):
     *_, aspect, parameter = FAULTS[fault]
-    found = result(proofs, fault)
+    found = result(proofs, fault, world_of(fault))
     assert not found["is_proven"]
     compared = [group[aspect] for group in found["groups"]]
     assert any(each["error"] is None or each["error"] > each["limit"] for each in compared)

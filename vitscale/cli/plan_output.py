@@ -50,9 +50,9 @@ def _heading(plan: ClusterPlan) -> str:
 
 
 def _shortlist(plan: ClusterPlan) -> list[Choice]:
-    """The best micro-batch for each stage, overlap and recomputation; the smallest in memory if none fits."""
+    """The best micro-batch for each way to send and recomputation; the smallest in memory if none fits."""
     kept = []
-    for _, group in groupby(plan.choices, key=lambda one: (one.zero_stage, one.overlap, one.activation_checkpointing)):
+    for _, group in groupby(plan.choices, key=lambda one: (one.way_to_send, one.activation_checkpointing)):
         sizes = list(group)
         marked = next((one for one in sizes if one.is_best), None)
         kept.append(marked or find_best(sizes) or min(sizes, key=lambda one: one.memory.device_bytes))
@@ -69,6 +69,7 @@ def _giga(value: float) -> str:
 _COLUMNS = (
     Column("zero_stage", "ZeRO"),
     Column("overlap", "overlap", spare=1),
+    Column("hpz_size", "hpz\nsize", spare=1),
     Column("activation_checkpointing", "recompute\nevery"),
     Column("micro_batch", "micro\nbatch"),
     Column("accumulation", "x"),
@@ -98,7 +99,8 @@ def _table(plan: ClusterPlan, choices: list[Choice] | tuple[Choice, ...]) -> Res
     for row in rows:
         row["ema"] = row["ema"] or None  # a column of zeros says nothing
         row["overlap"] = "yes" if row["overlap"] else None
-    groups = [len(list(group)) for _, group in groupby(choices, key=lambda one: (one.zero_stage, one.overlap))]
+        row["hpz_size"] = row["hpz_size"] if row["hpz_size"] > 1 else None
+    groups = [len(list(group)) for _, group in groupby(choices, key=lambda one: one.way_to_send)]
     return ResultTable(_COLUMNS, rows, legend=_LEGEND, groups=groups)
 
 
@@ -106,6 +108,7 @@ def _row(cluster: Cluster, choice: Choice) -> Row:
     return {
         "zero_stage": choice.zero_stage,
         "overlap": choice.overlap,
+        "hpz_size": choice.hpz_size,
         "activation_checkpointing": choice.activation_checkpointing,
         "micro_batch": choice.micro_batch,
         "accumulation": choice.accumulation,

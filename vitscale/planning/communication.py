@@ -42,6 +42,7 @@ class Collective:
         element_bytes: the size of one element, in bytes.
         times: how many times per step they are sent.
         messages: the number of messages that the elements are cut into each time.
+        group: the number of ranks that send to each other, those of one node; None for all ranks.
     """
 
     what: str
@@ -51,11 +52,13 @@ class Collective:
     element_bytes: int
     times: int = 1
     messages: int = 1
+    group: int | None = None
 
     def sent(self, world_size: int) -> float:
         """The bytes that each rank sends in one step."""
+        ranks = self.group or world_size
         message = self.elements * self.element_bytes
-        return _SHARE[self.kind] * (world_size - 1) / world_size * message * self.times
+        return _SHARE[self.kind] * (ranks - 1) / ranks * message * self.times
 
 
 def communication(recipe: Recipe, parameters: Parameters, world_size: int, accumulation: int) -> list[Collective]:
@@ -85,11 +88,47 @@ def communication(recipe: Recipe, parameters: Parameters, world_size: int, accum
         # Everything is prefetched. Otherwise a layer is prefetched whenever another one is released.
         messages = min(messages, math.ceil(gathered / limits["stage3_prefetch_bucket_size"]))
     return [
-        Collective("weights for the passes", "all-gather", "passes", gathered, weight_bytes, accumulation, messages),
+        *_weights_of_passes(recipe, parameters.layers, world_size, weight_bytes, gathered, messages, accumulation),
         Collective("gradients", "reduce-scatter", "backward", total, gradient_bytes, accumulation, buckets),
         # One message for each parameter.
         Collective("small new weights", "all-gather", "update", sum(small), weight_bytes, messages=max(1, len(small))),
         agreements,
+    ]
+
+
+def _weights_of_passes(
+    recipe: Recipe,
+    layers: Sequence[Layer],
+    world_size: int,
+    weight_bytes: int,
+    gathered: int,
+    messages: int,
+    accumulation: int,
+) -> list[Collective]:
+    """ZeRO 3's gathers in the passes of a step, of which hpZ leaves all but the first of each layer within nodes.
+
+    Args:
+        gathered, messages: elements and messages of one micro-batch.
+    """
+    what, group = "weights for the passes", recipe.parallelism.hpz_ranks(world_size)
+    if group == 1:
+        return [Collective(what, "all-gather", "passes", gathered, weight_bytes, accumulation, messages)]
+    limit = elements_in_flight(recipe)["stage3_param_persistence_threshold"]
+    of_layers = [sum(size for size in layer.trained if size > limit) for layer in layers]
+    first = sum(of_layers)  # DeepSpeed forgets the copies of what is trained after each update
+    first_messages = max(1, round(messages * first / gathered)) if gathered else 0
+    first_messages = min(first_messages, sum(elements > 0 for elements in of_layers))
+    return [
+        Collective(what, "all-gather", "passes", first, weight_bytes, messages=first_messages),
+        Collective(
+            f"{what}, within nodes",
+            "all-gather",
+            "passes",
+            gathered * accumulation - first,
+            weight_bytes,
+            messages=max(1, messages * accumulation - first_messages),
+            group=group,
+        ),
     ]
 
 

@@ -32,8 +32,8 @@ class Memory:
 
     Attributes:
         device: the kind of device that holds all parts but those called `host_`.
-        weights: the weights that the model computes with (under ZeRO 3 the rank's share, and small ones whole), and a
-            teacher's weights.
+        weights: the weights that the model computes with (under ZeRO 3 the rank's share, with hpZ its share of the
+            node's copy, and small ones whole), and a teacher's weights.
         optimizer: fp32 masters and moments of the trained parameters.
         ema: the moving average of the masters.
         images: batches on a CUDA device.
@@ -194,7 +194,9 @@ def _model_states(
         case _:
             kept_whole = [size for size in sizes if size <= elements["stage3_param_persistence_threshold"]]
             persistent = sum(kept_whole) if world_size > 1 else 0
-            weights = word * (optimizer_share(sizes, stage, world_size) + persistent)
+            copied = recipe.parallelism.hpz_ranks(world_size)  # from the first forward pass to the end of the update
+            copy = sum(math.ceil(size / copied) for size in sizes) if copied > 1 else 0
+            weights = word * (optimizer_share(sizes, stage, world_size) + persistent + copy)
             accumulated = gradients = accumulated_word * share
             at_once = min(share, -(-elements["sub_group_size"] // world_size))
             update = (4 if accumulated_word == 4 else 6) * at_once

@@ -37,7 +37,7 @@ class Choice:
     """One way to distribute a recipe.
 
     Attributes:
-        zero_stage, overlap, activation_checkpointing: the values for the recipe's `parallelism`.
+        zero_stage, overlap, hpz_size, activation_checkpointing: the values for the recipe's `parallelism`.
         micro_batch, accumulation: the micro-batch and the accumulation steps; their product is a rank's part of the
             global batch.
         memory: the memory of one rank.
@@ -51,6 +51,7 @@ class Choice:
 
     zero_stage: int
     overlap: bool
+    hpz_size: int
     activation_checkpointing: int
     micro_batch: int
     accumulation: int
@@ -67,11 +68,17 @@ class Choice:
         """Whether this is the best choice."""
         return self.verdict == "best"
 
+    @property
+    def way_to_send(self) -> tuple[int, bool, int]:
+        """(ZeRO stage, `overlap`, `hpz_size`)."""
+        return self.zero_stage, self.overlap, self.hpz_size
+
     def settings(self) -> list[str]:
         """The arguments of `--set` that make a recipe use this choice."""
         return [
             f"parallelism.zero_stage={self.zero_stage}",
             *(["parallelism.overlap=true"] if self.overlap else []),
+            *([f"parallelism.hpz_size={self.hpz_size}"] if self.hpz_size > 1 else []),
             f"parallelism.activation_checkpointing={self.activation_checkpointing}",
             f"batch.micro_max={self.micro_batch}",
         ]
@@ -181,7 +188,8 @@ def make_plan(
         storage: the rate at which all nodes together write checkpoints, in bytes/s.
         failures: the failures of the cluster's nodes; None to leave them out.
 
-    Raises `RecipeError` for fp32, and if the devices do not divide the global batch.
+    Raises `RecipeError` for fp32, if the devices do not divide the global batch, and if `hpz_size` does not divide the
+    devices of a node.
     """
     if estimate.recipe.precision == "auto":  # what `auto` chooses on every device with a known peak
         estimate = replace(estimate, recipe=estimate.recipe.model_copy(update={"precision": "bf16"}))
@@ -190,6 +198,11 @@ def make_plan(
     if recipe.precision != "bf16":
         raise RecipeError(
             f"precision: {recipe.precision} is not planned: no peak is known for it; --set precision=bf16"
+        )
+    if (asked := recipe.parallelism.hpz_size) > 1 and cluster.devices_per_node % asked:
+        raise RecipeError(
+            f"parallelism.hpz_size: {asked} does not divide the {cluster.devices_per_node} devices of a node; set it "
+            f"to {cluster.devices_per_node}"
         )
     num_classes = training_set(recipe, estimate.samples).num_classes
     assert num_classes is not None
@@ -202,12 +215,12 @@ def make_plan(
             divides = recipe.parallelism.offload != "none" or recipe.parallelism.overlap
             if (stage == 0 and divides) or (stage == 3 and recipe.parallelism.compile):
                 continue  # recipes refuse these combinations
-            for micro, overlap in product(sizes, _ways_to_send(recipe, stage, cluster.devices)):
-                one = _with(recipe, stage, again, micro, overlap)
+            for micro, (overlap, hpz_size) in product(sizes, _ways_to_send(recipe, stage, cluster)):
+                one = _with(recipe, stage, again, micro, overlap=overlap, hpz_size=hpz_size)
                 accumulates = recipe.batch.global_size > micro * cluster.devices
                 memory = memory_of(one, parameters, tensors(micro), cluster.devices, accumulates, "cuda")
                 choices.append(_choice(one, work, parameters, cluster, memory))
-    choices.sort(key=lambda one: (one.zero_stage, one.overlap, one.activation_checkpointing, one.micro_batch))
+    choices.sort(key=lambda one: (*one.way_to_send, one.activation_checkpointing, one.micro_batch))
     best = find_best(choices)
     judged = tuple(replace(one, verdict=_verdict(one, best, cluster)) for one in choices)
     assumptions = [*cluster.assumptions, *_assumed_of_time(recipe, cluster)]
@@ -240,18 +253,19 @@ def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
     return [size for size in divisors if size & (size - 1) == 0 or size in (micro, per_rank)]
 
 
-def _ways_to_send(recipe: Recipe, stage: int, world_size: int) -> tuple[bool, ...]:
-    """The values of `parallelism.overlap` to try: both if it would make a difference, unless the recipe sets it."""
-    asked, possible = recipe.parallelism.overlap, world_size > 1 and recipe.parallelism.offload == "none"
-    return (False, True) if stage in (1, 2) and possible and not asked else (asked,)
+def _ways_to_send(recipe: Recipe, stage: int, cluster: Cluster) -> list[tuple[bool, int]]:
+    """The values of (`overlap`, `hpz_size`) to try: all that would make a difference, unless the recipe sets them."""
+    overlap, hpz_size = recipe.parallelism.overlap, recipe.parallelism.hpz_size
+    possible = cluster.devices > 1 and recipe.parallelism.offload == "none"
+    if stage in (1, 2):
+        return [(False, 1), (True, 1)] if possible and not overlap else [(overlap, 1)]
+    if stage == 3 and possible and hpz_size == 1 and cluster.nodes > 1 and cluster.devices_per_node > 1:
+        return [(overlap, 1), (overlap, cluster.devices_per_node)]
+    return [(overlap, hpz_size if stage == 3 else 1)]
 
 
-def _with(
-    recipe: Recipe, stage: int, again: int, micro_batch: int | None = None, overlap: bool | None = None
-) -> Recipe:
-    update = {"zero_stage": stage, "activation_checkpointing": again}
-    if overlap is not None:
-        update["overlap"] = overlap
+def _with(recipe: Recipe, stage: int, again: int, micro_batch: int | None = None, **sending: int) -> Recipe:
+    update = {"zero_stage": stage, "activation_checkpointing": again, **sending}
     changed = recipe.model_copy(update={"parallelism": recipe.parallelism.model_copy(update=update)})
     if micro_batch is None:
         return changed
@@ -268,6 +282,7 @@ def _choice(recipe: Recipe, work: Work, parameters: Parameters, cluster: Cluster
     return Choice(
         zero_stage=recipe.parallelism.zero_stage,
         overlap=recipe.parallelism.overlap,
+        hpz_size=recipe.parallelism.hpz_size,
         activation_checkpointing=recipe.parallelism.activation_checkpointing,
         micro_batch=micro,
         accumulation=accumulation,
@@ -281,7 +296,9 @@ def _choice(recipe: Recipe, work: Work, parameters: Parameters, cluster: Cluster
 
 
 def find_best(choices: Sequence[Choice]) -> Choice | None:
-    """The fastest choice that fits; of equally fast ones that with the largest micro-batch, lowest stage, no overlap.
+    """The fastest choice that fits; of equally fast ones that with the largest micro-batch, then the simplest.
+
+    That is the lowest stage, without overlap, without hpZ.
 
     A lower stage sends fewer messages, any of which could be late.
     """
@@ -290,7 +307,7 @@ def find_best(choices: Sequence[Choice]) -> Choice | None:
         return None
     limit = min(one.time.total for one in fitting) * (1 + _AS_FAST)
     as_fast = [one for one in fitting if one.time.total <= limit]
-    return max(as_fast, key=lambda one: (one.micro_batch, -one.zero_stage, not one.overlap))
+    return max(as_fast, key=lambda one: (one.micro_batch, -one.zero_stage, not one.overlap, -one.hpz_size))
 
 
 def _verdict(choice: Choice, best: Choice | None, cluster: Cluster) -> str:

@@ -5,7 +5,7 @@ Real steps take longer.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vitscale.flops.accounting import FLOPS_PER_MAC, training_flops_per_image
 from vitscale.flops.work import Work
@@ -88,6 +88,8 @@ def step_time(
 def message_time(collective: Collective, cluster: Cluster) -> CollectiveTime:
     """The time of one message of a collective."""
     size = collective.elements * collective.element_bytes / collective.messages
+    if collective.group is not None:
+        cluster = replace(cluster, devices=collective.group, devices_per_node=collective.group)
     return collective_time(collective.kind, size, cluster)
 
 
