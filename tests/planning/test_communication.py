@@ -133,7 +133,7 @@ def check(world_size: int, folder: Path, given: dict[str, dict[str, Any]]) -> No
         agreements = calls.pop("all-reduce") - messages.pop("all-reduce")
         # What is read ahead may end within a layer, or be several layers at once. Buckets hold whole parameters of one
         # group, so there may be more of them.
-        slack = {"rel": 0.15} if "ahead" in name else {"abs": 2 * accumulation} if "overlap" in name else {"rel": 0}
+        slack = {"rel": 0.2} if "ahead" in name else {"abs": 2 * accumulation} if "overlap" in name else {"rel": 0}
         assert calls == pytest.approx(messages, **slack), f"{name}: {calls}, {messages}"
         assert -2 <= agreements <= 0, f"{name}: {agreements}"
         sent = {KINDS[operation]: size for operation, size in counted[name]["sent"].items()}

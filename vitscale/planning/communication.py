@@ -116,20 +116,13 @@ def _weights_of_passes(
     limit = elements_in_flight(recipe)["stage3_param_persistence_threshold"]
     of_layers = [sum(size for size in layer.trained if size > limit) for layer in layers]
     first = sum(of_layers)  # DeepSpeed forgets the copies of what is trained after each update
-    first_messages = max(1, round(messages * first / gathered)) if gathered else 0
-    first_messages = min(first_messages, sum(elements > 0 for elements in of_layers))
-    return [
-        Collective(what, "all-gather", "passes", first, weight_bytes, messages=first_messages),
-        Collective(
-            f"{what}, within nodes",
-            "all-gather",
-            "passes",
-            gathered * accumulation - first,
-            weight_bytes,
-            messages=max(1, messages * accumulation - first_messages),
-            group=group,
-        ),
-    ]
+    first_messages = min(math.ceil(messages * first / max(1, gathered)), sum(elements > 0 for elements in of_layers))
+    found = [Collective(what, "all-gather", "passes", first, weight_bytes, messages=first_messages)]
+    if (again := gathered * accumulation - first) > 0:
+        count = max(1, messages * accumulation - first_messages)
+        inside = f"{what}, within nodes"
+        found.append(Collective(inside, "all-gather", "passes", again, weight_bytes, messages=count, group=group))
+    return found
 
 
 def _gathered(recipe: Recipe, layers: Sequence[Layer]) -> tuple[int, int]:
