@@ -3,10 +3,10 @@
     $ python benchmarks/many_ranks.py --ranks 256 512 1024 --readers 64
 
 Every rank of ZeRO 3 saves a piece of every parameter and moment: as many fragments as ViT-H/14 has, of one element
-each, so that nothing but their number counts. (Lengths below 257 are integers that Python shares: larger ones take 32
-bytes more in a layout.) All ranks are threads of one process, which meet at a gather of objects
-that are pickled as between processes; what each would be sent is counted as torch.distributed sends it, every rank's
-object as long as the longest. Seconds are those of the processor; bytes of one rank are those of Python's objects.
+each, so that nothing but their number counts. (Python shares the integers up to 256: the length of a larger fragment
+takes 32 bytes more in a layout.) All ranks are threads of one process, which meet at a gather of objects that are
+pickled as between processes; what each would be sent is counted as torch.distributed sends it, every rank's object as
+long as the longest. Seconds are those of the processor; bytes of one rank are those of Python's objects.
 """
 
 import argparse

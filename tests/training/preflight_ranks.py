@@ -15,7 +15,8 @@ def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[
 
     Ranks run one copy of the package, `root/code/vitscale`, and rank 2 another, `root/other-code/vitscale`. A job may
     have: `recipe` blocks for all ranks, `other` blocks for rank 2 alone, `manifest` and `run_dir` that only rank 2 has,
-    `code` that is appended to a file of its package, a package `without` which it is, `checkpoint_bytes`.
+    `code` that is appended to a file of its package, a package `without` which it is, `checkpoint_bytes`. A job's
+    outcome also has the bytes of every object that this rank gave to an all-gather.
     """
     is_other = rank == OTHER_RANK
     code = root / ("other-code" if is_other else "code")
@@ -26,6 +27,7 @@ def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[
     import vitscale
 
     world = join(rank, world_size, port)
+    gathered = count_gathered()
 
     from dataclasses import replace
 
@@ -51,10 +53,12 @@ def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[
         if is_other:
             changed.write_text(unchanged + job.get("code", ""))
         outcome: dict[str, Any] = {}
+        gathered.clear()
         try:
             outcome["lines"] = preflight.preflight(recipe, own_plan, run_dir, world, job.get("checkpoint_bytes", 1000))
         except RecipeError as error:
             outcome |= {"error": str(error), "on_all_ranks": error.is_on_all_ranks}
+        outcome["gathered"] = list(gathered)
         if is_other:
             changed.write_text(unchanged)
             for name in job.get("without", []):
@@ -63,3 +67,20 @@ def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[
     torch.distributed.barrier()
     sys.stdout.flush()
     os._exit(0)
+
+
+def count_gathered() -> list[int]:
+    """A list to which every all-gather of objects appends the bytes of what this rank gave; the gather is torch's."""
+    import pickle
+
+    import torch.distributed as dist
+
+    sizes: list[int] = []
+    gather = dist.all_gather_object
+
+    def counted(values: list, value: object, group: Any = None) -> None:
+        sizes.append(len(pickle.dumps(value)))
+        gather(values, value, group)
+
+    dist.all_gather_object = counted
+    return sizes

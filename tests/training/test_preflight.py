@@ -48,16 +48,22 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
     tight = {"name": "tight", "checkpoint_bytes": int(shutil.disk_usage(root).free / 2.2)}
     jobs = [*JOBS, tight]
     (root / "run/checkpoints/.building-step-00000007").mkdir(parents=True)  # of a save that was killed
-    mp.spawn(run_jobs, (3, int(free_port()), root, jobs), nprocs=3)
+    found = preflight_on(3, root, jobs)
     leftovers = [path.name for path in (root / "run/checkpoints").iterdir()]
     assert leftovers == []
-    return {job["name"]: [json.loads((root / f"{job['name']}-{r}.json").read_text()) for r in range(3)] for job in jobs}
+    return found | preflight_on(6, root, [{"name": "good on six"}])
+
+
+def preflight_on(ranks: int, root: Path, jobs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    mp.spawn(run_jobs, (ranks, int(free_port()), root, jobs), nprocs=ranks)
+    names = [job["name"] for job in jobs]
+    return {name: [json.loads((root / f"{name}-{rank}.json").read_text()) for rank in range(ranks)] for name in names}
 
 
 def error_of(outcomes: dict[str, list[dict[str, Any]]], name: str) -> str:
     """The message, which all ranks raise alike."""
-    assert all(outcome == outcomes[name][0] for outcome in outcomes[name])
-    assert outcomes[name][0]["on_all_ranks"]
+    assert len({outcome["error"] for outcome in outcomes[name]}) == 1
+    assert all(outcome["on_all_ranks"] for outcome in outcomes[name])
     return outcomes[name][0]["error"]
 
 
@@ -75,6 +81,15 @@ def test_a_good_launch_is_told_in_one_line(outcomes):
         r"checkpoints 0.0 MB each of [\d.]+ GB free \([\d.]+ s\)"
     )
     assert re.fullmatch(pattern, outcomes["good"][0]["lines"][-1])
+
+
+def test_one_record_a_rank_is_gathered_whatever_their_number(outcomes):
+    """What all ranks get grows with their number, and no faster."""
+    of_three, of_six = ([outcome["gathered"] for outcome in outcomes[name]] for name in ("good", "good on six"))
+    for record, sees_the_folder in of_three + of_six:
+        assert sees_the_folder < 16 and record == pytest.approx(of_three[0][0], abs=16) and record < 2000
+    # Where the ranks differ, a third: their recipes, to tell how.
+    assert [len(outcome["gathered"]) for outcome in outcomes["recipe"]] == [2, 2, 2]
 
 
 def test_other_data_on_one_rank_are_named(outcomes):
