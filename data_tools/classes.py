@@ -75,7 +75,7 @@ def order_classes(
     if numbers:
         others = [name for name in names if not _NUMBER.fullmatch(name)]
         raise DataError(
-            f"labels are numbers but for {', '.join(map(repr, others[:_SHOWN]))}. Expected numbers or names "
+            f"labels are numbers except for {', '.join(map(repr, others[:_SHOWN]))}. Expected numbers or names "
             "throughout; --classes FILE if these are names of classes"
         )
     ordered = sorted(names)
@@ -130,7 +130,7 @@ def read_classes(path: Path) -> tuple[str, ...]:
             ) from error
     repeated = _repeated(names)
     if repeated or not names:
-        what = f"names twice: {', '.join(map(repr, repeated[:5]))}" if repeated else "no class names in it"
+        what = f"repeats {', '.join(map(repr, repeated[:5]))}" if repeated else "has no class names"
         raise RecipeError(f"--classes {path}: {what}")
     return names
 

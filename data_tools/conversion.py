@@ -158,15 +158,15 @@ def _announce(plan: ConversionPlan, mine: int, done: int, request: Request, mach
         f"{counted(plan.images, 'image')} of {counted(len(plan.class_names), 'class')} in "
         f"{counted(plan.tasks, 'shard')}"
         + (f", {mine:,} of them in --task-range {machine.tasks}" if machine.tasks.count > 1 else "")
-        + (f", {done:,} done before" if done else ""),
+        + (f", {done:,} already done" if done else ""),
     )
     if request.dedup and (request.images.short_side or request.images.long_side):
         exact = [one.name for one in open_matcher(request.dedup).test_sets if not one.settings.near]
         if exact:
             say(
                 console,
-                f"note: {', '.join(map(escape, exact))}: of images that are shrunk, copies are known by their bytes "
-                "alone: --preset exact compares no hashes",
+                f"note: {', '.join(map(escape, exact))}: of images that are shrunk, copies are recognised by their "
+                "bytes alone: --preset exact compares no hashes",
             )
 
 
@@ -237,7 +237,7 @@ def _refuse_nested(src: str, out: str) -> None:
     else:
         nested = Path(src).is_dir() and Path(out).resolve().is_relative_to(Path(src).resolve())
     if nested:
-        raise RecipeError(f"OUT {out} lies inside of SRC {src}: choose another place")
+        raise RecipeError(f"OUT {out} lies inside SRC {src}: choose another folder")
 
 
 def _described(machine: Machine) -> dict[str, Any]:

@@ -255,7 +255,7 @@ class _Census:
             shown = ", ".join(map(repr, self.examples)) + (" ..." if self.unlabelled > len(self.examples) else "")
             raise DataError(
                 f"{self.unlabelled:,} of {counted(self.images, 'image')} ({self.unlabelled / self.images:.2%}) have no "
-                f"label (empty, null or -1): {shown}. Give them one; or, if that is meant, repeat the command with "
+                f"label (empty, null or -1): {shown}. Give them one; or, if this is intended, repeat the command with "
                 "--allow-unlabelled"
             )
 

@@ -52,13 +52,13 @@ def command(
     out: Annotated[
         str | None, typer.Argument(help="Folder or URL of the dataset; new or empty.", show_default=False)
     ] = None,
-    kind: Annotated[Kind | None, typer.Option("--format", help="Of SRC.", show_default="found out")] = None,
+    kind: Annotated[Kind | None, typer.Option("--format", help="Format of SRC.", show_default="found out")] = None,
     labels: Annotated[
         str | None, typer.Option(help="A list of labels for a folder or tar without class folders.", metavar="FILE")
     ] = None,
     classes: Annotated[
         Path | None,
-        typer.Option(help="Class order: a file of one name a line, or another dataset.", show_default="sorted"),
+        typer.Option(help="Class order: a file with one name per line, or a dataset.", show_default="sorted"),
     ] = None,
     unlabelled: Annotated[bool, typer.Option("--unlabelled", help="Give no image a label.")] = False,
     image_field: Annotated[
@@ -69,16 +69,16 @@ def command(
     ] = None,
     short_side: Annotated[int | None, typer.Option(min=1, help="Shrink to at most so many pixels.")] = None,
     long_side: Annotated[int | None, typer.Option(min=1, help="Shrink to at most so many pixels.")] = None,
-    quality: Annotated[int, typer.Option(min=1, max=100, help="Of JPEGs that are encoded anew.")] = JPEG_QUALITY,
+    quality: Annotated[int, typer.Option(min=1, max=100, help="Quality of re-encoded JPEGs.")] = JPEG_QUALITY,
     pass_through: Annotated[
         bool, typer.Option("--pass-through/--no-pass-through", help="Store sound JPEGs byte for byte.")
     ] = True,
     shard_samples: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_SHARD_SAMPLES, help="Images a shard.", show_default=f"{DEFAULT_CAPACITY:,}"),
+        typer.Option(min=1, max=MAX_SHARD_SAMPLES, help="Images per shard.", show_default=f"{DEFAULT_CAPACITY:,}"),
     ] = None,
     shard_bytes: Annotated[
-        str | None, typer.Option(help="Instead, about that size a shard, such as 512MB.", metavar="SIZE")
+        str | None, typer.Option(help="Instead: approximate size of a shard, such as 512MB.", metavar="SIZE")
     ] = None,
     shuffle_seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the global shuffle.")] = 0,
     split: Annotated[
@@ -89,29 +89,31 @@ def command(
         ),
     ] = None,
     limit: Annotated[
-        str | None, typer.Option(help="Only so many images (10k), chosen at random.", metavar="COUNT")
+        str | None, typer.Option(help="Take only this many images (10k), chosen at random.", metavar="COUNT")
     ] = None,
     subset: Annotated[
         str | None,
         typer.Option(
-            help="OUT becomes the first so many samples (9M) of the dataset SRC; nothing is copied.", metavar="COUNT"
+            help="OUT becomes the first COUNT samples (9M) of the dataset SRC; nothing is copied.", metavar="COUNT"
         ),
     ] = None,
     dedup_against: Annotated[
         list[str] | None,
-        typer.Option(help="Leave out copies of the test images in INDEX, of `vitscale dedup index`.", metavar="INDEX"),
+        typer.Option(
+            help="Leave out copies of the test images in INDEX, made by `vitscale dedup index`.", metavar="INDEX"
+        ),
     ] = None,
     embedding: Embedding = None,
     embedding_model: EmbeddingModel = None,
     embedding_size: EmbeddingSize = None,
     is_dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be written: counts, bytes, time.")
+        bool, typer.Option("--dry-run", help="Show what would be written: counts, bytes, time.")
     ] = False,
     max_reject_rate: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of images that may be undecodable.")
+        float, typer.Option(min=0.0, max=1.0, help="Largest share of images that cannot be stored.")
     ] = 0.01,
     allow_unlabelled: Annotated[
-        bool, typer.Option("--allow-unlabelled", help="Any share of images may have no label, not just 1 %.")
+        bool, typer.Option("--allow-unlabelled", help="Allow any share of images without a label, not just 1 %.")
     ] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one a core")] = None,
     engine: Annotated[Engine, typer.Option(help="Where shards are written: this machine, or a Ray cluster.")] = "local",
@@ -126,7 +128,7 @@ def command(
     ] = None,
     version: Version = False,
 ) -> None:
-    """Convert images into a dataset of shards that vitscale trains on and FFCV opens. Repeat a command to go on."""
+    """Convert images into a dataset of shards that vitscale trains on and FFCV opens. Repeat it to continue."""
     console, errors = Console(), Console(stderr=True)
     signal.signal(signal.SIGTERM, _interrupt)  # how schedulers end a job
     try:
@@ -142,7 +144,7 @@ def command(
             say(console, f"{escape(out)}: {counted(manifest.num_samples, 'sample')} of {escape(src)}")
             return
         if shard_samples is not None and shard_bytes is not None:
-            raise RecipeError("--shard-samples and --shard-bytes say the same thing twice: give one of them")
+            raise RecipeError("--shard-samples and --shard-bytes contradict each other: give only one")
         if unlabelled:
             _refuse(context, "--unlabelled", lambda name: name in ("classes", "labels", "label_field"))
         request = Request(
@@ -180,7 +182,7 @@ def command(
         say(errors, f"[red]error: {escape(str(error))}[/red]")
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
-        errors.print("[red]interrupted: no manifest was written; repeat the command to go on[/red]")
+        errors.print("[red]interrupted: no manifest was written; repeat the command to continue[/red]")
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
@@ -199,17 +201,17 @@ def _refuse(context: typer.Context, main: str, is_useless: Callable[[str], bool]
         and source.name == "COMMANDLINE"
     ]
     if given:
-        raise RecipeError(f"{main} has no use for {', '.join(given)}")
+        raise RecipeError(f"{', '.join(given)} cannot be used with {main}")
 
 
 def _tell(console: Console, out: str, outcome: Outcome, tasks: TaskRange | None = None) -> None:
     if outcome.was_complete:
-        say(console, f"{escape(out)}: is complete already; nothing was done")
+        say(console, f"{escape(out)}: already complete; nothing was done")
         return
     if not outcome.manifests:
         say(console, f"{escape(out)}: task range {tasks} is done")
         console.print(summary(outcome.totals))
-        say(console, f"When all ranges are: vitscale-convert --merge {escape(out)}")
+        say(console, f"When all ranges are done: vitscale-convert --merge {escape(out)}")
         return
     first = next(iter(outcome.manifests.values()))
     title = f"{escape(out)}: {counted(len(first.class_names), 'class')}"
@@ -254,7 +256,7 @@ def _forecast(plan: ConversionPlan, probed: Probe, workers: int, starting: float
         table.add_row(name, value)
     if probed.tally is not None:
         about = round(removed / max(probed.images, 1) * images)
-        table.add_row("copies of test images", f"{removed:,} of the probed, so about {about:,} would be removed")
+        table.add_row("copies of test images", f"{removed:,} of the probed images, so about {about:,} would be removed")
     return table
 
 

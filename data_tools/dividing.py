@@ -44,7 +44,7 @@ def parse_parts(text: str, dataset: str) -> tuple[Part, ...]:
         parts.append(Part(match[1] or f"{folder}-{match[2]}", float(match[2])))
     names = [part.name for part in parts]
     if len(parts) < 2 or len(set(names)) < len(names):
-        raise RecipeError(f"--parts {text}: expected two parts or more, each of a name of its own, as in a=50,b=50")
+        raise RecipeError(f"--parts {text}: expected at least two parts with different names, as in a=50,b=50")
     return tuple(parts)
 
 

@@ -191,7 +191,7 @@ def refuse_rejects(output: Output, plan: ConversionPlan, reports: dict[int, Shar
     raise DataError(
         f"{rejected:,} of {counted(plan.images, 'image')} ({rejected / plan.images:.2%}) cannot be stored; "
         f"--max-reject-rate {max_rate:g} allows less. No manifest was written. Repeat the command with a higher rate: "
-        "what is done is kept, and images that could not even be read are tried again; or mend the source and start "
+        "what is done is kept, and images that could not even be read are tried again; or repair the source and start "
         "anew\n" + "\n".join(lines)
     )
 

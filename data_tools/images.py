@@ -171,9 +171,9 @@ def _limits(height: int, width: int, options: ImageOptions) -> str | None:
     """Why a picture of this size cannot be stored, or None."""
     fitted = options.fitted(width, height)
     if width * height > MAX_PIXELS:
-        return f"{width} x {height} pixels; at most {MAX_PIXELS:,} are taken"
+        return f"{width} x {height} pixels; at most {MAX_PIXELS:,} are accepted"
     if max(fitted) > MAX_SIDE or min(width, height) < 1:
-        return f"{width} x {height} pixels; a side has 1 to {MAX_SIDE}"
+        return f"{width} x {height} pixels; a side must have 1 to {MAX_SIDE}"
     return None
 
 

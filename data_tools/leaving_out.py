@@ -31,7 +31,9 @@ def write_without(manifest: Manifest, uids: np.ndarray, out: str, beside: Mappin
         StorageError: a URL does not answer.
     """
     if len(uids) >= manifest.num_samples:
-        raise RecipeError(f"all {manifest.num_samples:,} samples of {manifest.where} are to be left out: none is left")
+        raise RecipeError(
+            f"all {manifest.num_samples:,} samples of {manifest.where} are to be left out, so none would be left"
+        )
     listed = "".join(f"{uid}\n" for uid in uids.tolist()).encode()
     told = {"samples": len(uids), "of": manifest.sha256, LIST_NAME: hashlib.sha256(listed).hexdigest()}
     content = {name: getattr(manifest, name) for name in Manifest.model_fields}

@@ -176,7 +176,7 @@ def _refuse_unwritable(part: str, key: str, labels: tuple[str, ...] | None) -> N
         try:
             key.encode(), "".join(labels or ()).encode()
         except UnicodeEncodeError as error:
-            raise DataError(f"{part}: {key!r}: its name or label is no valid Unicode ({error.reason})") from error
+            raise DataError(f"{part}: {key!r}: its name or label is not valid Unicode ({error.reason})") from error
 
 
 def _spooled(rows: Iterator[Row], spool: BinaryIO, seed: int) -> Iterator[Row]:
@@ -246,7 +246,7 @@ class Spool:
         except FileNotFoundError:
             data = b""
         if len(data) != size:  # not the image's fault: it must not be rejected
-            raise DataError(f"{path}: the spool of streamed images is gone or cut. Remove the output and start anew")
+            raise DataError(f"{path}: the spool of streamed images is missing or cut. Remove the output and start anew")
         return data
 
 

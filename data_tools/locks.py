@@ -89,7 +89,7 @@ def _refuse_living(path: Path, other: TaskRange) -> None:
         if not try_lock(file):
             what = "all tasks" if other.count == 1 else f"tasks {other}"
             raise RecipeError(
-                f"OUT: another vitscale-convert ({file.read() or 'just starting'}) is at work on {what} there. Several "
+                f"OUT: another vitscale-convert ({file.read() or 'just starting'}) is working on {what} there. Several "
                 "may share an output if their --task-range i/n do not overlap"
             )
         path.unlink(missing_ok=True)

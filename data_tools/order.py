@@ -211,8 +211,8 @@ def _once(table: pa.Table, source: Source, explicit: bool, ignored: Counter[str]
         if part != other or explicit:
             places = source.parts[part] if part == other else f"{source.parts[part]} and {source.parts[other]}"
             raise DataError(
-                f"{key!r} occurs twice, in {places}. Every image needs a name of its own; several labels of one image "
-                "stand in one record"
+                f"{key!r} occurs twice, in {places}. Every image needs its own name; several labels of one image "
+                "belong in one record"
             )
         dropped.append(i)
     if not dropped:

@@ -27,8 +27,8 @@ def refuse_splits(class_names: Iterable[str], src: str) -> None:
     if splits and (splits == names or len(splits) > 1):
         shown = ", ".join(map(repr, names[:20])) + (" ..." if len(names) > 20 else "")
         raise DataError(
-            f"{src}: by its folders the classes are {shown}, which is what splits are called. Convert one split at a "
-            "time, each into a dataset of its own; --classes if these are classes indeed, --labels FILE or "
+            f"{src}: by its folders the classes are {shown}, which are names of splits. Convert one split at a "
+            "time, each into a dataset of its own; --classes if these really are classes, --labels FILE or "
             "--unlabelled if folders say nothing"
         )
 

@@ -66,7 +66,7 @@ class Begun:
             state = json.loads(content)
             if state.pop("version", None) == _VERSION:
                 return cls(**state)
-            what = "was begun by another version of vitscale. Finish it with that one, or remove"
+            what = "was started by another version of vitscale. Finish it with that one, or remove"
         except (ValueError, TypeError, AttributeError):
             what = f"its state, {output.state(CONVERSION_NAME)}, is damaged. Remove"
         raise RecipeError(f"OUT {output.where}: {what} the output and start anew")
@@ -156,7 +156,7 @@ class Planner:
             replace(begun, plan=plan.described()).write(self.output)
         elif begun.plan["sha256"] != plan.sha256 or _sizes(begun.plan["parts"]) != _sizes(plan.parts):
             raise RecipeError(
-                f"OUT {self.output.where}: was begun with another plan for the same request: the source has changed "
+                f"OUT {self.output.where}: was started with another plan for the same request: the source has changed "
                 "since. Remove the output and start anew"
             )
         elif begun.indexes != self._indexes:  # they were moved, or are elsewhere on this machine
@@ -246,7 +246,7 @@ def _refuse_other_parts(before: list[list[str]], now: list[list[str]], where: st
         *(f"{name} has changed" for name in known.keys() & found.keys() if known[name] != found[name]),
     ]
     raise RecipeError(
-        f"OUT {where}: the source is not what it was when the conversion was begun: {', '.join(sorted(changed)[:5])}. "
+        f"OUT {where}: the source has changed since the conversion was started: {', '.join(sorted(changed)[:5])}. "
         "Put it back, or remove the output and start anew"
     )
 

@@ -42,7 +42,9 @@ class Probe:
     def samples_in(self, shard_bytes: int) -> int:
         """Number of images in a shard of about this size in bytes. Raises DataError if no image could be stored."""
         if self.rejected == self.images:
-            raise DataError(f"none of the first {self.images:,} images can be stored, so a shard's size is unknown")
+            raise DataError(
+                f"none of the first {self.images:,} images can be stored, so the size of a shard is unknown"
+            )
         return min(samples_within(shard_bytes, self.bytes_per_image), MAX_SHARD_SAMPLES)
 
 

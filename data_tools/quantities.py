@@ -16,7 +16,7 @@ def parse_count(text: str) -> int:
     match = _COUNT.fullmatch(text.strip())
     number = Decimal(match[1].replace("_", "")) * _UNITS[match[2].lower()] if match else Decimal(0)
     if number < 1 or number != int(number):
-        raise RecipeError(f"{text!r} is no number of images: expected a whole number from 1, such as 9M, 30k, 1_000")
+        raise RecipeError(f"{text!r} is not a number of images: expected a whole number from 1, such as 9M, 30k, 1_000")
     return int(number)
 
 
@@ -24,6 +24,6 @@ def parse_bytes(text: str) -> int:
     """A size in bytes: `512MB` (10**6 each), `512MiB` (2**20), `1G`, `100000`. Raises RecipeError."""
     match = _BYTES.fullmatch(text.strip())
     if match is None or float(match[1].replace("_", "")) == 0:
-        raise RecipeError(f"{text!r} is no size; expected such as 512MB, 256MiB or 1.5GB")
+        raise RecipeError(f"{text!r} is not a size; expected something like 512MB, 256MiB or 1.5GB")
     power = _POWERS.index(match[2].lower()) + 1 if match[2] else 0
     return max(1, round(float(match[1].replace("_", "")) * (1024 if match[3] else 1000) ** power))

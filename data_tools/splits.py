@@ -71,7 +71,7 @@ def parse_splits(texts: list[str]) -> tuple[SplitRule, ...]:
         rules.append(SplitRule(name, what))
     names = [rule.name for rule in rules]
     if len(set(names)) < len(names):
-        raise RecipeError(f"--split: a name twice among {', '.join(names)}")
+        raise RecipeError(f"--split: a name is repeated in {', '.join(names)}")
     whole = next((rule for rule in rules[:-1] if rule.what == "rest"), None)
     if whole is not None:
         raise RecipeError(f"--split {whole}: takes all that is left, so it must be the last")
@@ -130,7 +130,7 @@ def _listed(rule: SplitRule) -> frozenset[str]:
     try:
         text = Path(rule.what[1:]).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no text in UTF-8"
-        raise RecipeError(f"--split {rule}: {reason}. Expected a file of one key a line") from error
+        reason = error.strerror if isinstance(error, OSError) else "not a text file in UTF-8"
+        raise RecipeError(f"--split {rule}: {reason}. Expected a file with one key per line") from error
     keys = frozenset(line for line in text.split("\n") if line.strip())
     return frozenset(key.removesuffix("\r") for key in keys)

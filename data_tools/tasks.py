@@ -48,7 +48,7 @@ class TaskRunner:
         again = [task for task, report in reports.items() if report.unsteady]
         if again:
             self.console.print(
-                f"{counted(len(again), 'shard')} once more: not all of their images could be read", highlight=False
+                f"{counted(len(again), 'shard')} again: not all of their images could be read", highlight=False
             )
             done += self._run(again, reports)
         return done

@@ -77,7 +77,7 @@ def name_indexes(
     for path in map(storage.without_file_scheme, paths):
         if storage.is_url(path):
             raise RecipeError(
-                f"{what} {path}: an index is read at random places all the time. Copy it to a folder of this "
+                f"{what} {path}: an index is read at random places throughout. Copy it to a folder of this "
                 "machine, or one that all machines share"
             )
         index = FingerprintIndex(os.path.abspath(path))  # noqa: PTH100 -- without following links: other machines may have others
@@ -102,7 +102,7 @@ def _refuse_other_model(index: FingerprintIndex, embedder: Embedder | None, what
         raise RecipeError(
             f"{what}: was made with the model {made_by.title} of sha256 {made_by.sha256[:16]}, and --embedding is "
             f"{embedder.title} of {embedder.sha256[:16]}: other weights, or another size or crop of pictures. Give the "
-            "model that the index was made with, or make the index anew"
+            "model that the index was made with, or make the index again"
         )
 
 

@@ -65,7 +65,9 @@ class Removal:
         table = read_table(decisions, DECISIONS, ["train_uid", "test_set", "removed"]).filter(pc.field("removed"))
         uids = np.unique(table["train_uid"].to_numpy())
         if len(uids) >= manifest.num_samples:
-            raise RecipeError(f"FOUND {found}: all {manifest.num_samples:,} samples are to be removed: none is left")
+            raise RecipeError(
+                f"FOUND {found}: all {manifest.num_samples:,} samples are to be removed, so none would be left"
+            )
         counts = table.group_by("test_set").aggregate([("train_uid", "count_distinct")]).to_pylist()
         of_sets = {row["test_set"]: row["train_uid_count_distinct"] for row in counts}
         names = [name for index in described["indexes"] for name in index["test_sets"]]
@@ -159,7 +161,7 @@ def _described(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from error
     except (ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{path}: damaged ({error!r}). Run `vitscale dedup find` anew") from error
+        raise DataError(f"{path}: damaged ({error!r}). Run `vitscale dedup find` again") from error
     if version != VERSION:
         raise DataError(f"{path}: version {version!r}; this version of vitscale reads {VERSION}. Find anew")
     if found != expected:

@@ -147,8 +147,8 @@ def _samples(shard: OpenShard, slots: np.ndarray, progress: Progress) -> Iterato
     with_labels = file.has_several_labels
     if file.raw[slots].any():
         raise DataError(
-            f"{file.path}: {int(file.raw[slots].sum()):,} images are stored as raw pixels, which no shard of vitscale "
-            "holds. Write a view (without --copy), or make JPEGs of the dataset with vitscale-convert first"
+            f"{file.path}: {int(file.raw[slots].sum()):,} images are stored as raw pixels, which vitscale's shards "
+            "cannot hold. Write a view (without --copy), or make JPEGs of the dataset with vitscale-convert first"
         )
     for slot in slots.tolist():
         labels = np.array(shard.labels(slot), np.int32) if with_labels else None

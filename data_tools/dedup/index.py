@@ -139,7 +139,7 @@ class FingerprintIndex:
         for name, file in self._files.items():
             path = self.folder / name
             if not path.is_file() or path.stat().st_size != file.bytes:
-                raise DataError(f"{path}: missing or cut: the index has {file.bytes:,} bytes of it. Make it anew")
+                raise DataError(f"{path}: missing or cut: the index has {file.bytes:,} bytes of it. Make it again")
         count = int(self.first_images[-1])
         columns = [name for name in IMAGES.names if name != "picture"]
         self.images = read_table(self.folder / IMAGES_NAME, IMAGES, columns).combine_chunks()
@@ -161,7 +161,7 @@ class FingerprintIndex:
             except OSError as error:
                 raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
             if digests.sha256 != file.sha256:
-                raise DataError(f"{path}: damaged: its sha256 is not the index's. Make the index anew")
+                raise DataError(f"{path}: damaged: its sha256 is not the index's. Make the index again")
 
     @cached_property
     def first_images(self) -> np.ndarray:
@@ -212,7 +212,7 @@ class FingerprintIndex:
         except (OSError, ValueError, EOFError, SyntaxError, TypeError, OverflowError) as error:
             raise DataError(f"{path}: damaged or not readable ({error})") from error
         if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
-            raise DataError(f"{path}: {array.dtype} {array.shape}; expected {dtype} {shape}. Make the index anew")
+            raise DataError(f"{path}: {array.dtype} {array.shape}; expected {dtype} {shape}. Make the index again")
         return array
 
     def _check_owners(self) -> None:
@@ -224,7 +224,7 @@ class FingerprintIndex:
             least, beyond = self.first_images[number : number + 2]
             if self.owners[first] < least or self.owners[end - 1] >= beyond:
                 path = self.folder / "owners.npy"
-                raise DataError(f"{path}: has hashes of {one.name} that are of no image of it. Make the index anew")
+                raise DataError(f"{path}: has hashes of {one.name} that are of no image of it. Make the index again")
 
 
 def array_types(
@@ -273,11 +273,11 @@ def _read_content(folder: Path) -> _Content:
         raise DataError(f"{path}: damaged or not readable ({error})") from error
     if not isinstance(described, dict) or described.get("version") != VERSION:
         found = described.get("version") if isinstance(described, dict) else None
-        raise DataError(f"{path}: version {found!r}; this version of vitscale reads {VERSION}. Make the index anew")
+        raise DataError(f"{path}: version {found!r}; this version of vitscale reads {VERSION}. Make the index again")
     if described.get("algorithm") != ALGORITHM:
         raise DataError(
             f"{path}: made by the algorithm {described.get('algorithm')}; this version of vitscale has {ALGORITHM}. "
-            "Make the index anew"
+            "Make the index again"
         )
     try:
         return _Content.model_validate_json(text)

@@ -212,7 +212,7 @@ def _after_death(worker: _Worker, how: str) -> _Attempt:
     if attempt.deaths[position] >= _DEATHS_IN_ONE_PLACE or total >= _DEATHS_OF_A_TASK:
         at = "before its first image" if position == _NO_IMAGE else f"at {attempt.task.describe(position)}"
         raise DataError(
-            f"{attempt.task.name}: {total} workers died on it, the last {at}, {how}. What is done so far is kept: mend "
+            f"{attempt.task.name}: {total} workers died on it, the last {at}, {how}. What is done so far is kept: fix "
             "the cause and repeat the command"
         )
     if position != _NO_IMAGE and attempt.deaths[position] >= _DEATHS_OF_AN_IMAGE:

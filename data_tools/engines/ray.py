@@ -78,7 +78,7 @@ def run_on_ray(tasks: Iterable[Task], workers: int | None, tick: Tick) -> Iterat
                 except ray.exceptions.RayError as error:
                     raise DataError(
                         f"{task.name}: lost on the cluster ({type(error).__name__}, after up to {_RETRIES + 1} tries). "
-                        "What is done so far is kept: mend the cause and repeat the command"
+                        "What is done so far is kept: fix the cause and repeat the command"
                     ) from error
                 if isinstance(outcome, VitscaleError):
                     raise outcome

@@ -55,7 +55,7 @@ def open_source(src: str, kind: Kind | None, options: SourceOptions, *, has_spli
     files = _files(src)
     found = kind or _kind_of(src, files)
     if options.labels is not None and found not in ("folder", "tar"):
-        raise RecipeError(f"--labels: SRC {src} is of the kind {found}, which has labels of its own")
+        raise RecipeError(f"--labels: SRC {src} is of the kind {found}, which has its own labels")
     if options.unlabelled and found in ("list", "parquet", "tfrecord", "cifar"):
         options = replace(options, label_field=NO_LABELS)
     if found == "folder":

@@ -163,8 +163,8 @@ class Archive:
         if header.name.lower().endswith((*IMAGE_SUFFIXES, *TAR_SUFFIXES)):
             raise DataError(
                 f"{self.name}: {header.name!r} is a link to {header.linkname!r}, and in an archive that is compressed "
-                "or remote there is no way back to that. Unpack it to a plain .tar on this machine; or pack it anew "
-                "with copies in place of links (tar --dereference --hard-dereference)"
+                "or remote an earlier file cannot be read again. Unpack it to a plain .tar on this machine; or pack "
+                "it anew with copies in place of links (tar --dereference --hard-dereference)"
             )
 
     def _check_end(self, reader: Reader, end: int) -> None:

@@ -201,7 +201,7 @@ def _pickled_batch(data: bytes, place: _File) -> _Batch:
     batch = _dict(place, data)
     pixels = batch.get("data")
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (_PIXELS,):
-        raise DataError(f"{place}: no batch of CIFAR: expected `data`, an array of bytes (N, {_PIXELS})")
+        raise DataError(f"{place}: not a batch of CIFAR: expected `data`, an array of bytes (N, {_PIXELS})")
     fields = ("fine_labels", "coarse_labels") if place.name in _CIFAR100 else ("labels",)
     labels: dict[str, list[int]] = {}
     for field in fields:
@@ -211,11 +211,11 @@ def _pickled_batch(data: bytes, place: _File) -> _Batch:
             or len(values) != len(pixels)
             or any(type(value) is not int for value in values)
         ):
-            raise DataError(f"{place}: no batch of CIFAR: expected `{field}`, a list of {len(pixels):,} numbers")
+            raise DataError(f"{place}: not a batch of CIFAR: expected `{field}`, a list of {len(pixels):,} numbers")
         labels[field] = values
     names = batch.get("filenames", [])
     if not isinstance(names, list) or len(names) not in (0, len(pixels)):
-        raise DataError(f"{place}: no batch of CIFAR: expected `filenames`, a list of {len(pixels):,} names")
+        raise DataError(f"{place}: not a batch of CIFAR: expected `filenames`, a list of {len(pixels):,} names")
     return _Batch(pixels, labels, [_text(name) for name in names])
 
 
@@ -236,5 +236,5 @@ def _member_name(path: bytes) -> str:
 
 def _limited(data: bytes, where: str) -> bytes:
     if len(data) > _MAX_FILE_BYTES:
-        raise DataError(f"{where}: more than {_MAX_FILE_BYTES:,} bytes; no batch of CIFAR has so many")
+        raise DataError(f"{where}: more than {_MAX_FILE_BYTES:,} bytes; no batch of CIFAR is so large")
     return data

@@ -58,7 +58,7 @@ class ImageListSource:
                 refuse_too_large(Path(where).stat().st_size)
             return read_bytes(where)
         except ValueError as error:  # a NUL in a path
-            raise OSError(f"{path!r}: no path of a file ({error})") from error
+            raise OSError(f"{path!r}: not the path of a file ({error})") from error
 
 
 def open_image_list(src: str, files: Sequence[str], options: SourceOptions) -> ImageListSource:

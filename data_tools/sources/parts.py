@@ -87,7 +87,7 @@ def reading(where: str) -> Iterator[None]:
     except OSError as error:
         what = f"{where}: cannot be read ({error.strerror or error})"
         if is_url(where):
-            raise StorageError(f"{what}. Repeat the command to go on") from error
+            raise StorageError(f"{what}. Repeat the command to continue") from error
         raise DataError(what) from error
 
 

@@ -90,7 +90,7 @@ class Source(Protocol):
 def refuse_too_large(size: int) -> None:
     """Raise TooLarge for a file that is larger than MAX_IMAGE_BYTES."""
     if size > MAX_IMAGE_BYTES:
-        raise TooLarge(f"{size:,} bytes; at most {MAX_IMAGE_BYTES:,} are taken")
+        raise TooLarge(f"{size:,} bytes; at most {MAX_IMAGE_BYTES:,} are accepted")
 
 
 def without_surrogates(text: str) -> str:

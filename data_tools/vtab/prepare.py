@@ -125,7 +125,7 @@ def verify_prepared(place: Path) -> list[str]:
         if held[name] != Counter((entry.key, entry.label) for entry in entries):
             problems.append(f"{place / name}: not the images and labels of {IDS_NAME}")
     if held[TEST] & held[SMALL]:
-        problems.append(f"{place / TEST}: has images that are trained on")
+        problems.append(f"{place / TEST}: has images that are also trained on")
     return problems
 
 
@@ -224,7 +224,7 @@ def _write_list(place: Path, ids: Ids) -> None:
         ids.write(place)
     elif Ids.read(place / IDS_NAME) != ids:
         raise RecipeError(
-            f"{place}: was begun with other images or from another copy. Choose another OUT, or remove this one"
+            f"{place}: was started with other images or from another copy. Choose another OUT, or remove this one"
         )
 
 
@@ -291,6 +291,6 @@ def _samples(folder: Path) -> Counter[tuple[str, int]]:
     for index in range(len(manifest.shards)):
         with open_shard(manifest, index) as shard:
             if shard.keys is None:
-                raise DataError(f"{folder}: its tables of keys (*.idx.parquet) are gone")
+                raise DataError(f"{folder}: its tables of keys (*.idx.parquet) are missing")
             found.update((shard.keys[slot], int(shard.file.label[slot])) for slot in shard.slots.tolist())
     return found

@@ -52,7 +52,7 @@ def test_a_tar_that_was_replaced(tmp_path):
     convert(request, tmp_path / "out", FIRST_HALF)
     make_tar(tmp_path / "a.tar", NAMES[::-1])
     os.utime(tmp_path / "a.tar", (1, 1))
-    with pytest.raises(RecipeError, match=r"the source is not what it was .*a\.tar has changed"):
+    with pytest.raises(RecipeError, match=r"the source has changed .*a\.tar has changed"):
         convert(request, tmp_path / "out", ONE)
 
 
@@ -164,7 +164,7 @@ def test_state_of_another_version(tmp_path):
     convert(Request(str(root), shard_samples=4), tmp_path / "out", FIRST_HALF)
     state = tmp_path / "out" / ".vitscale-convert" / "conversion.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"version": 99}))
-    with pytest.raises(RecipeError, match="begun by another version"):
+    with pytest.raises(RecipeError, match="another version"):
         convert(Request(str(root), shard_samples=4), tmp_path / "out", ONE)
 
 
@@ -194,7 +194,7 @@ def test_a_list_of_labels_goes_with_one_tar(tmp_path):
 
 def test_splits_are_no_classes(tmp_path):
     root = make_images(tmp_path / "images", "train/cat/1.jpg", "train/dog/2.jpg", "val/cat/3.jpg")
-    with pytest.raises(DataError, match=r"classes are 'train', 'val', which is what splits are called"):
+    with pytest.raises(DataError, match=r"classes are 'train', 'val'.* splits"):
         convert(Request(str(root)), tmp_path / "out", ONE)
     convert(Request(str(root / "train")), tmp_path / "train", ONE)
     assert Manifest.load(tmp_path / "train").class_names == ("cat", "dog")

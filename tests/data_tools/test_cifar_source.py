@@ -255,7 +255,7 @@ def damaged_batch(**changes):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("test_batch", lambda: damaged_batch(data=None), "test_batch: no batch of CIFAR: expected `data`"),
+        ("test_batch", lambda: damaged_batch(data=None), "test_batch: not a batch of CIFAR: expected `data`"),
         ("test_batch", lambda: damaged_batch(data=np.zeros((7, 9), np.uint8)), "expected `data`"),
         ("test_batch", lambda: damaged_batch(labels=None), "expected `labels`, a list of 7 numbers"),
         ("test_batch", lambda: damaged_batch(labels=[0] * 6), "expected `labels`, a list of 7 numbers"),

@@ -146,7 +146,7 @@ def test_class_lists(here, dataset, tmp_path, image_folder):
     rows = pq.read_table(tmp_path / "out" / "shard-00000.idx.parquet").to_pylist()
     assert all(manifest.class_names[row["labels"][0]] == row["key"].split("/")[0] for row in rows)
     assert read_classes(dataset) == read_classes(dataset / "manifest.json") == ("cat", "dog", "owl")
-    for content, message in (("a\nb\na\n", "names twice: 'a'"), ("\n", "no class names"), (b"\xff\xfe", "UTF-8")):
+    for content, message in (("a\nb\na\n", "repeats 'a'"), ("\n", "no class names"), (b"\xff\xfe", "UTF-8")):
         (tmp_path / "bad.txt").write_bytes(content if isinstance(content, bytes) else content.encode())
         with pytest.raises(RecipeError, match=message):
             read_classes(tmp_path / "bad.txt")
@@ -164,7 +164,7 @@ def test_outputs_that_are_refused(here, dataset, image_folder, tmp_path):
         (dataset, "already holds a dataset"),
         (tmp_path / "foreign", r"2 other files: 'shard-00000.beton', 'thesis.tex'"),
         (tmp_path / "file", "is a file"),
-        (image_folder / "out", "inside of SRC"),
+        (image_folder / "out", "inside SRC"),
         (Path("/proc/nowhere"), "cannot be written"),
     ):
         with pytest.raises(RecipeError, match=message):

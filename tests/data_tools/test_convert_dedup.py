@@ -160,7 +160,7 @@ def test_the_command_tells_what_was_left_out(here, pictures, index, in_peace, tm
     assert "7 (listed in dedup.parquet)" in done.stdout and "shelf" in done.stdout and "garden" in done.stdout
     assert contents(tmp_path / "out") == contents(in_peace)
     again = run_here(*arguments)
-    assert again.exit_code == 0 and "is complete already" in again.stdout
+    assert again.exit_code == 0 and "already complete" in again.stdout
     without = run_here(pictures, tmp_path / "out", *SHARDS)
     assert without.exit_code == 2 and "already holds a dataset" in without.stderr
     checked = CliRunner().invoke(vitscale_app, ["shards", "verify", str(tmp_path / "out")])
@@ -196,7 +196,7 @@ def test_killed_and_started_again(here, pictures, index, in_peace, tmp_path):
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL and not (out / "manifest.json").exists()
     again = run_here(*arguments)
-    assert again.exit_code == 0 and "done before" in again.stdout, again.stderr
+    assert again.exit_code == 0 and "already done" in again.stdout, again.stderr
     assert contents(out) == contents(in_peace)
 
 
@@ -227,7 +227,7 @@ def test_task_ranges_and_a_merge_that_needs_the_index(here, pictures, index, in_
     assert gone.exit_code == 3 and f"{place}: no index there" in gone.stderr and "--dedup-against" in gone.stderr
     assert not (out / "manifest.json").exists()
     other = run_here("--merge", out, "--dedup-against", index)
-    assert other.exit_code == 2 and "--merge has no use for --dedup-against" in other.stderr
+    assert other.exit_code == 2 and "--dedup-against" in other.stderr
     (tmp_path / "elsewhere").rename(place)
     merged = run_here("--merge", out)
     assert merged.exit_code == 0 and "7 (listed in dedup.parquet)" in merged.stdout, merged.stderr
@@ -325,7 +325,7 @@ def test_a_source_that_is_the_test_set(sets_and_index, index, tmp_path):
 def test_a_dry_run_counts_them(pictures, index, tmp_path):
     done = run_here(pictures, tmp_path / "out", "--dry-run", "--dedup-against", index)
     assert done.exit_code == 0 and not (tmp_path / "out").exists(), done.stderr
-    assert "7 of the probed, so about 7 would be removed" in done.stdout
+    assert "7 of the probed images, so about 7 would be removed" in done.stdout
     # Images of the test set, contaminated ones, copies: of them by bytes, pixels, hash, correlation.
     lines = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.strip()}
     assert lines["shelf"][1:9] == ["6", "6", "(100.0%)", "6", "1", "1", "4", "0"]

@@ -356,12 +356,12 @@ def test_passes_through_only_what_the_decoder_takes(photos):
 def test_limits(monkeypatch):
     assert store_image(b"") == Reject("empty file (0 bytes)")
     monkeypatch.setattr(images, "MAX_PIXELS", 99)
-    assert store_image(encoded(Image.new("RGB", (10, 10)), "PNG")) == Reject("10 x 10 pixels; at most 99 are taken")
+    assert store_image(encoded(Image.new("RGB", (10, 10)), "PNG")) == Reject("10 x 10 pixels; at most 99 are accepted")
     monkeypatch.undo()
     assert "floating-point" in store_image(encoded(Image.new("F", (4, 4)), "TIFF")).reason
     assert "32-bit" in store_image(encoded(Image.new("I", (4, 4), 70000), "TIFF")).reason
     too_long = encoded(Image.new("L", (65501, 1)), "PNG")
-    assert store_image(too_long) == Reject("65501 x 1 pixels; a side has 1 to 65500")
+    assert store_image(too_long) == Reject("65501 x 1 pixels; a side must have 1 to 65500")
     assert (store_image(too_long, ImageOptions(long_side=300)).width, too_long) == (300, too_long)
 
 

@@ -233,7 +233,7 @@ def test_what_is_not_ours_is_refused_and_left_alone(s3, image_folder, photos):
     ):
         with pytest.raises(RecipeError, match=message):
             convert(Request(str(image_folder)), out, ONE)
-    with pytest.raises(RecipeError, match="inside of SRC"):
+    with pytest.raises(RecipeError, match="inside SRC"):
         convert(Request("s3://bucket/images"), "s3://bucket/images/out", ONE)
     with pytest.raises(RecipeError, match="no such file or directory"):
         convert(Request("s3://bucket/nowhere"), "s3://bucket/empty", ONE)

@@ -139,12 +139,12 @@ def test_interrupted_and_continued(pictures, in_peace, tmp_path, how):
     workers = workers_of(process)
     os.killpg(process.pid, how) if how == signal.SIGINT else process.send_signal(how)
     _, message = process.communicate(timeout=20)
-    assert process.returncode == 130 and "repeat the command to go on" in message and "Traceback" not in message
+    assert process.returncode == 130 and "repeat the command to continue" in message and "Traceback" not in message
     assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
     assert not (out / "manifest.json").exists()
     before = {path: path.stat().st_mtime_ns for path in shards_of(out)}
     again = run_here(pictures, out, *SHARDS, "--max-reject-rate", 0.2)
-    assert again.exit_code == 0 and "done before" in again.stdout
+    assert again.exit_code == 0 and "already done" in again.stdout
     assert contents(out) == in_peace
     assert sum(path.stat().st_mtime_ns == when for path, when in before.items()) >= 1  # they were not written again
 
@@ -188,7 +188,7 @@ def test_two_converters_refuse_each_other(pictures, in_peace, tmp_path):
     try:
         for arguments, code, message in (
             (SHARDS, 2, f"another vitscale-convert (process {first.pid}"),
-            ((*SHARDS, "--task-range", "1/4"), 2, "is at work on tasks 0/2 there"),
+            ((*SHARDS, "--task-range", "1/4"), 2, "tasks 0/2"),
             (("--shard-samples", 7, "--task-range", "1/2"), 2, "shard_samples: 6 before, 7 now"),
             ((*SHARDS, "--task-range", "1/2"), 0, ""),
         ):
@@ -229,7 +229,7 @@ def test_a_full_disk(pictures, in_peace, tmp_path):
         assert shards_of(mount / "out") and not (mount / "out" / "manifest.json").exists()
         subprocess.run(["mount", "-o", "remount,size=400m", mount], check=True)
         done = run_here(pictures, mount / "out", *SHARDS, "--max-reject-rate", 0.2)
-        assert done.exit_code == 0 and "done before" in done.stdout
+        assert done.exit_code == 0 and "already done" in done.stdout
         assert contents(mount / "out") == in_peace
     finally:
         subprocess.run(["umount", mount], check=True)
