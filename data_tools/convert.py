@@ -52,7 +52,7 @@ def command(
     out: Annotated[
         str | None, typer.Argument(help="Folder or URL of the dataset; new or empty.", show_default=False)
     ] = None,
-    kind: Annotated[Kind | None, typer.Option("--format", help="Format of SRC.", show_default="found out")] = None,
+    kind: Annotated[Kind | None, typer.Option("--format", help="Format of SRC.", show_default="detected")] = None,
     labels: Annotated[
         str | None, typer.Option(help="A list of labels for a folder or tar without class folders.", metavar="FILE")
     ] = None,
@@ -62,10 +62,10 @@ def command(
     ] = None,
     unlabelled: Annotated[bool, typer.Option("--unlabelled", help="Give no image a label.")] = False,
     image_field: Annotated[
-        str | None, typer.Option(help="Column, feature or suffix of the image.", show_default="found out")
+        str | None, typer.Option(help="Column, feature or suffix of the image.", show_default="detected")
     ] = None,
     label_field: Annotated[
-        str | None, typer.Option(help="Column, feature or key of the label.", show_default="found out")
+        str | None, typer.Option(help="Column, feature or key of the label.", show_default="detected")
     ] = None,
     short_side: Annotated[int | None, typer.Option(min=1, help="Shrink to at most so many pixels.")] = None,
     long_side: Annotated[int | None, typer.Option(min=1, help="Shrink to at most so many pixels.")] = None,
@@ -115,7 +115,7 @@ def command(
     allow_unlabelled: Annotated[
         bool, typer.Option("--allow-unlabelled", help="Allow any share of images without a label, not just 1 %.")
     ] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one a core")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one per core")] = None,
     engine: Annotated[Engine, typer.Option(help="Where shards are written: this machine, or a Ray cluster.")] = "local",
     task_range: Annotated[
         str | None, typer.Option(help="Only piece i of n of the shards, i from 0, for job arrays.", metavar="i/n")

@@ -10,12 +10,12 @@ from vitscale.cli.embedding import Embedding, EmbeddingModel, EmbeddingSize
 app = typer.Typer(help="Keep test images out of training data.", no_args_is_help=True, rich_markup_mode=None)
 
 Dataset = Annotated[str, typer.Argument(help="A dataset's folder or manifest.json, here or at a URL (s3://, gs://).")]
-Workers = Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one a core")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one per core")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Distance = Annotated[int | None, typer.Option(help="Bits of 256 up to which a hash alone decides.")]
-Candidates = Annotated[int | None, typer.Option(help="Bits up to which the pictures are compared, too.")]
-Correlation = Annotated[float | None, typer.Option(help="Which these must reach then, 0 to 1.")]
-Cosine = Annotated[float | None, typer.Option(help="Which the features of an --embedding must reach, 0 to 1.")]
+Distance = Annotated[int | None, typer.Option(help="Largest distance (of 256 bits) at which a hash decides.")]
+Candidates = Annotated[int | None, typer.Option(help="Largest distance at which pictures are compared.")]
+Correlation = Annotated[float | None, typer.Option(help="Least correlation of those pictures, 0 to 1.")]
+Cosine = Annotated[float | None, typer.Option(help="Least cosine of --embedding features, 0 to 1.")]
 
 
 @app.command()
@@ -23,28 +23,30 @@ def index(
     testsets: Annotated[
         list[str],
         typer.Argument(
-            metavar="TESTSET...", help="Anything that vitscale-convert takes; NAME=PATH to say what reports call it."
+            metavar="TESTSET...", help="Anything that vitscale-convert reads; NAME=PATH sets its name in reports."
         ),
     ],
     out: Annotated[str, typer.Option(help="Folder of the index; new or empty.")],
-    preset: Annotated[Preset | None, typer.Option(help="What to expect.", show_default="by the images' size")] = None,
+    preset: Annotated[
+        Preset | None, typer.Option(help="Kind of images to expect.", show_default="by the images' size")
+    ] = None,
     level: Annotated[
         int | None,
-        typer.Option(min=0, max=3, help="How many crops of a test image are known.", show_default="2; 3 if small"),
+        typer.Option(min=0, max=3, help="How many crops of a test image are indexed.", show_default="2; 3 if small"),
     ] = None,
     distance: Distance = None,
     candidates: Candidates = None,
     correlation: Correlation = None,
     min_quality: Annotated[
-        int | None, typer.Option(help="Of a hash, 0 (flat) to 100; below, only equal pixels count.")
+        int | None, typer.Option(help="Least quality of a hash, 0 (flat) to 100; below, only equal pixels count.")
     ] = None,
     embedding: Embedding = None,
     embedding_model: EmbeddingModel = None,
     embedding_size: EmbeddingSize = None,
     cosine: Cosine = None,
-    kind: Annotated[str | None, typer.Option("--format", help="Of TESTSET.", show_default="found out")] = None,
+    kind: Annotated[str | None, typer.Option("--format", help="Format of TESTSET.", show_default="detected")] = None,
     image_field: Annotated[
-        str | None, typer.Option(help="Column, feature or suffix of the image.", show_default="found out")
+        str | None, typer.Option(help="Column, feature or suffix of the image.", show_default="detected")
     ] = None,
     workers: Workers = None,
 ) -> None:
@@ -93,7 +95,7 @@ def apply(
     found: Annotated[str, typer.Argument(help="The folder that `find` wrote.")],
     out: Annotated[str, typer.Argument(help="A new or empty folder; beside the dataset if that is at a URL.")],
     copy: Annotated[bool, typer.Option("--copy", help="Write new shards instead of a manifest over the old.")] = False,
-    is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed.")] = False,
+    is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed.")] = False,
     workers: Workers = None,
 ) -> None:
     """Write a dataset without what `find` found; the old one stays."""

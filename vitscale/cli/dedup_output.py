@@ -73,7 +73,7 @@ def run_index(
             _say(
                 console,
                 f"warning: {counted(one.unreadable, 'image')} of {one.name} cannot be decoded: only copies of their "
-                "very bytes will be found",
+                "same bytes will be found",
             )
 
 
@@ -129,7 +129,7 @@ def run_apply(dataset: str, found: str, out: str, copy: bool, is_dry_run: bool, 
     left = old.num_samples - len(removal.uids)
     if copy and not is_dry_run:
         with (
-            interruptible("no manifest was written; repeat the command to go on"),
+            interruptible("no manifest was written; repeat the command to continue"),
             ProgressDisplay(Console(stderr=True), "copying", left) as progress,
         ):
             write_copy(removal, out, Machine(workers).runner(dataset, out), progress.update)

@@ -7,7 +7,7 @@ import typer
 
 
 def doctor(
-    folder: Annotated[Path, typer.Option(help="Where runs are going to be written.")] = Path("runs"),
+    folder: Annotated[Path, typer.Option(help="Folder that runs will be written to.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
 ) -> None:
     """Say what this machine has, what would stop or slow a run, and how to mend it.

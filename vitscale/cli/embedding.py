@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 Embedding = Annotated[
     Path | None,
-    typer.Option(metavar="RUN|WEIGHTS", help="A model of yours that judges candidates as well: by its features."),
+    typer.Option(metavar="RUN|WEIGHTS", help="Your model: its features judge candidates, too."),
 ]
 EmbeddingModel = Annotated[
     str | None,
-    typer.Option(help="What weights in another format are of: ViT-B/16, or a recipe, whose model it is."),
+    typer.Option(help="Model of weights in another format: ViT-B/16, or a recipe."),
 ]
 EmbeddingSize = Annotated[
-    int | None, typer.Option(min=1, max=8192, help="Of weights: pixels, to which positions are resampled.")
+    int | None, typer.Option(min=1, max=8192, help="For weights: image size in pixels; positions are resampled.")
 ]
 
 

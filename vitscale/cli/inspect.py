@@ -61,7 +61,7 @@ def inspect(
         ),
     ] = None,
     count: Annotated[int, typer.Option(min=1, max=10**5, help="Images that are measured.")] = 128,
-    pictures: Annotated[int, typer.Option(min=1, max=16, help="Of them, how many are shown.")] = 6,
+    pictures: Annotated[int, typer.Option(min=1, max=16, help="How many of these are shown.")] = 6,
     neighbours: Annotated[
         str | None, typer.Option(metavar="DATASET", help="Look in it for pictures that are like those shown.")
     ] = None,

@@ -13,7 +13,7 @@ def launch(
     recipe: Annotated[str, typer.Argument(help="A file, or the stem of one that comes with vitscale.")],
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, max=1024, help="Processes a node.", show_default="one a CUDA device; one on CPUs"),
+        typer.Option(min=1, max=1024, help="Processes per node.", show_default="one per CUDA device; one on CPUs"),
     ] = None,
     nodes: Annotated[
         int | None,
@@ -24,18 +24,20 @@ def launch(
             show_default="1",
         ),
     ] = None,
-    node_rank: Annotated[int | None, typer.Option(min=0, max=65535, help="Of this node, from 0.")] = None,
+    node_rank: Annotated[int | None, typer.Option(min=0, max=65535, help="Number of this node, from 0.")] = None,
     master: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST[:PORT]", help="Node 0, as the others reach it; the port (default 29600) has to be free there."
+            metavar="HOST[:PORT]", help="Address of node 0 for the others; its port (default 29600) must be free."
         ),
     ] = None,
     wait_for_nodes: Annotated[
         float,
-        typer.Option(min=0.01, max=10**6, metavar="MINUTES", help="For those that are not there (yet, or again)."),
+        typer.Option(min=0.01, max=10**6, metavar="MINUTES", help="How long to wait for missing nodes."),
     ] = 10.0,
-    run_dir: Annotated[Path | None, typer.Option(help="Of the run.", show_default="runs/<recipe stem>")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="The run's directory.", show_default="runs/<recipe stem>")
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's field.")
     ] = None,
@@ -43,10 +45,11 @@ def launch(
         Resume, typer.Option(help="never: refuse a directory that holds a run, instead of continuing it.")
     ] = "auto",
     max_restarts: Annotated[
-        int, typer.Option(min=0, max=10**6, help="In a row, without a new checkpoint in between.")
+        int, typer.Option(min=0, max=10**6, help="Most restarts in a row without a new checkpoint.")
     ] = 3,
     time_limit: Annotated[
-        float | None, typer.Option(min=0.001, max=10**6, metavar="MINUTES", help="Save and end (85) after that.")
+        float | None,
+        typer.Option(min=0.001, max=10**6, metavar="MINUTES", help="Save and end after this time, with exit code 85."),
     ] = None,
     stop_at: Annotated[
         int | None, typer.Option(min=1, max=2**53, metavar="STEP", help="Save and end after this step.")
@@ -60,13 +63,13 @@ def launch(
     ] = "local",
     hostfile: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Of --cluster hostfile, which it implies: `host slots=n` a line."),
+        typer.Option(metavar="FILE", help="Hosts for --cluster hostfile (implied): lines `host slots=n`."),
     ] = None,
     cluster_options: Annotated[
         list[str] | None,
-        typer.Option("--cluster-option", metavar="KEY=VALUE", help="What only this cluster knows: see cluster/."),
+        typer.Option("--cluster-option", metavar="KEY=VALUE", help="Option of this cluster: see cluster/."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and start nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run; start nothing.")] = False,
 ) -> None:
     """Pre-train a recipe, and start again when something fails. Repeating the command continues."""
     from vitscale.errors import RecipeError
@@ -76,7 +79,7 @@ def launch(
     options = read_pairs("--cluster-option", cluster_options or [])
     if hostfile is not None:
         if cluster not in ("local", "hostfile"):
-            raise RecipeError(f"--hostfile is not for --cluster {cluster}")
+            raise RecipeError(f"--hostfile cannot be used with --cluster {cluster}")
         cluster, options["hostfile"] = "hostfile", str(hostfile)
     what = Pretraining(
         recipe,

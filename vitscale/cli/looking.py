@@ -16,30 +16,29 @@ if TYPE_CHECKING:
     from vitscale.evaluation.metrics import ReaL
     from vitscale.shards import Manifest
 
-NoEma = Annotated[bool, typer.Option("--no-ema", help="Of a run: its last weights, where it keeps an average of them.")]
+NoEma = Annotated[bool, typer.Option("--no-ema", help="For a run: use its last weights, not their average.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's field.")]
 _Source = Annotated[Path, typer.Argument(help="A run's directory, or weights of any format.")]
-Step = Annotated[int | None, typer.Option(help="Of a run's checkpoint; the newest by default.")]
-ModelName = Annotated[
-    str | None, typer.Option(help="What weights in another format are of: ViT-B/16, or a recipe, whose model it is.")
-]
+Step = Annotated[int | None, typer.Option(help="Step of a run's checkpoint; default: the newest.")]
+ModelName = Annotated[str | None, typer.Option(help="Model of weights in another format: ViT-B/16, or a recipe.")]
 ImageSize = Annotated[
-    int | None, typer.Option(min=1, max=8192, help="Of weights: pixels, to which positions are resampled.")
+    int | None, typer.Option(min=1, max=8192, help="For weights: image size in pixels; positions are resampled.")
 ]
 _Batch = Annotated[
-    int | None, typer.Option(min=1, max=2**20, help="Of weights: images a process forwards at once; default 64.")
+    int | None, typer.Option(min=1, max=2**20, help="For weights: images per batch and process; default 64.")
 ]
-Precision = Annotated[Literal["fp32", "bf16"] | None, typer.Option(help="Of weights; default fp32.")]
+Precision = Annotated[Literal["fp32", "bf16"] | None, typer.Option(help="For weights: precision; default fp32.")]
 _ClassNames = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Of weights: a file of class names, one a line, in the order of the outputs; imagenet: its WordNet ids.",
+        help="For weights: a file of class names, one per line, in the order of the outputs; imagenet: its "
+        "WordNet ids.",
     ),
 ]
 MaxMemory = Annotated[
     float | None,
-    typer.Option(metavar="GB", help="Of each device for weights; the rest goes to host memory and disk."),
+    typer.Option(metavar="GB", help="GB of each device for weights; the rest goes to host memory and disk."),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -53,7 +52,7 @@ def evaluate(
     image_size: ImageSize = None,
     class_names: _ClassNames = None,
     data: Annotated[
-        str | None, typer.Option(metavar="DATASET", help="Evaluate on it, and not as the run's recipe says.")
+        str | None, typer.Option(metavar="DATASET", help="Dataset to evaluate on, instead of the recipe's.")
     ] = None,
     metrics: Annotated[
         str | None,
@@ -188,7 +187,7 @@ def features(
 def predict(
     source: _Source,
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files, and folders of them.")],
-    top: Annotated[int, typer.Option(min=1, max=10**6, help="Classes of each image, the most probable first.")] = 5,
+    top: Annotated[int, typer.Option(min=1, max=10**6, help="Classes to show per image, the most probable first.")] = 5,
     step: Step = None,
     no_ema: NoEma = False,
     settings: Settings = None,
@@ -243,14 +242,14 @@ def fewshot(
         typer.Option(help="The paper's ridge regression, DINO's neighbours, a logistic probe, DINOv2's linear heads."),
     ] = "ridge",
     shots: Annotated[
-        str | None, typer.Option(metavar="N,...", help="Samples a class: 1,5,10,25 for ridge; all for the others.")
+        str | None, typer.Option(metavar="N,...", help="Samples per class: 1,5,10,25 for ridge; all for the others.")
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, max=1000, help="Draws of training samples.")] = 3,
     l2: Annotated[
         str | None,
         typer.Option(
             metavar="L2",
-            help="Of ridge: a number, default 1024; or by mean rank on all tasks (shared) or on the others (others).",
+            help="For ridge: a number, default 1024; or by mean rank on all tasks (shared) or on the others (others).",
         ),
     ] = None,
     overlap: Annotated[
@@ -291,7 +290,7 @@ def fewshot(
         of_models: dict[str, Any] = {"--step": step, "--no-ema": no_ema or None, "--set": settings, "--model": model}
         of_models |= {"--image-size": image_size, "--batch": batch}
         of_models |= {"--precision": precision, "--max-memory": max_memory}
-        _refuse("there is no SOURCE, and no model is run", of_models)
+        _refuse("without SOURCE no model is run", of_models)
         with _one_speaks():
             accelerator = join()
             found = measure_features(tasks, method, counts, seeds, strength, overlap, accelerator.device)

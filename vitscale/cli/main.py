@@ -112,18 +112,18 @@ app.command()(launch)
 app.command("train", short_help="Same as launch.")(launch)
 app.command()(status)
 app.command()(report)
-app.command(short_help="Say what this machine has, and what would stop a run.")(doctor)
-app.command(short_help="Say when a run has seen an image, and how.")(seen)
-app.command(short_help="Go on without some images: from which step, at what cost.")(without)
+app.command(short_help="Show what this machine has and what would stop a run.")(doctor)
+app.command(short_help="Show when a run saw an image, and how.")(seen)
+app.command(short_help="Continue without some images: from which step, at what cost.")(without)
 app.command(short_help="Check a run against its files and its own steps.")(verify)
 app.command(short_help="Compare a recipe's updates with plain torch.")(prove)
-app.command(short_help="Put what a run's claims rest on under one hash.")(certificate)
+app.command(short_help="Put the evidence for a run's claims under one hash.")(certificate)
 
 
 app.command(short_help="Evaluate a run, or any weights on a dataset.")(looking.evaluate)
 app.command(short_help="Measure the representation by simple classifiers.")(looking.fewshot)
 app.command(short_help="Write the representations of a dataset.")(looking.features)
-app.command(short_help="Say what is in images: classes and probabilities.")(looking.predict)
+app.command(short_help="Predict what is in images: classes and probabilities.")(looking.predict)
 app.command(cls=InspectCommand, short_help="Look inside models; and how fast they are.")(inspect)
 
 
@@ -155,24 +155,26 @@ def export(
     source: Annotated[str, typer.Argument(help="A run's directory, a model's name, or weights of any format.")],
     form: Annotated[Format, typer.Option("--format", help="What to write.")],
     out: Annotated[Path, typer.Option(help="The file, or for hf and timm the folder; nothing is overwritten.")],
-    step: Annotated[int | None, typer.Option(help="Of a run's checkpoint; the newest by default.")] = None,
+    step: Annotated[int | None, typer.Option(help="Step of a run's checkpoint; default: the newest.")] = None,
     no_ema: NoEma = False,
     model: Annotated[
         str | None,
-        typer.Option(help="What weights in another format are of: ViT-B/16, or a recipe, whose model it is."),
+        typer.Option(help="Model of weights in another format: ViT-B/16, or a recipe."),
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of --model, e.g. model.depth=8.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Field of --model, e.g. model.depth=8.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, max=2**63 - 1, help="Of a named model's fresh weights; default 0.")
+        int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of a named model's fresh weights; default 0.")
     ] = None,
-    num_classes: Annotated[int | None, typer.Option(min=1, max=10**9, help="Of a named model.")] = None,
+    num_classes: Annotated[int | None, typer.Option(min=1, max=10**9, help="Classes of a named model.")] = None,
     image_size: Annotated[
         int | None,
-        typer.Option(min=1, max=8192, help="Of a named model (default 224), or to resample position embeddings to."),
+        typer.Option(
+            min=1, max=8192, help="Size in pixels: of a named model (default 224), or to resample positions to."
+        ),
     ] = None,
-    head: Annotated[HeadKind | None, typer.Option(help="Of a named model; default linear.")] = None,
+    head: Annotated[HeadKind | None, typer.Option(help="Head of a named model; default linear.")] = None,
     drop_head: Annotated[bool, typer.Option("--drop-head", help="Leave out output layer and pre_logits.")] = False,
 ) -> None:
     """Write weights for timm, transformers or Google's code, or ours.

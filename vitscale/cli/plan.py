@@ -13,34 +13,38 @@ _POSITIVE = "expected a number above 0, at most 1e9"
 
 def plan(
     recipe: Annotated[str, typer.Argument(help="A file, or the stem of one that comes with vitscale.")],
-    devices: Annotated[int, typer.Option(min=1, max=_MOST, help="How many, all nodes together.")],
+    devices: Annotated[int, typer.Option(min=1, max=_MOST, help="Number of devices on all nodes.")],
     hardware: Annotated[str, typer.Option(metavar="NAME", help="h100, h200, a100-pcie, ...")],
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's field.")
     ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, max=_MOST, help="Over which the devices are spread.")] = None,
-    devices_per_node: Annotated[int | None, typer.Option(min=1, max=_MOST, help="Instead of --nodes.")] = None,
-    network: Annotated[float | None, typer.Option(metavar="GB/s", help="That a node can send to the others.")] = None,
-    memory: Annotated[float | None, typer.Option(metavar="GB", help="Of one device.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, max=_MOST, help="Number of nodes.")] = None,
+    devices_per_node: Annotated[
+        int | None, typer.Option(min=1, max=_MOST, help="Devices per node, instead of --nodes.")
+    ] = None,
+    network: Annotated[float | None, typer.Option(metavar="GB/s", help="Bandwidth from a node to the others.")] = None,
+    memory: Annotated[float | None, typer.Option(metavar="GB", help="Memory of one device.")] = None,
     mfu: Annotated[
-        float | None, typer.Option(metavar="FRACTION", help="Of their peak that devices reach while they compute.")
+        float | None, typer.Option(metavar="FRACTION", help="Share of their peak that devices reach while computing.")
     ] = None,
     storage: Annotated[
-        float | None, typer.Option(metavar="GB/s", help="At which all nodes together write checkpoints.")
+        float | None, typer.Option(metavar="GB/s", help="Rate at which all nodes together write checkpoints.")
     ] = None,
-    samples: Annotated[int | None, typer.Option(min=1, max=2**53, help="Training samples, without a dataset.")] = None,
-    price: Annotated[float | None, typer.Option(help="Of one device for one hour.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, max=2**53, help="Number of training samples, if there is no dataset.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(help="Price of one device for one hour.")] = None,
     mtbf: Annotated[
-        float | None, typer.Option(metavar="HOURS", help="Between two failures of one node, on average.")
+        float | None, typer.Option(metavar="HOURS", help="Mean time between two failures of one node.")
     ] = None,
     restart: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="With --mtbf: from a failure to the next step.")
+        float | None, typer.Option(metavar="SECONDS", help="With --mtbf: time from a failure to the next step.")
     ] = None,
     restart_of: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Instead of --restart: as long as the restarts of a run took.")
+        Path | None, typer.Option(metavar="RUN", help="Instead of --restart: a run whose restarts are measured.")
     ] = None,
     repair: Annotated[
-        float | None, typer.Option(metavar="HOURS", help="With --mtbf: until a failed node can be used again.")
+        float | None, typer.Option(metavar="HOURS", help="With --mtbf: time until a failed node is usable again.")
     ] = None,
     every_micro_batch: Annotated[
         bool, typer.Option("--all", help="Show every micro-batch, not the best one of each stage and recomputation.")
@@ -70,7 +74,7 @@ def plan(
         raise RecipeError(f"--mfu {mfu:g}: expected a fraction above 0, at most 1{percent}")
     for option, value in {"--restart": restart, "--repair": repair}.items():
         if value is not None and mtbf is None:
-            raise RecipeError(f"{option} says nothing without --mtbf HOURS")
+            raise RecipeError(f"{option} has no effect without --mtbf HOURS")
         if value is not None and not 0 <= value <= 1e9:
             raise RecipeError(f"{option} {value:g}: expected a number from 0 to 1e9")
     restarts = [] if restart_of is None else _restarts(restart_of, is_asked=mtbf is not None and restart is None)
@@ -110,7 +114,7 @@ def _restarts(run: Path, *, is_asked: bool) -> list[float]:
     from vitscale.runs.restarts import restart_times
 
     if not is_asked:
-        raise RecipeError("--restart-of is for --mtbf HOURS, in place of --restart")
+        raise RecipeError("--restart-of needs --mtbf HOURS, and replaces --restart")
     if found := restart_times(run):
         return found
     raise RecipeError(f"--restart-of {run}: no launch there has restarted it and come to another step; say --restart")

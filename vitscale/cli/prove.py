@@ -15,7 +15,7 @@ def prove(
     recipe: Annotated[str, typer.Argument(help="A file, or the stem of a recipe that comes with vitscale.")],
     ranks: Annotated[
         int | None,
-        typer.Option("--world", min=1, max=1024, help="Ranks.", show_default="one a CUDA device, or 2 on CPUs"),
+        typer.Option("--world", min=1, max=1024, help="Ranks.", show_default="one per CUDA device, or 2 on CPUs"),
     ] = None,
     settings: Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as JSON.")] = False,

@@ -13,7 +13,7 @@ def seen(
     ],
     run: Annotated[Path, typer.Option(metavar="RUN", help="A run's directory.")],
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="New: for the pixels that were seen, as PNG.")
+        Path | None, typer.Option(metavar="FOLDER", help="New folder for the pixels that were seen, as PNG.")
     ] = None,
     near: Annotated[
         bool, typer.Option("--near", help="Find copies of the images, too, as `vitscale dedup` does: reads all data.")
@@ -21,7 +21,7 @@ def seen(
     root: Annotated[
         str | None, typer.Option("--data-root", metavar="DIR", help="Where the run's data are, if they were moved.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a sample.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per sample.")] = False,
 ) -> None:
     """Say at which steps a run has seen an image, and with which crop."""
     from vitscale.cli.seen_output import show_seen

@@ -28,7 +28,9 @@ def info(
 @app.command()
 def verify(
     dataset: Dataset,
-    workers: Annotated[int | None, typer.Option(min=1, help="Shards at a time.", show_default="one a core")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Number of shards read at a time.", show_default="one per core")
+    ] = None,
     decode: Annotated[bool, typer.Option("--decode", help="Decode every image, too, as training will.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -76,7 +78,7 @@ def split(
     out: Annotated[
         str | None, typer.Option(help="The folder of the parts' folders.", show_default="that of DATASET")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Another one gives other parts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the division.")] = 0,
 ) -> None:
     """Divide a dataset at random into parts; nothing is copied."""
     from vitscale.cli.shards_output import run_split
@@ -102,7 +104,7 @@ def adopt(
         str | None, typer.Argument(help="A new or empty folder.", show_default="FILE without its suffix")
     ] = None,
     classes: Annotated[
-        Path | None, typer.Option(help="Class names by label: a text file, one a line, or a dataset.")
+        Path | None, typer.Option(help="Class names by label: a text file, one per line, or a dataset.")
     ] = None,
     image_field: Annotated[str | None, typer.Option(help="Which field has the images, if there are several.")] = None,
     label_field: Annotated[

@@ -21,7 +21,7 @@ def status(
     hardware: Annotated[
         str | None, typer.Option(metavar="NAME", help="h200, a100, ...: for energy, and MFU where it was not logged.")
     ] = None,
-    price: Annotated[float | None, typer.Option(min=0, max=_MOST, help="Of one device for one hour.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, max=_MOST, help="Price of one device for one hour.")] = None,
 ) -> None:
     """Say how runs are doing: step, loss, speed, time left, cost.
 

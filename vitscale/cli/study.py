@@ -54,7 +54,7 @@ def run(
     study: Study,
     folder: Annotated[
         Path | None,
-        typer.Option("--dir", help="A run directory for each entry goes there.", show_default="runs/<study stem>"),
+        typer.Option("--dir", help="Folder for the run directories, one per entry.", show_default="runs/<study stem>"),
     ] = None,
     engine: Annotated[
         EngineName,
@@ -63,7 +63,7 @@ def run(
     slots: Annotated[
         int | None,
         typer.Option(
-            min=1, max=65536, help="Entries at a time.", show_default="one a CUDA device; one on CPUs; Slurm: all"
+            min=1, max=65536, help="Entries at a time.", show_default="one per CUDA device; one on CPUs; Slurm: all"
         ),
     ] = None,
     engine_options: Annotated[
@@ -71,7 +71,7 @@ def run(
         typer.Option(
             "--engine-option",
             metavar="KEY=VALUE",
-            help="Of slurm: an option of sbatch; of ray: gpus or cpus of each entry.",
+            help="For slurm: an option of sbatch; for ray: gpus or cpus of each entry.",
         ),
     ] = None,
     settings: Settings = None,
@@ -93,19 +93,19 @@ def run(
 @app.command()
 def plan(
     study: Study,
-    devices: Annotated[int, typer.Option(min=1, max=2**20, help="How many, all entries together.")],
+    devices: Annotated[int, typer.Option(min=1, max=2**20, help="Number of devices for all entries.")],
     hardware: Annotated[str, typer.Option(metavar="NAME", help="h100, h200, a100-pcie, ...")],
     slots: Annotated[
-        int, typer.Option(min=1, max=2**20, help="Entries at a time; each has its part of the devices.")
+        int, typer.Option(min=1, max=2**20, help="Entries at a time; they share the devices equally.")
     ] = 1,
     samples: Annotated[
         int | None,
-        typer.Option(min=1, max=2**53, help="Training samples, where neither a dataset nor the study says."),
+        typer.Option(min=1, max=2**53, help="Training samples, if neither a dataset nor the study says."),
     ] = None,
-    price: Annotated[float | None, typer.Option(min=0, max=1e9, help="Of one device for one hour.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, max=1e9, help="Price of one device for one hour.")] = None,
     mfu: Annotated[
         float | None,
-        typer.Option(metavar="FRACTION", help="Of their peak that devices reach while they compute."),
+        typer.Option(metavar="FRACTION", help="Share of their peak that devices reach while computing."),
     ] = None,
     settings: Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

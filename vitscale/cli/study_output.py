@@ -70,7 +70,7 @@ def run_study(
         code = run.run()
     _show_results(run)
     if code == EXIT_PREEMPTED:
-        print(f"{_done(run)} are done; repeat the command to go on", file=sys.stderr)
+        print(f"{_done(run)} are done; repeat the command to continue", file=sys.stderr)
     return code
 
 

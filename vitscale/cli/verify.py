@@ -12,8 +12,8 @@ from vitscale.errors import DataError
 
 def verify(
     run: Annotated[Path, typer.Argument(help="A run's directory.")],
-    steps: Annotated[int, typer.Option(min=0, max=10**9, help="To be taken again, at most.")] = 20,
-    seed: Annotated[int, typer.Option(min=0, max=2**32, help="Of the choice of steps.")] = 0,
+    steps: Annotated[int, typer.Option(min=0, max=10**9, help="Number of steps to take again, at most.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, max=2**32, help="Seed for choosing the steps.")] = 0,
     ranks: Annotated[
         int | None, typer.Option("--world", min=1, max=1024, help="Ranks.", show_default="the run's, or 1")
     ] = None,
@@ -21,7 +21,7 @@ def verify(
         str | None, typer.Option("--data-root", metavar="DIR", help="Where the run's data are, if they were moved.")
     ] = None,
     no_shards: Annotated[bool, typer.Option("--no-shards", help="Do not read all of the training data.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a finding.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per finding.")] = False,
 ) -> None:
     """Check a run against its own files, and by taking some of its steps again."""
     from rich.console import Console

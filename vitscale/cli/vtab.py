@@ -12,21 +12,23 @@ app = typer.Typer(
 Tasks = Annotated[
     list[str] | None,
     typer.Option(
-        "--task", metavar="NAME", help="Only this one; `vitscale vtab doctor` lists them.", show_default="all"
+        "--task", metavar="NAME", help="Only this task; `vitscale vtab doctor` lists them.", show_default="all"
     ),
 ]
 
 
 @app.command(short_help="Make datasets of all tasks whose images are found.")
 def prepare(
-    folders: Annotated[list[str], typer.Argument(metavar="FOLDER...", help="Where copies are: docs/vtab.md.")],
+    folders: Annotated[
+        list[str], typer.Argument(metavar="FOLDER...", help="Folders to search for copies: see docs/vtab.md.")
+    ],
     out: Annotated[Path, typer.Option(help="Folder of the tasks' datasets.")],
     tasks: Tasks = None,
     ids: Annotated[
         Path | None,
         typer.Option(help="Take exactly these images: an ids.json, or a folder of TASK/ids.json.", metavar="PATH"),
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one a core")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one per core")] = None,
 ) -> None:
     """Make datasets of all tasks whose images are found, and say what is missing. Repeat the command to go on.
 

@@ -10,7 +10,7 @@ def without(
     samples: Annotated[
         list[str],
         typer.Argument(
-            metavar="LIST|UID|IMAGE...", help="What is to go: lists of uids, uids, images, folders; - for a list."
+            metavar="LIST|UID|IMAGE...", help="What to leave out: lists of uids, uids, images, folders; - for a list."
         ),
     ],
     run: Annotated[Path, typer.Option(metavar="RUN", help="A run's directory.")],

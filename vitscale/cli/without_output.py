@@ -94,7 +94,7 @@ def _notes(history: History, run: Path) -> Iterator[str]:
     """Notes about what the order alone does not show."""
     init = history.recipe.init
     if init is not None and not init.continues:
-        yield f"it began with the weights of {init.source}: whether those have seen the samples is to be asked there"
+        yield f"it began with the weights of {init.source}: ask that run whether these have seen the samples"
     if history.recipe.data.bad_samples == "substitute":
         log = MetricsLog(run / METRICS_FILE, whole=True)
         log.refresh()

@@ -62,11 +62,11 @@ def command(
     hardware: Annotated[
         str | None, typer.Option(metavar="NAME", help="Hours and energy on h200, a100, tpuv3, ...")
     ] = None,
-    devices: Annotated[int | None, typer.Option(min=1, max=_MOST, help="How many of them.")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, max=_MOST, help="Number of devices.")] = None,
     mfu: Annotated[
         float | None, typer.Option(metavar="FRACTION", help="The share of their peak that training reaches: 0.45.")
     ] = None,
-    price: Annotated[float | None, typer.Option(help="Of one device for one hour.")] = None,
+    price: Annotated[float | None, typer.Option(help="Price of one device for one hour.")] = None,
     runs: Annotated[
         list[Path] | None, typer.Option("--run", metavar="DIR", help="What a run has cost so far; may be repeated.")
     ] = None,
