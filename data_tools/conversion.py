@@ -31,7 +31,7 @@ from data_tools.probe import Probe
 from data_tools.report import say
 from data_tools.request import Request
 from data_tools.sources import Source, open_source
-from data_tools.tasks import TaskRunner
+from data_tools.task_runner import TaskRunner
 from vitscale import storage
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.classes import class_notes
-from data_tools.order import ORDERED, Ordered
+from data_tools.shuffle import ORDERED, Ordered
 from data_tools.splits import Chooser, SplitRule, choosers
 from vitscale.errors import DataError
 from vitscale.files.durable import durable_file, write_text

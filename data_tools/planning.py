@@ -24,12 +24,12 @@ from data_tools.dedup.against import NamedIndex
 from data_tools.engines.inline import run_inline
 from data_tools.engines.task import Run
 from data_tools.listing import ListingTask, PartSummary, Spool, fingerprint
-from data_tools.order import order_images
 from data_tools.output import CONVERSION_NAME, Output
 from data_tools.probe import PROBED, Probe, probe
 from data_tools.report import ProgressDisplay, say
 from data_tools.request import Request, refuse_changed
 from data_tools.shard_task import Reader
+from data_tools.shuffle import order_images
 from data_tools.sources import Source
 from vitscale import storage
 from vitscale.errors import RecipeError

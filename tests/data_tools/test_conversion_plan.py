@@ -12,7 +12,7 @@ from data_tools import order
 from data_tools.conversion_plan import ConversionPlan, write_plan
 from data_tools.engines.inline import run_inline
 from data_tools.listing import ListingTask, Spool
-from data_tools.order import order_images
+from data_tools.shuffle import order_images
 from data_tools.sources.source import Item
 from data_tools.splits import parse_splits
 from vitscale.errors import DataError, RecipeError
