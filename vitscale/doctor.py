@@ -165,7 +165,7 @@ def _disk(folder: Path) -> Iterator[Finding]:
     for what, where, room in (("run folder", existing, _ROOM), ("temporary", Path(tempfile.gettempdir()), 1e9)):
         free = shutil.disk_usage(where).free
         if not where.is_dir():
-            yield Finding(what, "stops", f"{where} is no folder", "choose another one (--run-dir)")
+            yield Finding(what, "stops", f"{where} is not a folder", "choose another one (--run-dir)")
         elif not os.access(where, os.W_OK):
             mend = "chmod it, or choose another one" + (" (TMPDIR)" if what == "temporary" else " (--run-dir)")
             yield Finding(what, "stops", f"{where} cannot be written", mend)

@@ -98,7 +98,7 @@ def test_out_must_be_new_or_empty(whole, tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("x")
-    with pytest.raises(RecipeError, match="no folder"):
+    with pytest.raises(RecipeError, match="not a folder"):
         write_subset(str(whole), str(tmp_path / "file"), 3)
     with pytest.raises(RecipeError, match=r"not empty \(mine\.txt\)"):
         write_subset(str(whole), str(tmp_path / "full"), 3)

@@ -127,8 +127,8 @@ def test_a_launch_that_is_killed_and_started_anew_joins_the_others(cluster, repl
     launches[replaced] = cluster.start(replaced, DONE)
     codes = ends(*launches)
     assert [code for code, _ in codes] == [0, 0]
-    # "has closed the connection", or "is not reached any more" where it had something left to read.
-    assert re.search(rf"node {replaced} \(.*\) (has closed|is not)", codes[1 - replaced][1])
+    # "has closed the connection", or "can no longer be reached" where it had something left to read.
+    assert re.search(rf"node {replaced} \(.*\) (has closed|can no longer)", codes[1 - replaced][1])
     assert not any(is_alive(pid) for pid in cluster.pids())
 
 
@@ -154,11 +154,11 @@ def test_a_node_that_never_comes_is_named(cluster):
 def test_launches_that_do_not_belong_together_are_refused(cluster):
     first = cluster.start(0, FOREVER)
     [(code, shown)] = ends(cluster.start(1, DONE, nodes=3))
-    assert code == 2 and "node 1 of 3, and node 0 was started as one of 2" in shown
+    assert code == 2 and "node 1 of 3" in shown and "one of 2" in shown
     cluster.start(1, FOREVER)
     wait_until(lambda: len(cluster.pids()) == 2)
     [(code, shown)] = ends(cluster.start(1, DONE))
-    assert code == 2 and "node 1 is there already" in shown
+    assert code == 2 and "node 1 is already" in shown
     [(code, shown)] = ends(cluster.start(0, DONE))
     assert code == 2 and "cannot listen" in shown
     first.kill()
