@@ -152,7 +152,7 @@ FAULTS: dict[str, tuple[tuple[Any, ...], int, Any, str, str]] = {
     "weights that nobody waits for": (("bf16", 1, OVERLAP), 3, late_weights, "gradient", FC1),
     "an overlapped micro-batch is dropped": (("bf16", 2, OVERLAP), 1, dropped_micro_batch, "gradient", FC1),
     "clipping an overlapped gradient wrongly": (("bf16", 1, OVERLAP), 2, wrong_norm, "gradient", FC1),
-    "copies within nodes of the step before": (("bf16", 3, HPZ), 3, old_copies, "gradient", FC1),
+    "copies within nodes of the step before": (("fp32", 3, HPZ, "ema=null"), 3, old_copies, "gradient", FC1),
     "weight decay of all": (("bf16", 1), 2, decay_of_all, "update", "norm.bias"),
 }
 

@@ -194,8 +194,9 @@ def _model_states(
         case _:
             kept_whole = [size for size in sizes if size <= elements["stage3_param_persistence_threshold"]]
             persistent = sum(kept_whole) if world_size > 1 else 0
-            copied = recipe.parallelism.hpz_ranks(world_size)  # from the first forward pass to the end of the update
-            copy = sum(math.ceil(size / copied) for size in sizes) if copied > 1 else 0
+            # From the first forward pass to the end of the update; of small ones only during the update.
+            node = recipe.parallelism.hpz_ranks(world_size)
+            copy = sum(math.ceil(size / node) for size in sizes if size not in kept_whole) if node > 1 else 0
             weights = word * (optimizer_share(sizes, stage, world_size) + persistent + copy)
             accumulated = gradients = accumulated_word * share
             at_once = min(share, -(-elements["sub_group_size"] // world_size))
