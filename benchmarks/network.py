@@ -59,6 +59,11 @@ CONTENDERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stage 2, after": ({"zero_stage": 2} | OVERLAP, DEEPSPEED),
     "stage 3, before": ({"zero_stage": 3}, ONE_BY_ONE),
     "stage 3, after": ({"zero_stage": 3} | OVERLAP, PREFETCHED | {"stage3_prefetch_bucket_size": 2 * BLOCK}),
+    # Two ranks to a node, with --per-node 2.
+    "stage 3 hpZ, after": (
+        {"zero_stage": 3, "hpz_size": 2} | OVERLAP,
+        PREFETCHED | {"stage3_prefetch_bucket_size": 2 * BLOCK},
+    ),
 }
 DDP, ALIKE = "DDP bf16", "stage 1 bf16, after"
 
@@ -66,6 +71,7 @@ DDP, ALIKE = "DDP bf16", "stage 1 bf16, after"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--per-node", type=int, default=1, help="ranks that share a namespace, and its link")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of each contender in a round, on the limited link")
     parser.add_argument("--forward", type=float, default=0.015, help="seconds that a block sleeps in the forward pass")
@@ -83,11 +89,11 @@ def main() -> None:
         raise SystemExit("needs root: it makes network namespaces")
     results = []
     for ranks in given.ranks:
-        with TemporaryDirectory() as folder, namespaces(ranks) as names:
+        with TemporaryDirectory() as folder, namespaces(ranks // given.per_node) as names:
             command = [sys.executable, __file__, *sys.argv[1:], "--ranks", str(ranks), "--folder", folder]
             started = [
-                subprocess.Popen(["ip", "netns", "exec", name, *command, "--rank", str(rank)])
-                for rank, name in enumerate(names)
+                subprocess.Popen(["ip", "netns", "exec", names[rank // given.per_node], *command, "--rank", str(rank)])
+                for rank in range(ranks)
             ]
             ends = [process.wait() for process in started]
             if any(ends):
@@ -130,9 +136,9 @@ def namespaces(count: int) -> Iterator[list[str]]:
         ip("link", "del", bridge)
 
 
-def limit(rank: int, rate: float | None) -> None:
-    """Let this rank send, and be sent, so many bytes/s; None for as many as there are."""
-    for place, device in (([], "eth0"), (["nsenter", "-t", str(os.getppid()), "-n"], f"vsnb{rank + 1}h")):
+def limit(node: int, rate: float | None) -> None:
+    """Let this node send, and be sent, so many bytes/s; None for as many as there are."""
+    for place, device in (([], "eth0"), (["nsenter", "-t", str(os.getppid()), "-n"], f"vsnb{node + 1}h")):
         command = [*place, "tc", "qdisc"]
         subprocess.run([*command, "del", "dev", device, "root"], check=False, stderr=subprocess.DEVNULL)
         if rate is not None:
@@ -209,7 +215,17 @@ def make_engine(name: str, ranks: int, given: Any) -> tuple[Callable[[], None], 
             engine.step()
 
     collectives = communication(recipe, model_parameters(recipe, CLASSES), ranks, given.accumulate)
-    return step, sum(each.sent(ranks) for each in collectives)
+    return step, sum(leaving(each, ranks, given.per_node) for each in collectives)
+
+
+def leaving(collective: Any, ranks: int, per_node: int) -> float:
+    """The bytes of a collective that leave each node: of a ring what one rank sends, of an all-to-all every rank's."""
+    if collective.group is not None:
+        return 0.0
+    if collective.kind == "reduce-scatter":  # on gloo an all-to-all by exchange.py
+        return per_node * collective.sent(ranks) * (ranks - per_node) / (ranks - 1)
+    sent: float = collective.sent(ranks)
+    return sent
 
 
 def make_ddp(ranks: int, given: Any) -> tuple[Callable[[], None], float]:
@@ -246,9 +262,8 @@ def work(given: Any) -> None:
     import torch.distributed as dist
 
     (ranks,), rank = given.ranks, given.rank
-    names = [f"10.77.2.{number}" for number in range(1, ranks + 1)]
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE="1")
-    os.environ.update(MASTER_ADDR=names[0], MASTER_PORT="29400", GLOO_SOCKET_IFNAME="eth0", CUDA_VISIBLE_DEVICES="")
+    os.environ.update(MASTER_ADDR="10.77.2.1", MASTER_PORT="29400", GLOO_SOCKET_IFNAME="eth0", CUDA_VISIBLE_DEVICES="")
     from vitscale.training import distributed
 
     distributed.start(rank, ranks, 0)
@@ -258,7 +273,12 @@ def work(given: Any) -> None:
     }
     steps = {name: step for name, (step, _) in made.items()}
     planned = {name: size for name, (_, size) in made.items()}
-    limit(rank, None)
+
+    def limit_node(rate: float | None) -> None:
+        if rank % given.per_node == 0:
+            limit(rank // given.per_node, rate)
+
+    limit_node(None)
     for step in steps.values():  # ZeRO 3 learns in the first ones which parameters are used when
         for _ in range(3):
             step()
@@ -282,14 +302,14 @@ def work(given: Any) -> None:
     for _ in range(given.rounds):
         for name, step in steps.items():
             free[name].append(timed(step, given.steps))
-            limit(rank, rate)
+            limit_node(rate)
             dist.barrier()
             step()
             dist.barrier()
             began = sent()
             limited[name].append(timed(step, given.steps))
             bytes_sent[name].append((sent() - began) / given.steps)
-            limit(rank, None)
+            limit_node(None)
             dist.barrier()
     if rank == 0:
         found = {
