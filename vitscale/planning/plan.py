@@ -434,6 +434,8 @@ def _assumed_of_time(recipe: Recipe, cluster: Cluster) -> list[str]:
                 f"with parallelism.overlap during {OVERLAPPED:.0%} of the passes in stages 1 and 2, but for a bucket "
                 "each of gradients and of weights: measured between CPUs, never on CUDA"
             )
+        if cluster.nodes > 1:
+            said.append("no time for the host, which waits at each copy that parallelism.hpz_size makes; never on CUDA")
     if cluster.device.board.bandwidth is None:
         said.append(f"no time for the optimizer's update: the bandwidth of {cluster.device.name} is not known")
     if recipe.parallelism.offload != "none":
