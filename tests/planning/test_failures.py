@@ -10,23 +10,33 @@ from typer.testing import CliRunner
 
 from vitscale.cli.main import app
 from vitscale.errors import RecipeError
-from vitscale.planning.failures import Failures, Saving
+from vitscale.planning.failures import Failures, Saving, make_failures
 
 HOUR = 3600.0
 
 
-def simulate(failures: Failures, saving: Saving, every: float, spares: int, count: int) -> float:
-    """The useful share over so many failures: nodes fail, are repaired and wait; checkpoints complete or are lost."""
+CHAOS_RESTARTS = (5.5, 5.6, 8.3, 9.3, 10.6, 11.2, 11.5)
+"""Seconds that restarts took in `make chaos MINUTES=8 SEED=3`, as `plan --restart-of` reads them (docs/LOG.md)."""
+
+
+def simulate(
+    failures: Failures, saving: Saving, every: float, spares: int, count: int, restarts: tuple[float, ...] = ()
+) -> float:
+    """The useful share over so many failures: nodes fail, are repaired and wait; checkpoints complete or are lost.
+
+    Restarts take `failures.restart`, or any of `restarts`.
+    """
     rng = np.random.default_rng(0)
+    restart_s = np.random.default_rng(1).choice(restarts or (failures.restart,), count)
     now = saved = 0.0
     in_repair: list[float] = []  # when each comes back
-    for _ in range(count):
+    for failure in range(count):
         while in_repair and in_repair[0] <= now:
             heapq.heappop(in_repair)
         while len(in_repair) > spares:
             now = heapq.heappop(in_repair)
         fails = now + rng.exponential(failures.mtbf / failures.nodes)
-        computing = fails - (now + failures.restart)
+        computing = fails - (now + restart_s[failure])
         begins = every
         while begins + saving.write <= computing:
             saved += every
@@ -55,6 +65,22 @@ def test_useful_time_and_the_best_interval_are_those_of_a_simulated_cluster(fail
         shares[factor] = simulate(failures, saving, every, spares, 20_000)
         assert failures.useful(every, saving, spares) == pytest.approx(shares[factor], rel=0.02)
     assert shares[1] == max(shares.values())
+
+
+@pytest.mark.parametrize("mtbf_hours", [2000, 50, 5])
+def test_restarts_as_long_as_those_of_chaos_are_planned_by_their_median(mtbf_hours):
+    failures = make_failures(64, mtbf_hours, repair=0, restarts=CHAOS_RESTARTS)
+    saving = Saving(0.5, 4)
+    best = failures.best_interval(saving)
+    shares = {
+        factor: simulate(failures, saving, factor * best, 0, 20_000, CHAOS_RESTARTS)
+        for factor in (0.25, 0.7, 1, 1.4, 4)
+    }
+    for factor, share in shares.items():
+        assert failures.useful(factor * best, saving) == pytest.approx(share, rel=0.02)
+    assert shares[1] > max(shares[0.25], shares[4])
+    young = math.sqrt(2 * saving.stall / failures.rate)
+    assert best == pytest.approx(max(young, saving.write), rel=0.05)
 
 
 def test_rare_failures_leave_the_published_rules():
