@@ -11,14 +11,17 @@ import pytest
 import timm
 import torch
 import yaml
+from pydantic import Field
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitscale import data, recipe
-from vitscale.data import TrainingInput, to_model_input
+from vitscale.cli.recipe_output import show_fields
+from vitscale.data import TrainingInput, draws, to_model_input
 from vitscale.errors import RecipeError
 from vitscale.flops import recipe_work
-from vitscale.models import build_model
-from vitscale.objectives import build_objective
+from vitscale.models import build_model, constant
+from vitscale.objectives import Objective, build_objective
+from vitscale.planning.tensors import step_tensors
 from vitscale.recipe import Recipe, json_schema, override
 
 PACKAGE = Path(__file__).resolve().parent / "example_package"
@@ -75,6 +78,41 @@ class Nameless(recipe.Objective):
 class Astray(recipe.Objective):
     implementation: ClassVar[str] = "example_vision.rotation:Missing"
     has_classes: ClassVar[bool] = False
+
+
+class Scaled(recipe.Objective):
+    """An objective with a parameter and a key of its own."""
+
+    implementation: ClassVar[str] = "test_extensions:Scaling"
+    has_classes: ClassVar[bool] = False
+    own: ClassVar[tuple[str, ...]] = ("scale",)
+
+    factor: float = Field(1.0, gt=0, description="of all losses")
+
+
+class Unlisted(Scaled):
+    """The same without `own`."""
+
+    own: ClassVar[tuple[str, ...]] = ()
+
+
+class Scaling(Objective):
+    """Against the contract: its parameter has no initial value."""
+
+    @classmethod
+    def of(cls, recipe, num_classes):
+        objective = cls(build_model(recipe, None))
+        objective.scale = torch.nn.Parameter(torch.empty(1))
+        return objective
+
+
+class Valued(Unlisted):
+    implementation: ClassVar[str] = "test_extensions:ValuedScaling"
+
+
+class ValuedScaling(Scaling):
+    def initialiser(self, name):
+        return constant(1.0) if name == "scale" else super().initialiser(name)
 
 
 # ---- Recipes ---------------------------------------------------------------------------------------------------------
@@ -137,6 +175,36 @@ def test_a_module_that_cannot_be_imported_is_an_error_that_names_it(tmp_path, mo
 def test_an_implementation_that_is_not_there_is_an_error_that_names_it():
     with pytest.raises(RecipeError, match=r"example_vision\.rotation:Missing"):
         build_objective(make("objective.kind=test_extensions.Astray"), 1)
+
+
+@pytest.mark.parametrize("kind", ["Scaled", "Valued"])
+def test_a_parameter_without_initial_value_or_not_listed_is_an_error_that_names_it(kind):
+    vit = ("model.family=null", "model.name=ViT-Ti/16", "selection=null")
+    made = make(*vit, f"objective.kind=test_extensions.{kind}")
+    with torch.device("meta"), pytest.raises(RecipeError, match="scale"):
+        build_objective(made, 1)
+
+
+def test_a_field_of_another_package_is_explained_beside_a_recipe_that_names_it(tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(content(objective={"kind": "test_extensions.Scaled"})))
+    show_fields("objective.factor", str(path))
+    assert "of all losses" in capsys.readouterr().out
+
+
+def test_the_memory_of_an_objective_that_draws_is_counted():
+    assert step_tensors(make(), 1, 8).saved > 0
+
+
+def test_draws_take_the_bits_of_signed_and_unsigned_keys_alike():
+    keys = pictures(1000)[1].numpy()
+    for signed, unsigned in (
+        (draws.uniform(keys, 1000), draws.uniform(keys.view(np.uint64), 1000)),
+        (draws.normal(keys, 1000), draws.normal(keys.view(np.uint64), 1000)),
+        (draws.stratum(keys, 4, 1000), draws.stratum(keys.view(np.uint64), 4, 1000)),
+    ):
+        assert np.array_equal(signed, unsigned)
+    assert (keys < 0).any()
 
 
 def test_operations_on_uint8_come_first():

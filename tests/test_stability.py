@@ -40,6 +40,7 @@ SAME_AS_OTHERS = ("convert", "flops", "train")  # of `vitscale`: as vitscale-con
 # What the pages tell people to import, and what a package with a part of its own uses (docs/architecture.md).
 NAMES = {
     "vitscale.data": ["ImageOperation", "Loader", "Reading", "TrainOrder", "TrainTransform"],
+    "vitscale.data.draws": ["between", "between_ratios", "normal", "stratum", "uniform"],
     "vitscale.errors": [name for name, value in vars(errors).items() if inspect.isclass(value)],
     "vitscale.evaluation": ["Evaluator", "Loaders", "MakeLoader", "Predict"],
     "vitscale.families": ["Model"],

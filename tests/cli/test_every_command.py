@@ -124,6 +124,7 @@ def test_completion_is_installed_for_a_shell(tmp_path):
         (["recipe", "--schema", "--explain"], ["--schema"]),
         (["recipe", "--diff", "h14_jft"], ["--diff"]),
         (["recipe", "h14_jft", "l16_jft"], ["--diff"]),
+        (["recipe", "h14_jft", "data.flip", "seed", "--explain"], ["3", "--explain"]),
     ],
 )
 def test_a_mistake_in_an_argument_is_told_in_our_words(arguments, words):

@@ -44,7 +44,8 @@ def recipe(
         list[str] | None,
         typer.Argument(
             metavar="NAME",
-            help="A file, or the stem of one that comes with vitscale; --explain: a field's key; --diff: two of them.",
+            help="A file, or the stem of one that comes with vitscale; --diff: two of them; --explain: a field's key, "
+            "for a field of your own package after a recipe that names it.",
         ),
     ] = None,
     settings: Settings = None,
@@ -59,15 +60,19 @@ def recipe(
 
     asked = names or []
     if explain + diff + schema > 1 or (schema and asked) or (settings and (explain or not asked)):
-        raise RecipeError("--explain takes a field's key alone, --diff two recipes, and --schema nothing")
+        raise RecipeError(
+            "--explain takes a field's key (a recipe may precede it), --diff two recipes, and --schema nothing"
+        )
     if diff:
         recipe_output.show_difference(asked, settings or [])
-    elif len(asked) > 1:
-        raise RecipeError(f"expected one name, not {len(asked)}; --diff takes two recipes")
+    elif len(asked) > (2 if explain else 1):
+        raise RecipeError(
+            f"expected one name, not {len(asked)}; --diff takes two recipes, --explain a recipe and a key"
+        )
     elif schema:
         recipe_output.show_schema()
     elif explain:
-        recipe_output.show_fields(asked[0] if asked else None)
+        recipe_output.show_fields(*reversed(asked))
     elif asked:
         recipe_output.show_recipe(asked[0], settings or [])
     else:

@@ -27,8 +27,10 @@ def show_recipe(name: str, settings: Sequence[str]) -> None:
         print(f"note: {border}", file=sys.stderr)
 
 
-def show_fields(key: str | None) -> None:
-    """Print what a field means, or all of them."""
+def show_fields(key: str | None = None, recipe: str | None = None) -> None:
+    """Print what a field means, or all of them; blocks of other packages count if a recipe that names them is given."""
+    if recipe is not None:
+        load_recipe(recipe)
     print(explain_fields(key))
 
 

@@ -1,5 +1,10 @@
 """Random numbers as functions of the samples' keys and of nothing else: the same on every machine.
 
+Keys are uint64 or int64 arrays of any shape, of which only the bits count. A purpose is one or more non-negative
+integers; draws for different purposes are independent. Purposes below 1,000 belong to the crop, the flip and the
+objectives that come with vitscale, so an objective of another package uses those from 1,000 on. Each operation on
+images has keys of its own and may use any purpose.
+
 They use additions, multiplications and square roots, which every processor rounds alike, and no library function whose
 rounding might change in the library's next version.
 """
@@ -19,17 +24,21 @@ _NORMAL_UNIT = 2.0**-12
 
 def operation_keys(keys: np.ndarray, index: int) -> np.ndarray:
     """Keys of the samples' randomness for the operation at this index of `data.operations`, uint64 (B,)."""
-    return mix(keys ^ combine(_OPERATION, index))
+    return _hashed(keys, (_OPERATION, index))
 
 
 def uniform(keys: np.ndarray, *purpose: int) -> np.ndarray:
-    """Uniform random numbers in [0, 1), float64, in the shape of the uint64 keys."""
-    return (mix(keys ^ combine(*purpose)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    """Uniform random numbers in [0, 1), float64, in the shape of the keys."""
+    return (_hashed(keys, purpose) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def stratum(keys: np.ndarray, count: int, *purpose: int) -> np.ndarray:
     """A uniform random integer from 0 to count - 1 for each key, int64: the stratum of the key's hash."""
-    return strata(mix(keys ^ combine(*purpose)), count)
+    return strata(_hashed(keys, purpose), count)
+
+
+def _hashed(keys: np.ndarray, purpose: Sequence[int]) -> np.ndarray:
+    return mix(keys.view(np.uint64) ^ combine(*purpose))
 
 
 def strata(hashed: np.ndarray, count: int) -> np.ndarray:
@@ -42,7 +51,7 @@ def normal(keys: np.ndarray, *purpose: int) -> np.ndarray:
 
     Each is one of 65,536 equally likely values, up to 4.3 from 0.
     """
-    return normal_quantiles()[mix(keys ^ combine(*purpose)) >> np.uint64(64 - _NORMAL_BITS)]
+    return normal_quantiles()[_hashed(keys, purpose) >> np.uint64(64 - _NORMAL_BITS)]
 
 
 @cache

@@ -333,6 +333,11 @@ def evaluate_finished(model: FinishedModel) -> dict[str, float]:
     if model.recipe.evaluation.validation is not None:
         tell_common_samples(model, model.dataset(model.recipe.evaluation.validation))
     if not evaluators:
+        if not model.recipe.objective.has_classes:
+            raise RecipeError(
+                f"the run's recipe has no evaluation, and its objective ({model.recipe.objective.kind}) no classes; "
+                f"measure its representation: vitscale fewshot RUN --train DATASET --test DATASET"
+            )
         raise RecipeError(
             "the run's recipe has no evaluation; add one: --data DATASET, or --set evaluation.validation=DATASET"
         )

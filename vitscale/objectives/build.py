@@ -1,6 +1,7 @@
 """Builds the objective of a recipe."""
 
 from vitscale import recipe as recipes
+from vitscale.errors import RecipeError
 from vitscale.extensions import implementation
 from vitscale.models import Model
 from vitscale.models.build import build_of_block
@@ -14,8 +15,27 @@ def objective_class(recipe: Recipe) -> type[Objective]:
 
 
 def build_objective(recipe: Recipe, num_classes: int) -> Objective:
-    """The recipe's objective around its model, values unset, on whatever device and dtype the context makes tensors."""
-    return objective_class(recipe).of(recipe, num_classes)
+    """The recipe's objective around its model, values unset, on whatever device and dtype the context makes tensors.
+
+    Raises `RecipeError` if a parameter that the objective adds to the model has no initial value, or is not in the
+    block's `own`.
+    """
+    objective = objective_class(recipe).of(recipe, num_classes)
+    of_model = {name for name, _ in objective.backbone.named_parameters()}
+    added = [name for name, _ in objective.named_weights() if name not in of_model]
+    for name in added:
+        try:
+            objective.initialiser(name)
+        except KeyError:
+            raise RecipeError(
+                f"{recipe.objective.implementation}: `initialiser` knows no initial values for its parameter {name!r}"
+            ) from None
+    if unlisted := [name for name in added if name not in recipe.objective.own]:
+        raise RecipeError(
+            f"objective.kind {recipe.objective.kind}: its `own` must list the parameters that the objective adds to "
+            f"the model; these are missing: {', '.join(unlisted)}"
+        )
+    return objective
 
 
 def build_teacher(recipe: Recipe, num_classes: int) -> Model | None:

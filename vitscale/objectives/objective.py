@@ -32,7 +32,8 @@ class Losses(NamedTuple):
 
     Attributes:
         per_sample: (B,) fp32, in nats if it is a cross-entropy.
-        shown: other figures of each sample, (B,) fp32 without gradients, whose means are reported by these names.
+        shown: other figures of each sample, (B,) fp32 without gradients; `metrics.jsonl` has their means by these
+            names.
     """
 
     per_sample: Tensor
@@ -68,8 +69,9 @@ class Objective(nn.Module):
         """Draw for samples with these keys: the same on every world and after resuming.
 
         Args:
-            keys: the bits of each sample's randomness in this epoch, 64-bit integers (B,), in the order of the global
-                batch's slots; a rank's part begins with a multiple of the block's `together`.
+            keys: the bits of each sample's randomness in this epoch, int64 (B,), for the functions of
+                `vitscale.data.draws`; in the order of the global batch's slots, of which a rank's part begins with a
+                multiple of the block's `together`.
             step: which batch of the order this is, from 0.
         """
         return ()

@@ -7,9 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitscale.data.draws import stratum
 from vitscale.models import Initialiser, Model, build_model, constant
 from vitscale.objectives import Losses, Objective, Plan
 from vitscale.recipe import Recipe
+
+_TURNS = 1000  # the purpose of a draw
 
 
 class Rotation(Objective):
@@ -26,14 +29,15 @@ class Rotation(Objective):
 
     def plan(self, keys: np.ndarray, step: int) -> Plan:
         """As `Objective.plan`: quarter turns, (B,) int64."""
-        return (torch.from_numpy(keys & 3),)
+        return (torch.from_numpy(stratum(keys, 4, _TURNS)),)
 
     def losses(self, images: Tensor, labels: Tensor, plan: Plan) -> Losses:
         """As `Objective.losses`."""
         (turns,) = plan
         rotated = torch.stack([torch.rot90(images, count, dims=(1, 2)) for count in range(4)])
         logits = self.turns(self.backbone(rotated[turns, torch.arange(len(turns))]).pooled).float()
-        return Losses(F.cross_entropy(logits, turns, reduction="none"))
+        is_right = (logits.detach().argmax(dim=1) == turns).float()
+        return Losses(F.cross_entropy(logits, turns, reduction="none"), {"turn_accuracy": is_right})
 
     def initialiser(self, name: str) -> Initialiser:
         """As `Objective.initialiser`."""
