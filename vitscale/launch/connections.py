@@ -19,6 +19,7 @@ RECONNECT_SECONDS = 0.5
 _BEATS = 10  # signs of life sent in SILENCE_SECONDS
 _FAREWELL_SECONDS = 5.0
 _MOST_BYTES = 1 << 20
+_MOST_WAITING = 4096  # connections not accepted yet: Python's 128 is fewer than the nodes of a large run
 _OTHER_FILES = 256  # for the ranks' output, and for connections that have not said hello yet
 
 
@@ -156,7 +157,7 @@ def listen(place: ThisNode, own: Address | None) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(where)
-            listener.listen()
+            listener.listen(_MOST_WAITING)
             listener.setblocking(False)
             return listener
         except OSError as error:
