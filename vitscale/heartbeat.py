@@ -1,10 +1,14 @@
 """Heartbeats: a rank's progress reports to the launch that supervises it, one JSON object per line through a pipe."""
 
+import contextlib
 import json
+import os
 from typing import NamedTuple, Self
 
 HEARTBEAT_VARIABLE = "VITSCALE_HEARTBEAT_FD"
-"""The environment variable with the pipe's file descriptor; each line's object has step, phase and phase_s."""
+"""The environment variable with the pipe's file descriptor; each line has step, phase and phase_s, or why."""
+
+_MOST_CHARACTERS = 500  # escaped, a pipe still takes the line as a whole
 
 
 class Beat(NamedTuple):
@@ -27,3 +31,19 @@ class Beat(NamedTuple):
             return cls(int(found["step"]), str(found["phase"]), float(found.get("phase_s", 0.0)))
         except (ValueError, KeyError, TypeError, OverflowError):
             return None
+
+
+def tell_launch_why(message: str) -> None:
+    """Tell the launch, if there is one, the message of the error that this rank ends with."""
+    with contextlib.suppress(KeyError, ValueError, OSError):  # no launch, or it has gone
+        line = json.dumps({"why": message[:_MOST_CHARACTERS]}) + "\n"
+        os.write(int(os.environ[HEARTBEAT_VARIABLE]), line.encode())
+
+
+def why_of(line: bytes) -> str:
+    """The message of `tell_launch_why` that a line contains; "" if it contains none."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return ""
+    return str(found.get("why", "")) if isinstance(found, dict) else ""

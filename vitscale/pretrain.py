@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING  # noqa: E402
 
 from vitscale.errors import EXIT_DONE, PeerLostError, PreemptedError, RecipeError, VitscaleError  # noqa: E402
 from vitscale.files.durable import forbid_writing_by_everybody  # noqa: E402
-from vitscale.heartbeat import HEARTBEAT_VARIABLE  # noqa: E402
+from vitscale.heartbeat import HEARTBEAT_VARIABLE, tell_launch_why  # noqa: E402
 from vitscale.interruption import Interruption  # noqa: E402
 from vitscale.launch import read_environment  # noqa: E402
 from vitscale.recipe import Recipe, load_recipe, override, smoke_form  # noqa: E402
@@ -75,6 +75,7 @@ def main() -> None:
         pretrain(options)
     except VitscaleError as error:
         code = error.exit_code
+        tell_launch_why(str(error))
         rank = os.environ.get("RANK", "0")
         if rank == "0" or not error.is_on_all_ranks:
             speaker = "" if rank == "0" or isinstance(error, PeerLostError) else f"rank {rank}: "
@@ -102,7 +103,8 @@ def pretrain(options: argparse.Namespace) -> None:
     """Check everything that one rank can check alone, then start the process group and train."""
     rank, world_size, local_rank, _ = read_environment()  # every rank reports its errors, which may be its own alone
     with Interruption(
-        None if options.time_limit is None else 60 * options.time_limit,
+        # Rank 0's clock alone decides: another rank's, seconds ahead, would end the run as by a signal to that rank.
+        None if options.time_limit is None or rank != 0 else 60 * options.time_limit,
         answers=rank == 0 and HEARTBEAT_VARIABLE not in os.environ,  # `vitscale launch` answers itself
     ) as interruption:
         try:

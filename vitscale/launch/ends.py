@@ -32,7 +32,8 @@ class End:
 
     `returncode` is negative for a signal; `step` and `where` come from the last heartbeat. `was_told`: the rank died of
     the very signal that the supervisor passed on, as it does before there is anything to save. `was_killed`: the
-    supervisor killed it. `hung`: how the rank gave no sign of life before, in words, else empty.
+    supervisor killed it. `hung`: how the rank gave no sign of life before, in words, else empty. `why`:
+    the message of the error that it ended with, if it has told.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class End:
     was_told: bool = False
     was_killed: bool = False
     hung: str = ""
+    why: str = ""
 
     @property
     def is_done(self) -> bool:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from vitscale.heartbeat import HEARTBEAT_VARIABLE, Beat
+from vitscale.heartbeat import HEARTBEAT_VARIABLE, Beat, why_of
 from vitscale.machine import process_state
 
 _PR_SET_PDEATHSIG = 1
@@ -38,6 +38,7 @@ class RankProcess:
         self.step: int | None = None  # of the last heartbeat
         self.highest_step = 0
         self.returncode: int | None = None  # as subprocess has it: negative for a signal
+        self.why = ""  # the error that it ended with, if it has told
         self._phase = ""
         self._heard_at: float | None = None
         self._partial = b""
@@ -110,6 +111,7 @@ class RankProcess:
         for line in lines:
             beat = Beat.parse(line)
             if beat is None:
+                self.why = why_of(line) or self.why
                 continue
             self.step, self._phase, _ = beat
             self.highest_step = max(self.highest_step, self.step)

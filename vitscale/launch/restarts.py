@@ -49,11 +49,12 @@ class Launch:
         self._was_done = self._is_done()
         self._furthest = self._progress()
         self._in_a_row = 0
+        self._why = ""
 
     def run(self) -> int:
         """Make attempts until one is the last. Returns the exit code of the launch. Raises what `prepare` raises."""
         began = time.monotonic()
-        self._supervisor.exchange = self._nodes.exchange
+        self._supervisor.exchange = self._exchange
         try:
             while (decision := self._attempt()).restarts:
                 self._in_a_row = decision.in_a_row
@@ -62,7 +63,8 @@ class Launch:
             self._journal.write("finished", exit_code=error.exit_code, cause=str(error))
             self._nodes.leave(error.exit_code, str(error))
             raise
-        self._journal.write("finished", exit_code=decision.code, cause=decision.why, step=self._supervisor.highest_step)
+        why = f"{decision.why}: {self._why}" if self._why else decision.why
+        self._journal.write("finished", exit_code=decision.code, cause=why, step=self._supervisor.highest_step)
         seconds, attempts = time.monotonic() - began, self._journal.attempt
         say(f"exit code {decision.code} after {seconds:,.0f} s and {counted(attempts, 'attempt')}: {decision.why}")
         return decision.code
@@ -89,8 +91,17 @@ class Launch:
                 pid=end.pid,
                 returncode=end.returncode,
                 what=end.describe(),
+                **({"why": end.why} if end.why else {}),
             )
-        return self._nodes.conclude(self._account(ends), self._decide)
+        decision = self._nodes.conclude(self._account(ends), self._decide)
+        culprit = cause(ends) or min(ends, key=lambda end: end.rank, default=None)
+        is_from_here = culprit is not None and decision.why in (culprit.describe(), "told to end")
+        self._why = culprit.why if culprit is not None and is_from_here else ""
+        return decision
+
+    def _exchange(self, trouble: str) -> str:
+        self._journal.flush()  # also if this process is killed, its start is on record
+        return self._nodes.exchange(trouble)
 
     def _account(self, ends: Sequence[End]) -> Account:
         """What became of the ranks of this node."""

@@ -184,6 +184,7 @@ class Supervisor:
             was_told=self.told is not None and rank.returncode == -PASSED_ON[self.told],
             was_killed=was_killed,
             hung=self._hung.get(rank.rank, ""),
+            why=rank.why,
         )
         self._ends.append(end)
         if end.is_bad and not was_killed and not end.hung and end.returncode not in FINAL:  # it has said why itself

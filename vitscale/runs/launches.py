@@ -38,8 +38,14 @@ class Journal:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = {"time": now, "event": event, "host": socket.gethostname(), "attempt": self.attempt, **fields}
         self._waiting += (json.dumps(line) + "\n").encode()
+        self.flush(creates_folder=event == "restart")
+
+    def flush(self, *, creates_folder: bool = False) -> None:
+        """Append the lines that wait, if there is a folder for them by now."""
+        if not self._waiting:
+            return
         try:
-            if event == "restart":
+            if creates_folder:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
             elif not self._path.parent.is_dir():
                 return

@@ -141,7 +141,7 @@ class Trainer:
             except VitscaleError:
                 # Earlier saves were right, and the next start continues from them. The other ranks write their parts
                 # too, whether or not they know of the error.
-                self._begin("writing the checkpoint")
+                self._begin("ending")
                 self.saves.settle(self.recipe.check.step_timeout_s / 2)
                 raise
             finally:
@@ -231,7 +231,7 @@ class Trainer:
         if self.world.is_main:
             message += anomaly.write(self.run_dir, policy)
         if policy == "stop":
-            self._begin("writing the checkpoint")
+            self._begin("ending")
             with contextlib.suppress(CheckpointError):  # already reported, and not why the run ends
                 self.saves.wait()  # what is being written was right
             raise anomaly.error(message, self.saves.newest, known.count, settings.limit).on_all_ranks()
