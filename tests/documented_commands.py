@@ -16,6 +16,10 @@ PAGES = sorted(
 RECIPES = sorted(REPOSITORY.glob("recipes/**/*.yaml"))  # their comments show commands, too
 PROGRAMS = ("vitscale", "vitscale-convert", "vitscale-flops")
 _PRETRAIN = ("vitscale/pretrain.py", "vitscale.pretrain")
+# Other programs of pages, by the first word of a line in a block of code.
+_OTHERS = (
+    r"(\$ |srun |nohup )*(\.|make|pip|python\S*|\.venv/\S+|jq|tensorboard|kill|kubectl|docker|git|s?batch|scancel)"
+)
 _LAUNCHERS = ("deepspeed", "torchrun", "python", "accelerate", "srun", "mpirun", "nohup")
 _SEPARATORS = {"|", "&&", "||", ";", "&", "do", "done", ">", "2>&1", "then"}
 # What pages write in the place of a number or of one of several words.
@@ -31,8 +35,9 @@ class Command:
 
     Attributes:
         page: path in the repository.
-        program: `pretrain` stands for vitscale/pretrain.py under any launcher.
-        is_whole: whether it stands in a block of code, to be typed as it is; a mention in a sentence may be a part.
+        program: `pretrain` is vitscale/pretrain.py under any launcher; `sh` a line of other programs, its only word.
+        is_whole: whether it is in a block of code, to be typed as it is; a mention in a sentence may be incomplete.
+        launcher: the words before the program, such as those of `torchrun`.
     """
 
     page: str
@@ -40,20 +45,40 @@ class Command:
     program: str
     words: tuple[str, ...]
     is_whole: bool
+    launcher: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.page}:{self.line}: {shlex.join([self.program, *self.words])}"
+        return f"{self.page}:{self.line}: {self.typed}"
+
+    @property
+    def typed(self) -> str:
+        """The command without its place."""
+        if self.program == "sh":
+            return self.words[0]
+        return shlex.join([*self.launcher, self.program, *self.words])
 
 
 def documented_commands() -> list[Command]:
-    """All commands of all pages, each once a page."""
+    """All commands of all pages, each once a page, in the page's order; those in blocks of code before mentions."""
     found = [
-        Command(str(page.relative_to(REPOSITORY)), line, program, words, is_whole)
+        Command(str(page.relative_to(REPOSITORY)), line, program, words, is_whole, launcher)
         for page in (*PAGES, *RECIPES)
         for line, text, is_whole in texts(page)
-        for program, words in _commands(text)
+        for launcher, program, words in _commands(text)
     ]
-    return list({(each.page, each.program, each.words): each for each in found}.values())
+    once: dict[tuple[str, str], Command] = {}
+    for each in sorted(found, key=lambda each: (each.page, not each.is_whole, each.line)):
+        once.setdefault((each.page, each.typed), each)
+    return list(once.values())
+
+
+def other_commands(page: Path) -> list[Command]:
+    """The lines of a page's blocks of code that run programs which are not ours."""
+    return [
+        Command(str(page.relative_to(REPOSITORY)), line, "sh", (re.sub(r"^\$ | +#.*", "", text),), is_whole)
+        for line, text, is_whole in texts(page)
+        if is_whole and re.match(rf"{_OTHERS} ", text) and not list(_commands(text))
+    ]
 
 
 def texts(page: Path) -> Iterator[tuple[int, str, bool]]:
@@ -74,7 +99,7 @@ def texts(page: Path) -> Iterator[tuple[int, str, bool]]:
             yield from ((number, text, False) for text in re.findall(r"`([^`]+)`", line) if " " in text)
 
 
-def _commands(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _commands(text: str) -> Iterator[tuple[tuple[str, ...], str, tuple[str, ...]]]:
     text = re.sub(r";( |$)", r" ; ", text)
     try:
         words = shlex.split(text, comments=True)
@@ -90,7 +115,7 @@ def _commands(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield from _of_simple(each)
 
 
-def _of_simple(words: list[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _of_simple(words: list[str]) -> Iterator[tuple[tuple[str, ...], str, tuple[str, ...]]]:
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):  # variables before a command
         words = words[1:]
     if not words or words[0] not in (*PROGRAMS, *_LAUNCHERS):
@@ -98,10 +123,10 @@ def _of_simple(words: list[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
     for at, word in enumerate(words):
         name = word.rpartition("/")[2]
         if name in PROGRAMS and (at == 0 or words[0] in _LAUNCHERS):
-            yield name, _given(words[at + 1 :])
+            yield tuple(words[:at]), name, _given(words[at + 1 :])
             return
         if word.endswith(_PRETRAIN):
-            yield "pretrain", _given(words[at + 1 :])
+            yield tuple(words[:at]), "pretrain", _given(words[at + 1 :])
             return
 
 
