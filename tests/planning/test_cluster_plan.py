@@ -103,6 +103,16 @@ def plan_of(cluster: Cluster) -> ClusterPlan:
     return make_plan(estimate("toy", recipe, 10_000), cluster)
 
 
+def test_a_model_that_gathers_nothing_in_the_passes_of_stage_3_has_a_time():
+    """All of its parameters are below DeepSpeed's threshold, so every rank keeps them."""
+    small = {"patch_size": 8, "width": 32, "depth": 2, "mlp_dim": 32, "num_heads": 2}
+    recipe = make_recipe(small, image_size=32, parallelism={"zero_stage": 3})
+    cluster, parameters = make_cluster(H100, 2), model_parameters(recipe, 3)
+    sent = communication(recipe, parameters, cluster.devices, 1)
+    assert not [each for each in sent if each.phase == "passes"]
+    assert step_time(recipe, recipe_work(recipe, 3), parameters, cluster, sent).total > 0
+
+
 def test_what_does_not_fit_is_never_the_best():
     roomy = plan_of(make_cluster(H100, 8))
     assert roomy.best is not None and roomy.totals is not None and roomy.totals.days is not None

@@ -110,6 +110,8 @@ def _weights_of_passes(
     Args:
         gathered, messages: elements and messages of one micro-batch.
     """
+    if not gathered:  # every parameter is small enough to stay on all ranks
+        return []
     what, group = "weights for the passes", recipe.parallelism.hpz_ranks(world_size)
     if group == 1:
         return [Collective(what, "all-gather", "passes", gathered, weight_bytes, accumulation, messages)]
