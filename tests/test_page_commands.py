@@ -17,7 +17,7 @@ from pictures import encoded, make_picture
 
 TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("page_commands.yaml").read_text(encoding="utf-8"))
 BELOW = {"vitscale": [], "vitscale-convert": ["convert"], "vitscale-flops": ["flops"]}
-FAST = ("CONTRIBUTING.md", "docs/checkpoints.md", "docs/planning.md")
+FAST = ("CONTRIBUTING.md", "docs/planning.md")
 PHOTOS = """\
 model: {name: ViT-Ti/16, head: linear}
 data: {train: photos/train}
@@ -67,12 +67,14 @@ def smoke_form(command: Command) -> list[str]:
     launcher, words = ([substituted(word) for word in part] for part in (command.launcher, command.words))
     if command.program == "sh":
         return ["bash", "-euo", "pipefail", "-c", *words]
+    added = [word for each in entries(table["adds"], command) for word in each]
     is_study = words[:1] == ["study"] and words[1:2] not in ([], ["plan"])
     if is_study or command.program == "pretrain" or words[:1] == ["launch"]:
         is_of_data = is_study or any("data.root=" in word or word.endswith(".yaml") for word in words)
         settings = [word for setting in TABLE["settings"] for word in ("--set", setting)]
-        words += settings if is_of_data else [] if {"--smoke", "--dry-run"} & {*words} else ["--smoke"]
-    words += [word for added in entries(table["adds"], command) for word in added]
+        is_small = bool({"--smoke", "--dry-run"} & {*words, *added})
+        words += [] if is_small else settings if is_of_data else ["--smoke"]
+    words += added
     if command.program == "pretrain":
         module = ["-m", "vitscale.pretrain"] if launcher[-1] == "-m" else ["vitscale/pretrain.py"]
         return [*launcher, *module, *words]
