@@ -48,11 +48,11 @@ def entries(table: dict[str, Any], command: Command) -> list[Any]:
     return [value for beginning, value in table.items() if command.typed.startswith(beginning)]
 
 
-def of_table(page: str, line: str) -> Command:
-    """A command as the table has it."""
+def of_table(line: str) -> Command:
+    """A command as the table has it; of no page, so no page's words are replaced in it."""
     program, *words = shlex.split(line)
     is_ours = program in PROGRAMS
-    return Command(page, 0, program if is_ours else "sh", tuple(words) if is_ours else (line,), is_whole=True)
+    return Command("", 0, program if is_ours else "sh", tuple(words) if is_ours else (line,), is_whole=True)
 
 
 def smoke_form(command: Command) -> list[str]:
@@ -121,7 +121,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the table's `made` was done."""
     folder = lay_out(tmp_path_factory.mktemp("made"))
     for line in TABLE["made"]:
-        code, output = run(folder, of_table("", line))
+        code, output = run(folder, of_table(line))
         assert code == 0, output
     return folder
 
@@ -148,7 +148,7 @@ def test_the_commands_of_a_page_run_in_its_order(page, request, tmp_path):
     for name, text in (*table["files"].items(), *((name, re.sub(r"(?m)^    ", "", block)) for name, block in shown)):
         (folder / name).write_text(text)
     failed = []
-    for command in (*(of_table(page, line) for line in table["before"]), *to_run):
+    for command in (*(of_table(line) for line in table["before"]), *to_run):
         for result in entries(table["anew"], command):
             shutil.rmtree(folder / result, ignore_errors=True)
         started = time.monotonic()
