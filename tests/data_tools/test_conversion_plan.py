@@ -8,7 +8,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tools import order
+from data_tools import shuffle
 from data_tools.conversion_plan import ConversionPlan, write_plan
 from data_tools.engines.inline import run_inline
 from data_tools.listing import ListingTask, Spool
@@ -78,7 +78,7 @@ def expected_order(keys, seed):
 
 @pytest.mark.parametrize("bucket_rows", [7, 1000])
 def test_order_is_by_hash_then_key(tmp_path, monkeypatch, bucket_rows):
-    monkeypatch.setattr(order, "_BUCKET_ROWS", bucket_rows)
+    monkeypatch.setattr(shuffle, "_BUCKET_ROWS", bucket_rows)
     source = Listed(paths(*KEYS[:200]), paths(), paths(*KEYS[200:]))
     plan = plan_of(tmp_path, source, seed=7, shard_samples=64)
     shards = rows_of(plan)
@@ -97,8 +97,8 @@ def test_order_is_by_hash_then_key(tmp_path, monkeypatch, bucket_rows):
 
 
 def test_many_buckets_are_dealt_evenly(tmp_path, monkeypatch):
-    monkeypatch.setattr(order, "_BUCKET_ROWS", 1)
-    monkeypatch.setattr(order, "_MAX_BUCKETS", 64)
+    monkeypatch.setattr(shuffle, "_BUCKET_ROWS", 1)
+    monkeypatch.setattr(shuffle, "_MAX_BUCKETS", 64)
     rows = [row for shard in rows_of(plan_of(tmp_path, Listed(paths(*KEYS)))) for row in shard]
     assert [row["key"] for row in rows] == expected_order(KEYS, 0)
 

@@ -34,7 +34,7 @@ def test_a_loss_that_is_not_finite_ends_a_run_for_good(make_run: MakeRun, tmp_pa
     run = make_run(optimizer={"lr": 1e30, "clip_norm": None}, schedule={"duration": {"steps": 50}})
     with Process(launch(run), tmp_path / "log") as process:
         assert process.end() == EXIT_NON_FINITE
-        assert "is not finite" in process.text() and "Lower optimizer.lr" in process.text()
+        assert "not finite" in process.text() and "optimizer.lr" in process.text()
     assert len(run.events("started")) == 1
 
 

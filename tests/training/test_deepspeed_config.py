@@ -73,5 +73,5 @@ def test_weight_decay_is_on_every_parameter_unless_excluded(tmp_path):
 
 
 def test_an_exclusion_that_finds_nothing_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match="finds none"):
+    with pytest.raises(RecipeError, match=r"optimizer\.decay_exclude"):
         build_optimizer(make_recipe(tmp_path, optimizer={"decay_exclude": "nothing"}), Objective(nn.Linear(2, 2)))

@@ -16,6 +16,7 @@ _KEYS_BY_UNIT = {
     "classes": "model.num_classes",
     "tokens": "model.registers",
     "heads": "model.num_heads",
+    "ranks": "parallelism.hpz_size",
     "blocks": "model.depth parallelism.activation_checkpointing",
     "residual units": "model.blocks",
     "parameters along a side": "optimizer.factored_from",
