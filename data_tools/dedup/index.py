@@ -109,8 +109,8 @@ class _Content(_Strict):
     @model_validator(mode="after")
     def _consistent(self) -> "_Content":
         names = [one.name for one in self.test_sets]
-        if len(set(names)) < len(names):
-            raise ValueError("two test sets have one name")
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two test sets have one name: {', '.join(twice)}")
         expected = file_names(self.embedding)
         if sorted(self.files) != sorted(expected):
             raise ValueError(f"files {', '.join(self.files)}; expected {', '.join(expected)}")
@@ -284,7 +284,11 @@ def _read_content(folder: Path) -> _Content:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in problem["loc"])
-        what = "unknown key" if problem["type"] == "unexpected_keyword_argument" else problem["msg"]
+        what = (
+            "unknown key"
+            if problem["type"] == "unexpected_keyword_argument"
+            else problem["msg"].removeprefix("Value error, ")
+        )
         reason = f"{where}: {what}" if where else what
     except RecipeError as error:  # of settings
         reason = str(error)

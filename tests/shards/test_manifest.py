@@ -4,6 +4,7 @@ import json
 import fsspec
 import numpy as np
 import pytest
+from messages import OF_PYDANTIC, assert_messages
 
 from vitscale.errors import DataError
 from vitscale.shards import ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry
@@ -60,7 +61,7 @@ def test_excluded_slots(tmp_path):
     "arguments", [([3, 0],), ([3, 3],), ([10],), ([1], 2), ([1, 2], None, np.int64)], ids=str
 )  # fmt: skip
 def test_impossible_excluded_slots(tmp_path, arguments):
-    with pytest.raises(DataError, match="sorted uint32 slots below 10"):
+    with pytest.raises(DataError, match=r"out\.npy.*uint32.*\b10\b"):
         excluding(tmp_path, *arguments).selected_slots(0)
 
 
@@ -71,7 +72,7 @@ def test_damaged_or_missing_excluded_slots(tmp_path):
     with pytest.raises(DataError, match="sha256"):
         loaded.selected_slots(0)
     (tmp_path / "out.npy").unlink()
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match=r"out\.npy"):
         loaded.selected_slots(0)
 
 
@@ -83,39 +84,52 @@ def change_shard(**values):
     return lambda data: data["shards"][0].update(values)
 
 
-@pytest.mark.parametrize(
-    ("apply", "message"),
-    [
-        (change(schema_version=3), "schema_version 3; this version of vitscale reads 1 and 2"),
-        (lambda data: data.pop("schema_version"), "no schema_version"),
-        (change(colour="red"), "colour: unknown key"),
-        (change_shard(colour="red"), r"shards\.0\.colour: unknown key"),
-        (change(num_samples=7), "num_samples is 7"),
-        (change(num_samples="20"), "num_samples: Input should be a valid integer"),
-        (lambda data: data.pop("class_names"), "class_names: Field required"),
-        (change(class_names=["cat", "cat"]), "class names appear twice: cat"),
-        (change_shard(path="shard-00001.beton"), "shard paths appear twice: shard-00001.beton"),
-        (change_shard(path="/etc/passwd"), "not relative"),
-        (change_shard(sha256="zz"), "sha256"),
-        (change_shard(select={"first": 11}), "does not fit 10 samples"),
-        (change_shard(select={"last": 1}), "select"),
-        (change_shard(samples=0), "samples"),
-    ],
-)
-def test_malformed_manifests_are_explained(tmp_path, apply, message):
-    manifest(entry(), entry("shard-00001.beton")).save(tmp_path)
-    data = json.loads((tmp_path / "manifest.json").read_text())
-    apply(data)
-    (tmp_path / "manifest.json").write_text(json.dumps(data))
-    with pytest.raises(DataError, match=message) as raised:
-        Manifest.load(tmp_path)
-    assert "manifest.json" in str(raised.value) and "\n" not in str(raised.value)
+# A change of `manifest.json`, and what its message has to name beside the file.
+MISTAKES = {
+    "another version": (change(schema_version=3), ["schema_version 3", "1", "2"]),
+    "no version": (lambda data: data.pop("schema_version"), ["schema_version"]),
+    "unknown key": (change(colour="red"), ["colour"]),
+    "unknown key of a shard": (change_shard(colour="red"), ["shards.0.colour"]),
+    "another number of samples": (change(num_samples=7), ["num_samples", "7"]),
+    "a number in quotes": (change(num_samples="20"), ["num_samples"]),
+    "no class names": (lambda data: data.pop("class_names"), ["class_names"]),
+    "a class twice": (change(class_names=["cat", "cat"]), ["cat"]),
+    "a shard twice": (change_shard(path="shard-00001.beton"), ["shard-00001.beton"]),
+    "an absolute path": (change_shard(path="/etc/passwd"), ["/etc/passwd"]),
+    "no sha256": (change_shard(sha256="zz"), ["sha256"]),
+    "more samples selected than there are": (change_shard(select={"first": 11}), ["10"]),
+    "unknown selection": (change_shard(select={"last": 1}), ["select"]),
+    "an empty shard": (change_shard(samples=0), ["samples"]),
+}
+
+
+def refused(folder, mistake):
+    manifest(entry(), entry("shard-00001.beton")).save(folder)
+    data = json.loads((folder / "manifest.json").read_text())
+    MISTAKES[mistake][0](data)
+    (folder / "manifest.json").write_text(json.dumps(data))
+    with pytest.raises(DataError) as raised:
+        Manifest.load(folder)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_malformed_manifests_are_explained(tmp_path, mistake):
+    message = refused(tmp_path, mistake)
+    assert all(name in message for name in ["manifest.json", *MISTAKES[mistake][1]]), message
+    assert "\n" not in message
+
+
+def test_messages(tmp_path):
+    said = {mistake: refused(tmp_path, mistake) for mistake in MISTAKES}
+    own = {mistake: message for mistake, message in said.items() if not OF_PYDANTIC.search(message)}
+    assert_messages("shards", own, {tmp_path: "DATASET"})
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '"x"', "\x00\x01"])
 def test_no_manifest_at_all(tmp_path, content):
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(DataError, match="not a manifest"):
+    with pytest.raises(DataError, match=r"manifest\.json"):
         Manifest.load(tmp_path)
 
 
@@ -129,18 +143,18 @@ def test_at_a_url(tmp_path):
             assert loaded.where == "memory://bucket/a/train/manifest.json"
             assert loaded.sha256 == Manifest.load(tmp_path).sha256
             assert loaded.location("../elsewhere/x.beton") == "memory://bucket/a/elsewhere/x.beton"
-        with pytest.raises(DataError, match=r"leads out of memory://bucket"):
+        with pytest.raises(DataError, match=r"memory://bucket"):
             loaded.location("../../../other/x.beton")
-        with pytest.raises(ValueError, match="not on this machine"):
+        with pytest.raises(ValueError, match="memory://bucket"):
             _ = loaded.path
-        with pytest.raises(DataError, match="no such file"):
+        with pytest.raises(DataError, match="memory://bucket/absent"):
             Manifest.load("memory://bucket/absent")
     finally:
         memory.rm("/bucket", recursive=True)
 
 
 def test_missing(tmp_path):
-    with pytest.raises(DataError, match="no dataset there"):
+    with pytest.raises(DataError, match=str(tmp_path)):
         Manifest.load(tmp_path)
-    with pytest.raises(DataError, match="no such file"):
+    with pytest.raises(DataError, match=str(tmp_path / "absent")):
         Manifest.load(tmp_path / "absent")

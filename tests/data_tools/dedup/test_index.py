@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import xxhash
 from dedup_data import build_here, candidate, index_of, make_photo, source_of, write_photos
+from messages import OF_PYDANTIC, assert_messages
 from PIL import Image, ImageOps
 
 from data_tools.dedup import building
@@ -258,7 +259,7 @@ def test_a_place_that_is_taken_is_left_alone(tmp_path, photos):
     for out in (tmp_path / "out", tmp_path / "out" / "thesis.txt", tmp_path / "out" / "thesis.txt" / "below"):
         with pytest.raises(RecipeError, match="--out"):
             build_index([source_of(photos)], out, workers=1)
-    with pytest.raises(RecipeError, match="this machine's disk"):
+    with pytest.raises(RecipeError, match="s3://bucket/index"):
         build_index([source_of(photos)], "s3://bucket/index", workers=1)
     assert contents(tmp_path / "out") == {"thesis.txt": b"years of work"}
     assert names_in(tmp_path) == ["out"]
@@ -279,14 +280,14 @@ def test_two_test_sets_need_two_names(tmp_path, photos):
 
 def test_a_level_that_there_is_not(photos):
     for level in (-1, 4):
-        with pytest.raises(RecipeError, match=f"level {level}; expected 0 to 3"):
+        with pytest.raises(RecipeError, match=rf"{level}\b.*\b3\b"):
             source_of(photos, level=level)
 
 
 def test_a_test_set_without_images(inline, tmp_path, photos):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a")
-    with pytest.raises(DataError, match=r"texts: no images \(1 file: no image suffix\)"):
+    with pytest.raises(DataError, match=r"texts\b.*\b1 file"):
         build_index([source_of(photos, "a", level=0), source_of(tmp_path / "texts")], tmp_path / "index", workers=1)
     assert names_in(tmp_path) == ["texts"]
 
@@ -296,7 +297,7 @@ def test_an_image_that_cannot_be_read_ends_it(inline, tmp_path, photos, preset):
     folder = tmp_path / "photos"
     shutil.copytree(photos, folder)
     (folder / "gone.jpg").symlink_to("nowhere.jpg")
-    with pytest.raises(DataError, match=r"'gone.jpg' cannot be read \(No such file"):
+    with pytest.raises(DataError, match=r"'gone\.jpg'.*No such file"):
         build_index([source_of(folder, preset=preset)], tmp_path / "index", workers=1)
     assert names_in(tmp_path) == ["photos"]
 
@@ -318,7 +319,7 @@ def test_a_disk_that_refuses(inline, monkeypatch, tmp_path, photos, piece):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
     try:
-        with pytest.raises(DataError, match=r"cannot be written \(.*File too large\)"):
+        with pytest.raises(DataError, match="File too large"):
             build_index([source_of(photos, preset="exact")], tmp_path / "index", workers=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -346,7 +347,7 @@ building.build_index([building.TestSource("photos", "src", source, "photo", 3)],
         process.kill()
         process.wait()
     assert not out.exists()
-    with pytest.raises(DataError, match="no index there"):
+    with pytest.raises(DataError, match=str(out)):
         FingerprintIndex(out)
 
 
@@ -368,7 +369,7 @@ def put_array(index: Path, name: str, array: np.ndarray) -> None:
 
 def test_a_folder_without_index(tmp_path, made):
     for where in (tmp_path, tmp_path / "nowhere", made / "index.json"):
-        with pytest.raises(DataError, match="no index there"):
+        with pytest.raises(DataError, match=str(where)):
             FingerprintIndex(where)
 
 
@@ -377,10 +378,10 @@ def test_every_file_is_missed(index_copy):
         path = index_copy / name
         content = path.read_bytes()
         path.write_bytes(content[:-1])
-        with pytest.raises(DataError, match=f"{name}: missing or cut"):
+        with pytest.raises(DataError, match=name):
             FingerprintIndex(index_copy)
         path.unlink()
-        with pytest.raises(DataError, match=f"{name}: missing or cut"):
+        with pytest.raises(DataError, match=name):
             FingerprintIndex(index_copy)
         path.write_bytes(content)
         FingerprintIndex(index_copy).verify()
@@ -391,7 +392,7 @@ def test_a_changed_byte_is_found_when_everything_is_read(index_copy):
     content = bytearray(path.read_bytes())
     content[-100] ^= 1
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"thumbnails\.npy: damaged"):
+    with pytest.raises(DataError, match=r"thumbnails\.npy"):
         FingerprintIndex(index_copy).verify()
 
 
@@ -410,46 +411,64 @@ def test_an_index_file_that_is_none(index_copy, text):
         FingerprintIndex(index_copy)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda c: c.update(version=2), "version 2; this version of vitscale reads 1"),
-        (lambda c: c.update(algorithm="pdq-64-0"), "made by the algorithm pdq-64-0"),
-        (lambda c: c.pop("algorithm"), "made by the algorithm None"),
-        (lambda c: c.pop("test_sets"), "test_sets: Field required"),
-        (lambda c: c.update(test_sets=[]), "test_sets"),
-        (lambda c: c.update(test_sets={"a": 1}), "test_sets"),
-        (lambda c: c["test_sets"].append(5), "test_sets.1"),
-        (lambda c: c["test_sets"].append(c["test_sets"][0]), "one name"),
-        (lambda c: c["test_sets"][0].pop("level"), "test_sets.0.level"),
-        (lambda c: c["test_sets"][0].update(level=9), "test_sets.0.level"),
-        (lambda c: c["test_sets"][0].update(name=None), "test_sets.0.name"),
-        (lambda c: c["test_sets"][0].update(images=-1), "test_sets.0.images"),
-        (lambda c: c["test_sets"][0].update(images=10**30), "images.parquet"),
-        (lambda c: c["test_sets"][0].update(hashes=10**30), "hashes.npy"),
-        (lambda c: c["test_sets"][0].update(images="11"), "test_sets.0.images"),
-        (lambda c: c["test_sets"][0].update(colour=1), "colour"),
-        (lambda c: c["test_sets"][0].update(settings=None), "test_sets.0.settings"),
-        (lambda c: c["test_sets"][0]["settings"].update(distance=81), "distance 81; expected 0 to candidates, 80"),
-        (lambda c: c["test_sets"][0]["settings"].update(candidates=256), "candidates 256; expected 0 to 90"),
-        (lambda c: c["test_sets"][0]["settings"].update(correlation=float("nan")), "correlation"),
-        (lambda c: c["test_sets"][0]["settings"].update(min_quality="50"), "min_quality"),
-        (lambda c: c["test_sets"][0]["settings"].update(near=1), "near"),
-        (lambda c: c["test_sets"][0].update(images=12), "images.parquet: 11 images; index.json says 12"),
-        (lambda c: c["test_sets"][0].update(hashes=87), r"hashes.npy: uint64 \(4, 88\); expected uint64 \(4, 87\)"),
-        (lambda c: c.update(embedding={"title": "m", "sha256": "5" * 64}), "embedding.dimensions"),
-        (lambda c: c.update(embedding={"title": "m", "sha256": "5" * 64, "dimensions": 8}), "embeddings.npy"),
-        (lambda c: c.update(files=[]), "files"),
-        (lambda c: c["files"].pop("owners.npy"), "owners.npy"),
-        (lambda c: c["files"].update({"../secret": c["files"]["owners.npy"]}), "../secret"),
-        (lambda c: c["files"]["owners.npy"].update(bytes=1.5), "files.owners.npy.bytes"),
-        (lambda c: c["files"]["owners.npy"].update(sha256="no"), "files.owners.npy.sha256"),
-    ],
-)
-def test_an_edited_index_file(index_copy, change, message):
-    edit(index_copy, change)
-    with pytest.raises(DataError, match=message):
-        FingerprintIndex(index_copy)
+GONE = "gone"
+# A key of `index.json`, what it is set to, and what the message has to name.
+EDITS = [
+    ("version", 2, ["version 2", "1"]),
+    ("algorithm", "pdq-64-0", ["pdq-64-0"]),
+    ("algorithm", GONE, ["None"]),
+    ("test_sets", GONE, ["test_sets"]),
+    ("test_sets", [], ["test_sets"]),
+    ("test_sets", {"a": 1}, ["test_sets"]),
+    ("test_sets 1", 5, ["test_sets.1"]),
+    ("test_sets 1 name", "photos", ["photos"]),
+    ("test_sets 0 level", GONE, ["test_sets.0.level"]),
+    ("test_sets 0 level", 9, ["test_sets.0.level"]),
+    ("test_sets 0 name", None, ["test_sets.0.name"]),
+    ("test_sets 0 images", -1, ["test_sets.0.images"]),
+    ("test_sets 0 images", 10**30, ["images.parquet"]),
+    ("test_sets 0 hashes", 10**30, ["hashes.npy"]),
+    ("test_sets 0 images", "11", ["test_sets.0.images"]),
+    ("test_sets 0 colour", 1, ["colour"]),
+    ("test_sets 0 settings", None, ["test_sets.0.settings"]),
+    ("test_sets 0 settings distance", 81, ["distance 81", "80"]),
+    ("test_sets 0 settings candidates", 256, ["candidates 256", "90"]),
+    ("test_sets 0 settings correlation", float("nan"), ["correlation"]),
+    ("test_sets 0 settings min_quality", "50", ["min_quality"]),
+    ("test_sets 0 settings near", 1, ["near"]),
+    ("test_sets 0 images", 12, ["images.parquet", "11", "12"]),
+    ("test_sets 0 hashes", 87, ["hashes.npy", "(4, 88)", "(4, 87)"]),
+    ("embedding", {"title": "m", "sha256": "5" * 64}, ["embedding.dimensions"]),
+    ("embedding", {"title": "m", "sha256": "5" * 64, "dimensions": 8}, ["embeddings.npy"]),
+    ("files", [], ["files"]),
+    ("files owners.npy", GONE, ["owners.npy"]),
+    ("files ../secret", {"bytes": 1, "sha256": "5" * 64}, ["../secret"]),
+    ("files owners.npy bytes", 1.5, ["files.owners.npy.bytes"]),
+    ("files owners.npy sha256", "no", ["files.owners.npy.sha256"]),
+]
+
+
+def refused(index: Path, key: str, value: object) -> str:
+    def change(content) -> None:
+        content["test_sets"] *= 2 if key.startswith("test_sets 1") else 1
+        *folders, last = [int(part) if part.isdigit() else part for part in key.split()]
+        for part in folders:
+            content = content[part]
+        if value is GONE:
+            del content[last]
+        else:
+            content[last] = value
+
+    edit(index, change)
+    with pytest.raises(DataError) as caught:
+        FingerprintIndex(index)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "value", "named"), EDITS)
+def test_an_edited_index_file(index_copy, key, value, named):
+    message = refused(index_copy, key, value)
+    assert all(name in message for name in named), message
 
 
 @pytest.mark.parametrize(
@@ -485,3 +504,12 @@ def test_pickles_are_not_loaded(index_copy):
 def test_an_index_is_told_by_its_content(inline, tmp_path, index_copy, photos, made):
     other = index_of(tmp_path / "other", [source_of(photos, level=0)])
     assert FingerprintIndex(index_copy).sha256 == FingerprintIndex(made).sha256 != other.sha256
+
+
+def test_messages(index_copy):
+    whole, said = (index_copy / "index.json").read_text(), {}
+    for key, value, _ in EDITS:
+        said[f"index.json, {key}: {value}"] = refused(index_copy, key, value)
+        (index_copy / "index.json").write_text(whole)
+    own = {cause: message for cause, message in said.items() if not OF_PYDANTIC.search(message)}
+    assert_messages("dedup", own, {index_copy: "INDEX"})
