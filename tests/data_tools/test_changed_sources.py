@@ -52,7 +52,7 @@ def test_a_tar_that_was_replaced(tmp_path):
     convert(request, tmp_path / "out", FIRST_HALF)
     make_tar(tmp_path / "a.tar", NAMES[::-1])
     os.utime(tmp_path / "a.tar", (1, 1))
-    with pytest.raises(RecipeError, match=r"the source has changed .*a\.tar has changed"):
+    with pytest.raises(RecipeError, match=r"a\.tar"):
         convert(request, tmp_path / "out", ONE)
 
 
@@ -61,7 +61,7 @@ def test_a_tar_that_came_later(tmp_path):
     request = Request(str(tmp_path / "m-*.tar"), shard_samples=4)
     convert(request, tmp_path / "out", FIRST_HALF)
     make_tar(tmp_path / "m-0.tar", [f"c3/{i}.bmp" for i in range(4)])
-    with pytest.raises(RecipeError, match=r"m-0\.tar is new"):
+    with pytest.raises(RecipeError, match=r"m-0\.tar"):
         convert(request, tmp_path / "out", Machine(workers=1, tasks=TaskRange(1, 2)))
 
 
@@ -73,7 +73,7 @@ def test_folders_that_were_swapped(tmp_path):
     for name in (path.name for path in (root / "c1").iterdir()):
         (root / "c1" / name).rename(root / "c1" / f"{int(name[:2]) - 1:02d}.jpg")
     (root / "c1").rename(root / "c0")
-    with pytest.raises(DataError, match=r"images/c0/\d\d\.jpg: has changed since it was listed"):
+    with pytest.raises(DataError, match=r"images/c0/\d\d\.jpg"):
         convert(request, tmp_path / "out", Machine(workers=1, max_reject_rate=1.0))
 
 
@@ -83,7 +83,7 @@ def test_labels_that_were_edited(tmp_path):
     request = Request(str(tmp_path / "list.csv"), shard_samples=2)
     convert(request, tmp_path / "out", FIRST_HALF)
     (tmp_path / "list.csv").write_text("path,label\n" + "".join(f"{i}.jpg,c{i % 3}\n" for i in range(8)))
-    with pytest.raises(RecipeError, match=r"list\.csv has changed"):
+    with pytest.raises(RecipeError, match=r"list\.csv"):
         convert(request, tmp_path / "out", ONE)
 
 
@@ -130,11 +130,11 @@ def test_a_finished_data_set_is_never_written_into(tmp_path):
         (Request(str(root), splits=splits), "plain"),
         (Request(str(root), shard_samples=3), "plain"),
     ):
-        with pytest.raises(RecipeError, match=r"not empty|already holds a dataset"):
+        with pytest.raises(RecipeError, match=str(tmp_path / out)):
             convert(request, tmp_path / out, ONE)
     assert before == (contents(tmp_path / "out"), contents(tmp_path / "plain"))
     (tmp_path / "plain" / "manifest.json").unlink()
-    with pytest.raises(RecipeError, match="not empty"):
+    with pytest.raises(RecipeError, match=str(tmp_path / "plain")):
         convert(Request(str(root), shard_samples=3), tmp_path / "plain", ONE)
 
 
@@ -147,7 +147,7 @@ def test_a_finished_data_set_that_lost_a_shard(tmp_path):
     assert merge(tmp_path / "out", 0.01).was_complete and convert(request, tmp_path / "out", ONE).was_complete
     (tmp_path / "out" / "shard-00002.beton").unlink()
     for again in (lambda: convert(request, tmp_path / "out", ONE), lambda: merge(tmp_path / "out", 0.01)):
-        with pytest.raises(DataError, match=r"1 of its shards are missing or cut, such as shard-00002\.beton"):
+        with pytest.raises(DataError, match=r"\b1 of .*shard-00002\.beton"):
             again()
 
 
@@ -164,7 +164,7 @@ def test_state_of_another_version(tmp_path):
     convert(Request(str(root), shard_samples=4), tmp_path / "out", FIRST_HALF)
     state = tmp_path / "out" / ".vitscale-convert" / "conversion.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"version": 99}))
-    with pytest.raises(RecipeError, match="another version"):
+    with pytest.raises(RecipeError, match=str(tmp_path / "out")):
         convert(Request(str(root), shard_samples=4), tmp_path / "out", ONE)
 
 
@@ -187,14 +187,14 @@ def test_a_list_of_labels_goes_with_one_tar(tmp_path):
     make_tar(tmp_path / "0.tar", ["a/1.bmp"]), make_tar(tmp_path / "1.tar", ["b/1.bmp"])
     (tmp_path / "labels.txt").write_text("cat\n")
     request = Request(str(tmp_path / "*.tar"), source=SourceOptions(labels=str(tmp_path / "labels.txt")))
-    with pytest.raises(RecipeError, match="is 2 tars; a list of labels goes with one tar"):
+    with pytest.raises(RecipeError, match=r"2 tars.*one tar"):
         convert(request, tmp_path / "out", ONE)
     assert not (tmp_path / "out").exists()
 
 
 def test_splits_are_no_classes(tmp_path):
     root = make_images(tmp_path / "images", "train/cat/1.jpg", "train/dog/2.jpg", "val/cat/3.jpg")
-    with pytest.raises(DataError, match=r"classes are 'train', 'val'.* splits"):
+    with pytest.raises(DataError, match=r"'train', 'val'.*split"):
         convert(Request(str(root)), tmp_path / "out", ONE)
     convert(Request(str(root / "train")), tmp_path / "train", ONE)
     assert Manifest.load(tmp_path / "train").class_names == ("cat", "dog")
@@ -206,7 +206,7 @@ def test_machines_that_plan_by_themselves_must_see_the_same_source(tmp_path):
     convert(request, tmp_path / "out", Machine(workers=1, tasks=TaskRange(0, 2), work=tmp_path / "one"))
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         archive.add(make_images(tmp_path / "other", *NAMES), "")
-    with pytest.raises(RecipeError, match="another plan for the same request: the source has changed"):
+    with pytest.raises(RecipeError, match="another plan"):
         convert(request, tmp_path / "out", Machine(workers=1, tasks=TaskRange(1, 2), work=tmp_path / "two"))
 
 

@@ -67,7 +67,7 @@ def test_as_datasets_writes_it(tmp_path, photos, monkeypatch):
         (f"{name}/000000001", ("zebra",), photos[1]),
     ]
     assert [item.labels for item in listed(str(file), label="tags")] == [("far", "small"), ()]
-    with pytest.raises(RecipeError, match=r"labels may be in any of the columns label, tags\. Say which"):
+    with pytest.raises(RecipeError, match=r"label, tags.*--label-field"):
         listed(str(file))
 
 
@@ -124,14 +124,14 @@ def test_numbers_and_names_of_the_same_classes(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "image", "label", "message"),
     [
-        ({"a": IMAGES, "b": IMAGES, "label": range(4)}, None, None, "images may be in any of the columns a, b"),
-        ({"a": range(4), "label": range(4)}, None, None, "no column that is known to hold images; there are a, label"),
-        ({"a": range(4), "label": range(4)}, "a", None, "column 'a' is of type int64"),
-        ({"image": IMAGES, "label": range(4)}, "img", None, "no column 'img'; there are image, label"),
-        ({"image": IMAGES, "label": range(4)}, None, "y", "no column 'y'; there are image, label"),
-        ({"image": IMAGES, "label": range(4)}, None, "image", "is the column of the images"),
-        ({"image": IMAGES, "x": range(4)}, None, None, "hold labels; there are image, x. .* --label-field none"),
-        ({"image": IMAGES, "label": [0.5] * 4}, None, None, "labels in 'label' are of type double"),
+        ({"a": IMAGES, "b": IMAGES, "label": range(4)}, None, None, "columns a, b"),
+        ({"a": range(4), "label": range(4)}, None, None, "images.*a, label"),
+        ({"a": range(4), "label": range(4)}, "a", None, "'a'.*int64"),
+        ({"image": IMAGES, "label": range(4)}, "img", None, "'img'.*image, label"),
+        ({"image": IMAGES, "label": range(4)}, None, "y", "'y'.*image, label"),
+        ({"image": IMAGES, "label": range(4)}, None, "image", "image"),
+        ({"image": IMAGES, "x": range(4)}, None, None, "labels.*image, x.*--label-field none"),
+        ({"image": IMAGES, "label": [0.5] * 4}, None, None, "'label'.*double"),
     ],
 )
 def test_columns_that_cannot_be_told(tmp_path, columns, image, label, message):
@@ -143,7 +143,7 @@ def test_two_class_labels(tmp_path):
     features = {"img": {"_type": "Image"}, "fine_label": class_label(*"abcd"), "coarse_label": class_label("e", "f")}
     columns = {"img": embedded(), "fine_label": range(4), "coarse_label": [0, 1, 0, 1]}
     file = write(tmp_path / "x.parquet", columns, features)
-    with pytest.raises(RecipeError, match=r"any of the columns fine_label, coarse_label\. Say which"):
+    with pytest.raises(RecipeError, match=r"fine_label, coarse_label.*--label-field"):
         listed(file)
     assert [item.labels for item in listed(file, label="coarse_label")] == [("e",), ("f",)] * 2
 
@@ -151,11 +151,11 @@ def test_two_class_labels(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"image": embedded([b"a", None]), "label": [0, 1]}, r"row 1: no bytes, only the path 'folder/1.png'"),
-        ({"image": embedded([b"a", b"b"], ["x", "y"]).take(pa.array([0, None])), "label": [0, 1]}, "row 1: no image"),
-        ({"image": pa.array([b"a", None]), "label": [0, 1]}, "row 1: no image"),
-        ({"image": embedded([b"a", b"b"]), "label": [0, 2]}, "row 1: label 2; there are 2 classes"),
-        ({"image": embedded([b"a", b"b"]), "label": [0, -2]}, "row 1: label -2"),
+        ({"image": embedded([b"a", None]), "label": [0, 1]}, r"row 1\b.*'folder/1\.png'"),
+        ({"image": embedded([b"a", b"b"], ["x", "y"]).take(pa.array([0, None])), "label": [0, 1]}, r"row 1\b"),
+        ({"image": pa.array([b"a", None]), "label": [0, 1]}, r"row 1\b"),
+        ({"image": embedded([b"a", b"b"]), "label": [0, 2]}, r"row 1\b.*label 2\b.*\b2 classes"),
+        ({"image": embedded([b"a", b"b"]), "label": [0, -2]}, r"row 1\b.*label -2"),
     ],
 )
 def test_rows_that_are_no_sample(tmp_path, columns, message):
@@ -169,9 +169,9 @@ def test_files_have_to_agree(tmp_path):
     first = write(tmp_path / "1.parquet", columns, features)
     other = write(tmp_path / "2.parquet", columns, features | {"label": class_label("a", "x", "c", "d")})
     renamed = write(tmp_path / "3.parquet", {"image": embedded(), "target": range(4)})
-    with pytest.raises(DataError, match=r"2.parquet: 4 names of classes, which differ \(such as 'x' for 'b'\)"):
+    with pytest.raises(DataError, match=r"2\.parquet.*'x'.*'b'"):
         listed(first, other)
-    with pytest.raises(DataError, match=r"3.parquet: images in 'image', labels in 'target'; but .* in .*1.parquet"):
+    with pytest.raises(DataError, match=r"3\.parquet.*'image'.*'target'.*1\.parquet"):
         listed(first, renamed)
     assert len(listed(first, write(tmp_path / "4.parquet", columns, features))) == 8
 
@@ -182,7 +182,7 @@ def test_files_of_the_same_name(tmp_path):
         (tmp_path / folder).mkdir()
         files.append(write(tmp_path / folder / "0.parquet", {"image": IMAGES, "label": range(4)}))
     assert [item.key for item in listed(*files)][::4] == ["train/0/000000000", "test/0/000000000"]
-    with pytest.raises(RecipeError, match="given twice"):
+    with pytest.raises(RecipeError, match="train/0"):
         listed(files[0], files[0])
 
 
@@ -203,9 +203,9 @@ def test_damage(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=r"x\.parquet"):
             listed(str(path))
-    with pytest.raises(DataError, match=r"absent\.parquet: cannot be read"):
+    with pytest.raises(DataError, match=r"absent\.parquet"):
         listed(str(tmp_path / "absent.parquet"))
-    with pytest.raises(DataError, match="damaged Hugging Face metadata"):
+    with pytest.raises(DataError, match="Hugging Face"):
         listed(write(path, {"image": IMAGES, "label": range(4)}, {"label": {"_type": "ClassLabel", "names": 7}}))
 
 

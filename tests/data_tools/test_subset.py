@@ -1,6 +1,7 @@
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
 import fsspec
@@ -46,7 +47,7 @@ def test_subsets_are_nested_and_have_subsets(whole, tmp_path):
     assert set(uids(tmp_path / "3")) < set(uids(tmp_path / "12")) < set(uids(tmp_path / "14"))
     again = write_subset(str(tmp_path / "14" / "manifest.json"), str(tmp_path / "of-14"), 12)
     assert again.sha256 == Manifest.load(tmp_path / "12").sha256
-    with pytest.raises(RecipeError, match=r"15 samples: .* has 14"):
+    with pytest.raises(RecipeError, match=r"15 samples.*\b14\b"):
         write_subset(str(tmp_path / "14"), str(tmp_path / "more"), 15)
     assert not (tmp_path / "more").exists()
 
@@ -98,15 +99,15 @@ def test_out_must_be_new_or_empty(whole, tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("x")
-    with pytest.raises(RecipeError, match="not a folder"):
+    with pytest.raises(RecipeError, match=str(tmp_path / "file")):
         write_subset(str(whole), str(tmp_path / "file"), 3)
-    with pytest.raises(RecipeError, match=r"not empty \(mine\.txt\)"):
+    with pytest.raises(RecipeError, match=r"mine\.txt"):
         write_subset(str(whole), str(tmp_path / "full"), 3)
     with pytest.raises(RecipeError, match="0 samples"):
         write_subset(str(whole), str(tmp_path / "new"), 0)
-    with pytest.raises(DataError, match="no dataset there"):
+    with pytest.raises(DataError, match=str(tmp_path / "full")):
         write_subset(str(tmp_path / "full"), str(tmp_path / "new"), 3)
-    with pytest.raises(DataError, match="cannot be written"):
+    with pytest.raises(DataError, match=str(tmp_path / "file" / "new")):
         write_subset(str(whole), str(tmp_path / "file" / "new"), 3)
 
 
@@ -131,13 +132,13 @@ def test_at_a_url(whole, tmp_path):
         assert subset.shards[0].path == "../../jft/train/shard-00000.beton"
         verdict = verify(Manifest.load("memory://bucket/out/18"))
         assert (verdict.damage, verdict.samples) == ([], 20)
-        with pytest.raises(RecipeError, match=r"choose a folder in memory://bucket"):
+        with pytest.raises(RecipeError, match="memory://bucket"):
             write_subset("memory://bucket/jft/train", "memory://other/5", 5)
-        with pytest.raises(RecipeError, match=r"choose a folder in memory://bucket"):
+        with pytest.raises(RecipeError, match="memory://bucket"):
             write_subset("memory://bucket/jft/train", str(tmp_path / "new"), 5)
-        with pytest.raises(RecipeError, match="refers to its shards where they are"):
+        with pytest.raises(RecipeError, match="memory://bucket/new"):
             write_subset(str(whole), "memory://bucket/new", 5)
-        with pytest.raises(RecipeError, match="not empty"):
+        with pytest.raises(RecipeError, match="memory://bucket/out/5"):
             write_subset("memory://bucket/jft/train", "memory://bucket/out/5", 5)
     finally:
         memory.rm("/bucket", recursive=True)
@@ -174,5 +175,5 @@ def test_counts(text, count):
     if count is not None:
         assert parse_count(text) == count
     else:
-        with pytest.raises(RecipeError, match="whole number"):
+        with pytest.raises(RecipeError, match=re.escape(repr(text))):
             parse_count(text)
