@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from messages import assert_messages
 from models.weights.exported import NAMES, SUFFIX, TINY, described, differing, finished_run, valued, write
+from models.weights.test_weights_accounting import NO_WEIGHTS, no_weights
 
 from vitscale.checkpoint import CheckpointReader
 from vitscale.cli.export import run_export
@@ -49,11 +51,11 @@ def test_a_run_of_any_stage_and_world(layout, ranks, form, tmp_path, capsys):
 def test_a_run_s_mistakes(tmp_path):
     block = TINY | {"head": "pretrain"}
     run = finished_run(tmp_path / "run", valued(described(block)), block, "whole", 1)
-    with pytest.raises(CheckpointError, match="no checkpoint of step 9"):
+    with pytest.raises(CheckpointError, match="step 9"):
         run_export(str(run), "npz", tmp_path / "a.npz", step=9)
     with pytest.raises(RecipeError, match="--drop-head"):
         run_export(str(run), "timm", tmp_path / "a.safetensors")
-    with pytest.raises(RecipeError, match=r"--num-classes, --seed: .* is a run"):
+    with pytest.raises(RecipeError, match="--num-classes, --seed"):
         run_export(str(run), "npz", tmp_path / "a.npz", seed=1, num_classes=3)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     run_export(str(run), "timm", tmp_path / "a.safetensors", drop_head=True)
@@ -78,9 +80,9 @@ def test_a_run_is_what_was_trained(tmp_path, capsys):
     run_export(str(run), "safetensors", tmp_path / "a.safetensors")
     assert ", step 2 as safetensors" in capsys.readouterr().out.splitlines()[-1]
     assert describe(open_weights(tmp_path / "a.safetensors")).step == 2
-    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: cannot be read any more"):
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors"):
         reader.parameter("norm.weight")
-    with pytest.raises(CheckpointError, match=r"a run's directory a recipe\.yaml"):
+    with pytest.raises(CheckpointError, match=r"recipe\.yaml"):
         run_export(str(newest), "npz", tmp_path / "b.npz")
 
 
@@ -95,16 +97,16 @@ def test_a_file_of_replaced_dimensions_is_named_by_a_recipe(tmp_path, capsys):
         run_export(str(tmp_path / "run.npz"), "npz", tmp_path / f"{i}.npz", model=model, settings=settings)
         assert f"{i}.npz: ViT-Ti/16 with depth 2 as npz" in capsys.readouterr().out
         assert (tmp_path / f"{i}.npz").read_bytes() == (tmp_path / "run.npz").read_bytes()
-    with pytest.raises(RecipeError, match="dept: unknown key; did you mean 'depth'"):
+    with pytest.raises(RecipeError, match=r"dept:.*'depth'"):
         run_export(str(tmp_path / "run.npz"), "npz", tmp_path / "b.npz", model="ViT-Ti/16", settings=["model.dept=2"])
-    with pytest.raises(RecipeError, match=r"expected model\.KEY=VALUE"):
+    with pytest.raises(RecipeError, match=r"model\.KEY=VALUE"):
         run_export(str(tmp_path / "run.npz"), "npz", tmp_path / "b.npz", model="ViT-Ti/16", settings=["seed=2"])
-    with pytest.raises(RecipeError, match="--set changes the model that --model gives"):
+    with pytest.raises(RecipeError, match=r"--set.*--model"):
         run_export(str(tmp_path / "run.npz"), "npz", tmp_path / "b.npz", settings=["model.depth=2"])
-    with pytest.raises(RecipeError, match=r"no recipe 'ViT-Ti-16'.*; as a model's name it is nearest to 'ViT-Ti/16'"):
+    with pytest.raises(RecipeError, match=r"'ViT-Ti-16'.*'ViT-Ti/16'"):
         run_export(str(tmp_path / "run.npz"), "npz", tmp_path / "b.npz", model="ViT-Ti-16")
     run_export(str(run), "safetensors", tmp_path / "own.safetensors")
-    with pytest.raises(RecipeError, match=r"it is ViT-Ti/16 with depth 2, not ViT-Ti/16$"):
+    with pytest.raises(RecipeError, match=r"ViT-Ti/16 with depth 2.*ViT-Ti/16$"):
         run_export(str(tmp_path / "own.safetensors"), "npz", tmp_path / "b.npz", model="ViT-Ti/16")
 
 
@@ -138,7 +140,7 @@ def test_half_a_head_is_no_missing_head(tmp_path):
     tensors = load_file(path)
     del tensors["head.bias"]
     save_file(tensors, path)
-    with pytest.raises(CheckpointError, match=r"missing head\.bias"):
+    with pytest.raises(CheckpointError, match=r"head\.bias"):
         run_export(str(path), "npz", tmp_path / "out.npz", model="ViT-Ti/16", settings=["model.depth=1"])
 
 
@@ -232,7 +234,7 @@ def test_the_command(tmp_path):
     out = str(tmp_path / "a.npz")
     folder = str(tmp_path / "new" / "hf")
     wrong = {
-        (folder, "--model", "ViT-S/16"): "layernorm.weight has shape (192,), the model's is (384,)",
+        (folder, "--model", "ViT-S/16"): "layernorm.weight",
         ("ViT-Ti/16", "--num-classes", str(10**15)): "'--num-classes'",
         ("ViT-Ti/16", "--num-classes", "1", "--image-size", str(10**7)): "'--image-size'",
         ("ViT-Ti/16", "--num-classes", "1", "--seed", str(2**63)): "'--seed'",
@@ -243,28 +245,47 @@ def test_the_command(tmp_path):
         assert ended.stderr.lower().count("error:") == 1
 
 
-@pytest.mark.parametrize(
-    ("source", "form", "out", "options", "words"),
-    [
-        ("ViT-B16", "npz", "a.npz", {"num_classes": 3}, "did you mean 'ViT-B/16'"),
-        ("nowhere.npz", "npz", "a.npz", {"model": "ViT-B/16"}, "there is no such run, file or folder"),
-        ("ViT-B/16", "npz", "a.npz", {}, "need --num-classes"),
-        ("ViT-B/16", "npz", "a.npz", {"num_classes": 3, "step": 3}, "--step"),
-        ("ViT-B/16", "npz", "a.safetensors", {"num_classes": 3}, r"ends in \.npz"),
-        ("ViT-B/16", "hf", "..", {"num_classes": 3}, "name a folder"),
-        ("ViT-B/16", "npz", "a.npz", {"num_classes": 3, "image_size": 8}, "^ViT-B/16: .* smaller than one patch"),
-        ("ViT-B/16", "npz", "a.npz", {"num_classes": 3, "settings": ["model.depth=3"]}, "--set: ViT-B/16 is a model's"),
-        ("ResNet50x1", "hf", "a", {"num_classes": 3}, "this is a ResNet; use timm"),
-        ("AxialResNet50", "hf", "a", {"num_classes": 3}, "this is a ResNet; use safetensors"),
-        ("x" * 5000, "npz", "a.npz", {}, "^x{100}: File name too long"),
-        ("Axial-ViT-B/16", "timm", "a.safetensors", {"num_classes": 3}, "not axial attention"),
-        ("ViT-B/16", "timm", "a.safetensors", {"num_classes": 3, "head": "pretrain"}, "--drop-head"),
-    ],
-)
-def test_mistakes(source, form, out, options, words, tmp_path):
-    with pytest.raises(RecipeError, match=words):
-        run_export(source, form, tmp_path / out, **options)
+# A source, a format, a file, options, and what the message has to name.
+MISTAKES = [
+    ("ViT-B16", "npz", "a.npz", {"num_classes": 3}, "'ViT-B/16'"),
+    ("nowhere.npz", "npz", "a.npz", {"model": "ViT-B/16"}, "nowhere.npz"),
+    ("ViT-B/16", "npz", "a.npz", {}, "--num-classes"),
+    ("ViT-B/16", "npz", "a.npz", {"num_classes": 3, "step": 3}, "--step"),
+    ("ViT-B/16", "npz", "a.safetensors", {"num_classes": 3}, ".npz"),
+    ("ViT-B/16", "hf", "..", {"num_classes": 3}, ".."),
+    ("ViT-B/16", "npz", "a.npz", {"num_classes": 3, "image_size": 8}, "8 x 8"),
+    ("ViT-B/16", "npz", "a.npz", {"num_classes": 3, "settings": ["model.depth=3"]}, "--set"),
+    ("ResNet50x1", "hf", "a", {"num_classes": 3}, "timm"),
+    ("AxialResNet50", "hf", "a", {"num_classes": 3}, "safetensors"),
+    ("x" * 5000, "npz", "a.npz", {}, "x" * 100),
+    ("Axial-ViT-B/16", "timm", "a.safetensors", {"num_classes": 3}, "axial"),
+    ("ViT-B/16", "timm", "a.safetensors", {"num_classes": 3, "head": "pretrain"}, "--drop-head"),
+]
+
+
+def refused(folder: Path, source: str, form: str, out: str, options: dict) -> str:
+    with pytest.raises(RecipeError) as caught:
+        run_export(source, form, folder / out, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("source", "form", "out", "options", "named"), MISTAKES)
+def test_mistakes(source, form, out, options, named, tmp_path):
+    assert named in refused(tmp_path, source, form, out, options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_messages(tmp_path):
+    said = {
+        f"export {source[:40]} as {form} to {out} {options or ''}".rstrip(): refused(
+            tmp_path, source, form, out, options
+        )
+        for source, form, out, options, _ in MISTAKES
+    }
+    for cause, (name, *_) in NO_WEIGHTS.items():
+        if not name.endswith((".safetensors", ".npz")):  # there, other libraries have the last word
+            said[f"{name}: {cause}"] = no_weights(cause, tmp_path)
+    assert_messages("weights", said, {tmp_path: "FOLDER"})
 
 
 def test_a_source_that_may_not_be_read(tmp_path):
@@ -273,7 +294,7 @@ def test_a_source_that_may_not_be_read(tmp_path):
     if user == 0:
         os.seteuid(65534)  # whom no mode lets in
     try:
-        with pytest.raises(RecipeError, match=r"closed/a\.npz/recipe\.yaml: Permission denied"):
+        with pytest.raises(RecipeError, match=r"closed/a\.npz/recipe\.yaml"):
             run_export(str(tmp_path / "closed" / "a.npz"), "npz", tmp_path / "a.npz", model="ViT-B/16")
     finally:
         os.seteuid(user)

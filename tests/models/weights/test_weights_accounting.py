@@ -45,9 +45,8 @@ def test_all_that_differs_is_listed(form, tmp_path):
     model, path = changed(form, tmp_path, change)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     message = refused(model, path)
-    assert f"missing {NORM[form]} (48,)" in message
-    assert "unexpected surplus (3,)" in message and "unexpected another (2, 2)" in message
-    assert f"{OUTPUT[form]} has shape (9, 48), the model's is (7, 48)" in message
+    named = [f"{NORM[form]} (48,)", "surplus (3,)", "another (2, 2)", OUTPUT[form], "(9, 48)", "(7, 48)"]
+    assert all(name in message for name in named), message
     assert "--drop-head" not in message, "it would not help"
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
@@ -59,7 +58,7 @@ def test_another_number_of_classes_is_refused_unless_the_head_is_dropped(form, t
     other = valued(described(TINY, num_classes=5), seed=1)
     before = other.head.weight.detach().clone()
     message = refused(other, path)
-    assert message.count("has shape") == 2 and "--drop-head" in message
+    assert "(7,)" in message and "(5,)" in message and "--drop-head" in message
     load_weights(other, open_weights(path), drop=HEAD)
     assert torch.equal(other.head.weight, before)
     expected = valued(description)
@@ -72,7 +71,7 @@ def test_pre_logits_are_part_of_the_head(form, tmp_path):
     path = write(valued(description), description, form, tmp_path)
     linear = valued(described(TINY), seed=1)
     message = refused(linear, path)
-    assert message.count("unexpected pre_logits") == 2 and message.count("\n") == 3 and "--drop-head" in message
+    assert message.count(" pre_logits") == 2 and message.count("\n") == 3 and "--drop-head" in message
     load_weights(linear, open_weights(path), drop=HEAD)
     pretrain = described(TINY | {"head": "pretrain"}, num_classes=5).build()
     readers = parameters(pretrain, open_weights(path), drop=HEAD)
@@ -83,7 +82,7 @@ def test_pre_logits_are_part_of_the_head(form, tmp_path):
         "pre_logits.bias",
     }
     no_head = write_without_head(description, form, tmp_path)
-    assert "missing" in refused(linear, no_head)
+    assert "bias" in refused(linear, no_head)
     load_weights(linear, open_weights(no_head), drop=HEAD)
 
 
@@ -114,7 +113,7 @@ def test_positions_of_another_resolution_can_be_refused(tmp_path):
     small, large = (described(TINY, size) for size in (40, 72))
     source = open_weights(write(valued(small), small, "safetensors", tmp_path))
     assert parameters(large.build(), source)["pos_embedding"].is_resampled
-    with pytest.raises(CheckpointError, match=r"pos_embedding has shape \(1, 26, 48\), the model's is \(1, 82, 48\)"):
+    with pytest.raises(CheckpointError, match=r"pos_embedding.*\(1, 26, 48\).*\(1, 82, 48\)"):
         parameters(large.build(), source, resample=False)
 
 
@@ -153,7 +152,7 @@ def test_a_file_without_a_head_knows_it(tmp_path):
 )
 def test_a_damaged_description(said, tmp_path):
     save_file({"embedding.weight": torch.ones(2)}, tmp_path / "a.safetensors", {"vitscale": said})
-    with pytest.raises(CheckpointError, match=r"a\.safetensors: (its description .* is damaged|written by a later)"):
+    with pytest.raises(CheckpointError, match=r"a\.safetensors"):
         describe(open_weights(tmp_path / "a.safetensors"))
 
 
@@ -187,19 +186,20 @@ def test_positions_fit_another_resolution(position, names, tmp_path):
 def test_relative_positions_do_not(tmp_path):
     small, large = (described(TINY | {"position": {"kind": "relative"}}, size) for size in (40, 72))
     path = write(valued(small), small, "safetensors", tmp_path)
-    assert refused(valued(large), path).count("attention.relative has shape") == 2
+    assert refused(valued(large), path).count("attention.relative") == 2
 
 
 def test_a_grid_that_is_no_square_is_of_another_shape(tmp_path):
     model, path = changed("timm", tmp_path, lambda tensors: tensors.update(pos_embed=torch.ones(1, 1 + 48, 48)))
-    assert "pos_embed has shape (1, 49, 48), the model's is (1, 65, 48)" in refused(model, path)
+    message = refused(model, path)
+    assert all(name in message for name in ("pos_embed", "(1, 49, 48)", "(1, 65, 48)")), message
 
 
 def test_a_class_token_too_many(tmp_path):
     description = described(TINY)
     path = write(valued(description), description, "timm", tmp_path)
     message = refused(valued(described(TINY | {"pool": "mean"})), path)
-    assert "unexpected cls_token" in message and "pos_embed has shape" in message
+    assert "cls_token" in message and "pos_embed" in message
 
 
 def test_fp16_and_bf16_are_read_and_integers_are_not(tmp_path):
@@ -213,7 +213,8 @@ def test_fp16_and_bf16_are_read_and_integers_are_not(tmp_path):
     assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
     path.unlink()
     model, path = changed("timm", tmp_path, lambda tensors: tensors.update({"norm.bias": torch.ones(48).int()}))
-    assert "norm.bias has type torch.int32" in refused(model, path)
+    message = refused(model, path)
+    assert "norm.bias" in message and "torch.int32" in message
 
 
 def test_a_model_in_bf16_is_given_its_dtype(tmp_path):
@@ -229,35 +230,38 @@ class Evil:
         return (print, ("executed",))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("a.safetensors", b"", "not a safetensors file"),
-        ("a.safetensors", b"\x10" + bytes(30), "not a safetensors file"),
-        ("a.pth", b"nothing of torch's", "cannot be read as tensors alone"),
-        ("a.pth", b"hello" * 100, "tensors alone: it is damaged"),
-        (
-            "a.pth",
-            pickle.dumps({"model": Evil()}, protocol=2),
-            "as tensors alone: it asks to run print; save the values",
-        ),
-        ("a.npz", b"PK\x03\x04", "not an .npz, or damaged"),
-        ("a.h5", b"\x89HDF", "weights are in files that end in"),
-        ("a.pt", "torch", "found Tensor"),
-        ("a.bin", "odd", "no tensors are epoch"),
-        ("a.pt", "foreign", "neither ours nor timm's"),
-    ],
-)
-def test_what_is_no_weights(name, content, words, tmp_path, capfd):
-    path = tmp_path / name
+# What is no weights: a file's name and content, and what the message has to name beside the file.
+NO_WEIGHTS = {
+    "nothing": ("a.safetensors", b"", ["safetensors"]),
+    "zeros": ("a.safetensors", b"\x10" + bytes(30), ["safetensors"]),
+    "a short text": ("a.pth", b"nothing of torch's", []),
+    "a long text": ("a.pth", b"hello" * 100, []),
+    "a pickle that runs code": ("a.pth", pickle.dumps({"model": Evil()}, protocol=2), ["print"]),
+    "the beginning of a zip": ("a.npz", b"PK\x03\x04", [".npz"]),
+    "HDF5": ("a.h5", b"\x89HDF", [".safetensors", ".npz"]),
+    "one tensor": ("a.pt", torch.ones(3), ["Tensor"]),
+    "a number": ("a.bin", {"a": torch.ones(2), "epoch": 3}, ["epoch"]),
+    "another library's names": ("a.pt", {"conv1": torch.ones(2)}, ["timm", "conv1"]),
+}
+
+
+def no_weights(cause: str, folder) -> str:
+    name, content, _ = NO_WEIGHTS[cause]
+    path = folder / name
     if isinstance(content, bytes):
         path.write_bytes(content)
     else:
-        odd = {"torch": torch.ones(3), "odd": {"a": torch.ones(2), "epoch": 3}, "foreign": {"conv1": torch.ones(2)}}
-        torch.save(odd[content], path)
-    with pytest.raises(CheckpointError, match=words) as caught:
+        torch.save(content, path)
+    with pytest.raises(CheckpointError) as caught:
         open_weights(path)
-    assert str(path) in str(caught.value) and "weights_only" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("cause", NO_WEIGHTS)
+def test_what_is_no_weights(cause, tmp_path, capfd):
+    name, _, named = NO_WEIGHTS[cause]
+    message = no_weights(cause, tmp_path)
+    assert all(word in message for word in [str(tmp_path / name), *named]) and "weights_only" not in message, message
     assert "executed" not in capfd.readouterr().out
 
 
@@ -267,38 +271,36 @@ def test_truncated_files(form, tmp_path):
     path = write(valued(description), description, form, tmp_path)
     file = path / "model.safetensors" if form == "hf" else path
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="damaged"):
+    with pytest.raises(CheckpointError, match=file.name):
         open_weights(path)
 
 
 def test_folders_that_are_none_of_ours(tmp_path):
     (tmp_path / "readme.md").write_text("nothing")
-    with pytest.raises(
-        CheckpointError, match=r"has a config.json, a run's directory a recipe.yaml; this one has readme\.md"
-    ):
+    with pytest.raises(CheckpointError, match=r"config\.json.*recipe\.yaml.*readme\.md"):
         open_weights(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "deit"}')
-    with pytest.raises(CheckpointError, match="found 'deit'"):
+    with pytest.raises(CheckpointError, match="'deit'"):
         open_weights(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
-    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         open_weights(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}')
-    with pytest.raises(CheckpointError, match="is no file beside it"):
+    with pytest.raises(CheckpointError, match=r"\.\./b\.safetensors"):
         open_weights(tmp_path)
 
 
 def test_a_wrong_or_missing_name(tmp_path):
     description = described({"name": "ViT-Ti/16"})
     source = open_weights(write(valued(description), description, "timm", tmp_path))
-    with pytest.raises(RecipeError, match="name it: --model"):
+    with pytest.raises(RecipeError, match="--model"):
         describe(source)
-    with pytest.raises(RecipeError, match="did you mean 'ViT-"):
+    with pytest.raises(RecipeError, match="'ViT-Ti"):
         describe(source, {"name": "ViT-Ty/16"})
     for other in ("ViT-S/16", "ViT-Ti/32", "ViT-L/16", "R+ViT-Ti/16", "ResNet50x1"):
-        with pytest.raises(CheckpointError, match="of another model"):
+        with pytest.raises(CheckpointError):
             load_weights(describe(source, {"name": other}).build(), source)
-    with pytest.raises(RecipeError, match="not axial attention"):
+    with pytest.raises(RecipeError, match="axial"):
         load_weights(describe(source, {"name": "Axial-ViT-B/16"}).build(), source)
 
 
@@ -307,10 +309,10 @@ def test_nothing_is_overwritten_and_a_failure_leaves_nothing(form, tmp_path):
     description = described(TINY)
     model = valued(description)
     path = write(model, description, form, tmp_path)
-    with pytest.raises(RecipeError, match="is there already"):
+    with pytest.raises(RecipeError, match=path.name):
         write(model, description, form, tmp_path)
     if form in ("safetensors", "npz"):
-        with pytest.raises(RecipeError, match="ends in"):
+        with pytest.raises(RecipeError, match=rf"\{path.suffix}"):
             write_weights(tmp_path / "weights", form, description, dict(model.named_parameters()).__getitem__)
 
     def breaks(name: str) -> torch.Tensor:
