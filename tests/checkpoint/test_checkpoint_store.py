@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from messages import assert_messages
 from safetensors import safe_open
 from safetensors.torch import save_file
 from toy_checkpoint import KINDS, damage, fragments, holds, index, save, shapes, values
@@ -70,7 +71,7 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(store, how, file):
 def test_without_a_readable_checkpoint_nothing_starts_over(store):
     for step in (1, 2):
         damage(save(store, step) / "rank-00000.safetensors", "flipped")
-    with pytest.raises(CheckpointError, match="none of the 2 checkpoints can be read"):
+    with pytest.raises(CheckpointError, match=" 2 checkpoints"):
         store.newest(lambda message: None)
 
 
@@ -99,14 +100,14 @@ def test_fragments_must_cover_every_parameter_once(store):
     pieces = [fragment for fragment in fragments(1, cuts=(3,)) if (fragment.name, fragment.start) != ("b", 3)]
     store.save(index(1), pieces)
     folder = Path(store.root) / step_folder(1)
-    with pytest.raises(CheckpointError, match=r"master/b should be covered exactly once from 0 to 5.*break off at 3"):
+    with pytest.raises(CheckpointError, match=r"master/b .* 0 to 5.* 3"):
         CheckpointReader.of_folder(folder)
 
 
 def test_a_piece_that_no_file_can_hold_is_refused(store):
     folder = save(store, 1)
     save_file({f"master/b@{10**30}": torch.zeros(5)}, folder / "rank-00000.safetensors")
-    with pytest.raises(CheckpointError, match="is not a fragment's key"):
+    with pytest.raises(CheckpointError, match=f"master/b@{10**30}"):
         CheckpointReader.of_folder(folder)
 
 
@@ -150,7 +151,7 @@ def test_what_a_reader_keeps_grows_with_the_pieces_and_no_faster(tmp_path):
 
 def test_another_model_is_refused_by_name(store):
     save(store, 1)
-    with pytest.raises(CheckpointError, match=r"(?s)missing d.*unexpected c.*b has shape \[5\], the model's is \[6\]"):
+    with pytest.raises(CheckpointError, match=r"(?s) d.* c.*b .*\[5\].*\[6\]"):
         store.open(1).check_shapes({"a.weight": [7, 13], "b": [6], "d": [1]})
 
 
@@ -169,7 +170,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_alone(store):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))  # every file ends there, as on a disk that is full
     try:
-        with pytest.raises(CheckpointError, match="saving step 2 failed; earlier checkpoints are untouched"):
+        with pytest.raises(CheckpointError, match="step 2"):
             save(store, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -182,19 +183,24 @@ def test_what_is_no_index_is_said_to_be_none(store):
     whole = json.loads((folder / "index.json").read_text())
     elsewhere = {**whole["files"][0], "path": "../rank-00000.safetensors"}
     endless = {**whole["files"][0], "bytes": 2**63}
-    for content, words in (
-        ("[]", "schema_version"),
-        ('{"schema_version": 9}', "is 9"),
-        ("{", "cannot be"),
-        ("[" * 100_000, "cannot be"),
-        (json.dumps(whole | {"optimizer_steps": 7}), "damaged or was edited"),
-        (json.dumps(with_checksum(whole | {"position": 0})), "position 0 is before step 1"),
-        (json.dumps(with_checksum(whole | {"files": [elsewhere]})), "not the name of a file"),
-        (json.dumps(with_checksum(whole | {"files": [endless]})), r"files\.0\.bytes"),
+    said = {}
+    for cause, content, named in (
+        ("a list", "[]", "schema_version"),
+        ("a later version", '{"schema_version": 9}', "9"),
+        ("half an object", "{", "index.json"),
+        ("a thousand brackets", "[" * 100_000, "index.json"),
+        ("another checksum", json.dumps(whole | {"optimizer_steps": 7}), "index.json"),
+        ("a position before the step", json.dumps(with_checksum(whole | {"position": 0})), "position 0"),
+        ("a file elsewhere", json.dumps(with_checksum(whole | {"files": [elsewhere]})), "../rank-00000.safetensors"),
+        ("a file without end", json.dumps(with_checksum(whole | {"files": [endless]})), "files.0.bytes"),
     ):
         (folder / "index.json").write_text(content)
-        with pytest.raises(CheckpointError, match=words):
+        with pytest.raises(CheckpointError) as caught:
             CheckpointReader.of_folder(folder)
+        said[cause] = str(caught.value)
+        assert named in said[cause]
+    del said["half an object"], said["a thousand brackets"]  # the words of Python's json
+    assert_messages("checkpoint", said, {store.root: "CHECKPOINTS"})
 
 
 def with_checksum(content: dict) -> dict:
@@ -251,7 +257,7 @@ def test_the_average_is_what_is_evaluated(store):
         assert torch.equal(reader.parameter(name, reader.index.evaluated_kind), torch.full(shape, 0.5))
     assert holds(reader, 1)
     store.save(with_average, fragments(1))
-    with pytest.raises(CheckpointError, match=r"ema/a.weight should be covered exactly once from 0 to 91.*off at 0"):
+    with pytest.raises(CheckpointError, match=r"ema/a\.weight .* 0 to 91.* 0"):
         store.open(1)
 
 
@@ -273,16 +279,16 @@ def test_state_may_have_another_shape_than_its_parameter_or_not_be_there(store):
     assert torch.equal(reader.parameter("a.weight", "column"), column)
     assert torch.equal(reader.parameter("b", "row"), whole["exp_avg", "b"])
     assert torch.equal(reader.parameter("a.weight").flatten(), whole["master", "a.weight"])
-    with pytest.raises(CheckpointError, match="no row/c"):
+    with pytest.raises(CheckpointError, match="row/c"):
         reader.parameter("c", "row")
 
     store.save(replace(factored, state_shapes=factored.state_shapes | {"row": {"a.weight": [8], "c": None}}), pieces)
-    with pytest.raises(CheckpointError, match=r"row/a.weight should be covered exactly once from 0 to 8"):
+    with pytest.raises(CheckpointError, match=r"row/a\.weight .* 0 to 8"):
         store.open(4)
     store.save(factored, [*pieces, Fragment("c", 0, {"row": whole["exp_avg", "c"]})])
-    with pytest.raises(CheckpointError, match=r"row/c"):
+    with pytest.raises(CheckpointError, match="row/c"):
         store.open(4)
-    with pytest.raises(ValueError, match="shapes of their parameters"):
+    with pytest.raises(ValueError, match="shapes"):
         replace(factored, state_shapes={"master": {"c": None}})
 
 

@@ -151,7 +151,8 @@ def parse_index(text: bytes, where: str, step: int | None = None) -> CheckpointI
         index = _INDEX.validate_json(json.dumps(content), strict=True)
     except pydantic.ValidationError as error:
         problem = error.errors()[0]
-        raise CheckpointError(f"{where}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+        key, what = ".".join(map(str, problem["loc"])), problem["msg"].removeprefix("Value error, ")
+        raise CheckpointError(f"{where}: {key}: {what}" if key else f"{where}: {what}") from None
     if step is not None and index.step != step:
         raise CheckpointError(f"{where}: it is the index of step {index.step}, in the folder {step_folder(step)}")
     return index
