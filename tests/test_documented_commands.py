@@ -22,7 +22,8 @@ COMMANDS = documented_commands()
 APPS = {"vitscale": vitscale_app, "vitscale-convert": convert_app, "vitscale-flops": flops_app}
 PARSERS = {name: typer.main.get_command(app) for name, app in APPS.items()}
 _USAGE_ERROR: Any = typer.BadParameter.__base__
-_OF_THE_READER = {"KEY", "FILE", "RECIPE", "STUDY", "A", "B"}  # what pages write for a name of the reader's own
+# What pages write for a name of the reader's own.
+_OF_THE_READER = {"KEY", "FILE", "RECIPE", "RUN/recipe.yaml", "STUDY", "A", "B"}
 AT_ONCE = ("-h", "--version", "--install-completion", "--show-completion")  # would act while they are parsed
 # Commands that end within a second, need no data and change nothing.
 CHEAP = {"recipe", "models", "flops"}
