@@ -183,7 +183,7 @@ def test_class_names_that_the_source_states(tmp_path):
         ([[Item("x", ("3",), b""), Item("y", ("007",), b"")]], "labels are numbers except for '007'"),
         ([[Item("x", ("\ud800",), b"")]], "'x': its name or label is not valid Unicode"),
         ([paths("train/cat/1.jpg", "val/cat/2.jpg")], "classes are 'train', 'val'.* splits"),
-        ([paths("Train/1.jpg", "Train/2.jpg")], "classes are 'Train', which is"),
+        ([paths("Train/1.jpg", "Train/2.jpg")], "classes are 'Train'"),
     ],
 )
 def test_sources_that_cannot_be_planned(tmp_path, parts, message):
@@ -281,7 +281,7 @@ def test_shares_of_the_first_images(tmp_path):
 def test_splits_that_mean_nothing(text, message):
     with pytest.raises(RecipeError, match=message):
         parse_splits([text])
-    with pytest.raises(RecipeError, match="twice"):
+    with pytest.raises(RecipeError, match="val, val"):
         parse_splits(["val=1", "val=rest"])
     with pytest.raises(RecipeError, match="must be the last"):
         parse_splits(["val=rest", "train=1"])
