@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tcp_proxy import TcpProxy
 
 BUCKET = "bucket"
 SECRET = "correct-horse-battery"
@@ -123,6 +124,19 @@ def serving(root: Path) -> Iterator[S3Server]:
     finally:
         server.kill()
         s3fs.S3FileSystem.clear_instance_cache()
+
+
+def behind_proxy(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[TcpProxy]:
+    """For a fixture: a proxy between this process and the server, which spoils what passes through it."""
+    s3fs = pytest.importorskip("s3fs")
+    proxy = TcpProxy(server.port)
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield proxy
+    proxy.go_away()
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def _rclone() -> str | None:

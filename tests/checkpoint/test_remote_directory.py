@@ -2,14 +2,13 @@
 
 import os
 import random
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from s3_server import SECRET, S3Server, serving
+from s3_server import SECRET, S3Server, behind_proxy, serving
 from saving_ranks import Rank, Ranks
-from tcp_proxy import TcpProxy
+from small_disk import small_disk
 from toy_checkpoint import fragments, holds, index
 
 from vitscale import storage
@@ -28,17 +27,9 @@ def s3(tmp_path_factory):
 @pytest.fixture
 def proxy(s3, monkeypatch):
     """Between this process and the server; what fails for good does so soon."""
-    s3fs = pytest.importorskip("s3fs")
-    proxy = TcpProxy(s3.port)
-    for name, value in s3.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
     monkeypatch.setattr(storage, "_PAUSES", (0.0, 0.1, 0.1))
     monkeypatch.setattr(storage, "_TRY_SECONDS", 5.0)
-    s3fs.S3FileSystem.clear_instance_cache()
-    yield proxy
-    proxy.go_away()
-    s3fs.S3FileSystem.clear_instance_cache()
+    yield from behind_proxy(s3, monkeypatch)
 
 
 @pytest.fixture
@@ -222,20 +213,12 @@ def test_a_secret_that_is_wrong_is_no_damage(s3, store, monkeypatch):
 
 def test_copies_that_find_no_room_here_are_no_damage_there(store, tmp_path):
     save(store, 1)
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
-    try:
+    with small_disk(tmp_path / "disk", "128k") as disk:
         small = CheckpointStore(RemoteDirectory(store.root, disk))
         with pytest.raises(CheckpointError, match=r"step 1.*rank 0: OSError: .*No space left"):
             small.newest(print)
         with pytest.raises(CheckpointError, match=r"step 2.*No space left"):
             save(small, 2)
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
     assert newest(store) == (1, [])
 
 

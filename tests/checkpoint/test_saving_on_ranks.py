@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from saving_ranks import Rank, Ranks
+from small_disk import small_disk as mounted
 from toy_checkpoint import fragments, holds, index
 
 from vitscale.checkpoint import BackgroundSaver, CheckpointReader, CheckpointStore
@@ -126,14 +127,8 @@ def test_a_bug_on_one_rank_is_an_error_on_all(ranks, tmp_path):
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 1 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    with mounted(tmp_path / "disk", "1m") as disk:
+        yield disk
 
 
 def test_a_full_disk_has_its_room_back_and_is_written_again(ranks, small_disk):

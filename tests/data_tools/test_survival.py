@@ -13,6 +13,7 @@ import pytest
 from datasets_on_disk import command, contents, run, run_here
 from kill_at import convert_killed_at
 from pictures import encoded, make_picture
+from small_disk import small_disk
 
 from data_tools.conversion import convert
 from data_tools.machine import Machine
@@ -218,12 +219,7 @@ def test_a_shard_that_was_lost_is_written_again(pictures, in_peace, tmp_path):
 
 def test_a_full_disk(pictures, in_peace, tmp_path):
     """A file system of 1 MB: more than a shard and less than all."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"mounting a small file system is not allowed here: {mounted.stderr.strip()}")
-    try:
+    with small_disk(tmp_path / "small", "1m") as mount:
         done = run(pictures, mount / "out", *SHARDS, "--max-reject-rate", 0.2)
         assert done.returncode == 3 and "No space left on device" in done.stderr and "Traceback" not in done.stderr
         assert shards_of(mount / "out") and not (mount / "out" / "manifest.json").exists()
@@ -231,8 +227,6 @@ def test_a_full_disk(pictures, in_peace, tmp_path):
         done = run_here(pictures, mount / "out", *SHARDS, "--max-reject-rate", 0.2)
         assert done.exit_code == 0 and "already done" in done.stdout
         assert contents(mount / "out") == in_peace
-    finally:
-        subprocess.run(["umount", mount], check=True)
 
 
 def test_files_that_vanish_between_listing_and_reading(here, tmp_path, photos):

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from s3_server import SECRET, serving
-from tcp_proxy import TcpProxy
+from s3_server import SECRET, behind_proxy, serving
 from test_cache import GENEROUS, entry_of, holds, name_of, names
 
 from vitscale import storage
@@ -32,16 +31,8 @@ def s3(tmp_path_factory):
 @pytest.fixture
 def proxy(s3, monkeypatch):
     """Between this process and the server; pieces are small, so that a shard has several."""
-    s3fs = pytest.importorskip("s3fs")
-    proxy = TcpProxy(s3.port)
-    for name, value in s3.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
     monkeypatch.setattr(storage, "_PIECE_BYTES", PIECE)
-    s3fs.S3FileSystem.clear_instance_cache()
-    yield proxy
-    proxy.go_away()
-    s3fs.S3FileSystem.clear_instance_cache()
+    yield from behind_proxy(s3, monkeypatch)
 
 
 def put(s3, name: str, seed: int, size: int = SIZE) -> tuple[str, ShardEntry]:
