@@ -140,7 +140,7 @@ def test_micro_batch_is_the_largest_divisor_that_fits(tmp_path, global_batch, wo
 
 
 def test_a_world_that_does_not_divide_the_batch_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match="64 does not divide by the 3 ranks"):
+    with pytest.raises(RecipeError, match=r"\b64\b.*\b3 ranks"):
         load_recipe(write(tmp_path, MINIMAL)).batch.split(3)
 
 
@@ -167,7 +167,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 def test_a_dataset_without_a_place_says_how_to_give_one(elsewhere):
     recipe = load_recipe(write(elsewhere, MINIMAL))
-    with pytest.raises(RecipeError, match=r"data\.root=DIR.*VITSCALE_DATA_ROOT.*`jft300m: DIR` into datasets\.yaml"):
+    with pytest.raises(RecipeError, match=r"data\.root=DIR.*VITSCALE_DATA_ROOT.*jft300m.*datasets\.yaml"):
         recipe.dataset_path("jft300m/train")
 
 
@@ -182,7 +182,7 @@ def test_the_nearest_word_on_where_a_dataset_is_counts(elsewhere, monkeypatch):
     assert Path(recipe.dataset_path("jft300m/train")).resolve() == elsewhere / "c" / "jft300m" / "train"
     rooted = load_recipe(write(elsewhere, MINIMAL), [f"data.root={elsewhere / 'a'}"])
     assert rooted.dataset_path("jft300m/train") == str(elsewhere / "a" / "jft300m" / "train")
-    with pytest.raises(DataError, match=r"there is no .*a/imagenet21k .by VITSCALE_DATA_ROOT"):
+    with pytest.raises(DataError, match=r"a/imagenet21k .*VITSCALE_DATA_ROOT"):
         recipe.dataset_path("imagenet21k")
     write(elsewhere / "work", "# nothing yet", "datasets.yaml")
     assert recipe.dataset_path("jft300m/train") == str(elsewhere / "b" / "jft300m" / "train")
@@ -319,7 +319,7 @@ def test_a_field_is_explained_by_its_key_or_its_last_part():
     assert "data.image_size" in explain_fields("data") and "optimizer.lr" not in explain_fields("data")
     assert "schedule.duration" in explain_fields("schedule.duration.epochs")
     assert "tasks.N.name" in explain_fields("evaluation.fewshot.tasks.0.name")
-    with pytest.raises(RecipeError, match=r"did you mean 'optimizer\.lr'"):
+    with pytest.raises(RecipeError, match=r"'optimizer\.lr'"):
         explain_fields("learning_rate")
 
 

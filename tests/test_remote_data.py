@@ -64,15 +64,15 @@ def test_a_run_is_planned_from_manifests_at_a_url_however_it_is_named(s3, recipe
 
 
 def test_what_is_wrong_with_data_at_a_url_is_said_with_the_url(s3, recipe, tmp_path, monkeypatch):
-    with pytest.raises(DataError, match=r"s3://bucket/none/pictures/train.*no such file"):
+    with pytest.raises(DataError, match=r"s3://bucket/none/pictures/train"):
         plan_run(recipe("data.root=s3://bucket/none"), 0, 1)
-    with pytest.raises(RecipeError, match=r"s3://bucket/ds/pictures/train/manifest\.json names 7 classes"):
+    with pytest.raises(RecipeError, match=r"s3://bucket/ds/pictures/train/manifest\.json.*\b7\b"):
         plan_run(recipe("data.root=s3://bucket/ds", "model.num_classes=3"), 0, 1)
     other = tmp_path / "other"
     manifest = write_generated_dataset(other, [8])
     manifest.model_copy(update={"class_names": ("x", *CLASS_NAMES[1:])}).save(other)
     url = s3.put(other, "ds/other")
-    with pytest.raises(DataError, match=f"{url}: its classes are not those .*class 0 is 'x' here"):
+    with pytest.raises(DataError, match=rf"{url}.*\b0\b.*'x'"):
         plan_run(recipe("data.root=s3://bucket/ds", f"evaluation.validation={url}"), 0, 1)
     s3fs = pytest.importorskip("s3fs")
     with pytest.MonkeyPatch.context() as patch:

@@ -72,7 +72,7 @@ def test_kinds_that_are_not_there():
     try:
         import gcsfs  # noqa: F401
     except ImportError:
-        with pytest.raises(RecipeError, match="gs:// needs a package that is not installed: pip install gcsfs"):
+        with pytest.raises(RecipeError, match="gs://.*pip install gcsfs"):
             storage.filesystem("gs://bucket/x")
 
 
@@ -105,6 +105,6 @@ def test_what_is_tried_again_and_what_is_not(monkeypatch):
             storage.patiently("s3://b/x", act)
         assert tries == 1
     answers, tries = [ConnectionResetError("reset")] * 5, 0
-    with pytest.raises(StorageError, match=r"s3://b/x: does not answer.* in 4 tries \(ConnectionResetError: reset\)"):
+    with pytest.raises(StorageError, match=r"s3://b/x.*\b4\b.*ConnectionResetError: reset"):
         storage.patiently("s3://b/x", act)
     assert tries == 4

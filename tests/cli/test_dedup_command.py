@@ -111,9 +111,9 @@ def test_dry_run_view_and_copy(place, found, tmp_path):
 @pytest.mark.parametrize("src", ["pets", "pets.tar.gz", "pets.tar", "s3://bucket/pets.parquet", "a/pets/manifest.json"])
 def test_names_of_test_sets(place, src):
     """The last part without suffixes, which two cannot have: told before anything is opened."""
-    with pytest.raises(RecipeError, match=f"two test sets would be called 'pets'. Name them: NAME={src}"):
+    with pytest.raises(RecipeError, match=f"'pets'.*NAME={src}"):
         dedup("index", src, place / "pets", "--out", place / "never")
-    with pytest.raises(RecipeError, match="two test sets would be called 'cats'"):
+    with pytest.raises(RecipeError, match="'cats'"):
         dedup("index", f"cats={src}", f"cats={place / 'pets'}", "--out", place / "never")
 
 

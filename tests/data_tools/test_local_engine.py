@@ -100,7 +100,7 @@ def test_an_image_that_workers_die_on_is_rejected(fate, reason):
 
 
 def test_a_task_that_cannot_do_without_is_given_up():
-    with pytest.raises(DataError, match=r"job 1: 3 workers died on it, the last at image 2, exit code 7"):
+    with pytest.raises(DataError, match=r"job 1\b.*\b3 workers\b.*\bimage 2\b.*\b7\b"):
         run(Job(0), Job(1, "exit", can_refuse=False))
     assert not children()
 
@@ -108,7 +108,7 @@ def test_a_task_that_cannot_do_without_is_given_up():
 def test_errors_of_tasks_arrive():
     with pytest.raises(DataError, match="the disk is full"):
         run(Job(0), Job(1, "bad data"))
-    with pytest.raises(RuntimeError, match=r"(?s)job 1: a bug in a worker.*ZeroDivisionError"):
+    with pytest.raises(RuntimeError, match=r"(?s)job 1\b.*ZeroDivisionError"):
         run(Job(0), Job(1, "bug"))
     assert not children()
 

@@ -212,7 +212,7 @@ def test_killed_and_repeated_also_without_what_this_machine_knew(here, s3, image
     assert not (s3.bucket / "killed" / "manifest.json").exists()
     shutil.rmtree(Path(os.environ["XDG_CACHE_HOME"]) / "vitscale")
     changed = Request(str(image_folder), shard_samples=4, shuffle_seed=7)
-    with pytest.raises(RecipeError, match=r"(?s)unfinished conversion with other options.*shuffle_seed: .*, 7 now"):
+    with pytest.raises(RecipeError, match=r"shuffle_seed: .*\b7\b"):
         convert(changed, out, ONE)
     before = s3.mark()
     convert(Request(str(image_folder), shard_samples=4), out, ONE)
@@ -222,7 +222,7 @@ def test_killed_and_repeated_also_without_what_this_machine_knew(here, s3, image
 
 def test_what_is_not_ours_is_refused_and_left_alone(s3, image_folder, photos):
     s3.filesystem().pipe_file("bucket/thesis/chapter.tex", b"...")
-    with pytest.raises(RecipeError, match=r"not empty \(1 other file: 'chapter.tex'\)"):
+    with pytest.raises(RecipeError, match=r"'chapter\.tex'"):
         convert(Request(str(image_folder)), "s3://bucket/thesis", ONE)
     assert contents(s3.bucket / "thesis") == {"chapter.tex": b"..."}
     for out, message in (
@@ -283,7 +283,7 @@ def test_task_ranges_on_machines_that_share_nothing_but_the_url(here, s3, image_
     for i in range(2):
         convert(request, out, Machine(workers=1, tasks=TaskRange(i, 2), work=tmp_path / f"machine{i}"))
         if i == 0:
-            with pytest.raises(RecipeError, match="3 of 6 shards are not done yet: 3-5"):
+            with pytest.raises(RecipeError, match=r"\b3 of 6\b.*\b3-5\b"):
                 merge(out, 0.01, tmp_path / "third")
     merge(out, 0.01, tmp_path / "third")
     assert contents(s3.bucket / "ranges") == contents(local)
@@ -299,7 +299,7 @@ def test_an_object_that_vanishes_is_rejected_and_tried_again(s3, image_folder, l
     convert(request, out, Machine(workers=1, tasks=TaskRange(0, 2), work=work))
     key = pq.read_table(local / "shard-00004.idx.parquet")["key"][1].as_py()
     s3.filesystem().rm_file(f"bucket/vanishing/{key}")
-    with pytest.raises(DataError, match=r"(?s)1 of 22 images .* cannot be read: "):
+    with pytest.raises(DataError, match=r"\b1 of 22\b"):
         convert(request, out, Machine(workers=1, work=work))
     s3.filesystem().pipe_file(f"bucket/vanishing/{key}", (image_folder / key).read_bytes())
     convert(request, out, Machine(workers=1, work=work))

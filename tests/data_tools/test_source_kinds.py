@@ -90,7 +90,7 @@ def test_what_is_not_understood(tmp_path, src, message):
 
 def test_a_wrong_guess_tells_what_was_seen(tmp_path):
     touch(tmp_path / "images", "cat/1.jpg")
-    with pytest.raises(RecipeError, match=r"no tar files in this folder; it holds cat"):
+    with pytest.raises(RecipeError, match=r"\bcat\b"):
         open_source(str(tmp_path / "images"), "tar", NONE)
     (tmp_path / "text.tar").write_text("a text, no archive")
     with pytest.raises(DataError, match=r"text\.tar"):

@@ -238,7 +238,7 @@ def test_files_that_vanish_between_listing_and_reading(here, tmp_path, photos):
     rows = "".join(f"images/cat/{i:02d}.jpg,cat\n" for i in range(21))  # the last is nowhere
     (tmp_path / "list.csv").write_text(f"path,label\n{rows}")
     request = Request(str(tmp_path / "list.csv"), shard_samples=5)
-    with pytest.raises(DataError, match=r"1 of 21 images .*\n.*20\.jpg': cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"\b1 of 21\b(.|\n)*20\.jpg'"):
         convert(request, out, Machine(workers=1, max_reject_rate=0.0))
     (tmp_path / "images" / "cat" / "20.jpg").write_bytes(photos[0])
     (tmp_path / "images" / "cat" / "07.jpg").unlink()  # its shard may be done: then nobody misses it

@@ -159,11 +159,9 @@ def test_what_belongs_to_no_sample(tmp_path):
 def test_files_of_a_sample_that_do_not_follow_each_other(tmp_path):
     """The library would give images without labels; a label that is there is not to be lost."""
     path = write_tar(tmp_path / "a.tar", ("1.jpg", b"x"), ("2.jpg", b"x"), ("1.cls", b"1"), ("2.cls", b"2"))
-    with pytest.raises(
-        DataError, match=r"sample '1': an image without a label; seen: jpg\. Expected .* directly before"
-    ):
+    with pytest.raises(DataError, match=r"sample '1'.*\bjpg\b"):
         listed(path)
-    with pytest.raises(DataError, match="sample '1': two files of the extension 'jpg'"):
+    with pytest.raises(DataError, match="sample '1'.*'jpg'"):
         listed(write_tar(path, ("1.jpg", b"x"), ("1.cls", b"1"), ("1.JPG", b"y")))
 
 
@@ -201,7 +199,7 @@ def test_the_first_look_is_bounded(tmp_path):
         file.seek(4000 * 1024)
         file.write(b"?" * 512)
     source = open_tars("SRC", [str(path)], SourceOptions())
-    with pytest.raises(DataError, match="a damaged header at byte 4,096,000"):
+    with pytest.raises(DataError, match="4,096,000"):
         list(source.items(0, Counter()))
 
 
@@ -213,5 +211,5 @@ def test_labels_of_endless_size(tmp_path):
             info.size = size
             with Path("/dev/zero").open("rb") as zeros:
                 archive.addfile(info, zeros)
-    with pytest.raises(DataError, match=r"'1\.cls' has 17,825,792 bytes; expected at most 16,777,216"):
+    with pytest.raises(DataError, match=r"'1\.cls'.*17,825,792.*16,777,216"):
         listed(path)

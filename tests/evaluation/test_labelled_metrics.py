@@ -118,7 +118,7 @@ def test_a_subset_of_classes_leaves_the_others_out(tmp_path):
     assert [names[at] for at in columns] == list(CLASS_NAMES) and words == "7 of 8, by name"
     assert columns_of(manifest, CLASS_NAMES, K) == (None, "same")
     assert columns_of(manifest, None, K)[0] is None
-    with pytest.raises(DataError, match=r"1 of its 7 classes .*'violet'"):
+    with pytest.raises(DataError, match=r"\b1 of\b.*\b7\b.*'violet'"):
         columns_of(manifest, CLASS_NAMES[:-1], K - 1)
     with pytest.raises(DataError, match="--class-names"):
         columns_of(manifest, None, K + 1)
@@ -130,14 +130,14 @@ def test_scores_count_every_sample_once_and_nothing_else():
     expected = float((logits.argmax(1) == data.labels).double().mean())
     found = dict(Scores("data", data.loader(8), [TopK(1)], K, 41).run(model(K)))
     assert found == {"samples": 41, "top1": expected}
-    with pytest.raises(DataError, match=r"41 samples were evaluated, .* the dataset has 40"):
+    with pytest.raises(DataError, match=r"\b41\b.*\b40\b"):
         dict(Scores("data", data.loader(8), [TopK(1)], K, 40).run(model(K)))
     columns = torch.tensor([6, 0, 3])  # the dataset's three classes are these of the model's
     data.labels %= 3
     found = dict(Scores("data", data.loader(8), [TopK(1)], 3, 41, columns).run(model(K)))
     assert found["top1"] == float((logits[:, columns].argmax(1) == data.labels).double().mean())
     data.labels[0] = -1
-    with pytest.raises(DataError, match="1 of 41 samples"):
+    with pytest.raises(DataError, match=r"\b1 of 41\b"):
         dict(Scores("data", data.loader(8), [TopK(1)], 3, 41).run(model(K)))
 
 
@@ -170,7 +170,7 @@ def test_real_labels_are_joined_by_name(validation_set, tmp_path):
             logits = torch.nn.functional.one_hot(torch.tensor([expected[-1]]), 1000).float()
             assert real.results(real.sums(logits, torch.zeros(1).long(), torch.tensor([uid])))["real_top1"] == 1
     (tmp_path / "short.json").write_text("[[1]]")
-    with pytest.raises(DataError, match="50,000 images"):
+    with pytest.raises(DataError, match="50,000"):
         ReaL.of(tmp_path / "short.json", validation_set)
     write_generated_dataset(tmp_path / "other", [7], seed=0)
     with pytest.raises(DataError, match="provenance"):

@@ -64,7 +64,7 @@ def test_nan_is_a_wrong_answer():
 def test_a_label_outside_the_classes_is_an_error(wrong):
     data = split(20, 7, seed=3)
     data.labels[4] = wrong
-    with pytest.raises(DataError, match=r"'val': 1 of 20 samples have a label outside 0\.\.6"):
+    with pytest.raises(DataError, match=r"'val'.*\b1 of 20\b.*0\.\.6"):
         dict(Validation("val", data.loader(8), SOFTMAX).run(model(7)))
 
 
@@ -77,7 +77,7 @@ def test_an_empty_split_is_an_error():
 def test_a_sample_that_is_lost_or_counted_twice_is_an_error(seen):
     found = dict(Validation("val", split(20, 7, seed=3).loader(8), SOFTMAX, 20).run(model(7)))
     assert found == dict(Validation("val", split(20, 7, seed=3).loader(8), SOFTMAX).run(model(7)))
-    with pytest.raises(DataError, match=rf"'val': {seen} samples were evaluated, .* the dataset has 20"):
+    with pytest.raises(DataError, match=rf"'val'.*\b{seen}\b.*\b20\b"):
         dict(Validation("val", split(seen, 7, seed=3).loader(8), SOFTMAX, 20).run(model(7)))
 
 

@@ -210,7 +210,7 @@ def test_ranks_of_several_nodes_divide_the_batch_together(devices, batch, ranks)
 
 def test_a_name_that_nobody_knows_is_waited_for_as_nodes_are():
     with Supervisor() as supervisor:
-        with pytest.raises(PeerLostError, match=r"node-0\.invalid: .*Is it the name of this node"):
+        with pytest.raises(PeerLostError, match=r"node-0\.invalid"):
             FirstNode(ThisNode(0, 2, "node-0.invalid", wait_s=0.1), None, supervisor)
         supervisor.told = signal.SIGTERM
         assert FirstNode(ThisNode(0, 2, "node-0.invalid"), None, supervisor).meet(1, is_asked_for=True) is None

@@ -36,7 +36,7 @@ def test_resampling_to_the_same_grid_changes_no_bit():
 
 
 def test_resampling_says_what_does_not_fit():
-    with pytest.raises(ValueError, match="16 position embeddings of patches cannot be a grid of 4 x 5"):
+    with pytest.raises(ValueError, match=r"\b16\b.*\b4 x 5\b"):
         resample_positions(torch.zeros(1, 17, 4), (4, 5), (8, 8))
 
 

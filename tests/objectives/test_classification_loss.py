@@ -80,7 +80,7 @@ def test_labels_are_checked_on_the_host():
     sigmoid, softmax = CrossEntropy("sigmoid"), CrossEntropy("softmax")
     sigmoid.check_labels(torch.tensor([-1, 0, K - 1]), K)
     softmax.check_labels(torch.tensor([0, K - 1]), K)
-    with pytest.raises(DataError, match=r"1 of 2 labels .* outside -1\.\.12, for example 13"):
+    with pytest.raises(DataError, match=r"\b1 of 2\b.*-1\.\.12.*\b13\b"):
         sigmoid.check_labels(torch.tensor([0, K]), K)
-    with pytest.raises(DataError, match="unlabelled sample: softmax"):
+    with pytest.raises(DataError, match="softmax"):
         softmax.check_labels(torch.tensor([0, -1]), K)

@@ -300,7 +300,7 @@ def test_images_are_taken_by_their_bytes(root, tmp_path):
 
 def test_mistakes_are_told(root, tmp_path):
     run = root / "runs" / "run"
-    with pytest.raises(DataError, match=r"2 uids.* 4711, 100000000000000000000000"):
+    with pytest.raises(DataError, match=r"\b2\b.* 4711, 100000000000000000000000"):
         without(0, 4711, 10**23, run=run)
     with pytest.raises(DataError):
         without("-", run=run, stdin="\n# nothing\n")

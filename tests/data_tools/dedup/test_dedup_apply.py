@@ -198,7 +198,7 @@ def test_a_damaged_image_is_not_copied(found, planted, tmp_path):
     content[position] ^= 1
     path.write_bytes(content)
     removal = replace(removal_of(planted, found, tmp_path / "ds"), uids=np.array([3]))
-    with pytest.raises(DataError, match=r"shard-00002\.beton: uid \d+ is damaged"):
+    with pytest.raises(DataError, match=r"shard-00002\.beton: uid \d+"):
         write_copy(removal, str(tmp_path / "copy"), run_inline)
     assert not (tmp_path / "copy" / "manifest.json").exists()
     assert not (tmp_path / "copy" / "shard-00002.beton").exists()
@@ -225,9 +225,9 @@ def test_at_a_url(found, planted):
 
 def test_what_does_not_belong_to_the_dataset_is_refused(found, planted, tmp_path):
     write_subset(str(planted.dataset), str(tmp_path / "subset"), 20)
-    with pytest.raises(RecipeError, match="Run `vitscale dedup find` on this dataset"):
+    with pytest.raises(RecipeError, match="vitscale dedup find"):
         removal_of(planted, found, tmp_path / "subset")
-    with pytest.raises(DataError, match=r"no such file; `vitscale dedup find` writes it"):
+    with pytest.raises(DataError, match="vitscale dedup find"):
         removal_of(planted, tmp_path / "subset")
     for name, damage, words in (
         ("dedup.parquet", None, "no such file; `vitscale dedup find` writes it"),
@@ -251,7 +251,7 @@ def test_nothing_left_is_refused(planted, tmp_path):
     try:
         convert(Request(str(planted.test_sets["fish"]), source=SourceOptions(unlabelled=True)), url)
         find(url, [str(planted.indexes["fish"])], str(tmp_path / "found"), run_inline)
-        with pytest.raises(RecipeError, match="all 6 samples are to be removed"):
+        with pytest.raises(RecipeError, match=r"\b6\b"):
             Removal.of(url, str(tmp_path / "found"))
     finally:
         fsspec.filesystem("memory").rm("/planted/fish", recursive=True)
@@ -270,8 +270,8 @@ def test_out_must_be_new_or_empty(found, planted, tmp_path, write):
 
 def test_uids_that_the_shards_do_not_have(found, planted, tmp_path):
     removal = replace(removal_of(planted, found), uids=np.array([4, 10**6]))
-    with pytest.raises(DataError, match="0 of the 1 uids"):
+    with pytest.raises(DataError, match=r"\b0 of\b.*\b1\b"):
         write_view(removal, str(tmp_path / "view"))
     assert not list((tmp_path / "view").iterdir())
-    with pytest.raises(DataError, match="0 of the 1 uids"):
+    with pytest.raises(DataError, match=r"\b0 of\b.*\b1\b"):
         write_copy(removal, str(tmp_path / "copy"), run_inline)

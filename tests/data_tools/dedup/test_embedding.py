@@ -154,7 +154,7 @@ def test_an_index_belongs_to_one_model(shaded, tmp_path):
     assert (named.embedder, other.embedder) == (Pooled(), None)
     assert "embedder" not in named.to_json() and Pooled().title not in named.title
     open_matcher.cache_clear()
-    with pytest.raises(RecipeError, match="pooled pixels: give it"):
+    with pytest.raises(RecipeError, match="pooled pixels"):
         name_indexes([str(made)])
     with pytest.raises(RecipeError, match="6666666666666666"):
         name_indexes([str(made)], embedder=Pooled(sha256="6" * 64))

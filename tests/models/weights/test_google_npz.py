@@ -225,7 +225,7 @@ def test_positions_are_resampled_as_scipy_does(tmp_path):
 
 def test_pickled_objects_are_refused(tmp_path):
     arrays = authors() | {"extra": np.array([{"a": 1}], dtype=object)}
-    with pytest.raises(CheckpointError, match="extra holds pickled objects"):
+    with pytest.raises(CheckpointError, match=r"\bextra\b"):
         open_weights(saved(tmp_path / "weights.npz", arrays))
 
 

@@ -75,7 +75,7 @@ def test_no_room(tmp_path):
     num_classes = shutil.disk_usage(tmp_path).free // (4 * 192) + 1
     if num_classes > 10**9:
         pytest.skip("the disk has room for any head")
-    with pytest.raises(CheckpointError, match=r"bytes are needed, and .* are free"):
+    with pytest.raises(CheckpointError, match=r"\d bytes"):
         run_export("ViT-Ti/16", "npz", tmp_path / "a.npz", num_classes=num_classes)
     assert list(tmp_path.iterdir()) == []
 

@@ -53,7 +53,7 @@ def test_every_model_through_every_format(name, largest, tmp_path):
     model = valued(description)
     for form in FORMATS:
         if form not in SUPPORTED[family(name)]:
-            with pytest.raises(RecipeError, match=f"{form} holds"):
+            with pytest.raises(RecipeError, match=rf"\b{form}\b"):
                 write(model, description, form, tmp_path)
             assert list(tmp_path.iterdir()) == []
             continue
@@ -82,7 +82,7 @@ def test_variants_of_the_transformer(options, formats, tmp_path):
     model = valued(description)
     for form in FORMATS:
         if form not in formats:
-            with pytest.raises(RecipeError, match=f"{form} holds"):
+            with pytest.raises(RecipeError, match=rf"\b{form}\b"):
                 write(model, description, form, tmp_path)
             continue
         again = description.build().to_empty(device="cpu")
@@ -93,7 +93,7 @@ def test_variants_of_the_transformer(options, formats, tmp_path):
 def test_post_activation_resnets_are_ours_and_timm_s(tmp_path):
     description = described({"blocks": [1, 1], "variant": "v1"})
     model = valued(description)
-    with pytest.raises(RecipeError, match=r"npz holds pre-activation ResNets.*use timm"):
+    with pytest.raises(RecipeError, match=r"\bnpz\b.*\btimm\b"):
         write(model, description, "npz", tmp_path)
     for form in ("safetensors", "timm"):
         again = description.build().to_empty(device="cpu")
@@ -128,5 +128,5 @@ def test_our_own_file_says_it_all(tmp_path):
     again = found.build().to_empty(device="cpu")
     load_weights(again, source)
     assert differing(model, again) == []
-    with pytest.raises(RecipeError, match="not ViT-B/16"):
+    with pytest.raises(RecipeError, match="ViT-B/16"):
         describe(source, {"name": "ViT-B/16"})

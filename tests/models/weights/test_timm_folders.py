@@ -138,7 +138,7 @@ def test_other_heads_and_activations_are_told(tmp_path):
     config = json.loads((out / "config.json").read_text())
     config["model_args"] |= {"num_heads": 6}
     (out / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="num_heads is 6, the model's is 3"):
+    with pytest.raises(CheckpointError, match=r"num_heads\b.*\b6\b.*\b3\b"):
         load_weights(model, open_weights(out))
     del config["model_args"]["act_layer"]
     config["model_args"]["num_heads"] = 3
