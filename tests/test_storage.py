@@ -72,7 +72,7 @@ def test_kinds_that_are_not_there():
     try:
         import gcsfs  # noqa: F401
     except ImportError:
-        with pytest.raises(RecipeError, match="gs://.*pip install gcsfs"):
+        with pytest.raises(RecipeError, match=r"gs://.*pip install gcsfs"):
             storage.filesystem("gs://bucket/x")
 
 

@@ -1,4 +1,6 @@
-"""Numbers in sentences: `1 shard`, `2 shards`, `0-3, 7`."""
+"""Numbers in sentences (`1 shard`, `2 shards`, `0-3, 7`), and the mistakes that pydantic finds, in our words."""
+
+from typing import Any
 
 _SHOWN_SPANS = 10
 
@@ -20,3 +22,46 @@ def ranges(numbers: list[int]) -> str:
             spans.append([number, number])
     shown = ", ".join(f"{a:,}" if a == b else f"{a:,}-{b:,}" for a, b in spans[:_SHOWN_SPANS])
     return shown + (" ..." if len(spans) > _SHOWN_SPANS else "")
+
+
+def describe_mistake(details: Any) -> str:
+    """One entry of pydantic's `ValidationError.errors()`: `KEY: what is wrong`, without a key where all is wrong."""
+    kind = details["type"]
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        what = "unknown key"
+    elif kind in ("missing", "missing_argument"):
+        what = "missing"
+    elif kind == "value_error":
+        what = str(details["ctx"]["error"])
+    else:
+        what = describe_expected(details)
+    return ": ".join(filter(None, (".".join(map(str, details["loc"])), what)))
+
+
+def describe_expected(details: Any) -> str:
+    """What pydantic expected instead of a value, in words."""
+    expected, message = _EXPECTED.get(details["type"]), details["msg"]
+    if expected is not None:
+        return f"expected {expected.format(**details.get('ctx', {}))}"
+    if message.startswith("Input should be "):
+        return f"expected {message.removeprefix('Input should be ')}"
+    return f"{message[0].lower()}{message[1:]}"
+
+
+# Pydantic's type of a mistake -> what was expected instead.
+_EXPECTED = {
+    "bool_type": "true or false",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "greater_than": "a number above {gt:.16g}",
+    "greater_than_equal": "a number from {ge:.16g}",
+    "int_from_float": "an integer",
+    "int_type": "an integer",
+    "less_than": "a number below {lt:.16g}",
+    "less_than_equal": "a number up to {le:.16g}",
+    "list_type": "a list",
+    "string_too_short": "some text",
+    "string_type": "text",
+    "too_long": "at most {max_length} items",
+    "too_short": "at least {min_length} items",
+}

@@ -33,6 +33,7 @@ from data_tools.dedup.variants import LEVELS
 from vitscale.errors import DataError, RecipeError
 from vitscale.files.digests import file_digests
 from vitscale.shards.provenance import read_table
+from vitscale.wording import describe_mistake
 
 INDEX_NAME = "index.json"
 IMAGES_NAME = "images.parquet"
@@ -282,14 +283,7 @@ def _read_content(folder: Path) -> _Content:
     try:
         return _Content.model_validate_json(text)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in problem["loc"])
-        what = (
-            "unknown key"
-            if problem["type"] == "unexpected_keyword_argument"
-            else problem["msg"].removeprefix("Value error, ")
-        )
-        reason = f"{where}: {what}" if where else what
+        reason = describe_mistake(error.errors(include_url=False)[0])
     except RecipeError as error:  # of settings
         reason = str(error)
     raise DataError(f"{path}: not a valid index: {reason}")

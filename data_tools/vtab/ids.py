@@ -19,6 +19,7 @@ from data_tools.images import Reject, store_image
 from data_tools.vtab.source import PartSource
 from vitscale.errors import DataError, RecipeError
 from vitscale.files.durable import write_text
+from vitscale.wording import describe_mistake
 
 IDS_NAME = "ids.json"
 
@@ -80,9 +81,8 @@ class Ids(_Strict):
         except OSError as error:
             raise RecipeError(f"{path}: cannot be read ({error.strerror or error})") from error
         except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
-            where = ".".join(map(str, problem["loc"])) or "the file"
-            raise DataError(f"{path}: not a list of ids: {where}: {problem['msg']}") from error
+            reason = describe_mistake(error.errors(include_url=False)[0])
+            raise DataError(f"{path}: not a list of ids: {reason}") from error
         keys = Counter(entry.key for part in ids.parts.values() for entry in part)
         if repeated := [key for key, count in keys.items() if count > 1]:
             raise DataError(f"{path}: names {len(repeated)} images twice, such as {repeated[0]!r}")

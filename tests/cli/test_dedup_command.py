@@ -14,6 +14,7 @@ import fsspec
 import numpy as np
 import pytest
 from dedup_data import build_here
+from messages import refusal
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -128,26 +129,26 @@ def test_a_test_set_among_training_images_is_refused(place, tmp_path):
 
 def test_mistakes(place, found, tmp_path):
     pets, out = place / "pets", ("--out", tmp_path / "index")
-    for arguments, kind, words in (
-        (["index", pets, pets, *out], RecipeError, "two test sets would be called 'pets'. Name them: NAME="),
-        (["index", "/", *out], RecipeError, "a name is missing"),
-        (["index", tmp_path / "no", *out], RecipeError, "no such file or directory"),
-        (["index", pets, *out, "--distance", 20], RecipeError, "--distance.*--preset photo or small"),
-        (["index", pets, *out, "--preset", "exact", "--min-quality", 9], RecipeError, "--min-quality: --preset exact"),
+    for arguments, kind in (
+        (["index", pets, pets, *out], RecipeError),
+        (["index", "/", *out], RecipeError),
+        (["index", tmp_path / "no", *out], RecipeError),
+        (["index", pets, *out, "--distance", 20], RecipeError),
+        (["index", pets, *out, "--preset", "exact", "--min-quality", 9], RecipeError),
         (
             ["index", pets, *out, "--preset", "photo", "--distance", 85],
             RecipeError,
-            "distance 85; expected 0 to candidates, 80",
         ),
-        (["index", pets, *out, "--cosine", 0.5], RecipeError, "give it with --embedding"),
-        (["index", pets, *out, "--format", "zip"], RecipeError, "--format zip: expected folder"),
-        (["find", place / "train", tmp_path, *out], DataError, "no index there"),
-        (["find", tmp_path, place / "index", *out], DataError, "no dataset there"),
-        (["apply", place / "train", tmp_path, tmp_path / "out"], DataError, "`vitscale dedup find` writes it"),
-        (["apply", place / "train", found, place / "train"], RecipeError, "not empty"),
-        (["apply", place / "train", found, place / "train", "--copy"], RecipeError, "not empty"),
+        (["index", pets, *out, "--cosine", 0.5], RecipeError),
+        (["index", pets, *out, "--format", "zip"], RecipeError),
+        (["find", place / "train", tmp_path, *out], DataError),
+        (["find", tmp_path, place / "index", *out], DataError),
+        (["apply", place / "train", tmp_path, tmp_path / "out"], DataError),
+        (["apply", place / "train", found, place / "train"], RecipeError),
+        (["apply", place / "train", found, place / "train", "--copy"], RecipeError),
     ):
-        with pytest.raises(kind, match=words):
+        cause = " ".join(map(str, arguments))
+        with refusal(kind, "dedup", cause, {place: "PLACE", found: "FOUND", tmp_path: "FOLDER"}):
             dedup(*arguments)
     assert not list(tmp_path.iterdir())
 

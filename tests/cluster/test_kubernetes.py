@@ -14,6 +14,7 @@ import psutil
 import pytest
 import yaml
 from launch.small_ranks import started, wait_until
+from messages import refusal
 from typer.testing import CliRunner
 
 from vitscale import errors
@@ -212,31 +213,31 @@ def test_a_recipe_of_ones_own_goes_along_with_what_it_extends_and_the_settings(t
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ("--cluster-option name=Big_name", "name=Big_name: .*at most 40 of a-z"),
-        ("--cluster-option name=9lives", "a letter first"),
-        (f"--cluster-option name={'n' * 41}", "at most 40"),
-        ("--cluster-option namespace=a.b", "namespace=a.b: .*of a-z, 0-9 and -"),
-        ("--cluster-option image=-v", "image=-v: .*of an image's name"),
-        ("--cluster-option secret=A", "secret=A: .*of a-z"),
-        ("--cluster-option pvc=runs:work", "CLAIM:/MOUNT"),
-        ("--cluster-option pvc=runs:/", "CLAIM:/MOUNT"),
-        ("--cluster-option grace_s=0", "grace_s=0: "),
-        ("--cluster-option imag=v", "did you mean 'image'"),
-        ("--nodes 3", "3 nodes of 8 ranks do not divide batch.global 4,096"),
-        ("--run-dir /tmp/run", "--run-dir /tmp/run is not below /work"),
-        ("--run-dir ../run", "is not below /work"),
-        ("--set checkpoint.dir=/elsewhere", "checkpoint.dir /elsewhere is not below /work"),
-        ("--resume never", "--resume never"),
-        ("--node-rank 0", "--node-rank .* --cluster k8s"),
-        ("--master node1", "--master .* --cluster k8s"),
+        "--cluster-option name=Big_name",
+        "--cluster-option name=9lives",
+        f"--cluster-option name={'n' * 41}",
+        "--cluster-option namespace=a.b",
+        "--cluster-option image=-v",
+        "--cluster-option secret=A",
+        "--cluster-option pvc=runs:work",
+        "--cluster-option pvc=runs:/",
+        "--cluster-option grace_s=0",
+        "--cluster-option imag=v",
+        "--nodes 3",
+        "--run-dir /tmp/run",
+        "--run-dir ../run",
+        "--set checkpoint.dir=/elsewhere",
+        "--resume never",
+        "--node-rank 0",
+        "--master node1",
     ],
 )
-def test_what_cannot_be_is_said(options, message):
+def test_what_cannot_be_is_said(options):
     named = {option.partition("=")[0] for option in options.split()}
     needed = [option for option in ("image=v", "pvc=runs:/work") if option.partition("=")[0] not in named]
-    with pytest.raises(errors.RecipeError, match=message):
+    with refusal(errors.RecipeError, "launch", f"k8s {options}"):
         launch("h14_jft", "--cluster", "k8s", "--ranks", "8", "--dry-run", *given(*needed), *options.split())
 
 
@@ -283,7 +284,7 @@ def test_kubectl_that_refuses(tmp_path, monkeypatch):
 
 def test_no_kubectl(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(errors.RecipeError, match="kubectl.*--dry-run"):
+    with pytest.raises(errors.RecipeError, match=r"kubectl.*--dry-run"):
         launch(*SUBMIT)
 
 

@@ -7,6 +7,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from messages import refusal
 
 from data_tools import shuffle
 from data_tools.conversion_plan import ConversionPlan, write_plan
@@ -171,23 +172,23 @@ def test_class_names_that_the_source_states(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    "parts",
     [
-        ([[]], r"no images in the source \(found: 1 hidden\)"),
-        ([paths("1.jpg", "2.jpg", "cat/3.jpg")], r"2 of 3 images lie outside of class folders: '1\.jpg', '2\.jpg'"),
-        ([paths("train/1.jpg"), paths("train/cat/3.jpg")], r"1 of 2 images lie beside the folders in 'train'"),
-        ([paths("a/1.jpg"), paths("a/1.jpg", "b/1.jpg")], "'a/1.jpg' occurs twice, in part 0 and part 1"),
-        ([[Item("x", ("a",), b""), Item("x", ("b",), b"")]], "'x' occurs twice, in part 0"),
-        ([[Item("x", ("99999999999",), b"")]], "labels go up to 99,999,999,999"),
-        ([[Item("x", ("3",), b""), Item("y", ("nan",), b"")]], "labels are numbers except for 'nan'"),
-        ([[Item("x", ("3",), b""), Item("y", ("007",), b"")]], "labels are numbers except for '007'"),
-        ([[Item("x", ("\ud800",), b"")]], "'x': its name or label is not valid Unicode"),
-        ([paths("train/cat/1.jpg", "val/cat/2.jpg")], "classes are 'train', 'val'.* splits"),
-        ([paths("Train/1.jpg", "Train/2.jpg")], "classes are 'Train'"),
+        [[]],
+        [paths("1.jpg", "2.jpg", "cat/3.jpg")],
+        [paths("train/1.jpg"), paths("train/cat/3.jpg")],
+        [paths("a/1.jpg"), paths("a/1.jpg", "b/1.jpg")],
+        [[Item("x", ("a",), b""), Item("x", ("b",), b"")]],
+        [[Item("x", ("99999999999",), b"")]],
+        [[Item("x", ("3",), b""), Item("y", ("nan",), b"")]],
+        [[Item("x", ("3",), b""), Item("y", ("007",), b"")]],
+        [[Item("x", ("\ud800",), b"")]],
+        [paths("train/cat/1.jpg", "val/cat/2.jpg")],
+        [paths("Train/1.jpg", "Train/2.jpg")],
     ],
 )
-def test_sources_that_cannot_be_planned(tmp_path, parts, message):
-    with pytest.raises(DataError, match=message):
+def test_sources_that_cannot_be_planned(tmp_path, parts):
+    with refusal(DataError, "plan", str(parts)[:160]):
         plan_of(tmp_path, Listed(*parts))
 
 
@@ -249,12 +250,12 @@ def test_images_in_no_split_are_counted(tmp_path):
     (tmp_path / "keys.txt").write_text(f"\ufeff{KEYS[0]}\r\n\r\n{KEYS[1]}\r\n")
     assert plan_of(tmp_path, Listed(paths(*KEYS)), [f"a=@{tmp_path}/keys.txt"]).images == 2
     (tmp_path / "keys.txt").write_text(f"{KEYS[0]}\ntrain/{KEYS[1]}\n")
-    for split, message in (
-        ("b=no/*", r"--split b=no/\*: no image"),
-        ("b=501", "b=501: asks for 501 images, of which only 500 are in the source"),
-        (f"b=@{tmp_path}/keys.txt", "asks for 2 images, of which only 1 are in the source"),
+    for split in (
+        "b=no/*",
+        "b=501",
+        f"b=@{tmp_path}/keys.txt",
     ):
-        with pytest.raises(DataError, match=message):
+        with refusal(DataError, "plan", split, {tmp_path: "FOLDER"}):
             plan_of(tmp_path, Listed(paths(*KEYS)), [split])
 
 
@@ -264,22 +265,22 @@ def test_shares_of_the_first_images(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ("val", "expected NAME=WHAT"),
-        ("=2%", "expected NAME=WHAT"),
-        ("../x=2%", "expected NAME=WHAT"),
-        ("val=", "expected NAME=WHAT"),
-        ("val=0%", "more than 0%"),
-        ("val=101%", "at most 100%"),
-        ("a b=1", "expected NAME=WHAT"),
-        ("val=@/nowhere.txt", "No such file"),
-        ("val=0", "at least one image"),
-        ("manifest.json=1", "expected NAME=WHAT"),
+        "val",
+        "=2%",
+        "../x=2%",
+        "val=",
+        "val=0%",
+        "val=101%",
+        "a b=1",
+        "val=@/nowhere.txt",
+        "val=0",
+        "manifest.json=1",
     ],
 )
-def test_splits_that_mean_nothing(text, message):
-    with pytest.raises(RecipeError, match=message):
+def test_splits_that_mean_nothing(text):
+    with refusal(RecipeError, "plan", text):
         parse_splits([text])
     with pytest.raises(RecipeError, match="val, val"):
         parse_splits(["val=1", "val=rest"])

@@ -8,6 +8,7 @@ from collections import Counter
 
 import fsspec
 import pytest
+from messages import refusal
 
 from data_tools.sources.image_list import open_image_list
 from data_tools.sources.source import Item, SourceOptions
@@ -89,22 +90,22 @@ def test_fields_that_people_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "text"),
     [
-        ("x.csv", "id,label\n1,cat\n", "no column that is known to hold images; there are id, label.*--image-field"),
-        ("x.csv", "path,url,label\n1,2,cat\n", "images may be in any of the columns path, url.*--image-field"),
-        ("x.csv", "path,id\n1,cat\n", "no column that is known to hold labels; there are path, id.*--label-field"),
-        ("x.csv", "path,label,target\n1,cat,2\n", "labels may be in any of the columns label, target.*--label-field"),
-        ("x.csv", "path;label\n1.jpg;cat\n", "there are path;label"),
-        ("x.csv", "a/1.jpg,cat,3\n", "3 columns and no header"),
-        ("x.csv", "a/1.jpg\n", "1 column and no header"),
-        ("x.csv", "path,label,label\n", "a column twice"),
-        ("x.jsonl", '{"id": 1, "label": 2}', "no column that is known to hold images; there are id, label"),
-        ("x.json", "{}", "not a list of images; those end in .csv, .tsv, .jsonl, .ndjson"),
+        ("x.csv", "id,label\n1,cat\n"),
+        ("x.csv", "path,url,label\n1,2,cat\n"),
+        ("x.csv", "path,id\n1,cat\n"),
+        ("x.csv", "path,label,target\n1,cat,2\n"),
+        ("x.csv", "path;label\n1.jpg;cat\n"),
+        ("x.csv", "a/1.jpg,cat,3\n"),
+        ("x.csv", "a/1.jpg\n"),
+        ("x.csv", "path,label,label\n"),
+        ("x.jsonl", '{"id": 1, "label": 2}'),
+        ("x.json", "{}"),
     ],
 )
-def test_lists_that_cannot_be_told(tmp_path, name, text, message):
-    with pytest.raises(RecipeError, match=f"{name}: .*{message}"):
+def test_lists_that_cannot_be_told(tmp_path, name, text):
+    with refusal(RecipeError, "image-list", f"{name} {text!r}", {tmp_path: "FOLDER"}):
         listed(write(tmp_path / name, text))
 
 
@@ -112,43 +113,45 @@ HEAD = b"path,label\n"
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "text"),
     [
-        ("x.csv", b"", "an empty list"),
-        ("x.csv", HEAD + b"1.jpg,cat\n2.jpg\n", "line 3: 1 column; expected 2"),
-        ("x.csv", HEAD + b"1,2.jpg,cat\n", "line 2: 3 columns; expected 2 .* needs quotes"),
-        ("x.csv", HEAD + b"1.jpg,cat\n,cat\n", "line 3: no path of an image"),
-        ("x.csv", HEAD + b"../,cat\n", "line 2: no path of an image"),
-        ("x.csv", HEAD + b"1.jpg,cat\n\n2.jpg,caf\xe9\n", "line 4: not UTF-8"),
-        ("x.csv", "path,label\n1.jpg,cat\n".encode("utf-16"), "line 1: not UTF-8"),
-        ("x.csv", HEAD + b'"1.jpg,cat\n2.jpg,dog\n', "line 3: not valid CSV"),
-        ("x.csv", HEAD + b'"' + b"1.jpg,cat\n" * 100_000, "not valid CSV"),
-        ("x.csv", HEAD + bytes(9_000_000), "not valid CSV"),
-        ("x.jsonl", b"", "an empty list"),
-        ("x.jsonl", b'{"path": "1.jpg", "label": 1}\n{"path": ', "line 2: not valid JSON"),
-        ("x.jsonl", b'{"path": "1.jpg", "label": 1}\n\n\xff', "line 3: not UTF-8"),
-        ("x.jsonl", b'{"path": "1.jpg", "label": 1}\n[1]', "line 2: expected a JSON object, found list"),
-        ("x.jsonl", b'{"path": "1.jpg", "label": 1}\n{"label": 1}', "line 2: no path of an image in 'path'"),
-        ("x.jsonl", b'{"path": "1.jpg", "label": 1}\n{"path": "2.jpg"}', "line 2: no 'label'; write null"),
-        ("x.jsonl", b'{"path": "1.jpg", "label": 1.5}', "line 1: label 1.5; expected text"),
-        ("x.jsonl", b'{"path": "1.jpg", "label": true}', "line 1: label True; expected text"),
-        ("x.jsonl", b'{"path": "1.jpg", "label": [[1]]}', "line 1: label .*; expected text"),
-        ("x.jsonl", b'{"path": "1.jpg", "label": -2}', "line 1: label -2"),
-        ("x.jsonl", b'{"path": "\\ud800.jpg", "label": 1}', "line 1: half a character"),
-        ("x.jsonl", b'{"path": "1.jpg", "label": "\\udc00"}', "line 1: half a character"),
-        ("x.jsonl", b"[" * 100_000, "line 1: not valid JSON"),
-        ("x.jsonl", b'{"path": 1' + b"0" * 5000 + b"}", "line 1: not valid JSON"),
-        ("x.csv", gzip.compress(HEAD + os.urandom(1000).hex().encode())[:-50], "truncated or damaged gzip data"),
+        ("x.csv", b""),
+        ("x.csv", HEAD + b"1.jpg,cat\n2.jpg\n"),
+        ("x.csv", HEAD + b"1,2.jpg,cat\n"),
+        ("x.csv", HEAD + b"1.jpg,cat\n,cat\n"),
+        ("x.csv", HEAD + b"../,cat\n"),
+        ("x.csv", HEAD + b"1.jpg,cat\n\n2.jpg,caf\xe9\n"),
+        ("x.csv", "path,label\n1.jpg,cat\n".encode("utf-16")),
+        ("x.csv", HEAD + b'"1.jpg,cat\n2.jpg,dog\n'),
+        ("x.csv", HEAD + b'"' + b"1.jpg,cat\n" * 100_000),
+        ("x.csv", HEAD + bytes(9_000_000)),
+        ("x.jsonl", b""),
+        ("x.jsonl", b'{"path": "1.jpg", "label": 1}\n{"path": '),
+        ("x.jsonl", b'{"path": "1.jpg", "label": 1}\n\n\xff'),
+        ("x.jsonl", b'{"path": "1.jpg", "label": 1}\n[1]'),
+        ("x.jsonl", b'{"path": "1.jpg", "label": 1}\n{"label": 1}'),
+        ("x.jsonl", b'{"path": "1.jpg", "label": 1}\n{"path": "2.jpg"}'),
+        ("x.jsonl", b'{"path": "1.jpg", "label": 1.5}'),
+        ("x.jsonl", b'{"path": "1.jpg", "label": true}'),
+        ("x.jsonl", b'{"path": "1.jpg", "label": [[1]]}'),
+        ("x.jsonl", b'{"path": "1.jpg", "label": -2}'),
+        ("x.jsonl", b'{"path": "\\ud800.jpg", "label": 1}'),
+        ("x.jsonl", b'{"path": "1.jpg", "label": "\\udc00"}'),
+        ("x.jsonl", b"[" * 100_000),
+        ("x.jsonl", b'{"path": 1' + b"0" * 5000 + b"}"),
     ],
 )
-def test_damage_is_told_with_its_line(tmp_path, name, text, message):
-    with pytest.raises(DataError, match=rf"{name}(, |: ).*{message}" if "line" in message else message):
+def test_damage_is_told_with_its_line(tmp_path, name, text):
+    with refusal(DataError, "image-list", f"{name} {text[:60]!r}", {tmp_path: "FOLDER"}):
         listed(write(tmp_path / name, text))
 
 
-def test_a_list_that_is_missing(tmp_path):
+def test_a_list_that_is_missing_or_cut(tmp_path):
     with pytest.raises(DataError, match=r"absent\.csv"):
         listed(tmp_path / "absent.csv")
+    cut = gzip.compress(HEAD + os.urandom(1000).hex().encode())[:-50]
+    with pytest.raises(DataError, match=r"cut\.csv"):
+        listed(write(tmp_path / "cut.csv", cut))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+from messages import refusal
 from test_tar_sources import write_tar
 
 from data_tools.sources.label_list import labelled, read_label_list
@@ -31,13 +32,13 @@ def test_one_label_a_line(tmp_path):
     labels = read_label_list(path)
     assert [labels.labels_of(f"some/folder/{val(i)}") for i in range(1, 6)] == [(name,) for name in SYNSETS]
     assert labels.labels_of(f"some/folder/{val(1)}") == (SYNSETS[0],)  # again
-    for name, message in (
-        (val(6), "has lines 1 to 5; .* asks for line 6"),
-        (val(0), "asks for line 0"),
-        ("cat.jpg", "whose names end in their number; 'cat.jpg' does not"),
-        ("other/1.jpg", "the second image that one entry fits"),
+    for name in (
+        val(6),
+        val(0),
+        "cat.jpg",
+        "other/1.jpg",
     ):
-        with pytest.raises(DataError, match=f"--labels .*{message}"):
+        with refusal(DataError, "label-list", name, {path: "LABELS"}):
             labels.labels_of(name)
 
 
@@ -104,7 +105,7 @@ def test_the_development_kit(tmp_path):
 
 def test_development_kits_that_are_none(tmp_path):
     path = tmp_path / "ILSVRC2012_devkit_t12.tar.gz"
-    with pytest.raises(DataError, match="'1000'.*ILSVRC2012_ID"):
+    with pytest.raises(DataError, match=r"'1000'.*ILSVRC2012_ID"):
         read_label_list(devkit(path, (490, 1000)))
     with pytest.raises(DataError, match=r"data/meta\.mat"):
         read_label_list(devkit(path, meta=b"MATLAB 5.0 MAT-file" * 20))
@@ -126,26 +127,26 @@ def test_numbers_of_the_development_kit_alone_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "text"),
     [
-        ("a.txt", "", "no labels in it"),
-        ("a.csv", "path,label\n", "no labels in it"),
-        ("a.txt", "a\n\nb\n", "line 2 is empty, later ones are not"),
-        ("a.txt", "-2\n", "line 1: label -2"),
-        ("a.txt", b"\x89PNG\xff", "expected a text in UTF-8"),
-        ("a.csv", "1.jpg,\n", r"line 1: no label \(-1 stands for none\)"),
-        ("a.csv", "1.jpg,a|\n", "line 1: no label"),
-        ("a.csv", "1.jpg\n", "line 1: 1 column; expected 2"),
-        ("a.csv", "label\ncat\n", "line 1: 1 column; expected 2"),
-        ("a.csv", "a.jpg,cat,1\n", "line 1: 3 columns; expected 2.*with a header"),
-        ("a.csv", "path,label,x\n1.jpg,cat,1\n2.jpg,dog\n", "line 3: 2 columns; expected 3"),
-        ("a.csv", "1.jpg,a\n2.jpg,a\n./1.jpg,b\n", "rows 1 and 3 .* are of one image"),
-        ("a.csv", '"' + "x" * 200_000, "expected a text in UTF-8, or a table"),
+        ("a.txt", ""),
+        ("a.csv", "path,label\n"),
+        ("a.txt", "a\n\nb\n"),
+        ("a.txt", "-2\n"),
+        ("a.txt", b"\x89PNG\xff"),
+        ("a.csv", "1.jpg,\n"),
+        ("a.csv", "1.jpg,a|\n"),
+        ("a.csv", "1.jpg\n"),
+        ("a.csv", "label\ncat\n"),
+        ("a.csv", "a.jpg,cat,1\n"),
+        ("a.csv", "path,label,x\n1.jpg,cat,1\n2.jpg,dog\n"),
+        ("a.csv", "1.jpg,a\n2.jpg,a\n./1.jpg,b\n"),
+        ("a.csv", '"' + "x" * 200_000),
     ],
 )
-def test_lists_that_are_not_understood(tmp_path, name, text, message):
+def test_lists_that_are_not_understood(tmp_path, name, text):
     path = written(tmp_path / name, text)
-    with pytest.raises(DataError, match=f"--labels {path}.*{message}"):
+    with refusal(DataError, "label-list", f"{name} {text[:60]!r}", {tmp_path: "FOLDER"}):
         read_label_list(path)
 
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets_on_disk import command, contents, run, run_here
+from messages import refusal
 from s3_server import SECRET, S3Server, serving
 from typer.testing import CliRunner
 
@@ -225,13 +226,13 @@ def test_what_is_not_ours_is_refused_and_left_alone(s3, image_folder, photos):
     with pytest.raises(RecipeError, match=r"'chapter\.tex'"):
         convert(Request(str(image_folder)), "s3://bucket/thesis", ONE)
     assert contents(s3.bucket / "thesis") == {"chapter.tex": b"..."}
-    for out, message in (
-        ("s3://bucket/run[1]", r"without \* \? \["),
-        ("s3://", "with a path"),
-        ("nothing://at/all", "kind of storage"),
-        ("gs://bucket/out", "pip install gcsfs"),
+    for out in (
+        "s3://bucket/run[1]",
+        "s3://",
+        "nothing://at/all",
+        "gs://bucket/out",
     ):
-        with pytest.raises(RecipeError, match=message):
+        with refusal(RecipeError, "convert", out):
             convert(Request(str(image_folder)), out, ONE)
     with pytest.raises(RecipeError, match="inside SRC"):
         convert(Request("s3://bucket/images"), "s3://bucket/images/out", ONE)

@@ -3,6 +3,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from messages import refusal
 
 from data_tools.sources import SourceOptions, open_source
 from data_tools.sources.folder import FolderSource
@@ -59,23 +60,23 @@ def test_patterns(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("src", "message"),
+    "src",
     [
-        ("absent", "absent: no such file or directory"),
-        ("absent-*.tar", "nothing matches"),
-        ("train-{003..001}.tar", "counts down"),
-        ("train-{001..009}.tar", r"train-002\.tar: no such file"),
-        ("images.zip", r"cannot be told from the name images\.zip\. Expected a folder of images, or files ending in"),
-        ("mixed", r"holds parquet and tar files\. Say which are meant with a pattern, such as '.*\*\.tar'"),
-        ("beside", r"holds tar files beside folders"),
-        ("splits", r"several splits: train-00000-of-00001\.parquet, validation-00000-of-00001\.parquet\. "),
-        ("records", r"several splits: train-00000-of-00001, validation-00000-of-00001\. "),
-        ("hub/*/0000.parquet", r"several splits: test/0000\.parquet, train/0000\.parquet"),
-        ("tars/*", r"several splits: imagenet-train-0\.tar, imagenet-val-0\.tar"),
-        ("pipe.tar", "neither a file nor a folder"),
+        "absent",
+        "absent-*.tar",
+        "train-{003..001}.tar",
+        "train-{001..009}.tar",
+        "images.zip",
+        "mixed",
+        "beside",
+        "splits",
+        "records",
+        "hub/*/0000.parquet",
+        "tars/*",
+        "pipe.tar",
     ],
 )
-def test_what_is_not_understood(tmp_path, src, message):
+def test_what_is_not_understood(tmp_path, src):
     touch(tmp_path, "images.zip", "train-001.tar")
     touch(tmp_path / "mixed", "a.tar", "b.parquet")
     touch(tmp_path / "beside", "a.tar", "cat/1.jpg")
@@ -84,7 +85,7 @@ def test_what_is_not_understood(tmp_path, src, message):
     touch(tmp_path / "tars", "imagenet-train-0.tar", "imagenet-val-0.tar")
     os.mkfifo(tmp_path / "pipe.tar")
     touch(tmp_path / "splits", "train-00000-of-00001.parquet", "validation-00000-of-00001.parquet")
-    with pytest.raises(RecipeError, match=message):
+    with refusal(RecipeError, "sources", src, {tmp_path: "FOLDER"}):
         open_source(str(tmp_path / src), None, NONE)
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from messages import refusal
 from test_tar_sources import listed, write_tar
 
 from data_tools.sources.source import SourceOptions
@@ -109,31 +110,31 @@ def test_named_fields(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "options", "message"),
+    ("files", "options"),
     [
-        ({"cls": ""}, {}, r"sample 'x/7': label ''; expected a number, a name"),
-        ({"cls": "-2"}, {}, r"sample 'x/7': label -2"),
-        ({"cls": "a\nb"}, {}, r"sample 'x/7': its label has several lines"),
-        ({"cls": b"\xff"}, {}, r"sample 'x/7': its label is neither a number nor a name"),
-        ({"cls": "[1"}, {}, r"sample 'x/7': its label is neither a number nor a name"),
-        ({"json": "{"}, {}, r"sample 'x/7': its \.json is damaged"),
-        ({"json": "[" * 10**5}, {}, r"sample 'x/7': its \.json is damaged"),
-        ({"json": [1]}, {}, r"expected label or labels or cls or class, seen: no fields, but b'\[1\]'"),
-        ({"json": {"caption": "c", "url": "u"}}, {}, r"seen: fields caption, url\. Say with --label-field"),
-        ({"json": {"label": 1.5}}, {}, r"field 'label': label 1\.5; expected a number"),
-        ({"json": {"label": True}}, {}, r"field 'label': label True"),
-        ({"json": {"label": {"a": 1}}}, {}, r"field 'label': label \{'a': 1\}"),
-        ({"json": {"label": [0, 0, 1]}}, {}, r"labels 0, 0, 1; expected each once"),
-        ({"json": {"label": [-1, 1]}}, {}, r"label -1; expected a number"),
-        ({"json": {"label": 1}}, {"label_field": "fine"}, r"expected fine, seen: fields label"),
-        ({"txt": "caption"}, {"label_field": "fine"}, r"image without a label; seen: jpg, txt\. Expected \.fine or"),
-        ({"cls": "7", "seg__png": b"s"}, {}, r"several images, jpg, cls, seg\.png\. Say with --image-field"),
-        ({"cls": "7"}, {"image_field": "png"}, r"no file of --image-field png; seen: jpg, cls"),
+        ({"cls": ""}, {}),
+        ({"cls": "-2"}, {}),
+        ({"cls": "a\nb"}, {}),
+        ({"cls": b"\xff"}, {}),
+        ({"cls": "[1"}, {}),
+        ({"json": "{"}, {}),
+        ({"json": "[" * 10**5}, {}),
+        ({"json": [1]}, {}),
+        ({"json": {"caption": "c", "url": "u"}}, {}),
+        ({"json": {"label": 1.5}}, {}),
+        ({"json": {"label": True}}, {}),
+        ({"json": {"label": {"a": 1}}}, {}),
+        ({"json": {"label": [0, 0, 1]}}, {}),
+        ({"json": {"label": [-1, 1]}}, {}),
+        ({"json": {"label": 1}}, {"label_field": "fine"}),
+        ({"txt": "caption"}, {"label_field": "fine"}),
+        ({"cls": "7", "seg__png": b"s"}, {}),
+        ({"cls": "7"}, {"image_field": "png"}),
     ],
 )
-def test_samples_that_are_not_understood(tmp_path, files, options, message):
+def test_samples_that_are_not_understood(tmp_path, files, options):
     path = shard(tmp_path / "s-0.tar", jpg=b"image", **files)
-    with pytest.raises(DataError, match=message) as caught:
+    with refusal(DataError, "webdataset", f"{str(files)[:60]} {options}", {path: "SHARD"}) as caught:
         listed(path, **options)
     assert str(caught.value).startswith(f"{path}: sample")
 
@@ -161,7 +162,7 @@ def test_files_of_a_sample_that_do_not_follow_each_other(tmp_path):
     path = write_tar(tmp_path / "a.tar", ("1.jpg", b"x"), ("2.jpg", b"x"), ("1.cls", b"1"), ("2.cls", b"2"))
     with pytest.raises(DataError, match=r"sample '1'.*\bjpg\b"):
         listed(path)
-    with pytest.raises(DataError, match="sample '1'.*'jpg'"):
+    with pytest.raises(DataError, match=r"sample '1'.*'jpg'"):
         listed(write_tar(path, ("1.jpg", b"x"), ("1.cls", b"1"), ("1.JPG", b"y")))
 
 

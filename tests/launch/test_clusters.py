@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from messages import refusal
 from small_ranks import is_alive, started, wait_until
 
 import vitscale
@@ -39,24 +40,24 @@ def test_a_hostfile_is_deepspeed_s(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ("a slots=1\nb slots\n", "line 2: 'b slots' is not of the form"),
-        ("a 8\n", "line 1: 'a 8' is not"),
-        ("a slots=8 extra\n", "line 1: .* is not of the form"),
-        ("-oProxyCommand=x slots=8\n", "line 1"),
-        ("me@a slots=8\n", "line 1"),
-        ("a slots=1\n\nb slots=0\n", "line 3: b has no slots"),
-        ("a slots=1\nb slots=1\na slots=2\n", "line 3: a .* line 1"),
-        ("a slots=1\nlocalhost slots=1\n", "line 2: localhost"),
-        ("127.0.0.1 slots=1\nb slots=1\n", "line 1: 127.0.0.1"),
-        ("# nobody\n", "no hosts"),
-        ("\udcff", "is not text"),
+        "a slots=1\nb slots\n",
+        "a 8\n",
+        "a slots=8 extra\n",
+        "-oProxyCommand=x slots=8\n",
+        "me@a slots=8\n",
+        "a slots=1\n\nb slots=0\n",
+        "a slots=1\nb slots=1\na slots=2\n",
+        "a slots=1\nlocalhost slots=1\n",
+        "127.0.0.1 slots=1\nb slots=1\n",
+        "# nobody\n",
+        "\udcff",
     ],
 )
-def test_a_line_that_is_wrong_is_told_with_its_number(tmp_path, text, message):
+def test_a_line_that_is_wrong_is_told_with_its_number(tmp_path, text):
     (tmp_path / "hosts").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(RecipeError, match=message):
+    with refusal(RecipeError, "launch", repr(text), {tmp_path: "FOLDER"}):
         read_hostfile(tmp_path / "hosts")
 
 
@@ -95,18 +96,18 @@ def test_hostfile_shows_the_ssh_and_the_command_of_every_host(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("text", "job", "message"),
+    ("text", "job"),
     [
-        ("a slots=8\n", {"nodes": 2}, r"--nodes 2: .* has 1 host"),
-        ("a slots=8\nb slots=4\n", {"ranks": 8}, "--ranks 8: b has fewer slots"),
-        ("a slots=8\nb slots=4\n", {}, "12 ranks do not divide batch.global 4,096"),
-        ("a slots=8\n", {"node_rank": 0}, "--node-rank"),
-        ("a slots=8\n", {"options": {"shh": "x"}}, "did you mean 'ssh'"),
+        ("a slots=8\n", {"nodes": 2}),
+        ("a slots=8\nb slots=4\n", {"ranks": 8}),
+        ("a slots=8\nb slots=4\n", {}),
+        ("a slots=8\n", {"node_rank": 0}),
+        ("a slots=8\n", {"options": {"shh": "x"}}),
     ],
 )
-def test_a_job_that_does_not_fit_its_hosts_is_refused(tmp_path, text, job, message):
+def test_a_job_that_does_not_fit_its_hosts_is_refused(tmp_path, text, job):
     path = str(hostfile(tmp_path, text))
-    with pytest.raises(RecipeError, match=message):
+    with refusal(RecipeError, "launch", f"{text!r} {job}", {tmp_path: "FOLDER"}):
         render("hostfile", **{**job, "options": {"hostfile": path, **job.get("options", {})}})
 
 
@@ -161,14 +162,14 @@ def test_the_far_end_kills_what_it_runs_when_the_connection_ends(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cluster", "options", "run_dir", "words"),
+    ("cluster", "options", "run_dir"),
     [
-        ("slurm", {"python": 'apptainer exec "a b'}, "run", "No closing quotation"),
-        ("slurm", {"srun": "--x='"}, "run", "No closing quotation"),
-        ("slurm", {}, "a\nrm -rf b", "cannot be printed"),
+        ("slurm", {"python": 'apptainer exec "a b'}, "run"),
+        ("slurm", {"srun": "--x='"}, "run"),
+        ("slurm", {}, "a\nrm -rf b"),
     ],
 )
-def test_what_would_be_other_words_or_lines_is_refused(cluster, options, run_dir, words):
+def test_what_would_be_other_words_or_lines_is_refused(cluster, options, run_dir):
     what = Pretraining("h14_jft", ranks=1, run_dir=Path(run_dir), smoke=True)
-    with pytest.raises(RecipeError, match=words):
+    with refusal(RecipeError, "launch", f"{cluster} {options} {run_dir!r}", {Path.cwd(): "HERE"}):
         find_cluster(cluster).render(Job(what, options=options))

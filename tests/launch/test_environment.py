@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from messages import refusal
 
 from vitscale.errors import RecipeError
 from vitscale.launch import ThisNode, find_place, read_environment
@@ -103,23 +104,23 @@ def test_a_half_set_environment_names_what_is_missing(environment, variables, mi
 
 
 @pytest.mark.parametrize(
-    ("variables", "message"),
+    "variables",
     [
-        (TORCH | {"RANK": "one"}, "'RANK': 'one'"),
-        (STEP | {"SLURM_PROCID": "x"}, "'RANK': 'x'"),
-        (TORCH | {"RANK": "4"}, "impossible"),
-        (TORCH | {"WORLD_SIZE": "0"}, "impossible"),
-        (TORCH | {"MASTER_PORT": "99999"}, "impossible"),
-        (TORCH | {"LOCAL_RANK": "-1"}, "impossible"),
-        (TORCH | {"LOCAL_WORLD_SIZE": "1"}, "impossible"),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, "mpirun -x MASTER_ADDR"),
-        ({"PMIX_RANK": "0"}, "how many ranks"),
-        (without(STEP, "SLURM_STEP_ID"), "without srun"),
+        TORCH | {"RANK": "one"},
+        STEP | {"SLURM_PROCID": "x"},
+        TORCH | {"RANK": "4"},
+        TORCH | {"WORLD_SIZE": "0"},
+        TORCH | {"MASTER_PORT": "99999"},
+        TORCH | {"LOCAL_RANK": "-1"},
+        TORCH | {"LOCAL_WORLD_SIZE": "1"},
+        OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"},
+        {"PMIX_RANK": "0"},
+        without(STEP, "SLURM_STEP_ID"),
     ],
 )
-def test_what_cannot_be_or_would_leave_others_out_is_refused(environment, variables, message):
+def test_what_cannot_be_or_would_leave_others_out_is_refused(environment, variables):
     environment(variables)
-    with pytest.raises(RecipeError, match=message):
+    with refusal(RecipeError, "launch", str(variables)):
         read_environment()
 
 
@@ -166,22 +167,22 @@ def test_the_place_of_a_launch(environment, variables, given, expected):
 
 
 @pytest.mark.parametrize(
-    ("variables", "given", "message"),
+    ("variables", "given"),
     [
-        ({}, (2, None, None), "--nodes without --node-rank, --master"),
-        ({}, (None, 1, "a"), "--node-rank, --master without --nodes"),
-        ({}, (2, 2, "a"), "--node-rank 2: "),
-        ({}, (2, 0, "a:b"), "expected HOST"),
-        ({}, (2, 0, "a:99999"), "expected HOST"),
-        (without(LAUNCH_STEP, "SLURM_NODEID"), (None, None, None), "without SLURM_NODEID"),
-        (without(LAUNCH_STEP, "SLURM_STEP_NODELIST"), (None, None, None), "without SLURM_STEP_NODELIST"),
-        (STEP, (None, None, None), "3 tasks on 2 node.*--ntasks-per-node=1"),
-        (without(LAUNCH_STEP, "SLURM_STEP_ID"), (None, None, None), "2 nodes.*srun"),
+        ({}, (2, None, None)),
+        ({}, (None, 1, "a")),
+        ({}, (2, 2, "a")),
+        ({}, (2, 0, "a:b")),
+        ({}, (2, 0, "a:99999")),
+        (without(LAUNCH_STEP, "SLURM_NODEID"), (None, None, None)),
+        (without(LAUNCH_STEP, "SLURM_STEP_NODELIST"), (None, None, None)),
+        (STEP, (None, None, None)),
+        (without(LAUNCH_STEP, "SLURM_STEP_ID"), (None, None, None)),
     ],
 )
-def test_a_place_that_is_not_clear_is_refused(environment, variables, given, message):
+def test_a_place_that_is_not_clear_is_refused(environment, variables, given):
     environment(variables)
-    with pytest.raises(RecipeError, match=message):
+    with refusal(RecipeError, "launch", f"{variables} {given}"):
         find_place(*given, wait_s=60)
 
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from messages import refusal
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
@@ -158,17 +159,17 @@ def test_every_rank_has_room_for_the_whole_teacher():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    "changes",
     [
-        ({"model": OURS}, "objective.kind: distillation needs a model with a distillation token"),
-        ({"model": OURS | {"distilled": True, "head": "pretrain"}}, "needs head: linear"),
-        ({"model": OURS | {"distilled": True, "pool": "mean"}}, "needs pool: cls"),
-        ({"model": OURS | {"distilled": True, "registers": 2}}, "needs registers: 0"),
-        ({"teacher": {"from": "s3://bucket/weights.npz"}}, "expected a path"),
-        ({"teacher": {"step": 3}}, "there is no from"),
-        ({"teacher": {"model": TEACHER | {"patch_size": 64}}}, "objective.teacher.model and data.image_size 32"),
+        {"model": OURS},
+        {"model": OURS | {"distilled": True, "head": "pretrain"}},
+        {"model": OURS | {"distilled": True, "pool": "mean"}},
+        {"model": OURS | {"distilled": True, "registers": 2}},
+        {"teacher": {"from": "s3://bucket/weights.npz"}},
+        {"teacher": {"step": 3}},
+        {"teacher": {"model": TEACHER | {"patch_size": 64}}},
     ],
 )
-def test_what_does_not_go_together(changes, words):
-    with pytest.raises(RecipeError, match=words):
+def test_what_does_not_go_together(changes):
+    with refusal(RecipeError, "objectives", str(changes)):
         make_recipe(**changes)

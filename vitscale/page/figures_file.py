@@ -12,6 +12,7 @@ import pydantic
 
 from vitscale.errors import DataError, RecipeError
 from vitscale.page.drawing import Drawing
+from vitscale.wording import describe_mistake
 
 FIGURES_FILE = "figures.json"
 _VERSION = 1
@@ -93,9 +94,7 @@ def read_figures(folder: Path) -> Figures:
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except pydantic.ValidationError as error:
-        problem = error.errors()[0]
-        what = [".".join(map(str, problem["loc"])), problem["msg"]]  # for what is no JSON there is no location
-        raise DataError(f"{path}: damaged: {': '.join(filter(None, what))}") from None
+        raise DataError(f"{path}: damaged: {describe_mistake(error.errors()[0])}") from None
     except (ValueError, ElementTree.ParseError) as error:
         raise DataError(f"{path}: damaged: {error}") from None
     return found

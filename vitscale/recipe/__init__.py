@@ -27,7 +27,6 @@ from vitscale.recipe.objectives import Classification, Mixing, Objective
 from vitscale.recipe.optimizers import SGD, Adafactor, AdamW, Kept, Lamb, Muon, Optimizer, group_of, is_frozen
 from vitscale.recipe.reading import (
     apply_setting,
-    describe_expected,
     find_recipe,
     list_recipes,
     load_recipe,
@@ -86,7 +85,6 @@ __all__ = [
     "ThreeAugment",
     "apply_setting",
     "changes",
-    "describe_expected",
     "differences",
     "explain_fields",
     "find_dataset",

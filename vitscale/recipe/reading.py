@@ -21,6 +21,7 @@ from vitscale.recipe.fields import blocks, keys, keys_in, nearest, without_indic
 from vitscale.recipe.objectives import DEFAULT_KIND
 from vitscale.recipe.schema import Recipe
 from vitscale.recipe.strict_yaml import parse_yaml
+from vitscale.wording import describe_expected
 
 _Block = TypeVar("_Block")
 _MODEL: TypeAdapter[Model] = TypeAdapter(ModelBlock)
@@ -280,32 +281,6 @@ def _line(details: Any, inside: str) -> str:
         valid = ", ".join(keys_in(inside + key))
         return f"{key}: {value!r}: expected a block of keys{valid and f': {valid}'}"
     return f"{key}: {value!r}: {describe_expected(details)}"
-
-
-def describe_expected(details: Any) -> str:
-    """What pydantic expected instead of a value, in words."""
-    expected = _EXPECTED.get(details["type"])
-    message = details["msg"] if expected is None else f"expected {expected.format(**details.get('ctx', {}))}"
-    return f"{message[0].lower()}{message[1:]}"
-
-
-# Pydantic's type of a mistake -> what was expected instead.
-_EXPECTED = {
-    "bool_type": "true or false",
-    "finite_number": "a finite number",
-    "float_type": "a number",
-    "greater_than": "a number above {gt:.16g}",
-    "greater_than_equal": "a number from {ge:.16g}",
-    "int_from_float": "an integer",
-    "int_type": "an integer",
-    "less_than": "a number below {lt:.16g}",
-    "less_than_equal": "a number up to {le:.16g}",
-    "list_type": "a list",
-    "string_too_short": "some text",
-    "string_type": "text",
-    "too_long": "at most {max_length} items",
-    "too_short": "at least {min_length} items",
-}
 
 
 def _any_of(words: Sequence[str]) -> str:

@@ -21,6 +21,7 @@ from vitscale.recipe import Recipe
 from vitscale.runs.names import INDEX_FILE, step_folder
 from vitscale.runs.reading import count
 from vitscale.storage import is_url
+from vitscale.wording import describe_mistake
 
 SCHEMA_VERSION = 3
 MASTER = "master"
@@ -150,9 +151,7 @@ def parse_index(text: bytes, where: str, step: int | None = None) -> CheckpointI
     try:
         index = _INDEX.validate_json(json.dumps(content), strict=True)
     except pydantic.ValidationError as error:
-        problem = error.errors()[0]
-        key, what = ".".join(map(str, problem["loc"])), problem["msg"].removeprefix("Value error, ")
-        raise CheckpointError(f"{where}: {key}: {what}" if key else f"{where}: {what}") from None
+        raise CheckpointError(f"{where}: {describe_mistake(error.errors()[0])}") from None
     if step is not None and index.step != step:
         raise CheckpointError(f"{where}: it is the index of step {index.step}, in the folder {step_folder(step)}")
     return index

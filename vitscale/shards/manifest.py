@@ -28,6 +28,7 @@ from vitscale.errors import DataError
 from vitscale.files.digests import file_digests
 from vitscale.files.durable import durable_file
 from vitscale.storage import base_name, is_url, join, read_bytes
+from vitscale.wording import describe_mistake
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSIONS = (1, 2)  # 2: with adopted shards
@@ -342,10 +343,6 @@ def _what_is_wrong(content: bytes, error: ValidationError) -> str:
 
 def _readable(error: ValidationError) -> str:
     """pydantic's errors in one line: the first five, which are enough to see what is wrong."""
-    problems = []
-    for problem in error.errors(include_url=False)[:5]:
-        where = ".".join(str(part) for part in problem["loc"])
-        what = "unknown key" if problem["type"] == "extra_forbidden" else problem["msg"].removeprefix("Value error, ")
-        problems.append(f"{where}: {what}" if where else what)
+    problems = [describe_mistake(problem) for problem in error.errors(include_url=False)[:5]]
     more = error.error_count() - len(problems)
     return "; ".join(problems) + (f"; and {more} more" if more else "")

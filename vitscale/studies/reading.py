@@ -8,9 +8,10 @@ import pydantic
 
 from vitscale.block import Block
 from vitscale.errors import RecipeError
-from vitscale.recipe import describe_expected, recipe_title, recipes_dir
+from vitscale.recipe import recipe_title, recipes_dir
 from vitscale.recipe.strict_yaml import parse_yaml
 from vitscale.studies.schema import DataSet, Part, Refit, Selection, Study
+from vitscale.wording import describe_expected
 
 # Keys that lead to a block, * for any name -> the block.
 _BLOCKS: dict[tuple[str, ...], type[Block]] = {

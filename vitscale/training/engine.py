@@ -25,6 +25,7 @@ from vitscale.training.lean_deepspeed import deepspeed
 from vitscale.training.parameter_groups import BASE_DECAY, LR_FACTOR, freeze, parameter_groups
 from vitscale.training.schedule import Rates
 from vitscale.training.whole_tensors import WholeTensorOptimizer
+from vitscale.wording import describe_mistake
 
 # The keys that a `deepspeed:` block may have: DeepSpeed itself silently accepts any unknown top-level key.
 _TOP_LEVEL_KEYS = (
@@ -183,7 +184,8 @@ def _check_blocks(config: dict[str, Any]) -> None:
         except pydantic.ValidationError as error:
             details = error.errors()[0]
             key = ".".join(map(str, ("deepspeed", block, *details["loc"])))
-            raise RecipeError(f"{key}: {details['input']!r}: {details['msg']}") from None
+            what = describe_mistake({**details, "loc": ()})
+            raise RecipeError(f"{key}: {details['input']!r}: {what}") from None
 
 
 def build_optimizer(recipe: Recipe, objective: Objective, bucket: int | None = None) -> torch.optim.Optimizer:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from messages import refusal
 from planted_copies import OWN, PLANTED, URL
 
 from data_tools.dedup.finding import find
@@ -175,14 +176,14 @@ def test_mistakes_are_said_and_leave_nothing(planted, tmp_path):
     fish, dataset = str(planted.indexes["fish"]), str(planted.dataset)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("x")
-    for arguments, kind, words in (
-        ((str(tmp_path / "no"), [fish], "out"), DataError, "no such file or directory"),
-        ((dataset, [str(tmp_path / "full")], "out"), DataError, "`vitscale dedup index` makes one"),
-        ((dataset, [fish, fish], "out"), RecipeError, "test set fish is in several indexes"),
-        ((dataset, [fish], "full"), RecipeError, "already exists"),
-        ((dataset, [fish], "full/mine.txt/out"), RecipeError, "cannot be written"),
+    for arguments, kind in (
+        ((str(tmp_path / "no"), [fish], "out"), DataError),
+        ((dataset, [str(tmp_path / "full")], "out"), DataError),
+        ((dataset, [fish, fish], "out"), RecipeError),
+        ((dataset, [fish], "full"), RecipeError),
+        ((dataset, [fish], "full/mine.txt/out"), RecipeError),
     ):
-        with pytest.raises(kind, match=words):
+        with refusal(kind, "dedup", f"find {arguments}", {tmp_path: "FOLDER", fish: "FISH", dataset: "DATASET"}):
             find(arguments[0], arguments[1], str(tmp_path / arguments[2]), run_inline)
     with pytest.raises(RecipeError, match="this machine's disk"):
         find(dataset, [fish], "s3://bucket/found", run_inline)

@@ -1,10 +1,10 @@
 """DINOv2 with registers and DINOv3 of transformers: the same tokens from the same weights, in and out, key by key."""
 
 import json
-import re
 
 import pytest
 import torch
+from messages import refusal
 from models.small_models import images
 from models.weights.exported import described, differing, finished_run, valued, write
 from safetensors.torch import load_file
@@ -135,23 +135,23 @@ def test_a_bare_state_dict_of_theirs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("case", "changes", "words"),
+    ("case", "changes"),
     [
-        ("v3", {"rope_theta": 50.0}, "rope_theta is 50.0, the model's is 100.0"),
-        ("v3", {"layer_norm_eps": 1e-6}, "layer_norm_eps is 1e-06, the model's is 1e-05"),
-        ("v3", {"hidden_act": "relu"}, "hidden_act is 'relu', the model's is 'gelu'"),
-        ("v3", {"num_register_tokens": None}, "num_register_tokens is 0, the model's is 3"),
-        ("v2", {"num_attention_heads": 6}, "num_attention_heads is 6, the model's is 3"),
-        ("v2", {"model_type": "dinov3_vit"}, "model_type is 'dinov3_vit', the model's is 'dinov2_with_registers'"),
-        ("v2", {"model_type": "dinov2"}, "expected a Vision Transformer's model_type"),
+        ("v3", {"rope_theta": 50.0}),
+        ("v3", {"layer_norm_eps": 1e-6}),
+        ("v3", {"hidden_act": "relu"}),
+        ("v3", {"num_register_tokens": None}),
+        ("v2", {"num_attention_heads": 6}),
+        ("v2", {"model_type": "dinov3_vit"}),
+        ("v2", {"model_type": "dinov2"}),
     ],
 )
-def test_a_config_of_another_model(case, changes, words, tmp_path):
+def test_a_config_of_another_model(case, changes, tmp_path):
     description, model = ours_of(case)
     folder = write(model, description, "hf", tmp_path, drop_head=True)
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-    with pytest.raises(CheckpointError, match=re.escape(words)):
+    with refusal(CheckpointError, "weights", f"{case} {changes}", {tmp_path: "FOLDER"}):
         load_weights(model, open_weights(folder), drop=HEAD)
 
 

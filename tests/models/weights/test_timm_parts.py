@@ -2,10 +2,10 @@
 logits, in and out."""
 
 import json
-import re
 
 import pytest
 import torch
+from messages import refusal
 from models.small_models import images
 from models.weights.exported import described, differing, valued, write
 from safetensors.torch import load_file, save_file
@@ -113,18 +113,18 @@ def test_another_form_of_gelu_is_told(tmp_path):
 
 
 def test_what_timm_does_not_have(tmp_path):
-    for keys, words in (
-        ({"registers": 2}, "registers"),
-        ({"qkv_bias": "no_key"}, "qkv_bias"),
-        ({"norm_eps": 1e-5}, "norm_eps"),
-        ({"pool": "map", "mlp": "swiglu"}, "mlp"),
-        ({"pool": "map", "sub_norm": "mlp"}, "sub_norm"),
-        ({"position": {"kind": "rope"}}, "rotations"),
-        ({"position": {"kind": "1d_rope"}}, "rotations of EVA-02 alone, with other mlp, qkv_bias"),
-        (EVA | {"pool": "map"}, "rotations of EVA-02 alone, with other pool: map"),
+    for keys in (
+        {"registers": 2},
+        {"qkv_bias": "no_key"},
+        {"norm_eps": 1e-5},
+        {"pool": "map", "mlp": "swiglu"},
+        {"pool": "map", "sub_norm": "mlp"},
+        {"position": {"kind": "rope"}},
+        {"position": {"kind": "1d_rope"}},
+        EVA | {"pool": "map"},
     ):
         description = described(OURS | keys, SIZE)
-        with pytest.raises(RecipeError, match=f"timm holds.* {words}"):
+        with refusal(RecipeError, "weights", f"timm {keys}"):
             write(valued(description), description, "timm", tmp_path)
 
 
@@ -162,14 +162,14 @@ def test_the_shapes_of_eva_02_are_timm_s(name, theirs):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    "changes",
     [
-        ({"num_heads": 6}, "num_heads is 6, the model's is 3"),
-        ({"rope_temperature": 100.0}, "rope_temperature is 100.0, the model's is 10000.0"),
-        ({"ref_feat_shape": [24, 24]}, "ref_feat_shape is [24, 24], the model's is [16, 16]"),
+        {"num_heads": 6},
+        {"rope_temperature": 100.0},
+        {"ref_feat_shape": [24, 24]},
     ],
 )
-def test_a_folder_of_another_eva_02(changes, words, tmp_path):
+def test_a_folder_of_another_eva_02(changes, tmp_path):
     description = described(OURS | CASES["eva02_base_patch14_224"][0], SIZE)
     model = valued(description)
     values = {key: parameter.detach() for key, parameter in model.named_parameters()}
@@ -177,7 +177,7 @@ def test_a_folder_of_another_eva_02(changes, words, tmp_path):
     config = json.loads((tmp_path / "folder" / "config.json").read_text())
     config["model_args"] |= changes
     (tmp_path / "folder" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=re.escape(words)):
+    with refusal(CheckpointError, "weights", f"EVA-02 {changes}", {tmp_path: "FOLDER"}):
         load_weights(model, open_weights(tmp_path / "folder"))
 
 

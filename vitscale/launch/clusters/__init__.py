@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from vitscale.errors import RecipeError
 from vitscale.launch.nodes import DEFAULT_PORT
 from vitscale.launch.pretraining import Pretraining
+from vitscale.wording import describe_mistake
 
 CLUSTERS = {"local": "local", "hostfile": "hostfile", "slurm": "slurm", "k8s": "kubernetes"}
 """Name on the command line -> module of this package."""
@@ -66,7 +67,8 @@ def read_options(job: Job, kind: type[_Options]) -> _Options:
     except ValidationError as error:
         first: Any = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
-        raise RecipeError(f"--cluster-option {name}={job.options.get(name, '')}: {first['msg']}") from None
+        what = describe_mistake(first | {"loc": ()})
+        raise RecipeError(f"--cluster-option {name}={job.options.get(name, '')}: {what}") from None
 
 
 def read_pairs(option: str, given: Sequence[str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from vitscale.models.model import Model
 from vitscale.models.weights.source import Source
 from vitscale.models.weights.table import table
 from vitscale.recipe import EvalCrop, Normalise, validate_model
+from vitscale.wording import describe_mistake
 
 METADATA_KEY = "vitscale"
 _VERSION = 1
@@ -148,8 +149,7 @@ def own_description(source: Source) -> Description | None:
             raise ValueError(f"{len(own.class_names)} names of {own.num_classes} classes")
         validate_model(own.model, own.image_size, "its model")
     except pydantic.ValidationError as error:
-        problem = error.errors()[0]
-        reason = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+        reason = describe_mistake(error.errors()[0])
     except (ValueError, KeyError, TypeError, RecursionError, RecipeError) as error:
         reason = str(error) if isinstance(error, RecipeError) else repr(error)
     else:
