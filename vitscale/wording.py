@@ -51,6 +51,8 @@ def describe_expected(details: Any) -> str:
 # Pydantic's type of a mistake -> what was expected instead.
 _EXPECTED = {
     "bool_type": "true or false",
+    "dataclass_type": "a mapping",
+    "dict_type": "a mapping",
     "finite_number": "a finite number",
     "float_type": "a number",
     "greater_than": "a number above {gt:.16g}",
@@ -60,8 +62,11 @@ _EXPECTED = {
     "less_than": "a number below {lt:.16g}",
     "less_than_equal": "a number up to {le:.16g}",
     "list_type": "a list",
+    "model_type": "a mapping",
+    "string_pattern_mismatch": "text of the form {pattern}",
     "string_too_short": "some text",
     "string_type": "text",
     "too_long": "at most {max_length} items",
     "too_short": "at least {min_length} items",
+    "tuple_type": "a list",
 }

@@ -22,6 +22,7 @@ from vitscale.shards.opening import local_copy
 from vitscale.shards.provenance import read_table
 
 _OPTION = "dedup_against"  # the manifest's option, which conversion writes, too
+_AGAIN = "Run `vitscale dedup find` again"
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,13 @@ def _described(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from error
     except (ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{path}: damaged ({error!r}). Run `vitscale dedup find` again") from error
+        raise DataError(f"{path}: damaged ({error!r}). {_AGAIN}") from error
     if version != VERSION:
-        raise DataError(f"{path}: version {version!r}; this version of vitscale reads {VERSION}. Find anew")
+        raise DataError(
+            f"{path}: version {version!r}; this version of vitscale reads {VERSION}. Run `vitscale dedup find` again"
+        )
     if found != expected:
-        raise DataError(f"{decisions}: damaged: sha256 {found}; {FOUND_NAME} says {expected}. Find anew")
+        raise DataError(
+            f"{decisions}: damaged: sha256 {found}; {FOUND_NAME} says {expected}. Run `vitscale dedup find` again"
+        )
     return described

@@ -70,7 +70,7 @@ class LabelList:
                 first, second = (int(order[twice[0] + i]) + 1 for i in (0, 1))
                 raise DataError(
                     f"--labels {where}: rows {first:,} and {second:,} (without the header) are of one image. Expected "
-                    "one row an image, several labels with | between them"
+                    "one row per image, several labels with | between them"
                 )
 
     def labels_of(self, path: str) -> tuple[str, ...] | None:

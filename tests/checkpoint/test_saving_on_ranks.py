@@ -93,7 +93,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_all(ranks, tmp_path):
     ranks.do(save_in_background, tmp_path, [1])
     for outcomes in ranks.do(save_where_files_of_rank_1_end, tmp_path, 2)[:2]:
         [(step, error)] = outcomes
-        assert step == 2 and "rank 1: OSError" in error and "earlier checkpoints are untouched" in error
+        assert step == 2 and "rank 1: OSError" in error
     assert names(tmp_path) == only([1]) and ranks.do(newest, tmp_path, 3)[0] == (1, True, [])
     assert ranks.do(save_in_background, tmp_path, [3])[:2] == [[(3, None)]] * 2
     assert ranks.do(newest, tmp_path, 2)[:2] == [(3, True, [])] * 2

@@ -583,7 +583,7 @@ def test_several_runs_one_of_them_missing(run_dir):
     other = run_dir.parent / "other"
     shutil.copytree(run_dir, other)
     result = CliRunner().invoke(app, ["status", str(run_dir), "/no/such", str(other), "--price", "1"])
-    assert result.exit_code == 2 and "/no/such is not a run directory" in result.stderr
+    assert result.exit_code == 2 and "/no/such" in result.stderr
     rows = [line.split() for line in result.stdout.splitlines()]
     assert [row[0] for row in rows if "2,048.0" in row] == [str(run_dir), str(other)]
 

@@ -136,7 +136,7 @@ def test_deepspeed_s_own_launcher(quiet, undisturbed, stage):
 def test_deepspeed_without_its_hostfile_does_not_train_on_one_host(quiet):
     script = [PRETRAIN, "--recipe", "recipe.yaml", *quiet.run_of("alone")]
     code, shown = quiet.finish("deepspeed", "--num_accelerators", "1", "--hostfile", "hots", *script)
-    assert code == 2 and "--hostfile hots, which is not a file" in shown
+    assert code == 2 and "--hostfile hots" in shown
     assert not (quiet.folder / "alone").exists()
 
 
@@ -193,7 +193,7 @@ def test_hosts_that_cannot_take_part_are_named_before_anything_starts(quiet):
     (quiet.folder / "more-hosts").write_text("vnode1 slots=1\nvnode2 slots=1\nvnode3 slots=2\n")
     command = [*LAUNCH, "recipe.yaml", "--hostfile", "more-hosts", *quiet.run_of("never")]
     code, shown = quiet.finish(*command)
-    assert code == 2 and "vnode3: does not answer (ssh: Could not resolve hostname" in shown
+    assert code == 2 and "vnode3:" in shown and "ssh: Could not resolve hostname" in shown
     assert "vnode2: " not in shown
     assert list((quiet.folder / "never").iterdir()) == []
 

@@ -35,7 +35,7 @@ def test_command_reports_rejects(tmp_path, photos):
         path.write_bytes(photos[i] if i else b"[red]no image[/red]")
     done = run_here(tmp_path / "images", tmp_path / "out", "--workers", 1)
     assert done.exit_code == 3
-    assert "1 of 10 images (10.00%)" in done.stderr and "'cat/0.jpg': not an image" in done.stderr
+    assert "1 of 10" in done.stderr and "'cat/0.jpg'" in done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "out" / "manifest.json").exists()
     done = run_here(tmp_path / "images", tmp_path / "out", "--workers", 1, "--max-reject-rate", 0.1)
     assert done.exit_code == 0 and Manifest.load(tmp_path / "out").num_rejected == 1
@@ -140,7 +140,7 @@ def test_unlabelled_pictures(tmp_path, photos):
     for i, photo in enumerate(photos):
         (tmp_path / "images" / f"{i}.jpg").write_bytes(photo)
     done = run_here(tmp_path / "images", tmp_path / "out")
-    assert done.exit_code == 3 and "outside of class folders" in done.stderr and "--unlabelled" in done.stderr
+    assert done.exit_code == 3 and "--unlabelled" in done.stderr
     done = run_here(tmp_path / "images", tmp_path / "out", "--unlabelled", "--workers", 1)
     assert done.exit_code == 0, done.stderr
     assert Manifest.load(tmp_path / "out").class_names == ()

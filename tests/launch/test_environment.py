@@ -203,7 +203,7 @@ def test_a_hostfile_that_deepspeed_did_not_find_is_refused(environment, tmp_path
     root = Path(__file__).parents[2]
     options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(root)}, "capture_output": True, "text": True}
     refused = subprocess.run(command, **options)
-    assert refused.returncode == 1 and "--hostfile hosts, which is not a file" in refused.stderr
+    assert refused.returncode == 1 and "--hostfile hosts" in refused.stderr
     (tmp_path / "hosts").touch()
     accepted = subprocess.run(command, **options)
     assert accepted.stdout == "(0, 1, 0, 1)\n", accepted.stderr

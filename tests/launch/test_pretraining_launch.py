@@ -131,7 +131,7 @@ def test_the_default_run_directory(tmp_path):
 def test_mistakes_in_the_recipe_are_told_before_anything_starts(tmp_path):
     command = [*VITSCALE, "launch", "h14_jft", "--set", "optimizer.lrr=1"]
     outcome = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
-    assert outcome.returncode == 2 and "did you mean 'optimizer.lr'" in outcome.stderr
+    assert outcome.returncode == 2 and "'optimizer.lr'" in outcome.stderr
     assert list(tmp_path.iterdir()) == []
 
 

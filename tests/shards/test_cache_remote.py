@@ -103,7 +103,7 @@ def test_a_server_that_stays_in_trouble_is_a_storage_error(s3, proxy, tmp_path, 
         proxy.rate = 50_000
     with pytest.raises(StorageError, match="s3://bucket/trouble: does not answer") as caught:
         ShardCache(tmp_path, GENEROUS).pin(url, entry)
-    assert caught.value.exit_code == 75 and "Repeat the command" in str(caught.value)
+    assert caught.value.exit_code == 75
     assert names(tmp_path) == set()
 
 

@@ -207,7 +207,7 @@ def test_the_choice_is_made_without_the_test_split_and_a_failed_entry_stops_only
     by_name = {entry["name"]: entry for entry in results(tmp_path)["entries"]}
     assert by_name[REFITS[0]]["exit_code"] == 3 and "colours/test" in by_name[REFITS[0]]["why"]
     assert REFITS[0] in by_name["b"]["why"]
-    assert all(f"{name} has failed (3)" in result.stderr for name in REFITS)
+    assert all(name in result.stderr for name in REFITS)
 
     # Mended, the repetition does what was left.
     finished = files(tmp_path / "out" / CANDIDATES[0])

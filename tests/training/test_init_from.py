@@ -340,7 +340,7 @@ def test_another_model(data, tmp_path, models, source):
 def test_positions_that_are_to_be_kept(data, models):
     larger = {"data": {**BASE["data"], "image_size": LARGE}}
     message = refused(data, CheckpointError, begins(models["npz"][1], positions="keep") | larger)
-    assert "posembed_input/pos_embedding has shape (1, 17, 32), the model's is (1, 37, 32)" in message
+    assert all(part in message for part in ("posembed_input/pos_embedding", "(1, 17, 32)", "(1, 37, 32)"))
     check_initial_weights(make_recipe(data, **begins(models["npz"][1]) | larger), NAMES, data / "none")
 
 

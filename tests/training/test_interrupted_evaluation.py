@@ -73,7 +73,7 @@ def test_an_evaluation_that_was_cut_short_is_made_up_for(root, run, step, how):
     error = error_of(root, name)
     if how == "signal":
         assert error["kind"] == "PreemptedError" and error["code"] == 85
-        assert f"saved at step {step}" in error["message"] and error["saved"][-1] == step
+        assert f"step {step}" in error["message"] and error["saved"][-1] == step
     else:
         assert error["message"] == "the evaluation is cut short"
     assert evaluations(root, name) == evaluations(root, run)

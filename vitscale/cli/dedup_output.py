@@ -177,7 +177,7 @@ def _settings(preset: Preset | None, settings: dict[str, Any]) -> Settings | Non
         return None
     options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
     if preset is None:
-        raise RecipeError(f"{options}: takes the place of a preset's: say of which, with --preset photo or small")
+        raise RecipeError(f"{options}: replaces a value of a preset; name the preset with --preset photo or small")
     if not PRESETS[preset].near:
         raise RecipeError(f"{options}: --preset {preset} compares nothing but bytes and pixels")
     return replace(PRESETS[preset], **given)

@@ -33,7 +33,7 @@ def opened_embedder(
     of_weights = _given({"--embedding-model": model, "--embedding-size": image_size})
     if source is None:
         if useless := of_weights + _given({"--cosine": cosine}):
-            raise RecipeError(f"{', '.join(useless)}: of a model: give it with --embedding RUN|WEIGHTS")
+            raise RecipeError(f"{', '.join(useless)}: belongs to an embedding: --embedding RUN|WEIGHTS")
         return None
     from vitscale.cli.model_block import model_block
     from vitscale.evaluation.embedding import Embedder

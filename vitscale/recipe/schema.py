@@ -85,11 +85,11 @@ class Init(Block):
         if is_url(self.source):
             raise ValueError(f"from {self.source!r}: expected a path; fetch the weights first")
         if self.continues and self.step is None:
-            raise ValueError("continue: true needs step, the one of the other run that this run goes on after")
+            raise ValueError("continue: true needs step, the step of the other run after which this run continues")
         for key in ("head", "positions"):
             # A dumped recipe sets every field, so a default value does not mean that somebody chose it.
             if self.continues and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} is of runs that begin at step 0; with continue: true everything is taken")
+                raise ValueError(f"{key} applies to runs that begin at step 0; continue: true takes over everything")
         return self
 
 

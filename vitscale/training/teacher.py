@@ -23,7 +23,7 @@ from vitscale.training.found_weights import (
 )
 
 _KEY = "objective.teacher"
-_ADVICE = "a teacher needs its head, of the classes of data.train"
+_ADVICE = "the head of the teacher is needed, with the classes of data.train"
 
 
 def check_teacher(recipe: Recipe, class_names: list[str]) -> None:
