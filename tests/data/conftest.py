@@ -1,0 +1,22 @@
+"""What tests of the loader's threads ask for by name."""
+
+import gc
+
+import pytest
+from endless_loader import SHARDS
+from leaks import loader_threads, open_files, wait_until
+from picture_shards import write_pictures
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory):
+    return write_pictures(tmp_path_factory.mktemp("loader") / "data", SHARDS)
+
+
+@pytest.fixture
+def nothing_stays():
+    files = open_files()
+    yield
+    if loader_threads() or open_files() > files:
+        gc.collect()
+        assert wait_until(lambda: not loader_threads() and open_files() <= files)

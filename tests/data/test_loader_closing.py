@@ -1,0 +1,180 @@
+"""The loader's threads end: when it is closed, abandoned or collected as garbage."""
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+from endless_loader import SHARDS, endless
+from leaks import loader_threads, open_files, resident_bytes, wait_until
+
+from vitscale.data import EvalOrder, EvalTransform, Loader, TrainOrder
+from vitscale.data import batch_reader as batch_reader_module
+
+pytestmark = pytest.mark.usefixtures("nothing_stays")
+
+
+def test_abandoned_loaders_leave_nothing(manifest):
+    """200 of them: no threads, no files, no memory. A batch that each of them left would make 480 MB."""
+
+    def abandon(count):
+        for number in range(count):
+            # Given up at once, or with a batch left, or none; in some the planner waits to get rid of one.
+            stop_step = None if number % 9 == 0 else 2
+            loader = endless(manifest, threads=2, prefetch=3, side=224, stop_step=stop_step)
+            for _ in range((0, 1, 2, 1, 2, 1, 2, 1)[number % 8]):
+                next(loader)
+            del loader
+
+    files = open_files()
+    abandon(20)
+    before = resident_bytes()
+    abandon(200)
+    assert wait_until(lambda: not loader_threads() and open_files() <= files)
+    assert resident_bytes() - before < 100e6
+
+
+def test_leaving_a_loop(manifest):
+    for batch in endless(manifest):
+        if batch.step == 3:
+            break
+    gc.collect()
+    assert wait_until(lambda: not loader_threads())
+
+
+def test_close_at_any_time(manifest):
+    loader = endless(manifest)
+    loader.close()
+    loader.close()
+    assert not loader_threads() and list(loader) == [] and loader.next_if_ready() is None
+    with endless(manifest) as loader:
+        batch = next(loader)
+        copy = batch.images.clone()
+    assert not loader_threads() and (batch.images == copy).all()
+    with pytest.raises(KeyError, match="of the consumer"), endless(manifest) as loader:
+        next(loader)
+        raise KeyError("of the consumer")
+    assert not loader_threads()
+
+
+def test_the_end_of_the_order_closes(manifest):
+    loader = endless(manifest, stop_step=2)
+    assert len(list(loader)) == 2 and not loader_threads()
+
+
+def test_close_does_not_wait_for_a_large_batch(manifest, monkeypatch):
+    """Slices that have not begun are not begun."""
+    order = TrainOrder([200_000], 200_000, 0)
+    order.batch = lambda *_: EvalOrder([SHARDS[0]], 1).batch(0, 0, 200_000)
+    order.upcoming = lambda *_: []
+    calls, inner = [], batch_reader_module.decode_slice
+    monkeypatch.setattr(
+        batch_reader_module,
+        "decode_slice",
+        lambda *arguments, **options: (time.sleep(0.01), calls.append(1), inner(*arguments, **options))[2],
+    )
+    loader = endless(manifest, order=order, threads=1)
+    assert wait_until(lambda: len(calls) >= 2)
+    loader.close()  # 6,250 slices would take more than a minute
+    assert len(calls) < 1000
+
+
+def test_closing_from_another_thread_releases_a_waiting_consumer(manifest):
+    gate = threading.Event()
+
+    class Slow(EvalTransform):
+        def boxes(self, keys, heights, widths):
+            gate.wait(30)
+            return super().boxes(keys, heights, widths)
+
+    loader = Loader(manifest, EvalOrder(SHARDS, 8), image_size=8, transform=Slow())
+    ended = []
+    consumer = threading.Thread(target=lambda: ended.append(list(loader)))
+    consumer.start()
+    time.sleep(0.05)
+    closer = threading.Thread(target=loader.close)
+    closer.start()
+    time.sleep(0.05)
+    gate.set()
+    consumer.join(20)
+    closer.join(20)
+    assert not consumer.is_alive() and not closer.is_alive() and ended == [[]]
+
+
+def test_a_slow_consumer_bounds_what_is_read_ahead(manifest):
+    steps = []
+
+    class Counted(TrainOrder):
+        def batch(self, step, *slots):
+            steps.append(step)
+            return super().batch(step, *slots)
+
+    with endless(manifest, order=Counted(SHARDS, 16, 0), prefetch=3) as loader:
+        next(loader)
+        assert wait_until(lambda: max(steps) == 4)  # one taken, three waiting, one that waits to be put
+        time.sleep(0.3)
+        assert steps == [0, 1, 2, 3, 4]
+
+
+# ------------------------------------------------------------------------------------------------ the garbage collector
+
+
+@pytest.mark.parametrize("crew", ["readers", "openers", "bringers"])
+def test_a_loader_may_be_collected_by_a_thread_of_its_own(manifest, crew, monkeypatch):
+    """A cycle with a loader in it: no thread waits for itself."""
+    monkeypatch.setattr("vitscale.data.loader._CLOSE_SECONDS", 100.0)
+    loader = endless(manifest)
+    next(loader)
+    engine, collected = loader._engine, threading.Event()
+    threads = {
+        "readers": engine._crew,
+        "openers": engine._shards._openers,
+        "bringers": engine._shards._bringers,
+    }[crew]
+    loader.itself = loader
+    gone = weakref.ref(loader)
+    gc.disable()
+    try:
+        del loader
+        threads.submit(lambda: (gc.collect(), collected.set()))
+        assert collected.wait(20)
+    finally:
+        gc.enable()
+    engine.join(20)
+    assert gone() is None and not engine.is_alive()
+
+
+class CollectingOrder(TrainOrder):
+    """Collects garbage in the planner, at the worst moment: while that holds the locks of all crews."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.abandoned = threading.Event()
+        self.engine = None
+
+    def batch(self, *arguments):
+        if self.engine is not None:
+            assert self.abandoned.wait(20)
+            shards = self.engine._shards
+            with self.engine._crew._changed, shards._openers._changed, shards._bringers._changed:
+                gc.collect()
+        return super().batch(*arguments)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # what is raised while it is collected
+def test_a_loader_may_be_collected_by_its_planner(manifest):
+    order = CollectingOrder(SHARDS, 8, 0)
+    gc.disable()
+    try:
+        loader = endless(manifest, order=order, prefetch=1)
+        engine = order.engine = loader._engine
+        loader.itself = loader  # a cycle: only the garbage collector ends it
+        gone = weakref.ref(loader)
+        next(loader)
+        del loader
+        order.abandoned.set()
+        engine.join(20)
+        assert gone() is None and not engine.is_alive()
+    finally:
+        gc.enable()
