@@ -1,0 +1,96 @@
+"""Damaged files of FFCV's own writer: refused by `vitscale shards adopt`, and found later by the checksums it took."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+from adopted_files import DAMAGES, first_jpeg, first_row, pixels_of
+from shards_command import run
+from stock_beton import write_stock
+
+from vitscale.errors import DataError, RecipeError
+from vitscale.shards import Manifest
+from vitscale.shards.adopt import adopt
+from vitscale.shards.opening import open_shard_file
+from vitscale.shards.verify import verify
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_and_nothing_written(small, tmp_path, damage):
+    apply, message = DAMAGES[damage]
+    content = bytearray(small.read_bytes())
+    apply(content)
+    small.write_bytes(content)
+    with pytest.raises((DataError, RecipeError), match=message) as raised:
+        adopt(str(small), str(tmp_path / "out"))
+    assert str(small) in str(raised.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["val.beton"]
+
+
+def test_what_only_decoding_shows(small, tmp_path):
+    content = bytearray(small.read_bytes())
+    end = content.index(b"\xff\xd9", first_jpeg(content))
+    content[end - 400 : end] = bytes(400)  # the rest of the picture
+    small.write_bytes(content)
+    adopt(str(small), str(tmp_path / "unseen"))
+    with pytest.raises(DataError, match="the image of 1 of 9 samples does not decode cleanly: sample 1, counted"):
+        adopt(str(small), str(tmp_path / "out"), decode=True)
+
+
+def test_a_file_that_changes_meanwhile(small, tmp_path):
+    def write_on(_):
+        with small.open("ab") as file:
+            file.write(bytes(24))
+
+    with pytest.raises(DataError, match="has changed while it was read"):
+        adopt(str(small), str(tmp_path / "out"), progress=write_on)
+    assert not (tmp_path / "out").exists()
+
+
+def test_damage_after_adoption_is_found(small, adopted, tmp_path):
+    code, text = run("verify", tmp_path / "ds", "--decode")
+    assert code == 0 and "whole: 1 shard, 9 samples, all decoded" in text
+    whole = small.read_bytes()
+    for position, uids in ((first_jpeg(whole) + 30, [1]), (len(whole) - 24 * 9 - 1, []), (first_row(whole) + 16, [])):
+        content = bytearray(whole)
+        content[position] ^= 1
+        small.write_bytes(content)
+        damage = verify(adopted).damage
+        assert damage and [one.uid for one in damage if one.uid is not None] == uids
+    with small.open("r+b") as file:
+        file.truncate(len(whole) - 24)
+    with pytest.raises(DataError, match=r"val\.beton.*bytes; expected"):
+        open_shard_file(adopted, 0, small)
+    small.unlink()
+    assert [one.what for one in verify(adopted).damage] == ["missing"]
+
+
+def test_another_file_in_its_place(small, adopted):
+    from ffcv.fields import IntField, RGBImageField
+
+    rows = [(pixels_of(i, 30, 30), 0) for i in range(8)]
+    fields = {"picture": RGBImageField(write_mode="raw"), "class": IntField()}
+    write_stock(small, fields, rows)
+    entry = adopted.shards[0].model_copy(update={"bytes": small.stat().st_size})
+    with pytest.raises(DataError, match="8 samples; expected 9, as many as there are checksums"):
+        open_shard_file(adopted.model_copy(update={"shards": (entry,)}), 0, small)
+
+
+def test_damaged_checksums(small, adopted, tmp_path):
+    checksums = tmp_path / "ds" / "val.crc.npy"
+    with checksums.open("r+b") as file:
+        file.seek(130)
+        file.write(b"x")
+    with pytest.raises(DataError, match=r"val\.crc\.npy: damaged: sha256"):
+        open_shard_file(adopted, 0, small)
+    assert any("val.crc.npy: damaged" in one.what for one in verify(adopted).damage)
+    checksums.unlink()
+    with pytest.raises(DataError, match=r"val\.crc\.npy: the checksums of \.\./val\.beton cannot be read"):
+        open_shard_file(adopted, 0, small)
+    np.save(checksums, np.zeros(8, np.uint32))
+    data = json.loads(adopted.path.read_text())
+    data["shards"][0]["adopted"]["checksums"]["sha256"] = hashlib.sha256(checksums.read_bytes()).hexdigest()
+    adopted.path.write_text(json.dumps(data))
+    with pytest.raises(DataError, match=r"val\.crc\.npy: expected 9 uint32 checksums"):
+        open_shard_file(Manifest.load(tmp_path / "ds"), 0, small)
