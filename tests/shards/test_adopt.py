@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import xxhash
 from adopted_files import first_row, pixels_of, table_of
+from messages import refusal
 from shards_command import run
 from stock_beton import write_stock
 
@@ -176,7 +177,7 @@ def test_manifests_of_our_own_shards_stay_as_they_were(tmp_path):
         "image_field": "image", "label_field": None, "checksums": {"path": "x.npy", "sha256": "0" * 64},
     }  # fmt: skip
     manifest.path.write_text(json.dumps(data))
-    with pytest.raises(DataError, match="adopted shards in a manifest of version 1"):
+    with pytest.raises(DataError, match="version 1"):
         Manifest.load(tmp_path / "ds")
 
 
@@ -210,16 +211,16 @@ def test_fields_must_be_clear(tmp_path):
     )
     only_float = with_fields("float.beton", {"image": RGBImageField(), "age": FloatField()})
     no_image = with_fields("none.beton", {"label": IntField()})
-    for arguments, words in (
-        ([two], r"which field has the images\?; there are a \(integer\), left \(image\).*--image-field NAME"),
-        ([two, "--image-field", "left"], r"which field has the labels\?.*--label-field none for images without"),
-        ([two, "--image-field", "b"], "b is a field of kind integer"),
-        ([two, "--image-field", "middle"], "no field 'middle'"),
-        ([only_float], "no field of kind integer; there are image"),
-        ([only_float, "--label-field", "age"], "age is a field of kind float"),
-        ([no_image], "no field of kind image; there are label"),
+    for arguments in (
+        [two],
+        [two, "--image-field", "left"],
+        [two, "--image-field", "b"],
+        [two, "--image-field", "middle"],
+        [only_float],
+        [only_float, "--label-field", "age"],
+        [no_image],
     ):
-        with pytest.raises(RecipeError, match=words):
+        with refusal(RecipeError, "adopt", " ".join(map(str, arguments)), {tmp_path: "FOLDER"}):
             run("adopt", *arguments)
     assert run("adopt", two, "--image-field", "right", "--label-field", "b")[0] == 0
     with open_shard(Manifest.load(tmp_path / "two"), 0) as shard:
@@ -233,18 +234,18 @@ def test_mistakes(small, tmp_path):
     (tmp_path / "three.txt").write_text("a\nb\nc\n")
     write_shard(tmp_path / "ours.beton", [StoredSample(b"x", 1, 1, 0, 0)])
     (tmp_path / "photo.beton").write_bytes(b"\x89PNG" * 100)
-    for arguments, kind, words in (
-        ([small, tmp_path / "full"], RecipeError, "already exists"),
-        ([small, "s3://bucket/x"], RecipeError, "expected a folder"),
-        (["s3://bucket/x.beton", tmp_path / "out"], RecipeError, "expected a path"),
-        ([tmp_path, tmp_path / "out"], RecipeError, "is not a file"),
-        ([tmp_path / "absent.beton"], DataError, "cannot be opened"),
-        ([tmp_path / "photo.beton"], DataError, "is this a .beton file"),
-        ([tmp_path / "ours.beton"], RecipeError, "a shard that vitscale wrote"),
-        ([small, "--classes", tmp_path / "three.txt"], RecipeError, r"has label 3, counted from 0; --classes names 3"),
-        ([small, "--classes", tmp_path / "absent.txt"], RecipeError, "--classes .*absent.txt"),
+    for arguments, kind in (
+        ([small, tmp_path / "full"], RecipeError),
+        ([small, "s3://bucket/x"], RecipeError),
+        (["s3://bucket/x.beton", tmp_path / "out"], RecipeError),
+        ([tmp_path, tmp_path / "out"], RecipeError),
+        ([tmp_path / "absent.beton"], DataError),
+        ([tmp_path / "photo.beton"], DataError),
+        ([tmp_path / "ours.beton"], RecipeError),
+        ([small, "--classes", tmp_path / "three.txt"], RecipeError),
+        ([small, "--classes", tmp_path / "absent.txt"], RecipeError),
     ):
-        with pytest.raises(kind, match=words):
+        with refusal(kind, "adopt", " ".join(map(str, arguments)), {small: "FILE", tmp_path: "FOLDER"}):
             run("adopt", *arguments)
     names = ["full", "ours.beton", "photo.beton", "three.txt", "val.beton"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names

@@ -6,10 +6,11 @@ import json
 import numpy as np
 import pytest
 from adopted_files import DAMAGES, first_jpeg, first_row, pixels_of
+from messages import refusal
 from shards_command import run
 from stock_beton import write_stock
 
-from vitscale.errors import DataError, RecipeError
+from vitscale.errors import DataError, VitscaleError
 from vitscale.shards import Manifest
 from vitscale.shards.adopt import adopt
 from vitscale.shards.opening import open_shard_file
@@ -18,13 +19,11 @@ from vitscale.shards.verify import verify
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_named_and_nothing_written(small, tmp_path, damage):
-    apply, message = DAMAGES[damage]
     content = bytearray(small.read_bytes())
-    apply(content)
+    DAMAGES[damage](content)
     small.write_bytes(content)
-    with pytest.raises((DataError, RecipeError), match=message) as raised:
+    with refusal(VitscaleError, "adopt", damage, {small: "FILE"}):
         adopt(str(small), str(tmp_path / "out"))
-    assert str(small) in str(raised.value)
     assert [path.name for path in tmp_path.iterdir()] == ["val.beton"]
 
 
@@ -34,7 +33,7 @@ def test_what_only_decoding_shows(small, tmp_path):
     content[end - 400 : end] = bytes(400)  # the rest of the picture
     small.write_bytes(content)
     adopt(str(small), str(tmp_path / "unseen"))
-    with pytest.raises(DataError, match="the image of 1 of 9 samples does not decode cleanly: sample 1, counted"):
+    with pytest.raises(DataError, match=r"\b1 of 9\b.*\bsample 1\b"):
         adopt(str(small), str(tmp_path / "out"), decode=True)
 
 
@@ -43,7 +42,7 @@ def test_a_file_that_changes_meanwhile(small, tmp_path):
         with small.open("ab") as file:
             file.write(bytes(24))
 
-    with pytest.raises(DataError, match="has changed while it was read"):
+    with pytest.raises(DataError, match=r"val\.beton"):
         adopt(str(small), str(tmp_path / "out"), progress=write_on)
     assert not (tmp_path / "out").exists()
 
@@ -60,7 +59,7 @@ def test_damage_after_adoption_is_found(small, adopted, tmp_path):
         assert damage and [one.uid for one in damage if one.uid is not None] == uids
     with small.open("r+b") as file:
         file.truncate(len(whole) - 24)
-    with pytest.raises(DataError, match=r"val\.beton.*bytes; expected"):
+    with pytest.raises(DataError, match=r"val\.beton.*bytes"):
         open_shard_file(adopted, 0, small)
     small.unlink()
     assert [one.what for one in verify(adopted).damage] == ["missing"]
@@ -73,7 +72,7 @@ def test_another_file_in_its_place(small, adopted):
     fields = {"picture": RGBImageField(write_mode="raw"), "class": IntField()}
     write_stock(small, fields, rows)
     entry = adopted.shards[0].model_copy(update={"bytes": small.stat().st_size})
-    with pytest.raises(DataError, match="8 samples; expected 9, as many as there are checksums"):
+    with pytest.raises(DataError, match=r"\b8\b.*\b9\b"):
         open_shard_file(adopted.model_copy(update={"shards": (entry,)}), 0, small)
 
 
@@ -82,15 +81,15 @@ def test_damaged_checksums(small, adopted, tmp_path):
     with checksums.open("r+b") as file:
         file.seek(130)
         file.write(b"x")
-    with pytest.raises(DataError, match=r"val\.crc\.npy: damaged: sha256"):
+    with pytest.raises(DataError, match=r"val\.crc\.npy.*sha256"):
         open_shard_file(adopted, 0, small)
     assert any("val.crc.npy: damaged" in one.what for one in verify(adopted).damage)
     checksums.unlink()
-    with pytest.raises(DataError, match=r"val\.crc\.npy: the checksums of \.\./val\.beton cannot be read"):
+    with pytest.raises(DataError, match=r"val\.crc\.npy"):
         open_shard_file(adopted, 0, small)
     np.save(checksums, np.zeros(8, np.uint32))
     data = json.loads(adopted.path.read_text())
     data["shards"][0]["adopted"]["checksums"]["sha256"] = hashlib.sha256(checksums.read_bytes()).hexdigest()
     adopted.path.write_text(json.dumps(data))
-    with pytest.raises(DataError, match=r"val\.crc\.npy: expected 9 uint32 checksums"):
+    with pytest.raises(DataError, match=r"val\.crc\.npy.*\b9 uint32"):
         open_shard_file(Manifest.load(tmp_path / "ds"), 0, small)

@@ -56,7 +56,7 @@ def test_diff(small, adopted, tmp_path):
     code, text = run("diff", tmp_path / "ds", tmp_path / "unlabelled")
     assert code == 1 and "options.adopted" in text
     write_generated_dataset(tmp_path / "ours", [4])
-    with pytest.raises(DataError, match=r"val\.beton: differs, but is an adopted file, whose samples have no keys"):
+    with pytest.raises(DataError, match=r"val\.beton"):
         run("diff", tmp_path / "ds", tmp_path / "ours")
 
 

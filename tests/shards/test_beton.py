@@ -5,6 +5,7 @@ import struct
 import google_crc32c
 import numpy as np
 import pytest
+from messages import refusal
 from pictures import encoded, make_picture
 from PIL import Image
 
@@ -185,42 +186,40 @@ def patch(position, kind, value):
 
 FIRST_ROW = HEADER_BYTES + 4 * FIELD_BYTES
 DAMAGES = {
-    "crashed writer": (patch(16, "<Q", 0), "did not finish"),
-    "other version": (patch(0, "<H", 3), "format version 3"),
-    "field count": (patch(2, "<H", 9), "9 fields"),
-    "field type": (patch(HEADER_BYTES, "<B", 3), "fields"),
-    "field name": (patch(HEADER_BYTES + 1, "<B", 0x58), "Xmage"),
-    "page size": (patch(4, "<I", 12345678), "page size"),
-    "no samples": (patch(8, "<Q", 0), "no samples"),
-    "more samples": (patch(8, "<Q", 21), "allocation table of"),
-    "absurd samples": (patch(8, "<Q", 1 << 60), "samples"),
-    "table beyond the end": (patch(16, "<Q", 1 << 50), "allocation table at byte"),
-    "table elsewhere": (patch(16, "<Q", FIRST_ROW + 2000), "allocation table of"),
-    "image mode": (patch(FIRST_ROW, "<B", 1), "no JPEG"),
-    "no width": (patch(FIRST_ROW + 1, "<H", 0), "without height or width"),
-    "image position": (patch(FIRST_ROW + 5, "<Q", 17), "contradicts"),
-    "label": (patch(FIRST_ROW + 16, "<q", -2), "label below -1"),
-    "uid": (patch(FIRST_ROW + 24, "<q", -1), "negative uid"),
-    "crc": (patch(FIRST_ROW + 32, "<q", 1 << 33), "crc beyond"),
-    "truncated header": (lambda content: content.__delitem__(slice(10, None)), "header of 24 bytes"),
-    "truncated fields": (lambda content: content.__delitem__(slice(100, None)), "field table"),
-    "truncated images": (lambda content: content.__delitem__(slice(FIRST_ROW + 2000, None)), "inside the file"),
-    "truncated table": (lambda content: content.__delitem__(slice(len(content) - 24, None)), "allocation table of"),
-    "appended": (lambda content: content.extend(bytes(24)), "allocation table of"),
-    "another file": (lambda content: content.__setitem__(slice(0, 4), b"\x89PNG"), "format version"),
-    "empty": (lambda content: content.clear(), "0 bytes"),
+    "crashed writer": patch(16, "<Q", 0),
+    "other version": patch(0, "<H", 3),
+    "field count": patch(2, "<H", 9),
+    "field type": patch(HEADER_BYTES, "<B", 3),
+    "field name": patch(HEADER_BYTES + 1, "<B", 0x58),
+    "page size": patch(4, "<I", 12345678),
+    "no samples": patch(8, "<Q", 0),
+    "more samples": patch(8, "<Q", 21),
+    "absurd samples": patch(8, "<Q", 1 << 60),
+    "table beyond the end": patch(16, "<Q", 1 << 50),
+    "table elsewhere": patch(16, "<Q", FIRST_ROW + 2000),
+    "image mode": patch(FIRST_ROW, "<B", 1),
+    "no width": patch(FIRST_ROW + 1, "<H", 0),
+    "image position": patch(FIRST_ROW + 5, "<Q", 17),
+    "label": patch(FIRST_ROW + 16, "<q", -2),
+    "uid": patch(FIRST_ROW + 24, "<q", -1),
+    "crc": patch(FIRST_ROW + 32, "<q", 1 << 33),
+    "truncated header": lambda content: content.__delitem__(slice(10, None)),
+    "truncated fields": lambda content: content.__delitem__(slice(100, None)),
+    "truncated images": lambda content: content.__delitem__(slice(FIRST_ROW + 2000, None)),
+    "truncated table": lambda content: content.__delitem__(slice(len(content) - 24, None)),
+    "appended": lambda content: content.extend(bytes(24)),
+    "another file": lambda content: content.__setitem__(slice(0, 4), b"\x89PNG"),
+    "empty": lambda content: content.clear(),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_named(shard, damage):
-    apply, message = DAMAGES[damage]
     content = bytearray(shard.read_bytes())
-    apply(content)
+    DAMAGES[damage](content)
     shard.write_bytes(content)
-    with pytest.raises(DataError, match=message) as raised:
+    with refusal(DataError, "beton", damage, {shard: "SHARD"}):
         ShardFile(shard)
-    assert str(shard) in str(raised.value)
 
 
 def test_any_flip_in_the_allocation_table_is_found(shard):
@@ -237,12 +236,12 @@ def test_any_flip_in_the_allocation_table_is_found(shard):
 
 def test_size_missing_file_and_truncation_after_opening(shard):
     size = shard.stat().st_size
-    with pytest.raises(DataError, match=r"bytes; expected"):
+    with pytest.raises(DataError, match=f"{size + 1:,}"):
         ShardFile(shard, expected_bytes=size + 1)
-    with pytest.raises(DataError, match="cannot be opened"):
+    with pytest.raises(DataError, match=r"absent\.beton"):
         ShardFile(shard.with_name("absent.beton"))
     with ShardFile(shard, expected_bytes=size) as opened:
         with shard.open("r+b") as file:
             file.truncate(opened.offset[3])
-        with pytest.raises(DataError, match="ends after"):
+        with pytest.raises(DataError, match=shard.name):
             opened.read(3)

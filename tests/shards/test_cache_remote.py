@@ -101,7 +101,7 @@ def test_a_server_that_stays_in_trouble_is_a_storage_error(s3, proxy, tmp_path, 
         proxy.silent = True
     else:
         proxy.rate = 50_000
-    with pytest.raises(StorageError, match="s3://bucket/trouble: does not answer") as caught:
+    with pytest.raises(StorageError, match="s3://bucket/trouble") as caught:
         ShardCache(tmp_path, GENEROUS).pin(url, entry)
     assert caught.value.exit_code == 75
     assert names(tmp_path) == set()
@@ -141,19 +141,19 @@ def test_what_the_source_no_longer_has_or_does_not_give_is_a_data_error(s3, prox
     content = bytearray(random.Random(1).randbytes(SIZE))
     content[SIZE // 2] ^= 1
     s3.filesystem().pipe_file("bucket/changed", bytes(content))
-    with pytest.raises(DataError, match=f"not {entry.xxh3_128}.* but {xxhash.xxh3_128_hexdigest(content)}"):
+    with pytest.raises(DataError, match=f"{entry.xxh3_128}.*{xxhash.xxh3_128_hexdigest(content)}"):
         cache.pin(url, entry)
     put(s3, "changed", 2, SIZE - 1)
-    with pytest.raises(DataError, match=f"another file: {SIZE - 1:,} bytes; the manifest says {SIZE:,}"):
+    with pytest.raises(DataError, match=f"{SIZE - 1:,} .*{SIZE:,}"):
         cache.pin(url, entry)
     s3.filesystem().rm_file("bucket/changed")
-    with pytest.raises(DataError, match="s3://bucket/changed: missing, but the manifest lists it"):
+    with pytest.raises(DataError, match="s3://bucket/changed"):
         cache.pin(url, entry)
     with pytest.raises(DataError, match="missing"):
         cache.pin("s3://no-such-bucket/changed", entry)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-" + SECRET)
     s3fs.S3FileSystem.clear_instance_cache()
-    with pytest.raises(DataError, match=r"s3://bucket/changed: cannot be read \(.*Forbidden\)"):
+    with pytest.raises(DataError, match=r"s3://bucket/changed.*Forbidden"):
         cache.pin(url, entry)
     assert names(tmp_path) == set()
 
@@ -162,7 +162,7 @@ def test_an_object_that_is_replaced_or_deleted_while_it_is_read(s3, proxy, tmp_p
     monkeypatch.setattr("vitscale.files.fetching.PAUSES", (0.0, 0.0))
     cache = ShardCache(tmp_path, GENEROUS)
     for change, message in (
-        (lambda: put(s3, "while", 2), "another file: in 3 transfers"),
+        (lambda: put(s3, "while", 2), "3 transfers"),
         (lambda: s3.filesystem().rm_file("bucket/while"), "missing"),
     ):
         url, entry = put(s3, "while", 1)

@@ -95,7 +95,7 @@ def test_rejects(tmp_path):
     rows = pa.table({"key": ["a.jpg", "b.jpg"], "reason": ["empty file (0 bytes)", "no"]}, REJECTS)
     write_rejects(tmp_path / "rejects.parquet", [rows[:1], rows[1:]])
     assert read_rejects(tmp_path / "rejects.parquet").equals(rows)
-    with pytest.raises(DataError, match="a table of key, reason; expected uid, key"):
+    with pytest.raises(DataError, match=r"key, reason.*uid, key"):
         read_provenance(tmp_path / "rejects.parquet")
 
 
@@ -110,7 +110,7 @@ def test_missing_and_foreign(tmp_path):
         read_provenance(tmp_path / "x.idx.parquet")
     for content in (b"", b"PAR1", b"no parquet at all"):
         (tmp_path / "x.idx.parquet").write_bytes(content)
-        with pytest.raises(DataError, match=r"x\.idx\.parquet: damaged"):
+        with pytest.raises(DataError, match=r"x\.idx\.parquet"):
             read_provenance(tmp_path / "x.idx.parquet")
 
 

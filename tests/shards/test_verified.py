@@ -98,10 +98,10 @@ def test_swapped_shards_are_noticed(shard, tmp_path):
 def test_missing_cut_and_unreadable_shards_are_data_errors(shard, reads, tmp_path):
     path, entry = shard
     os.truncate(path, 1000)
-    with pytest.raises(DataError, match=r"1,000 bytes; the manifest says 300,000 bytes"):
+    with pytest.raises(DataError, match=r"1,000 .*300,000 "):
         verify_once(path, entry, tmp_path / "markers")
     path.unlink()
-    with pytest.raises(DataError, match=r"shard\.beton: missing"):
+    with pytest.raises(DataError, match=r"shard\.beton"):
         verify_once(path, entry, tmp_path / "markers")
     path.mkdir()
     with pytest.raises(DataError, match="cannot be read"):

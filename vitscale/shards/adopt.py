@@ -130,12 +130,12 @@ def _choose(file: str, fields: dict[str, str], kind: str, wanted: str | None, us
         wanted = candidates[0]
     if wanted in candidates:
         return wanted
-    there = ", ".join(f"{name} ({of})" for name, of in fields.items())
+    there = ", ".join(f"{name} ({of})" for name, of in fields.items()) or "none"
     if wanted is not None:
         problem = f"{wanted} is a field of kind {fields[wanted]}" if wanted in fields else f"no field {wanted!r}"
     else:
-        problem = f"which field has the {usual}s?" if candidates else f"no field of kind {kind}"
-    raise RecipeError(f"FILE {file}: {problem}; there are {there}. Say which: {flags}")
+        problem = f"which field has the {usual}s is not clear" if candidates else f"no field of kind {kind}"
+    raise RecipeError(f"FILE {file}: {problem}; its fields: {there}. Say which: {flags}")
 
 
 def _class_names(shard: ShardFile, label_field: str | None, stated: Sequence[str] | None) -> tuple[str, ...]:

@@ -379,7 +379,7 @@ class ShardFile:
         total = os.fstat(self.fd).st_size
         if expected_bytes is not None:
             self._require(total == expected_bytes, f"a file of {total:,} bytes", f"{expected_bytes:,} bytes")
-        self._require(total >= _HEADER.itemsize, f"the file has {total} bytes", "at least a header of 24 bytes")
+        self._require(total >= _HEADER.itemsize, f"a file of {total} bytes", "at least a header of 24 bytes")
         header = np.frombuffer(self._pread(0, _HEADER.itemsize, "header"), _HEADER)[0]
         version, page, samples = int(header["version"]), int(header["page_size"]), int(header["samples"])
         alloc_table = int(header["alloc_table"])
@@ -387,8 +387,8 @@ class ShardFile:
         self._require(alloc_table != 0, "no allocation table: its writer did not finish", "a complete shard")
         self._require(
             smallest_page <= page <= MAX_PAGE_BYTES and page & (page - 1) == 0,
-            f"a page size of {page}",
-            f"a power of two from {smallest_page} to {MAX_PAGE_BYTES}",
+            f"a page size of {page:,}",
+            f"a power of two from {smallest_page:,} to {MAX_PAGE_BYTES:,}",
         )
         self._require(samples > 0, "no samples", "at least one")
         return Head(total, int(header["fields"]), page, samples, alloc_table)
@@ -397,7 +397,7 @@ class ShardFile:
         """The first `count` entries of the field table, dtype `_FIELD`."""
         size = count * _FIELD.itemsize
         self._require(
-            _HEADER.itemsize + size <= head.total, f"the file has {head.total} bytes", f"a field table of {size} bytes"
+            _HEADER.itemsize + size <= head.total, f"a file of {head.total:,} bytes", f"a field table of {size:,} bytes"
         )
         return np.frombuffer(self._pread(_HEADER.itemsize, size, "field table"), _FIELD)
 
@@ -405,7 +405,7 @@ class ShardFile:
         """The metadata records of all samples, (samples,) of dtype `kind`."""
         self._require(
             head.metadata + head.samples * kind.itemsize <= head.alloc_table <= head.total,
-            f"{head.samples} samples and an allocation table at byte {head.alloc_table:,} of {head.total:,}",
+            f"{head.samples:,} samples and an allocation table at byte {head.alloc_table:,} of {head.total:,}",
             "the metadata before it, and it inside the file",
         )
         return np.frombuffer(self._pread(head.metadata, head.samples * kind.itemsize, "metadata"), kind)
@@ -476,7 +476,7 @@ class ShardFile:
         """Raise DataError if any of these masks is True anywhere; the keys say what is wrong there."""
         for what, where in bad.items():
             if where.any():
-                raise DataError(f"{self.path}: damaged: {what}, in {int(where.sum())} places of {len(where)}")
+                raise DataError(f"{self.path}: damaged: {what}, in {int(where.sum()):,} of {len(where):,} places")
 
     def _require(self, holds: bool, found: str, expected: str) -> None:
         if not holds:
