@@ -276,9 +276,7 @@ def test_kubectl_that_refuses(tmp_path, monkeypatch):
         launch(*SUBMIT)
     for answer in ("unchanged", "configured"):
         put_kubectl(tmp_path, monkeypatch, f"echo job.batch/h14-jft {answer}")
-        with pytest.raises(
-            errors.RecipeError, match=r"already exists.* kubectl delete job/h14-jft -n team-1, and repea"
-        ):
+        with pytest.raises(errors.RecipeError, match=r"kubectl delete job/h14-jft -n team-1"):
             launch(*SUBMIT, *given("namespace=team-1"))
 
 

@@ -284,7 +284,7 @@ def test_splits_that_mean_nothing(text):
         parse_splits([text])
     with pytest.raises(RecipeError, match="val, val"):
         parse_splits(["val=1", "val=rest"])
-    with pytest.raises(RecipeError, match="must be the last"):
+    with pytest.raises(RecipeError, match="val=rest"):
         parse_splits(["val=rest", "train=1"])
     with pytest.raises(RecipeError, match="100%"):
         parse_splits(["val=60%", "train=50%"])
@@ -301,7 +301,7 @@ def test_a_spool_gives_the_bytes_back(tmp_path, monkeypatch):
     spool = Spool(tmp_path / "listing")
     assert all(spool.read(row["part"], row["content"]) == bytes_of[row["key"]] for row in rows)
     (tmp_path / "listing" / "part-00000.bin").write_bytes(b"")
-    with pytest.raises(DataError, match="the spool of streamed images is missing or cut"):
+    with pytest.raises(DataError, match=str(tmp_path / "listing")):
         for row in rows:
             spool.read(row["part"], row["content"])
 

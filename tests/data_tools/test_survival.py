@@ -253,7 +253,7 @@ def test_a_source_that_was_mended_is_listed_anew(here, tmp_path, photos):
         (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "images" / name).write_bytes(photos[0])
     request = Request(str(tmp_path / "images"))
-    with pytest.raises(DataError, match="outside of class folders"):
+    with pytest.raises(DataError, match="--unlabelled"):
         convert(request, tmp_path / "out", Machine(workers=1))
     (tmp_path / "images" / "2.jpg").rename(tmp_path / "images" / "cat" / "2.jpg")
     assert convert(request, tmp_path / "out", Machine(workers=1)).manifests[""].num_samples == 2

@@ -222,5 +222,5 @@ def test_the_figure_in_both_formats(run_dir, tmp_path):
     draw(tmp_path / "b.svg", points)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert b"<svg" in (tmp_path / "a.svg").read_bytes()[:1000]
-    with pytest.raises(RecipeError, match="cannot be written"):
+    with pytest.raises(RecipeError, match=r"a\.png"):
         draw(tmp_path / "nowhere" / "a.png", points)

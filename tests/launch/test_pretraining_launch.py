@@ -77,7 +77,7 @@ def test_devices_that_cannot_be_counted():
     with pytest.raises(RecipeError, match="--ranks"):
         sizes([None])
     assert sizes([4, None, 2]) == [4, 4, 2]
-    with pytest.raises(PeerLostError, match="none of this machine's 4"):
+    with pytest.raises(PeerLostError, match=r"\b4\b"):
         sizes([4, 0])
 
 

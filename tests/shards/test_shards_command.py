@@ -99,7 +99,7 @@ def test_verify(tmp_path):
 
 def test_what_is_no_dataset(tmp_path):
     for command in (["info"], ["verify"], ["head"], ["diff", tmp_path], ["export", tmp_path / "out"]):
-        with pytest.raises(DataError, match="no such file or directory"):
+        with pytest.raises(DataError, match=str(tmp_path / "absent")):
             shards(command[0], tmp_path / "absent", *command[1:])
 
 
@@ -143,7 +143,7 @@ def test_head_without_a_sheet_and_with_a_wrong_one(tmp_path):
     assert code == 0 and "first 6 of 6" in text
     with pytest.raises(RecipeError, match=r"\.png"):
         shards("head", tmp_path / "ds", "--out", tmp_path / "ds" / "shard-00000.beton")
-    with pytest.raises(RecipeError, match="cannot be written"):
+    with pytest.raises(RecipeError, match=r"sheet\.png"):
         shards("head", tmp_path / "ds", "--out", tmp_path / "absent" / "sheet.png")
 
 
@@ -237,7 +237,7 @@ def test_diff_needs_tables_of_what_differs_only(tmp_path):
     with pytest.raises(DataError, match=r"shard-00000\.idx\.parquet"):
         shards("diff", tmp_path / "a", tmp_path / "c")
     write_dataset(tmp_path / "d", [Photo("x"), Photo("x", seed=1)], 2)
-    with pytest.raises(DataError, match="two samples have the same key"):
+    with pytest.raises(DataError, match=str(tmp_path / "d")):
         shards("diff", tmp_path / "d", tmp_path / "a")
 
 

@@ -265,7 +265,7 @@ def test_at_a_url(dataset):
         verdict = found("memory://verify/train/manifest.json")
         assert ("dog/a.jpg", 10) in {(one.key, one.uid) for one in verdict.damage}
         assert any(one.path == "shard-00000.beton" and one.what.endswith("missing") for one in verdict.damage)
-        with pytest.raises(DataError, match="no such file"):
+        with pytest.raises(DataError, match="memory://verify/absent"):
             found("memory://verify/absent")
     finally:
         memory.rm("/verify", recursive=True)

@@ -29,7 +29,7 @@ def test_of_two_writers_of_one_name_the_first_has_it(form, tmp_path):
             write(first, description, form, tmp_path)
         return of_second[name]
 
-    with pytest.raises(RecipeError, match="is there already"):
+    with pytest.raises(RecipeError, match=path.name):
         write_weights(path, form, description, overtaken)
     again = description.build().to_empty(device="cpu")
     load_weights(again, open_weights(path))
@@ -42,7 +42,7 @@ def test_a_dangling_link_is_something(form, tmp_path):
     description = described(TINY)
     path = tmp_path / f"{form}{SUFFIX[form]}"
     path.symlink_to("nowhere")
-    with pytest.raises(RecipeError, match="is there already"):
+    with pytest.raises(RecipeError, match=path.name):
         write_weights(path, form, description, lambda name: pytest.fail("found out too late"))
     assert path.is_symlink() and list(tmp_path.iterdir()) == [path]
 

@@ -65,7 +65,7 @@ def test_every_model_has_a_name_or_is_refused(name, tmp_path):
     found = model.foreign().timm()
     if found is None:
         assert name in {"ResNet50x2", "ResNet152x1", "ResNet200x3"} or name.startswith(("Axial", "DINO"))
-        with pytest.raises(RecipeError, match=r"timm has no name|timm holds"):
+        with pytest.raises(RecipeError, match=r"\btimm\b"):
             run_export(name, "timm", tmp_path / "out", num_classes=7)
         assert list(tmp_path.iterdir()) == []
         return
@@ -151,7 +151,7 @@ def test_other_heads_and_activations_are_told(tmp_path):
 def test_folders_are_not_called_as_files_are(tmp_path):
     description = described(TINY)
     for form, name in (("timm", "a.npz"), ("hf", "a.safetensors"), ("hf", "b.pth")):
-        with pytest.raises(RecipeError, match="the name of another kind of file"):
+        with pytest.raises(RecipeError, match=name):
             write_weights(tmp_path / name, form, description, lambda name: torch.zeros(1))
     assert list(tmp_path.iterdir()) == []
     assert write(valued(description), description, "timm", tmp_path).is_file()
