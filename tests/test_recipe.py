@@ -54,6 +54,10 @@ def test_recipes_of_a_folder_are_named_with_it(tmp_path, monkeypatch):
     for name in ("pets", "finetune/pet", "elsewhere/pets"):
         with pytest.raises(RecipeError, match="'finetune/pets'"):
             load_recipe(name)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("extends: finetune/pets.yaml\n")
+    with pytest.raises(RecipeError, match=r"run/recipe\.yaml"):
+        load_recipe("run")
     for name in ("base/finetuning", "finetune", "finetune/../h14_jft"):
         with pytest.raises(RecipeError):
             load_recipe(name)

@@ -101,6 +101,10 @@ def test_what_is_no_dataset(tmp_path):
     for command in (["info"], ["verify"], ["head"], ["diff", tmp_path], ["export", tmp_path / "out"]):
         with pytest.raises(DataError, match=str(tmp_path / "absent")):
             shards(command[0], tmp_path / "absent", *command[1:])
+    for split in ("train", "test"):
+        write_dataset(tmp_path / "ds" / split, [Photo("x")], 1)
+    with pytest.raises(DataError, match="test, train"):
+        shards("info", tmp_path / "ds")
 
 
 # ----------------------------------------------------------------------------------------------------------------- head

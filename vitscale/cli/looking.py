@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from vitscale.errors import DataError, RecipeError, VitscaleError
+from vitscale.wording import counted
 
 if TYPE_CHECKING:
     from vitscale.evaluation.finished import FinishedModel
@@ -94,6 +95,9 @@ def evaluate(
             print(json.dumps({"step": finished.step, **values, "policy": policy}))
             return
         print(f"{source}, step {finished.step:,}" if finished.step is not None else source)
+        validation = finished.recipe.evaluation.validation if data is None and finished.recipe is not None else None
+        if validation is not None:
+            print(f"  {validation}: {counted(finished.dataset(validation).num_samples, 'sample')}")
         for metric, value in values.items():
             print(f"  {metric:<24} {int(value):,}" if metric.endswith("samples") else f"  {metric:<24} {value:.4f}")
 

@@ -109,6 +109,13 @@ def show_verdict(dataset: str, workers: int | None, decode: bool, as_json: bool)
             highlight=False,
             soft_wrap=True,
         )
+        if verdict.damage:
+            console.print(
+                "Copy these files again from where they are whole, or convert the dataset again. What a run does with "
+                "damaged samples: data.bad_samples",
+                highlight=False,
+                soft_wrap=True,
+            )
     if verdict.damage:
         raise typer.Exit(DataError.exit_code)
 

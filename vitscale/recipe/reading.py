@@ -58,7 +58,10 @@ def find_recipe(recipe: str | Path) -> Path:
     if name in list_recipes():
         return recipes_dir() / f"{name}.yaml"
     if path.exists():
-        raise RecipeError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}: expected a recipe's file")
+        own = path / "recipe.yaml"  # a run's
+        hint = f"; did you mean {own}?" if own.is_file() else ""
+        what = "a folder" if path.is_dir() else "no regular file"
+        raise RecipeError(f"{path} is {what}: expected a recipe's file{hint}")
     hint = _did_you_mean(_recipes_near(path))
     raise RecipeError(
         f"there is no recipe {str(recipe)!r}{hint and f' ({hint})'}: expected a file, or one that comes with vitscale; "

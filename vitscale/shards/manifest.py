@@ -188,7 +188,9 @@ class Manifest(_Strict):
             content = read_bytes(file)
         except FileNotFoundError as error:
             looked = "no dataset there (no manifest.json)" if is_folder else "no such file or directory"
-            raise DataError(f"{where}: {looked}; a dataset is what vitscale-convert writes") from error
+            below = sorted(path.parent.name for path in Path(where).glob(f"*/{MANIFEST_NAME}")) if is_folder else []
+            what = f"name one of its {', '.join(below)}" if below else "a dataset is what vitscale-convert writes"
+            raise DataError(f"{where}: {looked}; {what}") from error
         except OSError as error:
             raise DataError(f"{file}: cannot be read ({error.strerror or error})") from error
         try:
