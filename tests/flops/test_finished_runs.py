@@ -163,8 +163,8 @@ def test_a_small_utilisation_is_not_none():
     ("spoil", "error", "word"),
     [
         (lambda run: (run / "recipe.yaml").unlink(), RecipeError, "recipe.yaml"),
-        (lambda run: (run / "metrics.jsonl").unlink(), DataError, "no training step yet"),
-        (lambda run: (run / "metrics.jsonl").write_text('[1]\n"x"\n'), DataError, "no training step yet"),
+        (lambda run: (run / "metrics.jsonl").unlink(), DataError, "metrics.jsonl"),
+        (lambda run: (run / "metrics.jsonl").write_text('[1]\n"x"\n'), DataError, "metrics.jsonl"),
         (lambda run: (run / "DONE").write_text("{"), DataError, "DONE"),
         (lambda run: (run / "DONE").write_text("[" * 100_000), DataError, "DONE"),
     ],

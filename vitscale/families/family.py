@@ -140,7 +140,7 @@ class Model(Block):
 
     def operations_of_part(self, image_size: int, num_classes: int | None, patches: int) -> Sequence[Operation]:
         """As `operations`, with blocks that see only `patches` patches. Raises `ValueError` if they need them all."""
-        raise ValueError(f"a {self.title} does not go without some of its patches")
+        raise ValueError(f"a {self.title} needs all its patches")
 
     # ---- What can be done with it ------------------------------------------------------------------------------------
 

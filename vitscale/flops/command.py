@@ -135,7 +135,7 @@ def _check(given: set[str]) -> None:
     if of_hardware and report != "--run" and "--hardware" not in given:
         raise RecipeError(f"{', '.join(of_hardware)}: only with --hardware")
     if "--samples" in given and "RECIPE" not in given:
-        raise RecipeError("--samples is of one training set: name the recipes that train on it")
+        raise RecipeError("--samples is the size of one training set: name only recipes that train on it")
 
 
 def _check_numbers(given: dict[str, float | None]) -> None:

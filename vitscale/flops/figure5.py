@@ -56,7 +56,7 @@ def points_of(runs: Sequence[Run]) -> tuple[list[Point], list[str]]:
     points, notes = [], []
     for run in runs:
         if not run.is_done:
-            raise RecipeError(f"{run.directory} is not finished (there is no DONE in it): only finished runs are drawn")
+            raise RecipeError(f"{run.directory} is not finished (it has no DONE): only finished runs are drawn")
         top1, dataset = run.evaluation.get(_TOP1), run.recipe.evaluation.validation
         if top1 is None or dataset is None:
             of_best = "" if run.best_step is None else f" of step {run.best_step:,}, its best"

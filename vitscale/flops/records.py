@@ -96,7 +96,7 @@ def read_run(directory: Path) -> Run:
     log.refresh()
     lines = [line for line in log.rows if number(line.get("exaflops"))]
     if not lines:
-        raise DataError(f"{directory}: {METRICS_FILE} tells of no training step yet")
+        raise DataError(f"{directory}: {METRICS_FILE} has no training step yet")
     index, notes = _newest_index(recipe, directory)
     damaged = log.damaged + log.is_torn + len(log.rows) - len(lines)
     notes += [f"damaged lines of {METRICS_FILE} left out: {damaged}"] if damaged else []

@@ -82,7 +82,7 @@ def make_cluster(
     if "bf16" not in device.peak:
         raise RecipeError(f"--hardware {device.name}: it has no matrix units for bf16, in which runs are planned")
     if memory is None and device.board.memory is None:
-        raise RecipeError(f"--hardware {device.name}: comes with more than one size of memory; say --memory GB")
+        raise RecipeError(f"--hardware {device.name}: is sold with several sizes of memory; give --memory GB")
     assumed = []
     if nodes is not None and devices % nodes:
         raise RecipeError(f"--devices {devices} does not divide by --nodes {nodes}")
@@ -92,11 +92,11 @@ def make_cluster(
             assumed.append(f"{devices_per_node} devices a node (--nodes, --devices-per-node)")
     if devices % devices_per_node:
         raise RecipeError(
-            f"--devices {devices} does not divide by {devices_per_node} devices a node: say --nodes, or "
+            f"--devices {devices} does not divide by {devices_per_node} devices a node: give --nodes or "
             f"--devices-per-node"
         )
     if nodes is not None and nodes * devices_per_node != devices:
-        raise RecipeError(f"--nodes {nodes} with --devices-per-node {devices_per_node} are not --devices {devices}")
+        raise RecipeError(f"--nodes {nodes} x --devices-per-node {devices_per_node} is not --devices {devices}")
     if devices > devices_per_node and network is None:
         assumed.append(f"{NETWORK / GB:g} GB/s of network a node, one adapter of 400 Gbit/s (--network)")
     link = device.board.link or LINK

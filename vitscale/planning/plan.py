@@ -197,7 +197,7 @@ def make_plan(
     assert work is not None, "whoever plans has seen that the classes are known"
     if recipe.precision != "bf16":
         raise RecipeError(
-            f"precision: {recipe.precision} is not planned: no peak is known for it; --set precision=bf16"
+            f"precision: {recipe.precision} cannot be planned: its peak FLOP/s are not known; --set precision=bf16"
         )
     if (asked := recipe.parallelism.hpz_size) > 1 and cluster.devices_per_node % asked:
         raise RecipeError(

@@ -43,11 +43,9 @@ def write_certificate(run_dir: Path, report: Path | None = None, root: str | Non
     """
     recipe, done = recipe_of_run(run_dir), read_done(run_dir)
     if done is None:
-        raise RecipeError(
-            f"{run_dir} is not finished (there is no {DONE_FILE} in it that can be read): only finished ones are"
-        )
+        raise RecipeError(f"{run_dir} is not finished (it has no readable {DONE_FILE}): only finished runs are")
     if not (run_dir / METRICS_FILE).is_file():
-        raise DataError(f"{run_dir} has no {METRICS_FILE}: there is nothing to certify that its losses were")
+        raise DataError(f"{run_dir} has no {METRICS_FILE}: there are no losses to certify")
     index = newest_index(recipe, run_dir)
     files = [*_of_run(recipe, run_dir), *_of_datasets(recipe, index, root)]
     if report is not None:

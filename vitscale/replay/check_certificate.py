@@ -93,11 +93,11 @@ def _read(path: str) -> dict[str, Any]:
     for entry in certificate["files"]:
         parts = entry["name"].split("/")
         if len(parts) < 2 or any(part in ("", ".", "..") for part in parts):
-            raise ValueError(f"{entry['name']!r} is no name of a file")
+            raise ValueError(f"{entry['name']!r} is not a file's name")
         if not isinstance(entry["bytes"], int) or not isinstance(entry["sha256"], str):
             raise ValueError(f"{entry['name']!r} has no size and digest")
     if "about" not in certificate or not isinstance(certificate["root"], str):
-        raise ValueError("there is no root, or nothing that it is of")
+        raise ValueError("it has no root, or no entries below it")
     return certificate
 
 

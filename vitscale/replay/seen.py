@@ -126,8 +126,8 @@ class History:
         for manifest, then in zip(manifests, sha, strict=True):
             if manifest.sha256 != then:
                 raise DataError(
-                    f"{manifest.where}: the run's data have manifest_sha256 {then}, these have {manifest.sha256}: they "
-                    f"are not what the run was trained on"
+                    f"{manifest.where}: the run was trained on data of manifest_sha256 {then}; these have "
+                    f"{manifest.sha256}"
                 )
         self.recipe, self.index, self.manifest, self.newest = recipe, index, manifests[0], manifests[-1]
         self._stretches = [
@@ -336,7 +336,7 @@ def newest_index(recipe: Recipe, run_dir: Path) -> CheckpointIndex:
     except OSError as error:
         raise CheckpointError(f"the checkpoints of {run_dir} cannot be reached: {error.strerror or error}") from None
     if not steps:
-        raise CheckpointError(f"{run_dir} has no checkpoint yet, from which to tell what it has done")
+        raise CheckpointError(f"{run_dir} has no checkpoint yet, so what it has seen is not known")
     return place.read_index(steps[-1])
 
 

@@ -248,7 +248,7 @@ def _launch(what: Pretraining, log: Path) -> None:
         ).returncode
     if code:
         raise DataError(
-            f"steps could not be taken again: exit code {code}:\n{log.read_text(errors='replace')[-_TAIL:]}"
+            f"the steps could not be repeated: exit code {code}:\n{log.read_text(errors='replace')[-_TAIL:]}"
         )
 
 

@@ -83,16 +83,15 @@ def start_before(run_dir: Path, step: int) -> Start:
             return Start(0, init.model_dump(by_alias=True) | {"from": str(path)})
         if not path.exists():
             raise CheckpointError(
-                f"{run_dir} goes on from {init.source}, where the samples were seen first, and that is not there any "
-                f"more"
+                f"{run_dir} continues {init.source}, where the samples were first seen, and which is no longer there"
             )
         limit = min(limit, init.step or 0)
         if not (path / RECIPE_FILE).is_file():  # one checkpoint
             if limit == init.step:
                 return Start(limit, _continuing(path, limit))
             raise CheckpointError(
-                f"{run_dir} goes on from {path}, a single checkpoint of step {init.step:,}, and the samples were seen "
-                f"before it: there is no earlier one to start from. Name the run that it belongs to"
+                f"{run_dir} continues {path}, a single checkpoint of step {init.step:,}, and the samples were seen "
+                f"before it, so there is no earlier one to start from. Name the run that it belongs to"
             )
         run_dir, recipe = path, read_recipe(path / RECIPE_FILE)
 

@@ -124,12 +124,12 @@ def _items(sources: Sequence[Path]) -> tuple[dict[str, Any] | None, list[_Item]]
             items.append(_Item(record.name, record, {}))
             continue
         if study is not None:
-            raise RecipeError(f"{source} is a second study; a report is of one study, and of any number of runs")
+            raise RecipeError(f"{source} is a second study; a report takes one study and any number of runs")
         study = found
         items += [_entry_item(source, entry) for entry in found["entries"]]
     names = [item.record.directory.resolve() for item in items if item.record is not None]
-    if len(set(names)) < len(names):
-        raise RecipeError("a run is named twice")
+    if twice := [str(name) for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise RecipeError(f"{twice[0]} is named twice; name each run once")
     return study, items
 
 

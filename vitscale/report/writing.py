@@ -26,7 +26,7 @@ def check_folder(folder: Path) -> None:
     except OSError as error:
         raise RecipeError(f"--out {str(folder)[:100]}: {error.strerror}") from None
     if there and (read_object(folder / RESULTS_FILE) or {}).get("kind") != KIND:
-        raise RecipeError(f"--out {folder}: its {there[0]} is not of a report, and stays; choose another folder")
+        raise RecipeError(f"--out {folder}: contains {there[0]}, which no report wrote; choose another folder")
 
 
 def write_report(folder: Path, content: Mapping[str, Any], page: str) -> None:

@@ -102,7 +102,7 @@ def describe(source: Source, model: dict[str, Any] | None = None, image_size: in
         return replace(own, image_size=image_size or own.image_size)
     if model is None:
         raise RecipeError(
-            f"{source.path} ({source.form}) does not say which model it is of; name it: --model NAME or --model RECIPE"
+            f"{source.path} ({source.form}) does not name its model; give it: --model NAME or --model RECIPE"
         )
     pixels = _shape(model).stride
     # A model of these dimensions, whatever its head and classes, tells what its parameters are called in the format.

@@ -26,7 +26,7 @@ def configuration(
     """The content of config.json; labels are distinct. Raises `RecipeError` if timm has no name for the model."""
     if (found := model.foreign().timm()) is None:
         raise RecipeError(
-            "timm has no name for this model, by which a folder of its could be opened; "
+            "timm has no name for this model, so it could not open a folder; "
             f"write the weights alone: --out FILE{SAFETENSORS}"
         )
     return {
