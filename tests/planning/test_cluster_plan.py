@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from messages import assert_messages
 from toy_recipes import make_recipe
 from typer.testing import CliRunner
 
@@ -163,24 +164,21 @@ def test_the_command_says_what_it_assumes():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    "arguments",
     [
-        (("--devices", 8, "--hardware", "h101"), "did you mean 'h100'"),
-        (("--devices", 7, "--hardware", "h100"), "does not divide by the 7 ranks"),
-        (("--devices", 8, "--hardware", "a100"), "say --memory GB"),
-        (("--devices", 8, "--hardware", "v100"), "no matrix units for bf16"),
-        (("--devices", 16, "--hardware", "h100", "--nodes", 3), "does not divide by --nodes 3"),
-        (("--devices", 16, "--hardware", "h100", "--nodes", 2, "--devices-per-node", 4), "are not --devices 16"),
-        (("--devices", 8, "--hardware", "h100", "--mfu", 45), "45 % is --mfu 0.45"),
-        (("--devices", 8, "--hardware", "h100", "--network", -1), "above 0"),
-        (("--devices", 8, "--hardware", "h100", "--set", "precision=fp32"), "no peak is known"),
-        (
-            ("--devices", 8, "--hardware", "h100", "--set", "precision=fp8", "--set", "parallelism.zero_stage=1"),
-            "precision: fp8",
-        ),
+        ("--devices", 8, "--hardware", "h101"),
+        ("--devices", 7, "--hardware", "h100"),
+        ("--devices", 8, "--hardware", "a100"),
+        ("--devices", 8, "--hardware", "v100"),
+        ("--devices", 16, "--hardware", "h100", "--nodes", 3),
+        ("--devices", 16, "--hardware", "h100", "--nodes", 2, "--devices-per-node", 4),
+        ("--devices", 8, "--hardware", "h100", "--mfu", 45),
+        ("--devices", 8, "--hardware", "h100", "--network", -1),
+        ("--devices", 8, "--hardware", "h100", "--set", "precision=fp32"),
+        ("--devices", 8, "--hardware", "h100", "--set", "precision=fp8", "--set", "parallelism.zero_stage=1"),
     ],
 )
-def test_mistakes_are_named(arguments, words):
+def test_mistakes_are_named(arguments):
     result = run("h14_jft", *arguments)
     assert isinstance(result.exception, RecipeError)
-    assert words in str(result.exception)
+    assert_messages("cluster-plan", {" ".join(map(str, arguments)): str(result.exception).splitlines()[0]})
