@@ -222,6 +222,8 @@ def test_predict_agrees_with_evaluation(home, tmp_path):
     torch.testing.assert_close(torch.tensor([found[name] for name in CLASS_NAMES]), expected.cpu(), atol=1e-5, rtol=0)
     of_weights = command("predict", home / "timm.safetensors", next(iter(labels)), "--model", home / "run/recipe.yaml")
     assert of_weights[0] == 0 and "class " in of_weights[1]
+    refused, said = command("predict", home / "run", home / "data" / "test")
+    assert refused == 3 and "vitscale evaluate" in said
 
 
 def test_what_is_no_image_is_told_and_the_others_are_answered(home, tmp_path):

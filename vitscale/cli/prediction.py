@@ -15,6 +15,7 @@ from vitscale.data.preview import views_of
 from vitscale.errors import DataError, RecipeError
 from vitscale.evaluation.finished import FinishedModel
 from vitscale.ranks import gather
+from vitscale.shards import MANIFEST_NAME
 
 _AT_ONCE = 64  # images per process
 
@@ -44,6 +45,11 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
         if path.is_dir():
             below = [file for file in sorted(path.rglob("*")) if file.name.lower().endswith(IMAGE_SUFFIXES)]
             visible = [file for file in below if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+            if not visible and (path / MANIFEST_NAME).is_file():
+                raise DataError(
+                    f"{path}: a dataset; `vitscale evaluate` measures on one, and `vitscale shards export` writes "
+                    "its images as files"
+                )
             if not visible:
                 raise DataError(
                     f"{path}: no image in this folder; expected files that end in {', '.join(IMAGE_SUFFIXES)}"

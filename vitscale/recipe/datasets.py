@@ -70,7 +70,10 @@ def _place(name: str, root: str | None, hint: str) -> tuple[str, str]:
             "a path begins with /, ./, ../ or ~"
         )
     if root:
-        return join(_folder(root), name), " (by data.root; --set data.root=DIR or --data-root DIR names another place)"
+        return (
+            join(_folder(root), name),
+            " (by data.root; another place: --set data.root=DIR, or --data-root DIR in commands without --set)",
+        )
     for file in _files():
         if file.is_file():
             places = _read(file)
