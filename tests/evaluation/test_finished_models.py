@@ -170,5 +170,5 @@ def test_what_cannot_be_looked_at(place_of, tmp_path):
 
 
 def test_class_names_that_do_not_fit(place_of):
-    with pytest.raises(RecipeError, match=r"\b2\b"):
+    with pytest.raises(RecipeError, match=r"\b2 class"):
         FinishedModel(place_of / "timm.safetensors", weights=OfWeights(TINY, class_names=["a", "b"]))

@@ -60,7 +60,7 @@ def test_copies_are_found_and_taken_out(tmp_path, monkeypatch, mode):
 
     copying = ("dedup", "apply", tmp_path / "train", tmp_path / "found", tmp_path / "copy", "--copy", "--workers", 1)
     if mode == "raw":
-        with pytest.raises(DataError, match=r"\b4\b"):
+        with pytest.raises(DataError, match=r"\b4 images\b"):
             run(*copying)
         return
     run(*copying)

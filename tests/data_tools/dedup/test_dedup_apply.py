@@ -252,7 +252,7 @@ def test_nothing_left_is_refused(planted, tmp_path):
     try:
         convert(Request(str(planted.test_sets["fish"]), source=SourceOptions(unlabelled=True)), url)
         find(url, [str(planted.indexes["fish"])], str(tmp_path / "found"), run_inline)
-        with pytest.raises(RecipeError, match=r"\b6\b"):
+        with pytest.raises(RecipeError, match=r"\b6 samples\b"):
             Removal.of(url, str(tmp_path / "found"))
     finally:
         fsspec.filesystem("memory").rm("/planted/fish", recursive=True)
