@@ -16,6 +16,8 @@ from data_tools.engines.inline import run_inline
 from data_tools.images import StoredImage, store_image
 from data_tools.sources import SourceOptions, open_source
 
+NAMES = [f"{i:02d}.png" for i in range(11)]
+
 
 def make_photo(seed: int, height: int = 200, width: int = 260) -> Image.Image:
     """A picture with structure at many scales, some edges and full contrast; another one for every seed."""

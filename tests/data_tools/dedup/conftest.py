@@ -1,9 +1,10 @@
-"""What tests of `find` and `apply` share: it is made once."""
+"""What tests share: photos with their index, and what `find` and `apply` are tried on; made once."""
 
 from pathlib import Path
 
 import planted_copies
 import pytest
+from dedup_data import NAMES, build_here, index_of, source_of, write_photos
 
 from data_tools.dedup.finding import Finding, find
 from data_tools.machine import Machine
@@ -26,3 +27,23 @@ def finding(planted: planted_copies.Planted, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="session")
 def found(finding: tuple[Path, Finding]) -> Path:
     return finding[0]
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("photos")
+    write_photos(folder, NAMES)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Path:
+    """An index of the photos at level 1."""
+    out = tmp_path_factory.mktemp("made") / "index"
+    index_of(out, [source_of(photos, level=1)])
+    return out
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    build_here(monkeypatch)
