@@ -1,0 +1,72 @@
+"""A run directory as training leaves it, and what `vitscale status` says of it."""
+
+import json
+from pathlib import Path
+
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from vitscale.checkpoint import CheckpointIndex, CheckpointStore, Fragment
+from vitscale.cli.main import app
+from vitscale.recipe import load_recipe
+
+# What the entry point does, and a word on stderr where torch came along.
+COMMAND = """
+import sys
+from vitscale.cli.main import main
+try:
+    main()
+finally:
+    if "torch" in sys.modules:
+        print("torch was imported", file=sys.stderr)
+"""
+NOW = 1_700_000_000.0
+
+# Steps 1 to 10 took 2 s each on 4 devices, 11 to 20 took 3 s each on 8.
+LINE = {"loss": 2.0, "lr": 1e-3, "images_per_s": 2048.0, "data_wait": 0.5, "peak_memory_bytes": 5e9}
+LINES = [
+    {"step": 10, **LINE, "step_time_s": 2.0, "world_size": 4, "exaflops": 0.1},
+    {"step": 10, "eval/validation/top1": 0.75, "eval/validation/loss": 1.0},
+    {"step": 20, **LINE, "step_time_s": 3.0, "world_size": 8, "exaflops": 0.2},
+    {"step": 20, "eval/validation/top1": 0.5, "eval/validation/loss": None},
+]
+
+
+def status(*arguments: str | Path) -> list[dict]:
+    """The objects that --json prints."""
+    result = CliRunner().invoke(app, ["status", "--json", *map(str, arguments)])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def shown(*arguments: str | Path) -> str:
+    """What people see."""
+    result = CliRunner().invoke(app, ["status", *map(str, arguments)])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.stdout
+
+
+def write_metrics(run_dir: Path, lines: list[dict]) -> None:
+    (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def write_recipe(run_dir: Path, *settings: str) -> None:
+    of_run = [
+        "precision=bf16",
+        "model.num_classes=1000",
+        "model.head=linear",
+        "schedule.duration.steps=100",
+        "logging.every=10",
+    ]
+    recipe = load_recipe(
+        "b16_jft", ["precision=bf16", *of_run, "evaluation.fewshot=null", "evaluation.every=null", *settings]
+    )
+    (run_dir / "recipe.yaml").write_text(yaml.safe_dump(recipe.dump()))
+
+
+def save_checkpoint(root: Path, step: int, **more) -> None:
+    """A checkpoint by the store that training uses."""
+    data = {"num_samples": 4096 * 50, "class_names": ["a", "b"]}
+    index = CheckpointIndex(step, 1, {"w": [1000]}, ["master"], step, {}, data, {}, **more)
+    CheckpointStore(root).save(index, [Fragment("w", 0, {"master": torch.zeros(1000)})])
