@@ -36,7 +36,7 @@ def speed(
 
 
 class InspectCommand(TyperCommand):
-    """`inspect SOURCE...`, but for `inspect speed NAME...`, which is a command of its own."""
+    """`inspect SOURCE...`, except for `inspect speed NAME...`, which is a command of its own."""
 
     def make_context(self, info_name: str | None, args: list[str], *arguments: Any, **named: Any) -> Any:
         if args and args[0] == _SPEED:

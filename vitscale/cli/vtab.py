@@ -30,7 +30,7 @@ def prepare(
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one per core")] = None,
 ) -> None:
-    """Make datasets of all tasks whose images are found, and say what is missing. Repeat the command to go on.
+    """Make datasets of all tasks whose images are found, and say what is missing. Repeat the command to continue.
 
     A task asked for by --task that is missing, or one that fails, is exit code 3.
     """

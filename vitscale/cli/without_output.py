@@ -125,7 +125,7 @@ def _told(found: dict[str, Any]) -> Iterator[str]:
         )
     if found["command"] is not None:
         fetch = " (copy the recipe to this machine first)" if is_url(found["recipe"]) else ""
-        yield f"go on with{fetch}: {found['command']}"
+        yield f"continue with{fetch}: {found['command']}"
     elif view is None and (found["start"] or uids):
         yield f"--out FOLDER writes the dataset without them{' and the recipe of the branch' if found['start'] else ''}"
 
@@ -138,7 +138,7 @@ def _branch_told(found: dict[str, Any]) -> Iterator[str]:
     beginning = "the beginning: no checkpoint is old enough"
     where = f"step {start['step']:,} of {start['init']['from']}" if start["step"] else beginning
     if not again["steps"]:
-        yield f"go on from {where}: nothing is taken again"
+        yield f"continue from {where}: no step is repeated"
         return
     cost = "what they cost is not known: there are no metrics"
     if again["exaflops"] is not None:

@@ -194,7 +194,7 @@ def make_plan(
     if estimate.recipe.precision == "auto":  # what `auto` chooses on every device with a known peak
         estimate = replace(estimate, recipe=estimate.recipe.model_copy(update={"precision": "bf16"}))
     recipe, work = estimate.recipe, estimate.work
-    assert work is not None, "whoever plans has seen that the classes are known"
+    assert work is not None, "the caller has checked that the classes are known"
     if recipe.precision != "bf16":
         raise RecipeError(
             f"precision: {recipe.precision} cannot be planned: its peak FLOP/s are not known; --set precision=bf16"
@@ -431,7 +431,7 @@ def _assumed_of_time(recipe: Recipe, cluster: Cluster) -> list[str]:
             said.append(f"messages are sent during {HIDDEN:.0%} of the passes in stage {stages}")
         if recipe.parallelism.offload == "none":
             said.append(
-                f"with parallelism.overlap during {OVERLAPPED:.0%} of the passes in stages 1 and 2, but for a bucket "
+                f"with parallelism.overlap during {OVERLAPPED:.0%} of the passes in stages 1 and 2, except for a bucket "
                 "each of gradients and of weights: measured between CPUs, never on CUDA"
             )
         if cluster.nodes > 1:

@@ -86,7 +86,7 @@ class MetricsLines:
         """Report, only once, that metrics are being lost."""
         if not self._failed:
             self._failed = True
-            _log.error("METRICS ARE BEING LOST, training goes on: cannot write in %s: %s", self._path.parent, error)
+            _log.error("METRICS ARE BEING LOST, training continues: cannot write in %s: %s", self._path.parent, error)
 
 
 def _json_value(value: float | str) -> float | str | None:

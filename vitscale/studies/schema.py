@@ -89,7 +89,7 @@ class Part(Block):
         keys = [key for axis in self.grid for key in axis]
         for key in keys:
             if keys.count(key) > 1:
-                raise ValueError(f"grid: {key} stands in two axes")
+                raise ValueError(f"grid: {key} is in two axes")
         if self.take and not self.source:
             raise ValueError("take needs from, which says whose fields these are")
         if self.selection is not None and not self.datasets:
