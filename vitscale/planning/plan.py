@@ -431,7 +431,7 @@ def _assumed_of_time(recipe: Recipe, cluster: Cluster) -> list[str]:
             said.append(f"messages are sent during {HIDDEN:.0%} of the passes in stage {stages}")
         if recipe.parallelism.offload == "none":
             said.append(
-                f"with parallelism.overlap during {OVERLAPPED:.0%} of the passes in stages 1 and 2, except for a bucket "
+                f"with parallelism.overlap during {OVERLAPPED:.0%} of the passes in stages 1 and 2, except a bucket "
                 "each of gradients and of weights: measured between CPUs, never on CUDA"
             )
         if cluster.nodes > 1:

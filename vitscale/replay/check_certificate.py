@@ -4,8 +4,8 @@
 
 A certificate lists files of several places: `run` is the run's directory, `train` and others are datasets, `report` is
 a report. `run` is the certificate's own folder unless another is given; a place that is not given is not looked at, and
-that is stated. For each file there is its size and SHA-256, and for all of them, and for what the certificate says of the
-run, one root of a Merkle tree as in RFC 6962 (leaves: SHA-256 of a zero byte and the leaf; nodes: of a one byte and
+that is stated. Each file has its size and SHA-256, and all of them, with what the certificate says of the run, have
+one root of a Merkle tree as in RFC 6962 (leaves: SHA-256 of a zero byte and the leaf; nodes: of a one byte and
 both children). Whoever has published the root has published everything.
 
 Exit code 0: all that was looked at is as the certificate says. 1: something is not, and is named. 2: it cannot be read.
