@@ -172,9 +172,9 @@ def test_mistakes(place, inline, tmp_path):
         (("--embedding", timm), 2, "--embedding-model NAME"),
         (("--embedding", timm, "--embedding-model", "ViT-B/16"), None, "timm.safetensors"),
         (("--embedding", timm, "--embedding-model", recipe, "--embedding-size", 7), 2, "patch"),
-        (("--embedding", place / "run", "--embedding-size", 64), 2, "--embedding-size: no effect"),
-        (("--embedding-model", "ViT-B/16"), 2, "--embedding-model: of a model"),
-        (("--cosine", 0.5, "--preset", "photo"), 2, "--cosine: of a model"),
+        (("--embedding", place / "run", "--embedding-size", 64), 2, "--embedding-size: "),
+        (("--embedding-model", "ViT-B/16"), 2, "--embedding-model: "),
+        (("--cosine", 0.5, "--preset", "photo"), 2, "--cosine: "),
     ):
         code, text = command(*arguments, *options)
         assert code in ((2, 3, 4) if exit_code is None else (exit_code,)), (options, code, text)
