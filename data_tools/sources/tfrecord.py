@@ -5,6 +5,7 @@ numbers. In particular `image/class/label` of TensorFlow's own ImageNet conversi
 `image/class/synset` comes before it.
 """
 
+import errno
 import io
 import posixpath
 import struct
@@ -83,7 +84,7 @@ class TFRecordSource:
             file.seek(position)
             data = file.read(size)
         if data is None or len(data) != size:
-            raise OSError("the file has become shorter")
+            raise OSError(errno.EIO, "the file has become shorter", self.parts[part])
         return data
 
 

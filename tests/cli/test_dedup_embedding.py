@@ -14,6 +14,7 @@ import pytest
 import torch
 from dedup_data import build_here, make_photo, unevenly_lit, write_photos
 from evaluation.test_finished_models import command
+from messages import refusal
 from models.weights.exported import NAMES, TINY, described, finished_run, valued, write
 from typer.testing import CliRunner
 
@@ -150,7 +151,7 @@ def test_weights_that_change_while_a_command_runs_are_noticed(place):
     changed = replace(embedder, sha256="0" * 64)
     pixels = np.asarray(make_photo(0))
     assert embedder(pixels).shape == (TINY["width"],)
-    with pytest.raises(DataError, match="have changed"):
+    with refusal(DataError, "dedup", "weights that change", {place: "PLACE"}):
         changed(pixels)
     assert hash(pickle.loads(pickle.dumps(embedder))) == hash(embedder)
 

@@ -67,7 +67,7 @@ def test_what_cannot_be_rendered(fields):
 
 def test_a_run_that_may_not_be_continued(tmp_path):
     (tmp_path / "recipe.yaml").touch()
-    with pytest.raises(RecipeError, match="already holds a run"):
+    with refusal(RecipeError, "launch", "run that may not be continued", {tmp_path: "FOLDER"}):
         render(run_dir=tmp_path, resume="never")
 
 

@@ -24,7 +24,7 @@ def test_command(image_folder, tmp_path):
     again = run_here(image_folder, out, "--shard-samples", 8, "--shuffle-seed", 5)
     assert again.exit_code == 0 and "already complete; nothing was done" in again.stdout
     other = run(image_folder, out, "--shard-samples", 9, "--shuffle-seed", 5)
-    assert other.returncode == 2 and "already holds a dataset" in other.stderr and other.stderr.count("\n") == 1
+    assert other.returncode == 2 and str(out) in other.stderr and other.stderr.count("\n") == 1
     assert contents(out) == before
 
 

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets_on_disk import command, contents, run, run_here
 from kill_at import convert_killed_at
+from messages import refusal
 from pictures import encoded, make_picture
 from small_disk import small_disk
 
@@ -269,5 +270,5 @@ def test_the_log_alone_says_when_and_where(in_peace, pictures):
 
 def test_a_finished_data_set_of_other_images_is_refused(here, pictures, tmp_path, image_folder):
     convert(Request(str(image_folder)), tmp_path / "out", Machine(workers=1))
-    with pytest.raises(RecipeError, match="already holds a dataset"):
+    with refusal(RecipeError, "convert", "dataset of other images", {tmp_path: "FOLDER"}):
         convert(Request(str(pictures)), tmp_path / "out", Machine(workers=1))

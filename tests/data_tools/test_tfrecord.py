@@ -104,7 +104,7 @@ def test_local_files_have_random_access(tmp_path):
     assert listed(file) == EXPECTED
     (tmp_path / "train-0").write_bytes(framed(*RECORDS)[:-100])
     source = open_tfrecords("source", [file], SourceOptions())
-    with pytest.raises(OSError, match="become shorter"):
+    with pytest.raises(OSError, match="train-0"):
         source.read(0, struct.pack("<QQ", 100, 50_000))
 
 

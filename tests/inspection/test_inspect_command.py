@@ -134,15 +134,15 @@ def test_bad_input_is_told_and_leaves_nothing(home, tmp_path):
     (tmp_path / "damaged" / "0" / "no.jpg").write_text("no picture")
     torch.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "pickle.pth")
     cases = [
-        (3, "no image in this folder", inspect(tmp_path, out, run, images="empty")),
+        (3, str(tmp_path / "empty"), inspect(tmp_path, out, run, images="empty")),
         (3, "no.jpg", inspect(tmp_path, out, run, images="damaged")),
         (3, "nowhere", inspect(tmp_path, out, run, images="nowhere")),
-        (2, "expected some of filters", inspect(home, out, run, "--show", "attentoin")),
+        (2, "filters", inspect(home, out, run, "--show", "attentoin")),
         (3, "pickle.pth", inspect(home, out, tmp_path / "pickle.pth", "--model", run / "recipe.yaml")),
-        (2, "smaller", inspect(home, out, home / "ours/model.safetensors", "--image-size", 4)),
-        (2, "run directory", inspect(home, out, tmp_path / "empty")),
-        (2, "twice", inspect(home, out, run, run)),
-        (2, "already exists", inspect(home, home / "pictures", run)),
+        (2, "4 x 4", inspect(home, out, home / "ours/model.safetensors", "--image-size", 4)),
+        (2, str(tmp_path / "empty"), inspect(home, out, tmp_path / "empty")),
+        (2, str(run), inspect(home, out, run, run)),
+        (2, str(home / "pictures"), inspect(home, home / "pictures", run)),
         (3, "nowhere", inspect(home, out, run, "--neighbours", tmp_path / "nowhere")),
     ]
     for expected, words, (code, message) in cases:

@@ -361,9 +361,9 @@ def test_export_never_half(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("mine")
     for out in ("full", "full/x"):
-        with pytest.raises(RecipeError, match="already exists"):
+        with pytest.raises(RecipeError, match=str(tmp_path / out)):
             shards("export", tmp_path / "ds", tmp_path / out)
-    with pytest.raises(RecipeError, match="expected a folder"):
+    with pytest.raises(RecipeError, match="memory://out"):
         shards("export", tmp_path / "ds", "memory://out")
 
 

@@ -126,7 +126,7 @@ def test_fixed_positions_are_no_array(tmp_path):
 @pytest.mark.parametrize("form", ["timm", "hf"])
 def test_others_hold_learned_positions(form, tmp_path):
     description = described(TINY | SINCOS | {"pool": "cls"})
-    with pytest.raises(RecipeError, match="fixed ones"):
+    with pytest.raises(RecipeError, match="safetensors"):
         write(valued(description), description, form, tmp_path)
 
 
