@@ -164,11 +164,7 @@ def _described(folder: Path) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: damaged ({error!r}). {_AGAIN}") from error
     if version != VERSION:
-        raise DataError(
-            f"{path}: version {version!r}; this version of vitscale reads {VERSION}. Run `vitscale dedup find` again"
-        )
+        raise DataError(f"{path}: version {version!r}; this version of vitscale reads {VERSION}. {_AGAIN}")
     if found != expected:
-        raise DataError(
-            f"{decisions}: damaged: sha256 {found}; {FOUND_NAME} says {expected}. Run `vitscale dedup find` again"
-        )
+        raise DataError(f"{decisions}: damaged: sha256 {found}; {FOUND_NAME} says {expected}. {_AGAIN}")
     return described

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+import torch_free
 import yaml
 from typer.testing import CliRunner
 
@@ -11,16 +12,7 @@ from vitscale.checkpoint import CheckpointIndex, CheckpointStore, Fragment
 from vitscale.cli.main import app
 from vitscale.recipe import load_recipe
 
-# What the entry point does, and a word on stderr where torch came along.
-COMMAND = """
-import sys
-from vitscale.cli.main import main
-try:
-    main()
-finally:
-    if "torch" in sys.modules:
-        print("torch was imported", file=sys.stderr)
-"""
+COMMAND = torch_free.command("vitscale.cli.main")
 NOW = 1_700_000_000.0
 
 # Steps 1 to 10 took 2 s each on 4 devices, 11 to 20 took 3 s each on 8.

@@ -5,19 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import torch_free
 
 from vitscale.families import REGISTRY
 
-# What the entry point does, and a word on stderr where torch came along.
-COMMAND = """
-import sys
-from vitscale.cli.main import main
-try:
-    main()
-finally:
-    if "torch" in sys.modules:
-        print("torch was imported", file=sys.stderr)
-"""
+COMMAND = torch_free.command("vitscale.cli.main")
 
 
 def models(*arguments: str) -> subprocess.CompletedProcess[str]:

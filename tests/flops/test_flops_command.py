@@ -10,19 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch_free
 
 from vitscale.flops.published import table_2
 
-# What the entry point does, and a word on stderr where torch came along.
-COMMAND = """
-import sys
-from vitscale.flops.command import main
-try:
-    main()
-finally:
-    if "torch" in sys.modules:
-        print("torch was imported", file=sys.stderr)
-"""
+COMMAND = torch_free.command("vitscale.flops.command")
 KEYS = "recipe model epochs tokens params gmacs accounting_gmacs images exaflops published_exaflops"
 KEYS += " published_first_exaflops deviation"
 OUTSIDE = {"ViT-B/32", "R50+ViT-L/16"}
