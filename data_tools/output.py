@@ -165,7 +165,7 @@ class Output:
     def refuse_foreign(self, splits: list[str]) -> None:
         """Raise RecipeError if the output holds anything that vitscale-convert did not put there."""
         if not self.is_remote and Path(self.where).exists() and not Path(self.where).is_dir():
-            raise RecipeError(f"OUT {self.where}: is a file. Choose a new or empty directory")
+            raise RecipeError(f"OUT {self.where}: is a file. Choose a new or empty folder")
         names = storage.names_in(self.where)
         begun = self.read_state(CONVERSION_NAME) is not None  # marks our own unfinished work
         known = {STATE_NAME, LOG_NAME, *(splits if begun else ())}
@@ -177,8 +177,8 @@ class Output:
         if foreign:
             shown = ", ".join(map(repr, foreign[:_SHOWN])) + (" ..." if len(foreign) > _SHOWN else "")
             raise RecipeError(
-                f"OUT {self.where}: not empty ({counted(len(foreign), 'other file')}: {shown}). Choose a new or "
-                "empty directory"
+                f"OUT {self.where}: not empty ({counted(len(foreign), 'other file')}: {shown}). "
+                "Choose a new or empty folder"
             )
 
     def is_complete(self, splits: list[str]) -> bool:

@@ -118,7 +118,7 @@ class ViewWriter:
 
 def _refuse_taken(out: str) -> None:
     if not storage.is_url(out) and os.path.lexists(out) and not Path(out).is_dir():
-        raise RecipeError(f"OUT {out}: is not a folder. Choose a new or empty one")
+        raise RecipeError(f"OUT {out}: is not a folder. Choose a new or empty folder")
     try:
         names = storage.names_in(out)
     except OSError as error:

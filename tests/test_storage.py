@@ -2,6 +2,7 @@
 
 import fsspec
 import pytest
+from messages import refusal
 
 from vitscale import storage
 from vitscale.errors import RecipeError, StorageError
@@ -67,7 +68,7 @@ def test_put_get_and_removal_of_one_folder_only(memory, tmp_path):
 
 
 def test_kinds_that_are_not_there():
-    with pytest.raises(RecipeError, match="nothing://"):
+    with refusal(RecipeError, "sources", "nothing://x"):
         storage.filesystem("nothing://x")
     try:
         import gcsfs  # noqa: F401

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from datasets_on_disk import contents, run, run_here
+from messages import assert_messages
 from pictures import encoded, make_picture
 
 from vitscale.shards import Manifest
@@ -24,7 +25,8 @@ def test_command(image_folder, tmp_path):
     again = run_here(image_folder, out, "--shard-samples", 8, "--shuffle-seed", 5)
     assert again.exit_code == 0 and "already complete; nothing was done" in again.stdout
     other = run(image_folder, out, "--shard-samples", 9, "--shuffle-seed", 5)
-    assert other.returncode == 2 and str(out) in other.stderr and other.stderr.count("\n") == 1
+    assert other.returncode == 2 and other.stderr.count("\n") == 1
+    assert_messages("convert", {"complete dataset": other.stderr.rstrip()}, {out: "OUT"})
     assert contents(out) == before
 
 

@@ -1,3 +1,4 @@
+import errno
 import gzip
 import io
 import pickle
@@ -104,8 +105,9 @@ def test_local_files_have_random_access(tmp_path):
     assert listed(file) == EXPECTED
     (tmp_path / "train-0").write_bytes(framed(*RECORDS)[:-100])
     source = open_tfrecords("source", [file], SourceOptions())
-    with pytest.raises(OSError, match="train-0"):
+    with pytest.raises(OSError, match="train-0") as caught:
         source.read(0, struct.pack("<QQ", 100, 50_000))
+    assert caught.value.errno == errno.EIO
 
 
 @pytest.mark.parametrize("kind", ["gzip", "remote", "remote gzip", "one of two"])

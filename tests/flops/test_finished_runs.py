@@ -176,7 +176,7 @@ def test_broken_records(run_dir, spoil, error, word):
 
 
 def test_only_finished_runs_with_an_accuracy_are_points(run_dir):
-    with pytest.raises(RecipeError, match=str(run_dir)):
+    with pytest.raises(RecipeError, match=rf"{run_dir}.*\bDONE\b"):
         points_of([read_run(run_dir)])
     finish(run_dir, {})
     assert points_of([read_run(run_dir)])[0] == []

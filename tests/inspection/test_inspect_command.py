@@ -8,6 +8,7 @@ import pytest
 import torch
 from browser import Read, open_page
 from evaluation.test_finished_models import command
+from messages import assert_messages
 from models.weights.exported import TINY, described, finished_run, valued, write
 from pictures import encoded, make_picture
 
@@ -147,6 +148,9 @@ def test_bad_input_is_told_and_leaves_nothing(home, tmp_path):
     ]
     for expected, words, (code, message) in cases:
         assert code == expected and words in message, (words, code, message)
+    ours = {number: message for number, (code, _, (_, message)) in enumerate(cases) if code == 2}
+    places = {tmp_path: "FOLDER", home: "HOME"}
+    assert_messages("inspection", {f"case {number}": message for number, message in ours.items()}, places)
     assert not out.exists() and not list(tmp_path.glob(".out*"))
 
 

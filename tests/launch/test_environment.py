@@ -100,7 +100,7 @@ def test_each_launcher_s_variables_are_taken_and_those_of_torch_are_set(environm
 )
 def test_a_half_set_environment_names_what_is_missing(environment, variables, missing):
     environment(without(variables, missing))
-    with pytest.raises(RecipeError, match=missing):
+    with pytest.raises(RecipeError, match=rf"without .*\b{missing}\b"):
         read_environment()
 
 

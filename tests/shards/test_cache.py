@@ -292,7 +292,7 @@ def test_a_full_disk_is_no_limit_to_begin_with_and_an_error_in_the_end(files, tm
         [*on_it, sys.executable, "-c", _ON_A_SMALL_DISK, *arguments], capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("3 data.cache.dir: ")
+    assert done.stdout.startswith("3 data.cache.dir: ") and "No space left on device" in done.stdout
     assert "data.cache.limit_gb (1000)" in done.stdout
 
 

@@ -87,7 +87,7 @@ def test_a_table_of_version_1(tmp_path):
     assert read_provenance(path).equals(before)
     assert fingerprint_algorithm(read_provenance(path)) is None
     assert read_provenance(path, ["pdq", "uid"]).column_names == ["uid"]
-    with pytest.raises(ValueError, match=r"idx\.parquet"):
+    with pytest.raises(ValueError, match=r"(?s)expected uid\b.*\bpdq\b"):
         write_provenance(path, before, "pdq-64-1")
 
 
@@ -100,7 +100,7 @@ def test_rejects(tmp_path):
 
 
 def test_another_schema_is_not_written(tmp_path):
-    with pytest.raises(ValueError, match=r"idx\.parquet"):
+    with pytest.raises(ValueError, match=r"(?s)expected uid\b.*\blabels\b"):
         write_provenance(tmp_path / "x.idx.parquet", table().drop_columns(["labels"]), "pdq-64-1")
     assert not list(tmp_path.iterdir())
 
