@@ -12,17 +12,20 @@ import timm
 import torch
 import yaml
 from pydantic import Field
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitscale import data, recipe
 from vitscale.cli.recipe_output import show_fields
 from vitscale.data import TrainingInput, draws, to_model_input
 from vitscale.errors import RecipeError
+from vitscale.evaluation import build_evaluators
 from vitscale.flops import recipe_work
 from vitscale.models import build_model, constant
-from vitscale.objectives import Objective, build_objective
+from vitscale.objectives import Objective, build_objective, objective_class
 from vitscale.planning.tensors import step_tensors
 from vitscale.recipe import Recipe, json_schema, override
+from vitscale.shards.generated import write_generated_dataset
 
 PACKAGE = Path(__file__).resolve().parent / "example_package"
 CPU = torch.device("cpu")
@@ -115,6 +118,31 @@ class ValuedScaling(Scaling):
         return constant(1.0) if name == "scale" else super().initialiser(name)
 
 
+class Labelled(recipe.Objective):
+    """An objective whose model has classes, and whose loss is not one of vitscale's."""
+
+    implementation: ClassVar[str] = "test_extensions:Labelling"
+    has_classes: ClassVar[bool] = True
+
+
+class Labelling(Objective):
+    @classmethod
+    def of(cls, recipe, num_classes):
+        return cls(build_model(recipe, num_classes))
+
+
+class Hinge(Labelled):
+    """The same, with a loss for validation of its own."""
+
+    implementation: ClassVar[str] = "test_extensions:HingeLabelling"
+
+
+class HingeLabelling(Labelling):
+    @classmethod
+    def validation_loss(cls, recipe):
+        return lambda logits, labels: F.multi_margin_loss(logits, labels, reduction="none")
+
+
 # ---- Recipes ---------------------------------------------------------------------------------------------------------
 
 
@@ -154,6 +182,7 @@ def test_the_block_of_another_family_is_replaced_whole():
         ("evaluation.evaluators=[{kind: example_vision.FeatureNorm, name: n}]", "evaluation.evaluators.0.data", ""),
         ("evaluation.evaluators=[{name: n}]", "evaluation.evaluators.0.kind", ""),
         ("selection.metric=features/median", "selection.metric", "features/mean"),
+        ("evaluation.validation=test", "evaluation.validation", "example_vision.Rotation"),
     ],
 )
 def test_a_wrong_path_or_block_is_an_error_that_names_it(setting, key, told):
@@ -183,6 +212,35 @@ def test_a_parameter_without_initial_value_or_not_listed_is_an_error_that_names_
     made = make(*vit, f"objective.kind=test_extensions.{kind}")
     with torch.device("meta"), pytest.raises(RecipeError, match="scale"):
         build_objective(made, 1)
+
+
+@pytest.mark.parametrize(("kind", "theirs"), [("Labelled", F.cross_entropy), ("Hinge", F.multi_margin_loss)])
+def test_an_objective_with_classes_is_validated_by_what_it_predicts(tmp_path, kind, theirs):
+    manifest = write_generated_dataset(tmp_path / "train", [6], seed=0)
+    write_generated_dataset(tmp_path / "test", [13, 8], seed=1)
+    evaluated = f"evaluation={{validation: {tmp_path / 'test'}, batch: 8}}"
+    settings = (f"objective.kind=test_extensions.{kind}", evaluated)
+    made = make(*settings, "selection=null", "evaluation.evaluators=[]")
+    assert objective_class(made).num_outputs(made, manifest) == len(manifest.class_names)
+    objective = build_objective(made, len(manifest.class_names))
+    seen = []
+
+    def predict(images):
+        found = objective(to_model_input(images, CPU, torch.float32))
+        seen.append(found.logits)
+        return found
+
+    (validation,) = build_evaluators(made, manifest.class_names)
+    torch.manual_seed(0)
+    for parameter in objective.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    with torch.no_grad():
+        found = dict(validation.run(predict))
+        labels = torch.cat([batch.labels[batch.mask] for batch in validation.make_loader()])
+        masks = torch.cat([batch.mask for batch in validation.make_loader()])
+    logits = torch.cat(seen)[masks]
+    assert found["top1"] == (logits.argmax(dim=1) == labels).double().mean()
+    assert found["loss"] == pytest.approx(theirs(logits, labels).item(), rel=1e-6)
 
 
 def test_a_field_of_another_package_is_explained_beside_a_recipe_that_names_it(tmp_path, capsys):

@@ -34,4 +34,4 @@ def evaluators(folder: Path, policy: str, rank: int = 0, world: int = 1) -> list
     """Of both kinds; the few-shot one draws from the split and is tested on it."""
     make = loader(folder, policy, rank, world)
     few = FewShot("stored-few", make, make, CLASS_NAMES, shots=(1, 5), l2=1.0)
-    return [Validation("stored", make, CrossEntropy("sigmoid", 0.9, 0.01)), few]
+    return [Validation("stored", make, CrossEntropy("sigmoid", 0.9, 0.01).per_sample_loss), few]

@@ -21,7 +21,7 @@ def evaluators(rank, world, folder):
     validation, train, test = split(41, K, seed=1), split(150, K, seed=2), split(66, K, seed=3)
     loaders = [part.loader(8, rank, world) for part in (train, test)]
     return [
-        Validation("val", validation.loader(8, rank, world), CrossEntropy("sigmoid", 0.9, 0.01)),
+        Validation("val", validation.loader(8, rank, world), CrossEntropy("sigmoid", 0.9, 0.01).per_sample_loss),
         FewShot("toy", *loaders, list("abcdefg"), shots=(1, 5)),
         SharedL2FewShot("shared", [FewShot("toy", *loaders, list("abcdefg"), shots=(5,))], l2s=(1.0, 2.0**10)),
         *stored_split.evaluators(Path(folder) / "split" / "damaged", "mask", rank, world),
@@ -34,7 +34,7 @@ def failures(rank, world):
     mislabelled.labels[0] = K
     data = split(41, K, seed=1).loader(8, rank, world)
     bad = [
-        Validation("val", mislabelled.loader(8, rank, world), CrossEntropy("softmax")),
+        Validation("val", mislabelled.loader(8, rank, world), CrossEntropy("softmax").per_sample_loss),
         FewShot("toy", mislabelled.loader(8, rank, world), data, list("abcdefg"), shots=(5,)),
     ]
     messages = []

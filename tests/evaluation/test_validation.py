@@ -12,7 +12,7 @@ from vitscale.evaluation import Validation, evaluate
 from vitscale.models import Outputs
 from vitscale.objectives.classification import CrossEntropy
 
-SOFTMAX = CrossEntropy("softmax")
+SOFTMAX = CrossEntropy("softmax").per_sample_loss
 
 
 def constant_logits(logits):

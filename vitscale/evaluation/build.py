@@ -10,7 +10,7 @@ from vitscale.evaluation.classification import Validation
 from vitscale.evaluation.contract import Evaluator, MakeLoader
 from vitscale.evaluation.fewshot import PAPER_L2S, FewShot, SharedL2FewShot
 from vitscale.extensions import implementation
-from vitscale.objectives.classification import CrossEntropy
+from vitscale.objectives.build import objective_class
 from vitscale.recipe import EvalCrop, Recipe
 from vitscale.shards import Manifest
 
@@ -31,7 +31,7 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
         path = recipe.dataset_path(settings.validation)
         manifest = Manifest.load(path)
         check_class_names(path, manifest.class_names, class_names)
-        loss = CrossEntropy.of(recipe)
+        loss = objective_class(recipe).validation_loss(recipe)
         expected = samples_expected(recipe, manifest)
         evaluators.append(Validation("validation", loader(manifest, recipe.data.eval_crop), loss, expected))
     if settings.fewshot is not None:

@@ -1,6 +1,6 @@
 """Accuracy and loss of a classifier over a whole split, exact on any number of ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from vitscale.errors import DataError
 from vitscale.evaluation.contract import Evaluator, MakeLoader, Predict
-from vitscale.objectives.classification import CrossEntropy
 from vitscale.ranks import reduce_sum
 
 
@@ -22,14 +21,14 @@ class Validation(Evaluator):
     Args:
         name: the evaluator's name.
         make_loader: starts an exact pass over the split.
-        loss: the loss to report.
+        loss: the loss to report: of logits (B, K) and labels (B,), fp32 (B,).
         num_samples: the number of samples of the split; another number is an error. None if damaged samples may be
             masked.
     """
 
     name: str
     make_loader: MakeLoader
-    loss: CrossEntropy
+    loss: Callable[[Tensor, Tensor], Tensor]
     num_samples: int | None = None
 
     def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
@@ -67,7 +66,7 @@ class Validation(Evaluator):
             valid = mask & (labels >= 0) & (labels < num_classes)
             # A wrong label must not reach an index operation: on CUDA that ends the process without a message.
             labels = torch.where(valid, labels, 0)
-            losses = self.loss.per_sample_loss(logits, labels)
+            losses = self.loss(logits, labels)
             rank = rank_of_label(logits, labels)
             batch_loss = torch.where(valid, losses, 0.0).double().sum()
             batch_counts = torch.stack([mask, mask & ~valid, valid & (rank < 1), valid & (rank < 5)]).sum(dim=1)

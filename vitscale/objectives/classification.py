@@ -10,7 +10,7 @@ global batch of 4,096 images and ImageNet-21k's 21,843 classes. Images that are 
 Shape legend: B batch, K classes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from vitscale import recipe as recipes
 from vitscale.data.hashing import orders
-from vitscale.errors import DataError, RecipeError
+from vitscale.errors import DataError
 from vitscale.models import Initialiser, Model, Outputs, build_model, constant
 from vitscale.objectives.mixing import Mixer, Partners, partners_of
 from vitscale.objectives.objective import Losses, Objective, Plan
@@ -171,19 +171,15 @@ class Classification(Objective):
     @classmethod
     def num_outputs(cls, recipe: Recipe, manifest: "Manifest") -> int:
         """As `Objective.num_outputs`."""
-        named = len(manifest.class_names)
-        if named == 0:
-            raise DataError(f"{manifest.where} names no classes; convert the data with class folders or --classes")
-        if recipe.model.num_classes not in (None, named):
-            raise RecipeError(
-                f"{manifest.where} names {named} classes, the recipe's model.num_classes is "
-                f"{recipe.model.num_classes}; leave it out (--set model.num_classes=null) to take the dataset's"
-            )
+        named = super().num_outputs(recipe, manifest)
         if CrossEntropy.of(recipe).loss == "softmax" and named < 2:
             raise DataError(f"{manifest.where}: softmax needs at least two classes, the dataset names {named}")
-        if recipe.selection is not None and recipe.selection.metric == "validation/top5" and named <= 5:
-            raise RecipeError(f"selection.metric: with {named} classes there is no top-5 accuracy; use validation/top1")
         return named
+
+    @classmethod
+    def validation_loss(cls, recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
+        """As `Objective.validation_loss`: the recipe's loss, with its smoothing and without mixing."""
+        return CrossEntropy.of(recipe).per_sample_loss
 
     @classmethod
     def of(cls, recipe: Recipe, num_classes: int) -> Self:

@@ -8,12 +8,14 @@ called as a whole, and once in each micro-batch: DeepSpeed has computed wrong gr
 Shape legend: B batch, S side in pixels.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from vitscale.errors import DataError, RecipeError
 from vitscale.models import Initialiser, Model, Outputs
 from vitscale.recipe import Recipe
 
@@ -53,7 +55,27 @@ class Objective(nn.Module):
     @classmethod
     def num_outputs(cls, recipe: Recipe, manifest: "Manifest") -> int:
         """The number of classes that a dataset has for this objective. Raises `DataError` and `RecipeError`."""
-        return len(manifest.class_names)
+        named = len(manifest.class_names)
+        if not recipe.objective.has_classes:
+            return named
+        if named == 0:
+            raise DataError(f"{manifest.where} names no classes; convert the data with class folders or --classes")
+        if recipe.model.num_classes not in (None, named):
+            raise RecipeError(
+                f"{manifest.where} names {named} classes, the recipe's model.num_classes is "
+                f"{recipe.model.num_classes}; leave it out (--set model.num_classes=null) to take the dataset's"
+            )
+        if recipe.selection is not None and recipe.selection.metric == "validation/top5" and named <= 5:
+            raise RecipeError(f"selection.metric: with {named} classes there is no top-5 accuracy; use validation/top1")
+        return named
+
+    @classmethod
+    def validation_loss(cls, recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
+        """What `evaluation.validation` reports as its loss, for objectives with classes: by default softmax.
+
+        Returns a function of the logits (B, K) that `predict` yields and of labels (B,) int64 -> losses (B,) fp32.
+        """
+        return lambda logits, labels: F.cross_entropy(logits.float(), labels, reduction="none")
 
     @classmethod
     def of(cls, recipe: Recipe, num_classes: int) -> Self:

@@ -65,11 +65,6 @@ class MaskedPatches(Objective):
                 "data.normalise: objective.kind: masked_patches predicts pixels, and takes them for ones from -1 to 1; "
                 "leave mean and std at 0.5"
             )
-        if recipe.evaluation.validation is not None:
-            raise ValueError(
-                "evaluation.validation measures classes, and objective.kind: masked_patches has none; use "
-                "evaluation.fewshot"
-            )
         if self.target == "cell_colours" and patches.size % CELLS:
             raise ValueError(
                 f"objective.target cell_colours: patches of {patches.size} pixels do not divide into "

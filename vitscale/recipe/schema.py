@@ -266,6 +266,11 @@ class Recipe(Block):
             measured = self.evaluation.validation or self.evaluation.fewshot or self.evaluation.evaluators
             if self.evaluation.every is not None and not measured:
                 yield "evaluation.every is set, and none of evaluation.validation, .fewshot and .evaluators"
+        if known("evaluation", "objective") and self.evaluation.validation and not self.objective.has_classes:
+            yield (
+                f"evaluation.validation measures classes, and objective.kind: {self.objective.kind} has none; use "
+                f"evaluation.fewshot"
+            )
         if known("evaluation", "logging") and self.evaluation.inspect is not None and not self.logging.trackers:
             yield "evaluation.inspect draws into trackers, and logging.trackers is empty"
         if known("selection", "evaluation") and self.selection is not None:
