@@ -19,6 +19,8 @@ faulthandler.register(signal.SIGUSR2)
 def beat(step, phase="training"):
     line = json.dumps({"step": step, "phase": phase, "phase_s": 0.0}) + "\\n"
     os.write(int(os.environ["VITSCALE_HEARTBEAT_FD"]), line.encode())
+def why(message):
+    os.write(int(os.environ["VITSCALE_HEARTBEAT_FD"]), (json.dumps({"why": message}) + "\\n").encode())
 def note(name, text=""):
     (here / f".{name}").write_text(str(text))
     (here / f".{name}").replace(here / name)

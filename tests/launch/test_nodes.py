@@ -89,7 +89,7 @@ def test_what_a_repetition_does_not_mend_ends_all_nodes(cluster):
 
 
 def test_restarts_in_a_row_are_counted_once_for_all_nodes(cluster):
-    codes = ends(cluster.start(0, "sys.exit(1)"), cluster.start(1, "sys.exit(75)"))
+    codes = ends(cluster.start(0, "beat(1); sys.exit(1)"), cluster.start(1, "sys.exit(75)"))
     assert [code for code, _ in codes] == [1, 1]
     assert len(cluster.events("started")) == 2 * 3
 

@@ -91,6 +91,22 @@ def test_steps_are_no_progress_where_there_are_checkpoints(tmp_path):
     assert launch(tmp_path, *((body,) for body in steps), max_restarts=1) == (1, 2)
 
 
+@pytest.mark.parametrize(
+    ("bodies", "code", "attempts"),
+    [
+        (["sys.exit(1)"], 1, 2),
+        (["os.abort()"], 75, 2),
+        (["why('a'); sys.exit(1)", "why('b'); sys.exit(1)", "why('b'); sys.exit(1)"], 1, 3),
+        (["sys.exit(1)", "sys.exit(75)", "sys.exit(1)"], 1, 4),
+        (["beat(0); sys.exit(1)"], 1, 4),
+        (["sys.exit(75)"], 75, 4),
+        (["os.kill(os.getpid(), signal.SIGKILL)"], 75, 4),
+    ],
+)
+def test_a_failure_before_the_first_heartbeat_that_repeats_itself_is_not_restarted(tmp_path, bodies, code, attempts):
+    assert launch(tmp_path, *((body,) for body in bodies)) == (code, attempts)
+
+
 def test_an_attempt_that_gets_through_ends_it(tmp_path):
     assert launch(tmp_path, ("sys.exit(1)",), ("os.abort()",), (DONE,)) == (0, 3)
 

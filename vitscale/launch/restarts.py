@@ -1,5 +1,6 @@
 """Starts attempt after attempt until a run is done, is told to end, or makes no more progress."""
 
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,6 +50,7 @@ class Launch:
         self._was_done = self._is_done()
         self._furthest = self._progress()
         self._in_a_row = 0
+        self._last_early: tuple[int, str] | None = None
         self._why = ""
 
     def run(self) -> int:
@@ -126,6 +128,11 @@ class Launch:
         if may_restart and self._in_a_row >= self._max_restarts:
             say(f"not restarted: the last {counted(self._in_a_row, 'restart')} brought no new checkpoint")
             may_restart = False
+        early = _early_failure(accounts)
+        if may_restart and early is not None and early == self._last_early:
+            say("not restarted: it failed before its first heartbeat, in the same way as the attempt before")
+            may_restart = False
+        self._last_early = early
         if not may_restart:
             return Decision(code, why, restarts=False)
         pause = min(_LONGEST_PAUSE_SECONDS, self._first_pause * 2 ** min(self._in_a_row, 10))
@@ -167,3 +174,14 @@ class Launch:
         """How far the run has come for good. Checkpoints elsewhere cannot be seen; for those the steps taken count."""
         saved = newest_checkpoint_step(self._run_dir)
         return saved, 0 if saved else self._supervisor.highest_step
+
+
+def _early_failure(accounts: Sequence[Account]) -> tuple[int, str] | None:
+    """How an attempt failed before any heartbeat: exit code and message; None for what may be otherwise next time.
+
+    That is a kill for memory, a lost rank, or storage that does not answer.
+    """
+    culprit = cause([account.culprit for account in accounts if account.culprit])
+    if culprit is None or culprit.step is not None or culprit.is_consequence or culprit.returncode == -signal.SIGKILL:
+        return None
+    return culprit.returncode, culprit.why
