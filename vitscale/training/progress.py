@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 PLAIN_INTERVAL_S = 30.0
-_STATUS_WIDTH = 66  # of the text beside the bar, without its two numbers of steps
+_STATUS_WIDTH = 66  # of the text beside the bar, without its three numbers of steps
 _LONGEST_S = 10**12  # about what a timedelta holds
 
 
 class TrainingProgress:
-    """Shows step, loss, learning rate, images/s and the time left; rank 0 alone has one. A context manager.
+    """Shows step, loss, images/s and the time left, in plain lines the learning rate too; rank 0 alone has one. A context manager.
 
     The time left comes from the mean pace since the first step of this process, evaluations and checkpoints included
     and start-up and compilation not.
@@ -44,7 +44,7 @@ class TrainingProgress:
         self._live: Progress | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             steps = TextColumn("step {task.completed:,.0f}/{task.total:,.0f}")
-            room = self._console.width - _STATUS_WIDTH - 2 * len(f"{total_steps:,}")
+            room = self._console.width - _STATUS_WIDTH - 3 * len(f"{total_steps:,}")
             bar = BarColumn(min(40, max(4, room)))
             self._live = Progress(steps, bar, TextColumn("{task.description}"), console=self._console)
             self._task = self._live.add_task("starting", total=total_steps, completed=step)
@@ -62,7 +62,7 @@ class TrainingProgress:
                 self._live.stop()
 
     def advance(self, step: int) -> None:
-        """Move the live line to `step` updates done: a new time left, and the loss of the last report."""
+        """Move the live line to `step` updates done: a new time left; the last report's loss, with its step."""
         now = self._clock()
         if self._first is None:
             self._first = (step, now)
@@ -73,13 +73,14 @@ class TrainingProgress:
 
     def update(self, step: int, *, loss: float, lr: float, images_per_s: float) -> None:
         """Report after `step` updates. Without a terminal this prints at most every 30 seconds, and at the end."""
-        self._status = f"loss {loss:.4f}  lr {lr:.2e}  {images_per_s:,.1f} images/s"
+        self._status = f"loss {loss:.4f} at step {step:,}  {images_per_s:,.1f} images/s"
         is_first = self._first is None
         self.advance(step)
         now = self._clock()
         if self._live is None and (is_first or step >= self._total or now - self._last_line >= PLAIN_INTERVAL_S):
             self._last_line = now
-            self._plain(f"step {step:,}/{self._total:,}  {self._status}  ETA {self._time_left(step, now)}")
+            values = f"loss {loss:.4f}  lr {lr:.2e}  {images_per_s:,.1f} images/s"
+            self._plain(f"step {step:,}/{self._total:,}  {values}  ETA {self._time_left(step, now)}")
 
     def note(self, message: str) -> None:
         """Print a line, above the live one if there is one."""

@@ -196,9 +196,10 @@ class Trainer:
                     return False
             if due.inspect:
                 self._inspect()
-        with pace.paused():
-            self._begin("profiling")
-            self._profiler.step_ends(step)
+        if self.recipe.profile.steps:
+            with pace.paused():
+                self._begin("profiling")
+                self._profiler.step_ends(step)
         if step < self._last and self._is_interrupted(time.monotonic() - began):
             if self.report.logged_step != step:
                 self._log(batch, update, pace)
