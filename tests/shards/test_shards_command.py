@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -233,6 +234,19 @@ def test_only_selected_samples_are_compared(tmp_path):
     first_of(manifest, tmp_path / "b", 2, shard=1)
     code, found = as_json("diff", tmp_path / "a", tmp_path / "b")
     assert code == 1 and found["counts"] == {"only in A": 3} and found["equal_shards"] == 2
+
+
+def test_a_shard_of_other_bytes_under_the_same_list_of_samples_is_told(tmp_path):
+    manifest = write_dataset(tmp_path / "a", PHOTOS, 5)
+    shutil.copytree(tmp_path / "a", tmp_path / "forged")
+    file, path = tmp_path / "forged" / "manifest.json", tmp_path / "forged" / manifest.shards[1].path
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    digest = sha256(path.read_bytes()).hexdigest()
+    file.write_text(file.read_text().replace(manifest.shards[1].sha256, digest))
+    code, found = as_json("diff", tmp_path / "a", tmp_path / "forged")
+    assert code == 0 and found["equal_shards"] == 2 and found["unequal_shards"] == [1, 1]
+    assert "sha256" in shards("diff", tmp_path / "a", tmp_path / "forged")[1]
+    assert "sha256" not in shards("diff", tmp_path / "a", tmp_path / "a")[1]
 
 
 def test_diff_needs_tables_of_what_differs_only(tmp_path):

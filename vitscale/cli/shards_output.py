@@ -179,6 +179,12 @@ def show_difference(a: str, b: str, by: Literal["key", "content"], as_json: bool
                 say("    ...")
         if not found:
             say(f"equal: {counted(found.equal_shards, 'shard')} in common" if found.equal_shards else "equal")
+            if any(found.unequal_shards):
+                of_a, of_b = (counted(number, "shard") for number in found.unequal_shards)
+                say(
+                    f"By their lists of samples, that is: {of_a} of A and {of_b} of B have a sha256 of their own. "
+                    f"vitscale shards verify reads the images themselves"
+                )
         elif by == "key" and {"only in A", "only in B"} <= found.counts.keys():
             say("the same images under other names? --by content tells")
     if found:

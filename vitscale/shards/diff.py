@@ -58,6 +58,8 @@ class Difference:
         examples: kind of difference -> up to EXAMPLES of (key, what A has, what B has), sorted by key; the key is A's
             if both have one.
         equal_shards: the number of shards that both have.
+        unequal_shards: the numbers of shards that only A has, and only B, by their sha256. They are no difference: the
+            cuts between shards do not count.
     """
 
     facts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -67,6 +69,7 @@ class Difference:
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[tuple[str, str, str]]] = field(default_factory=dict)
     equal_shards: int = 0
+    unequal_shards: tuple[int, int] = (0, 0)
 
     def __bool__(self) -> bool:
         return bool(self.facts or self.classes_added or self.classes_removed or self.classes_reordered or self.counts)
@@ -98,7 +101,7 @@ def diff(a: Manifest, b: Manifest, by: Literal["key", "content"] = "key") -> Dif
     found.classes_reordered = common_a != common_b
 
     shards_a, shards_b = _different_shards(a, b)
-    found.equal_shards = len(a.shards) - len(shards_a)
+    found.equal_shards, found.unequal_shards = len(a.shards) - len(shards_a), (len(shards_a), len(shards_b))
     if shards_a or shards_b:
         with tempfile.TemporaryDirectory(prefix="vitscale-") as folder:
             database = sqlite3.connect(Path(folder) / "samples.sqlite")
