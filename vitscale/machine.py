@@ -82,6 +82,22 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     return min(quotas, default=None)
 
 
+def usable_cores(root: Path = Path("/")) -> int:
+    """The number of cores that this process may use: those it is bound to, as far as its control groups grant them."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(cores, int(cpu_quota(root) or cores)))
+
+
+def share_cores() -> None:
+    """Let idle threads of OpenMP sleep, unless the environment says otherwise. To be called before torch is imported.
+
+    They spin by default, and beside other processes keep each other from the cores: one rank of 2 threads trained at a
+    quarter of the pace, or less (docs/LOG.md).
+    """
+    if os.environ.keys().isdisjoint({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"}):
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+
+
 def _quota_of(version: int, folder: Path) -> list[float]:
     with suppress(OSError, ValueError):  # "max" is no limit
         if version == 2:

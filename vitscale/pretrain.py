@@ -30,6 +30,7 @@ from vitscale.files.durable import forbid_writing_by_everybody  # noqa: E402
 from vitscale.heartbeat import HEARTBEAT_VARIABLE, tell_launch_why  # noqa: E402
 from vitscale.interruption import Interruption  # noqa: E402
 from vitscale.launch import read_environment  # noqa: E402
+from vitscale.machine import share_cores  # noqa: E402
 from vitscale.recipe import Recipe, load_recipe, override, smoke_form  # noqa: E402
 from vitscale.runs.names import default_run_dir  # noqa: E402
 
@@ -69,6 +70,7 @@ def main() -> None:
     """Entry point: a readable message and an exit code for errors that people can mend, a stack trace for bugs."""
     options = parse_arguments()
     forbid_writing_by_everybody()
+    share_cores()
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # the stacks of all threads to standard error
     code = EXIT_DONE
     try:

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from vitscale.machine import cpu_quota
+import pytest
+
+from vitscale.machine import cpu_quota, usable_cores
 
 COMMAND = (
     "import sys; sys.argv = ['vitscale', 'doctor', *sys.argv[1:]]; from vitscale.cli.entry import vitscale; vitscale()"
@@ -69,7 +71,7 @@ def test_cores_that_a_control_group_grants(tmp_path: Path):
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
-    assert cpu_quota(tmp_path) == 1.5
+    assert cpu_quota(tmp_path) == 1.5 and usable_cores(tmp_path) == 1
     (tmp_path / "proc/self/cgroup").write_text("4:cpu,cpuacct:/old\n")
     old = tmp_path / "sys/fs/cgroup/cpu/old"
     old.mkdir(parents=True)
@@ -79,6 +81,15 @@ def test_cores_that_a_control_group_grants(tmp_path: Path):
     (old / "cpu.cfs_quota_us").write_text("400000\n")
     assert cpu_quota(tmp_path) == 4
     assert cpu_quota(tmp_path / "nothing") is None
+    assert usable_cores(tmp_path / "nothing") == len(os.sched_getaffinity(0)) >= usable_cores(tmp_path)
+
+
+@pytest.mark.parametrize(("said", "told"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
+def test_idle_threads_sleep_unless_people_said(said, told):
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    line = [sys.executable, "-c", "from vitscale.machine import share_cores; share_cores(); import torch"]
+    done = subprocess.run(line, env={**environment, **said, "OMP_DISPLAY_ENV": "TRUE"}, capture_output=True, text=True)
+    assert f"OMP_WAIT_POLICY = '{told}'" in done.stderr
 
 
 def test_a_file_is_no_folder_for_runs(tmp_path):

@@ -68,16 +68,16 @@ def error_of(outcomes: dict[str, list[dict[str, Any]]], name: str) -> str:
 
 
 def warnings_of(outcomes: dict[str, list[dict[str, Any]]], name: str) -> list[str]:
-    """What stands before the summary, without what this machine's processor adds."""
+    """What stands before the summary, without what this machine's processor and load add."""
     *warnings, summary = outcomes[name][0]["lines"]
     assert summary.startswith("preflight: 3 ranks on 1 host agree; ")
-    return [line for line in warnings if "instructions" not in line]
+    return [line for line in warnings if "instructions" not in line and "other work" not in line]
 
 
 def test_a_good_launch_is_told_in_one_line(outcomes):
     assert warnings_of(outcomes, "good") == []
     pattern = (
-        r"preflight: 3 ranks on 1 host agree; \d+ MiB of [\d.]+ GiB a rank expected, "
+        r"preflight: 3 ranks on 1 host agree; 1 thread each; \d+ MiB of [\d.]+ GiB a rank expected, "
         r"checkpoints 0.0 MB each of [\d.]+ GB free \([\d.]+ s\)"
     )
     assert re.fullmatch(pattern, outcomes["good"][0]["lines"][-1])

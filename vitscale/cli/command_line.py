@@ -15,6 +15,7 @@ import typer
 from vitscale.cli.entry import EXIT_INTERRUPTED
 from vitscale.errors import EXIT_DONE, DataError, RecipeError, VitscaleError
 from vitscale.files.durable import forbid_writing_by_everybody
+from vitscale.machine import share_cores
 
 HELP = {"help_option_names": ["-h", "--help"]}
 """A command's settings, which its subcommands inherit."""
@@ -62,6 +63,7 @@ def run(app: typer.Typer) -> None:
     if not is_ctrl_c_ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     forbid_writing_by_everybody()
+    share_cores()
     output = _open_output()
     code: Any = EXIT_DONE
     try:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from vitscale.errors import MachineError, PeerLostError, RecipeError
 from vitscale.heartbeat import HEARTBEAT_VARIABLE
+from vitscale.machine import usable_cores
 from vitscale.training.lean_deepspeed import deepspeed
 from vitscale.training.progress import tell
 
@@ -108,7 +109,7 @@ def threads_of_a_rank(environment: Mapping[str, str], local_size: int) -> int | 
     """
     set_by_torchrun = environment.get(_HAS_A_STORE) == "True" and local_size > 1
     if environment.get("OMP_NUM_THREADS") in (None, "1" if set_by_torchrun else None):
-        return max(1, len(os.sched_getaffinity(0)) // local_size)
+        return max(1, usable_cores() // local_size)
     return None
 
 

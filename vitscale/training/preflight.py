@@ -25,7 +25,7 @@ import vitscale
 from vitscale.checkpoint import LocalDirectory, checkpoint_directory
 from vitscale.errors import MachineError, RecipeError, StorageError
 from vitscale.evaluation.splits import check_splits
-from vitscale.machine import available_memory, has_bf16_instructions
+from vitscale.machine import available_memory, has_bf16_instructions, usable_cores
 from vitscale.page import check_drawing
 from vitscale.planning import Memory, expected_memory, largest_micro_batch
 from vitscale.planning.tensors import DeviceType
@@ -70,7 +70,8 @@ def preflight(
     _check_float8(ranks)
     _check_trackers(recipe)
     warnings = on_rank_zero(lambda: check_splits(recipe, plan.manifest))
-    warnings += _check_bf16(recipe, world, ranks) + _check_memory(recipe, plan, world, ranks, memory)
+    warnings += _check_load(world, ranks) + _check_bf16(recipe, world, ranks)
+    warnings += _check_memory(recipe, plan, world, ranks, memory)
     left = [bytes_left for bytes_left in _device_memory(ranks) if bytes_left is not None]
     needs = f"{_binary(memory.device_bytes)}{f' of {_binary(min(left))}' if left else ''} a rank expected"
     directory = checkpoint_directory(recipe, run_dir)
@@ -81,7 +82,8 @@ def preflight(
         needs += f", checkpoints {_decimal(checkpoint_bytes)} each of {_decimal(free)} free"
     hosts = len({rank.host for rank in ranks})
     who = f"{_count(len(ranks), 'rank')} on {_count(hosts, 'host')} {'agree' if len(ranks) > 1 else 'ready'}"
-    summary = f"preflight: {who}; {needs} ({time.monotonic() - began:.1f} s)"
+    threads = f"{_count(torch.get_num_threads(), 'thread')} each; " if device == "cpu" else ""
+    summary = f"preflight: {who}; {threads}{needs} ({time.monotonic() - began:.1f} s)"
     return [*(f"WARNING: {warning}" for warning in warnings), summary]
 
 
@@ -97,6 +99,7 @@ class _Rank:
         identity: what must be the same on all ranks, in words -> its digest or version.
         device_memory: bytes free on its CUDA device; None on CPUs.
         host_memory: bytes free on its machine, for all its ranks together; None if unknown.
+        load: processes that wanted a core of its machine in the last minute, for each core that it may use.
         has_bf16: whether the device has bf16 arithmetic of its own; None if unknown.
         can_compile: whether torch finds a compiler for the device; true if the recipe does not compile.
         without_float8: why it cannot train in float8; empty if it can, or need not.
@@ -106,6 +109,7 @@ class _Rank:
     identity: dict[str, str]
     device_memory: int | None
     host_memory: int | None
+    load: float
     has_bf16: bool | None
     can_compile: bool
     without_float8: str
@@ -125,7 +129,8 @@ def _look_around(recipe: Recipe, plan: RunPlan, world: distributed.World) -> _Ra
         free, has_bf16 = torch.cuda.mem_get_info(world.device)[0], torch.cuda.is_bf16_supported(False)
     can_compile = not recipe.parallelism.compile or has_compiler(world.device)
     without_float8 = _without_float8(world.device) if recipe.precision == "fp8" else ""
-    return _Rank(socket.gethostname(), identity, free, available_memory(), has_bf16, can_compile, without_float8)
+    load = os.getloadavg()[0] / usable_cores()
+    return _Rank(socket.gethostname(), identity, free, available_memory(), load, has_bf16, can_compile, without_float8)
 
 
 def _without_float8(device: torch.device) -> str:
@@ -219,6 +224,16 @@ def _describe(indices: Sequence[int], ranks: Sequence[_Rank]) -> str:
 
 
 # ---- Devices ---------------------------------------------------------------------------------------------------------
+
+
+def _check_load(world: distributed.World, ranks: Sequence[_Rank]) -> list[str]:
+    loaded = [index for index, rank in enumerate(ranks) if rank.load > _WORTH_A_WARNING]
+    if world.device.type == "cuda" or not loaded:
+        return []
+    return [
+        f"the machine of {_describe(loaded, ranks)} has other work: in the last minute, {ranks[loaded[0]].load:.1f} "
+        f"processes wanted each of its cores, and steps will take longer by that much"
+    ]
 
 
 def _check_bf16(recipe: Recipe, world: distributed.World, ranks: Sequence[_Rank]) -> list[str]:
