@@ -422,17 +422,16 @@ def _assumed_of_time(recipe: Recipe, cluster: Cluster) -> list[str]:
         said.append(
             "rings and trees with NCCL's latencies of a hop; the slowest link carries what one rank sends; no slow rank"
         )
-        stages = (
-            "1 to 3, not in 0" if overlaps(_with(recipe, 2, 0)) else "3 alone, by DeepSpeed's default (overlap_comm)"
-        )
+        stages = "stage 3, as is DeepSpeed's default (overlap_comm)"
         if recipe.parallelism.overlap:
-            said.append(f"messages are sent during {HIDDEN:.0%} of the passes in stage 3")
-        else:
-            said.append(f"messages are sent during {HIDDEN:.0%} of the passes in stage {stages}")
+            stages = "stage 3"
+        elif overlaps(_with(recipe, 2, 0)):
+            stages = "stages 1 to 3"
+        said.append(f"{HIDDEN:.0%} of the time of computing can hide messages, in {stages}")
         if recipe.parallelism.offload == "none":
             said.append(
-                f"with parallelism.overlap during {OVERLAPPED:.0%} of the passes in stages 1 and 2, except a bucket "
-                "each of gradients and of weights: measured between CPUs, never on CUDA"
+                f"with parallelism.overlap {OVERLAPPED:.0%} of it in stages 1 and 2, but not for one bucket of gradients "
+                "and one of weights: measured between CPUs, never on CUDA"
             )
         if cluster.nodes > 1:
             said.append("no time for the host, which waits at each copy that parallelism.hpz_size makes; never on CUDA")

@@ -78,8 +78,8 @@ def check_recipe(began_with: Recipe, recipe: Recipe, where: str) -> None:
         raise RecipeError(
             f"{where} holds a run of another recipe:\n"
             + "\n".join(f"  {line}" for line in changed)
-            + "\nUse the recipe that this run started with, or another --run-dir. A recipe there can begin with this run's "
-            "weights (init.from), or continue after one of its steps with another schedule (init.continue): see "
+            + "\nUse the recipe that this run started with, or another --run-dir: a new run can begin with this one's "
+            "weights (init.from), or continue after one of its steps with another schedule (init.continue); see "
             "docs/training.md"
         )
 

@@ -15,7 +15,7 @@ _LONGEST_S = 10**12  # about what a timedelta holds
 
 
 class TrainingProgress:
-    """Shows step, loss, images/s and the time left, in plain lines the learning rate too; rank 0 alone has one. A context manager.
+    """Shows step, loss, images/s and the time left; rank 0 alone has one. A context manager.
 
     The time left comes from the mean pace since the first step of this process, evaluations and checkpoints included
     and start-up and compilation not.
