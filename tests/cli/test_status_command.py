@@ -14,6 +14,7 @@ from status_of_runs import LINES, NOW, save_checkpoint, shown, status, write_met
 def test_figures_by_hand(run_dir):
     (found,) = status(run_dir, "--hardware", "h100", "--price", "2.5")
     assert (found["step"], found["total_steps"], found["world_size"]) == (20, 100, 8)
+    assert found["world_sizes"] == [4, 8]
     assert (found["loss"], found["lr"], found["images_per_s"], found["exaflops"]) == (2.0, 1e-3, 2048.0, 0.2)
     assert found["left_s"] == 80 * 3.0  # at the pace of the last lines on as many devices
     assert found["data_wait"] == pytest.approx((0.5 + 0.5) / (2 + 3))
@@ -33,7 +34,7 @@ def test_what_people_see(run_dir):
     save_checkpoint(run_dir / "checkpoints", 20)
     text = shown(run_dir, "--price", "1")
     assert "20 of 100 (20.0 %, 4 min 0 s left)" in text
-    assert "2,048.0 images/s, 3 s a step, 8 device(s)" in text
+    assert "2,048.0 images/s, 3 s a step, 8 devices (others of its steps: 4)" in text
     assert "5 GB at most" in text and "price 0.09" in text
     assert "validation/loss not finite" in text and "step 10: validation/top1 0.7500" in text
 
@@ -133,7 +134,7 @@ def test_anomalies(run_dir):
     last = {"step": 7, "kind": "spike", "policy": "skip"}
     assert status(run_dir)[0]["anomalies"] == {"left_out": 2, "limit": 10, "reports": 2, "last": last}
     (run_dir / "anomalies" / "step-00000009.json").write_text('{"kind')
-    assert "2 of at most 10 left out, 3 report(s)" in shown(run_dir)
+    assert "2 of at most 10 left out, 3 reports" in shown(run_dir)
 
 
 def test_checkpoints_as_training_writes_them(run_dir):

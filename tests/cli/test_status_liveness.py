@@ -59,7 +59,7 @@ def test_restarts_and_their_causes(run_dir):
     assert "exit code 75" in found["restarts"]["last"][0]["cause"]
     assert "was killed by SIGKILL" in found["restarts"]["last"][-1]["cause"]
     assert found["restarts"]["last"][-1]["host"] == socket.gethostname()
-    assert "4 in 2 launch(es); the last " in shown(run_dir)
+    assert "4 in 2 launches; the last " in shown(run_dir)
 
 
 def test_launches_of_several_nodes_are_one(run_dir):

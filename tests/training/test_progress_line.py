@@ -49,9 +49,7 @@ def test_a_terminal_shows_every_step_and_the_time_left_after_two():
         progress.note("a line")  # shows the live one once more
     lines = out.getvalue().replace("\r", "\n").splitlines()
     (shown,) = {line[line.index("step") :].rstrip() for line in lines if "step 2/10,000" in line}
-    assert "loss 0.5000 at step 1 " in shown and shown.endswith(
-        "ETA 5:33:16"
-    )  # 9,998 steps of 2 s; in 80 columns
+    assert "loss 0.5000 at step 1 " in shown and shown.endswith("ETA 5:33:16")  # 9,998 steps of 2 s; in 80 columns
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch):

@@ -64,7 +64,9 @@ def _draw_predictions(model: FinishedModel, manifest: Manifest, sheet: Path) -> 
     predicted = predicted_classes(model, manifest)
     samples = list(first_samples(manifest, manifest.num_samples))
     samples.sort(key=lambda sample: predicted[sample.uid] in sample.class_names)  # stable: else in stored order
-    contact_sheet(samples[:_SHOWN], predicted).save(sheet)
+    wrong = sum(predicted[sample.uid] not in sample.class_names for sample in samples)
+    title = f"{len(samples) - wrong:,} of {len(samples):,} test images right; mistakes ({wrong:,}) come first"
+    contact_sheet(samples[:_SHOWN], predicted, title).save(sheet)
 
 
 def _clear(out: Path) -> None:

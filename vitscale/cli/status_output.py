@@ -21,6 +21,7 @@ from vitscale.errors import VitscaleError
 from vitscale.status import NoRunYetError, RunReader, RunStatus
 from vitscale.status.liveness import duration
 from vitscale.table import Column, ResultTable, Row, fitted, hours, number, percent, printable, short
+from vitscale.wording import counted
 
 _EVERY_S = 2.0
 _SHOWN_METRICS = 6
@@ -225,7 +226,7 @@ def _facts(status: RunStatus) -> dict[str, str]:
         _shown(status.images_per_s, number(1), " images/s"),
         _shown(status.step_time_s, short, " s a step"),
         _shown(status.mfu, percent(1), " MFU"),
-        _shown(status.world_size, number(0), " device(s)"),
+        _devices(status),
     ]
     cost = [
         _shown(status.exaflops, number(3), " exaFLOPs"),
@@ -297,11 +298,18 @@ def _checkpoints(status: RunStatus) -> str:
     return f"step {saved.step:,} ({size}{duration(saved.age_s)} ago), {saved.count:,} in {saved.where}"
 
 
+def _devices(status: RunStatus) -> str:
+    if status.world_size is None:
+        return ""
+    others = [f"{world_size:,}" for world_size in status.world_sizes if world_size != status.world_size]
+    return counted(status.world_size, "device") + (f" (others of its steps: {', '.join(others)})" if others else "")
+
+
 def _restarts(status: RunStatus) -> str:
     restarts = status.restarts
     if restarts is None:
         return ""
-    text = f"{restarts.count:,} in {restarts.launches:,} launch(es)"
+    text = f"{restarts.count:,} in {counted(restarts.launches, 'launch')}"
     for event in restarts.last[-1:]:
         text += f"; the last {_when(event.time)} on {event.host}: {event.cause}"
     return text
@@ -316,7 +324,7 @@ def _anomalies(status: RunStatus) -> str:
     if anomalies is None:
         return ""
     limit = f" of at most {anomalies.limit:,}" if anomalies.limit is not None else ""
-    text = f"{anomalies.left_out:,}{limit} left out, {anomalies.reports:,} report(s)"
+    text = f"{anomalies.left_out:,}{limit} left out, {counted(anomalies.reports, 'report')}"
     if anomalies.last is not None:
         text += ", that of the highest step: {step}, {kind}, {policy}".format(**anomalies.last)
     return text

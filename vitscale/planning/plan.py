@@ -430,8 +430,8 @@ def _assumed_of_time(recipe: Recipe, cluster: Cluster) -> list[str]:
         said.append(f"{HIDDEN:.0%} of the time of computing can hide messages, in {stages}")
         if recipe.parallelism.offload == "none":
             said.append(
-                f"with parallelism.overlap {OVERLAPPED:.0%} of it in stages 1 and 2, but not for one bucket of gradients "
-                "and one of weights: measured between CPUs, never on CUDA"
+                f"with parallelism.overlap {OVERLAPPED:.0%} of it in stages 1 and 2, except for one bucket of "
+                "gradients and one of weights: measured between CPUs, never on CUDA"
             )
         if cluster.nodes > 1:
             said.append("no time for the host, which waits at each copy that parallelism.hpz_size makes; never on CUDA")

@@ -98,9 +98,13 @@ def list_recipes() -> dict[str, str]:
 
 
 def recipe_title(file: Path) -> str:
-    """The title in a recipe's or study's file: its first line, not counting one that names a schema for editors."""
+    """The title in a recipe's or study's file: its first line, not counting one that names a schema for editors.
+
+    It ends in an ellipsis if the sentence goes on.
+    """
     with file.open(encoding="utf-8") as lines:
-        return next(line for line in lines if not line.startswith(SCHEMA_LINE)).removeprefix("# ").rstrip("\n")
+        title = next(line for line in lines if not line.startswith(SCHEMA_LINE)).removeprefix("# ").rstrip("\n")
+    return title if title.endswith(".") else f"{title.rstrip(',;')} ..."
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -171,6 +171,9 @@ def read_record(directory: Path, seen: Sequence[Path] = ()) -> Record:
     if any(number(row.get("exaflops")) for row in log.rows):
         run = read_run(directory)
         notes += run.notes
+        if len(run.world_sizes) > 1:
+            worlds = " and ".join(f"{world_size:,}" for world_size in run.world_sizes)
+            notes.append(f"its number of devices changed ({worlds}): the same batches, rounded differently")
     else:
         notes.append("its metrics tell of no training step yet")
     root = checkpoints_root(recipe, directory)

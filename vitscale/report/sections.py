@@ -48,7 +48,7 @@ def _table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], **more:
 
 
 def _subtitle(content: Content) -> str:
-    study = f"the study {content['study']['study']}, " if content["study"] else ""
+    study = f"a study ({content['study']['study']}), " if content["study"] else ""
     runs = counted(sum(content["states"].values()), "run")
     return f"vitscale report of {study}{runs}"
 

@@ -128,6 +128,7 @@ class MetricsLog:
         rows: training lines as they are in the file, oldest first: all, or the newest RECENT_LINES.
         seconds: the time that all steps took, by `step_time_s`.
         device_seconds: the same, summed over devices; None if a line does not say how many there were.
+        world_sizes: the numbers of devices of these lines, in the order in which they first appear.
         evaluations: (step, values by evaluator/metric; None for one that is not finite), in the order of the file.
         is_sampled: whether the file is so large that sums are estimates and early evaluations are missing.
         damaged: the number of unusable lines.
@@ -146,6 +147,7 @@ class MetricsLog:
         self.rows: deque[Row] = deque(maxlen=None if self._whole else RECENT_LINES)
         self.seconds = 0.0
         self.device_seconds: float | None = 0.0
+        self.world_sizes: list[int] = []
         self.evaluations: list[tuple[int, dict[str, float | None]]] = []
         self.is_sampled = False
         self.damaged = 0
@@ -212,6 +214,8 @@ class MetricsLog:
     def _add(self, row: Row, step_time: float) -> None:
         seconds = (row["step"] - max(self._step, count(row.get("first_step")) or 0)) * step_time
         world_size = count(row.get("world_size"))
+        if world_size is not None and world_size not in self.world_sizes:
+            self.world_sizes.append(world_size)
         self._step = row["step"]
         self.seconds += seconds
         if world_size is None or self.device_seconds is None:

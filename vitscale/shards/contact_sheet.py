@@ -55,19 +55,22 @@ def first_samples(manifest: Manifest, count: int) -> Iterator[Sample]:
                 count -= 1
 
 
-def contact_sheet(samples: list[Sample], predicted: Mapping[int, str] | None = None) -> Image.Image:
+def contact_sheet(samples: list[Sample], predicted: Mapping[int, str] | None = None, title: str = "") -> Image.Image:
     """Pictures side by side with their aspect ratios kept, with the class and uid below each.
 
-    With `predicted`, uid -> class name, the prediction takes the place of the uid, in red if it is wrong.
+    With `predicted`, uid -> class name, the prediction takes the place of the uid, in red if it is wrong. `title` is a
+    line above them all.
     """
     columns = ceil(sqrt(max(1, len(samples))))
     rows = max(1, ceil(len(samples) / columns))
     step_x, step_y = _SIDE + _GAP, _SIDE + 2 * _LINE + _GAP
-    sheet = Image.new("RGB", (columns * step_x + _GAP, rows * step_y + _GAP), _BACKGROUND)
+    top = _GAP + (_LINE if title else 0)
+    sheet = Image.new("RGB", (columns * step_x + _GAP, rows * step_y + top), _BACKGROUND)
     draw = ImageDraw.Draw(sheet)
     font = ImageFont.load_default(_TEXT_SIZE)
+    draw.text((_GAP, _GAP + _LINE / 2), title, fill=_TEXT, font=font, anchor="lm")
     for i, sample in enumerate(samples):
-        x, y = _GAP + (i % columns) * step_x, _GAP + (i // columns) * step_y
+        x, y = _GAP + (i % columns) * step_x, top + (i // columns) * step_y
         draw.rectangle((x, y, x + _SIDE - 1, y + _SIDE - 1), fill=_MARGIN)
         picture = sample.picture
         sheet.paste(picture, (x + (_SIDE - picture.width) // 2, y + (_SIDE - picture.height) // 2))

@@ -99,6 +99,7 @@ class RunReader:
             mfu=self._mfu(last, num_classes),
             step_time_s=number(last.get("step_time_s")),
             world_size=count(last.get("world_size")),
+            world_sizes=self._log.world_sizes,
             data_wait=recent.data_wait(rows),
             peak_memory_bytes=number(last.get("peak_memory_bytes")),
             left_s=_left(step, total, pace) if done is None else None,

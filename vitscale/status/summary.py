@@ -127,6 +127,7 @@ class RunStatus:
         selects: whether the recipe has a `selection`.
         line_age_s: seconds since the last line of metrics.
         loss, lr, images_per_s, mfu, step_time_s, world_size, peak_memory_bytes: the values in that line.
+        world_sizes: all numbers of devices that it has run on, in the order in which they first appear.
         trend: the trend of the loss.
         data_wait: the share of the last lines' time that was spent waiting for data, a fraction.
         left_s: seconds that the remaining steps take at the mean pace of the last lines.
@@ -152,6 +153,7 @@ class RunStatus:
     mfu: float | None
     step_time_s: float | None
     world_size: int | None
+    world_sizes: list[int]
     data_wait: float | None
     peak_memory_bytes: float | None
     left_s: float | None
