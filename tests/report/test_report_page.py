@@ -15,6 +15,7 @@ import pytest
 import yaml
 from browser import Read, open_page
 from report.made_runs import RECIPE, WritingEngine, numbers_in, part, write_data, write_run, write_study
+from scipy.stats import norm
 from typer.testing import CliRunner
 
 from vitscale.cli.main import app
@@ -119,6 +120,17 @@ def test_means_are_the_studys(study, made):
     assert (half["n"], half["n_planned"], half["std"]) == (1, 2, None)
 
 
+def test_the_ends_of_intervals_are_where_the_score_test_rejects(made):
+    found = [r for r in made[0]["results"] if r["interval"] is not None]
+    assert found and {r["metric"] for r in found} <= {"validation/top1", "validation/top5"}
+    for result in found:
+        low, high = result["interval"]
+        assert 0 <= low < result["mean"] < high <= 1
+        for end in low, high:  # Wilson's are the shares of which the one found is 1.96 standard errors away
+            error = math.sqrt(end * (1 - end) / result["samples"])
+            assert abs(result["mean"] - end) / error == pytest.approx(norm.ppf(0.975), rel=1e-9)
+
+
 def test_policies_are_apart(made):
     content, _, read = made
     sizes = {policy["name"]: (policy["image_size"], policy["positions"]) for policy in content["policies"]}
@@ -135,6 +147,7 @@ def test_what_was_left_out_for_which_test_set(made):
     assert (pets["status"], pets["left_out_for_it"], pets["left_out_in_all"]) == ("recorded", 2, 3)
     assert rows["pets/test", "imagenet21k/full", "pre-training"]["status"] == "recorded"
     assert rows["flowers/test", "flowers/full", "training"]["status"] == "none recorded"
+    assert rows["flowers/test", "flowers/full", "training"]["left_out_in_all"] is None
     assert rows["flowers/test", "imagenet21k/full", "pre-training"]["status"] == "none recorded"
     assert not any(test.endswith("/dev") for test, _, _ in rows)
 

@@ -21,6 +21,7 @@ KIND = "vitscale report"
 _VERSION = 1
 _FEWSHOT = "fewshot/"
 _VALIDATION = "validation/"
+_COUNTED = ("/top1", "/top5")  # metrics that are shares of the images
 
 
 @dataclass(frozen=True)
@@ -212,12 +213,22 @@ def _results(
                 "policy": policy,
                 "mean": statistics.fmean(values),
                 "std": statistics.stdev(values) if len(values) > 1 else None,
+                "interval": _interval(statistics.fmean(values), dataset) if metric.endswith(_COUNTED) else None,
                 "n": len(values),
                 "n_planned": len(group),
                 "seeds": [_seed(item) for item in done if metric in item.metrics],
                 "samples": None if dataset is None or dataset.manifest is None else dataset.manifest.num_samples,
                 "runs": [item.name for item in done if metric in item.metrics],
             }
+
+
+def _interval(share: float, dataset: Dataset | None) -> list[float] | None:
+    """Wilson's interval of 95 % for a share of a dataset's images; None if their number is not known."""
+    if dataset is None or dataset.manifest is None:
+        return None
+    n, z = dataset.manifest.num_samples, statistics.NormalDist().inv_cdf(0.975)
+    middle, half = share + z**2 / (2 * n), z * (share * (1 - share) / n + (z / (2 * n)) ** 2) ** 0.5
+    return [(middle - half) / (1 + z**2 / n), (middle + half) / (1 + z**2 / n)]
 
 
 def item_split(item: _Item, metric: str) -> str:

@@ -1,6 +1,5 @@
 """The datasets that runs have used: their manifests, and what was left out of training sets because of test sets."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ class Dataset:
             "samples": None if manifest is None else manifest.num_samples,
             "classes": None if manifest is None else len(manifest.class_names),
             "rejected": None if manifest is None else manifest.num_rejected,
-            "left_out": None if manifest is None else manifest.num_removed,
+            "left_out": _removed(manifest),
             "compared_with": [] if manifest is None else [dict(one) for one in _indexes(manifest)],
             "problem": self.problem,
         }
@@ -69,7 +68,7 @@ def deduplication(train: Dataset, test: Dataset, role: str) -> dict[str, Any]:
     }
     if train.manifest is None:
         return found
-    found |= {"left_out_in_all": train.manifest.num_removed, "samples_left": train.manifest.num_samples}
+    found |= {"left_out_in_all": _removed(train.manifest), "samples_left": train.manifest.num_samples}
     names = {test.name, test.name.rpartition("/")[0], base_name(test.name)} - {""}
     for index in _indexes(train.manifest):
         for covered in index.get("test_sets", []):
@@ -89,9 +88,14 @@ def shown_path(where: str) -> str:
     return str(Path(where).relative_to(here)) if Path(where).is_relative_to(here) else where
 
 
-def _indexes(manifest: Manifest) -> Iterable[dict[str, Any]]:
+def _indexes(manifest: Manifest) -> list[dict[str, Any]]:
     recorded = manifest.options.get(_AGAINST)
     return [one for one in recorded if isinstance(one, dict)] if isinstance(recorded, list) else []
+
+
+def _removed(manifest: Manifest | None) -> int | None:
+    """Samples left out as copies; None if nobody has looked, as far as the manifest tells."""
+    return None if manifest is None or not (manifest.num_removed or _indexes(manifest)) else manifest.num_removed
 
 
 def _left_out(manifest: Manifest, test_set: str) -> int | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vitscale.flops.published import table_5, table_6
 from vitscale.page import SERIES, Drawing, draw
 from vitscale.report.paper import TOP1, transfers
+from vitscale.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -112,27 +113,33 @@ def means_over_steps(content: Content) -> Iterator[Drawing]:
 
 
 def curves(content: Content) -> Iterator[Drawing]:
-    """Loss, learning rate and evaluations over steps; runs in figures of at most eight."""
-    runs = [run for run in content["runs"] if run.get("curves", {}).get("loss")]
-    for start in range(0, len(runs), _MOST_LINES):
-        chosen = runs[start : start + _MOST_LINES]
-        shown = ["loss", "lr", *_evaluated(chosen)]
+    """Loss, learning rate and evaluations over steps; runs that differ in their seed alone share a colour."""
+    seeds = {name: result["runs"] for result in content["results"] for name in result["runs"]}
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for run in content["runs"]:
+        if run.get("curves", {}).get("loss"):
+            first, *others = seeds.get(run["name"], [run["name"]])
+            groups.setdefault(f"{first} and {counted(len(others), 'other seed')}" if others else first, []).append(run)
+    for start in range(0, len(groups), _MOST_LINES):
+        chosen = list(groups.items())[start : start + _MOST_LINES]
+        shown = ["loss", "lr", *_evaluated([run for _, runs in chosen for run in runs])]
+        columns = 2 if max(len(name) for name, _ in chosen) < 45 else 1
 
-        def put(figure: "Figure", chosen: Sequence[Mapping[str, Any]] = chosen, shown: Sequence[str] = shown) -> None:
+        def put(figure: "Figure", chosen: Any = chosen, shown: Sequence[str] = shown, columns: int = columns) -> None:
             panels = figure.subplots(1, len(shown), squeeze=False)[0]
             for axes, what in zip(panels, shown, strict=True):
-                for index, run in enumerate(chosen):
-                    found = run["curves"]
-                    points = found[what] if what in ("loss", "lr") else found["evaluations"].get(what, [])
-                    style = ".-" if len(points) < 30 else "-"
-                    label = run["name"] if axes is panels[0] else None
-                    axes.plot(*zip(*points, strict=True), style, color=SERIES[index], label=label) if points else None
+                for (name, runs), color in zip(chosen, SERIES, strict=False):
+                    for run in runs:
+                        found = run["curves"]
+                        points = found[what] if what in ("loss", "lr") else found["evaluations"].get(what, [])
+                        style = ".-" if len(points) < 30 else "-"
+                        label = name if axes is panels[0] and run is runs[0] else None
+                        axes.plot(*zip(*points, strict=True), style, color=color, label=label) if points else None
                 _finish(axes, what)
-            figure.legend(loc="outside lower left", ncols=2 if max(len(run["name"]) for run in chosen) < 45 else 1)
+            figure.legend(loc="outside lower left", ncols=columns)
 
-        rows = len(chosen) if max(len(run["name"]) for run in chosen) >= 45 else -(-len(chosen) // 2)
-        names = ", ".join(run["name"] for run in chosen)
-        of = f" {start + 1} to {start + len(chosen)} of {len(runs)}" if len(runs) > _MOST_LINES else ""
+        rows, names = -(-len(chosen) // columns), ", ".join(name for name, _ in chosen)
+        of = f" {start + 1} to {start + len(chosen)} of {len(groups)}" if len(groups) > _MOST_LINES else ""
         yield draw(
             f"curves-{start}",
             f"Curves over steps of {', '.join(shown)} for {names}",
@@ -155,7 +162,6 @@ def _finish(axes: "Axes", what: str) -> None:
     axes.set_xlabel("step")
     axes.ticklabel_format(axis="x", style="plain", useOffset=False)
     axes.margins(x=0.03)
-    axes.set_ylim(bottom=0) if what in ("loss", "lr") else None
     axes.locator_params(axis="x", nbins=5)
 
 

@@ -102,6 +102,7 @@ _RESULT = (
     _text("model", "model"),
     _text("begins", "begins with"),
     Column("mean", "top-1\n(%)", _PERCENT),
+    _text("within", "95 %\ninterval"),
     Column("std", "standard\ndeviation", _PERCENT),
     Column("n", "runs", str),
     _text("seeds_told", "seeds"),
@@ -116,6 +117,7 @@ def _row(result: Mapping[str, Any]) -> Row:
         **result,
         "what": result["label"],
         "begins": result["begins_with"] or "from scratch",
+        "within": result["interval"] and " to ".join(f"{100 * end:.1f}" for end in result["interval"]),
         "seeds_told": ", ".join(str(seed) for seed in result["seeds"])
         + (f" ({lacking} more to come)" if lacking else ""),
     }
@@ -140,8 +142,8 @@ def _results(content: Content) -> Iterator[Part]:
             yield drawing
     if shown:
         yield Text(
-            "Mean and sample standard deviation (n - 1) over runs that differ in their seed alone. Results of "
-            "different policies are never in one table.",
+            "Mean and sample standard deviation (n - 1) over runs that differ in their seed alone. The interval is "
+            "Wilson's, for so many test images. Results of different policies are never in one table.",
             "note",
         )
     others = [r for r in content["results"] if not (r["metric"] == TOP1 and r["split"] != "dev")]
@@ -160,8 +162,9 @@ def _other_metrics(content: Content, results: Sequence[Mapping[str, Any]]) -> It
                 _text("metric", "metric"),
                 *_RESULT[:4],
                 Column("mean", "mean (%)" if in_percent else "mean", show),
+                _RESULT[5],
                 Column("std", "standard\ndeviation", show),
-                *_RESULT[6:],
+                *_RESULT[7:],
             )
             title = f"Policy {policy}" if policy else "By evaluators that have a policy of their own"
             if chosen:
@@ -218,7 +221,7 @@ def _paper(content: Content) -> Iterator[Part]:
 _COMPARED = (
     *_RESULT[:4],
     _text("policy", "policy"),
-    *_RESULT[4:8],
+    *_RESULT[4:9],
     Column("samples", "test\nimages", number(0)),
     Column("test_images_of_the_paper", "the\npaper's", number(0)),
     Column("published", "paper, same\nmodel and data (%)", number(2)),
