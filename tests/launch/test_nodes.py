@@ -208,9 +208,10 @@ def test_ranks_of_several_nodes_divide_the_batch_together(devices, batch, ranks)
     assert fitting(devices, batch) == ranks
 
 
-def test_a_name_that_nobody_knows_is_waited_for_as_nodes_are():
+def test_a_name_that_nobody_knows_is_waited_for_as_nodes_are(tmp_path):
     with Supervisor() as supervisor:
         with pytest.raises(PeerLostError, match=r"node-0\.invalid"):
-            FirstNode(ThisNode(0, 2, "node-0.invalid", wait_s=0.1), None, supervisor)
+            FirstNode(ThisNode(0, 2, "node-0.invalid", wait_s=0.1), None, supervisor, tmp_path)
         supervisor.told = signal.SIGTERM
-        assert FirstNode(ThisNode(0, 2, "node-0.invalid"), None, supervisor).meet(1, is_asked_for=True) is None
+        first = FirstNode(ThisNode(0, 2, "node-0.invalid"), None, supervisor, tmp_path)
+        assert first.meet(1, is_asked_for=True) is None
