@@ -34,6 +34,7 @@ from data_tools.sources import Source, open_source
 from data_tools.task_runner import TaskRunner
 from vitscale import storage
 from vitscale.errors import DataError, RecipeError
+from vitscale.files.durable import make_folder
 from vitscale.shards import Manifest
 from vitscale.wording import counted
 
@@ -211,7 +212,7 @@ def _refuse_incomplete(output: Output, splits: list[str]) -> None:
 def _create(output: Output) -> None:
     try:
         if not output.is_remote:
-            Path(output.where).mkdir(parents=True, exist_ok=True)
+            make_folder(Path(output.where))
         output.work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecipeError(f"OUT {output.where}: cannot be written ({error.strerror})") from error

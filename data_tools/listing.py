@@ -8,7 +8,6 @@ A spool consists of sorted runs: as many images as fit into memory, in the order
 then reads one place in each run rather than places all over the disk.
 """
 
-import errno
 import json
 import os
 import struct
@@ -25,7 +24,7 @@ import xxhash
 from data_tools.classes import Vocabulary
 from data_tools.engines.task import Progress
 from data_tools.paths import PathStatistics
-from data_tools.sources.source import Source
+from data_tools.sources.source import Item, Source
 from vitscale import storage
 from vitscale.errors import DataError, StorageError
 from vitscale.files.durable import durable_file, write_text
@@ -127,13 +126,17 @@ class ListingTask:
                 summary = self._write(table, spool, progress)
             write_text(summary_path(self.folder, self.part), json.dumps(summary.__dict__, ensure_ascii=True))
         except OSError as error:
-            written = error.filename is not None and Path(str(error.filename)).parent == self.folder
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) or written:
-                raise DataError(f"{self.folder}: cannot be written ({error.strerror})") from error
+            raise DataError(f"{self.folder}: cannot be written ({error.strerror or error})") from error
+        return summary.images
+
+    def _items(self, ignored: Counter[str]) -> Iterator[Item]:
+        """The source's items; OSErrors are the source's, and not those of writing the list."""
+        try:
+            yield from self.source.items(self.part, ignored)
+        except OSError as error:
             if self.source.streams:
                 raise StorageError(f"{self.name}: cannot be read to its end ({error.strerror or error})") from error
             raise DataError(f"{self.name}: cannot be listed ({error.strerror or error})") from error
-        return summary.images
 
     def _write(self, table: BinaryIO, spool: BinaryIO | None, progress: Progress) -> PartSummary:
         ignored: Counter[str] = Counter()
@@ -143,7 +146,7 @@ class ListingTask:
 
         def rows() -> Iterator[Row]:
             nonlocal images, explicit, most
-            for key, labels, content in self.source.items(self.part, ignored):
+            for key, labels, content in self._items(ignored):
                 _refuse_unwritable(self.name, key, labels)
                 if labels == _NO_LABEL:
                     labels = ()

@@ -26,7 +26,7 @@ from typing import Any
 
 from vitscale import storage
 from vitscale.errors import RecipeError
-from vitscale.files.durable import durable_file, write_text
+from vitscale.files.durable import durable_file, make_folder, write_text
 from vitscale.shards import MANIFEST_NAME
 from vitscale.shards.decisions import DECISIONS_NAME
 from vitscale.shards.provenance import REJECTS_NAME
@@ -232,7 +232,7 @@ class Output:
         if not self.is_remote:
             paths = [Path(target) for target in targets]
             for path in paths:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(path.parent)
             yield paths
             return
         self.work.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from vitscale import storage
 from vitscale.errors import RecipeError, StorageError
-from vitscale.files.durable import durable_file
+from vitscale.files.durable import durable_file, make_folder, remove_leftovers
 from vitscale.shards import MANIFEST_NAME, Adopted, ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry
 
 
@@ -77,7 +77,7 @@ class ViewWriter:
         self._added.append(name)
         if not storage.is_url(self._out):
             folder = Path(self._out)
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             with durable_file(folder / name) as file:
                 file.write(content)
             return
@@ -89,7 +89,7 @@ class ViewWriter:
     def save(self, manifest: Manifest) -> Manifest:
         """Write the manifest, which completes the view. Raises OSError or StorageError."""
         if not storage.is_url(self._out):
-            Path(self._out).mkdir(parents=True, exist_ok=True)
+            make_folder(Path(self._out))
             return manifest.save(self._out)
         with tempfile.TemporaryDirectory(prefix="vitscale-") as temporary:
             manifest.save(temporary)
@@ -120,6 +120,8 @@ def _refuse_taken(out: str) -> None:
     if not storage.is_url(out) and os.path.lexists(out) and not Path(out).is_dir():
         raise RecipeError(f"OUT {out}: is not a folder. Choose a new or empty folder")
     try:
+        if not storage.is_url(out):
+            remove_leftovers(Path(out))
         names = storage.names_in(out)
     except OSError as error:
         raise RecipeError(f"OUT {out}: cannot be read ({error.strerror or error})") from error

@@ -7,14 +7,14 @@ import sys
 _SCRIPT = """
 import os, signal, sys
 import vitscale.files.durable as durable
-calls, sync = 0, durable.sync_folder
+calls, sync = 0, durable.sync
 def counted(folder):
     global calls
     calls += 1
     if calls == int(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGKILL)
     sync(folder)
-durable.sync_folder = counted
+durable.sync = counted
 if __name__ == "__main__":
     from data_tools.conversion import convert
     from data_tools.machine import Machine

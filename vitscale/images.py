@@ -232,18 +232,21 @@ def operate(pixels: np.ndarray, programs: np.ndarray, status: np.ndarray) -> Non
     NEAREST differ from Pillow's by at most one grey value.
 
     Args:
-        pixels: the pictures, uint8 (B, S, S, 3).
-        programs: their programs, INSTRUCTION (B, L), with values between -32768 and 32768.
+        pixels: the pictures, uint8 (B, S, S, 3), with S at most 8192.
+        programs: their programs, INSTRUCTION (B, L), with values between -32768 and 32768, those of SOLARIZE,
+            SOLARIZE_ADD and POSTERIZE not negative.
         status: their status, int32 (B,); a picture whose status is not OK stays as it is.
 
-    Raises MemoryError.
+    Raises MemoryError; ValueError, with no picture changed, for any other programs or sides.
     """
     count, side = pixels.shape[:2]
     assert pixels.dtype == np.uint8 and pixels.shape == (count, side, side, 3) and pixels.flags.c_contiguous
     assert programs.dtype == INSTRUCTION and programs.shape[:1] == (count,) and programs.flags.c_contiguous
     assert status.dtype == np.int32 and status.shape == (count,) and status.flags.c_contiguous
     call = native.load().vitscale_operate
-    _known(call(pixels.ctypes.data, count, side, programs.ctypes.data, programs.shape[1], status.ctypes.data))
+    given = (pixels.ctypes.data, count, side, programs.ctypes.data, programs.shape[1], status.ctypes.data)
+    if _known(call(*given)) == REFUSED:
+        raise ValueError(f"expected a side from 1 to 8192 and known codes, their values in range; got a side of {side}")
 
 
 def _header(jpeg: Bytes) -> native.Header:

@@ -29,30 +29,54 @@ def test_several_threads_get_each_batch_once(manifest):
 
 
 FORKING = """
-import os, sys
+import os, signal, sys, threading
 from vitscale.data import Loader, TrainOrder, TrainTransform
 from vitscale.shards import Manifest
 
+FORKS, LOADERS = 80, 8
 manifest = Manifest.load(sys.argv[1])
 order = TrainOrder([shard.num_selected for shard in manifest.shards], 8, 0)
-with Loader(manifest, order, image_size=8, transform=TrainTransform(), stop_step=5) as loader:
-    next(loader)
+
+def open_loader(stop):
+    return Loader(manifest, order, image_size=8, transform=TrainTransform(), stop_step=stop)
+
+def forked(told):
     child = os.fork()
     if child == 0:
+        signal.alarm(30)  # kills it where it hangs
+        os._exit(told())
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def refusals(call):
+    count = 0
+    for loader in loaders:
         try:
-            next(loader)
+            call(loader)
         except RuntimeError as error:
-            print(error, flush=True)
-        os._exit(0)
-    os.waitpid(child, 0)
-    print(*(batch.step for batch in loader))
+            count += "make another one in this process" in str(error)
+    return count
+
+with open_loader(5) as loader:
+    loaders = [loader]
+    next(loader)
+    print(forked(lambda: refusals(next)), *(batch.step for batch in loader))
+
+# Their threads hold one lock or another at most of these moments.
+loaders = [open_loader(None) for _ in range(LOADERS)]
+for loader in loaders:
+    threading.Thread(target=lambda loader=loader: [None for _ in loader], daemon=True).start()
+calls = [next, Loader.next_if_ready, Loader.close]
+print(*(forked(lambda: refusals(calls[i % 3])) for i in range(FORKS)))
+sys.stdout.flush()
+os._exit(0)  # the threads are in the middle of it
 """
 
 
 def test_a_forked_process_is_told_that_its_loader_stayed_behind(manifest):
-    """Its threads did; without a word it would wait for ever. The process has no other threads than the loader's."""
+    """Its threads did; without a word it would wait for ever."""
     command = [sys.executable, "-c", FORKING, str(manifest.shard_path(0).parent)]
     outcome = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert outcome.returncode == 0, outcome.stderr
-    told, left = outcome.stdout.splitlines()
-    assert "make another one in this process" in told and left == "1 2 3 4"
+    first, many = outcome.stdout.splitlines()
+    assert first == "1 1 2 3 4"
+    assert [int(count) for count in many.split()] == [(8, 8, 0)[i % 3] for i in range(80)]

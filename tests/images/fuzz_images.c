@@ -41,8 +41,9 @@ static void change(uint8_t *images, int64_t side, const int32_t *statuses, uint3
     for (int i = 0; i < SLICE * LENGTH; i++) {
         Instruction *one = &programs[i / LENGTH][i % LENGTH];
         drawn = drawn * 1664525u + 1013904223u;
-        one->code = (int32_t)((drawn >> 24) % 15), one->interpolation = (int32_t)((drawn >> 16) % 3);
-        const double scale = one->code == 11 ? 1.0 / (1 << 22) : one->code == 12 ? 1.0 / (1 << 18) : 1.0 / (1 << 16);
+        one->code = (int32_t)((drawn >> 24) % 14), one->interpolation = (int32_t)((drawn >> 16) % 3);
+        const double far = drawn & 256 ? 0.999 / (1 << 16) : 1.0 / (1 << 22);
+        const double scale = one->code == 11 ? far : one->code == 12 ? 1.0 / (1 << 18) : 1.0 / (1 << 16);
         for (int k = 0; k < 6; k++) {
             drawn = drawn * 1664525u + 1013904223u;
             one->values[k] = (double)(int32_t)(one->code > 10 && one->code < 13 ? drawn : drawn >> 8) * scale;
@@ -51,6 +52,7 @@ static void change(uint8_t *images, int64_t side, const int32_t *statuses, uint3
         if (one->code == 11 && drawn & 2048) one->values[1] = 0.0;
         if (one->code == 11 && drawn & 4096) one->values[3] = 0.0;
     }
+    programs[0][0] = (Instruction){.code = 11, .interpolation = 1, .values = {1, 0, 0, 32767, 1, 0}}; /* far outside */
     require(vitscale_operate(images, SLICE, side, programs[0], LENGTH, statuses) == OK, "pictures are not changed");
 }
 
@@ -79,7 +81,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
 
     /* What is shown depends on the bytes: a fuzzer finds its way. The last one is stored as pixels. */
     uint32_t drawn = crc;
-    const int64_t side = 1 + drawn % 40;
+    const int64_t side = 1 + drawn % 90;
     int64_t starts[SLICE], sizes[SLICE], heights[SLICE], widths[SLICE];
     uint32_t crcs[SLICE];
     uint8_t checked[SLICE], raw[SLICE] = {0}, flips[SLICE];

@@ -168,6 +168,30 @@ def test_one_after_the_other_each_picture_by_its_own_program():
     assert np.array_equal(found[2:], batch[2:])
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("code", code) for code in (-1, max(Code) + 1, 2**31 - 1)),
+        *(("interpolation", kind) for kind in (-1, 3)),
+        *(("values", value) for value in (math.nan, math.inf, -math.inf, 32768.0, -32768.0, 1e300)),
+        ("threshold", -1.0),
+    ],
+)
+def test_no_program_but_a_known_one_is_performed(field, value):
+    pixels = np.arange(2 * 9 * 9 * 3, dtype=np.uint8).reshape(2, 9, 9, 3)
+    before, programs = pixels.copy(), np.zeros((2, 3), INSTRUCTION)
+    programs["code"] = Code.INVERT
+    if field == "threshold":
+        programs[1, 2]["code"], programs[1, 2]["values"][0] = Code.SOLARIZE, value
+    elif field == "values":
+        programs[1, 2]["code"], programs[1, 2]["values"][5] = Code.AFFINE, value
+    else:
+        programs[1, 2][field] = value
+    with pytest.raises(ValueError):
+        operate(pixels, programs, np.zeros(2, np.int32))
+    assert np.array_equal(pixels, before)
+
+
 def test_every_compilation_gives_the_same_bits(tmp_path):
     """Without wide vectors, and without optimisation."""
     rng = np.random.default_rng(0)

@@ -14,10 +14,11 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 def test_nothing_is_found(tmp_path, data_root):
     sources = [*sorted((REPOSITORY / "vitscale" / "native").glob("*.c")), Path(__file__).parent / "fuzz_images.c"]
-    sanitizers = ["-g", "-O1", "-ffp-contract=off", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    flags = ["-g", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
+    sanitizers = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"]
     include = f"-I{REPOSITORY / 'vitscale' / 'native'}"
     program = tmp_path / "fuzz_images"
-    command = ["gcc", *sanitizers, "-Wall", "-Wextra", "-Werror", include, *map(str, sources), "-ljpeg", "-lm"]
+    command = ["gcc", *flags, *sanitizers, include, *map(str, sources), "-ljpeg", "-lm"]
     built = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True, check=False)
     if "asan" in built.stderr and "cannot find" in built.stderr:
         pytest.skip("gcc has no sanitizers here")

@@ -173,6 +173,7 @@ def test_manifests_of_our_own_shards_stay_as_they_were(tmp_path):
     assert data["schema_version"] == 1 and "adopted" not in data["shards"][0]
     with open_shard_file(manifest, 0, manifest.shard_path(0)) as shard:
         assert shard.raw.dtype == bool and not shard.raw.any() and not shard.has_several_labels
+    del data["checksum"]
     data["shards"][0]["adopted"] = {
         "image_field": "image", "label_field": None, "checksums": {"path": "x.npy", "sha256": "0" * 64},
     }  # fmt: skip

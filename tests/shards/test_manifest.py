@@ -1,5 +1,7 @@
 import hashlib
 import json
+import os
+import re
 
 import fsspec
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 from messages import OF_PYDANTIC, assert_messages
 
 from vitscale.errors import DataError
-from vitscale.shards import ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry
+from vitscale.shards import Adopted, ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry, StoredChecksums
+from vitscale.shards.manifest import schema_version_of
 
 
 def entry(path="shard-00000.beton", samples=10, **more):
@@ -18,6 +21,7 @@ def entry(path="shard-00000.beton", samples=10, **more):
 
 def manifest(*shards):
     return Manifest(
+        schema_version=schema_version_of(shards),
         fields=("image", "label", "uid", "crc"),
         num_samples=sum(shard.num_selected for shard in shards),
         class_names=("cat", "häschen"),
@@ -32,7 +36,9 @@ def test_saves_and_loads(tmp_path):
     for place in (tmp_path, str(tmp_path), tmp_path / "manifest.json"):
         loaded = Manifest.load(place)
         assert loaded == saved
-        assert loaded.sha256 == hashlib.sha256((tmp_path / "manifest.json").read_bytes()).hexdigest()
+        lines = (tmp_path / "manifest.json").read_bytes().splitlines(keepends=True)
+        assert loaded.sha256 == hashlib.sha256(b"".join([lines[0], *lines[2:]])).hexdigest()
+        assert json.loads(b"".join(lines))["checksum"] == loaded.sha256 and loaded.sha256.encode() in lines[1]
     assert loaded.num_samples == 14
     assert loaded.directory == tmp_path
     assert loaded.shard_path(1) == tmp_path / "../elsewhere/shard-00001.beton"
@@ -106,11 +112,49 @@ MISTAKES = {
 def refused(folder, mistake):
     manifest(entry(), entry("shard-00001.beton")).save(folder)
     data = json.loads((folder / "manifest.json").read_text())
+    del data["checksum"]
     MISTAKES[mistake][0](data)
     (folder / "manifest.json").write_text(json.dumps(data))
     with pytest.raises(DataError) as raised:
         Manifest.load(folder)
     return str(raised.value)
+
+
+def test_every_bit_that_turns_is_noticed_or_changes_nothing(tmp_path):
+    excluded = ExcludedSlots(path="out.npy", sha256="c" * 64, count=2)
+    adopted = Adopted(image_field="x", label_field=None, checksums=StoredChecksums(path="y.npy", sha256="d" * 64))
+    shards = (
+        entry(select=SelectExclude(exclude=excluded)),
+        entry("b.beton", select=SelectFirst(first=4), adopted=adopted),
+    )
+    whole = manifest(*shards).save(tmp_path)
+    content, unnoticed = whole.path.read_bytes(), []
+    with whole.path.open("r+b", buffering=0) as file:
+        for bit in range(8 * len(content)):
+            byte = content[bit // 8]
+            os.pwrite(file.fileno(), bytes([byte ^ 1 << bit % 8]), bit // 8)
+            try:
+                if Manifest.load(whole.path) != whole:
+                    unnoticed.append(bit)
+            except DataError:
+                pass
+            os.pwrite(file.fileno(), bytes([byte]), bit // 8)
+    assert not unnoticed and Manifest.load(whole.path) == whole
+
+
+def test_an_edited_manifest_is_refused_until_its_checksum_is_removed(tmp_path):
+    saved = manifest(entry()).save(tmp_path)
+    text = saved.path.read_text()
+    for edited in (text.replace("cat", "dog"), json.dumps(json.loads(text)), text.replace("\n", "\r\n")):
+        saved.path.write_text(edited)
+        with pytest.raises(DataError, match="checksum"):
+            Manifest.load(tmp_path)
+    without = re.sub(r'  "checksum": "\w+",\n', "", text)
+    saved.path.write_text(without)  # as earlier versions wrote it, with the same identity
+    assert Manifest.load(tmp_path) == saved and Manifest.load(tmp_path).sha256 == saved.sha256
+    saved.path.write_text(without.replace("cat", "dog"))
+    assert Manifest.load(tmp_path).class_names == ("dog", "häschen")
+    assert Manifest.load(tmp_path).save(tmp_path).sha256 != saved.sha256
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

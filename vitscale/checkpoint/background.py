@@ -38,7 +38,12 @@ class BackgroundSaver:
         store: the run's checkpoints; its `gather` is called from the thread, so nothing else may use it.
         keep, keep_every: the arguments of `CheckpointStore.retain`, which follows each successful save.
         background: if False, `save` and `amend` do the work themselves, without a copy.
+
+    Attributes:
+        first: called before each save and amendment, where these are done; must not raise.
     """
+
+    first: Callable[[], None] | None = None
 
     def __init__(
         self, store: CheckpointStore, *, keep: int, keep_every: int | None = None, background: bool = True
@@ -138,6 +143,8 @@ class BackgroundSaver:
     def _attempt(self, step: int, work: Callable[[], None], *, is_save: bool) -> None:
         error = None
         try:
+            if self.first is not None:
+                self.first()
             work()
         except KeyboardInterrupt:  # in the caller's thread
             raise

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from vitscale.checkpoint.format import Fragment, verify_file, write_rank_file
 from vitscale.errors import CheckpointError
-from vitscale.files.durable import sync_folder, write_text
+from vitscale.files.durable import make_folder, remove_leftovers, rename, write_text
 from vitscale.files.fetching import Promise, WrongContentError, fetch, with_pauses
 from vitscale.files.locks import locked
 from vitscale.files.machine_folder import MachineFolder
@@ -146,13 +146,25 @@ class LocalDirectory:
         return steps_at(self.root)
 
     def tidy(self) -> None:
-        """One rank: remove what interrupted saves and removals left behind."""
+        """One rank: remove what killed processes left behind, and note the newest checkpoint. Raises OSError."""
+        steps = self.steps()
+        for folder in (self._root, *map(self._folder, steps)):
+            remove_leftovers(folder)
+        if steps:
+            self._note_latest(steps[-1])
         for left in itertools.chain(self._root.glob(".building-*"), self._root.glob(".deleting-*")):
             shutil.rmtree(left, ignore_errors=True)
 
+    def _note_latest(self, step: int) -> None:
+        latest, name = self._root / "latest", step_folder(step) + "\n"
+        with suppress(OSError):  # a hint for people
+            if not latest.is_file() or latest.read_text(errors="replace") != name:
+                write_text(latest, name)
+
     def begin(self, step: int) -> None:
+        make_folder(self._root)
         self.tidy()
-        self._building(step).mkdir(parents=True)
+        self._building(step).mkdir()
 
     def write(self, step: int, name: str, fragments: list[Fragment]) -> FileEntry:
         return write_rank_file(self._building(step) / name, fragments)
@@ -161,10 +173,8 @@ class LocalDirectory:
         building, final = self._building(index.step), self._folder(index.step)
         write_text(building / INDEX_FILE, index_text(index))
         self.remove(index.step)
-        building.rename(final)
-        sync_folder(self._root)
-        with suppress(OSError):  # a hint for people
-            write_text(self._root / "latest", final.name + "\n")
+        rename(building, final)
+        self._note_latest(index.step)
 
     def abandon(self, step: int) -> None:
         shutil.rmtree(self._building(step), ignore_errors=True)

@@ -225,6 +225,8 @@ class _Engine(threading.Thread):
     # ---- The end -----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
+        if os.getpid() != self._process:  # a thread that did not come along may have held any of these locks
+            return
         self._stopping.set()
         self._crew.stop()
         self._shards.stop()

@@ -1,16 +1,28 @@
-"""Writes files and folders that exist under their final name completely or not at all."""
+"""Writes files and folders that exist under their final name completely or not at all.
 
+Until then they are `.NAME.xxxxxxxx.part`, locked by their writer. What is not locked was left by a killed process.
+"""
+
+import ctypes
+import errno
 import os
+import re
 import secrets
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from glob import escape
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
 from vitscale.errors import DataError, RecipeError
+from vitscale.files.locks import lock, try_lock
 from vitscale.storage import is_url, without_file_scheme
+
+_LOCK = "lock"  # in the part of a folder
+_SYNCFS_REPORTS_ERRORS = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (5, 8)
 
 
 def forbid_writing_by_everybody() -> None:
@@ -28,37 +40,41 @@ def durable_file(path: str | Path, *, overwrite: bool = True, mode: int = 0o666)
     Without `overwrite`, raises FileExistsError if anything has the name by then, even a link. `mode`: before the umask.
     """
     path = Path(path)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")  # hidden, beside its final name
+    if not overwrite:
+        remove_leftovers(path.parent, path.name)
+    part = _part_of(path)
     try:
-        with open(part, "x+b", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        with _locked(part, mode) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        if overwrite:
-            part.replace(path)
-        else:
-            _take_new_name(part, path)
-        sync_folder(path.parent)
+            rename(part, path, overwrite=overwrite)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
 
 
-def _take_new_name(part: Path, path: Path) -> None:
+@contextmanager
+def durable_folder(target: Path) -> Iterator[Path]:
+    """`durable_file` for a folder, which replaces nothing but an empty folder. Raises OSError."""
+    make_folder(target.parent)
+    remove_leftovers(target.parent, target.name)
+    part = _part_of(target)
+    part.mkdir()
     try:
-        path.hardlink_to(part)
-    except OSError:  # the name is taken, or the file system has no hard links: then an empty file reserves the name
-        path.touch(exist_ok=False)
-        part.replace(path)
-    else:
-        part.unlink()
+        with _locked(part / _LOCK) as opened:
+            aside = part / target.name
+            aside.mkdir()
+            yield aside
+            _sync_below(aside, opened)
+            rename(aside, target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 @contextmanager
 def new_folder(out: str | Path, what: str = "OUT") -> Iterator[Path]:
-    """Fill a folder under a hidden name; on leaving, flush it to the disk and rename it.
-
-    An exception inside leaves nothing behind; a killed process leaves only the hidden folder.
+    """A `durable_folder` that a command writes.
 
     Args:
         out: a folder on this machine that does not exist or is empty.
@@ -72,6 +88,7 @@ def new_folder(out: str | Path, what: str = "OUT") -> Iterator[Path]:
     if is_url(out):
         raise RecipeError(f"{what} {out}: is written to this machine's disk; expected a folder, not a URL")
     target = Path(os.path.realpath(out))
+    made = ExitStack()
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise RecipeError(f"{what} {out}: already exists. Choose a new or empty folder")
@@ -79,29 +96,100 @@ def new_folder(out: str | Path, what: str = "OUT") -> Iterator[Path]:
             raise RecipeError(
                 f"{what} {out}: is a mount point, which cannot be replaced as a whole. Choose a folder in it"
             )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        aside = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
-        aside.mkdir()
+        folder = made.enter_context(durable_folder(target))
     except OSError as error:
         raise RecipeError(f"{what} {out}: cannot be written ({error.strerror})") from error
     try:
-        yield aside
-        os.sync()  # all files at once, which may be hundreds of thousands, instead of one by one
-        aside.replace(target)
-        sync_folder(target.parent)
+        with made:
+            yield folder
     except OSError as error:
         raise DataError(f"{what} {out}: cannot be written ({error.strerror or error})") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder to the disk, so that a rename in it survives a power cut. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, unless they exist, and flush the new names to the disk. Raises OSError."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
+
+
+def rename(part: Path, path: Path, *, overwrite: bool = True) -> None:
+    """Give a file or folder its final name, and flush the folder that it is in to the disk.
+
+    Raises OSError. Then it has its old name again, unless it has replaced a file, whose content is no longer known.
+    """
+    replaces = path.is_file() or path.is_symlink()
+    if overwrite:
+        part.replace(path)
+    else:
+        _take_new_name(part, path)
+    try:
+        sync(path.parent)
+    except OSError:
+        if not replaces:
+            path.rename(part)
+        raise
+
+
+def _take_new_name(part: Path, path: Path) -> None:
+    try:
+        path.hardlink_to(part)
+    except OSError:  # the name is taken, or the file system has no hard links: then an empty file reserves the name
+        path.touch(exist_ok=False)
+        part.replace(path)
+    else:
+        part.unlink()
+
+
+def sync(path: Path) -> None:
+    """Flush a file to the disk, or the names in a folder, so that a rename survives a power cut. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sync_below(folder: Path, opened: BinaryIO) -> None:
+    """Flush all that is in a folder to the disk; `opened` is a file beside it, opened before any of it was written."""
+    # `syncfs` takes all files at once, which may be hundreds of thousands: one by one they take 20 times as long. It
+    # reports what could not be written since `opened` was, even to files that are closed.
+    libc, error = ctypes.CDLL(None, use_errno=True), errno.ENOSYS
+    if _SYNCFS_REPORTS_ERRORS:
+        error = ctypes.get_errno() if libc.syncfs(opened.fileno()) else 0
+    if error == errno.ENOSYS:
+        for above, _, names in os.walk(folder):
+            for name in (*names, "."):
+                sync(Path(above, name))
+    elif error:
+        raise OSError(error, os.strerror(error))
+
+
+def _part_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")  # hidden, beside its final name
+
+
+def _locked(path: Path, mode: int = 0o666) -> BinaryIO:
+    """A new file, locked until it is closed."""
+    file = open(path, "x+b", opener=lambda name, flags: os.open(name, flags, mode))
+    with suppress(OSError):  # without file locks, `remove_leftovers` removes nothing
+        lock(file)
+    # Again if it was taken for a leftover in the moment before it was locked.
+    return file if os.fstat(file.fileno()).st_nlink else _locked(path, mode)
+
+
+def remove_leftovers(folder: Path, name: str | None = None) -> None:
+    """Remove what killed processes of this user have left in a folder: parts of `name`, or all. Raises OSError."""
+    names = "*" if name is None else escape(name)
+    for part in folder.glob(f".{names}.{'[0-9a-f]' * 8}.part"):
+        with suppress(OSError):
+            is_folder = part.is_dir()
+            flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # not through a link, and without waiting for a pipe
+            with FileIO(os.open(part / _LOCK if is_folder else part, flags), "r+") as file:
+                status = os.fstat(file.fileno())
+                if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and try_lock(file):
+                    shutil.rmtree(part) if is_folder else part.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

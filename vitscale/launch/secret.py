@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from vitscale.errors import RecipeError
-from vitscale.files.durable import durable_file
+from vitscale.files.durable import durable_file, make_folder
 from vitscale.runs.names import SECRET_FILE
 
 SECRET_BYTES = 32
@@ -19,7 +19,7 @@ SECRET_BYTES = 32
 def write_secret(run_dir: Path, secret: bytes) -> None:
     """Write the secret for the other nodes. Raises `RecipeError` if it cannot be, or others could read it."""
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(run_dir)
         with durable_file(run_dir / SECRET_FILE, mode=0o600) as file:
             file.write(secret)
         read_secret(run_dir)

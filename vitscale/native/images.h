@@ -93,7 +93,7 @@ typedef struct {
     int32_t is_endless;   /* refused for its number of segments */
 } Header;
 
-/* One operation on a decoded picture; operations.c lists them. Its values are below 32768. */
+/* One operation on a decoded picture; operations.c lists them. Its values are between -32768 and 32768. */
 typedef struct {
     int32_t code, interpolation, fill[3], spare;
     double values[6];

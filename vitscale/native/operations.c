@@ -31,6 +31,7 @@ enum { NEAREST, BILINEAR, BICUBIC };
 enum { MARGIN = 2 };           /* pixels around a picture that interpolation may touch */
 enum { PASSES = 3 };           /* of the box that stands for a Gaussian */
 enum { MAX_RADIUS = 100 };     /* of that box: its sums have 16 bits */
+enum { MAX_SIDE = 8192 };      /* places in 2^-32 pixels, times values below 32768, have 64 bits */
 enum { STEPS = 1024 };         /* in which the place between two pixels is told */
 
 /* The weights of four pixels, of which the place that is asked for lies between the second and the third. They are
@@ -397,7 +398,7 @@ static inline double place(double a, int64_t x, double rest, double c) { return 
 
 static inline int is_inside(double place, int64_t side) { return place >= 0.0 && place < (double)side; }
 
-/* In units of 1 / STEPS, from the middle of the first pixel on; -STEPS / 2 at least. */
+/* In units of 1 / STEPS, from the middle of the first pixel on; -STEPS / 2 at least. Of a place that is inside. */
 static inline int32_t in_steps(double place) { return (int32_t)((place + 0.5) * STEPS + 0.5) - STEPS; }
 
 /* In units of 2^-32 pixels. */
@@ -482,6 +483,7 @@ static ALWAYS_INLINE void shift_columns(Picture *p, const Instruction *given, co
         const double rest = given->values[3] * ((double)x + 0.5);
         Column *column = columns + x;
         inside(p->side, rest, given->values[5], &column->first, &column->end);
+        if (column->first >= column->end) continue; /* its place may be any, and need not fit into 32 bits */
         const int32_t at = in_steps(place(1.0, column->first, rest, given->values[5]));
         column->weights = table + (at & (STEPS - 1));
         column->offset = ((at >> 10) - column->first) * stride + 3 * x;
@@ -628,9 +630,20 @@ static void perform(Picture *p, const Instruction *given) {
     }
 }
 
-/* `images.operate` says what the arguments are. Returns OK or NO_MEMORY. */
+/* Whether whatever is computed from an instruction fits into its type. */
+static int is_sound(const Instruction *given) {
+    for (int k = 0; k < 6; k++)
+        if (!(fabs(given->values[k]) < 32768)) return 0; /* NaN, too */
+    return given->code >= NOTHING && given->code <= BLUR && given->interpolation >= NEAREST &&
+           given->interpolation <= BICUBIC && (given->code > POSTERIZE || given->values[0] >= 0);
+}
+
+/* `images.operate` says what the arguments are. Returns OK; NO_MEMORY; REFUSED, with nothing changed, for others. */
 int vitscale_operate(uint8_t *images, int64_t count, int64_t side, const Instruction *programs, int64_t length,
                      const int32_t *status) {
+    if (side < 1 || side > MAX_SIDE) return REFUSED;
+    for (int64_t i = 0; i < count * length; i++)
+        if (!is_sound(programs + i)) return REFUSED;
     const int64_t wide = side + 2 * MARGIN, line = 3 * (side + 2 * (MAX_RADIUS + 1));
     const int64_t columns = side * (int64_t)sizeof(Column), floats = (3 * wide * wide + 8) * (int64_t)sizeof(float);
     const int64_t sums = 3 * side * (int64_t)sizeof(uint16_t);

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vitscale.errors import DataError, RecipeError
-from vitscale.files.durable import write_text
+from vitscale.files.durable import make_folder, remove_leftovers, write_text
 from vitscale.report.content import KIND
 from vitscale.runs.names import RECIPE_FILE
 from vitscale.runs.reading import read_object
@@ -33,7 +33,8 @@ def write_report(folder: Path, content: Mapping[str, Any], page: str) -> None:
     """Write both files; an earlier report is replaced. Raises `RecipeError` as `check_folder`, and `DataError`."""
     check_folder(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
+        remove_leftovers(folder)
         write_text(folder / RESULTS_FILE, json.dumps(content, indent=1, allow_nan=False) + "\n")
         write_text(folder / PAGE_FILE, page)
     except OSError as error:

@@ -11,7 +11,7 @@ from typing import IO, NamedTuple
 import yaml
 
 from vitscale.errors import CheckpointError, RecipeError, StorageError, VitscaleError
-from vitscale.files.durable import write_text
+from vitscale.files.durable import make_folder, remove_leftovers, write_text
 from vitscale.files.locks import try_lock
 from vitscale.recipe import Recipe, differences, read_recipe
 from vitscale.runs.checkpoints import steps_at
@@ -136,12 +136,13 @@ def claim(run_dir: Path, recipe: Recipe) -> ExitStack:
     folders = [run_dir] if is_url(root) or Path(root).parent == run_dir else [run_dir, Path(root)]
     for folder in {os.path.realpath(folder): folder for folder in folders}.values():
         held.enter_context(_locked(folder))
+    remove_leftovers(run_dir)
     write_text(run_dir / RECIPE_FILE, yaml.safe_dump(recipe.dump(), sort_keys=False))
     return held
 
 
 def _locked(folder: Path) -> IO[str]:
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     lock = (folder / LOCK_FILE).open("a")
     for seconds in (*_PAUSES, None):
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vitscale.errors import DataError
+from vitscale.files.durable import make_folder
 from vitscale.runs.reading import count, number, parse_object, text, timestamp
 
 _MOST_BYTES = 4 << 20  # only the end of the file is read; an event has some hundred bytes
@@ -46,7 +47,7 @@ class Journal:
             return
         try:
             if creates_folder:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(self._path.parent)
             elif not self._path.parent.is_dir():
                 return
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)

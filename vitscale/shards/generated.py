@@ -1,14 +1,12 @@
 """Datasets of generated pictures whose colour shows their class, for smoke runs and tests."""
 
-import contextlib
 import io
-import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from vitscale.files.durable import durable_folder
 from vitscale.shards.beton import StoredSample, field_names, write_shard
 from vitscale.shards.manifest import MANIFEST_NAME, Manifest, ShardEntry
 
@@ -25,15 +23,12 @@ def write_generated_dataset(folder: Path, shard_sizes: list[int], seed: int = 0)
     call this at once: each writes to a folder of its own, and the first to finish renames it.
     """
     if not (folder / MANIFEST_NAME).exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
-            _write(aside, shard_sizes, seed)
-            aside.chmod(0o755)
-            with contextlib.suppress(OSError):  # another process was faster
-                aside.rename(folder)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            with durable_folder(folder) as aside:
+                _write(aside, shard_sizes, seed)
+        except OSError:
+            if not (folder / MANIFEST_NAME).exists():  # otherwise another process was faster
+                raise
     return Manifest.load(folder)
 
 

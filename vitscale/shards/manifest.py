@@ -2,12 +2,16 @@
 
 A subset or a de-duplicated view is another manifest over the same shards (`select`), not a copy. A manifest does not
 say when, where or how fast it was made, so equal inputs give equal bytes.
+
+`checksum`, the second line, is the SHA-256 of all other lines, and the identity of the dataset. A manifest without it,
+of an earlier version or edited by a person, is read as well.
 """
 
 import hashlib
 import io
 import json
 import posixpath
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,7 +30,7 @@ from pydantic import (
 
 from vitscale.errors import DataError
 from vitscale.files.digests import file_digests
-from vitscale.files.durable import durable_file
+from vitscale.files.durable import write_text
 from vitscale.storage import base_name, is_url, join, read_bytes
 from vitscale.wording import describe_mistake
 
@@ -34,6 +38,9 @@ MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSIONS = (1, 2)  # 2: with adopted shards
 
 _NO_VERSION = "not a manifest: no schema_version"
+_EDITED = "damaged or edited: does not match its own checksum. Restore it; after an edit, remove the line `checksum`"
+
+_CHECKSUM = re.compile(rb'\A\{\n  "checksum": "([0-9a-f]{64})",\n')
 
 _Count = Annotated[int, Field(ge=0)]
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -193,6 +200,11 @@ class Manifest(_Strict):
             raise DataError(f"{where}: {looked}; {what}") from error
         except OSError as error:
             raise DataError(f"{file}: cannot be read ({error.strerror or error})") from error
+        checksum = _CHECKSUM.match(content)
+        content = _CHECKSUM.sub(b"{\n", content)
+        sha256 = hashlib.sha256(content).hexdigest()
+        if checksum is not None and checksum[1].decode() != sha256:
+            raise DataError(f"{file}: {_EDITED}")
         try:
             manifest = cls.model_validate_json(content)
         except ValidationError as error:
@@ -200,7 +212,7 @@ class Manifest(_Strict):
         if "schema_version" not in manifest.model_fields_set:
             raise DataError(f"{file}: {_NO_VERSION}")
         manifest._where = file
-        manifest._sha256 = hashlib.sha256(content).hexdigest()
+        manifest._sha256 = sha256
         return manifest
 
     def save(self, directory: str | Path) -> "Manifest":
@@ -209,8 +221,9 @@ class Manifest(_Strict):
         Raises OSError.
         """
         file = Path(directory) / MANIFEST_NAME
-        with durable_file(file) as out:
-            out.write(self._content())
+        content = self._content()
+        checksum = hashlib.sha256(content).hexdigest()
+        write_text(file, content.decode().replace("{", f'{{\n  "checksum": "{checksum}",', 1))
         return Manifest.load(file)
 
     @property
@@ -234,7 +247,7 @@ class Manifest(_Strict):
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of the manifest file's bytes: the identity of the dataset."""
+        """SHA-256 of the manifest file's bytes without the line of its `checksum`: the identity of the dataset."""
         return self._sha256 or hashlib.sha256(self._content()).hexdigest()
 
     def location(self, path: str) -> str:
@@ -340,6 +353,8 @@ def _what_is_wrong(content: bytes, error: ValidationError) -> str:
     if data["schema_version"] not in SCHEMA_VERSIONS:
         known = " and ".join(map(str, SCHEMA_VERSIONS))
         return f"schema_version {data['schema_version']!r}; this version of vitscale reads {known}"
+    if "checksum" in data:
+        return _EDITED
     return f"not a valid manifest: {_readable(error)}"
 
 

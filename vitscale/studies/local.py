@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from vitscale.errors import PeerLostError, RecipeError
+from vitscale.files.durable import make_folder
 from vitscale.launch import Pretraining, count_devices
 from vitscale.launch.clusters import Job, launch_command
 from vitscale.launch.rank import die_with
@@ -98,7 +99,7 @@ class LocalEngine:
 def start_launch(what: Pretraining, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
     """Start `vitscale launch` for one entry; it dies with the calling thread. Raises OSError."""
     assert what.run_dir is not None
-    what.run_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(what.run_dir)
     with Path(what.run_dir / LOG_FILE).open("ab") as log:
         return subprocess.Popen(
             launch_command(Job(what), [sys.executable, "-m", "vitscale"]),

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, Literal, Self
 
 from vitscale.errors import EXIT_DONE, DataError, RecipeError, VitscaleError
-from vitscale.files.durable import write_text
+from vitscale.files.durable import make_folder, write_text
 from vitscale.files.locks import try_lock
 from vitscale.launch import Pretraining
 from vitscale.launch.ends import EXIT_BUG, EXIT_DATA, EXIT_NON_FINITE, EXIT_PREEMPTED, EXIT_RECIPE, EXIT_RETRY
@@ -273,7 +273,7 @@ def last_words(log: Path) -> str:
 def _claimed(folder: Path) -> Iterator[None]:
     """Keep the folder for this process. Raises `RecipeError` if another one has it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         lock = (folder / _LOCK_FILE).open("a")
     except OSError as error:
         raise RecipeError(f"{folder}: {error.strerror}") from None

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from vitscale.errors import EXIT_DONE, PeerLostError, PreemptedError, RecipeError, VitscaleError
-from vitscale.files.durable import write_text
+from vitscale.files.durable import make_folder, write_text
 from vitscale.launch import Pretraining
 from vitscale.launch.clusters import Job
 from vitscale.launch.clusters.slurm import hand_in, render_array
@@ -60,7 +60,7 @@ class SlurmEngine:
         """Submit one array. Raises `RecipeError` if sbatch does not take it."""
         for what in works:
             assert what.run_dir is not None
-            what.run_dir.mkdir(parents=True, exist_ok=True)
+            make_folder(what.run_dir)
         jobs = [Job(what, options=self._options) for what in works]
         number = hand_in(render_array(jobs, self._folder.absolute().name, self._folder, LOG_FILE, self._slots))
         for index, what in enumerate(works):

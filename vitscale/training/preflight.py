@@ -26,6 +26,7 @@ import vitscale
 from vitscale.checkpoint import LocalDirectory, checkpoint_directory
 from vitscale.errors import MachineError, RecipeError, StorageError
 from vitscale.evaluation.splits import check_splits
+from vitscale.files.durable import make_folder
 from vitscale.machine import available_memory, has_bf16_instructions, usable_cores
 from vitscale.page import check_drawing
 from vitscale.planning import Memory, expected_memory, largest_micro_batch
@@ -340,7 +341,9 @@ def _check_shared(folder: Path, world: distributed.World, ranks: Sequence[_Rank]
     token = folder / name
 
     def write() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
+        for left in folder.glob(f".preflight-{'[0-9a-f]' * 16}"):  # of a killed launch: this one has claimed the run
+            left.unlink()
         token.touch()
 
     write_on_rank_zero(write, folder)

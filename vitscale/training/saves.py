@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -9,10 +10,13 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from vitscale.checkpoint import BackgroundSaver, CheckpointIndex, CheckpointStore, Fragment, checkpoint_directory
+from vitscale.checkpoint.directory import LocalDirectory
 from vitscale.errors import CheckpointError, PreemptedError, StorageError
+from vitscale.files.durable import sync
 from vitscale.ranks import from_rank_zero, gather
 from vitscale.recipe import Recipe
 from vitscale.runs.directory import write_newest
+from vitscale.runs.names import METRICS_FILE
 from vitscale.training.distributed import World
 
 # Writing files may take longer than a step; a rank that has gone is noticed at once all the same.
@@ -59,6 +63,7 @@ class Saves:
         self._saver = BackgroundSaver(
             written, keep=settings.keep, keep_every=keep_every, background=settings.background
         )
+        self._saver.first = self._sync_metrics if world.is_main else None
         self._allowed = settings.max_failures
         self._say, self._lost = say, lost
         self.newest = 0
@@ -121,6 +126,15 @@ class Saves:
                 "previous checkpoint"
             )
         self._saver.close()
+        if self._is_main and isinstance(self.store.directory, LocalDirectory):
+            with suppress(OSError):  # it is saved, whatever cannot be tidied
+                self.store.directory.tidy()
+
+    def _sync_metrics(self) -> None:
+        """A run that continues from a checkpoint does not write the lines before it again."""
+        with suppress(OSError):  # losing a metric is better than losing a checkpoint
+            sync(self._run_dir / METRICS_FILE)
+            sync(self._run_dir)
 
     def end_early(self, save: Callable[[], None], reason: str, step: int, total_steps: int) -> NoReturn:
         """Wait for the save of `step`, which `save` begins if need be, and end the run for a reason.

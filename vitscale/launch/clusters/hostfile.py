@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict
 
 import vitscale
 from vitscale.errors import EXIT_DONE, PeerLostError, PreemptedError, RecipeError
+from vitscale.files.durable import make_folder
 from vitscale.launch.clusters import Job, launch_command, read_options, refuse_node_options, shell_line, shell_words
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL
 from vitscale.launch.environment import split_address
@@ -311,9 +312,9 @@ class _Front:
 
     def _check_all(self) -> None:
         """Raise `RecipeError` unless every host answers, has this version, and sees the run directory."""
-        token = self._run_dir.absolute() / f".hosts-{secrets.token_hex(8)}"
+        token = self._run_dir.absolute() / f".hosts.{secrets.token_hex(4)}.part"
         try:
-            self._run_dir.mkdir(parents=True, exist_ok=True)
+            make_folder(self._run_dir)
             token.touch()
         except OSError as error:
             raise RecipeError(f"{self._run_dir} cannot be written: {error.strerror}") from None

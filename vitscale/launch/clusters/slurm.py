@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from vitscale.errors import RecipeError
+from vitscale.files.durable import make_folder
 from vitscale.launch.clusters import Job, launch_command, read_options, refuse_node_options, shell_words
 from vitscale.launch.nodes import Layout
 from vitscale.launch.pretraining import PretrainingRanks
@@ -179,7 +180,7 @@ def submit(job: Job) -> int:
     """Submit the script. Returns the exit code of `vitscale launch`. Raises `RecipeError` if Slurm does not take it."""
     script, run_dir = render(job), _run_dir(job)
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(run_dir)
     except OSError as error:
         raise RecipeError(f"{run_dir}: {error.strerror}") from None
     number = hand_in(script)

@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from vitscale.errors import CheckpointError, RecipeError
-from vitscale.files.durable import durable_file, sync_folder, write_text
+from vitscale.files.durable import durable_file, durable_folder, make_folder, write_text
 from vitscale.models.model import Model
 from vitscale.models.weights import huggingface, timm_hub
 from vitscale.models.weights.description import METADATA_KEY, Description
@@ -143,7 +142,7 @@ def _prepare(out: Path, form: Format, size: int) -> None:
     is_empty_folder = not out.is_symlink() and out.is_dir() and not any(out.iterdir())
     if os.path.lexists(out) and not (is_folder and is_empty_folder):
         raise _taken(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     free = shutil.disk_usage(out.parent).free
     if size > free > 0:  # 0 is also what a file system says that does not know
         raise CheckpointError(f"{out}: {size:,} bytes are needed, and {free:,} are free")
@@ -159,15 +158,8 @@ def _write_folder(
     shapes: dict[str, tuple[int, ...]],
     tensors: Iterator[tuple[str, Tensor]],
 ) -> None:
-    part = out.with_name(f".{out.name}.{secrets.token_hex(4)}.part")  # hidden, beside its final name, nobody else's
-    try:
-        part.mkdir()
+    with durable_folder(out) as folder:  # over nothing, or an empty folder: anything else is refused by the system
         for name, block in configurations.items():
-            write_text(part / name, json.dumps(block, indent=2, ensure_ascii=False) + "\n")
-        with durable_file(part / WEIGHTS) as file:
+            write_text(folder / name, json.dumps(block, indent=2, ensure_ascii=False) + "\n")
+        with (folder / WEIGHTS).open("wb") as file:
             write_safetensors(file, shapes, tensors, {"format": "pt"})
-        part.rename(out)  # over nothing, or an empty folder: anything else is refused by the system
-        sync_folder(out.parent)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise

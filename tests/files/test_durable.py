@@ -1,0 +1,182 @@
+"""Files and folders are whole or absent whatever the disk answers, and what killed processes left is removed."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from faulty_calls import run_with_fault
+
+from vitscale.errors import DataError, RecipeError
+from vitscale.files.durable import durable_file, durable_folder, make_folder, new_folder, remove_leftovers
+
+FOLDER = """
+import sys
+from pathlib import Path
+from vitscale.errors import VitscaleError
+from vitscale.files.durable import new_folder
+try:
+    with new_folder(sys.argv[1]) as folder:
+        (folder / "deep").mkdir()
+        for i in range(3):
+            (folder / "deep" / f"{i}").write_text("x")
+except VitscaleError as error:
+    print(type(error).__name__, error)
+"""
+
+FILE = """
+import sys
+from vitscale.files.durable import durable_file
+try:
+    with durable_file(sys.argv[1], overwrite=sys.argv[2] == "over") as file:
+        file.write(b"new")
+except OSError as error:
+    print(error.errno)
+"""
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+# ---- A disk that fails -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["syncfs:error=EIO", "syncfs:error=ENOSPC", "fsync:error=EIO:when=1"])
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_folder_that_is_not_on_the_disk_is_not_under_its_name(tmp_path, fault, exists):
+    """The one `fsync` is the last step, that of the folder above."""
+    out = tmp_path / "out"
+    if exists:
+        out.mkdir()
+    said = run_with_fault(fault, FOLDER, out)
+    assert said.startswith(f"{DataError.__name__} OUT {out}: "), said
+    assert names(tmp_path) in ([], ["out"])
+    assert run_with_fault("", FOLDER, out) == ""
+    assert names(out) == ["deep", "deep/0", "deep/1", "deep/2"]
+
+
+def test_without_syncfs_each_file_is_flushed(tmp_path):
+    assert run_with_fault("syncfs:error=ENOSYS", FOLDER, tmp_path / "out", log=tmp_path / "log") == ""
+    flushed = [line.partition("<")[2].partition(">")[0] for line in (tmp_path / "log").read_text().splitlines()]
+    assert {path.rpartition("/out/")[2] for path in flushed if "/out/" in path} >= {"deep", "deep/0", "deep/2"}
+
+
+@pytest.mark.parametrize(("call", "over"), [(1, "over"), (2, "over"), (1, "new"), (2, "new")])
+def test_a_file_that_is_not_on_the_disk_is_absent(tmp_path, call, over):
+    """The first `fsync` is that of the file, the second that of its folder."""
+    assert run_with_fault(f"fsync:error=EIO:when={call}", FILE, tmp_path / "file", over) == "5"
+    assert names(tmp_path) == []
+
+
+def test_a_file_that_was_replaced_is_the_old_or_the_new_one(tmp_path):
+    for call, content in ((1, "old"), (2, "new")):
+        (tmp_path / "file").write_text("old")
+        assert run_with_fault(f"fsync:error=EIO:when={call}", FILE, tmp_path / "file", "over") == "5"
+        assert names(tmp_path) == ["file"] and (tmp_path / "file").read_text() == content
+
+
+def test_the_names_of_new_folders_are_flushed(tmp_path):
+    assert run_with_fault("", FOLDER, tmp_path / "a" / "b" / "out", log=tmp_path / "log") == ""
+    calls = (tmp_path / "log").read_text()
+    for folder in (tmp_path, tmp_path / "a", tmp_path / "a" / "b"):
+        assert f"<{folder}>" in calls
+
+
+def test_a_folder_cannot_be_made_where_a_file_is(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError):
+        make_folder(tmp_path / "file" / "below")
+    with pytest.raises(RecipeError), new_folder(tmp_path / "file" / "out"):
+        pass
+
+
+# ---- A process that is killed ----------------------------------------------------------------------------------------
+
+HELD = """
+import sys
+from vitscale.files.durable import durable_file, durable_folder
+from pathlib import Path
+with durable_folder(Path(sys.argv[1], "folder")) as folder, durable_file(Path(sys.argv[1], "file")) as file:
+    (folder / "deep").mkdir()
+    (folder / "deep" / "x").write_text("x")
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_what_a_killed_process_left_is_removed_and_what_is_being_written_is_not(tmp_path):
+    command = [sys.executable, "-c", HELD, str(tmp_path)]
+    held = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **held) as killed, subprocess.Popen(command, **held) as alive:
+        assert killed.stdout.readline() == alive.stdout.readline() == "held\n"
+        remove_leftovers(tmp_path)
+        assert len(list(tmp_path.iterdir())) == 4
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        remove_leftovers(tmp_path, "other")
+        assert len(list(tmp_path.iterdir())) == 4
+        remove_leftovers(tmp_path, "file")
+        assert len(list(tmp_path.iterdir())) == 3
+        remove_leftovers(tmp_path)
+        assert len(list(tmp_path.iterdir())) == 2
+        alive.communicate("\n")
+        assert alive.returncode == 0
+    assert names(tmp_path) == ["file", "folder", "folder/deep", "folder/deep/x"]
+
+
+@pytest.mark.parametrize("writer", ["folder", "file"])
+def test_the_next_writer_removes_what_was_left_of_its_own_name(tmp_path, writer):
+    with subprocess.Popen([sys.executable, "-c", HELD, str(tmp_path)], stdout=subprocess.PIPE) as killed:
+        killed.stdout.readline()
+        killed.kill()
+    if writer == "folder":
+        with durable_folder(tmp_path / "folder"):
+            pass
+    else:
+        with durable_file(tmp_path / "file", overwrite=False):
+            pass
+    assert len(list(tmp_path.glob(f".{writer}.*"))) == 0 and len(list(tmp_path.glob(".*.part"))) == 1
+
+
+def test_only_what_is_our_own_is_removed(tmp_path):
+    """Links, pipes, other users' files, folders that no writer has made, and other names stay; and nothing waits."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "lock").touch()
+    (outside / "precious").touch()
+    place = tmp_path / "place"
+    place.mkdir()
+    part = ".x.0123456{}.part"
+    (place / part.format(0)).symlink_to(outside / "precious")
+    (place / part.format(1)).symlink_to(outside)
+    os.mkfifo(place / part.format(2))
+    (place / part.format(3)).mkdir()
+    (place / part.format(3) / "y").touch()
+    (place / part.format(4)).mkdir()
+    (place / part.format(4) / "lock").symlink_to(outside / "lock")
+    (place / ".x.0123.part").touch()
+    (place / ".x.0123456G.part").touch()
+    (place / "x.01234567.part").touch()
+    (place / ".x.01234567.part.bak").touch()
+    if os.geteuid() == 0:
+        (place / part.format(5)).touch()
+        os.chown(place / part.format(5), 4001, 4001)
+    before = names(tmp_path)
+    (place / ".x.89abcdef.part").touch()
+    remove_leftovers(place)
+    remove_leftovers(tmp_path / "nowhere")
+    assert names(tmp_path) == before
+
+
+def test_a_link_in_what_was_left_is_removed_and_not_followed(tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "precious").touch()
+    left = tmp_path / ".x.01234567.part"
+    left.mkdir()
+    (left / "lock").touch()
+    (left / "x").symlink_to(tmp_path / "outside")
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == ["outside", "outside/precious"]
