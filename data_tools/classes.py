@@ -9,6 +9,7 @@ import numpy as np
 
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest
+from vitscale.storage import read_text
 from vitscale.wording import counted, ranges
 
 _MAX_NUMBER = 10_000_000
@@ -121,7 +122,7 @@ def read_classes(path: Path) -> tuple[str, ...]:
         names = Manifest.load(path).class_names
     else:
         try:
-            lines = path.read_text("utf-8-sig").split("\n")
+            lines = read_text(path, "utf-8-sig").split("\n")
             names = tuple(line.removesuffix("\r") for line in lines if line.strip())
         except (OSError, UnicodeDecodeError) as error:
             what = error.strerror if isinstance(error, OSError) else "not a text file in UTF-8"

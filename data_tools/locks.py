@@ -13,9 +13,10 @@ from fractions import Fraction
 from pathlib import Path
 
 from vitscale.errors import RecipeError
-from vitscale.files.locks import lock, try_lock, unlock
+from vitscale.files.locks import LockFile, lock, locked, noted, try_lock
 
 _RANGE = re.compile(r"(\d+)/(\d+)")
+_LOCK = re.compile(r"tasks-(\d+)-of-([1-9]\d*)\.lock")
 
 
 @dataclass(frozen=True)
@@ -53,25 +54,19 @@ ALL_TASKS = TaskRange()
 def claimed(folder: Path, tasks: TaskRange) -> Iterator[None]:
     """Lock a range of tasks against all other converters that use the lock folder `folder`.
 
-    Raises RecipeError if another converter is working on some of them, or the file system does not support locks.
+    Raises RecipeError if another converter is working on some of them; OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     mine = folder / f"tasks-{tasks.index}-of-{tasks.count}.lock"
-    with (folder / "gate").open("a") as gate:
-        with _no_locks(folder):
-            lock(gate)
-        try:
-            for path in folder.glob("tasks-*-of-*.lock"):
-                _, index, _, count = path.stem.split("-")
-                other = TaskRange(int(index), int(count))
+    with locked(folder / "gate"):
+        for path in folder.iterdir():
+            if found := _LOCK.fullmatch(path.name):
+                other = TaskRange(int(found[1]), int(found[2]))
                 if other.overlaps(tasks):
                     _refuse_living(path, other)
-            held = mine.open("w+")
-            lock(held)
-            held.write(f"process {os.getpid()} on {platform.node()}")
-            held.flush()
-        finally:
-            unlock(gate)
+        held = LockFile(mine)
+        lock(held)
+        held.note(f"process {os.getpid()} on {platform.node()}")
     try:
         yield
     finally:
@@ -82,14 +77,14 @@ def claimed(folder: Path, tasks: TaskRange) -> Iterator[None]:
 def _refuse_living(path: Path, other: TaskRange) -> None:
     """Raise RecipeError if `path`, the lock of the range `other`, is held; remove the file if it is not."""
     try:
-        file = path.open("r+")  # for writing: NFS refuses exclusive locks on read-only files
+        file = LockFile(path, create=False)
     except FileNotFoundError:  # its holder has just finished
         return
     with file:
         if not try_lock(file):
             what = "all tasks" if other.count == 1 else f"tasks {other}"
             raise RecipeError(
-                f"OUT: another vitscale-convert ({file.read() or 'just starting'}) is working on {what} there. Several "
+                f"OUT: another vitscale-convert ({noted(file) or 'just starting'}) is working on {what} there. Several "
                 "may share an output if their --task-range i/n do not overlap"
             )
         path.unlink(missing_ok=True)
@@ -97,24 +92,10 @@ def _refuse_living(path: Path, other: TaskRange) -> None:
 
 @contextmanager
 def alone(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
-    """Lock for work that one converter does at a time; the others call `waits`, then wait. Raises RecipeError."""
+    """Lock for work that one converter does at a time; the others call `waits`, then wait. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "planning").open("a") as file:
-        with _no_locks(folder):
-            is_free = try_lock(file)
-        if not is_free:
+    with LockFile(folder / "planning") as file:
+        if not try_lock(file):
             waits()
             lock(file)
         yield
-
-
-@contextmanager
-def _no_locks(folder: Path) -> Iterator[None]:
-    """Turns the OSError of a file system without locks into a RecipeError."""
-    try:
-        yield
-    except OSError as error:
-        raise RecipeError(
-            f"{folder}: this file system has no locks ({error.strerror}), which keep two converters apart. "
-            "Choose an OUT on one that has (NFS: mount it with locks), or a URL"
-        ) from error

@@ -172,7 +172,8 @@ class Output:
         foreign = [
             name
             for name in names
-            if name not in known and not (begun and (_OURS.fullmatch(name) or _PART.fullmatch(name)))
+            if (name not in known and not (begun and (_OURS.fullmatch(name) or _PART.fullmatch(name))))
+            or (name in (STATE_NAME, REPORT_FOLDER) and os.path.islink(storage.join(self.where, name)))  # noqa: PTH114
         ]
         if foreign:
             shown = ", ".join(map(repr, foreign[:_SHOWN])) + (" ..." if len(foreign) > _SHOWN else "")
@@ -200,7 +201,7 @@ class Output:
     def log(self, event: str, **what: Any) -> None:
         """Append to the log what must not be in the manifest: when, where, how fast. Raises OSError."""
         line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **what}
-        with self._log_path().open("a") as file:
+        with open(self._log_path(), "a", opener=storage.regular) as file:
             file.write(json.dumps(line) + "\n")
 
     def put_log(self) -> None:

@@ -14,11 +14,11 @@ import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from data_tools.listing import order_hash
 from vitscale.errors import RecipeError
+from vitscale.storage import read_text
 
 _NAME = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
 _OTHER_SEED = 1 << 63
@@ -128,7 +128,7 @@ def _matching(pattern: re.Pattern[str]) -> Takes:
 
 def _listed(rule: SplitRule) -> frozenset[str]:
     try:
-        text = Path(rule.what[1:]).read_text("utf-8-sig")
+        text = read_text(rule.what[1:], "utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file in UTF-8"
         raise RecipeError(f"--split {rule}: {reason}. Expected a file with one key per line") from error

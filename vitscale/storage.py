@@ -30,6 +30,8 @@ _POLL_SECONDS = 0.1
 _READ_AHEAD = 8 << 20
 _PIECE_BYTES = 8 << 20
 _CONNECTIONS = 4
+_MOST_TEXT = 64 << 20
+_PIPES = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 _INSTALL = {
     "s3": "s3fs",
     "gs": "gcsfs",
@@ -116,14 +118,45 @@ def filesystem(url: str) -> tuple[Any, str]:
         raise RecipeError(f"{url}: {scheme}:// is not a kind of storage that fsspec supports ({error})") from error
 
 
-def read_bytes(where: str) -> bytes:
-    """A whole file's content. Raises OSError if it is missing or forbidden, StorageError if a URL does not answer."""
+def regular(path: str | bytes | Path, flags: int, mode: int = 0o666) -> int:
+    """The `opener` of `open` and FileIO for files that others may have put there.
+
+    Raises OSError at once for a pipe or a device, which may never end, and for a folder or a socket. To write, also for
+    a link and for a file with other names (hard links), since what these lead to may be anything.
+    """
+    writes = bool(flags & (os.O_WRONLY | os.O_RDWR))
+    flags |= os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0)
+    descriptor = os.open(path, flags, mode)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or (writes and found.st_nlink > 1):
+        os.close(descriptor)
+        kind = "has other names (hard links)" if stat.S_ISREG(found.st_mode) else "is not a regular file"
+        raise OSError(errno.EINVAL, kind, os.fsdecode(path))
+    return descriptor
+
+
+def read_bytes(where: str | Path) -> bytes:
+    """A whole file's content. Raises OSError if it is missing, forbidden or no regular file, StorageError if a URL does
+    not answer.
+    """
+    where = str(where)
     if not is_url(where):
-        if not stat.S_ISREG(Path(where).stat().st_mode):  # a pipe would never end
-            raise OSError(errno.EINVAL, "is not a regular file", where)
-        return Path(where).read_bytes()
+        with open(where, "rb", opener=regular) as file:
+            return file.read()
     fs, path = filesystem(where)
     return patiently(where, lambda: _Call(fs, "cat_file", path).result())
+
+
+def read_text(path: str | Path, encoding: str = "utf-8") -> str:
+    """A text that a person named, at most 64 MiB of it: a regular file, standard input, or a shell's `<(...)`.
+
+    Raises OSError, UnicodeDecodeError.
+    """
+    with open(path, "rb", opener=None if str(path).startswith(_PIPES) else regular) as file:
+        content = file.read(_MOST_TEXT + 1)
+    if len(content) > _MOST_TEXT:
+        raise OSError(errno.EFBIG, f"is longer than {_MOST_TEXT >> 20} MiB", str(path))
+    return content.decode(encoding)
 
 
 class RemoteFile:
@@ -236,7 +269,7 @@ def pause(seconds: float, cancelled: Callable[[], bool]) -> None:
 def open_stream(where: str) -> BinaryIO:
     """Open a file to be read from start to end. Raises as `read_bytes`; reading it may raise any OSError."""
     if not is_url(where):
-        return Path(where).open("rb")
+        return open(where, "rb", opener=regular)
     fs, path = filesystem(where)
     return patiently(where, lambda: fs.open(path, "rb", block_size=_READ_AHEAD, cache_type="readahead"))
 

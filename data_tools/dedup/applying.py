@@ -148,7 +148,7 @@ def _described(folder: Path) -> dict[str, Any]:
     """The content of `found.json`. Raises DataError if it or the decisions beside it are missing or damaged."""
     path, decisions = folder / FOUND_NAME, folder / DECISIONS_NAME
     try:
-        described = json.loads(path.read_text("utf-8"))
+        described = json.loads(storage.read_bytes(path))
         version, expected = described["version"], described["files"][DECISIONS_NAME]["sha256"]
         if version == VERSION:
             dataset = described["dataset"]

@@ -33,6 +33,7 @@ from data_tools.dedup.variants import LEVELS
 from vitscale.errors import DataError, RecipeError
 from vitscale.files.digests import file_digests
 from vitscale.shards.provenance import read_table
+from vitscale.storage import read_bytes
 from vitscale.wording import describe_mistake
 
 INDEX_NAME = "index.json"
@@ -266,7 +267,7 @@ def describe_index(folder: Path, test_sets: Iterable[TestSet], embedding: Embedd
 def _read_content(folder: Path) -> _Content:
     path = folder / INDEX_NAME
     try:
-        text = path.read_bytes()
+        text = read_bytes(path)
         described = json.loads(text)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(f"{folder}: no index there ({INDEX_NAME}); `vitscale dedup index` makes one") from error

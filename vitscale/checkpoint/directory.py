@@ -7,19 +7,19 @@ for this kind of URL is missing); if a checkpoint is missing or damaged, Checkpo
 
 import errno
 import hashlib
-import itertools
 import os
+import re
 import secrets
-import shutil
 from contextlib import suppress
 from pathlib import Path
+from stat import S_ISREG
 from typing import Protocol
 
 from vitscale.checkpoint.format import Fragment, verify_file, write_rank_file
 from vitscale.errors import CheckpointError
 from vitscale.files.durable import make_folder, remove_leftovers, rename, write_text
 from vitscale.files.fetching import Promise, WrongContentError, fetch, with_pauses
-from vitscale.files.locks import locked
+from vitscale.files.locks import locked, noted
 from vitscale.files.machine_folder import MachineFolder
 from vitscale.recipe import Recipe
 from vitscale.runs.checkpoint_index import CheckpointIndex, FileEntry, index_text, parse_index, read_index
@@ -36,6 +36,8 @@ from vitscale.storage import (
 )
 
 _SET_ASIDE = "unusable-index.json"
+_LEFT = re.compile(r"\.(building|deleting)-step-[0-9]{8,}(\.[0-9a-f]{8})?")
+_FILE = re.compile(r"rank-[0-9]{5,}\.safetensors|index\.json|\.index\.json\.[0-9a-f]{8}\.part")
 
 
 class Files(Protocol):
@@ -119,7 +121,11 @@ class LocalFiles:
         return path
 
     def path(self, entry: FileEntry) -> Path:
-        return self._folder / entry.path
+        path = self._folder / entry.path
+        with suppress(OSError):  # if it is missing, whoever opens it says so
+            if not S_ISREG(path.lstat().st_mode):
+                raise CheckpointError(f"{path}: is not a regular file of its own; expected no link, pipe or folder")
+        return path
 
     def release(self) -> None:
         pass
@@ -152,8 +158,9 @@ class LocalDirectory:
             remove_leftovers(folder)
         if steps:
             self._note_latest(steps[-1])
-        for left in itertools.chain(self._root.glob(".building-*"), self._root.glob(".deleting-*")):
-            shutil.rmtree(left, ignore_errors=True)
+        for left in self._root.iterdir() if self._root.exists() else ():
+            if _LEFT.fullmatch(left.name):
+                _remove_files(left)
 
     def _note_latest(self, step: int) -> None:
         latest, name = self._root / "latest", step_folder(step) + "\n"
@@ -177,7 +184,7 @@ class LocalDirectory:
         self._note_latest(index.step)
 
     def abandon(self, step: int) -> None:
-        shutil.rmtree(self._building(step), ignore_errors=True)
+        _remove_files(self._building(step))
 
     def files(self, step: int) -> LocalFiles:
         return LocalFiles(self._folder(step))
@@ -190,7 +197,7 @@ class LocalDirectory:
 
     def set_aside(self, step: int) -> None:
         aside = self._folder(step, ".unusable-")
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove_files(aside)
         self._folder(step).rename(aside)
 
     def remove(self, step: int) -> None:
@@ -198,9 +205,20 @@ class LocalDirectory:
         if folder.exists():
             # Renamed first: an interrupted deletion must not look like a damaged checkpoint.
             trash = self._folder(step, ".deleting-")
-            shutil.rmtree(trash, ignore_errors=True)
+            trash = trash.with_name(f"{trash.name}.{secrets.token_hex(4)}")  # an earlier one may hold another's files
             folder.rename(trash)
-            shutil.rmtree(trash, ignore_errors=True)
+            _remove_files(trash)
+
+
+def _remove_files(folder: Path) -> None:
+    """Remove what this module wrote into a folder, and the folder if nothing else is in it. Never follows a link."""
+    with suppress(OSError):
+        if folder.is_symlink():
+            return folder.unlink()
+        for path in folder.iterdir():
+            if _FILE.fullmatch(path.name):
+                path.unlink()
+        folder.rmdir()
 
 
 # ---- A URL -----------------------------------------------------------------------------------------------------------
@@ -218,9 +236,10 @@ class RemoteFiles:
         if self._folder is None:
             self._folder = MachineFolder(self._machine, hashlib.sha256(self.where.encode()).hexdigest()[:16])
         path = self._folder.path / entry.sha256  # right even if the checkpoint was replaced
-        with locked(path.with_suffix(".lock")):
-            if not path.exists():
+        with locked(path.with_suffix(".lock")) as lock:
+            if _state(path) != (noted(lock) or None):  # missing, or not verified as it is now
                 _fetch(join(self.where, entry.path), entry, path)
+                lock.note(str(_state(path)))
         return path
 
     path = verified
@@ -239,12 +258,12 @@ class RemoteDirectory:
 
     Args:
         root: the URL.
-        cache: a folder on this machine; its subfolder `checkpoints` is used.
+        cache: a folder on this machine; its subfolder `vitscale-checkpoints` is used.
     """
 
     def __init__(self, root: str, cache: Path) -> None:
         self.root = root.rstrip("/")
-        self._machine = cache / "checkpoints"
+        self._machine = cache / "vitscale-checkpoints"
 
     def _url(self, step: int, name: str = "") -> str:
         folder = join(self.root, step_folder(step))
@@ -305,6 +324,14 @@ class RemoteDirectory:
     def remove(self, step: int) -> None:
         remove(self._url(step, INDEX_FILE))
         remove_folder(self._url(step))
+
+
+def _state(path: Path) -> str | None:
+    """What changes when a file is replaced or written to; None if there is none."""
+    with suppress(FileNotFoundError):
+        found = path.lstat()
+        return f"{found.st_mode}-{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
+    return None
 
 
 def _fetch(url: str, entry: FileEntry, path: Path) -> None:

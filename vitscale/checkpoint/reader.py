@@ -19,6 +19,7 @@ from vitscale.errors import CheckpointError
 from vitscale.files.durable import write_text
 from vitscale.runs.checkpoint_index import MASTER, CheckpointIndex, index_text, read_index
 from vitscale.runs.names import INDEX_FILE
+from vitscale.storage import regular
 
 _WORD = 4  # bytes of an element
 _NO_PIECES = np.empty((4, 0), np.int64)
@@ -61,13 +62,15 @@ class CheckpointReader:
     def of_folder(cls, folder: Path) -> Self:
         """A reader of the checkpoint in a folder, whose files are not verified. Raises `CheckpointError`."""
         index = read_index(folder)
-        layouts = {entry.path: read_layout(folder / entry.path) for entry in index.files}
-        return cls(LocalFiles(folder), index, layouts)
+        files = LocalFiles(folder)
+        return cls(files, index, {entry.path: read_layout(files.path(entry)) for entry in index.files})
 
     def _find_pieces(self, layouts: Mapping[str, Layout]) -> dict[tuple[str, str], _Pieces]:
         rows: defaultdict[tuple[str, str], array[int]] = defaultdict(lambda: array("q"))
         for number, entry in enumerate(self.index.files):
             byte = entry.bytes - _WORD * sum(layouts[entry.path].values())
+            if byte < 0:
+                raise CheckpointError(f"{self.folder}: {entry.path} is longer than {INDEX_FILE} says")
             for key, length in layouts[entry.path].items():
                 kind, name, start = parse_key(key)
                 rows[kind, name].extend((start, start + length, number, byte))
@@ -119,7 +122,7 @@ class CheckpointReader:
                 continue
             path = self._files.path(self.index.files[number])
             try:
-                with path.open("rb") as file:
+                with open(path, "rb", opener=regular) as file:
                     file.seek(byte + _WORD * (low - begin))
                     count = file.readinto(result[low - start : high - start].data.cast("B"))
             except OSError as error:

@@ -5,6 +5,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 from data_tools.images import ImageOptions, Reject, store_image
@@ -12,6 +13,7 @@ from data_tools.sources import IMAGE_SUFFIXES
 from vitscale.cli.prediction import image_files
 from vitscale.errors import DataError, RecipeError
 from vitscale.replay.seen import Content, History, SampleLocation
+from vitscale.storage import read_bytes, read_text, regular
 from vitscale.wording import counted
 
 _NAMED = 20  # uids in a message
@@ -84,7 +86,7 @@ def _entries(name: str) -> Iterator[int | Path]:
         yield from image_files([path])
     elif _is_list(path):
         try:
-            yield from _lines(path.read_text(encoding="utf-8"), name)
+            yield from _lines(read_text(path), name)
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{name}: cannot be read: {error}") from None
     else:
@@ -96,7 +98,7 @@ def _is_list(path: Path) -> bool:
     if path.name.lower().endswith(IMAGE_SUFFIXES):
         return False
     try:
-        with path.open("rb") as file:
+        with FileIO(path, opener=regular) as file:
             head = file.read(_HEAD)
     except OSError:
         return False  # the error comes up when the file is read
@@ -119,7 +121,7 @@ def _lines(text: str, where: str) -> Iterator[int | Path]:
 def _content(history: History, file: Path) -> Content:
     """The identity of an image's bytes as conversion would store them. Raises `DataError` if it is not an image."""
     try:
-        content = file.read_bytes()
+        content = read_bytes(file)
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror or error}; expected a file, or a uid") from None
     options = history.manifest.options

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from vitscale.errors import DataError, RecipeError, VitscaleError
+from vitscale.storage import read_text
 from vitscale.wording import counted
 
 if TYPE_CHECKING:
@@ -374,7 +375,7 @@ def _read_names(path: Path) -> list[str]:
     if str(path) == "imagenet" and not path.exists():
         return list(imagenet_synsets())
     try:
-        names = path.read_text(encoding="utf-8").splitlines()
+        names = read_text(path).splitlines()
     except (OSError, ValueError) as error:
         raise RecipeError(f"--class-names {path}: cannot be read: {error}") from None
     if not names or "" in names or len(set(names)) != len(names):

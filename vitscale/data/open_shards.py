@@ -17,7 +17,7 @@ from vitscale.errors import DataError
 from vitscale.shards import Manifest, ShardFile
 from vitscale.shards.cache import PinnedFile, ShardCache
 from vitscale.shards.opening import open_shard_file
-from vitscale.shards.verified import verify_once
+from vitscale.shards.verified import markers_in, verify_once
 from vitscale.storage import is_url
 
 _OPEN_FILES = 4096  # one rank alone may read from more than 1,024 shards in a batch, the usual limit of open files
@@ -188,7 +188,7 @@ class OpenShards:
         path = Path(where)
         if self._reading.verify_shards:
             try:
-                verify_once(path, entry, self._reading.cache / "verified", is_cancelled)
+                verify_once(path, entry, markers_in(self._reading.cache), is_cancelled)
             except DataError as error:
                 # The images' own checksums find the damaged ones among them, but no damage elsewhere in the shard.
                 if self._reading.bad_samples == "error" or not _has_size(path, entry.bytes):

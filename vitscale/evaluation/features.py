@@ -7,6 +7,7 @@ Shape legend: B samples of a batch, N samples of a dataset, D width of the repre
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from vitscale.evaluation.contract import MakeLoader, Predict
 from vitscale.files.digests import file_digests
 from vitscale.files.durable import new_folder
 from vitscale.ranks import gather_rows, on_rank_zero
+from vitscale.storage import read_bytes
 
 META = "meta.json"
 _VERSION = 1
@@ -130,7 +132,7 @@ def read_features(folder: Path) -> tuple[Features, dict[str, Any]]:
 
 def _read_meta(folder: Path) -> dict[str, Any]:
     try:
-        meta: dict[str, Any] = json.loads((folder / META).read_bytes())
+        meta: dict[str, Any] = json.loads(read_bytes(folder / META))
     except OSError as error:
         raise DataError(
             f"{folder}: no representations there ({META}: {error.strerror}); `vitscale features` writes them"
@@ -142,6 +144,8 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder / META}: is not of `vitscale features`; expected {', '.join(needed)}")
     if missing := {"labels.npy", "uids.npy"} - meta["sha256"].keys():
         raise DataError(f"{folder / META}: lists no {' and no '.join(sorted(missing))}")
+    if others := [name for name in meta["sha256"] if not re.fullmatch(r"(labels|uids|features-\d+)\.npy", name)]:
+        raise DataError(f"{folder / META}: lists {others[0]!r}, which is no file of `vitscale features`")
     if meta["version"] != _VERSION:
         raise DataError(f"{folder / META}: version {meta['version']}; this version of vitscale reads {_VERSION}")
     return meta

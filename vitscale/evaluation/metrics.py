@@ -21,6 +21,7 @@ from vitscale.evaluation.contract import Evaluator, MakeLoader, Predict
 from vitscale.evaluation.imagenet import imagenet_synsets
 from vitscale.ranks import reduce_sum
 from vitscale.shards import Manifest
+from vitscale.storage import read_text
 
 BINS = 15
 """The number of bins of the expected calibration error."""
@@ -130,7 +131,7 @@ class ReaL:
         from vitscale.shards.opening import sample_names  # loads pyarrow
 
         try:
-            lists = json.loads(file.read_text(encoding="utf-8"))
+            lists = json.loads(read_text(file))
             is_one = len(lists) == _REAL_IMAGES and all(
                 isinstance(label, int) and 0 <= label < _REAL_CLASSES for labels in lists for label in labels
             )
@@ -182,7 +183,7 @@ class ObjectNet:
         Raises `DataError`.
         """
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(read_text(file))
             if not isinstance(content, dict):
                 raise ValueError(f"expected an object, found {type(content).__name__}")
         except (OSError, ValueError, RecursionError) as error:

@@ -1,46 +1,47 @@
 """Folders on this machine's disk that exist for as long as any process uses them.
 
 Each contains a file on which its users hold a shared lock; the kernel releases those of a process that dies. A folder
-that is not locked is rubbish: its last user removes it, or else the next process that creates one beside it. `lock`, in
-the folder above, is held for the moments in which folders are created and removed.
+with such a file that is not locked is rubbish: its last user removes it, or else the next process that creates one
+beside it. `lock`, in the folder above, is held for the moments in which folders are created and removed.
 """
 
 import os
 import shutil
 import weakref
-from contextlib import AbstractContextManager, suppress
-from io import FileIO
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from vitscale.files.locks import lock, locked, try_lock, unlock
+from vitscale import private_folder
+from vitscale.errors import RecipeError
+from vitscale.files.locks import LockFile, lock, locked, try_lock, unlock
 
-_IN_USE = "in-use"
+_IN_USE, _LOCK = "in-use", "lock"
 
 
 class MachineFolder:
     """A folder of this machine, removed with the last `MachineFolder` of its name in any process. A context manager.
 
     Args:
-        above: the folder to create it in, which contains nothing else.
+        above: the folder to create it in, for these folders alone; no other user may write to it.
         name: its name in there.
 
     Attributes:
         path: the folder's path.
 
-    Raises OSError.
+    Raises OSError, and RecipeError if `above` holds anything else, which is left as it is.
     """
 
     def __init__(self, above: Path, name: str) -> None:
         self.path = above / name
-        above.mkdir(parents=True, exist_ok=True)
-        with _alone(above):
+        private_folder(above)
+        with locked(above / _LOCK):
             for other in above.iterdir():
-                if other.is_dir():
+                if not other.name.startswith(_LOCK):  # nor its owner file
                     _remove_unused(other)
             self.path.mkdir(exist_ok=True)
-            in_use = FileIO(self.path / _IN_USE, "a+")  # to read and write, as NFS requires for both kinds of lock
+            in_use = LockFile(self.path / _IN_USE)
             lock(in_use, shared=True)
         self._release = weakref.finalize(self, _release, self.path, in_use, os.getpid())
 
@@ -57,21 +58,30 @@ class MachineFolder:
         self.release()
 
 
-def _alone(above: Path) -> AbstractContextManager[None]:
-    return locked(above / "lock")
-
-
-def _release(folder: Path, in_use: FileIO, owner: int) -> None:
+def _release(folder: Path, in_use: LockFile, owner: int) -> None:
     if os.getpid() != owner:  # a forked process shares its parent's lock and must not release it
         return
-    with suppress(OSError), _alone(folder.parent):
+    with suppress(OSError, RecipeError), locked(folder.parent / _LOCK):
         unlock(in_use)
         _remove_unused(folder)
     in_use.close()
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove a folder, unless it is in use or another user's. Only call this within `_alone`."""
-    with suppress(OSError), FileIO(folder / _IN_USE, "a+") as in_use:
-        if try_lock(in_use):
-            shutil.rmtree(folder, ignore_errors=True)
+    """Remove a folder that a `MachineFolder` made, unless it is in use. Only call this with the lock held.
+
+    Raises RecipeError for anything else.
+    """
+    try:
+        with LockFile(folder / _IN_USE, create=False) as in_use:
+            if not folder.is_symlink():
+                if try_lock(in_use):
+                    shutil.rmtree(folder, ignore_errors=True)
+                return
+    except OSError:
+        with suppress(OSError):
+            return folder.rmdir()  # empty: of a process that was killed at once
+    raise RecipeError(
+        f"{folder}: was not put there by vitscale, which keeps copies of remote checkpoints in {folder.parent} and "
+        f"removes them. Move it away, or choose another data.cache.dir"
+    )

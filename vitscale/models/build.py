@@ -2,7 +2,7 @@
 
 import torch
 
-from vitscale import families
+from vitscale import choose_code_folder, families
 from vitscale import recipe as recipes
 from vitscale.extensions import implementation
 from vitscale.models.model import Model
@@ -41,6 +41,8 @@ def compile_blocks(model: Model, backend: str = "inductor") -> None:
     Shapes are static: another batch size compiles anew. `backend` is one of torch's names.
     """
     from torch._dynamo import config  # imported only to compile: it takes a second
+
+    choose_code_folder("TORCHINDUCTOR_CACHE_DIR")  # torch's own choice in /tmp may be another user's; Triton's is in it
 
     # Torch's cache of compiled code does not ask for which processor it is. Loops for vectors of another width write
     # beyond their tensors; the machine that uses a folder may change overnight, and on a cluster from node to node.

@@ -12,6 +12,7 @@ import pydantic
 
 from vitscale.errors import DataError, RecipeError
 from vitscale.page.drawing import Drawing
+from vitscale.storage import read_bytes
 from vitscale.wording import describe_mistake
 
 FIGURES_FILE = "figures.json"
@@ -83,7 +84,7 @@ def read_figures(folder: Path) -> Figures:
     """Read what was written into a folder. Raises `RecipeError` if there is none, `DataError` if it is damaged."""
     path = folder / FIGURES_FILE
     try:
-        found = _FIGURES.validate_json(path.read_bytes(), strict=True)
+        found = _FIGURES.validate_json(read_bytes(path), strict=True)
         if found.version != _VERSION:
             raise ValueError(f"version {found.version}; this vitscale reads {_VERSION}")
         for each in found.figures:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vitscale.errors import DataError, RecipeError
 from vitscale.recipe.strict_yaml import parse_yaml
-from vitscale.storage import is_url, join, without_file_scheme
+from vitscale.storage import is_url, join, read_text, without_file_scheme
 
 DATA_ROOT_VARIABLE = "VITSCALE_DATA_ROOT"
 DATASETS_FILE = "datasets.yaml"
@@ -100,7 +100,7 @@ def _files() -> list[Path]:
 
 def _read(file: Path) -> dict[str, str]:
     try:
-        places = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+        places = parse_yaml(read_text(file), str(file))
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{file}: cannot be read: {error}") from None
     places = {} if places is None else places  # nothing but comments

@@ -21,6 +21,7 @@ from vitscale.recipe.fields import blocks, keys, keys_in, nearest, without_indic
 from vitscale.recipe.objectives import DEFAULT_KIND
 from vitscale.recipe.schema import Recipe
 from vitscale.recipe.strict_yaml import parse_yaml
+from vitscale.storage import read_text
 from vitscale.wording import describe_expected
 
 _Block = TypeVar("_Block")
@@ -136,7 +137,7 @@ def read_content(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path.resolve() in chain:
         raise RecipeError(f"{path}: extends itself: {' -> '.join(str(p.name) for p in (*chain, path))}")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except UnicodeDecodeError:
         raise RecipeError(f"{path}: cannot be read: it is no text in UTF-8") from None
     except OSError as error:

@@ -20,7 +20,7 @@ from vitscale.errors import CheckpointError
 from vitscale.recipe import Recipe
 from vitscale.runs.names import INDEX_FILE, step_folder
 from vitscale.runs.reading import count
-from vitscale.storage import is_url
+from vitscale.storage import is_url, read_bytes
 from vitscale.wording import describe_mistake
 
 SCHEMA_VERSION = 3
@@ -28,6 +28,7 @@ MASTER = "master"
 EMA = "ema"
 
 _WITHOUT_STATE_SHAPES = 2
+_Shape = list[Annotated[int, pydantic.Field(ge=0, lt=2**53)]]
 _READABLE = (1, _WITHOUT_STATE_SHAPES, SCHEMA_VERSION)
 
 
@@ -37,11 +38,11 @@ class FileEntry:
 
     path: str
     bytes: Annotated[int, pydantic.Field(ge=0, lt=2**53)]
-    sha256: str
+    sha256: Annotated[str, pydantic.Field(pattern=r"^[0-9a-f]{64}$")]
 
     def __post_init__(self) -> None:
         # Files at a URL are copied to this machine under this name: it must not point outside the folder.
-        if self.path in ("", ".", "..") or "/" in self.path or "\0" in self.path:
+        if self.path in ("", ".", "..") or set("/\\\0") & set(self.path):
             raise ValueError(f"{self.path!r} is not the name of a file")
 
 
@@ -68,7 +69,7 @@ class CheckpointIndex:
 
     step: int
     world_size: Annotated[int, pydantic.Field(ge=1, lt=2**53)]
-    shapes: dict[str, list[int]]
+    shapes: dict[str, _Shape]
     kinds: list[str]
     optimizer_steps: int
     recipe: dict[str, Any]
@@ -78,7 +79,7 @@ class CheckpointIndex:
     anomalies: dict[str, Any] = field(default_factory=dict)
     position: int = -1
     files: list[FileEntry] = field(default_factory=list)
-    state_shapes: dict[str, dict[str, list[int] | None]] = field(default_factory=dict)
+    state_shapes: dict[str, dict[str, _Shape | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if {MASTER, EMA} & self.state_shapes.keys():
@@ -161,7 +162,7 @@ def read_index(folder: Path, step: int | None = None) -> CheckpointIndex:
     """The index of the checkpoint in a folder. Raises as `parse_index`."""
     path = folder / INDEX_FILE
     try:
-        text = path.read_bytes()
+        text = read_bytes(path)
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: no {INDEX_FILE}, so this checkpoint was never finished") from None
     except OSError as error:

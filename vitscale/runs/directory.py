@@ -5,20 +5,21 @@ import os
 import socket
 import time
 from contextlib import ExitStack, suppress
+from io import FileIO
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
 from vitscale.errors import CheckpointError, RecipeError, StorageError, VitscaleError
 from vitscale.files.durable import make_folder, remove_leftovers, write_text
-from vitscale.files.locks import try_lock
+from vitscale.files.locks import LockFile, is_locked, noted, try_lock
 from vitscale.recipe import Recipe, differences, read_recipe
 from vitscale.runs.checkpoints import steps_at
 from vitscale.runs.done import read_done
 from vitscale.runs.names import CHECKPOINTS, LOCK_FILE, NEWEST_FILE, RECIPE_FILE, checkpoints_root
 from vitscale.runs.reading import read_object
-from vitscale.storage import is_url
+from vitscale.storage import is_url, regular
 
 _PAUSES = (0.1, 0.5)  # seconds before the second and third try to take a lock
 
@@ -141,21 +142,16 @@ def claim(run_dir: Path, recipe: Recipe) -> ExitStack:
     return held
 
 
-def _locked(folder: Path) -> IO[str]:
+def _locked(folder: Path) -> LockFile:
     make_folder(folder)
-    lock = (folder / LOCK_FILE).open("a")
+    lock = LockFile(folder / LOCK_FILE)
     for seconds in (*_PAUSES, None):
-        try:
-            if try_lock(lock):
-                break
-        except OSError:
-            return lock  # a file system without locks: whether another launch is there cannot be known
+        if try_lock(lock):
+            break
         if seconds is None:
             raise in_use(folder)
         time.sleep(seconds)  # it may be held only for a moment, by `is_held` in another process
-    lock.truncate(0)
-    lock.write(socket.gethostname())
-    lock.flush()
+    lock.note(socket.gethostname())
     return lock
 
 
@@ -166,9 +162,7 @@ def is_held(run_dir: Path) -> bool | None:
     others.
     """
     try:
-        with (run_dir / LOCK_FILE).open("rb") as lock:
-            # A lock can only be tested by taking it; closing the file releases it at once.
-            return not try_lock(lock, shared=True)
+        return is_locked(run_dir / LOCK_FILE)
     except FileNotFoundError:
         return False
     except OSError:
@@ -177,8 +171,8 @@ def is_held(run_dir: Path) -> bool | None:
 
 def last_holder(run_dir: Path) -> str:
     """The host of the rank that holds the lock of a run directory, or held it last; "" if that is not known."""
-    with suppress(OSError):
-        return (run_dir / LOCK_FILE).read_text(encoding="utf-8", errors="replace")
+    with suppress(OSError), FileIO(run_dir / LOCK_FILE, opener=regular) as lock:
+        return noted(lock)
     return ""
 
 

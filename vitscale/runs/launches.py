@@ -6,12 +6,14 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from vitscale.errors import DataError
 from vitscale.files.durable import make_folder
 from vitscale.runs.reading import count, number, parse_object, text, timestamp
+from vitscale.storage import regular
 
 _MOST_BYTES = 4 << 20  # only the end of the file is read; an event has some hundred bytes
 _AT_ONCE_S = 30.0  # lines of several nodes about the same attempt are at most this far apart
@@ -50,12 +52,9 @@ class Journal:
                 make_folder(self._path.parent)
             elif not self._path.parent.is_dir():
                 return
-            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-            try:
-                os.write(file, self._waiting)
+            with FileIO(self._path, "a", opener=regular) as file:
+                file.write(self._waiting)
                 self._waiting = b""
-            finally:
-                os.close(file)
         except OSError as error:
             if not self._has_complained:
                 self._say(f"WARNING: {self._path} cannot be written ({error.strerror}); continuing without it")
@@ -107,7 +106,7 @@ class Launches:
 def read_launches(path: Path) -> Launches:
     """Read a run's launch.jsonl; without the file there are no launches. Raises `DataError` if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with FileIO(path, opener=regular) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_BYTES))
             is_cut = file.tell() > 0
             lines = file.read(_MOST_BYTES).split(b"\n")[is_cut:-1]

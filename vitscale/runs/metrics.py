@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 from vitscale.errors import DataError
 from vitscale.files.durable import durable_file
 from vitscale.runs.reading import count, number, parse_object
+from vitscale.storage import regular
 
 RECENT_LINES = 50
 
@@ -74,7 +75,7 @@ class MetricsLines:
         row = {"step": step, "time": now, **{key: _json_value(value) for key, value in values.items()}}
         try:
             # Opened for each line, to notice a directory that has disappeared and to use it again if it comes back.
-            with self._path.open("a", encoding="utf-8") as file:
+            with open(self._path, "a", encoding="utf-8", opener=regular) as file:
                 start = "\n" if self._line_is_torn else ""
                 self._line_is_torn = True
                 file.write(f"{start}{json.dumps(row)}\n")
@@ -95,7 +96,7 @@ def _json_value(value: float | str) -> float | str | None:
 
 def rows_up_to(path: Path, last_step: int) -> Iterator[Row]:
     """The undamaged lines of steps up to `last_step`; none if the file cannot be read."""
-    with suppress(OSError), path.open("rb") as lines:
+    with suppress(OSError), open(path, "rb", opener=regular) as lines:
         for _, row in _up_to(lines, last_step):
             yield row
 
@@ -104,7 +105,7 @@ def _drop_later_lines(path: Path, last_step: int) -> None:
     """Keep only the lines of steps up to `last_step`. A line cut short by a crash is dropped as well."""
     if not path.exists():
         return
-    with path.open("rb") as lines, durable_file(path) as kept:
+    with open(path, "rb", opener=regular) as lines, durable_file(path) as kept:
         for line, _ in _up_to(lines, last_step):
             kept.write(line.rstrip(b"\n") + b"\n")
 
@@ -157,7 +158,7 @@ class MetricsLog:
     def refresh(self) -> None:
         """Read what was appended since the last call. Raises `DataError` if the file cannot be read."""
         try:
-            with self._path.open("rb") as file:
+            with open(self._path, "rb", opener=regular) as file:
                 self._read(file)
         except FileNotFoundError:
             self._begin(None)

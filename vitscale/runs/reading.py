@@ -5,6 +5,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from vitscale.storage import read_bytes
+
 _MOST = 1e18
 
 
@@ -20,7 +22,7 @@ def parse_object(text: bytes) -> dict[str, Any] | None:
 def read_object(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None if the file is missing or holds none."""
     try:
-        return parse_object(path.read_bytes())
+        return parse_object(read_bytes(path))
     except OSError:
         return None
 

@@ -28,6 +28,7 @@ import numpy as np
 from vitscale.errors import DataError
 from vitscale.files.durable import durable_file
 from vitscale.images import crc32c
+from vitscale.storage import regular
 
 DEFAULT_CAPACITY = 8192
 DEFAULT_PAGE_BYTES = 8 << 20
@@ -333,7 +334,7 @@ class ShardFile:
         """
         self.path = Path(path)
         try:
-            self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self.fd = regular(self.path, os.O_RDONLY)
         except OSError as error:
             raise DataError(f"{self.path}: cannot be opened ({error.strerror})") from error
         try:

@@ -1,7 +1,8 @@
 """A cache on this machine's disk for shards at URLs: each fetched once, shared by all processes, within a limit.
 
-A file is named by its content, so that all datasets and views that share a shard share the file, and no other content
-can ever have its name. While it is fetched its name ends in `.part`; it is renamed once its digest is right.
+A file is named by its content, so that all datasets and views that share a shard share the file. While it is fetched
+its name ends in `.part`; it is renamed once its digest is right. A file that is there already is compared with its name
+once by each user of a machine, since whoever may write to the folder may have put it there.
 
 Three kinds of locks keep the processes apart; the kernel releases those of a process that dies, so none has to be
 cleaned up. `lock` is held for the moments in which files are created, renamed or removed. The writer of a `.part` locks
@@ -14,6 +15,7 @@ import logging
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -25,14 +27,14 @@ import xxhash
 
 from vitscale.errors import DataError, RecipeError
 from vitscale.files.fetching import Promise, WrongContentError, fetch
-from vitscale.files.locks import lock, locked, try_lock, unlock
+from vitscale.files.locks import NO_LOCKS, is_locked, lock, try_lock, unlock
 from vitscale.shards.manifest import MANIFEST_NAME, ShardEntry
-from vitscale.storage import never, pause
+from vitscale.shards.verified import digest_once, markers_in
+from vitscale.storage import never, pause, regular
 
 _OURS = re.compile(r"(?P<shard>[0-9a-f]{32}-[0-9]+\.beton)(?P<part>\.[0-9a-f]{8}\.part)?")
 _POLL_SECONDS = 0.05
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _GB = 10**9
 
 _log = logging.getLogger(__name__)
@@ -91,7 +93,7 @@ class ShardCache:
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
-        self._folder, self._limit = folder, limit_bytes
+        self._folder, self._limit, self._markers = folder, limit_bytes, markers_in(folder.parent)
         self._has_warned = False
         if (folder / MANIFEST_NAME).exists() or (folder.parent / MANIFEST_NAME).exists():
             raise RecipeError(f"data.cache.dir: {folder} is a dataset; choose a folder of its own for the cache")
@@ -120,7 +122,7 @@ class ShardCache:
         name = f"{entry.xxh3_128}-{entry.bytes}.beton"
         with self._problems_of_disk():
             while True:
-                pinned = self._pin_present(name, entry.bytes)
+                pinned = self._pin_present(name, entry, cancelled)
                 if pinned is not None:
                     return pinned
                 begun = self._begin(name, entry.bytes)
@@ -129,11 +131,13 @@ class ShardCache:
                 while begun is not None and _is_locked(begun):
                     pause(_POLL_SECONDS, cancelled)
 
-    def _pin_present(self, name: str, size: int) -> PinnedFile | None:
+    def _pin_present(self, name: str, entry: ShardEntry, cancelled: Callable[[], bool]) -> PinnedFile | None:
         path = self._folder / name
         while True:
+            if path.is_symlink():
+                return None  # it is replaced
             try:
-                file = FileIO(path)
+                file = FileIO(path, opener=regular)
             except FileNotFoundError:
                 return None
             if not try_lock(file, shared=True):  # it is being removed
@@ -141,14 +145,24 @@ class ShardCache:
                 pause(_POLL_SECONDS, never)
             elif not _is_at(file, path):  # it was removed between opening and locking
                 file.close()
-            elif os.fstat(file.fileno()).st_size != size:  # truncated: its name no longer promises its content
+            elif self._digest(file, path, cancelled, entry) == entry.xxh3_128:
+                _mark_used(file)
+                return PinnedFile(path, file)
+            else:  # it is not what its name says
                 with self._alone():
                     if _is_at(file, path):
                         path.unlink()
                 file.close()
-            else:
-                _mark_used(file)
-                return PinnedFile(path, file)
+
+    def _digest(self, file: FileIO, path: Path, cancelled: Callable[[], bool], entry: ShardEntry) -> str | None:
+        """The digest of an open file; None if it has another size than the shard. An error closes the file."""
+        try:
+            if os.fstat(file.fileno()).st_size != entry.bytes:
+                return None
+            return digest_once(file, path, self._markers, cancelled, in_cache=True)
+        except BaseException:
+            file.close()
+            raise
 
     def _begin(self, name: str, size: int) -> FileIO | Path | None:
         """A new `.part` for a shard, locked; the path of another process's; or None if the shard has just arrived."""
@@ -177,7 +191,7 @@ class ShardCache:
                     with suppress(FileNotFoundError):
                         stat = entry.stat(follow_symlinks=False)
                         is_part = match["part"] is not None
-                        found.append(_Found(Path(entry), match["shard"], is_part, stat.st_size, stat.st_mtime))
+                        found.append(_Found(Path(entry), match["shard"], is_part, stat.st_size, stat.st_atime))
         return sorted(found, key=lambda one: one.used)
 
     def _make_room(self, found: list[_Found], size: int) -> None:
@@ -218,6 +232,7 @@ class ShardCache:
             grown.unlink(missing_ok=True)
             part.close()
             raise
+        digest_once(part, path, self._markers, in_cache=True, found=entry.xxh3_128)
         return PinnedFile(path, part)
 
     def _transfer(self, url: str, entry: ShardEntry, part: FileIO, cancelled: Callable[[], bool]) -> None:
@@ -251,7 +266,8 @@ class ShardCache:
     def _alone(self) -> Iterator[None]:
         """Exclusive use of the cache, by one thread of one process of this machine; for moments. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        with locked(self._folder / "lock"):
+        with FileIO(self._folder / "lock", "a", opener=regular) as file:  # of all users, unlike a LockFile
+            lock(file)
             yield
 
     @contextmanager
@@ -260,7 +276,7 @@ class ShardCache:
             yield
         except OSError as error:
             where, why = f"data.cache.dir: {self._folder}", error.strerror or str(error)
-            if error.errno in _NO_LOCKS:
+            if error.errno in NO_LOCKS:
                 raise RecipeError(
                     f"{where}: this file system has no locks ({why}), which keep processes apart; choose a folder on "
                     f"a disk of this machine"
@@ -276,8 +292,7 @@ class ShardCache:
 def _is_locked(path: Path) -> bool:
     """Whether a process is writing this file; False if it is gone."""
     try:
-        with FileIO(path) as file:
-            return not try_lock(file, shared=True)
+        return is_locked(path)
     except FileNotFoundError:
         return False
 
@@ -293,7 +308,7 @@ def _is_at(file: FileIO, path: Path) -> bool:
 def _remove_unused(path: Path) -> bool:
     """Remove a file, unless it is locked or another user's; whether it is gone. Only call this within `_alone`."""
     try:
-        with FileIO(path, "r+") as file:
+        with FileIO(path, "r+", opener=regular) as file:
             if not try_lock(file):
                 return False
             path.unlink(missing_ok=True)
@@ -306,4 +321,4 @@ def _remove_unused(path: Path) -> bool:
 
 def _mark_used(file: FileIO) -> None:
     with suppress(OSError):  # the file is another user's
-        os.utime(file.fileno())
+        os.utime(file.fileno(), ns=(time.time_ns(), os.fstat(file.fileno()).st_mtime_ns))

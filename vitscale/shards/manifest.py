@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -42,7 +43,15 @@ _EDITED = "damaged or edited: does not match its own checksum. Restore it; after
 
 _CHECKSUM = re.compile(rb'\A\{\n  "checksum": "([0-9a-f]{64})",\n')
 
-_Count = Annotated[int, Field(ge=0)]
+
+def _relative(path: str) -> str:
+    if not path or path.startswith("/") or "\0" in path:
+        raise ValueError(f"path {path!r} is not relative to the manifest")
+    return path
+
+
+_Path = Annotated[str, AfterValidator(_relative)]
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -59,7 +68,7 @@ class SelectFirst(_Strict):
 class ExcludedSlots(_Strict):
     """A .npy file of `count` sorted uint32 slots; `path` is relative to the manifest's directory."""
 
-    path: str
+    path: _Path
     sha256: _Sha256
     count: _Count
 
@@ -73,7 +82,7 @@ class SelectExclude(_Strict):
 class StoredChecksums(_Strict):
     """A .npy file with the crc32c of every image, uint32 (samples,); `path` is relative to the manifest's directory."""
 
-    path: str
+    path: _Path
     sha256: _Sha256
 
 
@@ -91,9 +100,9 @@ class Adopted(_Strict):
 class ShardEntry(_Strict):
     """One shard: its path (relative to the manifest, possibly outside its directory), its content and its selection."""
 
-    path: str
+    path: _Path
     samples: Annotated[int, Field(ge=1, le=2**32)]
-    bytes: Annotated[int, Field(ge=1)]
+    bytes: Annotated[int, Field(ge=1, lt=2**63)]
     sha256: _Sha256
     xxh3_128: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     first_uid: _Count
@@ -110,8 +119,6 @@ class ShardEntry(_Strict):
 
     @model_validator(mode="after")
     def _possible(self) -> "ShardEntry":
-        if not self.path or self.path.startswith("/") or "\0" in self.path:
-            raise ValueError(f"path {self.path!r} is not relative to the manifest")
         if not 0 <= self.num_selected <= self.samples:
             raise ValueError(f"select {self.select} does not fit {self.samples} samples")
         return self

@@ -125,7 +125,8 @@ def read_table(
     Raises DataError: missing, damaged, another schema.
     """
     try:
-        with Path(path).open("rb") as opened, pq.ParquetFile(opened, page_checksum_verification=True) as file:
+        opened = storage.open_stream(str(path))
+        with opened, pq.ParquetFile(opened, page_checksum_verification=True) as file:
             found = file.schema_arrow
             if found != schema and found not in older:
                 raise DataError(f"{path}: a table of {', '.join(found.names)}; expected {', '.join(schema.names)}")

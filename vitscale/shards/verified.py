@@ -2,7 +2,8 @@
 
 The answer is valid as long as the file keeps its path, inode, size and times of change. Damage that changes none of
 them goes unnoticed, such as that of a disk which returns other bytes than it was given: for that, each sample has a
-checksum of its own. Also unnoticed are a change at the very moment of reading, and edits of the remembered answers.
+checksum of its own. Also unnoticed is a change at the very moment of reading. Answers are believed only in a folder to
+which no other user may write.
 """
 
 import logging
@@ -15,16 +16,22 @@ from pathlib import Path
 
 import xxhash
 
+from vitscale import private_folder
 from vitscale.errors import DataError
 from vitscale.files.locks import try_lock
 from vitscale.shards.manifest import ShardEntry
-from vitscale.storage import never, pause
+from vitscale.storage import never, pause, regular
 
 _BLOCK_BYTES = 4 << 20
 _POLL_SECONDS = 0.05
 
 _log = logging.getLogger(__name__)
 _warned: set[Path] = set()
+
+
+def markers_in(cache: Path) -> Path:
+    """Where this user's answers are in a cache that may be shared with others."""
+    return cache / f"verified-{os.geteuid()}"
 
 
 def verify_once(path: Path, entry: ShardEntry, markers: Path, cancelled: Callable[[], bool] = never) -> None:
@@ -35,8 +42,8 @@ def verify_once(path: Path, entry: ShardEntry, markers: Path, cancelled: Callabl
     Args:
         path: the shard's path.
         entry: the shard's entry in the manifest.
-        markers: the folder for the remembered answers, created if missing: at most 256 files, which also are the locks,
-            with 66 bytes for each shard. If it cannot be written, every process reads, and warns once.
+        markers: this user's folder for the remembered answers, created if missing: at most 256 files, which also are
+            the locks, with 66 bytes for each shard. If it cannot be written, every process reads, and warns once.
         cancelled: polled for every block that is read, and while another process reads.
 
     Raises:
@@ -44,9 +51,9 @@ def verify_once(path: Path, entry: ShardEntry, markers: Path, cancelled: Callabl
         CancelledError: `cancelled` returned True.
     """
     try:
-        with FileIO(path) as file:
+        with FileIO(path, opener=regular) as file:
             size = os.fstat(file.fileno()).st_size
-            found = _remembered_digest(file, path, markers, cancelled) if size == entry.bytes else None
+            found = digest_once(file, path, markers, cancelled) if size == entry.bytes else None
     except FileNotFoundError as error:
         raise DataError(f"{path}: missing, but the manifest lists it") from error
     except OSError as error:
@@ -59,28 +66,38 @@ def verify_once(path: Path, entry: ShardEntry, markers: Path, cancelled: Callabl
         )
 
 
-def _remembered_digest(file: FileIO, path: Path, markers: Path, cancelled: Callable[[], bool]) -> str:
-    """xxh3_128 of an open file, remembered or computed. Raises OSError if it cannot be read."""
-    state = _state(file, path)
+def digest_once(
+    file: FileIO,
+    path: Path,
+    markers: Path,
+    cancelled: Callable[[], bool] = never,
+    *,
+    in_cache: bool = False,
+    found: str | None = None,
+) -> str:
+    """xxh3_128 of an open file: remembered, just `found`, or computed now. Raises OSError, CancelledError."""
+    state = _state(file, path, in_cache)
     book = _open_book(markers, state)
     if book is None:
-        return _digest(file, cancelled)
+        return found or _digest(file, cancelled)
     with closing(book):
         known = _look_up(book, state)
         if known is None:
             _lock(book, cancelled)
             known = _look_up(book, state)
         if known is None:
-            known = _digest(file, cancelled)
-            if state == _state(file, path):  # otherwise it changed meanwhile
+            known = found or _digest(file, cancelled)
+            if state == _state(file, path, in_cache):  # otherwise it changed meanwhile
                 _note(book, f"{state} {known}\n", markers)
         return known
 
 
-def _state(file: FileIO, path: Path) -> str:
+def _state(file: FileIO, path: Path, in_cache: bool) -> str:
     """A digest of all that changes when a file is replaced or written to, as 32 hexadecimal digits."""
     stat = os.fstat(file.fileno())
-    place = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    # The cache notes each use of our own files in their times, but for that of writing, which nobody else can set back.
+    changed = 0 if in_cache and stat.st_uid in (0, os.geteuid()) else stat.st_ctime_ns
+    place = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, changed)
     return xxhash.xxh3_128_hexdigest(f"{place} ".encode() + os.fsencode(path.resolve()))
 
 
@@ -104,8 +121,7 @@ def _digest(file: FileIO, cancelled: Callable[[], bool]) -> str:
 def _open_book(markers: Path, state: str) -> FileIO | None:
     """The one file that may remember this state; None, with a warning, if it cannot be written."""
     try:
-        markers.mkdir(parents=True, exist_ok=True)
-        return FileIO(markers / state[:2], "a+")
+        return FileIO(private_folder(markers) / state[:2], "a+", opener=regular)
     except OSError as error:
         _warn(markers, error)
         return None

@@ -6,13 +6,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from io import FileIO
 
 from vitscale.errors import PeerLostError, RecipeError
 from vitscale.files.durable import make_folder
 from vitscale.launch import Pretraining, count_devices
 from vitscale.launch.clusters import Job, launch_command
 from vitscale.launch.rank import die_with
+from vitscale.storage import regular
 from vitscale.studies.engine import LOG_FILE
 from vitscale.wording import counted
 
@@ -100,7 +101,7 @@ def start_launch(what: Pretraining, environment: Mapping[str, str]) -> "subproce
     """Start `vitscale launch` for one entry; it dies with the calling thread. Raises OSError."""
     assert what.run_dir is not None
     make_folder(what.run_dir)
-    with Path(what.run_dir / LOG_FILE).open("ab") as log:
+    with FileIO(what.run_dir / LOG_FILE, "a", opener=regular) as log:
         return subprocess.Popen(
             launch_command(Job(what), [sys.executable, "-m", "vitscale"]),
             stdin=subprocess.DEVNULL,

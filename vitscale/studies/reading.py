@@ -10,6 +10,7 @@ from vitscale.block import Block
 from vitscale.errors import RecipeError
 from vitscale.recipe import recipe_title, recipes_dir
 from vitscale.recipe.strict_yaml import parse_yaml
+from vitscale.storage import read_text
 from vitscale.studies.schema import DataSet, Part, Refit, Selection, Study
 from vitscale.wording import describe_expected
 
@@ -61,7 +62,7 @@ def load_study(study: str | Path) -> Study:
     """Read and validate a study. Its recipes are not read yet: `expand` does that. Raises `RecipeError`."""
     path = find_study(study)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read: {error}") from None
     content = parse_yaml(text, str(path))

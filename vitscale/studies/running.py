@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 
 from vitscale.errors import EXIT_DONE, DataError, RecipeError, VitscaleError
 from vitscale.files.durable import make_folder, write_text
-from vitscale.files.locks import try_lock
+from vitscale.files.locks import LockFile, try_lock
 from vitscale.launch import Pretraining
 from vitscale.launch.ends import EXIT_BUG, EXIT_DATA, EXIT_NON_FINITE, EXIT_PREEMPTED, EXIT_RECIPE, EXIT_RETRY
 from vitscale.launch.supervisor import PASSED_ON
@@ -274,13 +274,13 @@ def _claimed(folder: Path) -> Iterator[None]:
     """Keep the folder for this process. Raises `RecipeError` if another one has it."""
     try:
         make_folder(folder)
-        lock = (folder / _LOCK_FILE).open("a")
+        lock = LockFile(folder / _LOCK_FILE)
+        is_free = try_lock(lock)
     except OSError as error:
         raise RecipeError(f"{folder}: {error.strerror}") from None
     with lock:
-        with suppress(OSError):  # a file system without locks: nothing can be said there
-            if not try_lock(lock):
-                raise RecipeError(f"{folder}: another process runs a study there; wait for it, or use another --dir")
+        if not is_free:
+            raise RecipeError(f"{folder}: another process runs a study there; wait for it, or use another --dir")
         yield
 
 

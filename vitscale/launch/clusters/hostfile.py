@@ -36,6 +36,7 @@ from vitscale.recipe import load_recipe
 from vitscale.runs.checkpoints import newest_checkpoint_step
 from vitscale.runs.launches import Journal
 from vitscale.runs.names import LAUNCH_FILE, default_run_dir
+from vitscale.storage import read_text
 from vitscale.wording import counted
 
 _LOST = 255  # ssh's exit code if it lost the connection, or never had one
@@ -82,7 +83,7 @@ class Host(NamedTuple):
 def read_hostfile(path: Path) -> list[Host]:
     """The hosts of a file in DeepSpeed's format. Raises `RecipeError` with the line for anything else in it."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "is not text"
         raise RecipeError(f"--hostfile {path}: {why}; expected a file of lines such as `node1 slots=8`") from None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vitscale.errors import CheckpointError
 from vitscale.recipe import EvalCrop, Normalise
+from vitscale.storage import read_bytes
 from vitscale.weight_formats import Format
 
 
@@ -70,7 +71,7 @@ def rename(path: Path, entries: dict[str, Entry], new_name: Callable[[str], str]
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises `CheckpointError`."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_bytes(path))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
     if not isinstance(content, dict):

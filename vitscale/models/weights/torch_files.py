@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Iterable
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from vitscale.errors import CheckpointError
 from vitscale.models.weights.source import Entry, some
+from vitscale.storage import read_bytes, regular
 
 SAFETENSORS = ".safetensors"
 TORCH_SUFFIXES = (".pth", ".pt", ".bin")
@@ -30,7 +32,7 @@ _WRAPPERS = ("state_dict", "model")
 def read_safetensors(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     """(entries, metadata) of one file. Raises `CheckpointError`."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with FileIO(path, opener=regular), safe_open(path, framework="pt") as file:
             shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
@@ -72,7 +74,7 @@ def read_beside_config(folder: Path) -> dict[str, Entry]:
 def _read_shards(index: Path) -> dict[str, Entry]:
     """The entries of all files that a `*.safetensors.index.json` names. Raises `CheckpointError`."""
     try:
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map: dict[str, str] = json.loads(read_bytes(index))["weight_map"]
         files = sorted({str(name) for name in weight_map.values()})
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index}: not an index of safetensors files: {error!r}") from None
@@ -90,7 +92,7 @@ def _read_shards(index: Path) -> dict[str, Entry]:
 def read_torch(path: Path) -> dict[str, Entry]:
     """The state dict in a file of torch.save, bare or under `state_dict` or `model`. Raises `CheckpointError`."""
     try:
-        with path.open("rb") as file:
+        with FileIO(path, opener=regular) as file:
             is_zip = file.read(4) == b"PK\x03\x04"  # else torch's older format, which cannot be mapped into memory
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pickle protocols that torch does not write: read, or refused below
