@@ -31,6 +31,7 @@ from data_tools.dedup.luma import SIDE, Box
 from data_tools.dedup.settings import Preset, Settings
 from data_tools.dedup.variants import LEVELS
 from vitscale.errors import DataError, RecipeError
+from vitscale.files.arrays import map_array
 from vitscale.files.digests import file_digests
 from vitscale.shards.provenance import read_table
 from vitscale.wording import describe_mistake
@@ -208,9 +209,8 @@ class FingerprintIndex:
     def _map(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         path = self.folder / f"{name}.npy"
         try:
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-        # Headers are parsed as Python literals, which fail in their own ways.
-        except (OSError, ValueError, EOFError, SyntaxError, TypeError, OverflowError) as error:
+            array = map_array(path)
+        except (OSError, ValueError) as error:
             raise DataError(f"{path}: damaged or not readable ({error})") from error
         if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
             raise DataError(f"{path}: {array.dtype} {array.shape}; expected {dtype} {shape}. Make the index again")

@@ -20,6 +20,7 @@ from torch import Tensor
 from vitscale.errors import DataError
 from vitscale.evaluation.classification import check_count
 from vitscale.evaluation.contract import MakeLoader, Predict
+from vitscale.files.arrays import map_array
 from vitscale.files.digests import file_digests
 from vitscale.files.durable import new_folder
 from vitscale.ranks import gather_rows, on_rank_zero
@@ -113,6 +114,117 @@ def read_features(folder: Path) -> tuple[Features, dict[str, Any]]:
         if found != sha256:
             raise DataError(f"{folder / name}: damaged: sha256 {found}; {META} says {sha256}")
     names = sorted(name for name in meta["sha256"] if name.startswith("features-"))
+    try:
+        labels, uids = (map_array(folder / f"{name}.npy") for name in ("labels", "uids"))
+        parts = (map_array(folder / name) for name in names)
+        features = np.concatenate([np.empty((0, meta["width"]), np.float32), *parts])
+    except (OSError, ValueError, OverflowError) as error:
+        raise DataError(f"{folder}: damaged: {error}") from None
+    shapes, types = {features.shape[:1], labels.shape, uids.shape}, [features.dtype, labels.dtype, uids.dtype]
+    if shapes != {(meta["samples"],)} or types != [np.float32, np.int64, np.int64]:
+        raise DataError(f"{folder}: {len(features):,} representations, {len(labels):,} labels and {len(uids):,} uids")
+    order = uids.argsort()
+    return Features(features[order], labels[order], uids[order])
+
+
+def write_features(
+    make_loader: MakeLoader, predict: Predict, out: Path, about: dict[str, Any], num_samples: int | None = None
+) -> int:
+    """Write a folder of features, complete or not at all; returns the number of samples. Collective.
+
+    Rank 0 holds the features of at most 65,536 samples, and of a batch, in memory.
+
+    Args:
+        make_loader, predict: this process's loader and model.
+        out: a folder that does not exist or is empty.
+        about: further content of meta.json.
+        num_samples: the number of samples of the dataset; None if damaged samples may be masked.
+
+    Raises `RecipeError` if the folder is not free, and `DataError` if the disk is full or samples are lost.
+    """
+    with ExitStack() as stack:
+        folder = on_rank_zero(lambda: stack.enter_context(new_folder(out, "--out")))
+        writer = _Writer(folder)
+        for rows in gathered(make_loader, predict):
+            if rows is not None:
+                writer.add(rows)
+        on_rank_zero(lambda: check_count("features", writer.samples, num_samples))
+        on_rank_zero(lambda: writer.finish(about))
+        on_rank_zero(stack.close)
+    return on_rank_zero(lambda: writer.samples)
+
+
+def read_features(folder: Path) -> tuple[Features, dict[str, Any]]:
+    """Read what `write_features` has written, sorted by uid, and its meta.json. Holds the features in memory once.
+
+    Raises `DataError` for a folder of anything else, and for files that are damaged or missing.
+    """
+    meta = _read_meta(folder)
+    for name, sha256 in meta["sha256"].items():
+        try:
+            found = file_digests(folder / name).sha256
+        except OSError as error:
+            raise DataError(f"{folder / name}: cannot be read: {error.strerror or error}") from None
+        if found != sha256:
+            raise DataError(f"{folder / name}: damaged: sha256 {found}; {META} says {sha256}")
+    names = sorted(name for name in meta["sha256"] if name.startswith("features-"))
+    try:
+        parts = [map_array(folder / name) for name in names]
+        labels, uids = (map_array(folder / f"{name}.npy") for name in ("labels", "uids"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder}: damaged: {error}") from None
+    samples, width = meta["samples"], meta["width"]
+    stated = ((np.int64, labels), (np.int64, uids), *((np.float32, part) for part in parts))
+    wrong = any(array.dtype != kind for kind, array in stated) or {part.shape[1:] for part in parts} - {(width,)}
+    if wrong or not sum(map(len, parts)) == samples or {labels.shape, uids.shape} != {(samples,)}:
+        raise DataError(f"{folder}: its arrays are not those of {samples:,} samples of {width:,} numbers")
+    features = np.empty((samples, width), np.float32)
+    np.concatenate(parts, out=features) if parts else None
+    order = uids.argsort()
+    return Features(features[order], labels[order], uids[order])
+
+
+def write_features(
+    make_loader: MakeLoader, predict: Predict, out: Path, about: dict[str, Any], num_samples: int | None = None
+) -> int:
+    """Write a folder of features, complete or not at all; returns the number of samples. Collective.
+
+    Rank 0 holds the features of at most 65,536 samples, and of a batch, in memory.
+
+    Args:
+        make_loader, predict: this process's loader and model.
+        out: a folder that does not exist or is empty.
+        about: further content of meta.json.
+        num_samples: the number of samples of the dataset; None if damaged samples may be masked.
+
+    Raises `RecipeError` if the folder is not free, and `DataError` if the disk is full or samples are lost.
+    """
+    with ExitStack() as stack:
+        folder = on_rank_zero(lambda: stack.enter_context(new_folder(out, "--out")))
+        writer = _Writer(folder)
+        for rows in gathered(make_loader, predict):
+            if rows is not None:
+                writer.add(rows)
+        on_rank_zero(lambda: check_count("features", writer.samples, num_samples))
+        on_rank_zero(lambda: writer.finish(about))
+        on_rank_zero(stack.close)
+    return on_rank_zero(lambda: writer.samples)
+
+
+def read_features(folder: Path) -> tuple[Features, dict[str, Any]]:
+    """Read what `write_features` has written, sorted by uid, and its meta.json. Holds the features in memory once.
+
+    Raises `DataError` for a folder of anything else, and for files that are damaged or missing.
+    """
+    meta = _read_meta(folder)
+    for name, sha256 in meta["sha256"].items():
+        try:
+            found = file_digests(folder / name).sha256
+        except OSError as error:
+            raise DataError(f"{folder / name}: cannot be read: {error.strerror or error}") from None
+        if found != sha256:
+            raise DataError(f"{folder / name}: damaged: sha256 {found}; {META} says {sha256}")
+    names = sorted(name for name in meta["sha256"] if name.startswith("features-"))
     features = np.empty((meta["samples"], meta["width"]), np.float32)
     filled = 0
     for name in names:
@@ -135,7 +247,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{folder}: no representations there ({META}: {error.strerror}); `vitscale features` writes them"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{folder / META}: cannot be read: {error}") from None
     needed = {"version": int, "samples": int, "width": int, "sha256": dict, "class_names": list, "policy": dict}
     if not isinstance(meta, dict) or not all(isinstance(meta.get(key), kind) for key, kind in needed.items()):
