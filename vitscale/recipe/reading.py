@@ -59,8 +59,9 @@ def find_recipe(recipe: str | Path) -> Path:
     except OSError as error:
         raise RecipeError(f"{str(recipe)[:100]}...: {error.strerror}") from None
     name = path.as_posix().removeprefix("recipes/").removesuffix(".yaml")
-    if name in list_recipes():
-        return recipes_dir() / f"{name}.yaml"
+    shipped = recipes_dir() / f"{name}.yaml"
+    if shipped.parent in (recipes_dir(), recipes_dir() / "finetune") and shipped.is_file():
+        return shipped
     if path.exists():
         own = path / "recipe.yaml"  # a run's
         hint = f"; did you mean {own}?" if own.is_file() else ""

@@ -14,7 +14,7 @@ _MOST_CHARACTERS = 1 << 20
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader: only true and false are booleans, 1e-5 is a number, 1:30 is not, no key may occur twice, no tags."""
+    """A YAML loader: only true and false are booleans, 1e-5 is a number, 1:30 is not, no key occurs twice, no tags."""
 
     def fetch_tag(self) -> None:
         raise yaml.scanner.ScannerError(
@@ -90,7 +90,7 @@ def parse_yaml(text: str, where: str) -> Any:
 def _length(node: yaml.Node, known: dict[int, int]) -> int:
     """Characters of a node with its aliases written out; too many for one that contains itself."""
     if isinstance(node, yaml.ScalarNode):
-        return len(node.value) + 1
+        return len(node.value.encode()) + 1  # fails for half a character
     if id(node) not in known:
         known[id(node)] = _MOST_CHARACTERS
         inner = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value

@@ -112,7 +112,7 @@ def read_torch(path: Path) -> dict[str, Entry]:
     foreign = [str(key)[:100] for key, value in content.items() if not _is_plain(value)]
     if foreign:
         raise CheckpointError(
-            f"{path}: expected a state dict, bare or under {' or '.join(_WRAPPERS)}; no plain tensors are {some(foreign)}"
+            f"{path}: expected a state dict, bare or under {' or '.join(_WRAPPERS)}; no tensors are {some(foreign)}"
         )
     if nameless := [repr(key) for key in content if not isinstance(key, str)]:
         raise CheckpointError(f"{path}: expected a state dict; keys that are no names: {shortened(some(nameless))}")
