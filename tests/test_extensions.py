@@ -43,6 +43,7 @@ def make(*settings: str, **blocks) -> Recipe:
 @pytest.fixture(autouse=True)
 def _example(monkeypatch):
     monkeypatch.syspath_prepend(str(PACKAGE))
+    monkeypatch.setenv("VITSCALE_EXTENSIONS", "example_vision, test_extensions absent_package")
 
 
 class Brighten(recipe.ImageOperation):
@@ -197,6 +198,7 @@ def test_a_wrong_path_or_block_is_an_error_that_names_it(setting, key, told):
 def test_a_module_that_cannot_be_imported_is_an_error_that_names_it(tmp_path, monkeypatch):
     (tmp_path / "broken_package.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("VITSCALE_EXTENSIONS", "broken_package")
     with pytest.raises(RecipeError, match=r"broken_package.Mixer.*ZeroDivisionError"):
         make("model.family=broken_package.Mixer")
 

@@ -106,6 +106,7 @@ def json_schema() -> dict[str, Any]:
             field.pop("discriminator")
     for name, tag in (("model", "family"), ("objective", "kind")):
         schema["properties"][name]["anyOf"].append(_named_by_path(tag))
+    schema["properties"]["model"]["anyOf"].append({"type": "string", "description": "the name alone"})
     schema["$defs"]["Evaluator"] = _named_by_path("kind")
     operations = schema["$defs"]["Data"]["properties"]["operations"]["items"]
     operations["oneOf"].append(_named_by_path("kind"))
