@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy
 import PIL
-from rich.console import Console
 from rich.markup import escape
 
 from data_tools.conversion_plan import ConversionPlan
@@ -35,6 +34,7 @@ from data_tools.task_runner import TaskRunner
 from vitscale import storage
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import Manifest
+from vitscale.table import Console
 from vitscale.wording import counted
 
 

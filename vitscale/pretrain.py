@@ -32,6 +32,7 @@ from vitscale.interruption import Interruption  # noqa: E402
 from vitscale.launch import read_environment  # noqa: E402
 from vitscale.recipe import Recipe, load_recipe, override, smoke_form  # noqa: E402
 from vitscale.runs.names import default_run_dir  # noqa: E402
+from vitscale.safe_text import indented, protect_output  # noqa: E402
 
 if TYPE_CHECKING:
     from vitscale.training.distributed import World
@@ -69,6 +70,7 @@ def main() -> None:
     """Entry point: a readable message and an exit code for errors that people can mend, a stack trace for bugs."""
     options = parse_arguments()
     forbid_writing_by_everybody()
+    protect_output()
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # the stacks of all threads to standard error
     code = EXIT_DONE
     try:
@@ -81,7 +83,7 @@ def main() -> None:
             speaker = "" if rank == "0" or isinstance(error, PeerLostError) else f"rank {rank}: "
             kind = "" if isinstance(error, PreemptedError) else "error: "
             with contextlib.suppress(OSError):  # a terminal that was closed
-                sys.stderr.write(f"{kind}{speaker}{error}\n")  # in one call, as other ranks write too
+                sys.stderr.write(f"{kind}{speaker}{indented(str(error))}\n")  # in one call, as other ranks write too
                 sys.stderr.flush()
     if "vitscale.training.distributed" in sys.modules:
         sys.modules["vitscale.training.distributed"].finish(code)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from vitscale.errors import DataError, RecipeError, StorageError
+from vitscale.safe_text import without_secrets
 from vitscale.storage import base_name, is_url, open_stream, patiently
 
 _BLOCK_BYTES = 1 << 20
@@ -92,8 +93,8 @@ def reading(where: str) -> Iterator[None]:
 
 
 def clean_path(path: str) -> str:
-    """A path or URL as the key of an image: without scheme, leading / or upward steps."""
-    inside = path.partition("://")[2] if is_url(path) else path
+    """A path or URL as the key of an image: without scheme, secrets, leading / or upward steps."""
+    inside = without_secrets(path).partition("://")[2] if is_url(path) else path
     return posixpath.normpath(f"/{inside}").lstrip("/")
 
 

@@ -15,6 +15,7 @@ import typer
 from vitscale.cli.entry import EXIT_INTERRUPTED
 from vitscale.errors import EXIT_DONE, DataError, RecipeError, VitscaleError
 from vitscale.files.durable import forbid_writing_by_everybody
+from vitscale.safe_text import indented, protect_output, shown
 
 HELP = {"help_option_names": ["-h", "--help"]}
 """A command's settings, which its subcommands inherit."""
@@ -63,6 +64,7 @@ def run(app: typer.Typer) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     forbid_writing_by_everybody()
     output = _open_output()
+    protect_output()
     code: Any = EXIT_DONE
     try:
         try:
@@ -105,7 +107,7 @@ def _call(app: typer.Typer) -> int:
     try:
         return readable_command(app)(standalone_mode=False) or EXIT_DONE
     except _UsageError as error:
-        error.message = _in_our_words(error.message)
+        error.message = shown(_in_our_words(error.message))
         error.show()
         return error.exit_code
 
@@ -121,7 +123,7 @@ def _in_our_words(message: str) -> str:
 def _complain(message: str) -> None:
     with contextlib.suppress(OSError):
         if sys.stderr is not None:
-            sys.stderr.write(f"error: {message}\n")
+            sys.stderr.write(f"error: {indented(message)}\n")
             sys.stderr.flush()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from vitscale.errors import DataError, RecipeError
+from vitscale.safe_text import without_secrets
 from vitscale.storage import is_url, without_file_scheme
 
 
@@ -105,6 +106,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 text file, complete or not at all. Raises OSError."""
+    """Write a UTF-8 text file, complete or not at all, without secrets of URLs. Raises OSError."""
     with durable_file(path) as file:
-        file.write(text.encode("utf-8"))
+        file.write(without_secrets(text).encode("utf-8"))

@@ -103,7 +103,7 @@ class ShardEntry(_Strict):
 
     @model_validator(mode="after")
     def _possible(self) -> "ShardEntry":
-        if not self.path or self.path.startswith("/") or "\0" in self.path:
+        if not self.path or self.path.startswith("/") or any(char < " " for char in self.path):
             raise ValueError(f"path {self.path!r} is not relative to the manifest")
         if not 0 <= self.num_selected <= self.samples:
             raise ValueError(f"select {self.select} does not fit {self.samples} samples")
