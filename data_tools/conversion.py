@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy
 import PIL
-from rich.console import Console
 from rich.markup import escape
 
 from data_tools.conversion_plan import ConversionPlan
@@ -36,6 +35,7 @@ from vitscale import storage
 from vitscale.errors import DataError, RecipeError
 from vitscale.files.durable import make_folder
 from vitscale.shards import Manifest
+from vitscale.table import Console
 from vitscale.wording import counted
 
 

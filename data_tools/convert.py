@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -33,6 +32,7 @@ from vitscale.cli.entry import EXIT_INTERRUPTED
 from vitscale.errors import RecipeError, VitscaleError
 from vitscale.shards import DEFAULT_CAPACITY
 from vitscale.shards.beton import expected_bytes
+from vitscale.table import Console
 from vitscale.wording import counted
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

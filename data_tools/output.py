@@ -27,6 +27,7 @@ from typing import Any
 from vitscale import storage
 from vitscale.errors import RecipeError
 from vitscale.files.durable import durable_file, make_folder, write_text
+from vitscale.safe_text import without_secrets
 from vitscale.shards import MANIFEST_NAME
 from vitscale.shards.decisions import DECISIONS_NAME
 from vitscale.shards.provenance import REJECTS_NAME
@@ -73,7 +74,7 @@ class Output:
             raise RecipeError(f"OUT {where}: expected a URL with a path, such as s3://bucket/dataset")
         where = where.rstrip("/") or where
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        digest = hashlib.sha256(where.encode()).hexdigest()[:16]
+        digest = hashlib.sha256(without_secrets(where).encode()).hexdigest()[:16]
         return cls(where, (work or cache / "vitscale") / f"convert-{digest}")
 
     @property

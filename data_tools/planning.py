@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from rich.console import Console
 from rich.markup import escape
 
 from data_tools.conversion_plan import ConversionPlan, write_plan
@@ -31,9 +30,9 @@ from data_tools.request import Request, refuse_changed
 from data_tools.shard_task import Reader
 from data_tools.shuffle import order_images
 from data_tools.sources import Source
-from vitscale import storage
 from vitscale.errors import RecipeError
 from vitscale.files.durable import write_text
+from vitscale.table import Console
 
 _VERSION = 2
 _REQUEST_FILE = "request.json"
@@ -209,7 +208,7 @@ class Planner:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             write_text(folder / _REQUEST_FILE, listed)
-        say(self.console, f"listing {escape(storage.without_secrets(self.request.src))}")
+        say(self.console, f"listing {escape(self.request.src)}")
         parts = self._parts()
         tasks = []
         for number, (name, state) in enumerate(parts[: len(source.parts)]):

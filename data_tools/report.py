@@ -5,9 +5,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from vitscale.table import Console
 
 _LINE_SECONDS = 10.0
 

@@ -14,6 +14,7 @@ from data_tools.sources.source import IMAGE_SUFFIXES
 from data_tools.splits import SplitRule
 from vitscale import storage
 from vitscale.errors import RecipeError
+from vitscale.safe_text import without_secrets
 from vitscale.shards import DEFAULT_CAPACITY
 
 
@@ -69,7 +70,7 @@ class Request:
         for name, value in asdict(replace(self, dedup=())).items():
             flat |= value if isinstance(value, dict) else {name: value}
         flat["dedup_against"] = [index.title for index in self.dedup]
-        flat["src"] = storage.without_secrets(self.src)
+        flat |= {name: without_secrets(flat[name]) for name in ("src", "labels") if flat.get(name)}
         flat["splits"] = [f"{rule.name}={rule.described()}" for rule in self.splits]
         if self.classes is not None:
             digest = hashlib.sha256(json.dumps(self.classes).encode()).hexdigest()
@@ -79,10 +80,11 @@ class Request:
     def listed(self) -> dict[str, Any]:
         """The options that the list of images and the order within a spool depend on, as plain values."""
         labels = self.source.labels and fingerprint(self.source.labels)
-        asked = {"src": self.src, "kind": self.kind, "seed": self.shuffle_seed}
+        asked = {"src": without_secrets(self.src), "kind": self.kind, "seed": self.shuffle_seed}
         if self.taken is not None:
             asked["taken"] = self.taken
-        return asked | asdict(self.source) | {"state_of_labels": labels}
+        asked |= asdict(self.source) | {"state_of_labels": labels}
+        return asked | {"labels": self.source.labels and without_secrets(self.source.labels)}
 
     def manifest_options(self, split: str, shard_samples: int) -> dict[str, Any]:
         """The options that change the dataset's content, for its manifest."""

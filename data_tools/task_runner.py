@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-
 from data_tools.conversion_plan import ConversionPlan
 from data_tools.engines.task import Run
 from data_tools.finishing import refuse_rejects
@@ -12,6 +10,7 @@ from data_tools.output import Output
 from data_tools.report import ProgressDisplay
 from data_tools.request import Request
 from data_tools.shard_task import Reader, ShardReport, ShardTask
+from vitscale.table import Console
 from vitscale.wording import counted
 
 

@@ -15,6 +15,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 # From the ground up. Rooms of one layer do not know each other.
 LAYERS = (
+    {"safe_text"},
     {"vitscale", "block", "errors", "heartbeat", "machine", "operations", "table", "weight_formats", "wording"},
     {"extensions"},
     {"families", "interruption", "native", "ranks", "ray_cluster", "storage", "vtab"},
@@ -34,8 +35,8 @@ LAYERS = (
 # Rooms that know less than what lies below them.
 KNOWS_ONLY = {
     "data_tools": {
-        *("vitscale", "errors", "files", "images", "machine", "ray_cluster", "recipe", "shards", "storage", "table"),
-        *("vtab", "wording"),
+        *("vitscale", "errors", "files", "images", "machine", "ray_cluster", "recipe", "safe_text", "shards"),
+        *("storage", "table", "vtab", "wording"),
     }
 }
 # Packages that only these rooms know. Whatever else has to start at once does not load them.

@@ -6,6 +6,8 @@ where, what was expected and what to do. Everything else is a bug and keeps its 
 
 from typing import Self
 
+from vitscale.safe_text import shown
+
 EXIT_DONE = 0
 
 
@@ -14,6 +16,9 @@ class VitscaleError(Exception):
 
     exit_code = 1
     is_on_all_ranks = False
+
+    def __str__(self) -> str:
+        return shown(super().__str__())
 
     def on_all_ranks(self) -> Self:
         """Mark an error that every rank of a run raises alike, so that one of them may report it for all."""

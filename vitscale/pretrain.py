@@ -33,6 +33,7 @@ from vitscale.launch import read_environment  # noqa: E402
 from vitscale.machine import share_cores  # noqa: E402
 from vitscale.recipe import Recipe, load_recipe, override, smoke_form  # noqa: E402
 from vitscale.runs.names import default_run_dir  # noqa: E402
+from vitscale.safe_text import indented, protect_output  # noqa: E402
 
 if TYPE_CHECKING:
     from vitscale.training.distributed import World
@@ -71,6 +72,7 @@ def main() -> None:
     options = parse_arguments()
     forbid_writing_by_everybody()
     share_cores()
+    protect_output()
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # the stacks of all threads to standard error
     code = EXIT_DONE
     try:
@@ -83,7 +85,7 @@ def main() -> None:
             speaker = "" if rank == "0" or isinstance(error, PeerLostError) else f"rank {rank}: "
             kind = "" if isinstance(error, PreemptedError) else "error: "
             with contextlib.suppress(OSError):  # a terminal that was closed
-                sys.stderr.write(f"{kind}{speaker}{error}\n")  # in one call, as other ranks write too
+                sys.stderr.write(f"{kind}{speaker}{indented(str(error))}\n")  # in one call, as other ranks write too
                 sys.stderr.flush()
     if "vitscale.training.distributed" in sys.modules:
         sys.modules["vitscale.training.distributed"].finish(code)

@@ -81,16 +81,6 @@ def without_file_scheme(where: str) -> str:
     return where.removeprefix("file://") if where.startswith("file:///") else where
 
 
-def without_secrets(where: str) -> str:
-    """A URL without what may grant access: user, password, and signatures in the query. A path stays unchanged."""
-    if not is_url(where):
-        return where
-    scheme, _, rest = where.partition("://")
-    host, slash, path = rest.partition("/")
-    is_web = scheme.lower() in ("http", "https")  # elsewhere ? may be part of a name or a pattern
-    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path.partition('?')[0] if is_web else path}"
-
-
 def join(where: str, name: str) -> str:
     """The path or URL of `name` in the folder `where`."""
     return f"{where.rstrip('/')}/{name}" if is_url(where) else os.path.join(where, name)  # noqa: PTH118

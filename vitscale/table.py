@@ -3,20 +3,44 @@
 import csv
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import rich.console
 from rich import box
-from rich.console import Console
 from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from vitscale.safe_text import SafeStream, shown
 
 Form = Literal["table", "json", "csv", "markdown"]
 Row = dict[str, Any]
 
 _UNLIMITED = 2**20  # characters in a line
+
+
+class Console(rich.console.Console):
+    """rich's console, whatever is printed there `shown`: of control characters, only rich's own reach a terminal."""
+
+    def __init__(self, *, stderr: bool = False, **options: Any) -> None:
+        stream = sys.stderr if stderr else sys.stdout
+        if isinstance(stream, SafeStream):
+            options.setdefault("file", stream.rich_proxied_file)
+        super().__init__(stderr=stderr, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """A text from a string."""
+        return super().render_str(shown(text), **options)
+
+    def render(self, renderable: Any, options: rich.console.ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The segments of what is printed, part by part."""
+        if isinstance(renderable, Text) and (safe := shown(renderable.plain)) != renderable.plain:
+            renderable = renderable.copy()
+            renderable.plain = safe
+        return super().render(renderable, options)
 
 
 @dataclass(frozen=True)
@@ -161,11 +185,6 @@ def fitted(console: Console, results: ResultTable, room: int) -> tuple[Table, li
         columns.remove(hidden[-1])
         table = _table(results, columns)
     return table, hidden
-
-
-def printable(text: str) -> str:
-    """Text with its unprintable characters escaped, so that nothing in it controls a terminal."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _width(console: Console, table: Table) -> int:

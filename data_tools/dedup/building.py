@@ -19,9 +19,9 @@ from data_tools.engines.task import Task, Tick
 from data_tools.images import Reject, store_image
 from data_tools.sources import Source
 from data_tools.sources.source import without_surrogates
-from vitscale import storage
 from vitscale.errors import DataError, RecipeError
 from vitscale.files.durable import new_folder
+from vitscale.safe_text import without_secrets
 from vitscale.wording import counted
 
 # Images per task, and the bytes that they may have in a stream: a waiting task is held in memory.
@@ -131,7 +131,7 @@ def _build(
             raise DataError(f"TESTSET {one.src}: no images" + (f" ({why})" if why else ""))
         test_set = TestSet(
             name=without_surrogates(one.name),  # an index's JSON is UTF-8
-            source=without_surrogates(storage.without_secrets(one.src)),
+            source=without_surrogates(without_secrets(one.src)),
             preset=preset,
             level=level if settings.near else 0,
             images=sum(piece.images for piece in found),

@@ -31,10 +31,10 @@ from data_tools.engines.task import Progress, Run, Tick
 from vitscale.errors import DataError, RecipeError
 from vitscale.files.digests import file_digests
 from vitscale.files.durable import new_folder
+from vitscale.safe_text import without_secrets
 from vitscale.shards import Manifest
 from vitscale.shards.decisions import DECISIONS_NAME, read_decisions, write_decisions
 from vitscale.shards.opening import known_manifest
-from vitscale.storage import without_secrets
 
 FOUND_NAME = "found.json"
 CONTAMINATED_NAME = "contaminated.csv"

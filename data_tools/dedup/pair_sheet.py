@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw, ImageFont
 from data_tools.dedup.closest import Pair
 from data_tools.dedup.pictures import SIDE
 from vitscale.files.durable import durable_file
-from vitscale.shards.contact_sheet import printable
+from vitscale.safe_text import printable
 
 _COLUMNS = 4  # pairs side by side
 _GAP, _BETWEEN = 18, 4

@@ -18,7 +18,7 @@ from data_tools.dedup.pair_sheet import write_pair_sheet
 from data_tools.dedup.tail import Estimate, Expected, amount, expected_false
 from data_tools.dedup.tally import Tally
 from vitscale.files.durable import durable_file
-from vitscale.shards.contact_sheet import printable
+from vitscale.safe_text import printable
 from vitscale.wording import counted
 
 REPORT_NAME = "report.json"

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -24,6 +24,7 @@ from data_tools.sources.fields import IMAGE_NAMES, NO_LABELS, choose_image, choo
 from data_tools.sources.parts import clean_path, open_unzipped, reading
 from data_tools.sources.source import IMAGE_SUFFIXES, Item, SourceOptions, numbered_label, refuse_too_large
 from vitscale.errors import DataError, RecipeError
+from vitscale.safe_text import without_secrets
 from vitscale.storage import is_url, read_bytes
 from vitscale.wording import counted
 
@@ -38,7 +39,9 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class ImageListSource:
-    """Images named by lists. Content is a path or URL as written in the list, in UTF-8."""
+    """Images named by lists. Content is a path or URL as written in the list, in UTF-8; of a URL with secrets, a zero
+    byte and what is left without them: the list alone has them.
+    """
 
     parts: tuple[str, ...]
     options: SourceOptions
@@ -48,10 +51,11 @@ class ImageListSource:
     def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
         where = self.parts[part]
         with reading(where), closing(open_unzipped(where)) as file:
-            yield from _rows(file, where, self.options)
+            for key, labels, path in _rows(file, where, self.options):
+                yield Item(key, labels, _bare(path))
 
     def read(self, part: int, content: bytes) -> bytes:
-        path = content.decode()
+        path = (_with_secrets(self, part)[content] if content.startswith(b"\0") else content).decode()
         try:
             where = path if is_url(path) else _beside(self.parts[part], path)
             if not is_url(where):
@@ -72,6 +76,19 @@ def open_image_list(src: str, files: Sequence[str], options: SourceOptions) -> I
         with reading(where), closing(open_unzipped(where)) as file:
             next(_rows(file, where, options), None)
     return ImageListSource(tuple(files), options)
+
+
+def _bare(path: bytes) -> bytes:
+    bare = without_secrets(path.decode()).encode() if b"=" in path or b"@" in path else path
+    return path if bare == path else b"\0" + bare
+
+
+@cache
+def _with_secrets(source: ImageListSource, part: int) -> dict[bytes, bytes]:
+    """Content of a list's images whose URLs have secrets -> their paths or URLs as written."""
+    where = source.parts[part]
+    with reading(where), closing(open_unzipped(where)) as file:
+        return {_bare(item.content): item.content for item in _rows(file, where, source.options)}
 
 
 def _beside(where: str, path: str) -> str:
@@ -97,10 +114,11 @@ def _rows(file: io.BufferedReader, where: str, options: SourceOptions) -> Iterat
 
 def _key(path: str, where: str, line: int) -> str:
     # Nearly all paths are clean already, and this runs for every row.
-    if path and path[0] not in "./" and "/." not in path and "//" not in path:
+    if path and path[0] not in "./" and "/." not in path and "//" not in path and "=" not in path:
         return path
     folder = f"{posixpath.dirname(where)}/"  # keys of images below the list's own folder are relative to it
     key = clean_path(path.removeprefix(folder))
+    key = without_secrets(key) if is_url(where) else key
     if not key:
         raise DataError(f"{where}, line {line}: no path of an image")
     return key

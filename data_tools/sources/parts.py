@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 from vitscale.errors import DataError, RecipeError, StorageError
 from vitscale.files.unpacked import refuse_growth
+from vitscale.safe_text import without_secrets
 from vitscale.storage import base_name, is_url, open_stream, patiently
 
 _BLOCK_BYTES = 1 << 20
@@ -114,8 +115,8 @@ def reading(where: str) -> Iterator[None]:
 
 
 def clean_path(path: str) -> str:
-    """A path or URL as the key of an image: without scheme, leading / or upward steps."""
-    inside = path.partition("://")[2] if is_url(path) else path
+    """A path or URL as the key of an image: without scheme, secrets, leading / or upward steps."""
+    inside = without_secrets(path).partition("://")[2] if is_url(path) else path
     return posixpath.normpath(f"/{inside}").lstrip("/")
 
 

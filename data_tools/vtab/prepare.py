@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from data_tools.conversion import convert
 from data_tools.images import ImageOptions
@@ -28,6 +27,7 @@ from data_tools.vtab.tasks import Takes
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import MANIFEST_NAME, Manifest
 from vitscale.shards.opening import open_shard
+from vitscale.table import Console
 
 SMALL, TEST = "train800val200", "test"
 VIEWS = ("train800", "val200")

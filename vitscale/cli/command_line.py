@@ -16,6 +16,7 @@ from vitscale.cli.entry import EXIT_INTERRUPTED
 from vitscale.errors import EXIT_DONE, DataError, RecipeError, VitscaleError
 from vitscale.files.durable import forbid_writing_by_everybody
 from vitscale.machine import share_cores
+from vitscale.safe_text import indented, protect_output, shown
 
 HELP = {"help_option_names": ["-h", "--help"]}
 """A command's settings, which its subcommands inherit."""
@@ -65,6 +66,7 @@ def run(app: typer.Typer) -> None:
     forbid_writing_by_everybody()
     share_cores()
     output = _open_output()
+    protect_output()
     code: Any = EXIT_DONE
     try:
         try:
@@ -107,7 +109,7 @@ def _call(app: typer.Typer) -> int:
     try:
         return readable_command(app)(standalone_mode=False) or EXIT_DONE
     except _UsageError as error:
-        error.message = _in_our_words(error.message)
+        error.message = shown(_in_our_words(error.message))
         error.show()
         return error.exit_code
 
@@ -123,7 +125,7 @@ def _in_our_words(message: str) -> str:
 def _complain(message: str) -> None:
     with contextlib.suppress(OSError):
         if sys.stderr is not None:
-            sys.stderr.write(f"error: {message}\n")
+            sys.stderr.write(f"error: {indented(message)}\n")
             sys.stderr.flush()
 
 

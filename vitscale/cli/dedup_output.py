@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from data_tools.dedup.embedding import Embedder
@@ -20,7 +19,9 @@ from data_tools.sources.source import Source
 from vitscale import storage
 from vitscale.cli.shards_output import interruptible, plain
 from vitscale.errors import DataError, RecipeError
+from vitscale.safe_text import without_secrets
 from vitscale.shards import MANIFEST_NAME, Manifest
+from vitscale.table import Console
 from vitscale.wording import counted
 
 _NAMED = re.compile(r"([^/=:]+)=(.+)", re.DOTALL)
@@ -199,6 +200,7 @@ def _named(testsets: Sequence[str]) -> list[tuple[str, str]]:
 
 def _name_of(src: str) -> str:
     """The last part of a path or URL, without suffixes."""
+    src = without_secrets(src)
     if storage.base_name(src) == MANIFEST_NAME:
         src = src.rstrip("/").removesuffix(MANIFEST_NAME)
     name = storage.base_name(src if storage.is_url(src) else str(Path(src).absolute()))

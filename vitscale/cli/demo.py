@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from vitscale.errors import RecipeError, VitscaleError
@@ -17,6 +16,7 @@ from vitscale.runs.metrics import MetricsLog
 from vitscale.runs.names import METRICS_FILE
 from vitscale.shards import Manifest
 from vitscale.shards.contact_sheet import contact_sheet, first_samples
+from vitscale.table import Console
 
 _MARKER = ".vitscale-demo"
 _STOP_AT = 150

@@ -14,11 +14,10 @@ def doctor(
 
     Ends with 0, or with 2 where something would stop runs.
     """
-    from rich.console import Console
-
     from vitscale.doctor import examine
     from vitscale.errors import RecipeError
-    from vitscale.table import Column, ResultTable, printable, render
+    from vitscale.safe_text import printable
+    from vitscale.table import Column, Console, ResultTable, render
 
     with Console(stderr=True).status("looking"):  # seen on a terminal only
         findings = list(examine(folder))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vitscale.cli.prediction import image_files, pictures_of
@@ -22,6 +21,7 @@ from vitscale.inspection.output import PAGE, write
 from vitscale.inspection.speed import Throughput, speed_figure, throughputs
 from vitscale.page import check_drawing
 from vitscale.shards import MANIFEST_NAME
+from vitscale.table import Console
 
 Open = Callable[[Path], AbstractContextManager[FinishedModel]]
 

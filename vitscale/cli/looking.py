@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from vitscale.errors import DataError, RecipeError, VitscaleError
+from vitscale.safe_text import printable, without_secrets
 from vitscale.storage import read_text
 from vitscale.wording import counted
 
@@ -177,8 +178,8 @@ def features(
     with opened(source, step, no_ema, settings, model, image_size, None, batch, precision, max_memory) as finished:
         manifest = finished.dataset(dataset)
         about = {
-            "source": str(source),
-            "dataset": manifest.where,
+            "source": without_secrets(str(source)),
+            "dataset": without_secrets(manifest.where),
             "dataset_sha256": manifest.sha256,
             "class_names": list(manifest.class_names),
             "policy": finished.policy(crop),
@@ -221,13 +222,14 @@ def predict(
             if not finished.accelerator.is_main_process:
                 continue
             if as_json:
-                print(json.dumps(found.plain(), ensure_ascii=False))
+                line = json.dumps(found.plain(), ensure_ascii=False)
+                print(line if line.isprintable() else json.dumps(found.plain()))
             elif found.problem is not None:
-                print(f"{found.file}: {found.problem}", file=sys.stderr)
+                print(printable(f"{found.file}: {found.problem}"), file=sys.stderr)
             else:
-                print(found.file)
+                print(printable(str(found.file)))
                 for name, probability in found.classes:
-                    print(f"  {probability:8.2%}  {name}")
+                    print(f"  {probability:8.2%}  {printable(name)}")
         if failed:
             raise DataError(f"{failed} of {len(files)} images cannot be read").on_all_ranks()
 

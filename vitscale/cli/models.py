@@ -3,12 +3,12 @@
 import json
 from dataclasses import asdict, dataclass
 
-from rich.console import Console
 from rich.table import Table
 
 from vitscale.errors import RecipeError
 from vitscale.families import REGISTRY, model_of
 from vitscale.flops import model_work
+from vitscale.table import Console
 from vitscale.wording import counted
 
 

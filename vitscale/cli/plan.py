@@ -55,14 +55,13 @@ def plan(
 
     By every ZeRO stage, recomputation and micro-batch; on paper, nothing is run.
     """
-    from rich.console import Console
-
     from vitscale.cli.plan_output import show_plan
     from vitscale.errors import RecipeError
     from vitscale.flops.estimate import estimate
     from vitscale.flops.hardware import find_device
     from vitscale.flops.reports import check_known
     from vitscale.recipe import load_recipe
+    from vitscale.table import Console
 
     for option, value in {"--network": network, "--memory": memory, "--storage": storage, "--mtbf": mtbf}.items():
         if value is not None and not 0 < value <= 1e9:

@@ -24,9 +24,8 @@ def prove(
 
     Gradients, updates, moments, averages and weights each have a limit, which follows from the number formats.
     """
-    from rich.console import Console
-
     from vitscale.proof.proving import prove_recipe
+    from vitscale.table import Console
 
     console = Console(stderr=True)
     found = prove_recipe(

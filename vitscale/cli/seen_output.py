@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from rich.console import Console
 
 from vitscale.cli.asked import Asked, asked_samples
 from vitscale.errors import RecipeError
 from vitscale.files.durable import new_folder
 from vitscale.replay.seen import History, SampleLocation, Sighting
+from vitscale.table import Console
 from vitscale.wording import counted
 
 _SHOWN = 20  # sightings of a sample that are printed

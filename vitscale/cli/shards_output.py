@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from vitscale.cli.entry import EXIT_INTERRUPTED
 from vitscale.errors import DataError, RecipeError
 from vitscale.files.durable import durable_file
+from vitscale.safe_text import printable
 from vitscale.shards import MANIFEST_NAME, Manifest
 from vitscale.storage import without_file_scheme
-from vitscale.table import printable
+from vitscale.table import Console
 from vitscale.wording import counted
 
 _LINE_SECONDS = 10.0

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -18,9 +18,10 @@ from rich.text import Text
 from vitscale.cli.command_line import reader_is_gone
 from vitscale.cli.entry import EXIT_INTERRUPTED
 from vitscale.errors import VitscaleError
+from vitscale.safe_text import indented, printable
 from vitscale.status import NoRunYetError, RunReader, RunStatus
 from vitscale.status.liveness import duration
-from vitscale.table import Column, ResultTable, Row, fitted, hours, number, percent, printable, short
+from vitscale.table import Column, Console, ResultTable, Row, fitted, hours, number, percent, short
 from vitscale.wording import counted
 
 _EVERY_S = 2.0
@@ -118,7 +119,7 @@ def _errors(outcomes: Mapping[str, Outcome]) -> list[VitscaleError]:
 
 
 def _complain(error: VitscaleError) -> None:
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {indented(str(error))}", file=sys.stderr)
 
 
 def _end(outcomes: Mapping[str, Outcome]) -> None:

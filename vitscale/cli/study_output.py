@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -25,7 +24,7 @@ from vitscale.studies.reading import find_study, load_study
 from vitscale.studies.results import RESULTS_FILE
 from vitscale.studies.running import Progress, StudyRun
 from vitscale.studies.slurm import SlurmEngine
-from vitscale.table import Column, ResultTable, Row, render
+from vitscale.table import Column, Console, ResultTable, Row, render
 
 _LOOK_EVERY_SECONDS = 2.0
 

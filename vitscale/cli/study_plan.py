@@ -4,13 +4,11 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-
 from vitscale.errors import RecipeError
 from vitscale.flops.hardware import find_device
 from vitscale.studies.expansion import expand
 from vitscale.studies.reading import find_study, load_study
-from vitscale.table import Column, ResultTable, hours, number, render, short
+from vitscale.table import Column, Console, ResultTable, hours, number, render, short
 from vitscale.wording import counted
 
 _COLUMNS = (

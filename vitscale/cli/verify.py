@@ -24,9 +24,8 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per finding.")] = False,
 ) -> None:
     """Check a run against its own files, and by taking some of its steps again."""
-    from rich.console import Console
-
     from vitscale.replay.verifying import verify_run
+    from vitscale.table import Console
 
     console, unsound = Console(stderr=True), []
     for finding in verify_run(

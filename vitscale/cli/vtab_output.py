@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from data_tools.machine import Machine
@@ -13,7 +12,8 @@ from data_tools.vtab.ids import IDS_NAME, Ids
 from data_tools.vtab.prepare import DATASETS, Prepared, is_prepared, prepare, verify_prepared
 from data_tools.vtab.tasks import ORIGINS
 from vitscale.errors import DataError, RecipeError, VitscaleError
-from vitscale.table import Column, ResultTable, Row, printable, render
+from vitscale.safe_text import printable
+from vitscale.table import Column, Console, ResultTable, Row, render
 from vitscale.vtab import TASKS
 from vitscale.wording import counted
 

@@ -17,6 +17,7 @@ from vitscale.replay.seen import History
 from vitscale.replay.without import branch_recipe, cost_of, drawn_from, is_finished, start_before
 from vitscale.runs.metrics import MetricsLog
 from vitscale.runs.names import METRICS_FILE
+from vitscale.safe_text import without_secrets
 from vitscale.storage import is_url, join, without_file_scheme
 from vitscale.wording import counted
 
@@ -79,7 +80,7 @@ def leave_out(samples: Sequence[str], run: Path, out: str | None, root: str | No
     beside: dict[str, bytes] = {}
     if needs_branch:
         recipe = branch_recipe(history, start, where, root)
-        beside[RECIPE_NAME] = yaml.safe_dump(recipe.dump(), sort_keys=False).encode()
+        beside[RECIPE_NAME] = without_secrets(yaml.safe_dump(recipe.dump(), sort_keys=False)).encode()
         found["recipe"] = join(where, RECIPE_NAME)
         of_branch = run.with_name(f"{run.resolve().name}-without")
         found["command"] = shell_line(["vitscale", "launch", found["recipe"], "--run-dir", str(of_branch)])

@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 from vitscale.errors import DataError, RecipeError
 from vitscale.files.locks import lock, try_lock
+from vitscale.safe_text import without_secrets
 from vitscale.storage import is_url, without_file_scheme
 
 _LOCK = "lock"  # in the part of a folder
@@ -193,6 +194,6 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 text file, complete or not at all. Raises OSError."""
+    """Write a UTF-8 text file, complete or not at all, without secrets of URLs. Raises OSError."""
     with durable_file(path) as file:
-        file.write(text.encode("utf-8"))
+        file.write(without_secrets(text).encode("utf-8"))

@@ -17,6 +17,7 @@ from typing import Any, Self
 from vitscale.launch.ends import FINAL, End
 from vitscale.launch.rank import RankCommand, RankProcess
 from vitscale.machine import STOPPED, out_of_memory_kills
+from vitscale.safe_text import printable, without_secrets
 from vitscale.wording import counted
 
 # Signals that are passed on -> as what. SIGINT is a person's Ctrl-C, SIGHUP a terminal that was closed.
@@ -40,7 +41,7 @@ _GUARD = 'while read -r group; do groups="$groups -$group"; done; kill -s KILL -
 def say(message: str) -> None:
     """One line of the supervisor's own. A terminal that is gone is no reason to fail."""
     with contextlib.suppress(OSError):
-        os.write(2, f"launch: {message}\n".encode())
+        os.write(2, f"launch: {printable(without_secrets(message))}\n".encode())
 
 
 class Supervisor:

@@ -11,17 +11,19 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 import vitscale
 from vitscale.page.drawing import SERIES
 from vitscale.page.parts import Section
+from vitscale.safe_text import without_secrets
 
 
 def page_text(title: str, subtitle: str, sections: Sequence[Section]) -> str:
     """The HTML document. `subtitle` is a line below the title: what this is, and about what."""
-    return _template().render(
+    page = _template().render(
         title=title,
         subtitle=subtitle,
         sections=[(f"part-{index}", section) for index, section in enumerate(sections, start=1)],
         series=SERIES,
         version=vitscale.__version__,
     )
+    return without_secrets(page)
 
 
 @cache

@@ -25,6 +25,7 @@ from vitscale.proof.small_form import STEPS
 from vitscale.ranks import gather, gather_rows
 from vitscale.recipe import Recipe, load_recipe
 from vitscale.runs.names import RECIPE_FILE
+from vitscale.safe_text import protect_output
 from vitscale.training import distributed, fragments
 from vitscale.training.applied_gradients import AppliedGradients, GradientPiece
 from vitscale.training.attention import preferred_attention
@@ -160,6 +161,7 @@ class Prover:
 def main() -> None:
     """Entry point of a rank."""
     os.dup2(2, 1)  # the proof's own output is the parent's
+    protect_output()
     folder, code = Path(sys.argv[1]), 0
     rank, size, local_rank, _ = read_environment()
     try:

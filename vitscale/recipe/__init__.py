@@ -36,6 +36,7 @@ from vitscale.recipe.reading import (
     recipe_name,
     recipe_title,
     recipes_dir,
+    refuse_secrets,
     validate_model,
     validate_recipe,
 )
@@ -101,6 +102,7 @@ __all__ = [
     "recipe_sha256",
     "recipe_title",
     "recipes_dir",
+    "refuse_secrets",
     "smoke_form",
     "validate_model",
     "validate_recipe",

@@ -5,6 +5,7 @@ valid one.
 """
 
 import difflib
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -16,11 +17,13 @@ from pydantic import TypeAdapter, create_model
 from vitscale.block import Block, Contradictions
 from vitscale.errors import RecipeError
 from vitscale.families import Model, ModelBlock, by_name
+from vitscale.recipe.comparing import changes
 from vitscale.recipe.durations import Duration
 from vitscale.recipe.fields import blocks, keys, keys_in, nearest, without_indices
 from vitscale.recipe.objectives import DEFAULT_KIND
 from vitscale.recipe.schema import Recipe
 from vitscale.recipe.strict_yaml import parse_yaml, read_yaml
+from vitscale.safe_text import without_secrets
 from vitscale.wording import describe_expected, shortened
 
 _Block = TypeVar("_Block")
@@ -196,7 +199,22 @@ def load_recipe(recipe: str | Path, settings: Sequence[str] = ()) -> Recipe:
         RecipeError: one message that lists everything that is wrong.
     """
     path = find_recipe(recipe)
-    return override(read_content(path), settings, str(path))
+    return refuse_secrets(override(read_content(path), settings, str(path)), str(path))
+
+
+def refuse_secrets(recipe: Recipe, where: str) -> Recipe:
+    """The same recipe. Raises `RecipeError` if a URL in it has a password or token, as it is copied to many places."""
+    dumped = recipe.dump()
+    text = json.dumps(dumped)
+    if (bare := without_secrets(text)) == text:
+        return recipe
+    keys = ", ".join(key for key, _, _ in changes(dumped, json.loads(bare)))
+    raise RecipeError(
+        f"{where}: {keys}: a URL with a password, token or signature. A recipe is copied into the run's directory and "
+        "its checkpoints. Leave the secret out of the URL, and set it in fsspec's configuration (a file in "
+        "~/.config/fsspec, or variables such as FSSPEC_SFTP_PASSWORD) or in the variables of the protocol "
+        "(AWS_SECRET_ACCESS_KEY); for datasets, the URL may also be in VITSCALE_DATA_ROOT or datasets.yaml"
+    )
 
 
 def override(content: dict[str, Any], settings: Sequence[str], where: str) -> Recipe:

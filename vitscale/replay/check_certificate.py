@@ -9,16 +9,20 @@ one root of a Merkle tree as in RFC 6962 (leaves: SHA-256 of a zero byte and the
 both children). Whoever has published the root has published everything.
 
 Exit code 0: all that was looked at is as the certificate says. 1: something is not, and is named. 2: it cannot be read.
+It has to list at least the run's recipe, metrics and DONE, a checkpoint, and the manifest of the training data.
 """
 
+import errno
 import hashlib
 import json
+import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 VERSION = 1
+_NEEDED = ("run/recipe.yaml", "run/metrics.jsonl", "run/DONE", "train/manifest.json")
 _BLOCK = 1 << 22
 
 
@@ -51,6 +55,8 @@ def root_of(certificate: dict[str, Any]) -> str:
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file in hexadecimal, computed in bounded memory."""
     digest = hashlib.sha256()
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe would never end
+        raise OSError(errno.EINVAL, "is not a regular file")
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)
@@ -68,6 +74,10 @@ def check(certificate: dict[str, Any], places: dict[str, str]) -> tuple[list[str
     root = root_of(certificate)
     if root != certificate["root"]:
         wrong.append(f"certificate: its content has the root {root}; it says {certificate['root']}")
+    names = {entry["name"] for entry in certificate["files"]}
+    wrong += [f"certificate: does not list {name}" for name in _NEEDED if name not in names]
+    if not any(name.endswith("/index.json") for name in names) or len(names) < len(certificate["files"]):
+        wrong.append("certificate: lists no checkpoint, or a file twice")
     unseen = set()
     for entry in certificate["files"]:
         place, _, inside = entry["name"].partition("/")
@@ -81,12 +91,20 @@ def check(certificate: dict[str, Any], places: dict[str, str]) -> tuple[list[str
                 wrong.append(f"{entry['name']}: {size:,} bytes; expected {entry['bytes']:,}")
             elif sha256_of(path) != entry["sha256"]:
                 wrong.append(f"{entry['name']}: its bytes are others")
-        except OSError as error:
-            wrong.append(f"{entry['name']}: {error.strerror}")
+            elif entry["name"] == "run/DONE" and json.loads(path.read_bytes()) != certificate["about"].get("done"):
+                wrong.append("run/DONE: not the result that the certificate claims")
+        except (OSError, ValueError) as error:
+            wrong.append(f"{entry['name']}: {getattr(error, 'strerror', None) or error}")
     return wrong, sorted(unseen)
 
 
+def _say(line: str) -> None:
+    """Print a line; nothing in it controls a terminal."""
+    print("".join(char if char.isprintable() else ascii(char)[1:-1] for char in line))
+
+
 def _read(path: str) -> dict[str, Any]:
+    sha256_of(Path(path))  # raises for what is no regular file
     certificate: dict[str, Any] = json.loads(Path(path).read_text(encoding="ascii"))
     if certificate["version"] != VERSION:
         raise ValueError(f"version {certificate['version']!r}; this program reads {VERSION}")
@@ -96,7 +114,7 @@ def _read(path: str) -> dict[str, Any]:
             raise ValueError(f"{entry['name']!r} is not a file's name")
         if not isinstance(entry["bytes"], int) or not isinstance(entry["sha256"], str):
             raise ValueError(f"{entry['name']!r} has no size and digest")
-    if "about" not in certificate or not isinstance(certificate["root"], str):
+    if not isinstance(certificate["about"], dict) or not isinstance(certificate["root"], str):
         raise ValueError("it has no root, or no entries below it")
     return certificate
 
@@ -107,8 +125,8 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     try:
         certificate = _read(arguments[0])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        print(f"{arguments[0]}: not a certificate: {type(error).__name__}: {error}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        _say(f"{arguments[0]}: not a certificate: {type(error).__name__}: {error}")
         return 2
     places = {"run": str(Path(arguments[0]).resolve().parent)}
     for given in arguments[1:]:
@@ -116,16 +134,16 @@ def main(arguments: Sequence[str]) -> int:
         places[place] = folder
     known = {entry["name"].partition("/")[0] for entry in certificate["files"]}
     if unknown := sorted(places.keys() - known - {"run"}):
-        print(f"{', '.join(unknown)}: no such place; the certificate has {', '.join(sorted(known))}")
+        _say(f"{', '.join(unknown)}: no such place; the certificate has {', '.join(sorted(known))}")
         return 2
     wrong, unseen = check(certificate, places)
     for line in wrong:
-        print(f"BAD  {line}")
+        _say(f"BAD  {line}")
     for place in unseen:
-        print(f"not looked at: {place}; give its folder: {place}=FOLDER")
+        _say(f"not looked at: {place}; give its folder: {place}=FOLDER")
     files = certificate["files"]
     seen = sum(entry["name"].partition("/")[0] in places for entry in files)
-    print(f"{seen:,} of {len(files):,} files looked at, {len(wrong):,} things wrong; root {certificate['root']}")
+    _say(f"{seen:,} of {len(files):,} files looked at, {len(wrong):,} things wrong; root {certificate['root']}")
     return 1 if wrong else 0
 
 

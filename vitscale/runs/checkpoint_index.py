@@ -20,6 +20,7 @@ from vitscale.errors import CheckpointError
 from vitscale.recipe import Recipe
 from vitscale.runs.names import INDEX_FILE, step_folder
 from vitscale.runs.reading import count
+from vitscale.safe_text import without_secrets
 from vitscale.storage import is_url, read_bytes
 from vitscale.wording import describe_mistake
 
@@ -120,7 +121,7 @@ _INDEX = pydantic.TypeAdapter(CheckpointIndex)
 
 def index_text(index: CheckpointIndex) -> str:
     """The content of index.json."""
-    content = asdict(index) | {"schema_version": SCHEMA_VERSION}
+    content = json.loads(without_secrets(json.dumps(asdict(index)))) | {"schema_version": SCHEMA_VERSION}
     if not index.state_shapes:  # so that an older vitscale can read it
         del content["state_shapes"]
         content["schema_version"] = _WITHOUT_STATE_SHAPES

@@ -8,6 +8,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from vitscale.errors import DataError
 from vitscale.images import OK, decode
+from vitscale.safe_text import printable
 from vitscale.shards.manifest import Manifest
 from vitscale.shards.opening import OpenShard, open_shard
 from vitscale.shards.raw import raw_to_rgb
@@ -82,11 +83,6 @@ def contact_sheet(samples: list[Sample], predicted: Mapping[int, str] | None = N
             at = (x + _SIDE / 2, y + _SIDE + line * _LINE + _LINE / 2 + 1)
             draw.text(at, _shortened(text, font), fill=colour, font=font, anchor="mm")
     return sheet
-
-
-def printable(text: str) -> str:
-    """Text that can be drawn and printed in one line: unprintable characters become spaces."""
-    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def _class_text(sample: Sample) -> str:

@@ -32,6 +32,7 @@ from vitscale.errors import DataError
 from vitscale.files.arrays import parse_array
 from vitscale.files.digests import file_digests
 from vitscale.files.durable import write_text
+from vitscale.safe_text import without_secrets
 from vitscale.storage import base_name, is_url, join, read_bytes
 from vitscale.wording import describe_mistake
 
@@ -45,7 +46,7 @@ _CHECKSUM = re.compile(rb'\A\{\n  "checksum": "([0-9a-f]{64})",\n')
 
 
 def _relative(path: str) -> str:
-    if not path or path.startswith("/") or "\0" in path:
+    if not path or path.startswith("/") or any(char < " " for char in path):
         raise ValueError(f"path {path!r} is not relative to the manifest")
     return path
 
@@ -337,7 +338,8 @@ class Manifest(_Strict):
 
     def _content(self) -> bytes:
         # ASCII with escapes: the bytes must not depend on a locale.
-        return (json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True) + "\n").encode("ascii")
+        content = json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True) + "\n"
+        return without_secrets(content).encode("ascii")  # before its checksum is computed, not in `write_text`
 
 
 def schema_version_of(shards: Iterable[ShardEntry]) -> Literal[1, 2]:

@@ -32,7 +32,7 @@ from vitscale.runs.reading import count, number, read_object
 from vitscale.status import recent
 from vitscale.status.liveness import Signs, State, judge
 from vitscale.status.summary import Anomalies, Best, Evaluation, Restarts, RunStatus, Saved
-from vitscale.storage import is_url, without_secrets
+from vitscale.storage import is_url
 
 _MANIFEST = "manifest.json"  # the name in shards.manifest, which would import NumPy
 _SIGNS_OF_A_RUN = (RECIPE_FILE, METRICS_FILE, LAUNCH_FILE, DONE_FILE, CHECKPOINTS)
@@ -118,7 +118,7 @@ class RunReader:
     def _check_is_run(self) -> None:
         directory = self._run
         if is_url(directory):
-            raise RecipeError(f"{without_secrets(directory)}: expected a run's directory on this machine, no URL")
+            raise RecipeError(f"{directory}: expected a run's directory on this machine, no URL")
         try:
             names = set(os.listdir(directory))  # noqa: PTH208 (names are enough)
         except FileNotFoundError:
@@ -247,7 +247,7 @@ class RunReader:
         recipe, run_dir = self._recipe, self._directory
         where = str(run_dir / CHECKPOINTS) if recipe is None else checkpoints_root(recipe, run_dir)
         if is_url(where):
-            return Saved(without_secrets(where), None, None, None, None, None), None
+            return Saved(where, None, None, None, None, None), None
         found = read_checkpoints(Path(where))
         notes += found.problems
         step = found.steps[-1] if found.steps else None

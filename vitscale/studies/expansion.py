@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vitscale.errors import RecipeError, VitscaleError
-from vitscale.recipe import Recipe, find_recipe, override, read_content, recipe_sha256
+from vitscale.recipe import Recipe, find_recipe, override, read_content, recipe_sha256, refuse_secrets
 from vitscale.recipe.strict_yaml import parse_yaml
 from vitscale.storage import is_url
 from vitscale.studies.schema import DEV, MOST_RUNS, DataSet, Part, Selection, Study
@@ -187,7 +187,8 @@ class _Expander:
         path = beside if beside is not None and beside.is_file() else find_recipe(source)
         key = (str(path), *settings)
         if key not in self._valid:
-            self._valid[key] = override(self._content(path), settings, f"parts.{where} ({source})")
+            name = f"parts.{where} ({source})"
+            self._valid[key] = refuse_secrets(override(self._content(path), settings, name), name)
         recipe = self._valid[key]
         if seed is not None:
             settings.append(f"seed={seed}")

@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from types import TracebackType
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+
+from vitscale.table import Console
 
 PLAIN_INTERVAL_S = 30.0
 _STATUS_WIDTH = 66  # of the text beside the bar, without its three numbers of steps

@@ -133,11 +133,17 @@ def refuse_node_options(job: Job, cluster: str) -> None:
         raise RecipeError(f"--node-rank cannot be used with --cluster {cluster}, which numbers the nodes itself")
 
 
+def one_line(line: str) -> str:
+    """A line of a script. Raises `RecipeError` if it would become two, or control a terminal."""
+    if not line.isprintable():
+        raise RecipeError(f"{line!r}: a line of the script with characters that cannot be printed")
+    return line
+
+
 def shell_line(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """A command, with what it adds to the environment, as a line to paste into a shell."""
-    return " ".join(
-        [*(f"{name}={shlex.quote(value)}" for name, value in (environment or {}).items()), shlex.join(command)]
-    )
+    """A command, with what it adds to the environment, as a line to paste into a shell. Raises as `one_line`."""
+    added = [f"{name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
+    return one_line(" ".join([*added, shlex.join(command)]))
 
 
 __all__ = [
@@ -147,6 +153,7 @@ __all__ = [
     "Job",
     "find_cluster",
     "launch_command",
+    "one_line",
     "read_options",
     "read_pairs",
     "refuse_node_options",

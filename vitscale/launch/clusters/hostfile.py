@@ -118,7 +118,7 @@ def render(job: Job) -> str:
     lines = []
     for node, host in enumerate(front.hosts):
         lines += [
-            f"# node {node} of {len(front.hosts)}: {shlex.join(front.ssh(host))}",
+            f"# node {node} of {len(front.hosts)}: {shell_line(front.ssh(host))}",
             f"cd {shlex.quote(str(Path.cwd()))} && {shell_line(front.command(front.hosts, node), _environment())}",
         ]
     return "\n".join(lines)

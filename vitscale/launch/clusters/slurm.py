@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from vitscale.errors import RecipeError
 from vitscale.files.durable import make_folder
-from vitscale.launch.clusters import Job, launch_command, read_options, refuse_node_options, shell_words
+from vitscale.launch.clusters import Job, launch_command, one_line, read_options, refuse_node_options, shell_words
 from vitscale.launch.nodes import Layout
 from vitscale.launch.pretraining import PretrainingRanks
 from vitscale.launch.supervisor import say
@@ -93,8 +93,6 @@ def render(job: Job) -> str:
         raise RecipeError("--master cannot be used with --cluster slurm: the job's first node is node 0")
     nodes, ranks = job.nodes or 1, job.what.ranks
     run_dir = _run_dir(job)
-    if not str(run_dir.absolute()).isprintable():  # a line of the batch script must not become two
-        raise RecipeError(f"--run-dir {str(run_dir)!r}, in {str(Path.cwd())!r}: has characters that cannot be printed")
     recipe = load_recipe(job.what.recipe, [] if job.what.smoke else job.what.settings)
     if ranks and not job.what.smoke and recipe.batch.global_size % (nodes * ranks):
         raise RecipeError(
@@ -151,7 +149,7 @@ def render_array(jobs: Sequence[Job], name: str, folder: Path, log: str, at_once
     cases = []
     for index, job in enumerate(jobs):
         command = shlex.join(launch_command(job, [*python, "-m", "vitscale"]))
-        cases.append(f"    {index}) run_dir={shlex.quote(str(_run_dir(job)))}; set -- {command} ;;\n")
+        cases.append(one_line(f"    {index}) run_dir={shlex.quote(str(_run_dir(job)))}; set -- {command} ;;") + "\n")
     options = {
         "job-name": name,
         "array": f"0-{len(jobs) - 1}" + (f"%{at_once}" if at_once else ""),
@@ -170,10 +168,11 @@ def render_array(jobs: Sequence[Job], name: str, folder: Path, log: str, at_once
 
 def _script(options: Mapping[str, str], begin: str, srun: str, command: str, max_requeues: int) -> str:
     """A batch script that runs a command on every node of its job; `begin` sets run_dir."""
-    lines = [f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "") for name, value in options.items()]
+    given = [(name, f"={shlex.quote(value)}" if value else "") for name, value in options.items()]
+    lines = [one_line(f"#SBATCH --{name}{value}") for name, value in given]
     starts = shlex.join(["setsid", "--wait", "srun", "--kill-on-bad-exit=0", "--wait=30", *shell_words("srun", srun)])
     head = "\n".join(["#!/bin/bash", *lines])
-    return f"{head}\n\n{begin}max_requeues={max_requeues}\n{_BEFORE}{starts} {command}\n{_AFTER}"
+    return f"{head}\n\n{begin}max_requeues={max_requeues}\n{_BEFORE}{one_line(f'{starts} {command}')}\n{_AFTER}"
 
 
 def submit(job: Job) -> int:

@@ -1,0 +1,396 @@
+"""Text of strangers, and secrets of users: what a command prints and leaves behind holds neither."""
+
+import functools
+import http.server
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from base64 import b64encode
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from data_tools.sources.parts import clean_path
+from vitscale.errors import DataError, RecipeError
+from vitscale.launch.clusters import Job, slurm
+from vitscale.launch.pretraining import Pretraining
+from vitscale.page import read_figures
+from vitscale.recipe import load_recipe
+from vitscale.replay import check_certificate
+from vitscale.safe_text import SafeStream, shown, without_secrets
+from vitscale.shards.generated import write_generated_dataset
+from vitscale.table import Console
+
+SECRET = "TOPSECRET"
+RECIPE = Path(__file__).parent / "recipe.yaml"
+
+# ---- Secrets in text -------------------------------------------------------------------------------------------------
+
+WITH_SECRETS = {
+    "s3://user:TOPSECRET@bucket/x": "s3://bucket/x",
+    "HTTPS://u:TOPSECRET@[::1]:80/x": "HTTPS://[::1]:80/x",
+    "https://TOPSECRET@host/x": "https://host/x",
+    "https://u%3ATOPSECRET@host/x": "https://host/x",
+    "sftp://u:%40TOPSECRET%2F@host": "sftp://host",
+    "https://u:p@TOPSECRET@host:80/a@2x.jpg": "https://host:80/a@2x.jpg",
+    "https://u:a/TOPSECRET@host/a@2x.jpg": "https://host/a@2x.jpg",
+    "https://u:a:TOPSECRET@host/": "https://host/",
+    "ftp://u:a?TOPSECRET#b@host/": "ftp://host/",
+    "memory:///user:TOPSECRET@host/D": "memory:///host/D",
+    "simplecache::s3://user:TOPSECRET@bucket/x": "simplecache::s3://bucket/x",
+    "zip://a.jpg::https://u:TOPSECRET@host/a.zip?token=TOPSECRET": "zip://a.jpg::https://host/a.zip",
+    "a,https://u:TOPSECRET@b/,-ftp://u:TOPSECRET@c": "a,https://b/,-ftp://c",
+    "no ftp://u:TOPSECRET@h/x: gone (https://TOPSECRET@h)": "no ftp://h/x: gone (https://h)",
+    "https://h/x?X-Amz-Credential=TOPSECRET&x-amz-signature=TOPSECRET: late": "https://h/x: late",
+    "https://h/x?id=1&sig=TOPSECRET&b=2#access_token=TOPSECRET": "https://h/x?id=1&b=2",
+    "https://h/x?sv=2&amp;sig=TOPSECRET%3D&amp;b=1": "https://h/x?sv=2&amp;b=1",
+    "URL('https://h/x?AWSAccessKeyId=TOPSECRET&Signature=a%2BTOPSECRET&Expires=1')": "URL('https://h/x?Expires=1')",
+    "h/x?api_key=TOPSECRET, and y": "h/x, and y",
+    json.dumps({"why": 'of "https://u:TOPSECRET@h/x?key=TOPSECRET"\nhere'}): json.dumps(
+        {"why": 'of "https://h/x"\nhere'}
+    ),
+}
+WITHOUT_SECRETS = [
+    *("abfs://container@account.dfs.core.windows.net/x", "https://host:8080/a@b:c@d", "http://[::1]:80/a@b"),
+    *("hf://datasets/o/n@main/a:b@c", "github://org:repo@main/x", "zip://x::s3://b/k?x", "sftp://user@host/x"),
+    *("s3://b/a?keyword=1&monkey=2&design=3", "/a:b@c/d", "ask me@host: a://b", "https://host: ask x@y", "12:30@x"),
+    *("https://h/get?id=1&w=2", "a?b=c", "x = y & key=z"),
+]
+
+
+@pytest.mark.parametrize("text", WITH_SECRETS)
+def test_secrets_are_taken_out_of_text_and_nothing_else_is(text):
+    assert without_secrets(text) == WITH_SECRETS[text]
+    assert str(DataError(text)) == without_secrets(text) and SECRET not in str(RecipeError(f"of {text!r} {text}"))
+
+
+@pytest.mark.parametrize("text", WITHOUT_SECRETS)
+def test_text_without_secrets_stays(text):
+    assert without_secrets(text) == text
+
+
+@pytest.mark.parametrize("unit", ["x://a:b", "://", "?sig=a&", "https://u:", "@:", "&a_", "?%", "aA-", " "])
+def test_long_text_takes_no_longer_than_it_has_to(unit):
+    text = f"https://u:{unit * 50_000}@"  # quadratic time would be an hour
+    assert isinstance(shown(text), str)
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [
+        ("https://user:TOPSECRET@host/1.jpg?X-Amz-Signature=TOPSECRET", "host/1.jpg"),
+        ("https://host/get?id=5&token=TOPSECRET", "host/get?id=5"),
+        ("https://host/get?id=5", "host/get?id=5"),
+        ("abfs://container@account/1.jpg", "container@account/1.jpg"),
+        ("a@b:c/?key=1.jpg", "a@b:c/?key=1.jpg"),  # a path
+    ],
+)
+def test_keys_are_urls_without_secrets(path, key):
+    assert clean_path(path) == key
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "data.root=memory://user:TOPSECRET@host/D",
+        "data.train=https://TOPSECRET@host/D",
+        "checkpoint.dir=simplecache::s3://user:TOPSECRET@bucket/c",
+        "init.from=https://host/w.npz?sig=TOPSECRET",
+    ],
+)
+def test_recipes_hold_no_secrets(setting):
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(RECIPE, [setting])
+    assert setting.partition(".")[0] in str(refused.value) and SECRET not in str(refused.value)
+
+
+# ---- Secrets in what commands print and leave behind -----------------------------------------------------------------
+
+
+class _Guarded(http.server.SimpleHTTPRequestHandler):
+    """Files for whom knows the password, whatever the query."""
+
+    def do_GET(self) -> None:
+        if self.headers.get("Authorization") != f"Basic {b64encode(b'user:TOPSECRET').decode()}":
+            self.send_response(401)
+            self.send_header("Content-Length", "0")
+            return self.end_headers()
+        self.path = self.path.partition("?")[0]
+        return super().do_GET()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(tmp_path) -> Iterator[tuple[str, Path]]:
+    """A URL with a password, and the folder that it shows."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(_Guarded, directory=str(folder))
+    ) as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        yield f"http://user:{SECRET}@127.0.0.1:{served.server_port}", folder
+        served.shutdown()
+
+
+class Commands:
+    """Runs commands in a folder, and keeps what they print."""
+
+    def __init__(self, folder: Path, **variables: str) -> None:
+        self.folder, self.variables, self.printed = folder, variables, ""
+
+    def __call__(self, *arguments: str, code: int = 0) -> str:
+        folders = {"HOME": str(self.folder / "home"), "TMPDIR": str(self.folder)}
+        name, *rest = arguments if arguments[0] == "convert" else ("", *arguments)
+        done = subprocess.run(
+            [sys.executable, "-m", "data_tools.convert" if name else "vitscale", *rest],
+            cwd=self.folder,
+            env=os.environ | folders | self.variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.printed += done.stdout
+        assert done.returncode == code, done.stdout
+        return done.stdout
+
+    def check(self) -> None:
+        """The secret is nowhere."""
+        assert SECRET not in self.printed
+        files = [path for path in self.folder.rglob("*") if path.is_file()]
+        assert files and [path for path in files if SECRET.encode() in path.read_bytes()] == []
+
+
+def test_a_conversion_of_signed_urls_leaves_no_secret(server, tmp_path, photos):
+    url, folder = server
+    for index, photo in enumerate(photos):
+        (folder / f"{index}.jpg").write_bytes(photo if index else b"no image")
+    work = tmp_path / "work"
+    (work / "home").mkdir(parents=True)
+    listed = tmp_path / "list.csv"
+    rows = [f"{url}/{index}.jpg?w=1&X-Amz-Signature={SECRET},{'cat' if index % 2 else 'dog'}" for index in range(20)]
+    listed.write_text("image,label\n" + "\n".join(rows) + "\n")
+    run = Commands(work)
+    run("convert", str(listed), "out", "--workers", "2")
+    run("shards", "head", "out")
+    run("shards", "verify", "out")
+    run("shards", "export", "out", "exported")
+    run("dedup", "index", str(listed), "--out", "index")
+    run("dedup", "find", "out", "--index", "index", "--out", "found")
+    run("convert", f"{url}/no", "out2", code=3)
+    run("shards", "info", f"{url}/no", code=3)
+    run("dedup", "index", f"{url}/no?token={SECRET}", "--out", "index2", code=3)
+    run.check()
+
+
+@pytest.mark.slow
+def test_a_run_on_data_behind_a_password_leaves_no_secret(server, tmp_path):
+    url, folder = server
+    write_generated_dataset(folder / "train", [20, 13], seed=0)
+    write_generated_dataset(folder / "test", [9], seed=1)
+    work = tmp_path / "work"
+    (work / "home").mkdir(parents=True)
+    run = Commands(work, VITSCALE_DATA_ROOT=url, VITSCALE_CACHE=str(work / "cache"))
+    run("launch", str(RECIPE), "--run-dir", "run", "--set", "data.root=" + url, code=2)
+    run("plan", str(RECIPE), "--set", "data.root=" + url, "--devices", "2", "--hardware", "h100", code=2)
+    run("launch", str(RECIPE), "--run-dir", "failed", "--set", "data.train=nothing", code=3)
+    run("launch", str(RECIPE), "--run-dir", "run", "--stop-at", "2")
+    run("launch", str(RECIPE), "--run-dir", "run")
+    run("evaluate", "run")
+    run("evaluate", "run", "--set", f"data.root={url}/no", code=3)
+    run("features", "run", f"{url}/test", "--out", "features")
+    run("report", "run", "-o", "report")
+    run("verify", "run")
+    run("status", "run")
+    run("certificate", "run", code=3)
+    run("recipe", str(RECIPE))
+    run("doctor")
+    run.check()
+    assert "127.0.0.1" in (work / "report" / "results.json").read_text()
+
+
+# ---- Terminals -------------------------------------------------------------------------------------------------------
+
+CONTROLS = ["\x1b]0;owned\x07", "\x9b31m", "\r", "\b", "\x7f", "‮", "⁦", "\u2028", "\u200b", "\udcff", "\0"]
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_nothing_that_controls_a_terminal_is_printed(control):
+    text = f"a{control}b"
+    assert str(DataError(text)).isprintable()
+    raw = io.StringIO()
+    print(text, file=SafeStream(raw))
+    assert raw.getvalue().removesuffix("\n").isprintable()
+    console = Console(file=(screen := io.StringIO()), force_terminal=True, width=200, highlight=False)
+    console.print(text, markup=False)
+    console.print(f"[bold]{text}[/bold]")
+    plain = screen.getvalue().replace("\x1b[1m", "").replace("\x1b[0m", "")
+    assert all(line.isprintable() for line in plain.split("\n")) and len(plain.split("\n")) == 3
+
+
+def test_a_name_begins_no_line_of_its_own(tmp_path):
+    (tmp_path / "r.yaml").write_text('"a\\nlaunch: exit code 0 after 9 s: done\\u001b[2J": 1\n')
+    done = subprocess.run(
+        [sys.executable, "-m", "vitscale", "recipe", "r.yaml"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "\x1b" not in done.stderr
+    assert not any(line.startswith("launch:") for line in done.stderr.splitlines())
+
+
+def test_a_usage_error_controls_no_terminal(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "vitscale", "recipe", "--\x1b[2J=https://u:TOPSECRET@h"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "\x1b" not in done.stderr and SECRET not in done.stderr
+
+
+# ---- Figures ---------------------------------------------------------------------------------------------------------
+
+_MANY = "".join(f'<g id="g{i + 1}"><use href="#g{i}"/><use href="#g{i}"/></g>' for i in range(30))
+DRAWINGS = [
+    '<svg><foreignObject><meta http-equiv="refresh" content="0"/></foreignObject></svg>',
+    *(f"<svg><{tag}/></svg>" for tag in ("script", "a", "animate", "set", "iframe", "style", "form", "SCRIPT", "svg")),
+    *("<svg onload='x'/>", "<svg><g xlink='x'/></svg>", '<svg xmlns="http://www.w3.org/2000/svg"/>', "<html/>"),
+    *(f'<svg><image href="{to}"/></svg>' for to in ("http://x/a.png", "javascript:x", "data:text/html;base64,eA==")),
+    *(f'<svg><image href="{to}"/></svg>' for to in ("data:image/svg+xml;base64,eA==", " #a", "#a")),
+    *(
+        f'<svg><g style="{style}"/></svg>'
+        for style in (
+            *("fill: url(http://x)", "fill: url( #x )", "position: fixed", "background: red", "fill: u\\72l(x)"),
+            *(
+                "fill: url(&quot;x&quot;)",
+                "fill: red; ; width: 9px",
+                "fill: expression(x)",
+                "@import x",
+                "/**/fill: red",
+            ),
+        )
+    ),
+    f'<svg><path id="g0" d="M 0 0"/>{_MANY}</svg>',
+    '<svg><pattern id="p"><rect fill="url(#p)"/></pattern></svg>',
+    f"<svg>{'<g>' * 50_000}{'</g>' * 50_000}</svg>",
+    '<!DOCTYPE svg [<!ENTITY a "b">]><svg><text>&a;</text></svg>',
+    *(
+        "<svg><![CDATA[<script>]]></svg>",
+        "<svg><!-- --></svg>",
+        "<?xml-stylesheet href='x'?><svg/>",
+        "<svg>&nbsp;</svg>",
+    ),
+]
+
+
+def _written(folder: Path, svg: str) -> Path:
+    figure = {"key": "k", "title": "t", "caption": "c", "columns": [], "rows": [], "svg": svg, "width": 10}
+    content = {"title": "t", "facts": [], "notes": [], "figures": [figure], "version": 1}
+    (folder / "figures.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("svg", DRAWINGS, ids=range(len(DRAWINGS)))
+def test_a_drawing_is_what_matplotlib_writes(svg, tmp_path):
+    with pytest.raises(DataError):
+        read_figures(_written(tmp_path, svg))
+
+
+def test_a_drawing_is_written_anew(tmp_path):
+    svg = "<svg viewBox='0 0 1 1'><text id='part-1' style='fill: currentColor'>a &lt;script> &#x22;</text></svg>"
+    [figure] = read_figures(_written(tmp_path, svg)).figures
+    assert 'id="i-part-1"' in figure.under("i").svg and "<script" not in figure.svg
+
+
+def test_figures_are_a_regular_file(tmp_path):
+    os.mkfifo(tmp_path / "figures.json")
+    with pytest.raises(DataError):
+        read_figures(tmp_path)
+
+
+# ---- Scripts ---------------------------------------------------------------------------------------------------------
+
+ENDS = ["\n", "\r", "\x0b", "\x85", "\u2028", "\0", "\x1b"]
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("place", ["run_dir", "setting", "folder", "name", "srun", "python", "sbatch"])
+def test_a_batch_script_gets_no_line_of_a_stranger(end, place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hostile = f"x{end}touch PWNED{end}#"
+    given = {"srun": {"srun": f"'{hostile}'"}, "python": {"python": f"'{hostile}'"}, "sbatch": {"comment": hostile}}
+    what = Pretraining(
+        str(RECIPE),
+        (f"data.train={hostile}",) if place == "setting" else (),
+        tmp_path / (hostile if place == "run_dir" else "run"),
+    )
+    job = Job(what, options=given.get(place, {}))
+    folder, name = tmp_path / (hostile if place == "folder" else "f"), hostile if place == "name" else "n"
+    with pytest.raises(RecipeError):
+        slurm.render_array([job], name, folder, "log")
+    if place not in ("folder", "name"):
+        with pytest.raises(RecipeError):
+            slurm.render(job)
+
+
+# ---- The certificate's checker ---------------------------------------------------------------------------------------
+
+
+def _certificate(folder: Path, **changes: object) -> dict[str, object]:
+    """A certificate of files that are as they should be, in a folder of its own, with changes."""
+    contents = {
+        "recipe.yaml": b"a",
+        "metrics.jsonl": b"{}",
+        "DONE": b'{"step": 3}',
+        "checkpoints/step-3/index.json": b"{}",
+    }
+    files = []
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+        entry = {"name": f"run/{name}", "bytes": len(content), "sha256": check_certificate.sha256_of(folder / name)}
+        files.append(entry)
+    files.append({"name": "train/manifest.json", "bytes": 1, "sha256": "0"})
+    found = {"version": 1, "about": {"done": {"step": 3}}, "files": files} | changes
+    found["root"] = check_certificate.root_of(found)
+    (folder / "certificate.json").write_text(json.dumps(found))
+    return found
+
+
+def _checked(folder: Path) -> int:
+    return check_certificate.main([str(folder / "certificate.json")])
+
+
+def test_a_certificate_without_files_or_with_another_result_is_not_good(tmp_path, capsys):
+    good = _certificate(tmp_path)
+    assert _checked(tmp_path) == 0
+    files = good["files"]
+    assert isinstance(files, list)
+    for number in range(len(files)):
+        _certificate(tmp_path, files=files[:number] + files[number + 1 :])
+        assert _checked(tmp_path) == 1
+    for changes in ({"files": []}, {"files": [*files, files[0]]}, {"about": {"done": {"step": 4}}}, {"about": {}}):
+        _certificate(tmp_path, **changes)
+        assert _checked(tmp_path) == 1
+    _certificate(tmp_path, files=[*files, {"name": "run/\x1b[2J\nBAD", "bytes": 1, "sha256": ""}])
+    capsys.readouterr()
+    assert _checked(tmp_path) == 1 and all(line.isprintable() for line in capsys.readouterr().out.splitlines())
+    _certificate(tmp_path, files=[*files, {"name": "run/a\0", "bytes": 1, "sha256": ""}])
+    assert _checked(tmp_path) == 1
+    (tmp_path / "pipe").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "pipe")
+    _certificate(tmp_path, files=[*files, {"name": "run/pipe", "bytes": 0, "sha256": ""}])
+    assert _checked(tmp_path) == 1
+
+
+@pytest.mark.parametrize("text", ["", "[" * 10**5, '{"a":' * 10**5, "[]", "{}", "1" * 9999, '{"version": 1}', "\xff"])
+def test_what_is_no_certificate_cannot_be_read(text, tmp_path):
+    (tmp_path / "certificate.json").write_text(text)
+    assert _checked(tmp_path) == 2
+
+
+def test_a_pipe_is_no_certificate(tmp_path):
+    os.mkfifo(tmp_path / "certificate.json")
+    assert _checked(tmp_path) == 2
