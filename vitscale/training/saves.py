@@ -18,6 +18,7 @@ from vitscale.recipe import Recipe
 from vitscale.runs.directory import write_newest
 from vitscale.runs.names import METRICS_FILE
 from vitscale.training.distributed import World
+from vitscale.training.run_plan import RunPlan
 
 # Writing files may take longer than a step; a rank that has gone is noticed at once all the same.
 _TIMEOUT = timedelta(hours=2)
@@ -30,7 +31,7 @@ class Saves:
     too many in a row have failed.
 
     Args:
-        keep_every: the interval, in steps, of checkpoints that are kept for good.
+        plan: says which checkpoints are kept for good.
         say: prints a line for people, on rank 0.
         lost: called with each step whose save has failed.
 
@@ -42,7 +43,7 @@ class Saves:
     def __init__(
         self,
         recipe: Recipe,
-        keep_every: int | None,
+        plan: RunPlan,
         run_dir: Path,
         world: World,
         say: Callable[[str], None],
@@ -61,7 +62,7 @@ class Saves:
             share=lambda value: from_rank_zero(value, group),
         )
         self._saver = BackgroundSaver(
-            written, keep=settings.keep, keep_every=keep_every, background=settings.background
+            written, keep=settings.keep, keep_every=plan.keep_every, tail=plan.tail, background=settings.background
         )
         self._saver.first = self._sync_metrics if world.is_main else None
         self._allowed = settings.max_failures
