@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vitscale.errors import MachineError
 
-_VERSION = 5  # the C files' version: a checkout may be newer than the library compiled in it
+_VERSION = 6  # the C files' version: a checkout may be newer than the library compiled in it
 _BUILD = "sudo apt-get install -y gcc libjpeg-dev && pip install --editable ."
 _FOLDER = Path(__file__).parent
 
