@@ -101,6 +101,9 @@ def test_figure_5_fine_tunes_every_model():
         if one.parent is not None:
             model = JFT[one.parent.removeprefix("pretrain-")][0]
             assert {option.recipe.model.name for option in one.options} == {model}
+            # As the authors fine-tune: B/16, B/32, L/32 and ResNets without dropout, L/16, H/14 and hybrids with it.
+            dropout = {option.recipe.dump()["model"].get("dropout", 0.0) for option in one.options}
+            assert dropout == {0.1 if model in ("ViT-L/16", "ViT-H/14") or "+" in model else 0.0}, one.name
             assert one.options[0].recipe.init.source == str(Path("runs", one.parent).absolute())
 
 
