@@ -140,6 +140,8 @@ def test_one_trunk_buys_the_runs_of_7_epochs_and_saves_11_percent_of_the_18_runs
         steps = [0, 9_999, 10_000, 200_000, recipe.first_step - 1]
         assert [ours(step) for step in steps] == [theirs(step) for step in steps]
         assert (short, long) == (517_818, 1_035_636)
+        planned = [estimate(name, recipe).own_steps, estimate("trunk", trunk).own_steps]
+        assert planned == [517_818 - recipe.first_step, 1_035_636], "as many as the runs take"
     found = [estimate(name, recipe) for name, recipe in recipes.items()]
     paid, all_of_them = sum(one.own_exaflops for one in found), sum(one.exaflops for one in found)
     # Table 6: the sum of its 18 rows, and four fifths of its rows of 783, 563 and 859 exaFLOPs for 7 epochs.
