@@ -90,11 +90,21 @@ DEIT3 = {
     "deit3_l16_i1k": (192, 3e-3, 0.45, 304.4),
     "deit3_h14_i1k": (160, 3e-3, 0.6, 632.1),
 }
-DEIT3_FINETUNING = {"deit3_b16": 0.2, "deit3_l16": 0.45, "deit3_h14": 0.55}
+# ViT-5: the recipe -> side, learning rate, drop-path, epochs, parameters in millions (its README, 11 February 2026).
+VIT5 = {
+    "vit5_s16_i1k": (224, 4e-3, 0.05, 800, 22),
+    "vit5_b16_i1k": (192, 3e-3, 0.2, 800, 87),
+    "vit5_l16_i1k": (192, 3e-3, 0.35, 400, 304),
+}
+# The last 20 epochs at 224 pixels: the recipe -> drop-path.
+LAST_EPOCHS = {
+    **{"deit3_b16": 0.2, "deit3_l16": 0.45, "deit3_h14": 0.55},
+    **{"vit5_s16": 0.05, "vit5_b16": 0.25, "vit5_l16": 0.5},
+}
 LATER = (
     *("s16_i1k_90ep", "s16_i1k_300ep", "deit_ti16_i1k", "deit_s16_i1k", "deit_b16_i1k"),
     *("deit_ti16_distilled_i1k", "deit_s16_distilled_i1k", "deit_b16_distilled_i1k"),
-    *(*AUGREG.values(), *AUGREG_I1K.values(), *DEIT3, "vit5_s16_i1k"),
+    *(*AUGREG.values(), *AUGREG_I1K.values(), *DEIT3, *VIT5),
 )
 
 
@@ -316,7 +326,7 @@ def test_no_recipe_of_the_paper_is_left_out():
     known |= {"b16_i21k_masked", *(f"b16_jft_masked{ablation}" for ablation in ("", "_cells", "_pixels", "_15pct"))}
     others = {path.stem for path in recipes_dir().glob("*.yaml")} - known
     assert {stem for stem in others if not stem.startswith("shape_")} == {"demo", "vit4_cifar10", *LATER}
-    assert {path.stem for path in recipes_dir().glob("finetune/*.yaml")} == {*TABLE_4, *HYPERRULE, *DEIT3_FINETUNING}
+    assert {path.stem for path in recipes_dir().glob("finetune/*.yaml")} == {*TABLE_4, *HYPERRULE, *LAST_EPOCHS}
 
 
 @pytest.mark.parametrize("epochs", [90, 300])
@@ -369,7 +379,7 @@ def test_augreg(file):
     said = dict(part.split("_") for part in settings.split("-")[2:])
     *stem, size, patch = name.split("_")
     assert recipe.model.name == f"{''.join(f'{part}+' for part in stem)}ViT-{size}/{patch}"
-    expected = ("pretrain", None, 1000, "softmax") if is_i1k else ("linear", -10, 21_843, "sigmoid")
+    expected = ("pretrain", -6.9, 1000, "sigmoid") if is_i1k else ("linear", -10, 21_843, "sigmoid")
     model = recipe.model
     assert (model.head, model.head_bias, model.num_classes, recipe.objective.loss) == expected
     assert (recipe.model.dropout, recipe.model.drop_path) == (float(said["do"]), float(said["sd"]))
@@ -419,31 +429,41 @@ def test_deit3(stem):
     assert (recipe.data.image_size, recipe.data.repeats, recipe.schedule.duration.epochs) == (side, 3, 800)
     optimizer = recipe.optimizer
     assert (optimizer.name, optimizer.lr, optimizer.weight_decay, optimizer.clip_norm) == ("lamb", lr, 0.05, 1)
+    assert (optimizer.betas, optimizer.eps) == ([0.9, 0.999], 1e-8)  # their --opt-eps, which FusedLAMB is given
     assert recipe.batch.global_size == 2048
     assert (recipe.objective.loss, recipe.objective.threshold, recipe.objective.label_smoothing) == ("bce", 0, 0)
     assert [(each.kind, each.jitter) for each in recipe.data.operations] == [("three_augment", 0.3)]
 
 
-def test_vit5():
-    """Wang et al. (2026) by the command of their README, which is DeiT-III's, and their models_vit5.py."""
-    recipe, deit3 = load_recipe("vit5_s16_i1k"), load_recipe("deit3_s16_i1k")
-    check_deit3(recipe, 0.05)
-    for block in ("data", "batch", "objective", "schedule"):
+@pytest.mark.parametrize("stem", VIT5)
+def test_vit5(stem):
+    """Wang et al. (2026) by the commands of their README, which are DeiT-III's but for these numbers."""
+    side, lr, drop_path, epochs, params = VIT5[stem]
+    recipe, deit3 = load_recipe(stem), load_recipe(stem.replace("vit5", "deit3"))
+    check_deit3(recipe, drop_path)
+    for block in ("data", "batch", "objective"):
         assert getattr(recipe, block) == getattr(deit3, block)
+    assert (recipe.data.image_size, recipe.optimizer.lr, recipe.schedule.duration.epochs) == (side, lr, epochs)
     assert recipe.optimizer.model_copy(update={"decay_exclude": None}) == deit3.optimizer.model_copy(
         update={"decay_exclude": None}
     )
-    assert recipe_work(recipe, 1000).params / 1e6 == pytest.approx(22, abs=0.5)  # README: 22M
-    model = recipe.model
+    assert recipe_work(recipe, 1000).params / 1e6 == pytest.approx(params, abs=0.6)
+    check_model_of_vit5(recipe.model)
+
+
+def check_model_of_vit5(model):
+    """As in their models_vit5.py."""
     assert (model.norm, model.qk_norm, model.qkv_bias, model.registers) == ("rms", True, "none", 4)
     position = model.position
     assert (position.kind, position.unit, position.base, position.registers_base) == ("1d_rope", "patch", 10_000, 100)
 
 
-@pytest.mark.parametrize("stem", DEIT3_FINETUNING)
-def test_the_last_epochs_of_deit3(stem):
+@pytest.mark.parametrize("stem", LAST_EPOCHS)
+def test_the_last_epochs_of_deit3_and_vit5(stem):
     recipe = load_recipe(f"finetune/{stem}")
-    check_deit3(recipe, DEIT3_FINETUNING[stem])
+    check_deit3(recipe, LAST_EPOCHS[stem])
+    if stem.startswith("vit5"):
+        check_model_of_vit5(recipe.model)
     assert (recipe.model.name, recipe.init.head) == (load_recipe(f"{stem}_i1k").model.name, "keep")
     assert (recipe.data.image_size, recipe.data.repeats, recipe.schedule.duration.epochs) == (224, 1, 20)
     optimizer = recipe.optimizer

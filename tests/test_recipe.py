@@ -142,6 +142,16 @@ def test_durations_in_all_units():
     assert Duration(examples=1099).to_steps(1050, 100) == 10
 
 
+def test_epochs_are_rounded_as_decimals():
+    """In binary fractions 0.29 of 100 is 28.999999999999996; parts of a step are left out."""
+    for steps in (1, 7, 10, 100, 312, 1000, 73_974, 1_035_636):
+        for hundredths in range(1, 1500):
+            found = Duration(epochs=hundredths / 100).to_steps(steps * 8 + 3, 8)
+            assert found == hundredths * steps // 100, (hundredths, steps)
+        for parts in (3, 7, 9, 11):
+            assert Duration(epochs=2 / parts).to_steps(parts * steps, 1) == 2 * steps
+
+
 @pytest.mark.parametrize(
     ("global_batch", "world", "micro_max", "expected"),
     [(4096, 8, 128, (128, 4)), (96, 2, 20, (16, 3)), (7, 1, 4, (1, 7)), (64, 64, 128, (1, 1))],

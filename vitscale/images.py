@@ -32,7 +32,7 @@ class Code(IntEnum):
     EQUALIZE = 6
     COLOR = 7  # the factor of ImageEnhance, as for the next three; 0 is gray
     CONTRAST = 8
-    BRIGHTNESS = 9
+    BRIGHTNESS = 9  # then the gray value that it blends with: 0, as ImageEnhance, is black
     SHARPNESS = 10
     AFFINE = 11  # a, b, c, d, e, f of Image.transform; interpolation and fill
     CUTOUT = 12  # first row, first column, end of the rows, end of the columns; fill

@@ -147,6 +147,36 @@ def test_big_vision_magnitudes():
     assert 0 <= top < bottom <= 224 and 0 <= left < right <= 224 and bottom - top <= 80 and right - left <= 80
 
 
+@pytest.mark.parametrize(("side", "gray"), [(SIDE, 9), (160, 100), (224, 196), (256, 255), (384, 255)])
+def test_contrast_of_big_vision_blends_with_a_gray_of_the_size(side, gray):
+    """As AugReg was trained: the counts of a histogram summed, not weighted by their values, / 256, at most 255."""
+    image = np.asarray(make_picture(7, side, side)).astype(np.float32)
+    for level in (0, 3, 5, 10, 15, 30):
+        factor = np.float32(level / 10 * 1.8 + 0.1)
+        expected = np.clip(gray + factor * (image - gray), 0, 255).astype(np.uint8)  # truncated, as TensorFlow casts
+        assert np.array_equal(of_big_vision("Contrast", level, image), expected), level
+
+
+def test_posterize_of_big_vision_keeps_the_highest_bit():
+    """TensorFlow shifts uint8 by 7 at most, so that 0 bits, those of AugReg's light1, are one."""
+    image = np.asarray(make_picture(7, SIDE, SIDE))
+    for level in (0, 2.4, 2.5, 5, 9, 10, 15, 20):
+        shift = min(8 - int(level / 10 * 4), 7)
+        assert np.array_equal(of_big_vision("Posterize", level, image), image >> shift << shift), level
+
+
+def of_big_vision(name: str, level: float, image: np.ndarray) -> np.ndarray:
+    operation = SETS["big_vision"].operations[name]
+    made = np.zeros((1, 1), INSTRUCTION)
+    made["code"] = operation.code
+    drawn = Drawn(np.array([level / 10]), np.array([1.0]), KEYS[:1], len(image))
+    for number, values in enumerate(operation.values(drawn)):
+        made["values"][:, 0, number] = values
+    found = image.astype(np.uint8)[None]
+    operate(found, made, np.full(1, OK, np.int32))
+    return found[0]
+
+
 @pytest.mark.parametrize(("named", "size", "probability"), [("timm", 15, 0.5), ("big_vision", 16, 1.0)])
 def test_each_operation_is_drawn_equally_often_and_in_each_layer_anew(named, size, probability):
     found = programs(randaugment(set=named, m=9))

@@ -19,7 +19,8 @@ ACCURACIES = {
 }
 RECIPES = sorted(recipes_dir().glob("*.yaml"))
 OF_THE_PAPER = [file for file in RECIPES if file.stem not in ("demo", "vit4_cifar10")]
-FINE_TUNING = sorted((recipes_dir() / "finetune").glob("deit3_*.yaml"))  # whose model does not depend on the run
+# Whose model does not depend on the run.
+FINE_TUNING = sorted(file for of in ("deit3", "vit5") for file in (recipes_dir() / "finetune").glob(f"{of}_*.yaml"))
 IMAGENET = 1_281_167
 
 

@@ -122,6 +122,7 @@ def test_the_command_says_what_failures_take_and_what_spares_give():
     assert result.exit_code == 0, result.output
     found = json.loads(result.output)
     goodput, totals = found["goodput"], found["totals"]
+    assert totals["steps"] == 7 * (300_000_000 // 4096), "whole batches of each epoch"
     assert goodput["failure_every_s"] == pytest.approx(500 * HOUR / 8)
     assert goodput["useful"] <= goodput["by_spares"][0]["useful"] + 1e-6
     step = found["choices"][found["best"]]["step_s"]

@@ -101,6 +101,9 @@ def test_figure_5_fine_tunes_every_model():
         if one.parent is not None:
             model = JFT[one.parent.removeprefix("pretrain-")][0]
             assert {option.recipe.model.name for option in one.options} == {model}
+            # As the authors fine-tune: B/16, B/32, L/32 and ResNets without dropout, L/16, H/14 and hybrids with it.
+            dropout = {option.recipe.dump()["model"].get("dropout", 0.0) for option in one.options}
+            assert dropout == {0.1 if model in ("ViT-L/16", "ViT-H/14") or "+" in model else 0.0}, one.name
             assert one.options[0].recipe.init.source == str(Path("runs", one.parent).absolute())
 
 
@@ -137,6 +140,8 @@ def test_one_trunk_buys_the_runs_of_7_epochs_and_saves_11_percent_of_the_18_runs
         steps = [0, 9_999, 10_000, 200_000, recipe.first_step - 1]
         assert [ours(step) for step in steps] == [theirs(step) for step in steps]
         assert (short, long) == (517_818, 1_035_636)
+        planned = [estimate(name, recipe).own_steps, estimate("trunk", trunk).own_steps]
+        assert planned == [517_818 - recipe.first_step, 1_035_636], "as many as the runs take"
     found = [estimate(name, recipe) for name, recipe in recipes.items()]
     paid, all_of_them = sum(one.own_exaflops for one in found), sum(one.exaflops for one in found)
     # Table 6: the sum of its 18 rows, and four fifths of its rows of 783, 563 and 859 exaFLOPs for 7 epochs.

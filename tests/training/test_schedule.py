@@ -32,12 +32,18 @@ def test_cosine_ends_at_zero():
     assert learning_rate(int(quarter), **JFT, decay="cosine") == pytest.approx(4e-4 * (1 + math.sqrt(0.5)), rel=1e-9)
 
 
-def test_stairs_fall_at_their_boundaries():
-    # BiT-HyperRule, medium data sets: 0.003, warmup of 500, a tenth at 3,000, 6,000 and 9,000 of 10,000 steps.
-    bit = {"base": 0.003, "total": 10_000, "warmup": 500, "decay": "stairs", "boundaries": (3000, 6000, 9000)}
-    rates = [learning_rate(step, **bit) for step in (250, 500, 2999, 3000, 5999, 6000, 8999, 9000, 9999)]
-    assert rates == pytest.approx([0.0015, 0.003, 0.003, 3e-4, 3e-4, 3e-5, 3e-5, 3e-6, 3e-6], rel=1e-9)
-    assert learning_rate(3000, **{**bit, "factor": 0.5}) == pytest.approx(0.0015)
+@pytest.mark.parametrize(
+    ("warmup", "boundaries", "total"),
+    [(100, (200, 300, 400), 500), (500, (3000, 6000, 9000), 10_000), (500, (6000, 12_000, 18_000), 20_000)],
+)
+def test_stairs_are_those_of_bit_hyperrule(warmup, boundaries, total):
+    """Its schedules of small, medium and large data sets: a tenth once the step is beyond a boundary, not at it."""
+    bit = {"base": 0.003, "total": total, "warmup": warmup, "decay": "stairs", "boundaries": boundaries}
+    for step in range(total):
+        passed = len([boundary for boundary in boundaries if boundary < step])
+        expected = 0.003 * step / warmup if step < warmup else 0.003 / 10**passed
+        assert learning_rate(step, **bit) == pytest.approx(expected, rel=1e-9), step
+    assert learning_rate(boundaries[0] + 1, **{**bit, "factor": 0.5}) == pytest.approx(0.0015)
 
 
 def test_without_warmup_the_first_update_has_the_base_rate():

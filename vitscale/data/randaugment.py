@@ -1,9 +1,12 @@
 """RandAugment: the sets of operations of timm and of big_vision, and what a magnitude means to each operation.
 
 Facts from timm 1.0 (`data/auto_augment.py`) and big_vision (`pp/archive/autoaugment.py`). The operations themselves
-are Pillow's in both sets. big_vision has its own in TensorFlow: there gray and smoothed values are rounded differently,
-and shears keep the middle of the first pixel in place. What TensorFlow does with a threshold above 255 or with more
-than 8 bits was not tried; here such an operation changes nothing, as in Pillow.
+are Pillow's in both sets, except for two of big_vision's. Its Contrast blends with a gray that depends only on the
+image's size, the number of pixels / 256, in place of the mean: AugReg's weights were trained so, and big_vision
+computed the mean only later. Its Posterize keeps at least one bit, because TensorFlow shifts uint8 by at most 7.
+Differences that remain: in TensorFlow gray and smoothed values are rounded differently, and shears keep the middle of
+the first pixel in place. What it does with a threshold above 255 or with more than 8 bits was not tried; here such an
+operation changes nothing, as in Pillow.
 """
 
 from collections.abc import Callable, Mapping
@@ -110,6 +113,10 @@ def _factor(drawn: Drawn) -> _Values:
     return (drawn.part * 1.8 + 0.1,)
 
 
+def _contrast_of_big_vision(drawn: Drawn) -> _Values:
+    return (*_factor(drawn), min(255, drawn.side**2 // 256))
+
+
 def _factor_around_one(drawn: Drawn) -> _Values:
     return (np.maximum(0.1, 1 + drawn.sign * (drawn.part * 0.9)),)
 
@@ -173,9 +180,10 @@ SETS = {
     "big_vision": _Set(
         {
             **_BOTH,
-            "Posterize": _Operation(Code.POSTERIZE, lambda d: (_whole(d.part * 4),)),
+            "Posterize": _Operation(Code.POSTERIZE, lambda d: (np.maximum(1, _whole(d.part * 4)),)),
             "Solarize": _Operation(Code.SOLARIZE, lambda d: (_whole(d.part * 256),)),
             **{name: _Operation(code, _factor) for name, code in _FACTORS.items()},
+            "Contrast": _Operation(Code.BRIGHTNESS, _contrast_of_big_vision),
             **_SHEARS,
             "TranslateX": _Operation(Code.AFFINE, lambda d: _translation_x(d.sign * (d.part * 100))),
             "TranslateY": _Operation(Code.AFFINE, lambda d: _translation_y(d.sign * (d.part * 100))),

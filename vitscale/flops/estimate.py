@@ -50,6 +50,14 @@ class Estimate:
         before = self.recipe.first_step * self.recipe.batch.global_size
         return None if self.images is None else max(0, self.images - before)
 
+    @property
+    def own_steps(self) -> int | None:
+        """Updates that the run itself makes; of an epoch as many as have whole batches."""
+        if self.images is None:
+            return None
+        steps = self.recipe.schedule.duration.to_steps(self.samples or 0, self.recipe.batch.global_size)
+        return max(0, steps - self.recipe.first_step)
+
     @cached_property
     def exaflops(self) -> float | None:
         """Model FLOPs of the whole run, in the paper's accounting."""

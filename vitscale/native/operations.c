@@ -20,7 +20,7 @@ enum { /* as in vitscale/images.py */
     EQUALIZE,
     COLOR,        /* factor; 0 is gray */
     CONTRAST,     /* factor */
-    BRIGHTNESS,   /* factor */
+    BRIGHTNESS,   /* factor, and the value that it blends with: 0 is black */
     SHARPNESS,    /* factor */
     AFFINE,       /* a, b, c, d, e, f: output (x, y) shows (a x + b y + c, d x + e y + f); fill, interpolation */
     CUTOUT,       /* first row and column, end of rows and columns; fill */
@@ -621,7 +621,7 @@ static void perform(Picture *p, const Instruction *given) {
         case EQUALIZE: equalize(p); break;
         case COLOR: color(p, (float)value); break;
         case CONTRAST: contrast(p, (float)value); break;
-        case BRIGHTNESS: blend_one(p->pixels, p->values, 0.0f, (float)value); break;
+        case BRIGHTNESS: blend_one(p->pixels, p->values, (float)given->values[1], (float)value); break;
         case SHARPNESS: sharpness(p, (float)value); break;
         case AFFINE: affine(p, given); break;
         case CUTOUT: cutout(p, given); break;

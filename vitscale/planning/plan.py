@@ -101,7 +101,7 @@ class Totals:
     """
 
     images: int | None
-    steps: float | None
+    steps: int | None
     days: float | None
     exaflops: float | None
     device_hours: float | None
@@ -370,7 +370,7 @@ def _totals(
         save_every_s = steps * best.time.total
     totals = Totals(
         images=images,
-        steps=None if images is None else images / recipe.batch.global_size,
+        steps=estimate.own_steps,
         days=None if seconds is None else seconds / 86400,
         exaflops=estimate.own_exaflops,
         device_hours=device_hours,

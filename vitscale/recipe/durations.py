@@ -31,7 +31,8 @@ class Duration(Block):
         if self.examples is not None:
             return self.examples // global_batch
         assert self.epochs is not None
-        return int(self.epochs * (train_samples // global_batch))
+        # The added part of a step makes up for rounding: in floats 0.29 of 100 steps is less than 29.
+        return int(self.epochs * (train_samples // global_batch) + 1e-6)
 
 
 def _is_above_zero(duration: Duration) -> Duration:

@@ -51,7 +51,7 @@ class Schedule(Block):
         "from the top after each cycle (SGDR)",
     )
     end_lr: float = Field(1e-5, ge=0, description="final rate of decay: linear; no effect on the others")
-    boundaries: list[Duration] = Field([], description="times at which decay: stairs multiplies the rate by factor")
+    boundaries: list[Duration] = Field([], description="times after which decay: stairs multiplies the rate by factor")
     factor: float = Field(0.1, gt=0, lt=1, description="for decay: stairs; no effect on the others")
     cooldown: Duration = Field(Duration(steps=0), description="for decay: wsd and rsqrt: length of the final fall to 0")
     cooldown_shape: Literal["linear", "1-sqrt"] = Field(
