@@ -23,7 +23,7 @@ from vitscale.errors import PeerLostError, RecipeError
 from vitscale.launch.nodes import FromFirst, ThisNode, ToFirst
 from vitscale.launch.secret import SECRET_BYTES
 from vitscale.launch.supervisor import Supervisor, say
-from vitscale.table import printable
+from vitscale.safe_text import printable
 from vitscale.wording import describe_mistake
 
 LOOK_EVERY_SECONDS = 0.05
