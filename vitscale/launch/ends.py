@@ -30,8 +30,7 @@ _MEANINGS = {
 }
 
 # What another node may send of each kind. Its words are shown on one line, without what controls a terminal.
-_MOST_CHARACTERS = 2000
-Words = Annotated[str, AfterValidator(lambda text: printable(" ".join(text.split()))[:_MOST_CHARACTERS])]
+Words = Annotated[str, AfterValidator(lambda text: printable(" ".join(text.split()))[:2000])]
 Code = Annotated[int, AfterValidator(lambda code: code if code in _MEANINGS else EXIT_RETRY)]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 

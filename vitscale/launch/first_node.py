@@ -36,7 +36,7 @@ class FirstNode:
         run_dir: the run's directory, which all nodes share.
         silence_s: a node that has not been heard from for so many seconds counts as lost.
 
-    Raises `PeerLostError` if the place's name stays unknown, `RecipeError` if its port cannot be listened at.
+    Raises `PeerLostError` if the place's name stays unknown, `RecipeError` if its port or the secret cannot be had.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class FirstNode:
         allow_connections(place.nodes)
         self._listener = listen(place, resolve(place, supervisor))
         self._run_dir, self._secret = run_dir, os.urandom(SECRET_BYTES)
+        write_secret(run_dir, self._secret)
         self._strangers: list[Connection] = []
         self._others: dict[int, _Other] = {}
         self._trouble = ""
@@ -59,7 +60,6 @@ class FirstNode:
 
     def meet(self, devices: int, is_asked_for: bool) -> Layout | None:
         """Wait for the other nodes, then send each its ranks."""
-        write_secret(self._run_dir, self._secret)
         began, told_at = time.monotonic(), 0.0
         missing = self._missing()
         while missing:

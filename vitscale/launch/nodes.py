@@ -19,9 +19,8 @@ from vitscale.machine import hold_port
 DEFAULT_PORT = 29600
 """The port on node 0 where the launches of several nodes meet."""
 
-_MOST_NODES, _MOST_RANKS = 65536, 1024  # of a launch, and of a node: as --nodes and --ranks have it
 _Host = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[^\s\p{C}]+$")]
-_Ranks = Annotated[int, Field(ge=1, le=_MOST_RANKS)]
+_Ranks = Annotated[int, Field(ge=1, le=1024)]  # of a node, as --ranks has it
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Layout(NamedTuple):
 
     ranks: _Ranks
     first_rank: Count
-    world_size: Annotated[int, Field(ge=1, le=_MOST_NODES * _MOST_RANKS)]
+    world_size: Annotated[int, Field(ge=1, le=65536 * 1024)]
     address: _Host
     port: Annotated[int, Field(ge=1, le=65535)]
 
@@ -89,8 +88,8 @@ class Decision(NamedTuple):
 class Hello(NamedTuple):
     """A node's first message: its number among how many, its host, and what tells its launch from every other."""
 
-    node: Annotated[int, Field(ge=1, lt=_MOST_NODES)]
-    nodes: Annotated[int, Field(ge=2, le=_MOST_NODES)]
+    node: Annotated[int, Field(ge=1, lt=65536)]
+    nodes: Annotated[int, Field(ge=2, le=65536)]
     host: _Host
     launch: _Host
 
