@@ -11,6 +11,7 @@ from vitscale.errors import DataError
 
 _ROOM, _MOST_GROWTH = 32 << 20, 50
 _MOST_ROWS = 1 << 17  # and one for each byte of the file
+_MOST_VALUES = 1 << 22  # of a column in a row group, likewise
 _MOST_PAGE = 1 << 31
 _BATCH_BYTES = 64 << 20
 _SHORTS, _BINARY, _STRUCT = (4, 5, 6), 8, 12  # of Thrift's compact protocol
@@ -62,20 +63,20 @@ def _page_sizes(content: BinaryIO, metadata: pq.FileMetaData, where: str, size: 
     for group in range(metadata.num_row_groups):
         for number in range(metadata.num_columns):
             column = metadata.row_group(group).column(number)
-            starts = (column.dictionary_page_offset, column.data_page_offset)
-            position = min(start for start in starts if start)
-            end, values = position + column.total_compressed_size, 0
+            starts = [start for start in (column.dictionary_page_offset, column.data_page_offset) if start]
+            position, values = min(starts, default=0), 0
+            end = position + column.total_compressed_size
             while position < end:
                 try:
                     content.seek(position)
                     page = _fields(content)
                     values += page.get(5, page.get(8, {1: 0}))[1]  # of the header of either kind of data page
                     packed, unpacked = page[3], page[2]
-                except (LookupError, ValueError, TypeError, RecursionError):
-                    raise DataError(f"{where}: damaged: no page of a column at byte {position:,}") from None
+                    if min(packed, unpacked, values) < 0 or values > _MOST_VALUES + size:
+                        raise ValueError("impossible sizes")
+                except (LookupError, ValueError, TypeError, AttributeError, RecursionError):
+                    raise DataError(f"{where}: damaged, or an attack: the page at byte {position:,}") from None
                 refuse_growth(where, size, unpacked)
-                if packed < 0 or values > _MOST_ROWS * 32 + size:
-                    raise DataError(f"{where}: a page that claims {values:,} values in {packed:,} bytes")
                 yield unpacked
                 position = content.tell() + packed
 
