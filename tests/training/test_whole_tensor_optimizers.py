@@ -2,6 +2,7 @@
 and moved to others; their recipes, checkpoints and memory.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from ranks import STEPS, asked, launch, make_data, make_recipe, start
 from whole_tensor_ranks import RATE, UPDATES, LinearLoss, gradient, initial, update_tensors
 
 from vitscale.errors import RecipeError
+from vitscale.models import build_model
+from vitscale.models.weights.table import table
 from vitscale.objectives import build_objective
 from vitscale.planning.memory import expected_memory
-from vitscale.recipe import load_recipe
+from vitscale.recipe import differences, load_recipe, validate_recipe
 from vitscale.training.fragments import checkpoint_bytes
 from vitscale.training.muon import orthogonal
 from vitscale.training.parameter_groups import parameter_groups
@@ -38,8 +41,9 @@ GROUPED = {
 HOW = {
     "embedding.weight": (0.125, 0.1),
     "embedding.bias": (0.125, 0.0),
-    "blocks.0.qkv.weight": (0.25, 0.1),
-    "blocks.0.qkv.bias": (0.25, 0.0),
+    "blocks.0.attention.qkv.weight": (0.25, 0.1),
+    "blocks.0.attention.qkv.bias": (0.25, 0.0),
+    "blocks.0.attention.out.weight": (0.25, 0.1),
     "blocks.1.fc.weight": (0.5, 0.1),
     "blocks.1.conv.weight": (0.5, 0.1),
     "blocks.1.norm.weight": (0.5, 0.1),
@@ -47,7 +51,9 @@ HOW = {
     "head.bias": (10.0, 0.3),
 }
 FROZEN = "blocks.1.norm.bias"
-MATRICES = {"blocks.0.qkv.weight", "blocks.1.fc.weight", "blocks.1.conv.weight"}
+MATRICES = {
+    *("blocks.0.attention.qkv.weight", "blocks.0.attention.out.weight", "blocks.1.fc.weight", "blocks.1.conv.weight"),
+}
 WORLDS = [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 # Other wrappers of DeepSpeed's, and one of several calls of the optimizer for a group's parameters.
 VARIANTS = {("bf16", 1): ["", "-accumulated"], ("bf16", 3): ["", "-sub-groups"]}
@@ -57,7 +63,7 @@ CASES = {
     for precision in ("fp32", "bf16")
     for stage in range(4)
     for variant in VARIANTS.get((precision, stage), [""])
-}
+} | {f"adafactor-fp32-zero{stage}-as-stored": ("adafactor", "fp32", stage, "-as-stored") for stage in (0, 1, 3)}
 
 
 def content(case: str, world: int) -> dict[str, Any]:
@@ -66,36 +72,66 @@ def content(case: str, world: int) -> dict[str, Any]:
         "precision": precision,
         "model": {"depth": 2},
         "batch": {"global": world * (2 if variant == "-accumulated" else 1), "micro_max": 1},
-        "optimizer": {**OPTIMIZERS[name], **GROUPED},
+        "optimizer": {**OPTIMIZERS[name], **GROUPED, **({"by_head": False} if variant == "-as-stored" else {})},
         "parallelism": {"zero_stage": stage},
         "deepspeed": {"zero_optimization": {"sub_group_size": 400}} if variant == "-sub-groups" else {},
     }
 
 
-def timms(name: str) -> dict[tuple[str, str], np.ndarray]:
-    """Weights and state after ten updates by timm's optimizer, of one process, in fp32."""
+# big_vision's tensors that are not ours transposed: how many ours stacks, the axes of each in ours, in theirs' order.
+HEADS, WIDTH, PATCH = 2, 32, 8
+BIG_VISIONS = {
+    "embedding.weight": (1, (WIDTH, PATCH, PATCH, 3), (1, 2, 3, 0)),  # (P, P, C, D)
+    "blocks.0.attention.qkv.weight": (3, (HEADS, WIDTH // HEADS, WIDTH), (2, 0, 1)),  # (D, H, d)
+    "blocks.0.attention.out.weight": (1, (WIDTH, HEADS, WIDTH // HEADS), (1, 2, 0)),  # (H, d, D)
+}
+
+
+def theirs(each: str, ours: np.ndarray, big_visions: bool) -> list[torch.Tensor]:
+    """The tensors that one of ours is with big_vision, or itself."""
+    if not big_visions or each not in BIG_VISIONS:
+        return [torch.from_numpy(ours)]
+    count, axes, order = BIG_VISIONS[each]
+    return [torch.from_numpy(part.reshape(axes).transpose(order).copy()) for part in np.split(ours, count)]
+
+
+def ours(each: str, values: list[torch.Tensor], big_visions: bool) -> np.ndarray:
+    """What is kept of big_vision's tensors in our order, 1-D."""
+    found = [value.detach().float().numpy() for value in values]
+    if big_visions and each in BIG_VISIONS:
+        found = [value.transpose(np.argsort(BIG_VISIONS[each][2])) for value in found]
+    return np.concatenate([value.ravel() for value in found])
+
+
+def timms(name: str, big_visions: bool) -> dict[tuple[str, str], np.ndarray]:
+    """Weights and state after ten updates by timm's optimizer, of one process, in fp32.
+
+    With `big_visions` it is given the tensors that a Vision Transformer of big_vision has.
+    """
     optimizers = pytest.importorskip("timm.optim")
-    weights = {each: torch.nn.Parameter(torch.from_numpy(initial(each))) for each in HOW}
+    weights = {each: [torch.nn.Parameter(part) for part in theirs(each, initial(each), big_visions)] for each in HOW}
     groups: list[dict[str, Any]] = [
-        {"params": [weights[each]], "lr": RATE * factor, "weight_decay": decay} for each, (factor, decay) in HOW.items()
+        {"params": weights[each], "lr": RATE * factor, "weight_decay": decay} for each, (factor, decay) in HOW.items()
     ]
     if name == "lamb":
         optimizer = optimizers.Lamb(groups, betas=(0.9, 0.98), eps=1e-6, max_grad_norm=None)
     elif name == "adafactor":
-        optimizer = optimizers.AdafactorBigVision(groups)
+        optimizer = optimizers.AdafactorBigVision(groups, min_dim_size_to_factor=16)
     else:
         for group, each in zip(groups, HOW, strict=True):
             group["use_fallback"] = each not in MATRICES
         optimizer = optimizers.Muon(groups)
     for step in range(UPDATES):
-        for each, parameter in weights.items():
-            parameter.grad = torch.from_numpy(gradient(step, each))
+        for each, parameters in weights.items():
+            for parameter, part in zip(parameters, theirs(each, gradient(step, each), big_visions), strict=True):
+                parameter.grad = part
         optimizer.step()
-    found = {("master", each): parameter.detach().numpy().ravel() for each, parameter in weights.items()}
-    for each, parameter in weights.items():
-        for kind, value in optimizer.state[parameter].items():
+    found = {("master", each): ours(each, parameters, big_visions) for each, parameters in weights.items()}
+    for each, parameters in weights.items():
+        for kind, value in optimizer.state[parameters[0]].items():
             if isinstance(value, torch.Tensor) and kind != "step":
-                found[kind, each] = value.float().numpy().ravel()
+                states = [optimizer.state[parameter][kind] for parameter in parameters]
+                found[kind, each] = ours(each, states, big_visions)
     return found
 
 
@@ -115,12 +151,13 @@ def whole(root: Path, case: str, world: int) -> dict[tuple[str, str], np.ndarray
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", CASES)
 def test_ten_updates_are_timms(updated, case, world):
-    expected = timms(CASES[case][0]) | {("master", FROZEN): initial(FROZEN)}
+    name, *_, variant = CASES[case]
+    expected = timms(name, name == "adafactor" and variant != "-as-stored") | {("master", FROZEN): initial(FROZEN)}
     found = whole(updated, case, world)
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         # Of a difference in the last bit of fp32, the rounding to bf16 may make one of its own.
-        coarse = {"adafactor": "exp_avg", "muon": ""}.get(CASES[case][0]) == key[0]
+        coarse = {"adafactor": "exp_avg", "muon": ""}.get(name) == key[0]
         np.testing.assert_allclose(found[key], value, rtol=1e-2 if coarse else 1e-5, atol=1e-5, err_msg=str(key))
 
 
@@ -205,7 +242,8 @@ def test_a_checkpoint_of_factors_tells_their_shapes(root):
     assert index.kinds == ["master", "exp_avg", "exp_avg_sq", "exp_avg_sq_c", "exp_avg_sq_r", "ema"]
     weight = "blocks.0.attention.qkv.weight"
     assert index.shapes[weight] == [96, 32]
-    assert [index.shape_of(f"exp_avg_sq{kind}", weight) for kind in ("_r", "_c", "")] == [[1, 32], [96, 1], None]
+    shapes = [index.shape_of(f"exp_avg_sq{kind}", weight) for kind in ("_r", "_c", "")]
+    assert shapes == [[3, 2, 16, 1], [3, 2, 1, 32], None]
     assert index.shape_of("exp_avg_sq", "norm.bias") == [32] and index.shape_of("exp_avg_sq_r", "norm.bias") is None
     muon = checkpoint(root, "muon-fp32").index
     assert muon.shape_of("momentum_buffer", weight) == [96, 32] and muon.shape_of("exp_avg", weight) is None
@@ -251,6 +289,41 @@ def test_orthogonal_is_near_to_the_matrix_with_the_same_singular_vectors(shape):
     singular = torch.linalg.svdvals(found)
     assert singular.min() > 0.5 and singular.max() < 1.3
     assert torch.nn.functional.cosine_similarity(found.flatten(), (u @ vh).flatten(), dim=0) > 0.98
+
+
+@pytest.mark.parametrize("name", ["ViT-Ti/16", "ViT-B/16", "ViT-B/32", "ViT-L/16", "ViT-H/14", "R50+ViT-B/16", "many"])
+def test_adafactor_keeps_what_big_vision_keeps_of_its_tensors(tmp_path, name):
+    """By optax' rule, of the arrays of Google's npz: the two longest sides, a tensor whole if one is below 32."""
+    many = {"name": None, "patch_size": 16, "width": 1024, "depth": 1, "mlp_dim": 64, "num_heads": 32}
+    model = many if name == "many" else {"name": name, "depth": 1}
+    recipe = validate_recipe(
+        {**make_recipe(tmp_path).dump(), "model": model, "data": {"train": "train", "image_size": 224}}
+        | {"optimizer": {"name": "adafactor", "lr": 1.0}},
+        "test",
+    )
+    with torch.device("meta"):
+        model = build_model(recipe, 1000)
+    parameters = dict(model.named_parameters())
+    for rule in table(model, "npz"):
+        expected = 0
+        for array in rule.split(parameters[rule.ours]):
+            *_, second, longest = sorted((1, 1, *array.shape))
+            is_factored = array.ndim > 1 and second >= 32
+            expected += array.numel() // longest + array.numel() // second if is_factored else array.numel()
+        kept = recipe.kept(rule.ours, tuple(parameters[rule.ours].shape))
+        found = sum(math.prod(shape) for kind, shape in kept.items() if kind != "exp_avg")
+        assert found == expected, (rule.ours, kept)
+
+
+def test_a_run_from_before_by_head_goes_on_as_it_was(tmp_path):
+    """Its recipe has all defaults written out, but not this one."""
+    new = make_recipe(tmp_path, optimizer={"name": "adafactor", "lr": 1e-3})
+    old = new.dump()
+    del old["optimizer"]["by_head"]
+    earlier = validate_recipe(old, "earlier")
+    assert differences(earlier.dump(), new.dump()) == ["optimizer.by_head: False -> True"]
+    weight = "blocks.0.attention.qkv.weight"
+    assert earlier.kept(weight, (96, 32))["exp_avg_sq_c"] == (96, 1)
 
 
 def test_memory_and_checkpoints_follow_from_what_is_kept():

@@ -16,10 +16,11 @@ from ranks import join, make_recipe
 from torch import Tensor, nn
 
 SHAPES = {
-    "embedding.weight": (24, 20),
-    "embedding.bias": (24,),
-    "blocks.0.qkv.weight": (36, 12),
-    "blocks.0.qkv.bias": (36,),
+    "embedding.weight": (32, 192),
+    "embedding.bias": (32,),
+    "blocks.0.attention.qkv.weight": (96, 32),
+    "blocks.0.attention.qkv.bias": (96,),
+    "blocks.0.attention.out.weight": (32, 32),
     "blocks.1.fc.weight": (20, 51),
     "blocks.1.conv.weight": (18, 3, 2, 17),
     "blocks.1.norm.weight": (1,),
@@ -42,7 +43,7 @@ def initial(name: str) -> np.ndarray:
 
 
 class LinearLoss(nn.Module):
-    """With the names of a Transformer of two blocks."""
+    """With the names of a Transformer of two blocks, and the shapes of the toy recipe's model where they matter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -157,6 +157,10 @@ class Model(Block):
         """The layers from a parameter up to the head, as `layer_decay` counts; only for families that have blocks."""
         raise NotImplementedError
 
+    def axes(self, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a parameter with every axis apart that ours merges with others: heads, or sides of a patch."""
+        return shape
+
     @property
     def has_attention_bias(self) -> bool:
         """Whether a bias is added to the attention logits."""

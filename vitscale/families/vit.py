@@ -23,6 +23,8 @@ _OF_PARTS = (
 )
 _OF_EMBEDDINGS = re.compile(r"(stem|embedding|cls|dist|registers|pos_embedding)(\.|$)")
 _OF_BLOCK = re.compile(r"blocks\.(\d+)\.")
+_TO_HEADS = re.compile(r"(attention\.qkv|map\.query|map\.key_value)\.(weight|bias)$")
+_FROM_HEADS = re.compile(r"(attention|map)\.out\.weight$")
 
 
 class ViT(Model):
@@ -344,6 +346,17 @@ class ViT(Model):
         if block := _OF_BLOCK.match(parameter):
             return self.num_blocks - int(block[1])
         return self.num_blocks + 1 if _OF_EMBEDDINGS.match(parameter) else 0
+
+    def axes(self, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """As `Model.axes`: query, key, value stacked, each (H, d, D) or (H, d); out (D, H, d); patches (D, P, P, C)."""
+        own = self.shape()
+        if _TO_HEADS.search(parameter):
+            return (shape[0] // own.width, own.num_heads, own.head_dim, *shape[1:])
+        if _FROM_HEADS.search(parameter):
+            return (shape[0], own.num_heads, own.head_dim)
+        if parameter == "embedding.weight":
+            return (shape[0], own.patch_size, own.patch_size, shape[1] // own.patch_size**2)
+        return shape
 
     @property
     def has_attention_bias(self) -> bool:

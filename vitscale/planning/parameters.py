@@ -67,7 +67,7 @@ def model_parameters(recipe: Recipe, num_classes: int) -> Parameters:
     layers, kept, kept_bytes = [], 0, 0
     for called_name, parameter in objective.named_weights():
         if not is_frozen(recipe.optimizer, called_name):
-            for kind, shape in recipe.optimizer.kept(called_name, tuple(parameter.shape)).items():
+            for kind, shape in recipe.kept(called_name, tuple(parameter.shape)).items():
                 kept += math.prod(shape)
                 kept_bytes += math.prod(shape) * (2 if kind in recipe.optimizer.kept_in_bf16 else 4)
     for name, module in objective.named_modules():

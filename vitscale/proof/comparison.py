@@ -149,7 +149,7 @@ class Comparison:
         """Compare masters, moments and average after a step with what follows from those before and the gradient."""
         settings: Any = self.oracle.recipe.optimizer
         for name, shape in self._shapes.items():
-            kinds = settings.kept(name, tuple(shape)) if name in applied else {}
+            kinds = self.oracle.recipe.kept(name, tuple(shape)) if name in applied else {}
             weight = before.values["master"][name].double()
             kept = {kind: before.values[kind][name].double() for kind in kinds}
             expected, moments = self.oracle.update(name, weight, kept, applied.get(name, weight), rates)

@@ -173,15 +173,15 @@ def _adam(kept: Kept, gradient: Tensor, betas: tuple[float, float], eps: float, 
 
 def _adafactor(kept: Kept, gradient: Tensor, momentum: float, cap: float, updates: int) -> tuple[Tensor, Kept]:
     """Zhai et al., 2022, section 3.5: the direction, its mean in bf16, and the squares by rows and columns."""
-    new, square = 1 - min(cap, 1 - updates**-0.8), gradient**2 + 1e-30
-    kinds = [kind for kind in kept if kind != "exp_avg"]
-    means = {kind: (1 - new) * kept[kind] + new * _mean_like(square, kept[kind]) for kind in kinds}
+    new, kinds = 1 - min(cap, 1 - updates**-0.8), [kind for kind in kept if kind != "exp_avg"]
+    gradient = gradient.view(torch.broadcast_shapes(*(kept[kind].shape for kind in kinds)))  # with an axis of heads
+    means = {kind: (1 - new) * kept[kind] + new * _mean_like(gradient**2 + 1e-30, kept[kind]) for kind in kinds}
     if "exp_avg_sq" in means:
         step = gradient / means["exp_avg_sq"].sqrt()
     else:
         rows, columns = means["exp_avg_sq_r"], means["exp_avg_sq_c"]
         step = gradient / (rows / _mean_like(rows, columns)).sqrt() / columns.sqrt()
-    step = kept["exp_avg"].lerp(step.bfloat16().double(), 1 - momentum).bfloat16().double()
+    step = kept["exp_avg"].lerp(step.view_as(kept["exp_avg"]).bfloat16().double(), 1 - momentum).bfloat16().double()
     return step, {**means, "exp_avg": step}
 
 

@@ -131,7 +131,7 @@ class Prover:
     def _unset(self, kind: str, name: str) -> torch.Tensor:
         shape = tuple(self.learner.shapes[name])
         if kind not in (MASTER, EMA):
-            shape = self._recipe.optimizer.kept(name, shape).get(kind, ())
+            shape = self._recipe.kept(name, shape).get(kind, ())
         return torch.full(shape, torch.nan)
 
     def _result(self, steps: int, comparison: Comparison) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -178,6 +178,11 @@ class Adafactor(Block):
     factored_from: int = Field(
         32, ge=2, description="tensors whose two longest sides are at least this long are factored; timm uses 16"
     )
+    by_head: bool = Field(
+        True,
+        description="true: the sides are those of big_vision's tensors, so that query, key, value and output of each "
+        "attention head are factored apart, and small patches are not; false: those of matrices as stored, as in timm",
+    )
     weight_decay: float = Field(
         0.0, ge=0, description="each update subtracts this times the learning rate times the weight"
     )
@@ -185,6 +190,13 @@ class Adafactor(Block):
     clip_norm: ClipNorm = None
     groups: Groups = Field([])
     layer_decay: LayerDecay = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_runs(cls, content: Any) -> Any:
+        # A run's recipe has every default written out: without this key, it is of a run that factored whole matrices.
+        is_earlier = isinstance(content, dict) and content.keys() == cls.model_fields.keys() - {"by_head"}
+        return content | {"by_head": False} if is_earlier else content
 
     @property
     def first_momentum(self) -> float:

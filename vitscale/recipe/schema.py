@@ -23,7 +23,7 @@ from vitscale.recipe.durations import Duration, Interval
 from vitscale.recipe.evaluation import Evaluation, Selection
 from vitscale.recipe.masked_patches import MaskedPatches
 from vitscale.recipe.objectives import Classification, Objective, with_kind
-from vitscale.recipe.optimizers import WHOLE_TENSOR_OPTIMIZERS, Optimizer
+from vitscale.recipe.optimizers import WHOLE_TENSOR_OPTIMIZERS, Adafactor, Kept, Optimizer, Shape
 from vitscale.recipe.schedule import Schedule
 from vitscale.recipe.watching import Anomalies, Check, Logging, Profile
 from vitscale.storage import is_url
@@ -335,6 +335,16 @@ class Recipe(Block):
             f"batch.global {self.batch.global_size} on {world_size} ranks makes micro-batches of {micro}, which part "
             f"images that the objective computes together, {together} at a time; {remedy}"
         )
+
+    def axes(self, name: str, shape: Shape) -> Shape:
+        """A parameter's shape as the optimizer sees it: for Adafactor `by_head` with all axes apart."""
+        by_head = isinstance(self.optimizer, Adafactor) and self.optimizer.by_head
+        return self.model.axes(name, shape) if by_head else shape
+
+    def kept(self, name: str, shape: Shape) -> Kept:
+        """What the optimizer keeps of a parameter besides its value: kind, as in checkpoints -> shape."""
+        axes = self.axes(name, shape)
+        return {kind: shape if each == axes else each for kind, each in self.optimizer.kept(name, axes).items()}
 
     def dump(self) -> dict[str, Any]:
         """The whole recipe as plain data, including defaults, with the keys of its YAML."""

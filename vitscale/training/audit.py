@@ -393,7 +393,7 @@ def _settings(recipe: Recipe, engine: Any, rates: Rates) -> dict[str, update_rul
     return {
         names[parameter]: update_rules.Settings(
             optimizer=optimizer,
-            shape=engine.whole_shapes[names[parameter]],
+            shape=recipe.axes(names[parameter], engine.whole_shapes[names[parameter]]),
             update=rates.updates + 1,
             rate=rates.learning_rate * group[LR_FACTOR],
             decay=group["weight_decay"] * (1.0 if factor is None else factor),

@@ -253,7 +253,7 @@ def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -
     engine.whole_shapes = {name: tuple(shape) for name, shape in fragments.shapes(engine).items()}
     engine.kept_in_bf16 = recipe.optimizer.kept_in_bf16
     engine.kept = {
-        name: recipe.optimizer.kept(name, shape)
+        name: recipe.kept(name, shape)
         for name, shape in engine.whole_shapes.items()
         if not is_frozen(recipe.optimizer, name)
     }
@@ -261,7 +261,7 @@ def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -
         optimizer.attach(
             fragments.masters(engine),
             fragments.pieces_of(engine),
-            engine.whole_shapes,
+            {name: recipe.axes(name, shape) for name, shape in engine.whole_shapes.items()},
             are_shared=recipe.parallelism.zero_stage > 0,
         )
     engine.exchange = None

@@ -142,7 +142,7 @@ def checkpoint_bytes(recipe: Recipe, num_classes: int) -> int:
     by_kind: dict[str, dict[str, list[int]]] = {}
     for name, shape in whole.items():
         if not is_frozen(recipe.optimizer, name):
-            for kind, kept in recipe.optimizer.kept(name, tuple(shape)).items():
+            for kind, kept in recipe.kept(name, tuple(shape)).items():
                 by_kind.setdefault(kind, {})[name] = list(kept)
     return weights + sum(bytes_needed(shapes, [kind]) for kind, shapes in by_kind.items())
 

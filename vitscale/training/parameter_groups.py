@@ -55,7 +55,7 @@ def parameter_groups(recipe: Recipe, objective: Objective) -> list[dict[str, Any
             decay = decay if group.weight_decay is None else group.weight_decay
             factor *= group.lr_factor
         shape = _shape(parameter)
-        kept = tuple(kind for kind, of_kept in settings.kept(name, shape).items() if of_kept == shape)
+        kept = tuple(kind for kind, of_kept in recipe.kept(name, shape).items() if of_kept == shape)
         groups.setdefault((is_excluded, decay, factor, kept), []).append(parameter)
     if not groups:
         raise RecipeError("optimizer.groups: every parameter is frozen, so nothing is left to train")
