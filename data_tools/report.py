@@ -119,6 +119,6 @@ def summary(totals: Totals) -> Table:
     ):
         table.add_row(name, value)
     if totals.images_now:
-        table.add_row("images/s", f"{totals.images_now / max(totals.seconds, 1e-9):,.0f}")
+        table.add_row("images/s, start included", f"{totals.images_now / max(totals.seconds, 1e-9):,.0f}")
         table.add_row("seconds", f"{totals.seconds:,.1f}")
     return table

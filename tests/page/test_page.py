@@ -10,7 +10,7 @@ from browser import Read, open_page
 from PIL import Image
 
 from vitscale.errors import RecipeError
-from vitscale.page import SERIES, Drawing, Facts, Folded, Picture, Section, Side, Table, Text, draw, page_text
+from vitscale.page import SERIES, Drawing, Facts, Folded, Picture, Section, Table, Text, draw, page_text
 from vitscale.table import Column, ResultTable, number
 
 pytest.importorskip("matplotlib")
@@ -39,7 +39,7 @@ def page() -> str:
     table = Table(view, ODD, frozenset({1}))
     parts = (Text(ODD), Text(ODD, "warning"), Facts([(ODD, f"{ODD}\nsecond line")]), table)
     pictures = (Picture(png.getvalue(), ODD, ODD, 100, True), figure("second", 300))
-    return page_text(ODD, ODD, [Section(ODD, parts), Section("two", [figure(), Side(pictures), Folded(ODD, [table])])])
+    return page_text(ODD, ODD, [Section(ODD, parts), Section("two", [figure(), *pictures, Folded(ODD, [table])])])
 
 
 @pytest.fixture(scope="module")

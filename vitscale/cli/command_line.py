@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -117,6 +118,8 @@ def _call(app: typer.Typer) -> int:
 def _in_our_words(message: str) -> str:
     """Reword pydantic's messages, which typer passes on: "Input should be a valid integer, unable to parse ..."."""
     message = message.removeprefix("Value error, ")
+    if choice := re.fullmatch(r"(.*) is not one of (.*)\.", message):
+        return f"expected one of {choice[2]}; found {choice[1]}"
     if message.startswith("Input should be "):
         message = f"expected {message.removeprefix('Input should be ').partition(', unable')[0]}"
     return message.replace("a valid integer", "an integer").replace("a valid number", "a number")

@@ -82,7 +82,11 @@ def inspect(
 
     def options(source: Path) -> Any:
         from vitscale.cli.looking import opened
+        from vitscale.evaluation.finished import is_weights
 
-        return opened(source, step, no_ema, settings, model, image_size, None, None, precision, max_memory)
+        of_run, of_weights = (step, no_ema), (model, image_size, None, None, precision)
+        if len({is_weights(each) for each in sources}) > 1:  # each option is for the sources of its kind
+            of_run, of_weights = ((None, False), of_weights) if is_weights(source) else (of_run, (None,) * 5)
+        return opened(source, *of_run, settings, *of_weights, max_memory)
 
     run_inspect(sources, options, images, out, show, count, pictures, neighbours)

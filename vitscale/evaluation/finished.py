@@ -17,7 +17,7 @@ from torch import nn
 
 from vitscale.checkpoint import MASTER, CheckpointReader, CheckpointStore, checkpoint_directory
 from vitscale.data import EvalTransform, Reading, to_model_input
-from vitscale.errors import CheckpointError, RecipeError, VitscaleError
+from vitscale.errors import CheckpointError, DataError, RecipeError, VitscaleError
 from vitscale.evaluation.build import build_evaluators, exact_pass
 from vitscale.evaluation.contract import MakeLoader, evaluate
 from vitscale.evaluation.placing import ReadTensor, fill, is_main, join, place, tell
@@ -47,7 +47,7 @@ from vitscale.recipe.datasets import find_dataset
 from vitscale.runs.checkpoint_index import data_root
 from vitscale.runs.directory import recipe_of_run
 from vitscale.runs.names import RECIPE_FILE
-from vitscale.shards import Manifest
+from vitscale.shards import MANIFEST_NAME, Manifest
 from vitscale.weight_formats import POSITIONS_RULE
 
 _BICUBIC, _ANTIALIASED = "resampled, bicubic with edges in one place", "resampled, bicubic and antialiased"
@@ -234,11 +234,16 @@ class FinishedModel:
             yield name, parameter.detach()
 
     def dataset(self, name: str) -> Manifest:
-        """The dataset `NAME[/SPLIT] | PATH | URL`; for a run, names are looked up under its `data.root`.
+        """The dataset `NAME[/SPLIT] | PATH | URL`; for a run, names are looked up under its `data.root`, then here.
 
         Raises `RecipeError`, `DataError` and `StorageError`.
         """
-        return Manifest.load(find_dataset(name, self._data.root))
+        try:
+            name = find_dataset(name, self._data.root)
+        except (RecipeError, DataError):
+            if not (Path(name) / MANIFEST_NAME).is_file():
+                raise
+        return Manifest.load(name)
 
     def loader(self, manifest: Manifest, crop: EvalCrop | None = None, border: int = 0) -> MakeLoader:
         """Makes loaders over this process's part of a dataset, seen through `EvalTransform`.

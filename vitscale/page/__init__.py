@@ -9,7 +9,7 @@ from vitscale.page.figures_file import (
     read_figures,
     write_figures,
 )
-from vitscale.page.parts import Facts, Folded, Part, Picture, Section, Side, Table, Text, Tone
+from vitscale.page.parts import Facts, Folded, Part, Picture, Section, Table, Text, Tone
 from vitscale.page.rendering import page_text
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "Part",
     "Picture",
     "Section",
-    "Side",
     "Table",
     "Text",
     "Tone",

@@ -67,14 +67,6 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Side:
-    """Parts side by side, as many as there is room for."""
-
-    parts: Sequence["Part"]
-    kind: ClassVar[str] = "side"
-
-
-@dataclass(frozen=True)
 class Folded:
     """Parts behind a line that opens them; open in print."""
 
@@ -83,7 +75,7 @@ class Folded:
     kind: ClassVar[str] = "folded"
 
 
-Part = Text | Facts | Table | Picture | Drawing | Side | Folded
+Part = Text | Facts | Table | Picture | Drawing | Folded
 
 
 @dataclass(frozen=True)
