@@ -79,9 +79,11 @@ def test_a_digest_is_64_lower_case_hexadecimal_digits(digest: str, tmp_path: Pat
     with pytest.raises(CheckpointError):
         parse_index(index_text(index(FileEntry("rank-00000.safetensors", 8, digest))).encode(), "index.json")
     entry = {"path": "x.beton", "samples": 1, "bytes": 1, "first_uid": 0}
-    for wrong in ({"sha256": digest, "xxh3_128": "0" * 32}, {"sha256": DIGEST, "xxh3_128": digest[:32] or "0"}):
+    with pytest.raises(ValidationError):
+        ShardEntry.model_validate(entry | {"sha256": digest, "xxh3_128": "0" * 32})
+    for name in ("A" * 32, "0" * 31, "0" * 32 + "\n", "../" * 10 + "ab"):
         with pytest.raises(ValidationError):
-            ShardEntry.model_validate(entry | wrong)
+            ShardEntry.model_validate(entry | {"sha256": DIGEST, "xxh3_128": name})
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -367,7 +369,7 @@ def test_a_lock_and_a_journal_are_not_written_through_a_link(kind: str, tmp_path
         else:
             IRREGULAR[kind](run / name)
     with pytest.raises((OSError, RecipeError)):
-        claim(run, load_recipe("smoke")).close()
+        claim(run, load_recipe("b16_i1k")).close()
     with pytest.raises(OSError):
         LockFile(run / ".lock")
     said: list[str] = []
@@ -386,14 +388,14 @@ def test_a_lock_and_a_journal_are_not_written_through_a_link(kind: str, tmp_path
 @pytest.mark.parametrize("text", ["a thesis\n", "one\ntwo", "x" * 300, "é"])
 def test_a_lock_that_holds_anything_else_is_not_truncated(text: str, tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text(text)
-    claim(tmp_path, load_recipe("smoke")).close()
+    claim(tmp_path, load_recipe("b16_i1k")).close()
     assert (tmp_path / ".lock").read_text() == text and last_holder(tmp_path) == ""
 
 
 def test_a_lock_of_an_earlier_version_is_taken_over_and_becomes_private(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("a-node.of-a.cluster")
     (tmp_path / ".lock").chmod(0o644)
-    with claim(tmp_path, load_recipe("smoke")):
+    with claim(tmp_path, load_recipe("b16_i1k")):
         assert is_held(tmp_path) and last_holder(tmp_path) == socket.gethostname()
     assert stat.S_IMODE((tmp_path / ".lock").stat().st_mode) == 0o600 and is_held(tmp_path) is False
 
@@ -413,7 +415,7 @@ def _as_a_stranger(run: Path, answers: "multiprocessing.SimpleQueue[object]") ->
 def test_another_user_can_neither_hold_a_lock_nor_tell_that_it_is_held(tmp_path: Path) -> None:
     run = Path(tempfile.mkdtemp(dir="/tmp"))
     run.chmod(0o755)
-    with claim(run, load_recipe("smoke")):
+    with claim(run, load_recipe("b16_i1k")):
         context = multiprocessing.get_context("fork")
         answers = context.SimpleQueue()
         process = context.Process(target=_as_a_stranger, args=(run, answers))
@@ -462,7 +464,7 @@ from vitscale.recipe import load_recipe
 from vitscale.runs.directory import claim, is_held
 what, folder = sys.argv[1], Path(sys.argv[2])
 take = {
-    "run": lambda: claim(folder, load_recipe("smoke")),
+    "run": lambda: claim(folder, load_recipe("b16_i1k")),
     "tasks": lambda: claimed(folder, ALL_TASKS),
     "machine folder": lambda: MachineFolder(folder, "x"),
 }[what]

@@ -237,7 +237,7 @@ class RemoteFiles:
             self._folder = MachineFolder(self._machine, hashlib.sha256(self.where.encode()).hexdigest()[:16])
         path = self._folder.path / entry.sha256  # right even if the checkpoint was replaced
         with locked(path.with_suffix(".lock")) as lock:
-            if _state(path) != (noted(lock) or None):  # missing, or not verified as it is now
+            if (state := _state(path)) is None or state != noted(lock):  # missing, or not verified as it is now
                 _fetch(join(self.where, entry.path), entry, path)
                 lock.note(str(_state(path)))
         return path

@@ -61,7 +61,7 @@ class LockFile(FileIO):
 
     def own(self, *, shared: bool) -> bool:
         """Lock by an owner file. False if another process holds the lock."""
-        alone = _owner(self._path)
+        alone = Path(f"{self._path}.owner")
         mine = alone.with_name(f"{alone.name}-{secrets.token_hex(4)}") if shared else alone
         try:
             if was_taken := os.path.lexists(mine):
@@ -111,15 +111,16 @@ def unlock(file: IO | FileIO) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds a file's exclusive lock. Raises OSError if that cannot be told, or there is no file."""
-    with FileIO(path, opener=regular) as file:
-        try:
-            # A lock can only be tested by taking it; closing the file releases it at once.
-            return not try_lock(file, shared=True)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            return _lives(_owner(path))
+    """Whether a process holds a file's exclusive lock; False if there is no file. Raises OSError if that is unknown."""
+    try:
+        with FileIO(path, opener=regular) as file:
+            return not try_lock(file, shared=True)  # closing the file releases it at once
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return _lives(Path(f"{path}.owner"))
 
 
 @contextmanager
@@ -143,10 +144,6 @@ def _flock(file: IO | FileIO, kind: int) -> bool:
 
 
 # ---- Owner files -----------------------------------------------------------------------------------------------------
-
-
-def _owner(path: Path) -> Path:
-    return Path(f"{path}.owner")
 
 
 def _lives(owner: Path) -> bool:

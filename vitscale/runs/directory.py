@@ -158,15 +158,11 @@ def _locked(folder: Path) -> LockFile:
 def is_held(run_dir: Path) -> bool | None:
     """Whether a rank holds the lock of a run directory; None if that cannot be known.
 
-    A lock held on another machine is visible on file systems that share locks (NFS, Lustre with `flock`), and not on
-    others.
+    A lock held on another machine is visible, unless it is only locked there (Lustre with `localflock`).
     """
-    try:
+    with suppress(OSError):  # such as another user's
         return is_locked(run_dir / LOCK_FILE)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return None
+    return None
 
 
 def last_holder(run_dir: Path) -> str:

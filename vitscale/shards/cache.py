@@ -128,7 +128,7 @@ class ShardCache:
                 begun = self._begin(name, entry.bytes)
                 if isinstance(begun, FileIO):
                     return self._fetch(url, entry, begun, self._folder / name, cancelled)
-                while begun is not None and _is_locked(begun):
+                while begun is not None and is_locked(begun):
                     pause(_POLL_SECONDS, cancelled)
 
     def _pin_present(self, name: str, entry: ShardEntry, cancelled: Callable[[], bool]) -> PinnedFile | None:
@@ -287,14 +287,6 @@ class ShardCache:
                     f"folder; data.cache.limit_gb ({self._limit / _GB:g}) limits the size of the cache"
                 ) from error
             raise RecipeError(f"{where}: cannot be written ({why}); choose another folder") from error
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether a process is writing this file; False if it is gone."""
-    try:
-        return is_locked(path)
-    except FileNotFoundError:
-        return False
 
 
 def _is_at(file: FileIO, path: Path) -> bool:

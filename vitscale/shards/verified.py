@@ -71,9 +71,8 @@ def digest_once(
     path: Path,
     markers: Path,
     cancelled: Callable[[], bool] = never,
-    *,
     in_cache: bool = False,
-    found: str | None = None,
+    found: str = "",
 ) -> str:
     """xxh3_128 of an open file: remembered, just `found`, or computed now. Raises OSError, CancelledError."""
     state = _state(file, path, in_cache)
