@@ -39,7 +39,7 @@ from vitscale.runs.reading import read_object
 from vitscale.shards import Manifest, ShardFile
 from vitscale.shards.foreign import read_fields
 from vitscale.shards.generated import write_generated_dataset
-from vitscale.shards.provenance import read_rejects, write_rejects
+from vitscale.shards.provenance import REJECTS, read_rejects, write_rejects
 from vitscale.shards.verify import verify
 from vitscale.studies.expansion import expand
 from vitscale.studies.reading import load_study, studies_dir
@@ -210,8 +210,7 @@ def hf_folder(folder: Path) -> Path:
 
 
 def rejects(folder: Path) -> Path:
-    schema = pa.schema([pa.field("key", pa.string(), nullable=False), pa.field("reason", pa.string(), nullable=False)])
-    write_rejects(folder / "rejects.parquet", [pa.table({"key": ["a", "b"], "reason": ["x", "x"]}, schema)])
+    write_rejects(folder / "rejects.parquet", [pa.table({"key": ["a", "b"], "reason": ["x", "x"]}, REJECTS)])
     return folder / "rejects.parquet"
 
 
