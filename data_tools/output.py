@@ -26,7 +26,7 @@ from typing import Any
 
 from vitscale import storage
 from vitscale.errors import RecipeError
-from vitscale.files.durable import durable_file, make_folder, write_text
+from vitscale.files.durable import durable_file, make_folder, remove_leftovers, write_text
 from vitscale.safe_text import without_secrets
 from vitscale.shards import MANIFEST_NAME
 from vitscale.shards.decisions import DECISIONS_NAME
@@ -191,9 +191,7 @@ class Output:
         """Remove the state of the unfinished conversion."""
         if not self.is_remote:
             for split in splits:
-                for part in Path(self.place(split)).glob(".*.part"):
-                    if _PART.fullmatch(part.name):
-                        part.unlink(missing_ok=True)
+                remove_leftovers(Path(self.place(split)))
             shutil.rmtree(self.state(""), ignore_errors=True)
         else:
             storage.remove_folder(self.state(""))

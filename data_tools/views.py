@@ -120,8 +120,7 @@ def _refuse_taken(out: str) -> None:
     if not storage.is_url(out) and os.path.lexists(out) and not Path(out).is_dir():
         raise RecipeError(f"OUT {out}: is not a folder. Choose a new or empty folder")
     try:
-        if not storage.is_url(out):
-            remove_leftovers(Path(out))
+        remove_leftovers(Path(out))
         names = storage.names_in(out)
     except OSError as error:
         raise RecipeError(f"OUT {out}: cannot be read ({error.strerror or error})") from error

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from faulty_calls import run_with_fault
 from messages import assert_messages
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -316,6 +317,44 @@ def test_what_was_being_deleted_is_deleted_by_the_next_save(store):
     (Path(store.root) / step_folder(1)).rename(Path(store.root) / ".deleting-step-00000001")
     save(store, 3)
     assert {path.name for path in Path(store.root).iterdir()} == {"step-00000002", "step-00000003", "latest"}
+
+
+def test_what_a_killed_process_left_is_removed_and_latest_names_the_newest(store):
+    root = Path(store.root)
+    folders = [save(store, step) for step in (1, 2)]
+    (root / "latest").write_text("step-00000001\n")  # killed between the two renames
+    left = [root / ".latest.01234567.part", *(folder / ".index.json.89abcdef.part" for folder in folders)]
+    for path in left:
+        path.touch()
+    mine = folders[0] / "notes.part"
+    mine.touch()
+    LocalDirectory(root).tidy()
+    assert not any(path.exists() for path in left) and mine.exists()
+    assert (root / "latest").read_text() == "step-00000002\n"
+
+
+FAILING = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from toy_checkpoint import save
+from vitscale.checkpoint import CheckpointStore
+from vitscale.errors import CheckpointError
+try:
+    save(CheckpointStore(Path(sys.argv[1])), 2)
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def test_a_checkpoint_whose_name_is_not_on_the_disk_is_none(store):
+    """The first flush of the folder of checkpoints is that of a checkpoint's final name."""
+    save(store, 1)
+    here = Path(__file__).parent
+    assert "untouched" in run_with_fault("fsync:error=EIO:when=1", FAILING, store.root, here, path=Path(store.root))
+    assert store.steps() == [1] and holds(store.open(1), 1)
+    assert sorted(path.name for path in Path(store.root).iterdir()) == ["latest", step_folder(1)]
+    assert run_with_fault("", FAILING, store.root, here) == "" and holds(store.open(2), 2)
 
 
 SAVER = """

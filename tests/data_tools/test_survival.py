@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from datasets_on_disk import command, contents, run, run_here
+from faulty_calls import run_with_fault
 from kill_at import convert_killed_at
 from messages import refusal
 from pictures import encoded, make_picture
@@ -49,6 +50,30 @@ def whole(pictures, tmp_path_factory) -> tuple[Path, float]:
 @pytest.fixture(scope="module")
 def in_peace(whole) -> dict[str, bytes]:
     return contents(whole[0])
+
+
+CONVERT = """
+import sys
+from data_tools.conversion import convert
+from data_tools.machine import Machine
+from data_tools.request import Request
+from vitscale.errors import VitscaleError
+try:
+    convert(Request(sys.argv[1], shard_samples=6), sys.argv[2], Machine(workers=1, max_reject_rate=0.2))
+except VitscaleError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(("folder", "call"), [(".vitscale-convert/listing", 2), (".", 1), (".", 4)])
+def test_a_disk_that_fails_once_is_named_and_the_repeated_command_goes_on(pictures, in_peace, tmp_path, folder, call):
+    """Not the source, whatever is being flushed: the list of it, a shard, a table."""
+    out = tmp_path / "out"
+    said = run_with_fault(f"fsync:error=EIO:when={call}", CONVERT, pictures, out, path=out / folder)
+    assert said.startswith(f"DataError {out}"), said
+    assert not (out / "manifest.json").exists()
+    assert run_here(pictures, out, *SHARDS, "--max-reject-rate", 0.2).exit_code == 0
+    assert contents(out) == in_peace
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:

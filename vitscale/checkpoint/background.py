@@ -38,12 +38,9 @@ class BackgroundSaver:
         store: the run's checkpoints; its `gather` is called from the thread, so nothing else may use it.
         keep, keep_every, tail: the arguments of `CheckpointStore.retain`, which follows each successful save.
         background: if False, `save` and `amend` do the work themselves, without a copy.
-
-    Attributes:
-        first: called before each save and amendment, where these are done; must not raise.
     """
 
-    first: Callable[[], None] | None = None
+    first: Callable[[], None] | None = None  # called before each save and amendment, where these are done
 
     def __init__(
         self,

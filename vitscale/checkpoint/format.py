@@ -11,7 +11,6 @@ A checkpoint exists if and only if its index.json is there and every file in it 
 
 import hashlib
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from vitscale.errors import CheckpointError
 from vitscale.files.digests import file_digests
+from vitscale.files.durable import durable_file
 from vitscale.models.weights.torch_files import write_safetensors
 from vitscale.runs.checkpoint_index import FileEntry
 
@@ -97,16 +97,10 @@ def write_rank_file(path: Path, fragments: list[Fragment]) -> FileEntry:
         for kind, tensor in fragment.tensors.items()
     }
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-    try:
-        with path.open("wb") as file:
-            hashed = _Hashed(file)
-            write_safetensors(hashed, shapes, ((key, _fp32(tensor)) for key, tensor in tensors.items()), {})
-            file.flush()
-            os.fsync(file.fileno())
-            size = file.tell()
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
+    with durable_file(path) as file:
+        hashed = _Hashed(file)
+        write_safetensors(hashed, shapes, ((key, _fp32(tensor)) for key, tensor in tensors.items()), {})
+        size = file.tell()
     return FileEntry(path.name, size, hashed.sha256.hexdigest())
 
 

@@ -156,10 +156,9 @@ def _sync_below(folder: Path, opened: BinaryIO) -> None:
     """Flush all that is in a folder to the disk; `opened` is a file beside it, opened before any of it was written."""
     # `syncfs` takes all files at once, which may be hundreds of thousands: one by one they take 20 times as long. It
     # reports what could not be written since `opened` was, even to files that are closed.
-    libc, error = ctypes.CDLL(None, use_errno=True), errno.ENOSYS
-    if _SYNCFS_REPORTS_ERRORS:
-        error = ctypes.get_errno() if libc.syncfs(opened.fileno()) else 0
-    if error == errno.ENOSYS:
+    libc = ctypes.CDLL(None, use_errno=True)
+    error = ctypes.get_errno() if libc.syncfs(opened.fileno()) else 0
+    if error == errno.ENOSYS or not _SYNCFS_REPORTS_ERRORS:
         for above, _, names in os.walk(folder):
             for name in (*names, "."):
                 sync(Path(above, name))

@@ -208,10 +208,9 @@ class Manifest(_Strict):
             raise DataError(f"{where}: {looked}; {what}") from error
         except OSError as error:
             raise DataError(f"{file}: cannot be read ({error.strerror or error})") from error
-        checksum = _CHECKSUM.match(content)
-        content = _CHECKSUM.sub(b"{\n", content)
+        stated, content = _CHECKSUM.match(content), _CHECKSUM.sub(b"{\n", content)
         sha256 = hashlib.sha256(content).hexdigest()
-        if checksum is not None and checksum[1].decode() != sha256:
+        if stated is not None and stated[1].decode() != sha256:
             raise DataError(f"{file}: {_EDITED}")
         try:
             manifest = cls.model_validate_json(content)

@@ -128,7 +128,7 @@ class Saves:
             )
         self._saver.close()
         if self._is_main and isinstance(self.store.directory, LocalDirectory):
-            with suppress(OSError):  # it is saved, whatever cannot be tidied
+            with suppress(OSError):  # `latest`, if it could not be written with the last save
                 self.store.directory.tidy()
 
     def _sync_metrics(self) -> None:
