@@ -68,7 +68,8 @@ def on_rank_zero(compute: Callable[[], Result]) -> Result:
     """
     if world_size() == 1:
         return compute()
-    outcome, failure = None, None
+    outcome: list[Any] = []
+    failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
             outcome = [compute(), None]

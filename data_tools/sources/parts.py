@@ -50,7 +50,7 @@ class _PatientFile(io.RawIOBase):
 class _Unpacked(io.RawIOBase):
     """A decompressed stream that may not grow too far."""
 
-    def __init__(self, where: str, file: io.BufferedReader, content: Any) -> None:
+    def __init__(self, where: str, file: BinaryIO, content: Any) -> None:
         self._where, self._file, self._content, self._read = where, file, content, 0
 
     def readable(self) -> bool:
@@ -86,7 +86,7 @@ def is_gzip(file: io.BufferedReader) -> bool:
     return file.peek(len(_GZIP_MAGIC))[: len(_GZIP_MAGIC)] == _GZIP_MAGIC
 
 
-def unpacked(where: str, file: io.BufferedReader, unpack: Callable[..., Any] = gzip.open) -> io.BufferedReader:
+def unpacked(where: str, file: BinaryIO, unpack: Callable[..., Any] = gzip.open) -> io.BufferedReader:
     """The content of a compressed file; closing it closes the file. Reading raises DataError if it grows too far."""
     return io.BufferedReader(_Unpacked(where, file, unpack(file)), _BLOCK_BYTES)
 

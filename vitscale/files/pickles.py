@@ -2,6 +2,7 @@
 
 import io
 import pickletools
+from typing import Any
 from dataclasses import dataclass
 
 _MOST_SHARED = 1 << 24
@@ -38,7 +39,7 @@ def check_pickle(data: bytes) -> tuple[int, set[str]]:
         opcode = _OPCODES[file.read(1)]
         name, before = opcode.name, [each.name for each in opcode.stack_before]
         # pickletools reads no text of Python 2 that has other bytes than ASCII.
-        argument = opcode.arg and (file.readline() if name == "STRING" else opcode.arg.reader(file))
+        argument: Any = opcode.arg and (file.readline() if name == "STRING" else opcode.arg.reader(file))
         base = marks[-1] if marks else 0
         operands: list[_Value] = []
         if name == "MARK":

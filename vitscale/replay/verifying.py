@@ -302,8 +302,8 @@ class _Verification:
             content = read_object(folder / _RESULTS_FILE) or {}
             for entry in content.get("entries") or content.get("runs") or ():
                 if entry.get("name") == self.run_dir.resolve().name and entry.get("state") == "done":
-                    step = entry.get("best_step") or entry.get("step")
-                    repeated.append((str(folder / _RESULTS_FILE), step, entry.get("metrics")))
+                    at = entry.get("best_step") or entry.get("step")
+                    repeated.append((str(folder / _RESULTS_FILE), at, entry.get("metrics")))
         for step, values in self.log.evaluations:
             self.recorded[step].append((METRICS_FILE, values))
         for where, step, found in repeated:
@@ -443,7 +443,7 @@ class _Verification:
     # ---- What it comes to --------------------------------------------------------------------------------------------
 
     def _rests_on(
-        self, links: Sequence[tuple[int, int]], possible: Sequence[tuple[int, int]], results: Mapping[str, int | None]
+        self, links: Sequence[tuple[int, int]], possible: Sequence[tuple[int, int]], results: Mapping[str, int]
     ) -> Iterator[Finding]:
         """Say what the result rests on, and what was not looked at."""
         if others := sorted(self.recorded.keys() - self.computed.keys()):
