@@ -68,7 +68,7 @@ def on_rank_zero(compute: Callable[[], Result]) -> Result:
     """
     if world_size() == 1:
         return compute()
-    outcome: list[Any] = []
+    outcome: list[Any] | None = None
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:

@@ -84,8 +84,8 @@ def inspect(
         from vitscale.cli.looking import opened
         from vitscale.evaluation.finished import is_weights
 
-        of_run: tuple[Any, ...] = (step, no_ema)
-        of_weights: tuple[Any, ...] = (model, image_size, None, None, precision)
+        of_run: Any = (step, no_ema)
+        of_weights: Any = (model, image_size, None, None, precision)
         if len({is_weights(each) for each in sources}) > 1:  # each option is for the sources of its kind
             of_run, of_weights = ((None, False), of_weights) if is_weights(source) else (of_run, (None,) * 5)
         return opened(source, *of_run, settings, *of_weights, max_memory)

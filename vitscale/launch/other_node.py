@@ -121,8 +121,7 @@ class OtherNode:
         return self._first
 
     def _connect(self) -> Connection:
-        """A connection over which both ends have proved that they belong to this launch. Raises OSError."""
-        # The name is looked up again each time, and the secret read: a replaced node has others.
+        """A connection that both ends have proved, by name and secret as they are now. Raises OSError."""
         with socket.create_connection((self._place.address, self._place.port), timeout=_CONNECT_SECONDS) as found:
             first = Connection(found.dup(), self._silence, read_secret(self._run_dir), FromFirst)
         while not (first.is_proven or first.lost or self._supervisor.told):

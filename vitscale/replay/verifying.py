@@ -304,8 +304,8 @@ class _Verification:
                 if entry.get("name") == self.run_dir.resolve().name and entry.get("state") == "done":
                     at = entry.get("best_step") or entry.get("step")
                     repeated.append((str(folder / _RESULTS_FILE), at, entry.get("metrics")))
-        for step, values in self.log.evaluations:
-            self.recorded[step].append((METRICS_FILE, values))
+        for evaluated_at, values in self.log.evaluations:
+            self.recorded[evaluated_at].append((METRICS_FILE, values))
         for where, step, found in repeated:
             if isinstance(step, int) and isinstance(found, dict) and found:
                 values, known = (
