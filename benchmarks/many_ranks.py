@@ -4,15 +4,14 @@
 
 Every rank of ZeRO 3 saves a piece of every parameter and moment: as many fragments as ViT-H/14 has, of one element
 each, so that nothing but their number counts. (Python shares the integers up to 256: the length of a larger fragment
-takes 32 bytes more in a layout.) All ranks are threads of one process, which meet at a gather of objects that are
-pickled as between processes; what each would be sent is counted as torch.distributed sends it, every rank's object as
-long as the longest. Seconds are those of the processor; bytes of one rank are those of Python's objects.
+takes 32 bytes more in a layout.) All ranks are threads of one process, which meet at a gather of values that become
+JSON as between processes; what each would be sent is counted as ranks send it, every rank's value as long as the
+longest. Seconds are those of the processor; bytes of one rank are those of Python's objects.
 """
 
 import argparse
 import gc
 import json
-import pickle
 import resource
 import shutil
 import tempfile
@@ -43,24 +42,24 @@ class Meeting:
         self._barrier = threading.Barrier(ranks)
 
     def gather(self, rank: int, value: object) -> list[Any]:
-        """As torch.distributed.all_gather_object."""
-        self._values[rank] = pickle.dumps(value)
+        """As vitscale.ranks.gather."""
+        self._values[rank] = json.dumps(value).encode()
         self._barrier.wait()
         values = self._values[:]
         self._barrier.wait()
         if rank == 0:
             self.sent += self.ranks * max(map(len, values))
-        return [pickle.loads(each) for each in values] if rank == 0 else [None] * self.ranks
+        return [json.loads(each) for each in values] if rank == 0 else [None] * self.ranks
 
     def share(self, rank: int, value: object) -> Any:
-        """As torch.distributed.broadcast_object_list."""
-        self._values[rank] = pickle.dumps(value)
+        """As vitscale.ranks.from_rank_zero."""
+        self._values[rank] = json.dumps(value).encode()
         self._barrier.wait()
         content = self._values[0]
         self._barrier.wait()
         if rank == 0:
             self.sent += len(content)
-        return pickle.loads(content)
+        return json.loads(content)
 
     def run(self, work: Any) -> None:
         """Call `work(rank)` on every rank."""
@@ -128,7 +127,8 @@ def measured(folder: Path, names: list[str], recipe: dict[str, Any], ranks: int,
         if rank:  # the part of another rank: its own files, verified
             reading.share(rank, None)
             reading.gather(rank, None)
-            reading.gather(rank, {entry.path: layout_of(place, entry) for entry in written.files[rank::readers]})
+            own = {entry.path: layout_of(place, entry) for entry in written.files[rank::readers]}
+            reading.gather(rank, {"result": own})
             return
         store = CheckpointStore(place, gather=partial(reading.gather, 0), share=partial(reading.share, 0))
         kept.append(store.open(1))

@@ -21,6 +21,18 @@ class VitscaleError(Exception):
         return self
 
 
+def as_plain(error: VitscaleError) -> list[str]:
+    """An error's class, the nearest one of this module, and its message, for `from_plain` on other ranks."""
+    kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
+    return [kind, Exception.__str__(error)]
+
+
+def from_plain(name: str, message: str) -> VitscaleError:
+    """The error of `as_plain`; of the base class if there is none of that name."""
+    kind = globals().get(name)
+    return kind(message) if isinstance(kind, type) and issubclass(kind, VitscaleError) else VitscaleError(message)
+
+
 class RecipeError(VitscaleError):
     """A recipe, a command line or an environment that cannot be run as written."""
 

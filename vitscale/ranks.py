@@ -2,19 +2,25 @@
 
 Sums, gathered rows and work of rank 0 need no process group: without one there is one rank and nothing to exchange.
 Tensors stay on their device, which must be one that the process group's backend supports.
+
+Values of Python travel as JSON, not as pickles, which would run the code of whoever reaches the ranks' ports. What
+arrives is what JSON has: lists for tuples, mappings for dataclasses, of which callers make their own types.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vitscale.errors import RecipeError, VitscaleError
+from vitscale.errors import PeerLostError, RecipeError, VitscaleError, as_plain, from_plain
 
 Result = TypeVar("Result")
+
+_MOST_BYTES = 1 << 28  # of a value; the largest, a part of a large checkpoint's layouts, has some megabytes
 
 
 def world_size() -> int:
@@ -55,22 +61,29 @@ def gather_rows(*columns: Tensor) -> tuple[Tensor, ...] | None:
 
 
 def on_rank_zero(compute: Callable[[], Result]) -> Result:
-    """Run `compute` on rank 0 and return its result, or raise its exception, on every rank.
+    """Run `compute` on rank 0 and return its result, plain data, or raise its error, on every rank.
 
-    For work that need not be repeated on every rank, and whose last bits might differ between devices.
+    For work that need not be repeated on every rank, and whose last bits might differ between devices. If it fails by a
+    bug, only rank 0 raises that exception, and the others `PeerLostError`.
     """
     if world_size() == 1:
         return compute()
-    outcome: list[Any] = [None, None]
+    outcome: list[Any] | None = None
+    failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            outcome[0] = compute()
+            outcome = [compute(), None]
+            json.dumps(outcome)  # what it cannot write has to fail here
         except Exception as error:  # any error must reach the others, which wait in the broadcast
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1].on_all_ranks() if isinstance(outcome[1], VitscaleError) else outcome[1]
-    return outcome[0]
+            failure = error.on_all_ranks() if isinstance(error, VitscaleError) else error
+            bug = PeerLostError(f"rank 0 has failed: {type(error).__name__}: {error}")
+            outcome = [None, as_plain(error if isinstance(error, VitscaleError) else bug)]
+    result, told = from_rank_zero(outcome)
+    if failure is not None:
+        raise failure
+    if told is not None:
+        raise from_plain(*told).on_all_ranks()
+    return cast(Result, result)
 
 
 def write_on_rank_zero(work: Callable[[], None], folder: Path) -> None:
@@ -86,17 +99,46 @@ def write_on_rank_zero(work: Callable[[], None], folder: Path) -> None:
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list:
-    """One object of every rank, in rank order, on every rank."""
-    values: list = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group)
-    return values
+    """One value of every rank, plain data, in rank order, on every rank."""
+    own = _as_bytes(value, group)
+    sizes = [torch.empty(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(own)], device=own.device), group)
+    lengths = [_checked(int(size)) for size in sizes]
+    padded = own.new_zeros(max(lengths))  # the backends only exchange equal shapes
+    padded[: len(own)] = own
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group)
+    return [_of_bytes(part[:length]) for part, length in zip(parts, lengths, strict=True)]
 
 
 def from_rank_zero(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Rank 0's object, on every rank; what the others give is not looked at."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0, group=group)
-    return values[0]
+    """Rank 0's value, plain data, on every rank; what the others give is not looked at."""
+    content = _as_bytes(value if dist.get_rank() == 0 else None, group)
+    size = torch.tensor([len(content)], device=content.device)
+    dist.broadcast(size, src=0, group=group)
+    if dist.get_rank() != 0:
+        content = content.new_empty(_checked(int(size)))
+    dist.broadcast(content, src=0, group=group)
+    return _of_bytes(content)
+
+
+def _as_bytes(value: Any, group: dist.ProcessGroup | None) -> Tensor:
+    """JSON, uint8 (length,): every float to its last bit, and those that are not finite."""
+    device = f"cuda:{torch.cuda.current_device()}" if dist.get_backend(group) == "nccl" else "cpu"
+    return torch.frombuffer(bytearray(json.dumps(value), "ascii"), dtype=torch.uint8).to(device)
+
+
+def _of_bytes(content: Tensor) -> Any:
+    try:
+        return json.loads(content.cpu().numpy().tobytes())
+    except (ValueError, RecursionError):
+        raise PeerLostError("a rank has sent something that is not JSON; does it run the same vitscale?") from None
+
+
+def _checked(length: int) -> int:
+    if not 0 < length <= _MOST_BYTES:
+        raise PeerLostError(f"a rank announces a value of {length:,} bytes; does it run the same vitscale?")
+    return length
 
 
 def agreed(value: int | None, what: str) -> int | None:

@@ -2,21 +2,21 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from vitscale.checkpoint.directory import Directory, Files, LocalDirectory
 from vitscale.checkpoint.format import Fragment, Layout, rank_file, read_layout
 from vitscale.checkpoint.reader import CheckpointReader
-from vitscale.errors import CheckpointError, VitscaleError
-from vitscale.runs.checkpoint_index import CheckpointIndex, FileEntry
+from vitscale.errors import CheckpointError, VitscaleError, as_plain, from_plain
+from vitscale.runs.checkpoint_index import CheckpointIndex, FileEntry, index_text, parse_index
 
 Gather = Callable[[object], list]
-"""Collects one object from every rank, in rank order, on every rank; also a barrier."""
+"""Collects one value, plain data, from every rank, in rank order, on every rank; also a barrier."""
 
 Share = Callable[[Any], Any]
-"""Broadcasts rank 0's object to every rank; the arguments of the other ranks are ignored."""
+"""Broadcasts rank 0's value, plain data, to every rank; the arguments of the other ranks are ignored."""
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +66,8 @@ class CheckpointStore:
         try:
             self._on_first_rank(doing, lambda: self.directory.begin(index.step))
             name = rank_file(self.rank)
-            files: list[FileEntry] = self._together(doing, lambda: self.directory.write(index.step, name, fragments))
+            written = self._together(doing, lambda: asdict(self.directory.write(index.step, name, fragments)))
+            files = [FileEntry(**entry) for entry in written]
             self._on_first_rank(doing, lambda: self.directory.finish(replace(index, files=files)))
         except Exception:
             if self.rank == 0:
@@ -113,19 +114,20 @@ class CheckpointStore:
     def open(self, step: int) -> CheckpointReader:
         """The checkpoint of one step, verified. Raises as `newest`, and `CheckpointError` if it does not exist."""
         doing = f"the checkpoint of step {step} cannot be read now"
-        index = self._on_first_rank(doing, lambda: _or_problem(lambda: self.directory.read_index(step)))
-        if isinstance(index, _Problem):
-            raise _Unusable([index])
+        found = self._on_first_rank(doing, lambda: _or_problem(lambda: [index_text(self.directory.read_index(step))]))
+        if isinstance(found, str):
+            raise _Unusable([found])
+        index = parse_index(found[0].encode(), f"{self.root}, step {step}")
         files = self.directory.files(step)
         ranks = len(self.gather(None))
         own = index.files[self.rank :: ranks]
-        layouts: dict[str, Layout | _Problem] = {}
+        layouts: dict[str, Layout | str] = {}
         for of_rank in self._together(doing, lambda: {entry.path: _verify(files, entry) for entry in own}):
             layouts |= of_rank
-        whole = {path: layout for path, layout in layouts.items() if not isinstance(layout, _Problem)}
+        whole = {path: layout for path, layout in layouts.items() if not isinstance(layout, str)}
         try:
             if len(whole) < len(layouts):
-                raise _Unusable([problem for problem in layouts.values() if isinstance(problem, _Problem)])
+                raise _Unusable([problem for problem in layouts.values() if isinstance(problem, str)])
             return CheckpointReader(files, index, whole)
         except CheckpointError as error:
             files.release()
@@ -155,34 +157,31 @@ class CheckpointStore:
     def _on_first_rank(self, doing: str, work: Callable[[], Any]) -> Any:
         """Rank 0's result of `work`, on every rank, so that ranks never see different states of a slow file system."""
         outcome = self._share(self._outcome(doing, work) if self.rank == 0 else None)
-        self._raise_any(doing, [outcome])
-        return outcome
+        return self._results(doing, [outcome])[0]
 
     def _together(self, doing: str, work: Callable[[], object]) -> list:
         """Every rank's result of `work`, on every rank; a failure on any rank raises on all of them and never hangs."""
-        outcomes = self.gather(self._outcome(doing, work))
-        self._raise_any(doing, outcomes)
-        return outcomes
+        return self._results(doing, self.gather(self._outcome(doing, work)))
 
-    def _outcome(self, doing: str, work: Callable[[], object]) -> object:
+    def _outcome(self, doing: str, work: Callable[[], object]) -> dict[str, object]:
         try:
-            return work()
+            return {"result": work()}
         except Exception as error:
             if not isinstance(error, VitscaleError | OSError):
                 _log.exception("rank %d: %s", self.rank, doing)  # a bug: other ranks get only its message
-            return _Failure.of(error, self.rank)
+            if not isinstance(error, VitscaleError):
+                error = CheckpointError(f"{type(error).__name__}: {error}")
+            kind, message = as_plain(error)
+            return {"kind": kind, "message": f"rank {self.rank}: {message}"}
 
-    def _raise_any(self, doing: str, outcomes: list) -> None:
-        failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
+    def _results(self, doing: str, outcomes: list[dict[str, Any]]) -> list:
+        failures = [outcome for outcome in outcomes if "message" in outcome]
         if failures:
-            kinds = {failure.kind for failure in failures}
-            kind = kinds.pop() if len(kinds) == 1 else CheckpointError
-            messages = "; ".join(failure.message for failure in failures)
-            raise kind(f"{self.root}: {doing}. {messages}").on_all_ranks()
-
-
-class _Problem(str):
-    """Describes what is wrong with a checkpoint; returned in place of the part that could not be read."""
+            kinds = {failure["kind"] for failure in failures}
+            kind = kinds.pop() if len(kinds) == 1 else CheckpointError.__name__
+            messages = "; ".join(failure["message"] for failure in failures)
+            raise from_plain(kind, f"{self.root}: {doing}. {messages}").on_all_ranks()
+        return [outcome["result"] for outcome in outcomes]
 
 
 class _Unusable(CheckpointError):
@@ -194,25 +193,13 @@ class _Unusable(CheckpointError):
         self.on_all_ranks()
 
 
-class _Failure(NamedTuple):
-    """A failure on one rank, in a form that can be sent to the others."""
-
-    message: str
-    kind: type[VitscaleError]  # other errors may not survive pickling
-
-    @classmethod
-    def of(cls, error: Exception, rank: int) -> Self:
-        if isinstance(error, VitscaleError):
-            return cls(f"rank {rank}: {error}", type(error))
-        return cls(f"rank {rank}: {type(error).__name__}: {error}", CheckpointError)
-
-
 def _or_problem(read: Callable[[], Any]) -> Any:
+    """The result of `read`, or in its place text: what is wrong with the checkpoint."""
     try:
         return read()
     except CheckpointError as error:
-        return _Problem(error)
+        return str(error)
 
 
-def _verify(files: Files, entry: FileEntry) -> Layout | _Problem:
+def _verify(files: Files, entry: FileEntry) -> Layout | str:
     return _or_problem(lambda: read_layout(files.verified(entry)))

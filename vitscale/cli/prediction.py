@@ -1,7 +1,7 @@
 """`vitscale predict`: image files -> classes and probabilities."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,9 @@ def predict_files(model: FinishedModel, files: Sequence[Path], top: int) -> Iter
     processes, own = model.accelerator.num_processes, model.accelerator.process_index
     for first in range(0, len(files), _AT_ONCE * processes):
         group = files[first : first + _AT_ONCE * processes]
-        part = _predicted(model, group[own::processes], top)
+        part = [asdict(prediction) for prediction in _predicted(model, group[own::processes], top)]
         parts = gather(part) if dist.is_initialized() else [part]
-        yield from (parts[at % processes][at // processes] for at in range(len(group)))
+        yield from (Prediction(**parts[at % processes][at // processes]) for at in range(len(group)))
 
 
 def pictures_of(model: FinishedModel, files: Sequence[Path]) -> Tensor:

@@ -88,7 +88,7 @@ def write_features(
     Raises `RecipeError` if the folder is not free, and `DataError` if the disk is full or samples are lost.
     """
     with ExitStack() as stack:
-        folder = on_rank_zero(lambda: stack.enter_context(new_folder(out, "--out")))
+        folder = Path(on_rank_zero(lambda: str(stack.enter_context(new_folder(out, "--out")))))
         writer = _Writer(folder)
         for rows in gathered(make_loader, predict):
             if rows is not None:

@@ -61,9 +61,10 @@ class FewShot(Evaluator):
         what = f"few-shot evaluator {self.name!r}"
         train = extract_features(self.make_train_loader, predict, self.train_samples, f"{what}, training")
         test = extract_features(self.make_test_loader, predict, self.test_samples, f"{what}, test")
-        return on_rank_zero(lambda: self._solve(train, test, l2s))
+        table, scarce = on_rank_zero(lambda: self._solve(train, test, l2s))
+        return Draws(np.array(table).reshape(len(self.shots), len(self.seeds), len(l2s)), scarce)
 
-    def _solve(self, train: Features | None, test: Features | None, l2s: Sequence[float]) -> "Draws":
+    def _solve(self, train: Features | None, test: Features | None, l2s: Sequence[float]) -> tuple[list, list[int]]:
         if train is None or test is None:
             which = "test" if train is not None else "training"
             raise DataError(f"few-shot evaluator {self.name!r}: its {which} split has no samples")
@@ -77,7 +78,7 @@ class FewShot(Evaluator):
                 drawn = select_shots(train.labels, train.uids, shots, num_classes, seed)
                 few = train.features[drawn], train.labels[drawn]
                 table[row, column] = fewshot_accuracy(*few, test.features, test.labels, num_classes, l2s)
-        return Draws(table, [int((counts < shots).sum()) for shots in self.shots])
+        return table.tolist(), [int((counts < shots).sum()) for shots in self.shots]
 
 
 @dataclass(frozen=True)

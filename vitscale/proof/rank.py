@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from vitscale.checkpoint import EMA, MASTER
 from vitscale.errors import PeerLostError, VitscaleError
@@ -23,6 +22,7 @@ from vitscale.proof.comparison import Comparison, State
 from vitscale.proof.oracle import Oracle
 from vitscale.proof.proving import PROOF_FILE
 from vitscale.proof.small_form import STEPS
+from vitscale.ranks import gather, gather_rows
 from vitscale.recipe import Recipe, load_recipe
 from vitscale.runs.names import RECIPE_FILE
 from vitscale.training import distributed, fragments
@@ -37,6 +37,7 @@ from vitscale.training.teacher import load_teacher
 
 _SPREAD = 0.02  # added to initial values: where output layers are zero, most gradients are too
 _TIMEOUT_S = 120.0
+_GRADIENT = "gradient"  # among the kinds of what ranks hold
 
 
 class Prover:
@@ -97,23 +98,31 @@ class Prover:
     def _gather(self, step: int, gradients: list[GradientPiece]) -> tuple[State | None, list[list[GradientPiece]]]:
         """On rank 0, what all ranks hold, and their pieces of the gradients; compares the weights of every rank."""
         learner = self.learner
-        held = [  # copies: a view would be sent with all that it is a part of
-            (each.name, each.start, {kind: value.float().cpu().clone() for kind, value in each.tensors.items()})
+        held = [
+            (kind, each.name, each.start, value.float().cpu())
             for each in learner.fragments()
+            for kind, value in each.tensors.items()
         ]
+        held += [(_GRADIENT, *piece) for piece in gradients]
         with learner.reading([learner.objective]):
             sums = {name: checksum(weight) for name, weight in learner.objective.named_weights()}
-        by_rank: list[Any] | None = [None] * self._world.size if self._world.is_main else None
-        dist.gather_object((held, sums, gradients), by_rank)
-        if by_rank is None or self._comparison is None:
+        by_rank = gather([[(kind, name, start, len(value)) for kind, name, start, value in held], sums])
+        rows = gather_rows(torch.cat([torch.empty(0), *(each[-1] for each in held)]).to(self._world.device))
+        if rows is None or self._comparison is None:
             return None, []
         values = {kind: {name: self._unset(kind, name) for name in learner.shapes} for kind in self._kinds()}
-        for name, start, tensors in (each for held, _, _ in by_rank for each in held):
-            for kind, value in tensors.items():
-                values[kind][name].view(-1)[start : start + len(value)] = value
-        state = State(values, [sums for _, sums, _ in by_rank])
+        applied: list[list[GradientPiece]] = [[] for _ in by_rank]
+        left = rows[0]
+        for rank, (pieces, _) in enumerate(by_rank):
+            for kind, name, start, length in pieces:
+                value, left = left[:length], left[length:]
+                if kind == _GRADIENT:
+                    applied[rank].append(GradientPiece(name, start, value))
+                else:
+                    values[kind][name].view(-1)[start : start + length] = value
+        state = State(values, [sums for _, sums in by_rank])
         self._comparison.weights(step, state, checksum)
-        return state, [gradients for _, _, gradients in by_rank]
+        return state, applied
 
     def _kinds(self) -> list[str]:
         return [MASTER, *self.learner.moments(), *([EMA] if self._recipe.ema is not None else [])]

@@ -18,7 +18,7 @@ How far two numbers may differ follows from their formats. With random signs an 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -234,7 +234,8 @@ class Audit:
         self._check_gradients(totals.tolist(), clipping)
         self._check_updates(totals[:, 1].tolist())
         self._compare_weights("after the step")
-        found = [finding for of_rank in gather(self._findings) for finding in of_rank]
+        by_rank = gather([asdict(finding) for finding in self._findings])
+        found = [Finding(**finding) for of_rank in by_rank for finding in of_rank]
         return self._explained(found, samples) if found else []
 
     def _check_norm(self, told: float, applied: float, clipping: float) -> None:

@@ -239,7 +239,7 @@ class Learner:
     def anomaly(self, update: Update, batch: Batch, step: int) -> Anomaly:
         """The anomaly because of which the update after `step` updates was not made, with the samples of all ranks."""
         assert update.anomaly is not None
-        ranks = gather(update.suspects(batch))
+        ranks = [Suspects(*of_rank) for of_rank in gather(update.suspects(batch))]
         mean, norm = self.mean_loss(update), update.gradient_norm
         return Anomaly(update.anomaly, step + 1, batch.step, mean, update.rate, norm, ranks)
 

@@ -16,7 +16,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -63,9 +64,10 @@ def preflight(
     """
     began = time.monotonic()
     device: DeviceType = "cuda" if world.device.type == "cuda" else "cpu"
-    ranks: list[_Rank] = gather(_look_around(recipe, plan, world))
+    ranks = [_Rank(**seen) for seen in gather(asdict(_look_around(recipe, plan, world)))]
     _check_agreement(ranks, recipe)
-    memory = on_rank_zero(lambda: expected_memory(recipe, plan.num_classes, world.size, plan.micro_batch, device))
+    expected = partial(expected_memory, recipe, plan.num_classes, world.size, plan.micro_batch, device)
+    memory = Memory(**on_rank_zero(lambda: asdict(expected())))
     _check_compiler(world, ranks)
     _check_float8(ranks)
     _check_trackers(recipe)

@@ -44,7 +44,8 @@ def newest_checkpoint(
     Raises `CheckpointError` if there was one and none is left, and `StorageError`.
     """
     reader = saves.store.newest(lambda problem: say(f"WARNING: {problem}"))
-    known = on_rank_zero(lambda: run_directory.read_newest(run_dir))
+    noted = on_rank_zero(lambda: run_directory.read_newest(run_dir))
+    known = None if noted is None else run_directory.Newest(*noted)
     if reader is None and known is not None:
         raise run_directory.missing_checkpoints(recipe, run_dir, known).on_all_ranks()
     if reader is not None and known is not None and reader.index.step < known.step:
