@@ -137,8 +137,26 @@ def test_pods_have_gpus_the_claim_time_to_save_and_no_more_rights_than_they_need
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     claims = {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "emptyDir" not in v}
     assert claims == {"work": "runs"} and mounts["work"] == container["workingDir"] == "/work"
-    assert container["securityContext"] == {"allowPrivilegeEscalation": False}
+    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert not pod["automountServiceAccountToken"] and not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+
+
+@pytest.mark.parametrize(("options", "user"), [([], 1000), (["user=4001"], 4001), (["user=0"], 0)])
+def test_pods_run_as_root_only_where_that_is_asked_for(options, user):
+    context = template_of(rendered(*given(*options)))["spec"]["securityContext"]
+    # The kubelet refuses to start a pod that has to be another than root and is not told whom, if its image says root.
+    assert context["runAsUser"] == context["runAsGroup"] == user and context["runAsNonRoot"] is (user != 0)
+
+
+@pytest.mark.parametrize("nodes", ["1", "4"])
+def test_only_the_pods_of_a_job_reach_each_other(nodes):
+    objects = rendered("--nodes", nodes, *given("namespace=team-1"))
+    [policy] = [one for one in objects if one["kind"] == "NetworkPolicy"]
+    assert policy["metadata"]["namespace"] == "team-1" and policy["spec"]["policyTypes"] == ["Ingress"]
+    # What the Job's controller puts on its pods, and on no others; a podSelector alone means this namespace.
+    own = {"matchLabels": {"batch.kubernetes.io/job-name": objects[-1]["metadata"]["name"]}}
+    assert policy["spec"]["podSelector"] == own and policy["spec"]["ingress"] == [{"from": [{"podSelector": own}]}]
 
 
 def test_the_time_limit_is_the_jobs_and_not_that_of_each_pod():
@@ -174,7 +192,7 @@ def test_the_command_of_every_pod_starts_its_ranks(nodes, monkeypatch):
 
 
 def test_pods_of_a_job_have_the_name_that_all_are_told():
-    service, job = rendered(*given("cluster_domain=c.example"))
+    _, service, job = rendered(*given("cluster_domain=c.example"))
     pod = job["spec"]["template"]["spec"]
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
@@ -184,7 +202,7 @@ def test_pods_of_a_job_have_the_name_that_all_are_told():
 
 
 def test_what_a_person_writes_is_not_expanded():
-    [job] = rendered("--nodes", "1", "--run-dir", "$(HOME)/$$(x)$")
+    [_, job] = rendered("--nodes", "1", "--run-dir", "$(HOME)/$$(x)$")
     words = command(job["spec"]["template"], {"HOME": "/root", "x": "no"})
     assert words[words.index("--run-dir") + 1] == "$(HOME)/$$(x)$"
 

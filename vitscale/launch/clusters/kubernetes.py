@@ -26,6 +26,7 @@ from vitscale.wording import counted
 Object = dict[str, Any]
 
 _CONTAINER = "vitscale"
+_JOB_OF_A_POD = "batch.kubernetes.io/job-name"  # a label that the Job's controller sets
 _NODE = "$(JOB_COMPLETION_INDEX)"  # which the kubelet expands
 _RECIPE_FOLDER = "/etc/vitscale"
 _LONGEST_NAME = 40  # names of pods and of their hosts are longer, and may have 63 characters
@@ -57,6 +58,7 @@ class KubernetesOptions(BaseModel):
         pvc: CLAIM[:MOUNT], the volume that all pods see at MOUNT and work in.
         name: the name of all objects; by default the recipe's.
         gpus: the GPUs of a pod, if not one a rank; 0 for ranks on CPUs.
+        user: the user and group that pods run as, whatever the image's; 0 for root.
         secret: a secret whose entries become environment variables.
         grace_s: seconds that a pod has to save when it is told to end.
         cluster_domain: the end of all names in the cluster's DNS.
@@ -67,6 +69,7 @@ class KubernetesOptions(BaseModel):
     name: Annotated[str, _Name] | None = None
     namespace: Annotated[str, _Namespace] | None = None
     gpus: Annotated[int, Field(ge=0)] | None = None
+    user: Annotated[int, Field(ge=0, le=2**31 - 1)] = 1000
     secret: Annotated[str, _ObjectName] | None = None
     grace_s: Annotated[int, Field(ge=1)] = 600
     cluster_domain: Annotated[str, _ObjectName] = "cluster.local"
@@ -171,6 +174,7 @@ def _objects(job: Job) -> list[Object]:
     name, nodes = options.name or _name_of(job), job.nodes or 1
     found = [
         *([_recipe_file(job, name)] if _is_own_recipe(job) else []),
+        _network_policy(name),
         *([_service(name)] if nodes > 1 else []),
         _indexed_job(job, options, name, nodes),
     ]
@@ -178,6 +182,17 @@ def _objects(job: Job) -> list[Object]:
         for one in found:
             one["metadata"]["namespace"] = options.namespace
     return found
+
+
+def _network_policy(name: str) -> Object:
+    """Lets only the job's own pods connect to them: torch's store and the ranks ask nobody who they are."""
+    pods = {"matchLabels": {_JOB_OF_A_POD: name}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": _metadata(name),
+        "spec": {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": pods}]}]},
+    }
 
 
 def _service(name: str) -> Object:
@@ -189,7 +204,7 @@ def _service(name: str) -> Object:
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": {"batch.kubernetes.io/job-name": name},
+            "selector": {_JOB_OF_A_POD: name},
             "ports": [{"name": "launch", "port": DEFAULT_PORT}],
         },
     }
@@ -258,7 +273,7 @@ def _pod(job: Job, options: KubernetesOptions, name: str, nodes: int, master: st
         "workingDir": str(_mount(options)),
         "env": [{"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}}],
         "volumeMounts": mounts,
-        "securityContext": {"allowPrivilegeEscalation": False},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
     if options.secret is not None:
         container["envFrom"] = [{"secretRef": {"name": options.secret}}]
@@ -271,6 +286,14 @@ def _pod(job: Job, options: KubernetesOptions, name: str, nodes: int, master: st
             "terminationGracePeriodSeconds": options.grace_s,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,  # a service called "master" would set MASTER_PORT
+            "securityContext": {
+                "runAsUser": options.user,
+                "runAsGroup": options.user,
+                "runAsNonRoot": options.user > 0,
+                "fsGroup": options.user,  # which makes a new claim's folder writable
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
             "containers": [container],
             "volumes": volumes,
         },
