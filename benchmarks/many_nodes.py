@@ -10,11 +10,16 @@ one core.
 
 import argparse
 import asyncio
+import hashlib
+import hmac
 import json
+import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 from vitscale.launch.first_node import FirstNode
 from vitscale.launch.nodes import Account, Decision, ThisNode
@@ -34,6 +39,7 @@ def main() -> None:
     parser.add_argument("--silence", type=float, default=30.0, help="seconds after which a silent node is lost")
     parser.add_argument("--open-files", type=int, help="that node 0 may have unless it asks for more")
     parser.add_argument("--port", help=argparse.SUPPRESS)
+    parser.add_argument("--run-dir", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     if given.port is not None:
@@ -41,8 +47,14 @@ def main() -> None:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # of the coroutines
-    given.port = free_port()
-    command = [sys.executable, __file__, *sys.argv[1:], "--port", given.port]
+    with tempfile.TemporaryDirectory() as folder:
+        given.port, given.run_dir = free_port(), Path(folder)
+        measure(given, soft, hard)
+
+
+def measure(given: argparse.Namespace, soft: int, hard: int) -> None:
+    """Start node 0, come as all others, and print what was found."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--port", given.port, "--run-dir", str(given.run_dir)]
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (given.open_files or soft, hard))
@@ -70,7 +82,11 @@ def be_node_0(given: argparse.Namespace) -> None:
     """Meet, watch until a node is lost, and end with all others."""
     began = time.monotonic()
     first = FirstNode(
-        ThisNode(0, given.nodes, "127.0.0.1", int(given.port)), None, Supervisor(), silence_s=given.silence
+        ThisNode(0, given.nodes, "127.0.0.1", int(given.port)),
+        None,
+        Supervisor(),
+        given.run_dir,
+        silence_s=given.silence,
     )
     layout = first.meet(8, is_asked_for=False)
     assert layout is not None
@@ -127,8 +143,10 @@ async def node_of_crowd(
         except OSError:
             await asyncio.sleep(0.5)
 
-    async def send(message: dict[str, object]) -> None:
-        line = json.dumps(message).encode() + b"\n"
+    own, sent = os.urandom(32), 0
+
+    async def write(line: bytes) -> None:
+        line += b"\n"
         at_once = 5 if is_slow else len(line)
         for first in range(0, len(line), at_once):
             writer.write(line[first : first + at_once])
@@ -136,8 +154,20 @@ async def node_of_crowd(
             if is_slow:
                 await asyncio.sleep(0.05)
 
+    async def send(message: dict[str, object]) -> None:
+        nonlocal sent
+        content = json.dumps(message).encode()
+        sent += 1
+        await write(
+            hmac.new(key, b"0 %d " % (sent - 1) + content, hashlib.sha256).hexdigest().encode() + b" " + content
+        )
+
     try:
-        await send({"node": node, "nodes": given.nodes, "host": f"host-{node}"})
+        await write(own.hex().encode())
+        numbers = sorted([own, bytes.fromhex((await reader.readline()).decode())])
+        secret = (given.run_dir / ".launch-secret").read_bytes()
+        key = hmac.new(secret, b"vitscale launch" + b"".join(numbers), hashlib.sha256).digest()
+        await send({"hello": [node, given.nodes, f"host-{node}", f"launch-{node}-{is_second}"]})
         await send({"ready": [8, False]})
         waited: asyncio.Task[bytes] | None = None
         while True:
@@ -150,7 +180,7 @@ async def node_of_crowd(
             line, waited = waited.result(), None
             if not line:
                 return "closed"
-            message = json.loads(line)
+            message = json.loads(line.partition(b" ")[2])
             if "start" in message:
                 all_met.set()
             elif "trouble" in message:
@@ -165,7 +195,7 @@ async def node_of_crowd(
             for end in ("decision", "refused"):
                 if end in message:
                     return end
-    except OSError:
+    except (OSError, ValueError):
         return "closed"
     finally:
         writer.close()

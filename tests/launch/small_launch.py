@@ -19,9 +19,9 @@ def main() -> int:
     place = ThisNode(int(node), int(nodes), "127.0.0.1", int(port), float(wait))
     with Supervisor(grace_s=0.5) as supervisor:
         others = (
-            FirstNode(place, None, supervisor, silence_s=1.5)
+            FirstNode(place, None, supervisor, Path(run_dir), silence_s=1.5)
             if place.node == 0
-            else OtherNode(place, supervisor, silence_s=1.5)
+            else OtherNode(place, supervisor, Path(run_dir), silence_s=1.5)
         )
 
         def prepare(attempt: int) -> list[RankCommand]:

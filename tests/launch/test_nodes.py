@@ -1,61 +1,22 @@
 """Launches of several nodes, here processes of one: they meet, fail, are killed and told to end together."""
 
-import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
-from small_ranks import is_alive, started, wait_until
+from launch.small_cluster import DONE, FOREVER, Cluster, ends
+from launch.small_ranks import is_alive, wait_until
 
 from vitscale.errors import PeerLostError
 from vitscale.launch import FirstNode, Supervisor, ThisNode, fitting
-from vitscale.machine import hold_port
-
-PROGRAM = Path(__file__).with_name("small_launch.py")
-ROOT = PROGRAM.parents[2]
-FOREVER = "note(f'pid-{rank}-{time.time_ns()}', os.getpid()); time.sleep(100)"
-DONE = "note('DONE', '{}')"
-
-
-class Cluster:
-    """The launches of a run's nodes, and what they say."""
-
-    def __init__(self, run_dir: Path, stack: ExitStack, nodes: int = 2) -> None:
-        self.run_dir, self._stack, self._nodes = run_dir, stack, nodes
-        with hold_port() as holder:
-            self.port = holder.getsockname()[1]
-
-    def start(self, node: int, *bodies: str, ranks: int = 1, wait: float = 30, nodes: int = 0):
-        arguments = [node, nodes or self._nodes, self.port, self.run_dir, ranks, wait, *bodies]
-        command = [sys.executable, str(PROGRAM), *map(str, arguments)]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{PROGRAM.parent}"}
-        return self._stack.enter_context(started(command, env=environment, stderr=subprocess.PIPE))
-
-    def pids(self) -> list[int]:
-        return [int(path.read_text()) for path in self.run_dir.glob("pid-*")]
-
-    def events(self, kind: str) -> list[dict]:
-        lines = [json.loads(line) for line in (self.run_dir / "launch.jsonl").read_text().splitlines()]
-        return [line for line in lines if line["event"] == kind]
 
 
 @pytest.fixture
 def cluster(tmp_path):
     with ExitStack() as stack:
         yield Cluster(tmp_path, stack)
-
-
-def ends(*launches: subprocess.Popen, within: float = 30) -> list[tuple[int, str]]:
-    """(exit code, what it said) of each."""
-    shown = [launch.communicate(timeout=within)[1] for launch in launches]
-    print(*shown, sep="\n--\n")
-    return [(launch.returncode, text) for launch, text in zip(launches, shown, strict=True)]
 
 
 def test_ranks_are_numbered_over_all_nodes_and_meet_at_one_port(cluster):
@@ -208,9 +169,10 @@ def test_ranks_of_several_nodes_divide_the_batch_together(devices, batch, ranks)
     assert fitting(devices, batch) == ranks
 
 
-def test_a_name_that_nobody_knows_is_waited_for_as_nodes_are():
+def test_a_name_that_nobody_knows_is_waited_for_as_nodes_are(tmp_path):
     with Supervisor() as supervisor:
         with pytest.raises(PeerLostError, match=r"node-0\.invalid"):
-            FirstNode(ThisNode(0, 2, "node-0.invalid", wait_s=0.1), None, supervisor)
+            FirstNode(ThisNode(0, 2, "node-0.invalid", wait_s=0.1), None, supervisor, tmp_path)
         supervisor.told = signal.SIGTERM
-        assert FirstNode(ThisNode(0, 2, "node-0.invalid"), None, supervisor).meet(1, is_asked_for=True) is None
+        first = FirstNode(ThisNode(0, 2, "node-0.invalid"), None, supervisor, tmp_path)
+        assert first.meet(1, is_asked_for=True) is None

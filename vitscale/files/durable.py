@@ -19,18 +19,18 @@ def forbid_writing_by_everybody() -> None:
 
 
 @contextmanager
-def durable_file(path: str | Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
+def durable_file(path: str | Path, *, overwrite: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Write a file under a temporary name; on leaving, flush it to the disk and rename it.
 
     The temporary name is unique, so if two processes write one file, the complete file of the last one stays. An
     exception inside leaves nothing behind; a killed process leaves only the temporary file. Raises OSError.
 
-    Without `overwrite`, raises FileExistsError if anything has the name by then, even a dangling link.
+    Without `overwrite`, raises FileExistsError if anything has the name by then, even a link. `mode`: before the umask.
     """
     path = Path(path)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")  # hidden, beside its final name
     try:
-        with part.open("x+b") as file:
+        with open(part, "x+b", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

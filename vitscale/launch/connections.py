@@ -1,60 +1,81 @@
-"""TCP connections between the launches of several nodes, with messages as lines of JSON, and node 0's listener."""
+"""TCP connections between the launches of several nodes, with messages as lines of JSON, and node 0's listener.
+
+Each end begins with a random number. From both and the launch's secret follows a key of this connection alone, by which
+every later line begins with an HMAC of its direction, number and content: nothing of a stranger, of another connection
+or out of place is read. Nothing is encrypted.
+"""
 
 import contextlib
 import errno
+import hmac
 import json
+import os
 import resource
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
 from vitscale.errors import PeerLostError, RecipeError
-from vitscale.launch.nodes import ThisNode
+from vitscale.launch.nodes import FromFirst, ThisNode, ToFirst
+from vitscale.launch.secret import SECRET_BYTES
 from vitscale.launch.supervisor import Supervisor, say
+from vitscale.table import printable
+from vitscale.wording import describe_mistake
 
 LOOK_EVERY_SECONDS = 0.05
 SILENCE_SECONDS = 30.0
 RECONNECT_SECONDS = 0.5
 _BEATS = 10  # signs of life sent in SILENCE_SECONDS
 _FAREWELL_SECONDS = 5.0
-_MOST_BYTES = 1 << 20
+_MOST_BYTES = 1 << 12, 1 << 20  # of a line: of strangers, and of nodes
 _MOST_WAITING = 4096  # connections not accepted yet: Python's 128 is fewer than the nodes of a large run
 _OTHER_FILES = 256  # for the ranks' output, and for connections that have not said hello yet
 
 
 class Connection:
-    """Sends and receives lines of JSON without blocking, with a sign of life every few seconds.
+    """Sends and receives messages without blocking, with a sign of life every few seconds.
 
-    `lost` is "" while the connection works, then the reason why it no longer does.
+    `lost` is "" while the connection works, then the reason why it no longer does. `is_proven`: whether the other end
+    has proved that it has the secret; before, nothing can be sent to it. `reads` is what the other end sends.
     """
 
-    def __init__(self, own: socket.socket, silence_s: float) -> None:
+    def __init__(self, own: socket.socket, silence_s: float, secret: bytes, reads: type[ToFirst | FromFirst]) -> None:
         own.setblocking(False)
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.lost = ""
-        self._socket, self._silence = own, silence_s
-        self._received, self._to_send = b"", b""
-        self._heard_at = self._spoke_at = time.monotonic()
+        self.lost, self.is_proven = "", False
+        self._socket, self._silence, self._secret, self._reads = own, silence_s, secret, reads
+        self._number, self._key = os.urandom(SECRET_BYTES), b""
+        self._lines_sent = self._lines_read = 0
+        self._received, self._to_send = b"", self._number.hex().encode() + b"\n"
+        self.began_at = self._heard_at = self._spoke_at = time.monotonic()
+        self._flush()
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, **message: Any) -> None:
         """Send as much as the socket takes now; later calls of any method send the rest."""
-        self._to_send += json.dumps(message).encode() + b"\n"
+        content = json.dumps(message, default=asdict, ensure_ascii=False).encode(errors="replace")
+        code = self._authentication(content, self._lines_sent, is_from_first=self._reads is ToFirst)
+        self._to_send += code + b" " + content + b"\n"
+        self._lines_sent += 1
         self._spoke_at = time.monotonic()
         self._flush()
 
-    def receive(self) -> list[dict[str, Any]]:
+    def receive(self) -> list[Any]:
         """The messages received since the last call, oldest first."""
         if self.lost:
             return []
-        if time.monotonic() - self._spoke_at > self._silence / _BEATS:
-            self.send({})
+        if self._key and time.monotonic() - self._spoke_at > self._silence / _BEATS:
+            self.send()
         self._flush()
+        most = _MOST_BYTES[self.is_proven]
         try:
             while chunk := self._socket.recv(1 << 16):
                 self._heard_at = time.monotonic()
                 self._received += chunk
-                if len(self._received) > _MOST_BYTES:
+                if len(self._received) > most:
                     break
             else:
                 self._lose("has closed the connection")
@@ -64,16 +85,39 @@ class Connection:
             self._lose(f"can no longer be reached ({error.strerror})")
         *lines, self._received = self._received.split(b"\n")
         try:
-            messages = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):
-            messages = [None]
-        if len(self._received) > _MOST_BYTES or not all(isinstance(message, dict) for message in messages):
-            self._lose("sends something that is not a message")
+            messages = [message for line in lines if (message := self._read(line)) is not None]
+            if len(self._received) > most:
+                raise ValueError("a line without end")
+        except ValueError as error:
+            mistake = describe_mistake(error.errors()[0]) if isinstance(error, ValidationError) else str(error)
+            what = f"sends what is not a message ({printable(mistake[:200])})"
+            self._lose(what if self.is_proven else "does not prove that it belongs to this launch")
             return []
         silent = time.monotonic() - self._heard_at
         if silent > self._silence:
             self._lose(f"has not answered for {silent:.0f} s")
-        return [message for message in messages if message]
+        return messages
+
+    def _read(self, line: bytes) -> ToFirst | FromFirst | None:
+        """The message in a line; None for a sign of life. Raises ValueError for anything else."""
+        if not self._key:
+            other = bytes.fromhex(line.decode("ascii"))
+            if len(other) != SECRET_BYTES:
+                raise ValueError("not a random number")
+            numbers = b"".join(sorted([self._number, other]))
+            self._key = hmac.digest(self._secret, b"vitscale launch" + numbers, "sha256")
+            self.send()
+            return None
+        code, _, content = line.partition(b" ")
+        expected = self._authentication(content, self._lines_read, is_from_first=self._reads is FromFirst)
+        if not hmac.compare_digest(code, expected):
+            raise ValueError("a line of somebody else")
+        self._lines_read, self.is_proven = self._lines_read + 1, True
+        message = self._reads.model_validate_json(content)
+        return message if message.model_fields_set else None
+
+    def _authentication(self, content: bytes, number: int, *, is_from_first: bool) -> bytes:
+        return hmac.digest(self._key, b"%d %d " % (is_from_first, number) + content, "sha256").hex().encode()
 
     def has_said_farewell(self) -> bool:
         """Whether everything was sent and the other side has closed; closing first could lose what was sent."""

@@ -3,8 +3,12 @@
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
 
 from vitscale.errors import EXIT_DONE, DataError, NonFiniteError, PeerLostError, PreemptedError, RecipeError
+from vitscale.table import printable
 
 EXIT_BUG, EXIT_RECIPE, EXIT_DATA = 1, RecipeError.exit_code, DataError.exit_code
 EXIT_NON_FINITE, EXIT_RETRY, EXIT_PREEMPTED = (
@@ -25,6 +29,11 @@ _MEANINGS = {
     EXIT_PREEMPTED: "told to end",
 }
 
+# What another node may send of each kind. Its words are shown on one line, without what controls a terminal.
+Words = Annotated[str, AfterValidator(lambda text: printable(" ".join(text.split()))[:2000])]
+Code = Annotated[int, AfterValidator(lambda code: code if code in _MEANINGS else EXIT_RETRY)]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+
 
 @dataclass(frozen=True)
 class End:
@@ -36,15 +45,15 @@ class End:
     the message of the error that it ended with, if it has told.
     """
 
-    rank: int
-    pid: int
-    returncode: int
-    step: int | None
-    where: str
+    rank: Count
+    pid: Count
+    returncode: Annotated[int, Field(ge=-64, le=255)]
+    step: Count | None
+    where: Words
     was_told: bool = False
     was_killed: bool = False
-    hung: str = ""
-    why: str = ""
+    hung: Words = ""
+    why: Words = ""
 
     @property
     def is_done(self) -> bool:

@@ -1,11 +1,11 @@
 """Node 0 of a launch over several nodes: the other nodes connect to it, and it decides for all."""
 
-import errno
+import contextlib
+import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from vitscale.errors import PeerLostError
 from vitscale.launch.connections import (
@@ -17,9 +17,13 @@ from vitscale.launch.connections import (
     resolve,
     say_farewell,
 )
-from vitscale.launch.ends import End
-from vitscale.launch.nodes import Account, Decision, Layout, NodeEndedError, ThisNode, another_port, fitting
+from vitscale.launch.ends import EXIT_RETRY
+from vitscale.launch.nodes import Account, Decision, Layout, NodeEndedError, ThisNode, ToFirst, another_port, fitting
+from vitscale.launch.secret import SECRET_BYTES, remove_secret, write_secret
 from vitscale.launch.supervisor import Supervisor, say
+
+_MOST_STRANGERS = 64  # connections that are yet to prove themselves; more wait for their turn, and take no files
+_STRANGER_SECONDS = 10.0, 1.0  # that they have for it: as a rule, and while others wait
 
 
 class FirstNode:
@@ -29,17 +33,26 @@ class FirstNode:
         place: this node, and where it listens.
         global_batch: the global batch, which the number of ranks has to divide; None for any number of ranks.
         supervisor: this launch's supervisor, which knows whether the launch was told to end.
+        run_dir: the run's directory, which all nodes share.
         silence_s: a node that has not been heard from for so many seconds counts as lost.
 
-    Raises `PeerLostError` if the place's name stays unknown, `RecipeError` if its port cannot be listened at.
+    Raises `PeerLostError` if the place's name stays unknown, `RecipeError` if its port or the secret cannot be had.
     """
 
     def __init__(
-        self, place: ThisNode, global_batch: int | None, supervisor: Supervisor, *, silence_s: float = SILENCE_SECONDS
+        self,
+        place: ThisNode,
+        global_batch: int | None,
+        supervisor: Supervisor,
+        run_dir: Path,
+        *,
+        silence_s: float = SILENCE_SECONDS,
     ) -> None:
         self._place, self._global_batch, self._supervisor, self._silence = place, global_batch, supervisor, silence_s
         allow_connections(place.nodes)
         self._listener = listen(place, resolve(place, supervisor))
+        self._run_dir, self._secret = run_dir, os.urandom(SECRET_BYTES)
+        write_secret(run_dir, self._secret)
         self._strangers: list[Connection] = []
         self._others: dict[int, _Other] = {}
         self._trouble = ""
@@ -66,7 +79,7 @@ class FirstNode:
             self._poll()
             for other in self._others.values():
                 if other.left is not None:
-                    raise NodeEndedError(f"{other.name} ended: {other.left.why}", other.left.code)
+                    raise NodeEndedError(f"{other.name} ended: {other.left.why}", other.left.code or EXIT_RETRY)
             missing = self._missing()
         others = [self._others[node] for node in range(1, self._place.nodes)]
         counts = [devices, *(other.devices for other in others)]
@@ -91,7 +104,7 @@ class FirstNode:
             self._trouble = first
             for other in self._others.values():
                 if other.trouble() != first:
-                    other.connection.send({"trouble": first})
+                    other.connection.send(trouble=first)
         return elsewhere
 
     def conclude(self, account: Account, decide: Callable[[Sequence[Account]], Decision]) -> Decision:
@@ -118,6 +131,7 @@ class FirstNode:
             other.decided(decision)
         if not decision.restarts:
             say_farewell([other.connection for other in self._others.values()])
+            remove_secret(self._run_dir, self._secret)
 
     def _missing(self) -> list[int]:
         return [
@@ -125,41 +139,39 @@ class FirstNode:
         ]
 
     def _poll(self) -> None:
-        try:
-            while True:
-                self._strangers.append(Connection(self._listener.accept()[0], self._silence))
-        except OSError as error:
-            # Where files have run out, a new connection waits until one that never said hello is dropped as silent.
-            if error.errno not in (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ECONNABORTED):
-                raise
+        with contextlib.suppress(OSError):  # nobody else is there, or whoever was has gone, or files have run out
+            while len(self._strangers) < _MOST_STRANGERS:
+                new = self._listener.accept()[0]
+                self._strangers.append(Connection(new, self._silence, self._secret, ToFirst))
+        is_crowded = len(self._strangers) == _MOST_STRANGERS
         for stranger in list(self._strangers):
             messages = stranger.receive()
             if messages:
                 self._welcome(stranger, *messages)
+            elif time.monotonic() - stranger.began_at > _STRANGER_SECONDS[is_crowded]:
+                stranger.close()
             if messages or stranger.lost:
                 self._strangers.remove(stranger)
         for other in self._others.values():
             for message in other.connection.receive():
                 other.take(message)
 
-    def _welcome(self, stranger: Connection, hello: Mapping[str, Any], *messages: Mapping[str, Any]) -> None:
+    def _welcome(self, stranger: Connection, first: ToFirst, *messages: ToFirst) -> None:
         """Register a node by its hello message, or refuse it; then handle the messages that came with it."""
-        try:
-            node, nodes, host = int(hello["node"]), int(hello["nodes"]), str(hello["host"])
-        except (KeyError, TypeError, ValueError, OverflowError):
+        if first.hello is None:
             return stranger.close()
-        refusal = ""
-        if nodes != self._place.nodes or not 0 < node < nodes:
+        node, nodes, host, launch = first.hello
+        known, refusal = self._others.get(node), ""
+        if nodes != self._place.nodes or node >= nodes:
             refusal = f"this is node {node} of {nodes}, but node 0 was started as one of {self._place.nodes}"
-        elif node in self._others and not self._others[node].connection.lost:
-            refusal = (
-                f"node {node} is already connected, from {self._others[node].host}; every node needs "
-                f"its own --node-rank"
-            )
+        elif known is not None and known.launch == launch:
+            known.connection.close()  # its earlier connection broke, and only that node has noticed
+        elif known is not None and not known.connection.lost:
+            refusal = f"node {node} is already connected, from {known.host}; every node needs its own --node-rank"
         if refusal:
-            stranger.send({"refused": refusal})
+            stranger.send(refused=refusal)
             return say_farewell([stranger])
-        self._others[node] = _Other(f"node {node} ({host})", host, stranger, is_new=node in self._others)
+        self._others[node] = _Other(f"node {node} ({host})", host, launch, stranger, is_new=known is not None)
         for message in messages:
             self._others[node].take(message)
         say(f"node {node} of {nodes} is there: {host}")
@@ -168,8 +180,8 @@ class FirstNode:
 class _Other:
     """What node 0 knows about one of the other nodes."""
 
-    def __init__(self, name: str, host: str, connection: Connection, *, is_new: bool) -> None:
-        self.name, self.host, self.connection = name, host, connection
+    def __init__(self, name: str, host: str, launch: str, connection: Connection, *, is_new: bool) -> None:
+        self.name, self.host, self.launch, self.connection = name, host, launch, connection
         self.devices, self.is_asked_for, self.is_ready = 0, False, False
         self.left: Decision | None = None
         # A node that reconnects has no ranks in the current attempt.
@@ -178,27 +190,21 @@ class _Other:
 
     def begin(self, layout: Layout) -> None:
         self.is_ready, self._trouble, self._account = False, "", None
-        self.connection.send({"start": layout})
+        self.connection.send(start=layout)
 
     def decided(self, decision: Decision) -> None:
-        self.connection.send({"decision": decision})
+        self.connection.send(decision=decision)
 
-    def take(self, message: Mapping[str, Any]) -> None:
-        """Handle a message; a malformed one closes the connection, because no launch sends such a message."""
-        try:
-            if "ready" in message:
-                devices, is_asked_for = message["ready"]
-                self.devices, self.is_asked_for, self.is_ready = int(devices), bool(is_asked_for), True
-            elif "trouble" in message:
-                self._trouble = f"{self.name}: {message['trouble']}"
-            elif "account" in message:
-                culprit, *others = (message["account"][field.name] for field in fields(Account))
-                self._account = Account(None if culprit is None else End(**culprit), *others)
-            elif "leaves" in message:
-                self.left = Decision(*message["leaves"])
-                self._trouble = f"{self.name} ended: {self.left.why}"
-        except (KeyError, TypeError, ValueError, OverflowError):
-            self.connection.close()
+    def take(self, message: ToFirst) -> None:
+        if message.ready is not None:
+            (self.devices, self.is_asked_for), self.is_ready = message.ready, True
+        if message.trouble is not None:
+            self._trouble = f"{self.name}: {message.trouble}"
+        if message.account is not None:
+            self._account = message.account
+        if message.leaves is not None:
+            self.left = message.leaves
+            self._trouble = f"{self.name} ended: {self.left.why}"
 
     def trouble(self) -> str:
         lost = self.connection.lost and self._account is None

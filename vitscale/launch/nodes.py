@@ -8,14 +8,19 @@ second.
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
+
+from pydantic import BaseModel, Field
 
 from vitscale.errors import VitscaleError
-from vitscale.launch.ends import End
+from vitscale.launch.ends import Code, Count, End, Words
 from vitscale.machine import hold_port
 
 DEFAULT_PORT = 29600
 """The port on node 0 where the launches of several nodes meet."""
+
+_Host = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[^\s\p{C}]+$")]
+_Ranks = Annotated[int, Field(ge=1, le=1024)]  # of a node, as --ranks has it
 
 
 @dataclass(frozen=True)
@@ -39,11 +44,11 @@ class ThisNode:
 class Layout(NamedTuple):
     """The ranks of one attempt: `ranks` of `world_size` run here, from `first_rank`; all meet at address:port."""
 
-    ranks: int
-    first_rank: int
-    world_size: int
-    address: str
-    port: int
+    ranks: _Ranks
+    first_rank: Count
+    world_size: Annotated[int, Field(ge=1, le=65536 * 1024)]
+    address: _Host
+    port: Annotated[int, Field(ge=1, le=65535)]
 
 
 @dataclass(frozen=True)
@@ -62,9 +67,9 @@ class Account:
     culprit: End | None = None
     is_done: bool = False
     all_ended_well: bool = False
-    told: str = ""
+    told: Words = ""
     unkillable: bool = False
-    lost: str = ""
+    lost: Words = ""
 
 
 class Decision(NamedTuple):
@@ -73,11 +78,39 @@ class Decision(NamedTuple):
     `in_a_row` counts restarts in a row without progress.
     """
 
-    code: int
-    why: str
+    code: Code
+    why: Words
     restarts: bool
-    in_a_row: int = 0
-    pause_s: float = 0.0
+    in_a_row: Count = 0
+    pause_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 0.0
+
+
+class Hello(NamedTuple):
+    """A node's first message: its number among how many, its host, and what tells its launch from every other."""
+
+    node: Annotated[int, Field(ge=1, lt=65536)]
+    nodes: Annotated[int, Field(ge=2, le=65536)]
+    host: _Host
+    launch: _Host
+
+
+class ToFirst(BaseModel, extra="forbid", strict=True):
+    """A message to node 0: one of these, or nothing as a sign of life."""
+
+    hello: Hello | None = None
+    ready: tuple[_Ranks, bool] | None = None  # its devices, and whether so many ranks were asked for
+    trouble: Words | None = None
+    account: Account | None = None
+    leaves: Decision | None = None
+
+
+class FromFirst(BaseModel, extra="forbid", strict=True):
+    """A message from node 0, likewise."""
+
+    trouble: Words | None = None
+    start: Layout | None = None
+    decision: Decision | None = None
+    refused: Words | None = None
 
 
 class NodeEndedError(VitscaleError):

@@ -52,17 +52,17 @@ def launch_pretraining(
     Raises `RecipeError` for mistakes that show before anything starts, `PreemptedError` if the time is up before a
     restart, `PeerLostError` if no device is left or a node does not come.
     """
-    global_batch = _global_batch(what)
+    global_batch, run_dir = _global_batch(what), what.run_dir or default_run_dir(what.recipe, smoke=what.smoke)
     if place is None or place.node == 0:
-        _refuse_if_held(what.run_dir or default_run_dir(what.recipe, smoke=what.smoke))
+        _refuse_if_held(run_dir)
     with Supervisor() as supervisor:
         nodes: Nodes
         if place is None or place.nodes == 1:
             nodes = OneNode(global_batch)
         elif place.node == 0:
-            nodes = FirstNode(place, global_batch, supervisor)
+            nodes = FirstNode(place, global_batch, supervisor, run_dir)
         else:
-            nodes = OtherNode(place, supervisor)
+            nodes = OtherNode(place, supervisor, run_dir)
         ranks = PretrainingRanks(what, count, nodes)
         stops_early = what.stop_at is not None
         return Launch(ranks.run_dir, ranks, supervisor, nodes, max_restarts=max_restarts, stops_early=stops_early).run()

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from vitscale.errors import EXIT_DONE, PeerLostError, VitscaleError
@@ -16,6 +17,7 @@ from vitscale.runs.names import DONE_FILE, LAUNCH_FILE
 from vitscale.wording import counted
 
 _LONGEST_PAUSE_SECONDS = 60.0
+_LATE_SECONDS = 5.0  # a network file system may show late what another machine has written
 
 
 class Launch:
@@ -60,14 +62,28 @@ class Launch:
                 self._in_a_row = decision.in_a_row
                 self._pause(decision)
         except VitscaleError as error:
+            error.exit_code = self._believed(error.exit_code)
             self._journal.write("finished", exit_code=error.exit_code, cause=str(error))
             self._nodes.leave(error.exit_code, str(error))
             raise
+        code = self._believed(decision.code)
         why = f"{decision.why}: {self._why}" if self._why else decision.why
-        self._journal.write("finished", exit_code=decision.code, cause=why, step=self._supervisor.highest_step)
+        self._journal.write("finished", exit_code=code, cause=why, step=self._supervisor.highest_step)
         seconds, attempts = time.monotonic() - began, self._journal.attempt
-        say(f"exit code {decision.code} after {seconds:,.0f} s and {counted(attempts, 'attempt')}: {decision.why}")
-        return decision.code
+        say(f"exit code {code} after {seconds:,.0f} s and {counted(attempts, 'attempt')}: {decision.why}")
+        return code
+
+    def _believed(self, code: int) -> int:
+        """An exit code that may be another node's; 0 only if this node, too, sees that the run is done."""
+        until = time.monotonic() + _LATE_SECONDS
+        while code == EXIT_DONE and not (self._stops_early or self._is_done()):
+            if time.monotonic() > until:
+                say(f"another node says that the run is done, but there is no {self._run_dir / DONE_FILE}")
+                return EXIT_RETRY
+            time.sleep(0.1)
+            with suppress(OSError):
+                any(self._run_dir.iterdir())  # makes a network file system ask its server, not its cache
+        return code
 
     def _attempt(self) -> Decision:
         ranks = self._prepare(self._journal.attempt)
@@ -133,7 +149,7 @@ class Launch:
 
     def _judge(self, accounts: Sequence[Account]) -> tuple[int, bool, str]:
         """(exit code, whether to try again instead, why)."""
-        if any(account.is_done for account in accounts):
+        if accounts[0].is_done:  # this node's own: rank 0, which writes DONE, is on node 0
             return EXIT_DONE, False, "done"
         if any(account.unkillable for account in accounts):
             return EXIT_RETRY, False, "a rank does not die of SIGKILL"

@@ -34,8 +34,7 @@ from vitscale.launch.supervisor import PASSED_ON, say
 from vitscale.recipe import load_recipe
 from vitscale.runs.checkpoints import newest_checkpoint_step
 from vitscale.runs.launches import Journal
-from vitscale.runs.names import LAUNCH_FILE, checkpoints_root, default_run_dir
-from vitscale.storage import is_url
+from vitscale.runs.names import LAUNCH_FILE, default_run_dir
 from vitscale.wording import counted
 
 _LOST = 255  # ssh's exit code if it lost the connection, or never had one
@@ -161,7 +160,6 @@ class _Front:
                 f"choose another --ranks a host, or --nodes"
             )
         self._run_dir = job.what.run_dir or default_run_dir(job.what.recipe, smoke=job.what.smoke)
-        self._checks_folder = not is_url(checkpoints_root(recipe, self._run_dir))
         self._launches: list[_HostLaunch] = []
         self._told: signal.Signals | None = None
         self._told_at, self._at_once = 0.0, False
@@ -313,19 +311,16 @@ class _Front:
 
     def _check_all(self) -> None:
         """Raise `RecipeError` unless every host answers, has this version, and sees the run directory."""
-        token = ""
-        if self._checks_folder:
-            token = str(self._run_dir.absolute() / f".hosts-{secrets.token_hex(8)}")
-            try:
-                self._run_dir.mkdir(parents=True, exist_ok=True)
-                Path(token).touch()
-            except OSError as error:
-                raise RecipeError(f"{self._run_dir} cannot be written: {error.strerror}") from None
+        token = self._run_dir.absolute() / f".hosts-{secrets.token_hex(8)}"
         try:
-            answers = self._ask(self.hosts, token)
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            token.touch()
+        except OSError as error:
+            raise RecipeError(f"{self._run_dir} cannot be written: {error.strerror}") from None
+        try:
+            answers = self._ask(self.hosts, str(token))
         finally:
-            if token:
-                Path(token).unlink()
+            token.unlink()
         problems = []
         for host, answer in answers.items():
             if "version" not in answer:
