@@ -32,6 +32,7 @@ from vitscale.runs.reading import count, number, read_object
 from vitscale.status import recent
 from vitscale.status.liveness import Signs, State, judge
 from vitscale.status.summary import Anomalies, Best, Evaluation, Restarts, RunStatus, Saved
+from vitscale.safe_text import without_secrets
 from vitscale.storage import is_url
 
 _MANIFEST = "manifest.json"  # the name in shards.manifest, which would import NumPy
@@ -246,7 +247,7 @@ class RunReader:
         recipe, run_dir = self._recipe, self._directory
         where = str(run_dir / CHECKPOINTS) if recipe is None else checkpoints_root(recipe, run_dir)
         if is_url(where):
-            return Saved(where, None, None, None, None, None), None
+            return Saved(without_secrets(where), None, None, None, None, None), None
         found = read_checkpoints(Path(where))
         notes += found.problems
         step = found.steps[-1] if found.steps else None
