@@ -29,10 +29,10 @@ from vitscale.runs.names import (
     checkpoints_root,
 )
 from vitscale.runs.reading import count, number, read_object
+from vitscale.safe_text import without_secrets
 from vitscale.status import recent
 from vitscale.status.liveness import Signs, State, judge
 from vitscale.status.summary import Anomalies, Best, Evaluation, Restarts, RunStatus, Saved
-from vitscale.safe_text import without_secrets
 from vitscale.storage import is_url
 
 _MANIFEST = "manifest.json"  # the name in shards.manifest, which would import NumPy
