@@ -31,7 +31,7 @@ from vitscale.heartbeat import HEARTBEAT_VARIABLE, tell_launch_why  # noqa: E402
 from vitscale.interruption import Interruption  # noqa: E402
 from vitscale.launch import read_environment  # noqa: E402
 from vitscale.machine import share_cores  # noqa: E402
-from vitscale.recipe import Recipe, load_recipe, override, smoke_form  # noqa: E402
+from vitscale.recipe import Recipe, load_recipe, override, refuse_secrets, smoke_form  # noqa: E402
 from vitscale.runs.names import default_run_dir  # noqa: E402
 from vitscale.safe_text import indented, protect_output  # noqa: E402
 
@@ -112,7 +112,9 @@ def pretrain(options: argparse.Namespace) -> None:
         answers=rank == 0 and HEARTBEAT_VARIABLE not in os.environ,  # `vitscale launch` answers itself
     ) as interruption:
         try:
-            recipe: Recipe = load_recipe(options.recipe, [] if options.smoke else options.settings)
+            recipe: Recipe = refuse_secrets(
+                load_recipe(options.recipe, [] if options.smoke else options.settings), options.recipe
+            )
             run_dir: Path = options.run_dir or default_run_dir(options.recipe, smoke=options.smoke)
             if options.stop_at is not None and options.stop_at < 1:
                 raise RecipeError(f"--stop-at {options.stop_at}: expected a step from 1")

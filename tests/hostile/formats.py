@@ -1,5 +1,6 @@
 """Every format that a stranger may hand us: a small real file of it, and the reader that commands use."""
 
+import contextlib
 import csv
 import gzip
 import io
@@ -189,10 +190,8 @@ def read_source(path: Path) -> None:
     source = open_source(str(path), None, SourceOptions())
     for part in range(len(source.parts)):
         for item in source.items(part, Counter()):
-            try:
+            with contextlib.suppress(OSError):  # an image that cannot be read is a reject
                 source.streams or source.read(part, item.content)
-            except OSError:  # an image that cannot be read is a reject
-                pass
 
 
 def read_weights(path: Path) -> None:

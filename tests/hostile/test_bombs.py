@@ -1,4 +1,4 @@
-"""Small files that would take all memory, or for ever: refused or read within 500 MB and 20 s, each in its own process."""
+"""Small files that would take all memory, or for ever: refused or read within 500 MB and 20 s, each in a process."""
 
 import bz2
 import gzip

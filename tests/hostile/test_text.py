@@ -21,7 +21,7 @@ from vitscale.errors import DataError, RecipeError
 from vitscale.launch.clusters import Job, slurm
 from vitscale.launch.pretraining import Pretraining
 from vitscale.page import read_figures
-from vitscale.recipe import load_recipe
+from vitscale.recipe import load_recipe, refuse_secrets
 from vitscale.replay import check_certificate
 from vitscale.safe_text import SafeStream, shown, without_secrets
 from vitscale.shards.generated import write_generated_dataset
@@ -106,7 +106,7 @@ def test_keys_are_urls_without_secrets(path, key):
 )
 def test_recipes_hold_no_secrets(setting):
     with pytest.raises(RecipeError) as refused:
-        load_recipe(RECIPE, [setting])
+        refuse_secrets(load_recipe(RECIPE, [setting]), "r")
     assert setting.partition(".")[0] in str(refused.value) and SECRET not in str(refused.value)
 
 
@@ -213,7 +213,7 @@ def test_a_run_on_data_behind_a_password_leaves_no_secret(server, tmp_path):
     (work / "home").mkdir(parents=True)
     run = Commands(work, VITSCALE_DATA_ROOT=url, VITSCALE_CACHE=str(work / "cache"))
     run("launch", str(RECIPE), "--run-dir", "run", "--set", "data.root=" + url, code=2)
-    run("plan", str(RECIPE), "--set", "data.root=" + url, "--devices", "2", "--hardware", "h100", code=2)
+    run("recipe", str(RECIPE), "--set", "data.root=" + url)
     run("launch", str(RECIPE), "--run-dir", "failed", "--set", "data.train=nothing", code=3)
     run("launch", str(RECIPE), "--run-dir", "run", "--stop-at", "2")
     run("launch", str(RECIPE), "--run-dir", "run")

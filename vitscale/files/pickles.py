@@ -2,8 +2,8 @@
 
 import io
 import pickletools
-from typing import Any
 from dataclasses import dataclass
+from typing import Any
 
 _MOST_SHARED = 1 << 24
 _MOST_DEPTH = 100

@@ -17,7 +17,7 @@ from vitscale.launch.rank import RankCommand
 from vitscale.launch.restarts import Launch
 from vitscale.launch.supervisor import Supervisor, say
 from vitscale.machine import count_devices
-from vitscale.recipe import load_recipe
+from vitscale.recipe import load_recipe, refuse_secrets
 from vitscale.runs.directory import in_use, is_held
 from vitscale.runs.names import RECIPE_FILE, default_run_dir
 from vitscale.wording import counted
@@ -80,7 +80,7 @@ def _refuse_if_held(run_dir: Path) -> None:
 
 def _global_batch(what: Pretraining) -> int | None:
     """The recipe's global batch; None for the smoke form, whose batch suits any rank count. Raises `RecipeError`."""
-    recipe = load_recipe(what.recipe, [] if what.smoke else what.settings)
+    recipe = refuse_secrets(load_recipe(what.recipe, [] if what.smoke else what.settings), what.recipe)
     return None if what.smoke else recipe.batch.global_size
 
 

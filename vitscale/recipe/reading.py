@@ -199,7 +199,7 @@ def load_recipe(recipe: str | Path, settings: Sequence[str] = ()) -> Recipe:
         RecipeError: one message that lists everything that is wrong.
     """
     path = find_recipe(recipe)
-    return refuse_secrets(override(read_content(path), settings, str(path)), str(path))
+    return override(read_content(path), settings, str(path))
 
 
 def refuse_secrets(recipe: Recipe, where: str) -> Recipe:

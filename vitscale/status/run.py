@@ -29,6 +29,7 @@ from vitscale.runs.names import (
     checkpoints_root,
 )
 from vitscale.runs.reading import count, number, read_object
+from vitscale.safe_text import without_secrets
 from vitscale.status import recent
 from vitscale.status.liveness import Signs, State, judge
 from vitscale.status.summary import Anomalies, Best, Evaluation, Restarts, RunStatus, Saved
@@ -248,7 +249,7 @@ class RunReader:
         recipe, run_dir = self._recipe, self._directory
         where = str(run_dir / CHECKPOINTS) if recipe is None else checkpoints_root(recipe, run_dir)
         if is_url(where):
-            return Saved(where, None, None, None, None, None), None
+            return Saved(without_secrets(where), None, None, None, None, None), None
         found = read_checkpoints(Path(where))
         notes += found.problems
         step = found.steps[-1] if found.steps else None

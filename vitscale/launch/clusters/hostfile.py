@@ -32,7 +32,7 @@ from vitscale.launch.pretraining import launch_pretraining
 from vitscale.launch.rank import die_with
 from vitscale.launch.remote_shell import SILENCE_SECONDS
 from vitscale.launch.supervisor import PASSED_ON, say
-from vitscale.recipe import load_recipe
+from vitscale.recipe import load_recipe, refuse_secrets
 from vitscale.runs.checkpoints import newest_checkpoint_step
 from vitscale.runs.launches import Journal
 from vitscale.runs.names import LAUNCH_FILE, default_run_dir
@@ -154,7 +154,9 @@ class _Front:
             if short:
                 raise RecipeError(f"--ranks {job.what.ranks}: {', '.join(short)} has fewer slots in {options.hostfile}")
             self.hosts = [Host(host.name, job.what.ranks) for host in self.hosts]
-        recipe = load_recipe(job.what.recipe, [] if job.what.smoke else job.what.settings)
+        recipe = refuse_secrets(
+            load_recipe(job.what.recipe, [] if job.what.smoke else job.what.settings), job.what.recipe
+        )
         self._global_batch = None if job.what.smoke else recipe.batch.global_size
         if self._fitting(self.hosts) != self.hosts:
             raise RecipeError(

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, Field
 from vitscale.errors import EXIT_DONE, RecipeError
 from vitscale.launch.clusters import DEFAULT_PORT, Job, launch_command, read_options, refuse_node_options
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL
-from vitscale.recipe import load_recipe
+from vitscale.recipe import load_recipe, refuse_secrets
 from vitscale.runs.names import default_run_dir
 from vitscale.storage import is_url, without_file_scheme
 from vitscale.wording import counted
@@ -123,7 +123,7 @@ def _checked_options(job: Job) -> KubernetesOptions:
         )
     if what.resume == "never":
         raise RecipeError("--resume never cannot be used with --cluster k8s: a restarted pod continues the run")
-    recipe = load_recipe(what.recipe, [] if what.smoke else what.settings)
+    recipe = refuse_secrets(load_recipe(what.recipe, [] if what.smoke else what.settings), what.recipe)
     if not what.smoke and recipe.batch.global_size % (nodes * what.ranks):
         raise RecipeError(
             f"{counted(nodes, 'node')} of {counted(what.ranks, 'rank')} do not divide batch.global "

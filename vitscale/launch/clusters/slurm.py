@@ -18,7 +18,7 @@ from vitscale.launch.clusters import Job, launch_command, one_line, read_options
 from vitscale.launch.nodes import Layout
 from vitscale.launch.pretraining import PretrainingRanks
 from vitscale.launch.supervisor import say
-from vitscale.recipe import load_recipe
+from vitscale.recipe import load_recipe, refuse_secrets
 from vitscale.runs.directory import check_run_dir
 from vitscale.runs.names import RECIPE_FILE, default_run_dir
 from vitscale.wording import counted
@@ -93,7 +93,7 @@ def render(job: Job) -> str:
         raise RecipeError("--master cannot be used with --cluster slurm: the job's first node is node 0")
     nodes, ranks = job.nodes or 1, job.what.ranks
     run_dir = _run_dir(job)
-    recipe = load_recipe(job.what.recipe, [] if job.what.smoke else job.what.settings)
+    recipe = refuse_secrets(load_recipe(job.what.recipe, [] if job.what.smoke else job.what.settings), job.what.recipe)
     if ranks and not job.what.smoke and recipe.batch.global_size % (nodes * ranks):
         raise RecipeError(
             f"{counted(nodes, 'node')} of {counted(ranks, 'rank')} do not divide batch.global "
