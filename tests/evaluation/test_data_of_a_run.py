@@ -4,7 +4,7 @@ import pytest
 from models.weights.exported import TINY, described, finished_run, valued
 
 from vitscale.errors import DataError
-from vitscale.evaluation.finished import evaluate_run
+from vitscale.evaluation.finished import FinishedModel, evaluate_run
 from vitscale.shards.generated import CLASS_NAMES, write_generated_dataset
 
 
@@ -20,6 +20,10 @@ def test_a_relative_root_is_the_run_s(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(project)
     there = evaluate_run(run)
+    model = FinishedModel(run)  # as for --data: a name below data.root, or else a folder here
+    assert model.dataset("DATA/test").sha256 == model.dataset("test").sha256
+    with pytest.raises(DataError, match="DATA/DATA/absent"):
+        model.dataset("DATA/absent")
     monkeypatch.chdir(elsewhere)
     assert evaluate_run(run) == there
     with pytest.raises(DataError, match=f"{elsewhere}/NONE/test"):

@@ -88,6 +88,7 @@ def inspect(
         of_weights: Any = (model, image_size, None, None, precision)
         if len({is_weights(each) for each in sources}) > 1:  # each option is for the sources of its kind
             of_run, of_weights = ((None, False), of_weights) if is_weights(source) else (of_run, (None,) * 5)
-        return opened(source, *of_run, settings, *of_weights, max_memory)
+        chosen: list[Any] = [*of_run, settings, *of_weights, max_memory]
+        return opened(source, *chosen)
 
     run_inspect(sources, options, images, out, show, count, pictures, neighbours)

@@ -306,18 +306,18 @@ class _Verification:
                     repeated.append((str(folder / _RESULTS_FILE), at, entry.get("metrics")))
         for evaluated_at, values in self.log.evaluations:
             self.recorded[evaluated_at].append((METRICS_FILE, values))
-        for where, step, found in repeated:
-            if isinstance(step, int) and isinstance(found, dict) and found:
+        for where, at, found in repeated:
+            if isinstance(at, int) and isinstance(found, dict) and found:
                 values, known = (
                     {key: number(value) for key, value in found.items()},
-                    dict(self.log.evaluations).get(step),
+                    dict(self.log.evaluations).get(at),
                 )
                 apart = [] if known is None else _apart(values, known)
                 told = (
-                    [f"step {step:,}: {_told(values, known, apart, f'in {METRICS_FILE}')}"] if known and apart else []
+                    [f"step {at:,}: {_told(values, known, apart, f'in {METRICS_FILE}')}"] if known and apart else []
                 )
                 wrong.setdefault(where, []).extend(told)
-                self.recorded[step].append((where, values))
+                self.recorded[at].append((where, values))
         for where, lines in wrong.items():
             yield Finding(where, not lines, "; ".join(lines[:3]) or f"says what the checkpoints and {METRICS_FILE} say")
 
