@@ -8,6 +8,7 @@ import pickle
 import tarfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -189,10 +190,8 @@ def read_source(path: Path) -> None:
     source = open_source(str(path), None, SourceOptions())
     for part in range(len(source.parts)):
         for item in source.items(part, Counter()):
-            try:
+            with suppress(OSError):  # an image that cannot be read is a reject
                 source.streams or source.read(part, item.content)
-            except OSError:  # an image that cannot be read is a reject
-                pass
 
 
 def read_weights(path: Path) -> None:
