@@ -117,6 +117,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("MALLOC_ARENA_MAX", "2")
-    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # others reserve gigabytes of addresses
+    os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # others reserve gigabytes of addresses
     main()
