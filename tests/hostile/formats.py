@@ -1,6 +1,5 @@
 """Every format that a stranger may hand us: a small real file of it, and the reader that commands use."""
 
-import contextlib
 import csv
 import gzip
 import io
@@ -9,6 +8,7 @@ import pickle
 import tarfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -190,7 +190,7 @@ def read_source(path: Path) -> None:
     source = open_source(str(path), None, SourceOptions())
     for part in range(len(source.parts)):
         for item in source.items(part, Counter()):
-            with contextlib.suppress(OSError):  # an image that cannot be read is a reject
+            with suppress(OSError):  # an image that cannot be read is a reject
                 source.streams or source.read(part, item.content)
 
 

@@ -20,20 +20,8 @@ import traceback
 from pathlib import Path
 
 MEMORY, SECONDS = 500 << 20, 20
-NASTY = [
-    b"9" * 30,
-    b"-1",
-    b"1e999",
-    b"NaN",
-    b"[" * 3000,
-    b"{}",
-    b"null",
-    b'""',
-    b"\0",
-    b"\xff" * 8,
-    b"\xff\xff\xff\x7f",
-]
-NASTY += [b"*a", b"&a ", b"!!int ", b"../../x", b"x" * 5000, rb"\ud800", b"\n", b"\t", b": ", b"os.path.join", b"true"]
+NASTY = [b"9" * 30, b"-1", b"1e999", b"NaN", b"[" * 3000, b"{}", b"null", b'""', b"\0", b"\xff" * 8, b"\n", b"\t"]
+NASTY += [b"*a", b"&a ", b"!!int ", b"../../x", b"x" * 5000, rb"\ud800", b": ", b"os.path.join", b"true"]
 
 
 def limit(memory: int = MEMORY, seconds: int = 0) -> None:
@@ -129,6 +117,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("MALLOC_ARENA_MAX", "2")
-    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # others reserve gigabytes of addresses
+    os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # others reserve gigabytes of addresses
     main()

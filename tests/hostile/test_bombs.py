@@ -192,23 +192,24 @@ def repeated(value: bytes | str, times: int) -> pa.Array:
     )
 
 
+ENCODINGS = {"image": "DELTA_BYTE_ARRAY", "label": "PLAIN"}
 PARQUET = {
-    "a large value in each row": images(lambda: pa.array([bytes(50 << 20)] * 16)),
-    "zeros": images(lambda: pa.array([bytes(100 << 20)] * 3), compression="brotli", use_dictionary=False),
-    "smaller values, many rows": images(lambda: repeated(bytes(1 << 20), 1500)),
+    "a large value in each row": images(lambda: pa.array([bytes(40 << 20)] * 16)),
+    "zeros": images(lambda: pa.array([bytes(60 << 20)] * 2), compression="brotli", use_dictionary=False),
+    "smaller values, many rows": images(lambda: repeated(bytes(1 << 20), 600)),
     "rows of nothing": images(lambda: repeated(b"", 5_000_000)),
     "labels without end": images(lambda: pa.array([b"a"]), [np.zeros(30_000_000, np.int8)]),
     "prefixes": images(
-        lambda: pa.array([b"x" * (1 << 20)] * 500),
+        lambda: pa.array([b"x" * (1 << 20)] * 200),
         use_dictionary=False,
-        column_encoding={"image": "DELTA_BYTE_ARRAY", "label": "PLAIN"},
+        column_encoding=ENCODINGS,
     ),
 }
 
 
 def table(folder: Path) -> Path:
     path = formats.rejects(folder)
-    rows = {"key": repeated("x" * (1 << 20), 1500), "reason": repeated("y", 1500)}
+    rows = {"key": repeated("x" * (1 << 20), 600), "reason": repeated("y", 600)}
     pq.write_table(pa.table(rows, REJECTS), path, compression="zstd")
     return path
 
@@ -241,6 +242,7 @@ def features(shape: tuple[int, ...], samples: int) -> Attack:
 
 
 weights, recipe = formats.read_weights, formats.FORMATS["recipe"].read
+ANY_RECIPE = next(iter(list_recipes()))
 source = formats.read_source
 ATTACKS = {
     **{f"pickle: {name}": cifar("test_batch", content) for name, content in CIFAR.items()},
@@ -255,15 +257,15 @@ ATTACKS = {
         f"parts: {{a: {{recipe: {next(iter(list_recipes()))}, grid: [{GRID}]}}}}",
         formats.FORMATS["study"].read,
     ),
-    "tar.gz": grown("a.tar.gz", gzip.compress, 90 << 20),
-    "tar.xz": grown("a.tar.xz", lzma.compress, 400 << 20),
-    "tar.bz2": grown("a.tar.bz2", bz2.compress, 400 << 20),
-    "tar.gz: members": one("a.tar.gz", lambda: gzip.compress(large_tar(0, 100_000)), source),
+    "tar.gz": grown("a.tar.gz", gzip.compress, 60 << 20),
+    "tar.xz": grown("a.tar.xz", lzma.compress, 150 << 20),
+    "tar.bz2": grown("a.tar.bz2", bz2.compress, 150 << 20),
+    "tar.gz: members": one("a.tar.gz", lambda: gzip.compress(large_tar(0, 40_000)), source),
     "tfrecord: a length": one("a.tfrecord", length((2 << 30) - 1) + b"x", source),
     "tfrecord.gz": one(
-        "a.tfrecord.gz", lambda: gzip.compress(formats.tfrecord(formats.example(bytes(80 << 20), 1))), source
+        "a.tfrecord.gz", lambda: gzip.compress(formats.tfrecord(formats.example(bytes(60 << 20), 1))), source
     ),
-    "csv.gz: a line": one("a.csv.gz", lambda: gzip.compress(b"image,label\n" + b"x" * (90 << 20)), source),
+    "csv.gz: a line": one("a.csv.gz", lambda: gzip.compress(b"image,label\n" + b"x" * (60 << 20)), source),
     "features: samples": features((4, 3), 10**12),
     "features: empty rows": features((10**12, 0), 4),
 }

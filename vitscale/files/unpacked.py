@@ -14,7 +14,6 @@ _MOST_ROWS = 1 << 17  # and one for each byte of the file
 _MOST_VALUES = 1 << 22  # of a column in a row group, likewise
 _MOST_PAGE = 1 << 31
 _BATCH_BYTES = 64 << 20
-_SHORTS, _BINARY, _STRUCT = (4, 5, 6), 8, 12  # of Thrift's compact protocol
 CHECKS: dict[str, Any] = {
     "page_checksum_verification": True,
     "thrift_string_size_limit": 64 << 20,
@@ -50,7 +49,7 @@ def read_batches(
     largest = 1
     if _ROOM + _MOST_GROWTH * size < _MOST_PAGE:  # else no page can be too large
         raw.seek(0)
-        largest = max([1, *_page_sizes(io.BytesIO(raw.read()), file.metadata, where, size)])
+        largest = max([1, *_page_sizes(io.BytesIO(raw.read()), where, size)])
     unpacked = 0
     rows = max(1, min(rows, _BATCH_BYTES // largest))
     for batch in file.iter_batches(rows, row_groups, columns, use_threads=False):
@@ -59,52 +58,63 @@ def read_batches(
         yield batch
 
 
-def _page_sizes(content: BinaryIO, metadata: pq.FileMetaData, where: str, size: int) -> Iterator[int]:
-    for group in range(metadata.num_row_groups):
-        for number in range(metadata.num_columns):
-            column = metadata.row_group(group).column(number)
-            starts = [start for start in (column.dictionary_page_offset, column.data_page_offset) if start]
-            position, values = min(starts, default=0), 0
-            end = position + column.total_compressed_size
+def _page_sizes(content: io.BytesIO, where: str, size: int) -> Iterator[int]:
+    try:
+        content.seek(-8, io.SEEK_END)
+        footer = int.from_bytes(content.read(4), "little")
+        content.seek(-8 - footer, io.SEEK_END)
+        # Not by pyarrow, which ends the process over some footers.
+        columns = [column[3] for group in _fields(content).get(4, ()) for column in group[1]]
+        for column in columns:
+            position = min(start for start in (column[9], column.get(11)) if start)
+            end, values = position + column[7], 0
             while position < end:
-                try:
-                    content.seek(position)
-                    page = _fields(content)
-                    values += page.get(5, page.get(8, {1: 0}))[1]  # of the header of either kind of data page
-                    packed, unpacked = page[3], page[2]
-                    if min(packed, unpacked, values) < 0 or values > _MOST_VALUES + size:
-                        raise ValueError("impossible sizes")
-                except (LookupError, ValueError, TypeError, AttributeError, RecursionError):
-                    raise DataError(f"{where}: damaged, or an attack: the page at byte {position:,}") from None
+                content.seek(position)
+                page = _fields(content)
+                unpacked, packed, head = page[2], page[3], page.get(5, page.get(8, {1: 0}))  # of values, as of 2 kinds
+                values += head[1]
+                if min(packed, unpacked, values) < 0 or values > _MOST_VALUES + size:
+                    raise ValueError
                 refuse_growth(where, size, unpacked)
                 yield unpacked
                 position = content.tell() + packed
+    except (LookupError, ArithmeticError, ValueError, TypeError, AttributeError, RecursionError):
+        raise DataError(f"{where}: damaged, or an attack: its pages are not those of {size:,} bytes") from None
 
 
-def _fields(stream: BinaryIO) -> dict[int, Any]:
-    """The numbers and inner structures, by field number, of a structure in Thrift's compact protocol."""
+def _fields(stream: io.BytesIO) -> dict[int, Any]:
+    """The numbers, structures and lists of these, by field number, of a structure in Thrift's compact protocol."""
     found: dict[int, Any] = {}
     number = 0
     while head := stream.read(1)[0]:
         number = number + (head >> 4) if head >> 4 else _signed(stream)
         kind = head & 15
-        if kind in _SHORTS:
-            found[number] = _signed(stream)
-        elif kind == _STRUCT:
-            found[number] = _fields(stream)
-        elif kind == _BINARY:
-            stream.seek(_varint(stream), io.SEEK_CUR)
-        elif kind not in (1, 2):  # true and false
-            raise ValueError("no page's header has such a field")
+        found[number] = _value(stream, kind) if kind > 2 else kind == 1
     return found
 
 
-def _signed(stream: BinaryIO) -> int:
+def _value(stream: io.BytesIO, kind: int) -> Any:
+    if kind in (4, 5, 6):  # integers
+        return _signed(stream)
+    if kind == 8:  # bytes
+        return stream.seek(_varint(stream), io.SEEK_CUR)
+    if kind == 9:  # a list
+        head = stream.read(1)[0]
+        return [_value(stream, head & 15) for _ in range(head >> 4 if head < 0xF0 else _varint(stream))]
+    if kind == 12:
+        return _fields(stream)
+    stream.seek(8 if kind == 7 else 1, io.SEEK_CUR)  # a double; a byte
+    if kind not in (1, 2, 3, 7) or stream.tell() > len(stream.getbuffer()):
+        raise ValueError
+    return None
+
+
+def _signed(stream: io.BytesIO) -> int:
     value = _varint(stream)
     return value >> 1 ^ -(value & 1)
 
 
-def _varint(stream: BinaryIO) -> int:
+def _varint(stream: io.BytesIO) -> int:
     value = 0
     for shift in range(0, 64, 7):
         byte: int = stream.read(1)[0]

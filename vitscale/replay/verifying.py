@@ -313,9 +313,7 @@ class _Verification:
                     dict(self.log.evaluations).get(at),
                 )
                 apart = [] if known is None else _apart(values, known)
-                told = (
-                    [f"step {at:,}: {_told(values, known, apart, f'in {METRICS_FILE}')}"] if known and apart else []
-                )
+                told = [f"step {at:,}: {_told(values, known, apart, f'in {METRICS_FILE}')}"] if known and apart else []
                 wrong.setdefault(where, []).extend(told)
                 self.recorded[at].append((where, values))
         for where, lines in wrong.items():
