@@ -74,9 +74,9 @@ def attack(names: list[str], seed: int, count: int, until: float, out: Path) -> 
     limit()
     read = 0
     for turn in range(count):
+        if time.monotonic() > until:
+            break
         for name, path in targets.items():
-            if time.monotonic() > until:
-                break
             content = mutated(originals[name], random.Random(f"{seed} {turn} {name}"))
             current = out / f"current-{name}-{path.name}"
             current.write_bytes(content)

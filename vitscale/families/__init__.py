@@ -138,7 +138,6 @@ __all__ = [
     "ViT",
     "ViTShape",
     "architecture",
-    "by_name",
     "has_class_token",
     "model_of",
     "nearest",
