@@ -40,6 +40,7 @@ def make(*settings: str, **blocks) -> Recipe:
 @pytest.fixture(autouse=True)
 def _example(monkeypatch):
     monkeypatch.syspath_prepend(str(PACKAGE))
+    monkeypatch.setenv("VITSCALE_EXTENSIONS", "example_vision, test_extensions absent_package")
 
 
 class Brighten(recipe.ImageOperation):
@@ -168,8 +169,65 @@ def test_a_wrong_path_or_block_is_an_error_that_names_it(setting, key, told):
 def test_a_module_that_cannot_be_imported_is_an_error_that_names_it(tmp_path, monkeypatch):
     (tmp_path / "broken_package.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("VITSCALE_EXTENSIONS", "broken_package")
     with pytest.raises(RecipeError, match=r"broken_package.Mixer.*ZeroDivisionError"):
         make("model.family=broken_package.Mixer")
+
+
+def planted(folder: Path, monkeypatch, package: str = "planted") -> Path:
+    """A package that leaves a file behind when it, a module of it or its `__main__` is imported, and then exits."""
+    for name in ("__init__", "__main__", "inner"):
+        file = folder / package / f"{name}.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"open({str(folder / 'ran')!r}, 'w')\n" + ("raise SystemExit(0)\n" if name == "inner" else ""))
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    return folder / "ran"
+
+
+@pytest.mark.parametrize("allowed", ["", "plant planted_too", "planted.outer", "planted.__main__"])
+@pytest.mark.parametrize("path", ["planted.X", "planted.inner.X", "planted.__main__.X"])
+@pytest.mark.parametrize("place", ["model.family", "objective.kind", "data.operations", "evaluation.evaluators"])
+def test_what_the_user_has_not_allowed_is_not_imported(tmp_path, monkeypatch, allowed, path, place):
+    ran = planted(tmp_path, monkeypatch)
+    monkeypatch.setenv("VITSCALE_EXTENSIONS", f"example_vision {allowed}")
+    with pytest.raises(RecipeError, match="VITSCALE_EXTENSIONS"):
+        make(f"{place}={path}" if "." in place and not place.endswith("s") else f"{place}=[{{kind: {path}, name: n}}]")
+    assert not ran.exists()
+
+
+def test_metadata_in_the_current_folder_allow_nothing(tmp_path, monkeypatch):
+    ran = planted(tmp_path, monkeypatch)
+    metadata = tmp_path / "planted-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: planted\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[vitscale.extensions]\nplanted = planted\n")
+    with pytest.raises(RecipeError, match="VITSCALE_EXTENSIONS"):
+        make("model.family=planted.X")
+    assert not ran.exists()
+    monkeypatch.chdir("/")  # as an installed package
+    with pytest.raises(RecipeError, match="'X'"):
+        make("model.family=planted.X")
+    assert ran.exists()
+
+
+def test_a_package_that_exits_when_it_is_imported_is_an_error(tmp_path, monkeypatch):
+    planted(tmp_path, monkeypatch)
+    home = tmp_path / ".config/vitscale"
+    home.mkdir(parents=True)
+    (home / "extensions.txt").write_text("example_vision\nplanted\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(RecipeError, match="SystemExit"):
+        make("model.family=planted.inner.X")
+
+
+@pytest.mark.parametrize(
+    "path", ["vitscale.__main__.X", "vitscale.pretrain.X", "data_tools.convert.X", "venv.__main__.X"]
+)
+def test_programs_are_no_extensions(monkeypatch, path):
+    monkeypatch.setenv("VITSCALE_EXTENSIONS", "example_vision vitscale data_tools venv")
+    with pytest.raises(RecipeError, match="not allowed"):
+        make(f"objective.kind={path}")
 
 
 def test_an_implementation_that_is_not_there_is_an_error_that_names_it():

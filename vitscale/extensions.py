@@ -2,9 +2,17 @@
 
 A path names a class: a subclass, without torch, of the base that `vitscale` has for blocks at that place of a recipe.
 The class's `implementation`, `module:class`, names the class that does the computing.
+
+A recipe with dotted paths is a program, so only the packages that the user has allowed are imported.
 """
 
 import importlib
+import os
+import re
+import sys
+from contextlib import suppress
+from importlib.metadata import distributions
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeGuard, TypeVar
 
@@ -12,6 +20,10 @@ from pydantic import ValidatorFunctionWrapHandler, WrapValidator
 
 from vitscale.block import Block
 from vitscale.errors import RecipeError
+
+ENTRY_POINTS = "vitscale.extensions"
+VARIABLE = "VITSCALE_EXTENSIONS"
+_LIST = ".config/vitscale/extensions.txt"  # in the user's home
 
 _Block = TypeVar("_Block", bound=Block)
 _Class = TypeVar("_Class")
@@ -38,6 +50,14 @@ def block_class(path: object, base: type[_Block], place: str) -> type[_Block]:
     if not is_path(path) or not all(part.isidentifier() for part in path.split(".")):
         raise ValueError(f"{path!r}: expected a dotted path to a class, such as my_package.{base.__name__}")
     module, _, name = path.rpartition(".")
+    parents = {module[: dot.start()] for dot in re.finditer(r"\.|$", module)}
+    if "__main__" in module.split(".") or not parents & _allowed(module.partition(".")[0]):
+        top = module.partition(".")[0]
+        raise ValueError(
+            f"{path}: a recipe with dotted paths is a program, and you have not allowed {top}. If you trust it, set "
+            f"{VARIABLE}={top}, or add the line {top} to ~/{_LIST}; its authors can declare an entry point "
+            f"{ENTRY_POINTS}"
+        )
     found = getattr(_imported(module, path), name, None)
     expected = f"a subclass of {base.__module__}.{base.__name__}"
     if found is None:
@@ -51,6 +71,18 @@ def block_class(path: object, base: type[_Block], place: str) -> type[_Block]:
     return found
 
 
+def _allowed(package: str) -> set[str]:
+    """The modules that the user allows: of an installed package that declares the entry point, or by name."""
+    # Not of the current folder: it may be a stranger's, with metadata of its own.
+    places = [place for place in sys.path if Path(place).resolve() != Path.cwd()]
+    points = (point for one in distributions(path=places) for point in one.entry_points if point.group == ENTRY_POINTS)
+    named = os.environ.get(VARIABLE, "")
+    with suppress(OSError, RuntimeError, UnicodeDecodeError):  # no such list, or no home
+        named += f" {(Path.home() / _LIST).read_text(encoding='utf-8')}"
+    found = {re.split(r"[.:]", point.value)[0] for point in points} | set(re.split(r"[\s,]+", named))
+    return {name for name in found if name.partition(".")[0] == package} - {"vitscale", "data_tools"}
+
+
 def _imported(module: str, path: str) -> ModuleType:
     try:
         return importlib.import_module(module)
@@ -58,7 +90,9 @@ def _imported(module: str, path: str) -> ModuleType:
         raise ValueError(
             f"{path}: there is no module {error.name!r}; install the package that has it beside vitscale"
         ) from None
-    except Exception as error:  # importing another package may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # importing another package may raise anything, and exit
         raise ValueError(f"{path}: importing {module} fails: {type(error).__name__}: {error}") from error
 
 
