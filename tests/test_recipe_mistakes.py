@@ -27,6 +27,12 @@ MISTAKES = [
     ("a=1", ["a", "anomalies", "selection"]),
     ("optimizer.name=adamW", ["optimizer.name: 'adamW'", "'adamw'"]),
     ("batch=64", ["batch: 64", "micro_max"]),
+    ("optimizer=adamw", ["{name: adamw}"]),
+    ("objective=softmax", ["{kind: softmax}"]),
+    ("data=imagenet", ["{train: imagenet}"]),
+    ("schedule=cosine", ["{decay: cosine}"]),
+    ("model=vit-b/16", ["'vit-b/16'", "'ViT-B/16'"]),
+    ("model.position.kind={a: 1}", ["model.position.kind"]),
     ("schedule.duration.epochs=0", ["schedule.duration: 0 epochs"]),
     ("checkpoint.every.steps=0", ["checkpoint.every: 0 steps"]),
     (
@@ -112,6 +118,24 @@ def refused(tmp_path: Path, text: str, *settings: str) -> str:
 def test_a_mistake_is_one_message_naming_key_value_and_expectation(tmp_path, setting, named):
     message = refused(tmp_path, MINIMAL, setting)
     assert all(name in message for name in named), message
+
+
+@pytest.mark.parametrize("more", [(), ("model.dropout=0.5",)])
+def test_a_model_by_its_name_alone(tmp_path, more):
+    path = tmp_path / "r.yaml"
+    path.write_text(MINIMAL)
+    (tmp_path / "short.yaml").write_text(MINIMAL.replace("{name: ViT-Ti/16}", "ViT-Ti/16"))
+    (tmp_path / "longer.yaml").write_text("extends: short.yaml\n")
+    expected = load_recipe(path, more).dump()
+    assert load_recipe(tmp_path / "short.yaml", more).dump() == expected
+    assert load_recipe(tmp_path / "longer.yaml", more).dump() == expected
+    assert load_recipe(path, ("model=ViT-Ti/16", *more)).dump() == expected
+
+
+def test_no_word_of_a_file_that_is_no_recipe_is_repeated(tmp_path):
+    for text in ("root: x:0:SECRET\nSECRET: 1\n", "SECRET\n", "[SECRET]\n", "1: SECRET\n"):
+        (tmp_path / "other").write_text(text)
+        assert "SECRET" not in refused(tmp_path, "extends: other\n")
 
 
 def test_float8_needs_dense_layers_of_blocks_that_are_whole(tmp_path):

@@ -3,6 +3,7 @@
 from typing import Any
 
 _SHOWN_SPANS = 10
+_SHOWN_CHARACTERS = 500
 
 
 def counted(number: int, noun: str) -> str:
@@ -22,6 +23,11 @@ def ranges(numbers: list[int]) -> str:
             spans.append([number, number])
     shown = ", ".join(f"{a:,}" if a == b else f"{a:,}-{b:,}" for a, b in spans[:_SHOWN_SPANS])
     return shown + (" ..." if len(spans) > _SHOWN_SPANS else "")
+
+
+def shortened(text: str, limit: int = _SHOWN_CHARACTERS) -> str:
+    """A text for a message, cut after `limit` characters: it may be a stranger's."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
 
 
 def describe_mistake(details: Any) -> str:

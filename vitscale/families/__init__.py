@@ -14,6 +14,7 @@ from vitscale.families.position import Position
 from vitscale.families.resnet import ResNet, ResNetShape
 from vitscale.families.vit import ViT, has_class_token
 from vitscale.families.vit_shape import DropPathRule, ViTShape
+from vitscale.wording import shortened
 
 FAMILIES: tuple[type[Model], ...] = (ViT, ResNet)
 REGISTRY = tuple(name for family in FAMILIES for name in family.names)
@@ -21,6 +22,7 @@ REGISTRY = tuple(name for family in FAMILIES for name in family.names)
 DIMENSIONS = tuple(dict.fromkeys(key for family in FAMILIES for key in family.dimensions))
 """Keys of a `model` block that each replace one dimension of the named model."""
 
+_LONGEST_NAME = 100
 _OPTIONAL = tuple(key for family in FAMILIES for key in family.optional)
 UNSET: dict[str, Any] = dict.fromkeys(
     (
@@ -41,16 +43,16 @@ def architecture(name: str) -> Shape:
 
 
 def _named(name: str) -> tuple[type[Model], Shape]:
-    for family in FAMILIES:
+    for family in FAMILIES if len(name) <= _LONGEST_NAME else ():
         if (shape := family.named(name)) is not None:
             return family, shape
     patterns = ", ".join(family.patterns for family in FAMILIES)
-    raise ValueError(f"unknown model {name!r} (did you mean {nearest(name)!r}?); expected {patterns}")
+    raise ValueError(f"unknown model {shortened(name)!r} (did you mean {nearest(name)!r}?); expected {patterns}")
 
 
 def nearest(name: str) -> str:
     """The registered name most similar to `name`."""
-    return max(REGISTRY, key=lambda known: _likeness(name, known))
+    return max(REGISTRY, key=lambda known: _likeness(name[:_LONGEST_NAME], known))
 
 
 def _likeness(name: str, known: str) -> tuple[float, float]:
@@ -64,8 +66,14 @@ def model_of(**content: Any) -> Model:
     return _validated(content)
 
 
+def by_name(content: Any) -> Any:
+    """Plain data of a `model` block, of which a name alone, `ViT-B/16`, is short for `{name: ViT-B/16}`."""
+    return {"name": content} if isinstance(content, str) else content
+
+
 def _validated(content: Any) -> Model:
     """The block of the family that plain data imply; keys of other families are allowed at their `UNSET` values."""
+    content = by_name(content)
     if isinstance(content, Model):
         return content
     if not isinstance(content, dict):

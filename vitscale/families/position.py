@@ -49,9 +49,10 @@ class Position(Block):
     @model_validator(mode="before")
     @classmethod
     def _with_base(cls, content: Any) -> Any:
-        if not isinstance(content, dict) or content.get("kind") not in ROPE_BASES or content.get("base") is not None:
+        kind = content.get("kind") if isinstance(content, dict) else None
+        if not isinstance(kind, str) or kind not in ROPE_BASES or content.get("base") is not None:
             return content
-        return content | {"base": ROPE_BASES[content["kind"]]}
+        return content | {"base": ROPE_BASES[kind]}
 
     @model_validator(mode="after")
     def _possible(self) -> "Position":

@@ -121,9 +121,11 @@ class ViT(Model):
     @model_validator(mode="before")
     @classmethod
     def _beside_the_shape(cls, content: Any) -> Any:
-        name = content.get("name") if isinstance(content, dict) else None
+        if not isinstance(content, dict):
+            return content
+        name = content.get("name")
         of_name = BESIDE.get(name.partition("-")[0], {}) if isinstance(name, str) else {}
-        if isinstance(content, dict) and content.get("distilled"):
+        if content.get("distilled"):
             of_name = of_name | {"head": "linear"}
         return content | {key: value for key, value in of_name.items() if content.get(key) is None}
 

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from vitscale.errors import DataError, RecipeError
-from vitscale.recipe.strict_yaml import parse_yaml
+from vitscale.recipe.strict_yaml import read_yaml
 from vitscale.storage import is_url, join, without_file_scheme
 
 DATA_ROOT_VARIABLE = "VITSCALE_DATA_ROOT"
@@ -99,10 +99,7 @@ def _files() -> list[Path]:
 
 
 def _read(file: Path) -> dict[str, str]:
-    try:
-        places = parse_yaml(file.read_text(encoding="utf-8"), str(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{file}: cannot be read: {error}") from None
+    places = read_yaml(file)
     places = {} if places is None else places  # nothing but comments
     if not isinstance(places, dict):
         raise RecipeError(f"{file}: expected lines `NAME: DIR`, such as `imagenet: /data/imagenet`")

@@ -60,7 +60,12 @@ recipes/recipe.schema.json.
 `extends: FILE` names the recipe that this one is based on. A *duration*
 is `{steps: N}`, `{epochs: X}` or `{examples: N}`. On the command line
 `--set KEY=VALUE` replaces a field, with the value in YAML, as in
-`--set schedule.duration.epochs=7`."""
+`--set schedule.duration.epochs=7`.
+
+`model: ViT-B/16` is short for `model: {name: ViT-B/16}`. A recipe with dotted
+paths, such as `family: my_package.Mixer`, is a program: only packages that
+declare an entry point `vitscale.extensions` are imported, and those that you
+name in VITSCALE_EXTENSIONS or in ~/.config/vitscale/extensions.txt."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,7 @@ def json_schema() -> dict[str, Any]:
             field.pop("discriminator")
     for name, tag in (("model", "family"), ("objective", "kind")):
         schema["properties"][name]["anyOf"].append(_named_by_path(tag))
+    schema["properties"]["model"]["anyOf"].append({"type": "string", "description": "the name alone"})
     schema["$defs"]["Evaluator"] = _named_by_path("kind")
     operations = schema["$defs"]["Data"]["properties"]["operations"]["items"]
     operations["oneOf"].append(_named_by_path("kind"))

@@ -15,13 +15,13 @@ from pydantic import TypeAdapter, create_model
 
 from vitscale.block import Block, Contradictions
 from vitscale.errors import RecipeError
-from vitscale.families import Model, ModelBlock
+from vitscale.families import Model, ModelBlock, by_name
 from vitscale.recipe.durations import Duration
 from vitscale.recipe.fields import blocks, keys, keys_in, nearest, without_indices
 from vitscale.recipe.objectives import DEFAULT_KIND
 from vitscale.recipe.schema import Recipe
-from vitscale.recipe.strict_yaml import parse_yaml
-from vitscale.wording import describe_expected
+from vitscale.recipe.strict_yaml import parse_yaml, read_yaml
+from vitscale.wording import describe_expected, shortened
 
 _Block = TypeVar("_Block")
 _MODEL: TypeAdapter[Model] = TypeAdapter(ModelBlock)
@@ -35,6 +35,10 @@ _TAGS = {
 }
 SCHEMA_LINE = "# yaml-language-server: $schema="
 """The beginning of the line by which editors find a file's schema."""
+_MOST_FILES = 50  # that extend each other
+_MOST_LINES = 50
+# Blocks -> the key that somebody means who gives them a single value. `model` alone is read so.
+_ALONE = {"optimizer": "name", "objective": "kind", "data": "train", "schedule": "decay", "batch": "global"}
 _KINDS_OF = {key: [block.variant for block in blocks() if block.key == key] for key in _TAGS}
 _KINDS = {kind for kinds in _KINDS_OF.values() for kind in kinds}
 
@@ -55,8 +59,9 @@ def find_recipe(recipe: str | Path) -> Path:
     except OSError as error:
         raise RecipeError(f"{str(recipe)[:100]}...: {error.strerror}") from None
     name = path.as_posix().removeprefix("recipes/").removesuffix(".yaml")
-    if name in list_recipes():
-        return recipes_dir() / f"{name}.yaml"
+    shipped = recipes_dir() / f"{name}.yaml"
+    if shipped.parent in (recipes_dir(), recipes_dir() / "finetune") and shipped.is_file():
+        return shipped
     if path.exists():
         own = path / "recipe.yaml"  # a run's
         hint = f"; did you mean {own}?" if own.is_file() else ""
@@ -108,6 +113,8 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
+        if key == "model":
+            below, value = by_name(below), by_name(value)
         if isinstance(below, dict) and isinstance(value, dict) and not _is_duration(value):
             merged[key] = value if _is_of_another_kind(key, below, value) else _merge(below, value)
         else:
@@ -129,28 +136,23 @@ def read_content(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
 
     Raises `RecipeError`.
     """
-    if path.resolve() in chain:
+    if path.resolve() in chain or len(chain) > _MOST_FILES:
         raise RecipeError(f"{path}: extends itself: {' -> '.join(str(p.name) for p in (*chain, path))}")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise RecipeError(f"{path}: cannot be read: it is no text in UTF-8") from None
-    except OSError as error:
-        raise RecipeError(f"{path}: cannot be read: {error}") from None
-    content = parse_yaml(text, str(path))
-    if not isinstance(content, dict):
+    content = read_yaml(path)
+    # Of a file that is something else, no word is repeated: it may hold secrets.
+    if not isinstance(content, dict) or (content and not content.keys() & {"extends", *keys_in("")}):
         raise RecipeError(f"{path}: expected a mapping of keys such as model, data and batch")
     base = content.pop("extends", None)
     if base is None:
         return content
     if not isinstance(base, str):
-        raise RecipeError(f"{path}: extends: {base!r}: expected the file name of one recipe")
+        raise RecipeError(f"{path}: extends: {shortened(repr(base))}: expected the file name of one recipe")
     base_path = path.parent / base
-    if not base_path.is_file():
-        try:
+    try:
+        if not base_path.is_file():
             base_path = find_recipe(base)
-        except RecipeError as error:
-            raise RecipeError(f"{path}: extends: {error}") from None
+    except (RecipeError, OSError) as error:
+        raise RecipeError(f"{path}: extends: {shortened(str(error))}") from None
     return _merge(read_content(base_path, (*chain, path.resolve())), content)
 
 
@@ -241,11 +243,11 @@ def _validate(
     try:
         return validate(content)
     except pydantic.ValidationError as error:
-        lines = [line for details in error.errors() for line in _describe(details, inside)]
+        lines = [line for details in error.errors()[:_MOST_LINES] for line in _describe(details, inside)]
         broken = {str(details["loc"][0]) for details in error.errors() if details["loc"]}
         if broken and more is not None:
             lines += [f"recipe: {line}" for line in more(content, broken)]
-        raise RecipeError(f"{complaint}:\n" + "\n".join(f"  {line}" for line in lines)) from None
+        raise RecipeError(f"{complaint}:\n" + "\n".join(f"  {shortened(line)}" for line in lines)) from None
 
 
 def _describe(details: Any, inside: str) -> Sequence[str]:
@@ -282,7 +284,8 @@ def _line(details: Any, inside: str) -> str:
         return f"{key}: {value!r}: expected {_any_of(offered)}{hint and f'; {hint}'}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         valid = ", ".join(keys_in(inside + key))
-        return f"{key}: {value!r}: expected a block of keys{valid and f': {valid}'}"
+        meant = isinstance(value, str | int) and key in _ALONE and f"; did you mean {{{_ALONE[key]}: {value}}}?"
+        return f"{key}: {value!r}: expected a block of keys{valid and f': {valid}'}{meant or ''}"
     return f"{key}: {value!r}: {describe_expected(details)}"
 
 

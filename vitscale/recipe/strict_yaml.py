@@ -1,15 +1,25 @@
 """Parses YAML as people expect it, with mistakes reported in one line."""
 
 import re
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from vitscale.errors import RecipeError
+from vitscale.wording import shortened
+
+_MOST_CHARACTERS = 1 << 20
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader: only true and false are booleans, 1e-5 is a number, 1:30 is not, and no key may occur twice."""
+    """A YAML loader: only true and false are booleans, 1e-5 is a number, 1:30 is not, no key occurs twice, no tags."""
+
+    def fetch_tag(self) -> None:
+        raise yaml.scanner.ScannerError(
+            None, None, "a tag such as !!int; write the value alone, or quote text that begins with !", self.get_mark()
+        )
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -17,11 +27,11 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is not a word", key_node.start_mark
+                    None, None, f"a key is {type(key).__name__}, not a word", key_node.start_mark
                 )
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} appears twice", key_node.start_mark
+                    None, None, f"the key {shortened(key)!r} appears twice", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
@@ -43,13 +53,46 @@ _Loader.add_implicit_resolver(
 )
 
 
+def read_yaml(path: Path) -> Any:
+    """Plain data from a file of YAML. Raises `RecipeError`."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST_CHARACTERS + 1).decode("utf-8")
+    except UnicodeDecodeError:
+        raise RecipeError(f"{path}: cannot be read: it is no text in UTF-8") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read: {error.strerror or error}") from None
+    return parse_yaml(text, str(path))
+
+
 def parse_yaml(text: str, where: str) -> Any:
     """Plain data from YAML; `where` opens the error message. Raises `RecipeError`."""
+    too_large = RecipeError(f"{where}: more than {_MOST_CHARACTERS:,} characters, with all aliases (*) written out")
+    if len(text) > _MOST_CHARACTERS:
+        raise too_large
     try:
-        return yaml.load(text, _Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _length(node, {}) > _MOST_CHARACTERS:
+            raise too_large
+        return loader.construct_document(node)
     except (ValueError, KeyError, OverflowError, RecursionError) as error:  # what constructors raise on odd scalars
         raise RecipeError(f"{where}: not valid YAML: {type(error).__name__}: {str(error)[:200]}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
-        raise RecipeError(f"{where}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+        problem = shortened(str(getattr(error, "problem", error)))
+        raise RecipeError(f"{where}{line}: not valid YAML: {problem}") from None
+
+
+def _length(node: yaml.Node, known: dict[int, int]) -> int:
+    """Characters of a node with its aliases written out; too many for one that contains itself."""
+    if isinstance(node, yaml.ScalarNode):
+        return len(node.value.encode()) + 1  # fails for half a character
+    if id(node) not in known:
+        known[id(node)] = _MOST_CHARACTERS
+        inner = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+        known[id(node)] = 1 + sum(_length(each, known) for each in inner)
+    return known[id(node)]

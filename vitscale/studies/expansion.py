@@ -14,10 +14,12 @@ from vitscale.errors import RecipeError, VitscaleError
 from vitscale.recipe import Recipe, find_recipe, override, read_content, recipe_sha256
 from vitscale.recipe.strict_yaml import parse_yaml
 from vitscale.storage import is_url
-from vitscale.studies.schema import DEV, DataSet, Part, Selection, Study
+from vitscale.studies.schema import DEV, MOST_RUNS, DataSet, Part, Selection, Study
 
 _VALIDATION = "validation/"
 """The prefix of the metrics of a recipe's `evaluation.validation`."""
+
+_MOST_PROBLEMS = 50
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,8 @@ class _Expander:
         """Add an entry. Raises `RecipeError` if another one has its name."""
         if entry.name in self.expansion.entries:
             raise RecipeError(f"parts.{entry.part}: two entries are called {entry.name}: a value is twice in a list")
+        if len(self.expansion.entries) >= MOST_RUNS:
+            raise RecipeError(f"parts.{entry.part}: the study has more than {MOST_RUNS:,} runs; use several studies")
         self.expansion.entries[entry.name] = entry
         for option in entry.options:
             if option.recipe.selection is not None:
@@ -283,6 +287,8 @@ class _PartOfOneParent:
                     self._option(self._named(dataset, label, None), label, recipe, values, dataset, splits, last, None)
                 except RecipeError as error:
                     problems[str(error)] = None
+                    if len(problems) > _MOST_PROBLEMS:
+                        raise RecipeError("\n".join(problems)) from None
         if problems:
             raise RecipeError("\n".join(problems))
 

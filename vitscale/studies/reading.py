@@ -9,10 +9,11 @@ import pydantic
 from vitscale.block import Block
 from vitscale.errors import RecipeError
 from vitscale.recipe import recipe_title, recipes_dir
-from vitscale.recipe.strict_yaml import parse_yaml
+from vitscale.recipe.strict_yaml import read_yaml
 from vitscale.studies.schema import DataSet, Part, Refit, Selection, Study
-from vitscale.wording import describe_expected
+from vitscale.wording import describe_expected, shortened
 
+_MOST_LINES = 50
 # Keys that lead to a block, * for any name -> the block.
 _BLOCKS: dict[tuple[str, ...], type[Block]] = {
     (): Study,
@@ -60,17 +61,13 @@ def find_study(study: str | Path) -> Path:
 def load_study(study: str | Path) -> Study:
     """Read and validate a study. Its recipes are not read yet: `expand` does that. Raises `RecipeError`."""
     path = find_study(study)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read: {error}") from None
-    content = parse_yaml(text, str(path))
+    content = read_yaml(path)
     if not isinstance(content, dict):
         raise RecipeError(f"{path}: expected a mapping with the key parts")
     try:
         return Study.model_validate(content)
     except pydantic.ValidationError as error:
-        lines = "\n".join(f"  {_describe(details)}" for details in error.errors())
+        lines = "\n".join(f"  {shortened(_describe(details))}" for details in error.errors()[:_MOST_LINES])
         raise RecipeError(f"{path} is not a valid study:\n{lines}") from None
 
 

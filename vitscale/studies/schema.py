@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from vitscale.block import Block
 
 DEV, TEST = "dev/", "test/"
+MOST_RUNS = 2000
 _NAME = re.compile(r"[A-Za-z0-9_.]+")
 _Seed = Annotated[int, Field(ge=0, lt=2**63)]
 _Values = Annotated[list[Any], Field(min_length=1)]
@@ -86,6 +87,9 @@ class Part(Block):
             lengths = {key: len(values) for key, values in axis.items()}
             if len(set(lengths.values())) > 1:
                 raise ValueError(f"grid: lists that go together are to be of one length, not {lengths}")
+        most_seeds = max(1, len(self.seeds), len(self.refit.seeds) if self.refit is not None else 0)
+        if self.num_settings * max(1, len(self.datasets)) * most_seeds > MOST_RUNS:
+            raise ValueError(f"grid: more than {MOST_RUNS:,} runs")
         keys = [key for axis in self.grid for key in axis]
         for key in keys:
             if keys.count(key) > 1:
