@@ -31,13 +31,16 @@ from data_tools.dedup.luma import SIDE, Box
 from data_tools.dedup.settings import Preset, Settings
 from data_tools.dedup.variants import LEVELS
 from vitscale.errors import DataError, RecipeError
+from vitscale.files.arrays import map_array
 from vitscale.files.digests import file_digests
+from vitscale.files.unpacked import CHECKS, read_batches
 from vitscale.shards.provenance import read_table
 from vitscale.wording import describe_mistake
 
 INDEX_NAME = "index.json"
 IMAGES_NAME = "images.parquet"
 VERSION = 1
+_GROUP_ROWS = 1 << 17
 
 _Count = Annotated[int, Field(ge=0)]
 IMAGES = pa.schema(
@@ -193,13 +196,14 @@ class FingerprintIndex:
         path = self.folder / IMAGES_NAME
         found: dict[int, bytes] = {}
         try:
-            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            with path.open("rb") as raw, pq.ParquetFile(raw, **CHECKS) as file:
                 ends = np.cumsum([file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)])
                 loaded = -1
                 for image in sorted(set(images)):
                     group = int(np.searchsorted(ends, image, side="right"))
                     if group != loaded:
-                        table, loaded = file.read_row_group(group, columns=["picture"], use_threads=False), group
+                        batches = read_batches(raw, file, str(path), _GROUP_ROWS, ["picture"], [group])
+                        table, loaded = pa.Table.from_batches(batches), group
                     found[image] = table["picture"][image - int(ends[group]) + len(table)].as_py()
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{path}: damaged or not readable ({error})") from error
@@ -208,9 +212,8 @@ class FingerprintIndex:
     def _map(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         path = self.folder / f"{name}.npy"
         try:
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-        # Headers are parsed as Python literals, which fail in their own ways.
-        except (OSError, ValueError, EOFError, SyntaxError, TypeError, OverflowError) as error:
+            array = map_array(path)
+        except (OSError, ValueError) as error:
             raise DataError(f"{path}: damaged or not readable ({error})") from error
         if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
             raise DataError(f"{path}: {array.dtype} {array.shape}; expected {dtype} {shape}. Make the index again")

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_tools.sources.parts import open_part
+from data_tools.sources.parts import open_part, unpacked
 from data_tools.sources.source import IMAGE_SUFFIXES, MAX_IMAGE_BYTES, NO_FILE, refuse_too_large
 from data_tools.sources.tar_bytes import Plain, Raw, Reader, Stream
 from vitscale import storage
@@ -190,7 +190,7 @@ def open_archive(where: str) -> Iterator[Archive]:
         opened = open_part(where) if streams else storage.open_stream(where)
     with opened as file:
         unpack = TAR_SUFFIXES[suffix_of(where)]
-        yield Archive(where, Stream(unpack(file) if unpack else file) if streams else Plain(file))
+        yield Archive(where, Stream(unpacked(where, file, unpack) if unpack else file) if streams else Plain(file))
 
 
 def read_place(where: str, content: bytes) -> bytes:

@@ -25,6 +25,7 @@ from data_tools.sources.restricted_pickle import load_pickle
 from data_tools.sources.source import Item, SourceOptions
 from vitscale.errors import DataError, RecipeError
 from vitscale.storage import base_name
+from vitscale.wording import counted
 
 _PIXELS = 3 * 32 * 32
 _PPM_HEAD = b"P6\n32 32\n255\n"
@@ -169,11 +170,12 @@ def _class_names(place: _File, field: str) -> tuple[str, ...]:
     else:
         meta = place.beside("batches.meta" if field == "labels" else "meta")
         names = _dict(meta).get(key)
-    if isinstance(names, list):
-        names = [_text(name) for name in names]
-    if not isinstance(names, list) or len(names) != _CLASSES[field] or len(set(names)) < len(names):
-        raise DataError(f"{meta}: expected the names of {_CLASSES[field]} classes, found {str(names)[:200]}")
-    return tuple(names)
+    count = _CLASSES[field]
+    is_list = isinstance(names, list) and all(isinstance(name, bytes | str) for name in names)
+    if not is_list or len(names) != count or len(set(names)) < count:
+        found = counted(len(names), "entry") if isinstance(names, list) else type(names).__name__
+        raise DataError(f"{meta}: expected the names of {count} classes, all different, found {found}")
+    return tuple(map(_text, names))
 
 
 # -------------------------------------------------------------------------------------------------------------- batches
@@ -209,12 +211,13 @@ def _pickled_batch(data: bytes, place: _File) -> _Batch:
         if (
             not isinstance(values, list)
             or len(values) != len(pixels)
-            or any(type(value) is not int for value in values)
+            or any(type(value) is not int or value >= 1 << 31 for value in values)
         ):
             raise DataError(f"{place}: not a batch of CIFAR: expected `{field}`, a list of {len(pixels):,} numbers")
         labels[field] = values
     names = batch.get("filenames", [])
-    if not isinstance(names, list) or len(names) not in (0, len(pixels)):
+    is_list = isinstance(names, list) and all(isinstance(name, bytes | str) for name in names)
+    if not is_list or len(names) not in (0, len(pixels)):
         raise DataError(f"{place}: not a batch of CIFAR: expected `filenames`, a list of {len(pixels):,} names")
     return _Batch(pixels, labels, [_text(name) for name in names])
 
@@ -223,11 +226,11 @@ def _dict(place: _File, data: bytes | None = None) -> dict[str, Any]:
     value = load_pickle(place.read() if data is None else data, str(place))
     if not isinstance(value, dict):
         raise DataError(f"{place}: expected a dict, found {type(value).__name__}")
-    return {_text(key): item for key, item in value.items()}
+    return {_text(key): item for key, item in value.items() if isinstance(key, bytes | str)}
 
 
-def _text(value: Any) -> str:
-    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
+def _text(value: bytes | str) -> str:
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value
 
 
 def _member_name(path: bytes) -> str:

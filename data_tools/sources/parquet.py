@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +23,7 @@ from data_tools.sources.label_rule import LabelRule
 from data_tools.sources.parts import open_part, part_names, reading
 from data_tools.sources.source import Item, SourceOptions, numbered_label
 from vitscale.errors import DataError, RecipeError
+from vitscale.files.unpacked import CHECKS, read_batches
 
 _BATCH_ROWS = 16
 _BUFFER_BYTES = 4 << 20
@@ -64,9 +65,9 @@ class ParquetSource:
         ruled = () if self.rule is None else self.rule.features
         columns += dict.fromkeys(name.partition("/")[0] for name in ruled)
         row = 0
-        with _opened(where) as file:
+        with _opened(where) as (raw, file):
             # Row group by row group, columns in pieces: a group may be as large as the file.
-            for batch in file.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False):
+            for batch in read_batches(raw, file, where, _BATCH_ROWS, columns):
                 images = batch.column(layout.image)
                 labels = None if layout.label is None else batch.column(layout.label)
                 for i in range(batch.num_rows):
@@ -94,7 +95,7 @@ def open_parquet(src: str, files: Sequence[str], options: SourceOptions) -> Parq
     """
 
     def layout_of(where: str) -> _Layout:
-        with _opened(where) as file:
+        with _opened(where) as (_, file):
             return _layout(file.schema_arrow, options, where)
 
     def check(where: str) -> None:
@@ -111,14 +112,14 @@ def open_parquet(src: str, files: Sequence[str], options: SourceOptions) -> Parq
 
 
 @contextmanager
-def _opened(where: str) -> Iterator[pq.ParquetFile]:
+def _opened(where: str) -> Iterator[tuple[BinaryIO, pq.ParquetFile]]:
     try:
         with (
             reading(where),
             closing(open_part(where)) as raw,
-            pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True) as file,
+            pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES, pre_buffer=False, **CHECKS) as file,
         ):
-            yield file
+            yield raw, file
     # pyarrow reports damage as any of these; its OSErrors are reported by `reading`.
     except (pa.ArrowException, UnicodeDecodeError, MemoryError) as error:
         raise DataError(f"{where}: damaged, or no parquet file ({error})") from error

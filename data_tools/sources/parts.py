@@ -5,11 +5,12 @@ import io
 import os
 import posixpath
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from vitscale.errors import DataError, RecipeError, StorageError
+from vitscale.files.unpacked import refuse_growth
 from vitscale.storage import base_name, is_url, open_stream, patiently
 
 _BLOCK_BYTES = 1 << 20
@@ -45,6 +46,27 @@ class _PatientFile(io.RawIOBase):
         super().close()
 
 
+class _Unpacked(io.RawIOBase):
+    """A decompressed stream that may not grow too far."""
+
+    def __init__(self, where: str, file: io.BufferedReader, content: Any) -> None:
+        self._where, self._file, self._content, self._read = where, file, content, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        data: bytes = self._content.read(len(buffer))
+        buffer[: len(data)] = data
+        self._read += len(data)
+        refuse_growth(self._where, self._file.tell(), self._read)
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 def open_part(where: str) -> io.BufferedReader:
     """A part's bytes as stored. Raises OSError or StorageError."""
     file = open_stream(where)
@@ -55,7 +77,7 @@ def open_part(where: str) -> io.BufferedReader:
 def open_unzipped(where: str) -> io.BufferedReader:
     """A part's bytes, decompressed if it is a gzip file. Raises as `open_part`, and as `gzip` if that is damaged."""
     file = open_part(where)
-    return unzipped(file) if is_gzip(file) else file
+    return unpacked(where, file) if is_gzip(file) else file
 
 
 def is_gzip(file: io.BufferedReader) -> bool:
@@ -63,11 +85,9 @@ def is_gzip(file: io.BufferedReader) -> bool:
     return file.peek(len(_GZIP_MAGIC))[: len(_GZIP_MAGIC)] == _GZIP_MAGIC
 
 
-def unzipped(file: io.BufferedReader) -> io.BufferedReader:
-    """The content of a gzip file; closing it closes the file."""
-    content = gzip.GzipFile(fileobj=file)
-    content.myfileobj = file  # type: ignore[assignment]
-    return io.BufferedReader(content, _BLOCK_BYTES)
+def unpacked(where: str, file: io.BufferedReader, unpack: Callable[..., Any] = gzip.open) -> io.BufferedReader:
+    """The content of a compressed file; closing it closes the file. Reading raises DataError if it grows too far."""
+    return io.BufferedReader(_Unpacked(where, file, unpack(file)), _BLOCK_BYTES)
 
 
 @contextmanager
@@ -84,6 +104,8 @@ def reading(where: str) -> Iterator[None]:
         raise DataError(f"{where}: truncated or damaged gzip data ({error})") from error
     except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
         raise DataError(f"{where}: cannot be read ({error.strerror or error})") from error
+    except MemoryError as error:
+        raise DataError(f"{where}: damaged: it claims more bytes than memory can hold") from error
     except OSError as error:
         what = f"{where}: cannot be read ({error.strerror or error})"
         if is_url(where):

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from vitscale.errors import DataError
+from vitscale.files.pickles import check_pickle
+from vitscale.wording import shortened
 
 _NUMERIC = frozenset(f"{kind}{size}" for kind in "iuf" for size in (1, 2, 4, 8)) - {"f1"}
 
@@ -22,12 +24,13 @@ def load_pickle(data: bytes, where: str) -> Any:
     everything else, without having run any of it, and for damage.
     """
     try:
+        check_pickle(data)
         value = _Unpickler(io.BytesIO(data), encoding="bytes").load()
         if isinstance(value, dict):
             value = {key: _unwrapped(item) for key, item in value.items()}
         return _unwrapped(value)
     except Exception as error:  # damaged pickles raise nearly anything
-        raise DataError(f"{where}: not a pickle of plain values and arrays: {error}") from error
+        raise DataError(f"{where}: not a pickle of plain values and arrays: {shortened(str(error))}") from error
 
 
 class _DType:

@@ -19,7 +19,7 @@ import numpy as np
 
 from data_tools.sources.fields import NO_LABELS
 from data_tools.sources.label_rule import LabelRule
-from data_tools.sources.parts import is_gzip, open_part, part_names, reading, unzipped
+from data_tools.sources.parts import is_gzip, open_part, part_names, reading, unpacked
 from data_tools.sources.source import Item, SourceOptions, numbered_label, refuse_too_large
 from data_tools.sources.tf_example import (
     Feature,
@@ -113,7 +113,7 @@ def open_tfrecords(src: str, files: Sequence[str], options: SourceOptions) -> TF
 def open_records(where: str) -> io.BufferedReader:
     """A file of records, decompressed if need be. Raises as `open_part`."""
     file = open_part(where)
-    return unzipped(file) if _is_compressed(file) else file
+    return unpacked(where, file) if _is_compressed(file) else file
 
 
 def _is_compressed(file: io.BufferedReader) -> bool:

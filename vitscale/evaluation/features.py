@@ -20,6 +20,7 @@ from torch import Tensor
 from vitscale.errors import DataError
 from vitscale.evaluation.classification import check_count
 from vitscale.evaluation.contract import MakeLoader, Predict
+from vitscale.files.arrays import map_array
 from vitscale.files.digests import file_digests
 from vitscale.files.durable import new_folder
 from vitscale.ranks import gather_rows, on_rank_zero
@@ -113,15 +114,15 @@ def read_features(folder: Path) -> tuple[Features, dict[str, Any]]:
         if found != sha256:
             raise DataError(f"{folder / name}: damaged: sha256 {found}; {META} says {sha256}")
     names = sorted(name for name in meta["sha256"] if name.startswith("features-"))
-    features = np.empty((meta["samples"], meta["width"]), np.float32)
-    filled = 0
-    for name in names:
-        part = np.load(folder / name, mmap_mode="r", allow_pickle=False)
-        features[filled : filled + len(part)] = part
-        filled += len(part)
-    labels, uids = (np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("labels", "uids"))
-    if not filled == len(labels) == len(uids) == meta["samples"]:
-        raise DataError(f"{folder}: {filled:,} representations, {len(labels):,} labels and {len(uids):,} uids")
+    try:
+        labels, uids = (map_array(folder / f"{name}.npy") for name in ("labels", "uids"))
+        parts = (map_array(folder / name) for name in names)
+        features = np.concatenate([np.empty((0, meta["width"]), np.float32), *parts])
+    except (OSError, ValueError, OverflowError) as error:
+        raise DataError(f"{folder}: damaged: {error}") from None
+    shapes, types = {features.shape[:1], labels.shape, uids.shape}, [features.dtype, labels.dtype, uids.dtype]
+    if shapes != {(meta["samples"],)} or types != [np.float32, np.int64, np.int64]:
+        raise DataError(f"{folder}: {len(features):,} representations, {len(labels):,} labels and {len(uids):,} uids")
     order = uids.argsort()
     if (order != np.arange(len(order))).any():
         features = features[order]
@@ -135,7 +136,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{folder}: no representations there ({META}: {error.strerror}); `vitscale features` writes them"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{folder / META}: cannot be read: {error}") from None
     needed = {"version": int, "samples": int, "width": int, "sha256": dict, "class_names": list, "policy": dict}
     if not isinstance(meta, dict) or not all(isinstance(meta.get(key), kind) for key, kind in needed.items()):

@@ -5,7 +5,6 @@ say when, where or how fast it was made, so equal inputs give equal bytes.
 """
 
 import hashlib
-import io
 import json
 import posixpath
 from collections.abc import Iterable
@@ -25,6 +24,7 @@ from pydantic import (
 )
 
 from vitscale.errors import DataError
+from vitscale.files.arrays import parse_array
 from vitscale.files.digests import file_digests
 from vitscale.files.durable import durable_file
 from vitscale.storage import base_name, is_url, join, read_bytes
@@ -308,10 +308,10 @@ class Manifest(_Strict):
         if found != listed.sha256:
             raise DataError(f"{file}: damaged: sha256 {found}; the manifest says {listed.sha256}")
         try:
-            numbers = np.load(io.BytesIO(content), allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
+            numbers = parse_array(content)
+        except ValueError as error:
             raise DataError(f"{file}: not a .npy file ({error})") from error
-        if not (isinstance(numbers, np.ndarray) and numbers.dtype == np.uint32 and numbers.shape == (count,)):
+        if numbers.dtype != np.uint32 or numbers.shape != (count,):
             raise DataError(f"{file}: expected {expected}")
         return numbers
 
@@ -333,7 +333,7 @@ def _what_is_wrong(content: bytes, error: ValidationError) -> str:
     """Why this is not a manifest that we can read. Parses it a second time, so only call it after an error."""
     try:
         data = json.loads(content)
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         return f"not a manifest: {problem}"
     if not isinstance(data, dict) or "schema_version" not in data:
         return _NO_VERSION

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from vitscale import storage
 from vitscale.errors import DataError
 from vitscale.files.durable import durable_file
+from vitscale.files.unpacked import CHECKS, read_batches
 
 REJECTS_NAME = "rejects.parquet"
 
@@ -125,11 +126,13 @@ def read_table(
     Raises DataError: missing, damaged, another schema.
     """
     try:
-        with Path(path).open("rb") as opened, pq.ParquetFile(opened, page_checksum_verification=True) as file:
+        with Path(path).open("rb") as opened, pq.ParquetFile(opened, **CHECKS) as file:
             found = file.schema_arrow
             if found != schema and found not in older:
                 raise DataError(f"{path}: a table of {', '.join(found.names)}; expected {', '.join(schema.names)}")
-            table = file.read(columns, use_threads=False)
+            chosen = pa.schema([field for field in found if columns is None or field.name in columns], found.metadata)
+            batches = read_batches(opened, file, str(path), _GROUP_ROWS, columns)
+            table = pa.Table.from_batches(batches, chosen).combine_chunks()
             table.validate(full=True)
             # No checksum covers the footer: a row group whose stated length is too short reads without an error.
             if table.num_rows != file.metadata.num_rows:

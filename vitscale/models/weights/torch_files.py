@@ -5,6 +5,7 @@ import math
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vitscale.errors import CheckpointError
+from vitscale.files.pickles import check_pickle
 from vitscale.models.weights.source import Entry, some
+from vitscale.wording import shortened
 
 SAFETENSORS = ".safetensors"
 TORCH_SUFFIXES = (".pth", ".pt", ".bin")
@@ -24,6 +27,8 @@ WEIGHTS = "model.safetensors"
 """What the weights in a folder of transformers' or timm's are called, beside their `CONFIG`."""
 _INDEX = f"{WEIGHTS}.index.json"
 _OLD_WEIGHTS = "pytorch_model.bin"
+_OLD_PICKLES = 5  # in torch's older format: magic number, version, machine, values, keys of storages
+_MOST_PICKLED = 256 << 20
 _WRAPPERS = ("state_dict", "model")
 
 
@@ -92,6 +97,7 @@ def read_torch(path: Path) -> dict[str, Entry]:
     try:
         with path.open("rb") as file:
             is_zip = file.read(4) == b"PK\x03\x04"  # else torch's older format, which cannot be mapped into memory
+        _check_pickles(path, is_zip)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pickle protocols that torch does not write: read, or refused below
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
@@ -103,19 +109,48 @@ def read_torch(path: Path) -> dict[str, Entry]:
             break
     if not isinstance(content, dict) or not content:
         raise CheckpointError(f"{path}: expected a state dict, found {type(content).__name__}")
-    foreign = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
+    foreign = [str(key)[:100] for key, value in content.items() if not _is_plain(value)]
     if foreign:
         raise CheckpointError(
             f"{path}: expected a state dict, bare or under {' or '.join(_WRAPPERS)}; no tensors are {some(foreign)}"
         )
     if nameless := [repr(key) for key in content if not isinstance(key, str)]:
-        raise CheckpointError(f"{path}: expected a state dict; keys that are no names: {some(nameless)}")
+        raise CheckpointError(f"{path}: expected a state dict; keys that are no names: {shortened(some(nameless))}")
     entries = {
         key: Entry(key, tuple(value.shape), partial(_floating, value, path, key)) for key, value in content.items()
     }
     if all(key.startswith("module.") for key in entries):
         entries = {key.removeprefix("module."): entry for key, entry in entries.items()}
     return entries
+
+
+def _check_pickles(path: Path, is_zip: bool) -> None:
+    """Raise ValueError or another error unless a file's pickles are no more than their bytes, which are its own."""
+    if is_zip:
+        with zipfile.ZipFile(path) as archive:
+            if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
+                raise ValueError("it is compressed, which torch.save does not do")
+            pickles = [archive.read(info) for info in archive.infolist() if info.filename.endswith(".pkl")]
+    else:
+        with path.open("rb") as file:
+            pickles = [file.read(_MOST_PICKLED)]
+    for data in pickles:
+        for _ in range(1 if is_zip else _OLD_PICKLES):
+            if not data:
+                break
+            length, names = check_pickle(data)
+            data = data[length:]
+            if asked := [name for name in names if name.endswith(("Tensor", " bytearray"))]:  # of any size
+                raise ValueError(f"GLOBAL {asked[0].replace(' ', '.')} was not an allowed global")
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is a tensor in host memory with a number of its own for each element."""
+    return (
+        isinstance(value, Tensor)
+        and (value.layout, value.device.type, value.is_quantized) == (torch.strided, "cpu", False)
+        and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+    )
 
 
 def _reason(error: Exception) -> str:
