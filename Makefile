@@ -8,6 +8,7 @@
 # make docs    the pages as a site in build/site, every link and anchor checked
 # make sanitize   the C files under gcc's address and undefined-behaviour sanitizers, on COUNT damaged JPEGs
 # make fuzz    the same by libFuzzer for MINUTES, from tests/images/corpus on; needs clang. What it finds lies in FUZZ
+# make hostile   damaged files of every format to their readers for MINUTES, from SEED on; what fails lies in FOUND
 # make chaos   half an hour of random faults, compared to the last bit with the same run left in peace
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -18,7 +19,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --max-worker-restart 0 -
 READY := .venv/.ready
 READY_FOR_TESTS := .venv/.ready-for-tests
 
-.PHONY: setup setup-tests demo test test-all test-cluster architecture stable-names docs sanitize fuzz chaos lint clean
+.PHONY: setup setup-tests demo test test-all test-cluster architecture stable-names docs sanitize fuzz hostile chaos lint clean
 
 setup: $(READY)
 
@@ -75,6 +76,11 @@ fuzz:
 		-Ivitscale/native vitscale/native/*.c tests/images/fuzz_images.c $(LIBJPEG) -lm -o $(FUZZ)/fuzz_images
 	@$(FUZZ)/fuzz_images -max_len=4096 -max_total_time=$$(( $(or $(MINUTES),10) * 60 )) -artifact_prefix=$(FUZZ)/ \
 		-print_final_stats=1 $(FUZZ)/corpus tests/images/corpus
+
+hostile: FOUND ?= hostile
+hostile: $(READY_FOR_TESTS)
+	@$(BIN)/python tests/hostile/mutate.py \
+		--minutes $(or $(MINUTES),10) --seed $(or $(SEED),0) --out $(FOUND)
 
 chaos: $(READY_FOR_TESTS)
 	@out=$$(mktemp -d) && echo "logs in $$out" && \
