@@ -191,7 +191,9 @@ class _Verification:
             if not verdict.damage:
                 yield Finding("shards", True, f"{verdict.samples:,} samples: every byte is that of the manifest")
         best = count(self.newest.selection.get("best_step"))
-        results = {"result": self.newest.step} | ({} if best in (None, self.newest.step) else {"best": best})
+        results = {"result": self.newest.step}
+        if best is not None and best != self.newest.step:
+            results["best"] = best
         links = list(pairwise([trained.first_step, *sorted(readers)]))
         can_begin = trained.init is None or Path(trained.init.source).exists()
         possible = links if can_begin else links[1:]
@@ -248,14 +250,14 @@ class _Verification:
         recipe, plan, last, before = self.trained, self.plan, self.newest.step, self.trained.first_step
         wrong = [f"{self.log.damaged} lines cannot be read"] if self.log.damaged else []
         lines = {step for step in range(before + 1, last + 1) if plan.due(step, last).log}
-        measured, due = {step for step, _ in self.log.evaluations if step <= last}, set()
+        measured, due = {step for step, _ in self.log.evaluations if step <= last}, set[int]()
         for step, reader in self.readers.items():  # saved by a process that also took the steps before
             settings = trained_recipe(reader).evaluation
-            every = settings.every and settings.every.to_steps(plan.manifest.num_samples, recipe.batch.global_size)
+            every = settings.every
+            stride = every.to_steps(plan.manifest.num_samples, recipe.batch.global_size) if every is not None else 0
             if settings.validation or settings.fewshot or settings.evaluators:
-                due |= {
-                    at for at in range(before + 1, step + 1) if at == plan.total_steps or (every and at % every == 0)
-                }
+                steps = range(before + 1, step + 1)
+                due |= {at for at in steps if at == plan.total_steps or (stride and at % stride == 0)}
             before = step
         not_yet = {last} if self.done is None else set()
         for what, found in (
@@ -271,29 +273,26 @@ class _Verification:
             for key, value in (("lr", plan.rates(step - 1).learning_rate), ("images_seen", images)):
                 if row.get(key) != value:
                     wrong.append(f"step {step:,}: {key} is {row.get(key)!r}; {value!r} follows from the recipe")
-        yield Finding(
-            METRICS_FILE, not wrong, "; ".join(wrong[:5]) or f"{len(self.rows):,} lines, as the recipe has it"
-        )
+        told = "; ".join(wrong[:5]) or f"{len(self.rows):,} lines, as the recipe has it"
+        yield Finding(METRICS_FILE, not wrong, told)
 
     def _records(self) -> Iterator[Finding]:
         """Check what DONE and results.json repeat, and gather what is recorded of evaluations."""
-        done, state, rule = self.done, self.newest.selection, self.trained.selection
+        done, newest, state = self.done, self.newest, self.newest.selection
+        rule, said = self.trained.selection, dict(self.log.evaluations)
         wrong: dict[str, list[str]] = {} if done is None else {DONE_FILE: []}
-        for key, value in (
-            ("step", self.newest.step),
-            ("total_steps", self.plan.total_steps),
-            ("best_step", state.get("best_step")),
-        ):
-            if done is not None and done.get(key) != value:
+        expected = {"step": newest.step, "total_steps": self.plan.total_steps, "best_step": state.get("best_step")}
+        for key, value in expected.items() if done is not None else ():
+            if done.get(key) != value:
                 wrong[DONE_FILE].append(f"{key} {done.get(key)!r}; by the newest checkpoint {value!r}")
         if rule is not None and state:
-            best, evaluated = Selection(), Selection.of(state).evaluated or self.newest.step
-            for step, values in dict(self.log.evaluations).items():
+            best, evaluated = Selection(), Selection.of(state).evaluated or newest.step
+            for step, values in said.items():
                 if step <= evaluated:
                     value = values.get(rule.metric)
                     best = best.after(rule, step, {rule.metric: math.nan if value is None else value})
             if (best.best_step, best.best) != (state.get("best_step"), state.get("best")):
-                wrong[f"checkpoint {self.newest.step}"] = [
+                wrong[f"checkpoint {newest.step}"] = [
                     f"the best step is {state.get('best_step')!r} with {state.get('best')!r}; by the metrics it is "
                     f"{best.best_step!r} with {best.best!r}"
                 ]
@@ -308,12 +307,9 @@ class _Verification:
             self.recorded[evaluated_at].append((METRICS_FILE, values))
         for where, at, found in repeated:
             if isinstance(at, int) and isinstance(found, dict) and found:
-                values, known = (
-                    {key: number(value) for key, value in found.items()},
-                    dict(self.log.evaluations).get(at),
-                )
-                apart = [] if known is None else _apart(values, known)
-                told = [f"step {at:,}: {_told(values, known, apart, f'in {METRICS_FILE}')}"] if known and apart else []
+                values, known = {key: number(value) for key, value in found.items()}, said.get(at, {})
+                apart = _apart(values, known) if known else []
+                told = [f"step {at:,}: {_told(values, known, apart, f'in {METRICS_FILE}')}"] if apart else []
                 wrong.setdefault(where, []).extend(told)
                 self.recorded[at].append((where, values))
         for where, lines in wrong.items():
@@ -401,9 +397,9 @@ class _Verification:
             return Finding(what, False, f"was edited: {differing:,} numbers differ, in {', '.join(places)}{rest}")
         # A parameter whose gradient is only rounding error, such as a key's bias, is as good as random. So the norm
         # over all parameters is compared, not one parameter by itself.
-        limit, of = (
-            (self.limits.loss, "its norm") if start is None else (self.limits.state, "what these steps moved it")
-        )
+        limit, of = self.limits.state, "what these steps moved it"
+        if start is None:
+            limit, of = self.limits.loss, "its norm"
         detail = f"not to the last bit: {worst[1]} is off by {worst[0]:.2g} of {of}; rounding makes at most {limit:g}"
         return Finding(what, worst[0] <= limit, detail)
 
@@ -465,9 +461,7 @@ class _Verification:
                 yield Finding(what, None, "NOT CHECKED: the weights that the run began with (init.from) are not there")
 
 
-def _chosen(
-    links: Sequence[tuple[int, int]], results: Sequence[int | None], steps: float, seed: int
-) -> list[tuple[int, int]]:
+def _chosen(links: Sequence[tuple[int, int]], results: Sequence[int], steps: float, seed: int) -> list[tuple[int, int]]:
     """The steps (first, last] to repeat: links to the results, random others, and the beginning of one; if they fit."""
     others = [link for link in links if link[1] not in results]
     random.Random(seed).shuffle(others)
