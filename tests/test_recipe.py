@@ -45,6 +45,15 @@ def test_every_shipped_recipe_is_valid_and_survives_a_round_trip(stem):
     assert differences(recipe.dump(), load_recipe(recipes_dir() / f"{stem}.yaml").dump()) == []
 
 
+def test_the_default_tail_is_left_out_of_a_resolved_recipe(tmp_path):
+    """Recipes that were resolved before there was one stay as they were."""
+    recipe = load_recipe(write(tmp_path, MINIMAL))
+    assert "tail" not in recipe.dump()["checkpoint"] and recipe.checkpoint.tail.steps == 50
+    for tail in ("null", "{steps: 7}"):
+        other = load_recipe(write(tmp_path, MINIMAL), [f"checkpoint.tail={tail}"])
+        assert "tail" in other.dump()["checkpoint"] and validate_recipe(other.dump(), "again") == other
+
+
 def test_recipes_of_a_folder_are_named_with_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     whole = load_recipe("finetune/pets")

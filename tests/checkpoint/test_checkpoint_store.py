@@ -156,12 +156,13 @@ def test_another_model_is_refused_by_name(store):
 
 
 @pytest.mark.parametrize(
-    ("best", "keep_every", "kept"), [(2, None, [2, 7, 8]), (None, 3, [3, 6, 7, 8]), (1, 4, [1, 4, 7, 8])]
+    ("best", "keep_every", "tail", "kept"),
+    [(2, None, None, [2, 7, 8]), (None, 3, 5, [3, 5, 6, 7, 8]), (1, 4, 7, [1, 4, 7, 8])],
 )
-def test_the_newest_the_best_and_every_so_many_steps_are_kept(store, best, keep_every, kept):
+def test_the_newest_the_best_and_every_so_many_steps_are_kept(store, best, keep_every, tail, kept):
     for step in range(1, 9):
         save(store, step)
-        store.retain(2, best, keep_every)
+        store.retain(2, best, keep_every, tail)
     assert store.steps() == kept
 
 

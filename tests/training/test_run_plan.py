@@ -96,3 +96,24 @@ def test_weight_decay_and_momentum_are_functions_of_the_step(root):
     assert [plan.rates(step).weight_decay_factor for step in (0, 2, 6)] == pytest.approx([1, 2, 4])
     assert [plan.rates(step).momentum for step in (0, 1, 2, 6)] == pytest.approx([0.9, 0.7, 0.5, 0.5])
     assert plan_run(make_recipe(root), rank=0, world_size=1).rates(3)[2:] == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "total", "tail"),
+    [
+        ({}, 60, 10),
+        ({}, 50, None),  # not longer than the tail
+        ({"every": {"steps": 51}}, 200, 150),
+        ({"every": {"steps": 50}}, 200, None),  # the one of step 150 is there
+        ({"every": {"steps": 100}}, 220, None),  # so is that of step 200
+        ({"every": {"steps": 100}, "tail": {"steps": 19}}, 220, 201),
+        ({"tail": None}, 60, None),
+    ],
+)
+def test_a_tail_is_saved_where_no_other_checkpoint_is_near_the_end(root, checkpoint, total, tail):
+    recipe = make_recipe(root, schedule={"duration": {"steps": total}}, checkpoint=checkpoint)
+    plan = plan_run(recipe, rank=0, world_size=1)
+    assert plan.tail == tail
+    saves = {step for step in range(1, total + 1) if plan.due(step, total).save}
+    every = recipe.checkpoint.every.steps if recipe.checkpoint.every else total
+    assert saves == {*range(every, total + 1, every), total, tail} - {None}

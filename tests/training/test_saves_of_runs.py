@@ -57,6 +57,12 @@ JOBS = [
     *(job(f"foreground-zero{stage}", blocks(1, stage, keep=20, background=False)) for stage in STAGES),
     *(job(f"background-zero{stage}", blocks(1, stage, keep=20), SLOWLY) for stage in STAGES),
     job("kept", blocks(1, keep=1, keep_every={"steps": 2})),
+    job("tail", {**blocks(1), "checkpoint": {"keep": 1, "tail": {"steps": 2}}}),
+    {
+        "name": "tail-resumed",
+        "stops": [3, 5, None],
+        "blocks": [{**blocks(1), "checkpoint": {"keep": 1, "tail": {"steps": 2}}}] * 3,
+    },
     job("fails-once", blocks(), partial(fail_writing, steps=[4])),
     job("fails-once-in-the-foreground", blocks(background=False), partial(fail_writing, steps=[4])),
     job("fails-in-turns", blocks(1, keep=20, max_failures=1), partial(fail_writing, steps=[1, 3, 5], rank=0)),
@@ -100,6 +106,12 @@ def test_the_background_writes_the_same_bytes(root, stage):
 
 def test_some_checkpoints_are_kept_for_good(root):
     assert store(root, "kept").steps() == [2, 4, 6]
+
+
+def test_a_checkpoint_shortly_before_the_end_is_kept(root):
+    """Beside the newest one, by a run that is not interrupted and by one that is, before and after that step."""
+    assert store(root, "tail").steps() == store(root, "tail-resumed").steps() == [4, 6]
+    assert_same_run(root, "tail", "tail-resumed")
 
 
 def test_the_best_checkpoint_is_one_that_exists(root):

@@ -36,14 +36,20 @@ class BackgroundSaver:
 
     Args:
         store: the run's checkpoints; its `gather` is called from the thread, so nothing else may use it.
-        keep, keep_every: the arguments of `CheckpointStore.retain`, which follows each successful save.
+        keep, keep_every, tail: the arguments of `CheckpointStore.retain`, which follows each successful save.
         background: if False, `save` and `amend` do the work themselves, without a copy.
     """
 
     def __init__(
-        self, store: CheckpointStore, *, keep: int, keep_every: int | None = None, background: bool = True
+        self,
+        store: CheckpointStore,
+        *,
+        keep: int,
+        keep_every: int | None = None,
+        tail: int | None = None,
+        background: bool = True,
     ) -> None:
-        self._store, self._keep, self._keep_every = store, keep, keep_every
+        self._store, self._keep, self._keep_every, self._tail = store, keep, keep_every, tail
         self._buffer: Tensor | None = None
         self._failed_step: int | None = None  # the last save's step if it failed
         self._outcomes: list[Outcome] = []
@@ -57,7 +63,7 @@ class BackgroundSaver:
             self._thread.start()
 
     def save(self, index: CheckpointIndex, fragments: list[Fragment], best: int | None) -> float:
-        """Save what this rank owns, then delete old checkpoints, except that of step `best` and the newest `keep`.
+        """Save what this rank owns, then delete old checkpoints, as `CheckpointStore.retain` does.
 
         The tensors may change as soon as this returns. It first waits for an unfinished save, because it reuses that
         save's memory.
@@ -74,7 +80,7 @@ class BackgroundSaver:
             self._failed_step = index.step
             self._store.save(index, fragments)
             self._failed_step = None
-            self._store.retain(self._keep, best, self._keep_every)
+            self._store.retain(self._keep, best, self._keep_every, self._tail)
 
         self._do(lambda: self._attempt(index.step, work, is_save=True))
         return time.monotonic() - begin

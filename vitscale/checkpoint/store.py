@@ -139,15 +139,15 @@ class CheckpointStore:
 
         self._on_first_rank(f"the index of step {step} cannot be amended", write)
 
-    def retain(self, keep: int, best: int | None, keep_every: int | None = None) -> None:
-        """Delete all checkpoints except the newest `keep`, that of step `best`, and those at multiples of `keep_every`.
+    def retain(self, keep: int, best: int | None, keep_every: int | None = None, tail: int | None = None) -> None:
+        """Delete all checkpoints but the newest `keep`, `best`, `tail`, and those at multiples of `keep_every`.
 
         Raises as `save` does.
         """
 
         def delete() -> None:
             for step in self.directory.steps()[:-keep]:
-                if step != best and (keep_every is None or step % keep_every):
+                if step not in (best, tail) and (keep_every is None or step % keep_every):
                     self.directory.remove(step)
 
         self._on_first_rank("old checkpoints cannot be removed", delete)

@@ -3,16 +3,23 @@
 from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializeAsAny,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from vitscale.block import Block, Contradictions
 from vitscale.errors import RecipeError
 from vitscale.extensions import by_kind
 from vitscale.families import ModelBlock
-from vitscale.recipe.data import Data
+from vitscale.recipe.data import Data, EvalCrop
 from vitscale.recipe.datasets import find_dataset
 from vitscale.recipe.distillation import Distillation
-from vitscale.recipe.durations import Interval
+from vitscale.recipe.durations import Duration, Interval
 from vitscale.recipe.evaluation import Evaluation, Selection
 from vitscale.recipe.masked_patches import MaskedPatches
 from vitscale.recipe.objectives import Classification, Objective, with_kind
@@ -161,11 +168,22 @@ class Checkpoint(Block):
     every: Interval | None = Field(None, description="how often to save; default: every 10 minutes; always at the end")
     keep: int = Field(2, ge=1, description="number of newest checkpoints kept, besides the best one by `selection`")
     keep_every: Interval | None = Field(None, description="checkpoints at multiples of this are kept permanently")
+    tail: Interval | None = Field(
+        Duration(steps=50),
+        description="if no other checkpoint falls into the last stretch of this length, one is saved at its start and "
+        "kept, so that `vitscale verify` can recompute the steps that lead to the result; null: none",
+    )
     dir: str | None = Field(
         None, description="a folder or URL with one subfolder per run, named after it; default: in the run directory"
     )
     background: bool = Field(True, description="write files while training continues, from a copy in host memory")
     max_failures: int = Field(2, ge=0, description="consecutive failed saves tolerated before the run ends")
+
+    @model_serializer(mode="wrap")
+    def _without_default_tail(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `tail` if it is the default, so that older resolved recipes stay as they were."""
+        default = type(self).model_fields["tail"].default
+        return {key: value for key, value in dump(self).items() if key != "tail" or self.tail != default}
 
 
 class Ema(Block):
@@ -320,6 +338,16 @@ class Recipe(Block):
     def describe_border(self) -> str | None:
         """Describe the border of the images that the model does not see; None if it sees everything."""
         return self.model.describe_border(self.data.image_size)
+
+    def measured_on(self, metric: str) -> tuple[str, EvalCrop] | tuple[None, None]:
+        """The dataset that a metric belongs to, and the crop; (None, None) for another package's evaluator."""
+        validation, fewshot = self.evaluation.validation, self.evaluation.fewshot
+        if metric.startswith("validation/") and validation is not None:
+            return validation, self.data.eval_crop
+        for task in fewshot.tasks if fewshot is not None else ():
+            if fewshot is not None and metric.startswith(f"fewshot/{task.name}/"):
+                return task.test, fewshot.crop
+        return None, None
 
     def dataset_path(self, dataset: str) -> str:
         """The path or URL of the dataset `NAME[/SPLIT] | PATH | URL`: see `datasets.find_dataset`."""

@@ -51,6 +51,7 @@ class RunPlan:
         evaluate_every, checkpoint_every: steps; None for at the end only.
         inspect_every: steps; None for never.
         keep_every: the interval, in steps, of checkpoints that are kept for good; None for none.
+        tail: the step shortly before the end whose checkpoint is kept, too; None for none.
         log_every, audit_every, compare_replicas_every, compare_computation_every: steps; None for never.
         rates: the number of updates done -> the rates of the next one.
         warnings: what is allowed, but hardly meant.
@@ -70,6 +71,7 @@ class RunPlan:
     inspect_every: int | None
     checkpoint_every: int | None
     keep_every: int | None
+    tail: int | None
     log_every: int
     audit_every: int | None
     compare_replicas_every: int | None
@@ -89,7 +91,7 @@ class RunPlan:
             audit=is_at(self.audit_every),
             compare_replicas=is_at(self.compare_replicas_every),
             compare_computation=is_at(self.compare_computation_every),
-            save=step == last or is_at(self.checkpoint_every),
+            save=step in (last, self.tail) or is_at(self.checkpoint_every),
             evaluate=step == self.total_steps or is_at(self.evaluate_every),
             inspect=is_at(self.inspect_every),
         )
@@ -129,6 +131,9 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> RunPlan:
     border = recipe.describe_border()
     warnings += [border] if border else []
     inspect = recipe.evaluation.inspect
+    checkpoint_every = interval("checkpoint.every", recipe.checkpoint.every)
+    tail = total - (interval("checkpoint.tail", recipe.checkpoint.tail) or 0)
+    last_regular = 0 if checkpoint_every is None else (total - 1) // checkpoint_every * checkpoint_every
 
     return RunPlan(
         manifest=manifest,
@@ -142,8 +147,9 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> RunPlan:
         total_steps=total,
         evaluate_every=interval("evaluation.every", recipe.evaluation.every),
         inspect_every=interval("evaluation.inspect.every", None if inspect is None else inspect.every),
-        checkpoint_every=interval("checkpoint.every", recipe.checkpoint.every),
+        checkpoint_every=checkpoint_every,
         keep_every=interval("checkpoint.keep_every", recipe.checkpoint.keep_every),
+        tail=tail if max(recipe.first_step, last_regular) < tail < total else None,
         log_every=recipe.logging.every,
         audit_every=recipe.check.audit_every,
         compare_replicas_every=recipe.check.replicas_every,

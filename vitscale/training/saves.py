@@ -14,6 +14,7 @@ from vitscale.ranks import from_rank_zero, gather
 from vitscale.recipe import Recipe
 from vitscale.runs.directory import write_newest
 from vitscale.training.distributed import World
+from vitscale.training.run_plan import RunPlan
 
 # Writing files may take longer than a step; a rank that has gone is noticed at once all the same.
 _TIMEOUT = timedelta(hours=2)
@@ -26,7 +27,7 @@ class Saves:
     too many in a row have failed.
 
     Args:
-        keep_every: the interval, in steps, of checkpoints that are kept for good.
+        plan: says which checkpoints are kept for good.
         say: prints a line for people, on rank 0.
         lost: called with each step whose save has failed.
 
@@ -38,7 +39,7 @@ class Saves:
     def __init__(
         self,
         recipe: Recipe,
-        keep_every: int | None,
+        plan: RunPlan,
         run_dir: Path,
         world: World,
         say: Callable[[str], None],
@@ -57,7 +58,7 @@ class Saves:
             share=lambda value: from_rank_zero(value, group),
         )
         self._saver = BackgroundSaver(
-            written, keep=settings.keep, keep_every=keep_every, background=settings.background
+            written, keep=settings.keep, keep_every=plan.keep_every, tail=plan.tail, background=settings.background
         )
         self._allowed = settings.max_failures
         self._say, self._lost = say, lost

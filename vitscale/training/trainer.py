@@ -75,7 +75,7 @@ class Trainer:
         self.learner = Learner(recipe, plan, world, say)
         self._border = StepBorder(recipe, plan, self.report)
         distributed.set_timeout_everywhere(recipe.check.step_timeout_s)
-        self.saves = Saves(recipe, plan.keep_every, run_dir, world, say, self._forget_best)
+        self.saves = Saves(recipe, plan, run_dir, world, say, self._forget_best)
         self._values: dict[str, float] = {}  # of the last evaluation
         self._last = plan.total_steps  # of this process
         self._begin("verifying checkpoints")
