@@ -22,7 +22,7 @@ from vitscale.cli.main import app
 from vitscale.errors import CheckpointError, DataError, RecipeError
 from vitscale.recipe import read_recipe
 from vitscale.replay.seen import History
-from vitscale.replay.verifying import verify_run
+from vitscale.replay.verifying import Asked, verify_run
 from vitscale.runs.checkpoint_index import read_index
 from vitscale.shards import Manifest, SelectFirst
 from vitscale.shards.adopt import adopt
@@ -240,8 +240,8 @@ def test_its_checkpoints_say_where_its_data_changed(root):
 @pytest.mark.slow
 def test_the_branch_verifies(root, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    findings = list(verify_run(root / "runs" / "branch", steps=4, ranks=2))
-    assert [finding for finding in findings if not finding.is_sound] == []
+    findings = list(verify_run(root / "runs" / "branch", Asked(steps=4, ranks=2)))
+    assert [finding for finding in findings if finding.is_sound is False] == []
     assert any("last bit" in finding.detail for finding in findings)
 
 

@@ -244,6 +244,7 @@ def _facts(status: RunStatus) -> dict[str, str]:
         "evaluation": f"step {status.evaluation.step:,}: {_values(status)}" if status.evaluation is not None else "",
         "best": _best(status),
         "checkpoints": _checkpoints(status),
+        "verified": status.verified or "",
         "restarts": _restarts(status),
         "anomalies": _anomalies(status),
         "slowest rank": _slowest_rank(status),

@@ -9,10 +9,12 @@ import typer
 
 from vitscale.errors import DataError
 
+_SHOWN = {True: "ok", False: "BAD", None: "--"}
+
 
 def verify(
     run: Annotated[Path, typer.Argument(help="A run's directory.")],
-    steps: Annotated[int, typer.Option(min=0, max=10**9, help="Number of steps to take again, at most.")] = 20,
+    steps: Annotated[int, typer.Option(min=0, max=10**9, help="Number of steps to take again, at most.")] = 50,
     seed: Annotated[int, typer.Option(min=0, max=2**32, help="Seed for choosing the steps.")] = 0,
     ranks: Annotated[
         int | None, typer.Option("--world", min=1, max=1024, help="Ranks.", show_default="the run's, or 1")
@@ -20,29 +22,35 @@ def verify(
     root: Annotated[
         str | None, typer.Option("--data-root", metavar="DIR", help="Where the run's data are, if they were moved.")
     ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A report whose results.json is compared, too.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Take all steps and evaluations again.")] = False,
     no_shards: Annotated[bool, typer.Option("--no-shards", help="Do not read all of the training data.")] = False,
+    no_evaluations: Annotated[bool, typer.Option("--no-evaluations", help="Do not evaluate again.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per finding.")] = False,
 ) -> None:
-    """Check a run against its own files, and by taking some of its steps again."""
+    """Check a run against its own files, by evaluating it again, and by taking some of its steps again."""
     from rich.console import Console
 
-    from vitscale.replay.verifying import verify_run
+    from vitscale.replay.verifying import Asked, verify_run
 
-    console, unsound = Console(stderr=True), []
-    for finding in verify_run(
-        run,
-        steps=steps,
-        seed=seed,
-        ranks=ranks,
-        root=root,
-        with_shards=not no_shards,
-        say=lambda line: console.print(line, style="dim", markup=False, highlight=False),
-    ):
+    console, findings = Console(stderr=True), []
+    where = None if report is None else str(report)
+    asked = Asked(steps, seed, ranks, root, where, not no_shards, not no_evaluations, everything)
+    for finding in verify_run(run, asked, lambda line: console.print(line, style="dim", markup=False, highlight=False)):
         print(
             json.dumps(asdict(finding))
             if as_json
-            else f"{'ok ' if finding.is_sound else 'BAD'}  {finding.what}: {finding.detail}"
+            else f"{_SHOWN[finding.is_sound]:<3}  {finding.what}: {finding.detail}",
+            flush=True,
         )
-        unsound += [] if finding.is_sound else [finding.what]
-    if unsound:
-        raise DataError(f"{run} is not what it says: {'; '.join(unsound)}")
+        findings.append(finding)
+    if asked.exit_code(findings):
+        unsound = [finding.what for finding in findings if finding.is_sound is False]
+        missed = [finding.what for finding in findings if finding.is_sound is None]
+        raise DataError(
+            f"{run} is not what it says: {'; '.join(unsound)}"
+            if unsound
+            else f"--all: not everything of {run} could be looked at: {'; '.join(missed)}"
+        )

@@ -17,14 +17,14 @@ from vitscale.replay import check_certificate
 from vitscale.replay.seen import newest_index
 from vitscale.runs.checkpoint_index import CheckpointIndex, data_root
 from vitscale.runs.directory import recipe_of_run
-from vitscale.runs.done import read_done
-from vitscale.runs.names import DONE_FILE, LAUNCH_FILE, METRICS_FILE, RECIPE_FILE, checkpoints_root
+from vitscale.runs.done import read_done, verification
+from vitscale.runs.names import DONE_FILE, LAUNCH_FILE, METRICS_FILE, RECIPE_FILE, VERIFIED_FILE, checkpoints_root
 from vitscale.shards import Manifest
 from vitscale.storage import is_url
 from vitscale.versions import versions
 
 NAME = "certificate.json"
-_OF_RUN = (RECIPE_FILE, METRICS_FILE, LAUNCH_FILE, DONE_FILE)
+_OF_RUN = (RECIPE_FILE, METRICS_FILE, LAUNCH_FILE, DONE_FILE, VERIFIED_FILE)
 _TABLE = ".idx.parquet"  # provenance tables are left out: they are large, and the manifest has each shard's digest
 
 
@@ -56,6 +56,7 @@ def write_certificate(run_dir: Path, report: Path | None = None, root: str | Non
         "versions": versions(),
         "trained_with": dict(index.versions),
         "done": done,
+        "verified": verification(run_dir, checkpoints_root(recipe, run_dir)),
         "begun_with": index.data.get("init"),
     }
     entries = []

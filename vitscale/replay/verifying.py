@@ -1,13 +1,15 @@
-"""Checks a run against its own files, and by repeating some of its steps.
+"""Checks a run against its own files, by evaluating its checkpoints again, and by repeating some of its steps.
 
 It compares every file of every checkpoint with its digest; the recipe, data and beginning of all checkpoints with each
-other; the lines of metrics with what the recipe implies for their steps; DONE with the last line; and every shard with
-its manifest. Then, from checkpoints drawn at random, it compares the losses, gradient norms and batches of the steps
-that follow, and the weights of the next checkpoint.
+other; the lines of metrics with what the recipe implies for their steps; DONE and results.json with the metrics; and
+every shard with its manifest.
 
-`vitscale launch` repeats the steps in a temporary folder. With the run's versions, hardware and number of ranks
-everything is equal to the last bit; otherwise within `tolerance`. Once a trajectory has diverged it never returns to
-the same bits: a line that differs and is followed by equal ones was edited.
+Checkpoints are a chain: each link, the steps from one to the next, is recomputed or it is not. The link that ends in
+the result's weights comes first, then links drawn at random. The newest and the best checkpoint are evaluated again.
+
+`vitscale launch` does both in a temporary folder. With the run's versions, hardware and number of ranks everything is
+equal to the last bit; otherwise within `_LIMITS`. Where the weights are equal to the last bit, a recorded value that is
+not was edited. Nothing less proves that: elsewhere, some losses and norms are equal to the last bit by chance.
 """
 
 import math
@@ -16,34 +18,61 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import yaml
 
-from vitscale.checkpoint import CheckpointIndex, CheckpointReader, CheckpointStore, checkpoint_directory
-from vitscale.errors import CheckpointError, DataError
+from vitscale.checkpoint import EMA, MASTER, CheckpointReader, CheckpointStore, checkpoint_directory
+from vitscale.errors import EXIT_DONE, CheckpointError, DataError
 from vitscale.evaluation.finished import trained_recipe
+from vitscale.files.durable import write_text
 from vitscale.launch import Pretraining, count_devices
 from vitscale.launch.clusters import Job, launch_command
 from vitscale.recipe import Recipe, differences, override, validate_recipe
 from vitscale.recipe.datasets import find_dataset
-from vitscale.runs.checkpoint_index import data_root
+from vitscale.runs.checkpoint_index import data_root, find_path, index_text
 from vitscale.runs.directory import recipe_of_run
-from vitscale.runs.done import read_done
+from vitscale.runs.done import covered_files, read_done, write_verified
 from vitscale.runs.metrics import MetricsLog, Row
-from vitscale.runs.names import CHECKPOINTS, DONE_FILE, METRICS_FILE, RECIPE_FILE, step_folder
+from vitscale.runs.names import CHECKPOINTS, DONE_FILE, INDEX_FILE, METRICS_FILE, RECIPE_FILE, step_folder
+from vitscale.runs.reading import count, number, read_object
 from vitscale.shards import Manifest
 from vitscale.shards.verify import verify as verify_shards
-from vitscale.training.run_plan import RunPlan, plan_run
+from vitscale.training.run_plan import plan_run
+from vitscale.training.selection import Selection
+from vitscale.versions import versions
+from vitscale.wording import counted, ranges
 
-_COMPARED = ("loss", "grad_norm", "lr", "batch_digest")
+_Values = Mapping[str, float | None]
+_RESULTS_FILE = "results.json"  # of a study or a report
+# Columns of the metrics that say how fast and where, not what was computed.
+_OF_THE_MACHINE = {
+    *("time", "images_per_s", "data_wait", "data_wait_s", "step_time_s", "world_size", "peak_memory_bytes", "mfu"),
+    *("slowest_rank", "slowest_rank_s", "median_rank_s", "checkpoint_stall_s", "bad_samples"),
+}
+_OF_THE_STEP = ("epoch", "images_seen", "lr")  # the same on every machine
 _KEPT_FILES = 1_000_000  # no checkpoint of the copy is deleted
 _FEW = 0.01  # a smaller share of differing numbers is not rounding, which reaches all numbers of a state in one step
 _LEAST = 1e-12
 _TAIL = 2000  # characters of a launch's output in a message
+
+
+class _Limits(NamedTuple):
+    """Shares that other hardware, ranks or versions may change; docs/verifying.md has the measurements."""
+
+    loss: float  # of losses and norms, over a few steps
+    state: float  # of what a link has moved
+    answers: float  # of an evaluation's answers, and of its loss, for the same weights
+
+
+_LIMITS = {"fp32": _Limits(1e-3, 0.01, 1e-3)}
+_LIMITS_OF_BF16 = _Limits(5e-2, 0.1, 1e-2)
 
 
 @dataclass(frozen=True)
@@ -52,271 +81,458 @@ class Finding:
 
     Attributes:
         what: what was compared: a checkpoint, a file, a line, some steps.
-        is_sound: whether it is as it should be.
+        is_sound: whether it is as it should be; None if some of it was not looked at.
         detail: what was found.
     """
 
     what: str
-    is_sound: bool
+    is_sound: bool | None
     detail: str
 
 
-def tolerance(precision: str) -> float:
-    """The relative difference of losses and norms that other hardware, ranks or versions may make over a few steps."""
-    return 1e-3 if precision == "fp32" else 5e-2
+@dataclass(frozen=True)
+class Asked:
+    """What to look at.
 
-
-def verify_run(
-    run_dir: Path,
-    *,
-    steps: int = 20,
-    seed: int = 0,
-    ranks: int | None = None,
-    root: str | None = None,
-    with_shards: bool = True,
-    say: Callable[[str], None] = lambda line: None,
-) -> Iterator[Finding]:
-    """Check everything about a run, yielding one finding after another.
-
-    Args:
-        run_dir: the run's directory.
+    Attributes:
         steps: the largest number of steps to repeat.
-        seed: the seed for choosing the steps.
+        seed: the seed for choosing them.
         ranks: the number of ranks to repeat them on; by default as many as the run had, if this machine has so many
             devices or cores, else one.
         root: where the data are now; by default where the recipe says.
-        with_shards: whether to read every byte of the training data.
-        say: called with a line for people when a part begins.
-
-    Raises `RecipeError`, `CheckpointError`, `DataError` and `StorageError` if there is nothing to compare.
+        report: the folder of a report whose results.json is compared, too.
+        shards: whether to read every byte of the training data.
+        evaluations: whether to evaluate the newest and the best checkpoint again.
+        everything: whether to repeat all steps and all evaluations.
     """
-    recipe = recipe_of_run(run_dir)
-    store = CheckpointStore(checkpoint_directory(recipe, run_dir))
-    readers: dict[int, CheckpointReader] = {}
-    for step in store.steps():
-        say(f"reading the checkpoint of step {step:,}")
-        try:
-            readers[step] = store.open(step)
-        except CheckpointError as error:
-            yield Finding(f"checkpoint {step}", False, str(error))
-    if not readers:
-        raise CheckpointError(f"{run_dir} has no checkpoint that can be read")
-    yield Finding("checkpoints", True, f"{len(readers)}: every byte is that of their indices")
-    yield from _same_run(recipe, readers)
-    newest = readers[max(readers)].index
-    trained = trained_recipe(readers[max(readers)])
-    trained = override(trained.dump(), [f"data.root={root or data_root(trained, newest) or 'null'}"], "the recipe")
-    manifest = Manifest.load(find_dataset(trained.data.train, trained.data.root))
-    is_same = manifest.sha256 == newest.data.get("manifest_sha256")
-    yield Finding("manifest", is_same, f"{manifest.where}: sha256 {manifest.sha256}" + ("" if is_same else ", another"))
-    if not is_same:
-        return
-    ranks = ranks or _ranks(newest.world_size)
-    trained.split(ranks)  # raises before all the data are read
-    plan = plan_run(_bare(trained, trained.logging.every), 0, 1)
-    log = MetricsLog(run_dir / METRICS_FILE, whole=True)
-    log.refresh()
-    rows = {row["step"]: row for row in log.rows}
-    yield from _metrics(plan, trained, log, rows, newest)
-    yield from _done(run_dir, newest, log)
-    if with_shards:
-        say("reading all training data")
-        verdict = verify_shards(manifest, workers=len(os.sched_getaffinity(0)))
-        for damage in verdict.damage:
-            at = "" if damage.uid is None else f", uid {damage.uid}"
-            yield Finding(f"shard {damage.path}{at}", False, damage.what)
-        if not verdict.damage:
-            yield Finding("shards", True, f"{verdict.samples:,} samples: every byte is that of the manifest")
-    segments = _segments([*([0] if trained.init is None else []), *sorted(readers)], steps, seed)
-    if not segments:
-        why = "none was asked for" if steps == 0 else "they lie between two checkpoints, and it has one"
-        yield Finding("steps", True, f"none was taken again: {why}")
-    for first, last in segments:
-        say(f"taking steps {first + 1:,} to {last:,} again")
-        yield from _again(trained, readers, rows, first, last, ranks)
+
+    steps: int = 50
+    seed: int = 0
+    ranks: int | None = None
+    root: str | None = None
+    report: str | None = None
+    shards: bool = True
+    evaluations: bool = True
+    everything: bool = False
+
+    def exit_code(self, findings: Sequence[Finding]) -> int:
+        """0 if what was asked for was looked at and is sound."""
+        unsound = (False, None) if self.everything else (False,)
+        return DataError.exit_code if any(finding.is_sound in unsound for finding in findings) else EXIT_DONE
 
 
-# ---- Whether the files agree with each other -------------------------------------------------------------------------
+def verify_run(run_dir: Path, asked: Asked, say: Callable[[str], None] = lambda line: None) -> Iterator[Finding]:
+    """Check everything about a run, yielding one finding after another; the outcome is written beside the run.
+
+    `say` is called with a line for people when a part begins. Raises `RecipeError`, `CheckpointError`, `DataError` and
+    `StorageError` if there is nothing to compare.
+    """
+    verification, findings = _Verification(run_dir, asked, say), []
+    files = covered_files(run_dir, verification.store.root)
+    for finding in verification.run():
+        findings.append(finding)
+        yield finding
+    outcome = {"exit_code": asked.exit_code(findings), "findings": [asdict(finding) for finding in findings]}
+    try:
+        write_verified(run_dir, outcome | {"asked": asdict(asked), "versions": versions(), "files": files})
+    except OSError as error:
+        say(f"the outcome cannot be written into {run_dir}: {error.strerror}")
 
 
-def _same_run(recipe: Recipe, readers: dict[int, CheckpointReader]) -> Iterator[Finding]:
-    """Check that recipe.yaml and all checkpoints belong to the same run."""
-    newest = readers[max(readers)].index
-    wrong = differences(newest.recipe, recipe.dump())
-    yield Finding(RECIPE_FILE, not wrong, "; ".join(wrong) or "is that of the checkpoints")
-    for step, reader in readers.items():
-        index = reader.index
-        wrong = differences(newest.recipe, index.recipe)
-        wrong += [
-            f"{key}: {newest.data.get(key)!r} -> {index.data.get(key)!r}"
-            for key in sorted({*newest.data, *index.data} - {"working_directory"})
-            if newest.data.get(key) != index.data.get(key)
+class _Verification:
+    """One run, and what has been found out about it."""
+
+    def __init__(self, run_dir: Path, asked: Asked, say: Callable[[str], None]) -> None:
+        self.run_dir, self.asked, self.say = run_dir, asked, say
+        self.recipe, self.done = recipe_of_run(run_dir), read_done(run_dir)
+        self.store = CheckpointStore(checkpoint_directory(self.recipe, run_dir))
+        self.readers: dict[int, CheckpointReader] = {}
+        self.log = MetricsLog(run_dir / METRICS_FILE, whole=True)
+        self.recorded: dict[int, list[tuple[str, _Values]]] = defaultdict(list)  # step -> files and their values
+        self.states: dict[int, Finding] = {}  # at the ends of the links that were repeated
+        self.exact: set[int] = set()  # of these, the steps whose state is equal to the last bit
+        self.computed: dict[int, _Values] = {}  # evaluations
+
+    def run(self) -> Iterator[Finding]:
+        """Yield all findings."""
+        asked, readers = self.asked, self.readers
+        for step in self.store.steps():
+            self.say(f"reading the checkpoint of step {step:,}")
+            try:
+                readers[step] = self.store.open(step)
+            except CheckpointError as error:
+                yield Finding(f"checkpoint {step}", False, str(error))
+        if not readers:
+            raise CheckpointError(f"{self.run_dir} has no checkpoint that can be read")
+        yield Finding("checkpoints", True, f"{len(readers)}: every byte is that of their indices")
+        self.newest = readers[max(readers)].index
+        self.trained = trained = self._here(self.newest.step)
+        self.limits = _LIMITS.get(trained.precision, _LIMITS_OF_BF16)
+        yield from self._same_run()
+        manifest = Manifest.load(find_dataset(trained.data.train, trained.data.root))
+        is_same = manifest.sha256 == self.newest.data.get("manifest_sha256")
+        which = "is the one that the checkpoints name" if is_same else "is another than the checkpoints name"
+        yield Finding("manifest", is_same, f"{manifest.where} {which}")
+        if not is_same:
+            return
+        if asked.ranks is not None:
+            trained.split(asked.ranks)  # raises before all the data are read
+        self.plan = plan_run(_bare(trained, trained.logging.every), 0, 1)
+        self.log.refresh()
+        self.rows = {row["step"]: row for row in self.log.rows}
+        yield from self._metrics()
+        yield from self._records()
+        if asked.shards:
+            self.say("reading all training data")
+            verdict = verify_shards(manifest, workers=len(os.sched_getaffinity(0)))
+            for damage in verdict.damage:
+                at = "" if damage.uid is None else f", uid {damage.uid}"
+                yield Finding(f"shard {damage.path}{at}", False, damage.what)
+            if not verdict.damage:
+                yield Finding("shards", True, f"{verdict.samples:,} samples: every byte is that of the manifest")
+        best = count(self.newest.selection.get("best_step"))
+        results = {"result": self.newest.step}
+        if best is not None and best != self.newest.step:
+            results["best"] = best
+        links = list(pairwise([trained.first_step, *sorted(readers)]))
+        can_begin = trained.init is None or Path(trained.init.source).exists()
+        possible = links if can_begin else links[1:]
+        steps = math.inf if asked.everything else asked.steps
+        for first, last in _chosen(possible, list(results.values()), steps, asked.seed):
+            self.say(f"taking steps {first + 1:,} to {last:,} again")
+            yield from self._again(first, last)
+        due = [step for step in readers if step in self.recorded]
+        for step in due if asked.evaluations else ():
+            if asked.everything or step in (due[-1], best):
+                self.say(f"evaluating step {step:,} again")
+                self.computed[step] = self._evaluated(step)
+        for step in sorted(self.computed.keys() & self.recorded.keys()):
+            yield self._compare_evaluation(step)
+        yield from self._rests_on(links, possible, results)
+
+    def _here(self, step: int) -> Recipe:
+        """The recipe of a checkpoint, with paths as they are now."""
+        index = self.readers[step].index
+        recipe = trained_recipe(self.readers[step])
+        settings = [f"data.root={self.asked.root or data_root(recipe, index) or 'null'}"]
+        if recipe.init is not None:
+            settings.append(f"init.from={find_path(recipe.init.source, index, self.run_dir).absolute()}")
+        return override(recipe.dump(), settings, "the recipe")
+
+    # ---- Whether the files agree with each other ---------------------------------------------------------------------
+
+    def _same_run(self) -> Iterator[Finding]:
+        """Check that recipe.yaml and all checkpoints belong to the same run."""
+        newest, now = self.newest, self.recipe.dump()
+        trained = trained_recipe(self.readers[newest.step]).dump()
+        wrong = differences(trained, now)
+        if self.done is not None:  # the last launch wrote both
+            wrong += differences(trained["evaluation"], now["evaluation"], "evaluation.", free=())
+        yield Finding(RECIPE_FILE, not wrong, "; ".join(wrong) or "is that of the checkpoints")
+        before = None
+        for step, reader in self.readers.items():
+            index = reader.index
+            wrong = differences(trained, trained_recipe(reader).dump())
+            wrong += [
+                f"{key}: {newest.data.get(key)!r} -> {index.data.get(key)!r}"
+                for key in sorted({*newest.data, *index.data} - {"working_directory"})
+                if newest.data.get(key) != index.data.get(key)
+            ]
+            wrong += [f"other {key}" for key in ("shapes", "kinds") if getattr(newest, key) != getattr(index, key)]
+            if before is not None and index.position - before.position < step - before.step:
+                wrong.append(f"position {index.position:,} in the data; step {before.step:,} had {before.position:,}")
+            before = index
+            if wrong:
+                yield Finding(f"checkpoint {step}", False, "of another run: " + "; ".join(wrong))
+
+    def _metrics(self) -> Iterator[Finding]:
+        """Check that no line of metrics is missing or too many, and that each has the values of its step."""
+        recipe, plan, last, before = self.trained, self.plan, self.newest.step, self.trained.first_step
+        wrong = [f"{self.log.damaged} lines cannot be read"] if self.log.damaged else []
+        lines = {step for step in range(before + 1, last + 1) if plan.due(step, last).log}
+        measured, due = {step for step, _ in self.log.evaluations if step <= last}, set[int]()
+        for step, reader in self.readers.items():  # saved by a process that also took the steps before
+            settings = trained_recipe(reader).evaluation
+            every = settings.every
+            stride = every.to_steps(plan.manifest.num_samples, recipe.batch.global_size) if every is not None else 0
+            if settings.validation or settings.fewshot or settings.evaluators:
+                steps = range(before + 1, step + 1)
+                due |= {at for at in steps if at == plan.total_steps or (stride and at % stride == 0)}
+            before = step
+        not_yet = {last} if self.done is None else set()
+        for what, found in (
+            ("no line", lines - self.rows.keys()),
+            ("no evaluation", due - measured - not_yet),
+            ("an evaluation that was not due", measured - due),
+        ):
+            if found:
+                more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
+                wrong.append(f"{what} of step {min(found):,}{more}")
+        for step, row in self.rows.items():
+            images = step * recipe.batch.global_size
+            for key, value in (("lr", plan.rates(step - 1).learning_rate), ("images_seen", images)):
+                if row.get(key) != value:
+                    wrong.append(f"step {step:,}: {key} is {row.get(key)!r}; {value!r} follows from the recipe")
+        told = "; ".join(wrong[:5]) or f"{len(self.rows):,} lines, as the recipe has it"
+        yield Finding(METRICS_FILE, not wrong, told)
+
+    def _records(self) -> Iterator[Finding]:
+        """Check what DONE and results.json repeat, and gather what is recorded of evaluations."""
+        done, newest, state = self.done, self.newest, self.newest.selection
+        rule, said = self.trained.selection, dict(self.log.evaluations)
+        wrong: dict[str, list[str]] = {} if done is None else {DONE_FILE: []}
+        expected = {"step": newest.step, "total_steps": self.plan.total_steps, "best_step": state.get("best_step")}
+        for key, value in expected.items() if done is not None else ():
+            if done.get(key) != value:
+                wrong[DONE_FILE].append(f"{key} {done.get(key)!r}; by the newest checkpoint {value!r}")
+        if rule is not None and state:
+            best, evaluated = Selection(), Selection.of(state).evaluated or newest.step
+            for step, values in said.items():
+                if step <= evaluated:
+                    value = values.get(rule.metric)
+                    best = best.after(rule, step, {rule.metric: math.nan if value is None else value})
+            if (best.best_step, best.best) != (state.get("best_step"), state.get("best")):
+                wrong[f"checkpoint {newest.step}"] = [
+                    f"the best step is {state.get('best_step')!r} with {state.get('best')!r}; by the metrics it is "
+                    f"{best.best_step!r} with {best.best!r}"
+                ]
+        repeated = [] if done is None else [(DONE_FILE, done.get("step"), done.get("evaluation"))]
+        for folder in (self.run_dir.parent, self.run_dir, *([Path(self.asked.report)] if self.asked.report else [])):
+            content = read_object(folder / _RESULTS_FILE) or {}
+            for entry in content.get("entries") or content.get("runs") or ():
+                if entry.get("name") == self.run_dir.resolve().name and entry.get("state") == "done":
+                    step = entry.get("best_step") or entry.get("step")
+                    repeated.append((str(folder / _RESULTS_FILE), step, entry.get("metrics")))
+        for step, values in self.log.evaluations:
+            self.recorded[step].append((METRICS_FILE, values))
+        for where, step, found in repeated:
+            if isinstance(step, int) and isinstance(found, dict) and found:
+                values, known = {key: number(value) for key, value in found.items()}, said.get(step, {})
+                apart = _apart(values, known) if known else []
+                told = [f"step {step:,}: {_told(values, known, apart, f'in {METRICS_FILE}')}"] if apart else []
+                wrong.setdefault(where, []).extend(told)
+                self.recorded[step].append((where, values))
+        for where, lines in wrong.items():
+            yield Finding(where, not lines, "; ".join(lines[:3]) or f"says what the checkpoints and {METRICS_FILE} say")
+
+    # ---- Steps and evaluations, repeated -----------------------------------------------------------------------------
+
+    def _ranks(self, of_run: int) -> int:
+        room = count_devices() or len(os.sched_getaffinity(0))
+        return self.asked.ranks or (of_run if of_run <= room else 1)
+
+    def _again(self, first: int, last: int) -> Iterator[Finding]:
+        """Repeat steps (first, last] from the checkpoint of `first`, and compare them with what the run recorded."""
+        asked, rows = self.asked, self.rows
+        evaluation = self.trained.dump()["evaluation"] if asked.everything and asked.evaluations else {}
+        ranks = self._ranks(self.readers[min(step for step in self.readers if step >= last)].index.world_size)
+        with _copy(_bare(self.trained, 1, evaluation), self.readers.get(first), last, ranks) as (log, store):
+            ours = {row["step"]: row for row in log.rows}
+            apart = {
+                step: _apart({"loss": None, "grad_norm": None, **rows[step]}, ours[step])
+                for step in range(first + 1, last + 1)
+                if step in rows and step in ours
+            }
+            if last in self.readers:
+                self.states[last] = self._compare_state(first, last, store.open(last))
+                if last in self.exact:
+                    self.computed |= {step: values for step, values in log.evaluations if step not in self.readers}
+        yield self._compare_rows(ours, apart, f"steps {first + 1:,} to {last:,}", is_exact=last in self.exact)
+        if last in self.states:
+            yield self.states[last]
+
+    def _compare_rows(self, ours: dict[int, Row], apart: dict[int, list[str]], what: str, *, is_exact: bool) -> Finding:
+        rows = self.rows
+        if not apart:
+            return Finding(what, True, "taken; the run has logged none of them")
+        edited = [step for step, keys in apart.items() if keys and is_exact]
+        if edited:
+            step, more = edited[0], f", and {counted(len(edited) - 1, 'more line')}" if edited[1:] else ""
+            told = _told(rows[step], ours[step], apart[step])
+            return Finding(
+                what, False, f"line {step:,} was edited: {told}{more}; all weights are equal to the last bit"
+            )
+        if not any(apart.values()):
+            return Finding(what, True, "equal to the last bit")
+        limit = self.limits.loss
+        far = [
+            f"step {step:,}: {_told(rows[step], ours[step], wrong)}"
+            for step, keys in apart.items()
+            if (wrong := [key for key in keys if _far(key, rows[step].get(key), ours[step].get(key), limit)])
         ]
-        if wrong:
-            yield Finding(f"checkpoint {step}", False, "of another run: " + "; ".join(wrong))
+        return Finding(what, not far, "; ".join(far[:3]) or f"within {limit:g} of the run's, not to the last bit")
+
+    def _compare_state(self, first: int, last: int, again: CheckpointReader) -> Finding:
+        """Compare a checkpoint's weights, moments and average with those of the same step repeated."""
+        saved, start = self.readers[last], self.readers.get(first)
+        what, index, total, differing, places, worst = f"checkpoint {last}", saved.index, 0, 0, [], (-1.0, "")
+        if wrong := [
+            key for key in ("position", "optimizer_steps") if getattr(index, key) != getattr(again.index, key)
+        ]:
+            return Finding(what, False, "its index has another " + " and ".join(wrong))
+        for kind in index.kinds:
+            squared = moved_squared = 0.0
+            for name in index.shapes:
+                if index.shape_of(kind, name) is None:
+                    continue
+                ours, theirs = again.parameter(name, kind).double(), saved.parameter(name, kind).double()
+                moved = ours if start is None else ours - start.parameter(name, kind).double()
+                total += int((moved != 0).sum())
+                moved_squared += float(moved.square().sum())
+                if here := int((ours != theirs).sum()):
+                    differing += here
+                    squared += float((ours - theirs).square().sum())
+                    places.append(f"{kind}/{name} ({here:,} of {ours.numel():,})")
+            apart = math.sqrt(squared) / max(math.sqrt(moved_squared), _LEAST)
+            worst = worst if apart <= worst[0] else (apart, kind)  # a NaN is worst of all
+        if not differing:
+            self.exact.add(last)
+            return Finding(what, True, "every number is equal to the last bit")
+        # Weights follow from moments, and the average from weights, to the last bit wherever those are equal.
+        kinds = {place.partition("/")[0] for place in places}
+        is_edited = kinds == {EMA} or (MASTER in kinds and kinds <= {MASTER, EMA} < set(index.kinds))
+        if is_edited or differing < _FEW * total:
+            places[3:] = [f"{len(places) - 3:,} more"] if places[3:] else []
+            rest = "; all others are equal to the last bit"
+            return Finding(what, False, f"was edited: {differing:,} numbers differ, in {', '.join(places)}{rest}")
+        # A parameter whose gradient is only rounding error, such as a key's bias, is as good as random. So the norm
+        # over all parameters is compared, not one parameter by itself.
+        limit, of = self.limits.state, "what these steps moved it"
+        if start is None:
+            limit, of = self.limits.loss, "its norm"
+        detail = f"not to the last bit: {worst[1]} is off by {worst[0]:.2g} of {of}; rounding makes at most {limit:g}"
+        return Finding(what, worst[0] <= limit, detail)
+
+    def _evaluated(self, step: int) -> _Values:
+        """Evaluate a checkpoint as the run did."""
+        reader, recipe = self.readers[step], self._here(step)
+        once = _bare(recipe, 1, recipe.dump()["evaluation"] | {"every": {"steps": step}})
+        with _copy(once, reader, step, self._ranks(reader.index.world_size)) as (log, _):
+            return dict(log.evaluations).get(step, {})
+
+    def _compare_evaluation(self, step: int) -> Finding:
+        """Compare an evaluation with what is recorded of it: exactly, if its weights are those recomputed."""
+        what, detail, computed = f"evaluation {step}", "equal to the last bit", self.computed[step]
+        is_exact = step in self.exact or step not in self.readers
+        for where, values in self.recorded[step]:
+            apart = _apart({**dict.fromkeys(computed), **values}, computed)
+            if far := [key for key in apart if is_exact or self._is_far(key, values.get(key), computed.get(key))]:
+                return Finding(what, False, f"{_told(values, computed, far)} ({where})")
+            if apart:
+                detail = f"not to the last bit, but within rounding: {_told(values, computed, apart)}"
+        return Finding(what, True, detail)
+
+    def _is_far(self, metric: str, value: float | None, computed: float | None) -> bool:
+        """Whether two values of a metric, for the same weights, differ by more than rounding.
+
+        Rounding changes some answers for better and some for worse: a share s of N changes an accuracy by sqrt(s / N),
+        as a standard deviation. Three of them are allowed, and one answer at least.
+        """
+        share, (dataset, _) = self.limits.answers, self.trained.measured_on(metric)
+        if dataset is None or value is None or computed is None or metric.endswith("/loss"):
+            return _far(metric, value, computed, share)
+        samples = Manifest.load(self.trained.dataset_path(dataset)).num_samples
+        return abs(value - computed) > max(1.01 / samples, 3 * math.sqrt(share / samples))
+
+    # ---- What it comes to --------------------------------------------------------------------------------------------
+
+    def _rests_on(
+        self, links: Sequence[tuple[int, int]], possible: Sequence[tuple[int, int]], results: Mapping[str, int]
+    ) -> Iterator[Finding]:
+        """Say what the result rests on, and what was not looked at."""
+        if others := sorted(self.recorded.keys() - self.computed.keys()):
+            kept = sum(step in self.readers for step in others)
+            told = f"of {ranges(others)}, {kept:,} of them with a checkpoint; --all takes them again"
+            yield Finding("evaluations", None, f"NOT CHECKED: {counted(len(others), 'step')}, {told}")
+        share = len(self.states) / len(links)
+        told = "" if share == 1 else f"; a single broken link would have been found with {100 * share:.2g} %"
+        yield Finding("links", None if told else True, f"recomputed {len(self.states)} of {len(links)}{told}")
+        for name, step in results.items():
+            first, what = {last: first for first, last in links}.get(step, 0), f"weights of the {name} (step {step})"
+            place = f"step {first:,}" if first else "the beginning"
+            if step in self.states:
+                sound = self.states[step].is_sound
+                yield Finding(what, sound, f"{'' if sound else 'NOT those '}recomputed from {place}")
+            elif step not in self.readers:
+                yield Finding(what, None, "NOT CHECKED: there is no checkpoint of it")
+            elif (first, step) in possible:
+                yield Finding(what, None, f"NOT CHECKED; --steps {step - first} recomputes them from {place}")
+            else:
+                yield Finding(what, None, "NOT CHECKED: the weights that the run began with (init.from) are not there")
 
 
-def _metrics(
-    plan: RunPlan, recipe: Recipe, log: MetricsLog, rows: dict[int, Row], newest: CheckpointIndex
-) -> Iterator[Finding]:
-    """Check that no line of metrics is missing, and that each has the values that follow from its step."""
-    wrong = [f"{log.damaged} lines cannot be read"] if log.damaged else []
-    expected = {step for step in range(recipe.first_step + 1, newest.step + 1) if plan.due(step, newest.step).log}
-    missing = sorted(expected - rows.keys())
-    if missing:
-        wrong.append(f"no line of step {missing[0]:,}" + (f" and {len(missing) - 1:,} more" if missing[1:] else ""))
-    global_batch = recipe.batch.global_size
-    for step, row in rows.items():
-        for key, value in (("lr", plan.rates(step - 1).learning_rate), ("images_seen", step * global_batch)):
-            if row.get(key) != value:
-                wrong.append(f"step {step:,}: {key} is {row.get(key)!r}; {value!r} follows from the recipe")
-    yield Finding(METRICS_FILE, not wrong, "; ".join(wrong[:5]) or f"{len(rows):,} lines, as the recipe has it")
+def _chosen(links: Sequence[tuple[int, int]], results: Sequence[int], steps: float, seed: int) -> list[tuple[int, int]]:
+    """The steps (first, last] to repeat: links to the results, random others, and the beginning of one; if they fit."""
+    others = [link for link in links if link[1] not in results]
+    random.Random(seed).shuffle(others)
+    found, rest = [], []
+    for first, last in [*sorted((link for link in links if link[1] in results), reverse=True), *others]:
+        if last - first <= steps:
+            found.append((first, last))
+            steps -= last - first
+        else:
+            rest.append(first)
+    return sorted([*found, *((first, first + int(steps)) for first in rest[-1:] if steps)])
 
 
-def _done(run_dir: Path, newest: CheckpointIndex, log: MetricsLog) -> Iterator[Finding]:
-    """Check that DONE is about the last step and agrees with the metrics."""
-    if not (run_dir / DONE_FILE).exists():
-        return
-    done, wrong = read_done(run_dir) or {}, []
-    if done.get("step") != newest.step:
-        wrong.append(f"step {done.get('step')!r}; the newest checkpoint is of step {newest.step:,}")
-    last = dict(log.evaluations).get(newest.step, {})
-    evaluation = done.get("evaluation")
-    for key, value in (evaluation if isinstance(evaluation, dict) else {}).items():
-        if last and last.get(key) != value:
-            wrong.append(f"{key} is {value!r}; the metrics have {last.get(key)!r}")
-    yield Finding(DONE_FILE, not wrong, "; ".join(wrong) or "says what the metrics say")
-
-
-# ---- Steps, repeated -------------------------------------------------------------------------------------------------
-
-
-def _segments(saved: Sequence[int], steps: int, seed: int) -> list[tuple[int, int]]:
-    """The steps (first, last] to repeat: the first ones after randomly chosen checkpoints, at most `steps` in total."""
-    stretches = list(pairwise(saved))
-    random.Random(seed).shuffle(stretches)
-    found = []
-    for first, following in stretches:
-        if steps > 0:
-            found.append((first, min(following, first + steps)))
-            steps -= found[-1][1] - first
-    return sorted(found)
-
-
-def _ranks(of_run: int) -> int:
-    room = count_devices() or len(os.sched_getaffinity(0))
-    return of_run if of_run <= room else 1
-
-
-def _bare(recipe: Recipe, log_every: int) -> Recipe:
-    """The run's recipe without everything that does not affect its steps."""
+def _bare(recipe: Recipe, log_every: int, evaluation: Mapping[str, Any] | None = None) -> Recipe:
+    """The run's recipe without everything that does not affect its steps; with this `evaluation`, if any."""
     content = recipe.dump()
     content["logging"] |= {"every": log_every, "trackers": [], "batch_digest": True}
-    content["evaluation"] = {} if recipe.selection is None else content["evaluation"] | {"every": None}
-    content["checkpoint"] = {"keep": _KEPT_FILES}
+    content["evaluation"] = {**(evaluation or {}), "inspect": None}
+    content["selection"] = None
+    content["checkpoint"] = {"keep": _KEPT_FILES, "tail": None}
     del content["profile"]
     return validate_recipe(content, "the recipe of the run")
 
 
-def _again(
-    recipe: Recipe, readers: dict[int, CheckpointReader], rows: dict[int, Row], first: int, last: int, ranks: int
-) -> Iterator[Finding]:
-    """Repeat steps (first, last] from the checkpoint of `first`, and compare them with what the run recorded."""
+@contextmanager
+def _copy(
+    recipe: Recipe, start: CheckpointReader | None, last: int, ranks: int
+) -> Iterator[tuple[MetricsLog, CheckpointStore]]:
+    """Continue a run from a checkpoint, or from its beginning, to step `last` in a temporary folder.
+
+    Raises `DataError` if that cannot be done on this machine.
+    """
     with tempfile.TemporaryDirectory(prefix="vitscale-verify-") as temporary:
-        copy = Path(temporary, "run")
+        copy, output = Path(temporary, "run"), Path(temporary, "log")
         copy.mkdir()
-        if first:
-            readers[first].copy(copy / CHECKPOINTS / step_folder(first))
-        (copy / RECIPE_FILE).write_text(yaml.safe_dump(_bare(recipe, 1).dump(), sort_keys=False))
-        _launch(Pretraining(str(copy / RECIPE_FILE), run_dir=copy, ranks=ranks, stop_at=last), Path(temporary, "log"))
-        found = MetricsLog(copy / METRICS_FILE, whole=True)
-        found.refresh()
-        yield _compare_rows(recipe, rows, {row["step"]: row for row in found.rows}, first, last)
-        if last in readers:
-            yield _compare_state(recipe, readers[last], CheckpointStore(copy / CHECKPOINTS).open(last))
+        if start is not None:
+            folder = copy / CHECKPOINTS / step_folder(start.index.step)
+            start.copy(folder)
+            write_text(folder / INDEX_FILE, index_text(replace(start.index, recipe=recipe.dump(), selection={})))
+        (copy / RECIPE_FILE).write_text(yaml.safe_dump(recipe.dump(), sort_keys=False))
+        what = Pretraining(str(copy / RECIPE_FILE), run_dir=copy, ranks=ranks, stop_at=last)
+        command = launch_command(Job(what, max_restarts=0), [sys.executable, "-m", "vitscale"])
+        with output.open("wb") as file:
+            code = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, check=False
+            ).returncode
+        if code:
+            text = output.read_text(errors="replace")[-_TAIL:]
+            raise DataError(f"what the run did could not be repeated: exit code {code}:\n{text}")
+        log = MetricsLog(copy / METRICS_FILE, whole=True)
+        log.refresh()
+        yield log, CheckpointStore(copy / CHECKPOINTS)
 
 
-def _launch(what: Pretraining, log: Path) -> None:
-    """Repeat the steps by a launch. Raises `VitscaleError` if they cannot be taken on this machine."""
-    with log.open("wb") as output:
-        code = subprocess.run(
-            launch_command(Job(what, max_restarts=0), [sys.executable, "-m", "vitscale"]),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            check=False,
-        ).returncode
-    if code:
-        raise DataError(
-            f"the steps could not be repeated: exit code {code}:\n{log.read_text(errors='replace')[-_TAIL:]}"
-        )
+def _apart(recorded: Mapping[str, Any], computed: Mapping[str, Any]) -> list[str]:
+    """The keys of recorded values that are others than the computed ones, but for those of the machine."""
+    return [key for key in recorded if key not in _OF_THE_MACHINE and recorded[key] != computed.get(key)]
 
 
-def _compare_rows(recipe: Recipe, rows: dict[int, Row], again: dict[int, Row], first: int, last: int) -> Finding:
-    what = f"steps {first + 1:,} to {last:,}"
-    steps = [step for step in range(first + 1, last + 1) if step in rows and step in again]
-    if not steps:
-        return Finding(what, True, "taken; the run has logged none of them")
-    apart = {step: _apart(rows[step], again[step]) for step in steps}
-    last_equal = max((step for step in steps if not apart[step]), default=first)
-    edited = [step for step in steps if apart[step] and step < last_equal]
-    if edited:
-        return Finding(
-            what, False, f"line {edited[0]:,} was edited: {_told(rows, again, edited[0], apart)}; later lines are equal"
-        )
-    if not any(apart.values()):
-        return Finding(what, True, "equal to the last bit")
-    limit, far = tolerance(recipe.precision), []
-    for step in steps:
-        far += [
-            f"step {step:,}: {_told(rows, again, step, {step: [key]})}"
-            for key in apart[step]
-            if _far(key, rows[step], again[step], limit)
-        ]
-    if far:
-        return Finding(what, False, "; ".join(far[:3]))
-    return Finding(what, True, f"within {limit:g} of the run's, not to the last bit")
-
-
-def _apart(row: Row, again: Row) -> list[str]:
-    return [key for key in _COMPARED if key in row and row[key] != again.get(key)]
-
-
-def _far(key: str, row: Row, again: Row, limit: float) -> bool:
-    value, found = row[key], again.get(key)
-    if isinstance(value, float) and isinstance(found, float) and key != "lr":
-        return not math.isclose(value, found, rel_tol=limit, abs_tol=1e-6)
+def _far(key: str, value: object, computed: object, limit: float) -> bool:
+    if isinstance(value, float) and isinstance(computed, float) and key not in _OF_THE_STEP:
+        return not math.isclose(value, computed, rel_tol=limit, abs_tol=1e-6)
     return True
 
 
-def _told(rows: dict[int, Row], again: dict[int, Row], step: int, apart: dict[int, list[str]]) -> str:
-    return ", ".join(f"{key} {rows[step][key]!r}, computed {again[step].get(key)!r}" for key in apart[step])
-
-
-def _compare_state(recipe: Recipe, saved: CheckpointReader, again: CheckpointReader) -> Finding:
-    """Compare the weights and moments of a checkpoint with those of the same step repeated."""
-    index = saved.index
-    what, total, differing, places, worst = f"checkpoint {index.step}", 0, 0, [], 0.0
-    for kind in index.kinds:
-        squared = norm_squared = 0.0
-        for name in index.shapes:
-            if index.shape_of(kind, name) is None:
-                continue
-            ours, theirs = again.parameter(name, kind).double(), saved.parameter(name, kind).double()
-            total += ours.numel()
-            norm_squared += float(ours.square().sum())
-            if here := int((ours != theirs).sum()):
-                differing += here
-                squared += float((ours - theirs).square().sum())
-                places.append(f"{kind}/{name} ({here:,} of {ours.numel():,})")
-        apart = math.sqrt(squared) / max(math.sqrt(norm_squared), _LEAST)
-        worst = apart if not apart <= worst else worst  # a NaN is worst of all
-    if not differing:
-        return Finding(what, True, f"{total:,} numbers are equal to the last bit")
-    if differing < _FEW * total:
-        return Finding(
-            what, False, f"was edited: {differing:,} of {total:,} numbers differ, in {', '.join(places[:3])}"
-        )
-    # A parameter whose gradient is only rounding error, such as a key's bias, is as good as random. So the norm over
-    # all parameters is compared, not one parameter by itself.
-    return Finding(what, worst <= tolerance(recipe.precision), f"{worst:.2g} of the norm away, not to the last bit")
+def _told(recorded: Mapping[str, Any], other: Mapping[str, Any], keys: Sequence[str], how: str = "computed") -> str:
+    """`loss 2.3020, computed 2.3030`, with as many digits as it takes."""
+    told = []
+    for key in keys:
+        pair = [recorded.get(key), other.get(key)]
+        short = [f"{value:.4f}" if isinstance(value, float) else repr(value) for value in pair]
+        was, now = short if short[0] != short[1] else map(repr, pair)
+        told.append("other images (batch_digest)" if key == "batch_digest" else f"{key} {was}, {how} {now}")
+    return ", ".join(told)

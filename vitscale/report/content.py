@@ -19,7 +19,6 @@ from vitscale.versions import versions
 
 KIND = "vitscale report"
 _VERSION = 1
-_FEWSHOT = "fewshot/"
 _VALIDATION = "validation/"
 
 
@@ -194,7 +193,7 @@ def _results(
         done = [item for item in group if item.metrics]
         for metric in sorted({key for item in done for key in item.metrics}):
             values = [item.metrics[metric] for item in done if metric in item.metrics]
-            named, crop = _dataset_of(first.record, metric)
+            named, crop = first.record.recipe.measured_on(metric)
             policy = None if crop is None else _letter(policies, first.record.policy(crop))
             dataset = None if named is None else _dataset(datasets, first.record, named)
             yield {
@@ -269,18 +268,6 @@ def _exaflops(record: Record, until: int | None = None) -> float | None:
 
 def _samples(record: Record) -> int | None:
     return None if record.index is None else record.index.num_samples
-
-
-def _dataset_of(record: Record, metric: str) -> tuple[str | None, Any]:
-    """The dataset that a metric belongs to, and the crop; (None, None) for another package's evaluator."""
-    settings = record.recipe.evaluation
-    if metric.startswith(_VALIDATION):
-        return settings.validation, record.recipe.data.eval_crop
-    if settings.fewshot is not None and metric.startswith(_FEWSHOT):
-        for task in settings.fewshot.tasks:
-            if metric.startswith(f"{_FEWSHOT}{task.name}/"):
-                return task.test, settings.fewshot.crop
-    return None, None
 
 
 def task_of(dataset: str) -> str:

@@ -10,6 +10,7 @@ from vitscale.flops.records import Run, read_run
 from vitscale.recipe import EvalCrop, Recipe, differences, find_dataset, read_recipe, recipe_sha256
 from vitscale.runs.checkpoint_index import CheckpointIndex, data_root, find_path
 from vitscale.runs.checkpoints import read_checkpoints
+from vitscale.runs.done import verification
 from vitscale.runs.metrics import MetricsLog, Row
 from vitscale.runs.names import CHECKPOINTS, METRICS_FILE, RECIPE_FILE, checkpoints_root
 from vitscale.runs.reading import number
@@ -147,6 +148,7 @@ class Record:
                 "lr": _points(self.log.rows, "lr"),
                 "evaluations": _evaluations(self.log.evaluations),
             },
+            "verified": verification(self.directory, checkpoints_root(recipe, self.directory)),
             "notes": list(self.notes),
         }
 

@@ -462,6 +462,7 @@ def _run(run: Mapping[str, Any]) -> Iterator[Part]:
         ("Trained on", run.get("train")),
         ("Its manifest's SHA-256", run.get("training_manifest_sha256")),
         ("Versions", ", ".join(f"{name} {version}" for name, version in run.get("versions", {}).items())),
+        ("Verified", run.get("verified")),
         ("Directory", run.get("directory")),
         ("Notes", "\n".join(run.get("notes", []))),
     ]

@@ -1,12 +1,14 @@
-"""DONE: the file that marks a run as finished and holds its result."""
+"""DONE, which marks a run as finished and holds its result; verified.json, which holds what a verification found."""
 
 import json
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from vitscale.files.digests import file_digests
 from vitscale.files.durable import write_text
-from vitscale.runs.names import DONE_FILE
+from vitscale.runs.names import DONE_FILE, INDEX_FILE, METRICS_FILE, RECIPE_FILE, VERIFIED_FILE
 from vitscale.runs.reading import read_object
 
 
@@ -24,3 +26,46 @@ def write_done(run_dir: Path, summary: Mapping[str, Any]) -> None:
             evaluation's values by evaluator/metric.
     """
     write_text(run_dir / DONE_FILE, json.dumps(summary, indent=1) + "\n")
+
+
+def covered_files(run_dir: Path, checkpoints: str) -> dict[str, str]:
+    """The files that a verification covers, as they are now: name -> sha256. What is not on this machine is left out.
+
+    Args:
+        run_dir: the run's directory.
+        checkpoints: the path or URL of its checkpoints. Their indices, which are listed, have the digests of the rest.
+    """
+    indices = sorted(Path(checkpoints).glob(f"step-*/{INDEX_FILE}"))
+    files = {name: run_dir / name for name in (RECIPE_FILE, METRICS_FILE, DONE_FILE)}
+    files |= {f"checkpoints/{path.parent.name}/{path.name}": path for path in indices}
+    return {name: file_digests(path).sha256 for name, path in files.items() if path.is_file()}
+
+
+def write_verified(run_dir: Path, outcome: Mapping[str, Any]) -> None:
+    """Write what a verification found beside the run. Raises OSError.
+
+    Args:
+        run_dir: the run's directory.
+        outcome: `exit_code`, `findings` (each `what`, `is_sound`, `detail`), `asked`, `versions`, and `files` as they
+            were when it began.
+    """
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    write_text(run_dir / VERIFIED_FILE, json.dumps({"version": 1, "time": now, **outcome}, indent=1) + "\n")
+
+
+def verification(run_dir: Path, checkpoints: str) -> str:
+    """What `vitscale verify` found when it was last run, in one line that begins with `yes` or `no`."""
+    try:
+        outcome = read_object(run_dir / VERIFIED_FILE) or {}
+        findings, files, by = outcome["findings"], outcome["files"], outcome["versions"]["vitscale"]
+        when = f"{outcome['time'][:10]} by vitscale {by}"
+        bad = [each["what"] for each in findings if each["is_sound"] is False]
+        missed = [f"{each['what']}: {each['detail']}" for each in findings if each["is_sound"] is None]
+        now = covered_files(run_dir, checkpoints)
+        if changed := sorted(name for name in {*files, *now} if files.get(name) != now.get(name)):
+            return f"no: verified on {when}, then changed: {', '.join(changed[:3])}"
+        if outcome["exit_code"]:
+            return f"no: on {when}, not what it says: {', '.join(bad) or 'not everything was looked at'}"
+        return f"yes, on {when}" + "".join(f"; {each}" for each in missed)
+    except (KeyError, TypeError, AttributeError, OSError):
+        return "no"

@@ -16,7 +16,7 @@ from vitscale.recipe import Recipe, read_recipe
 from vitscale.runs.checkpoint_index import CheckpointIndex
 from vitscale.runs.checkpoints import read_checkpoints
 from vitscale.runs.directory import is_held, last_holder
-from vitscale.runs.done import read_done
+from vitscale.runs.done import read_done, verification
 from vitscale.runs.launches import Launches, read_launches
 from vitscale.runs.metrics import MetricsLog, Row
 from vitscale.runs.names import (
@@ -108,6 +108,7 @@ class RunReader:
             evaluation=self._last_evaluation(done),
             best=self._best(index, saved),
             checkpoints=saved,
+            verified=verification(self._directory, saved.where) if done is not None else None,
             restarts=_restarts(launches),
             anomalies=self._anomalies(last),
             slowest_rank=recent.slowest_rank(rows),

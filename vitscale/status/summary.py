@@ -133,6 +133,7 @@ class RunStatus:
         exaflops: exaFLOPs so far.
         hours, device_hours, energy_kwh, cost: for the steps so far, without evaluations, checkpoints and lost steps.
         is_estimated: whether these four are estimates, from parts of a large file.
+        verified: what `vitscale verify` found, beginning with `yes` or `no`; None for a run that is not finished.
         evaluation, best: the last one, and the best one by the recipe's `selection`, or else by top-1 accuracy.
         notes: what is damaged or missing.
     """
@@ -164,6 +165,7 @@ class RunStatus:
     evaluation: Evaluation | None
     best: Best | None
     checkpoints: Saved
+    verified: str | None
     restarts: Restarts | None
     anomalies: Anomalies | None
     slowest_rank: SlowestRank | None
