@@ -1,7 +1,6 @@
 """How processes end that have a loader in them: by themselves, whatever that is at."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -85,23 +84,14 @@ def stall(manifest):
         os.mkfifo(path)
 
 
-@pytest.mark.parametrize("verify", ["verify", "trust"])
-def test_a_read_that_stalls_is_told_and_the_process_ends(manifest, verify):
-    stall(manifest)
-    code, out, err = end(start(manifest, "an error that is told", verify, stall_s=0.5))
-    assert code == 0 and err == ""
-    assert re.search("reading data is .*: opening", out) and str(manifest.directory / "shard-0000") in out
-    assert re.search(r"has not returned for \d+ s \(data\.stall_s is 0\.5\)", out)
-
-
 @pytest.mark.parametrize(
     "body, code", [("an error that nobody catches", 1), ("closed meanwhile", 0), ("never used", 0)]
 )
-def test_a_process_ends_while_a_read_stalls(manifest, body, code):
+def test_a_process_ends_whose_shards_are_pipes(manifest, body, code):
     stall(manifest)
     found, out, err = end(start(manifest, body, stall_s=0.5))
     assert found == code
-    assert ("StorageError" in err) == (code == 1) and ("closed" in out) == (body == "closed meanwhile")
+    assert ("DataError" in err) == (code == 1) and ("closed" in out) == (body == "closed meanwhile")
 
 
 def test_a_process_ends_with_a_loader_in_it(manifest):

@@ -89,6 +89,7 @@ def test_damaged_checksums(small, adopted, tmp_path):
         open_shard_file(adopted, 0, small)
     np.save(checksums, np.zeros(8, np.uint32))
     data = json.loads(adopted.path.read_text())
+    data.pop("checksum", None)
     data["shards"][0]["adopted"]["checksums"]["sha256"] = hashlib.sha256(checksums.read_bytes()).hexdigest()
     adopted.path.write_text(json.dumps(data))
     with pytest.raises(DataError, match=r"val\.crc\.npy.*\b9 uint32"):

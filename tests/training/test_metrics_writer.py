@@ -1,11 +1,13 @@
 """The metrics file across crashes, resumes and disks that fail."""
 
+import contextlib
 import json
 import math
 from datetime import datetime
 from pathlib import Path
 
 import pytest
+from small_disk import small_disk
 
 from vitscale.training.metrics import MetricsWriter
 
@@ -79,10 +81,13 @@ def test_tensorboard_leaves_no_trace_where_the_directory_vanishes(tmp_path, capl
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_does_not_end_training(tmp_path, caplog):
-    writer = MetricsWriter(tmp_path, resume_step=0, trackers=[])
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    writer.training(1, {"loss": 1.0})
-    writer.training(2, {"loss": 1.0})
+    with small_disk(tmp_path / "run", "16k") as run_dir:
+        writer = MetricsWriter(run_dir, resume_step=0, trackers=[])
+        (run_dir / "metrics.jsonl").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (run_dir / "other").write_bytes(bytes(1 << 16))
+        writer.training(1, {"loss": 1.0})
+        writer.training(2, {"loss": 1.0})
     assert len(caplog.records) == 1 and "No space left" in caplog.text
 
 

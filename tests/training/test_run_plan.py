@@ -103,7 +103,7 @@ def test_weight_decay_and_momentum_are_functions_of_the_step(root):
     [
         ({}, 60, 10),
         ({}, 50, None),  # not longer than the tail
-        ({"every": {"steps": 51}}, 200, 150),
+        ({"every": {"steps": 51}}, 200, None),  # that of step 153 is near enough
         ({"every": {"steps": 50}}, 200, None),  # the one of step 150 is there
         ({"every": {"steps": 100}}, 220, None),  # so is that of step 200
         ({"every": {"steps": 100}, "tail": {"steps": 19}}, 220, 201),

@@ -37,7 +37,8 @@ from vitscale.storage import (
 
 _SET_ASIDE = "unusable-index.json"
 _LEFT = re.compile(r"\.(building|deleting)-step-[0-9]{8,}(\.[0-9a-f]{8})?")
-_FILE = re.compile(r"rank-[0-9]{5,}\.safetensors|index\.json|\.index\.json\.[0-9a-f]{8}\.part")
+_NAME = r"(rank-[0-9]{5,}\.safetensors|index\.json)"
+_FILE = re.compile(rf"{_NAME}|\.{_NAME}\.[0-9a-f]{{8}}\.part")
 
 
 class Files(Protocol):

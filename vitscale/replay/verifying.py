@@ -282,8 +282,8 @@ class _Verification:
         rule, said = self.trained.selection, dict(self.log.evaluations)
         wrong: dict[str, list[str]] = {} if done is None else {DONE_FILE: []}
         expected = {"step": newest.step, "total_steps": self.plan.total_steps, "best_step": state.get("best_step")}
-        for key, value in expected.items() if done is not None else ():
-            if done.get(key) != value:
+        for key, value in expected.items():
+            if done is not None and done.get(key) != value:
                 wrong[DONE_FILE].append(f"{key} {done.get(key)!r}; by the newest checkpoint {value!r}")
         if rule is not None and state:
             best, evaluated = Selection(), Selection.of(state).evaluated or newest.step

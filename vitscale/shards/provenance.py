@@ -131,7 +131,8 @@ def read_table(
             found = file.schema_arrow
             if found != schema and found not in older:
                 raise DataError(f"{path}: a table of {', '.join(found.names)}; expected {', '.join(schema.names)}")
-            chosen = pa.schema([field for field in found if columns is None or field.name in columns], found.metadata)
+            names = [name for name in columns or found.names if name in found.names]
+            chosen = pa.schema([found.field(name) for name in names], found.metadata)
             batches = read_batches(opened, file, str(path), _GROUP_ROWS, columns)
             table = pa.Table.from_batches(batches, chosen).combine_chunks()
             table.validate(full=True)
