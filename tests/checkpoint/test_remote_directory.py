@@ -63,7 +63,7 @@ def whole(*steps: int) -> set[str]:
 
 def copies(tmp_path: Path) -> set[str]:
     """What is left on this machine."""
-    return {path.name for path in (tmp_path / "cache" / "checkpoints").rglob("*")}
+    return {path.name for path in (tmp_path / "cache" / "vitscale-checkpoints").rglob("*")}
 
 
 def test_the_index_is_put_last_and_nothing_is_left_on_this_machine(s3, store, tmp_path):
