@@ -174,12 +174,12 @@ def test_what_entries_read_is_checked_before_the_first_one_starts(data, tmp_path
     write_study(tmp_path, parts)
     result = run(tmp_path)
     assert result.returncode == 2 and not (tmp_path / "out").exists()
-    lines = [line for line in result.stderr.splitlines() if line.startswith("  ")]
+    lines = [line for line in result.stderr.splitlines() if line.startswith("    ")]
     assert len(lines) == 5, result.stderr
     named = ["a-colours-full-seed0, a-colours-full-seed1", "b", "c-seed0, c-seed1, c-seed2 and 2 more", "d", "e"]
     words = ["colours/test", "other", "64 of the 64 samples", "weights.npz", "nowhere"]
     for line, name, word in zip(lines, named, words, strict=True):
-        assert line.startswith(f"  {name}: ") and word in line, line
+        assert line.startswith(f"    {name}: ") and word in line, line
 
 
 def test_the_choice_is_made_without_the_test_split_and_a_failed_entry_stops_only_its_dependants(data, tmp_path):
