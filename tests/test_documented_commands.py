@@ -94,7 +94,7 @@ def cheap_commands() -> Iterator[tuple[Command, list[str]]]:
         if name in DRY and recipes and "--hostfile" not in words and "--nodes" not in words:
             yield command, [*words, *([] if "--dry-run" in words else ["--dry-run"])]
         elif name in CHEAP and not any(word in _OF_THE_READER or word.endswith(".yaml") for word in words):
-            if not {"--run", "--plot", "--folder"} & set(words):
+            if not {"--run", "--folder"} & set(words):
                 yield command, words
         elif words in (["-h"], ["--version"], ["study"], ["vtab", "doctor"]):
             yield command, words

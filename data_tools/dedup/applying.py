@@ -11,12 +11,12 @@ import numpy as np
 import pyarrow.compute as pc
 
 from data_tools.dedup.finding import FOUND_NAME, VERSION
-from data_tools.leaving_out import entries_without, remaining_shards, uids_in_shard
+from data_tools.leaving_out import entries_without, remaining_shards
 from data_tools.views import ViewWriter
 from vitscale import storage
 from vitscale.errors import DataError, RecipeError
 from vitscale.files.digests import file_digests
-from vitscale.shards import Manifest, ShardEntry, field_names, schema_version_of
+from vitscale.shards import Manifest, ShardEntry, schema_version_of
 from vitscale.shards.decisions import DECISIONS, DECISIONS_NAME, read_decisions, write_decisions
 from vitscale.shards.opening import local_copy
 from vitscale.shards.provenance import read_table
@@ -81,10 +81,6 @@ class Removal:
             by_test_set={name: of_sets.get(name, 0) for name in names},
         )
 
-    def of_shard(self, index: int) -> np.ndarray:
-        """Those of `uids` that are in a shard of the dataset."""
-        return uids_in_shard(self.manifest, index, self.uids)
-
     def remaining(self) -> Iterator[int]:
         """The shards that keep at least one sample."""
         return remaining_shards(self.manifest, self.uids)
@@ -106,15 +102,13 @@ class Removal:
 
     def new_manifest(self, entries: list[ShardEntry]) -> Manifest:
         """The manifest of the remaining dataset, with these shards."""
-        old, version = self.manifest, schema_version_of(entries)
-        is_ours_now = version < schema_version_of(old.shards)  # a copy of adopted shards has other fields than they
+        old = self.manifest
         kept = {name: getattr(old, name) for name in Manifest.model_fields}
         against = [*old.options.get(_OPTION, []), *self.indexes]
         return Manifest(
             **kept
             | {
-                "schema_version": version,
-                "fields": field_names(with_labels=False) if is_ours_now else old.fields,
+                "schema_version": schema_version_of(entries),
                 "num_samples": sum(entry.num_selected for entry in entries),
                 "num_removed": old.num_removed + len(self.uids),
                 "options": old.options | {_OPTION: against},

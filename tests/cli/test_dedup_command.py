@@ -97,16 +97,14 @@ def test_find_as_json_with_another_threshold(place, tmp_path):
     assert json.loads((tmp_path / "found" / "found.json").read_text())["removed"] == 2
 
 
-def test_dry_run_view_and_copy(place, found, tmp_path):
+def test_dry_run_and_view(place, found, tmp_path):
     code, text = dedup("apply", place / "train", found, tmp_path / "out", "--dry-run")
     assert code == 0 and "a dry run: nothing was written" in text and "17 of 20 samples, without 3 copies" in text
     assert not (tmp_path / "out").exists()
-    for out, options in ((tmp_path / "view", []), (tmp_path / "copy", ["--copy", "--workers", 1])):
-        code, text = dedup("apply", place / "train", found, out, *options)
-        assert code == 0 and "17 of 20 samples, without 3 copies" in text and "a dry run" not in text
-        manifest = Manifest.load(out)
-        assert (manifest.num_samples, manifest.num_removed) == (17, 3)
-        assert (out / "shard-00000.beton").exists() == bool(options)
+    code, text = dedup("apply", place / "train", found, tmp_path / "view")
+    assert code == 0 and "17 of 20 samples, without 3 copies" in text and "a dry run" not in text
+    manifest = Manifest.load(tmp_path / "view")
+    assert (manifest.num_samples, manifest.num_removed) == (17, 3)
 
 
 @pytest.mark.parametrize("src", ["pets", "pets.tar.gz", "pets.tar", "s3://bucket/pets.parquet", "a/pets/manifest.json"])
@@ -145,7 +143,6 @@ def test_mistakes(place, found, tmp_path):
         (["find", tmp_path, place / "index", *out], DataError),
         (["apply", place / "train", tmp_path, tmp_path / "out"], DataError),
         (["apply", place / "train", found, place / "train"], RecipeError),
-        (["apply", place / "train", found, place / "train", "--copy"], RecipeError),
     ):
         cause = " ".join(map(str, arguments))
         with refusal(kind, "dedup", cause, {place: "PLACE", found: "FOUND", tmp_path: "FOLDER"}):

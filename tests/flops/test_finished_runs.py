@@ -1,14 +1,12 @@
-"""Runs from their records: time, images/s, MFU and cost; and their points beside Figure 5."""
+"""Runs from their records: time, images/s, MFU and cost."""
 
 import json
-import warnings
 from dataclasses import replace
 
 import pytest
 import yaml
 
 from vitscale.errors import DataError, RecipeError
-from vitscale.flops.figure5 import Point, draw, points_of
 from vitscale.flops.hardware import find_device
 from vitscale.flops.records import read_run
 from vitscale.flops.runs import runs_table
@@ -175,52 +173,14 @@ def test_broken_records(run_dir, spoil, error, word):
         read_run(run_dir)
 
 
-def test_only_finished_runs_with_an_accuracy_are_points(run_dir):
-    with pytest.raises(RecipeError, match=rf"{run_dir}.*\bDONE\b"):
-        points_of([read_run(run_dir)])
-    finish(run_dir, {})
-    assert points_of([read_run(run_dir)])[0] == []
-    finish(run_dir, {"validation/top1": 0.725})
-    ((point,), notes) = points_of([read_run(run_dir)])
-    assert (point.exaflops, point.top1, point.is_on_imagenet, notes) == (0.15, 72.5, True, [])
-
-
-def test_the_selected_step_is_the_point(run_dir):
-    finish(run_dir, {"validation/top1": 0.25}, best_step=10)
-    ((point,), _) = points_of([read_run(run_dir)])
-    assert point.top1 == 50.0
-    finish(run_dir, {"validation/top1": 0.25}, best_step=15)
-    ((point,), _) = points_of([read_run(run_dir)])
-    assert point.top1 == 25.0
-    finish(run_dir, {"validation/top1": 0.25}, best_step=12)
-    points, (note,) = points_of([read_run(run_dir)])
-    assert points == [] and "step 12, its best" in note
+@pytest.mark.parametrize(("best_step", "top1"), [(None, 0.25), (10, 0.5), (15, 0.25), (12, None)])
+def test_the_evaluation_is_that_of_the_selected_step(run_dir, best_step, top1):
+    """Of step 12 there is none."""
+    finish(run_dir, {"validation/top1": 0.25}, **({} if best_step is None else {"best_step": best_step}))
+    assert read_run(run_dir).evaluation.get("validation/top1") == top1
 
 
 @pytest.mark.parametrize("top1", [None, "0.5", float("nan"), 10**400, [0.5]])
-def test_what_is_no_accuracy_is_not_drawn(run_dir, top1):
+def test_what_is_no_number_is_no_evaluation(run_dir, top1):
     finish(run_dir, {"validation/top1": top1})
-    points, (note,) = points_of([read_run(run_dir)])
-    assert points == [] and "validation/top1" in note
-
-
-def test_many_runs_leave_the_panels_room(tmp_path):
-    pytest.importorskip("matplotlib")
-    points = [Point(f"run{i}", 10.0 + i, 50.0, data) for i in range(45) for data in ("imagenet/validation", "photos")]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # matplotlib warns of axes that collapse
-        draw(tmp_path / "many.png", points)
-
-
-def test_the_figure_in_both_formats(run_dir, tmp_path):
-    pytest.importorskip("matplotlib")
-    finish(run_dir, {"validation/top1": 0.725})
-    points, _ = points_of([read_run(run_dir)])
-    draw(tmp_path / "a.png", points)
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    draw(tmp_path / "a.svg", points)
-    draw(tmp_path / "b.svg", points)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    assert b"<svg" in (tmp_path / "a.svg").read_bytes()[:1000]
-    with pytest.raises(RecipeError, match=r"a\.png"):
-        draw(tmp_path / "nowhere" / "a.png", points)
+    assert read_run(run_dir).evaluation == {}

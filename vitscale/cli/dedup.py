@@ -94,11 +94,9 @@ def apply(
     dataset: Dataset,
     found: Annotated[str, typer.Argument(help="The folder that `find` wrote.")],
     out: Annotated[str, typer.Argument(help="A new or empty folder; beside the dataset if that is at a URL.")],
-    copy: Annotated[bool, typer.Option("--copy", help="Write new shards instead of a manifest over the old.")] = False,
     is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed.")] = False,
-    workers: Workers = None,
 ) -> None:
     """Write a dataset without what `find` found; the old one stays."""
     from vitscale.cli.dedup_output import run_apply
 
-    run_apply(dataset, found, out, copy, is_dry_run, workers)
+    run_apply(dataset, found, out, is_dry_run)

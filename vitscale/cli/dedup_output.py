@@ -120,21 +120,14 @@ def run_find(
         _say(console, f"nothing was removed yet: vitscale dedup apply {dataset} {out} OUT")
 
 
-def run_apply(dataset: str, found: str, out: str, copy: bool, is_dry_run: bool, workers: int | None) -> None:
+def run_apply(dataset: str, found: str, out: str, is_dry_run: bool) -> None:
     """Write the dataset without what was found, and print what was removed."""
     from data_tools.dedup.applying import Removal, write_view
-    from data_tools.dedup.copying import write_copy
 
     removal, console = Removal.of(dataset, found), Console()
     old = removal.manifest
     left = old.num_samples - len(removal.uids)
-    if copy and not is_dry_run:
-        with (
-            interruptible("no manifest was written; repeat the command to continue"),
-            ProgressDisplay(Console(stderr=True), "copying", left) as progress,
-        ):
-            write_copy(removal, out, Machine(workers).runner(dataset, out), progress.update)
-    elif not is_dry_run:
+    if not is_dry_run:
         with interruptible("no manifest was written"):
             write_view(removal, out)
     table = Table("test set")

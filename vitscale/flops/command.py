@@ -1,6 +1,6 @@
 """vitscale-flops: what recipes and runs cost, beside what the paper publishes.
 
-One report a call: the grid (by default), --breakdown, --budget, --hardware, --run or --plot.
+One report a call: the grid (by default), --breakdown, --budget, --hardware or --run.
 """
 
 import os
@@ -24,7 +24,6 @@ from vitscale.table import Form, render
 _OF_HARDWARE = {"--devices", "--mfu", "--price"}
 _COST_OPTIONS = {"--hardware", *_OF_HARDWARE}
 _GOES_WITH = {
-    "--plot": {"--run"},
     "--run": {"--hardware", "--devices", "--price", "--format"},
     "--breakdown": {"RECIPE", "--set", "--samples", "--format"},
     "--budget": {"RECIPE", "--set", "--samples", "--format", *_COST_OPTIONS},
@@ -70,9 +69,6 @@ def command(
     runs: Annotated[
         list[Path] | None, typer.Option("--run", metavar="DIR", help="What a run has cost so far; may be repeated.")
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw Figure 5, and finished --run, as .png or .svg.")
-    ] = None,
     version: Version = False,
 ) -> None:
     """What recipes cost: parameters, multiply-adds and exaFLOPs, beside the paper's figures."""
@@ -88,15 +84,11 @@ def command(
         "--mfu": mfu,
         "--price": price,
         "--run": runs,
-        "--plot": plot,
     }
     _check({option for option, value in given.items() if value is not None})
     _check_numbers({"--budget": budget, "--mfu": mfu, "--price": price})
     directories = _once(runs or [])
     device = None if hardware is None else find_device(hardware)
-    if plot is not None:
-        _plot(plot, directories)
-        return
     if runs:
         from vitscale.flops.records import read_run
         from vitscale.flops.runs import runs_table
@@ -149,17 +141,6 @@ def _check_numbers(given: dict[str, float | None]) -> None:
 def _once(runs: Sequence[Path]) -> list[Path]:
     """Every directory once, in order."""
     return list({os.path.realpath(run): run for run in runs}.values())
-
-
-def _plot(path: Path, runs: Sequence[Path]) -> None:
-    from vitscale.flops.figure5 import draw, points_of
-    from vitscale.flops.records import read_run
-
-    points, notes = points_of([read_run(run) for run in runs])
-    draw(path, points)
-    print(f"wrote {path}")
-    for note in notes:
-        typer.echo(note, err=True)
 
 
 def _estimates(names: list[str], settings: list[str], samples: int | None) -> list[Estimate]:

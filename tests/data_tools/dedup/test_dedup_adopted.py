@@ -10,7 +10,6 @@ from stock_beton import write_stock
 from typer.testing import CliRunner
 
 from vitscale.cli.main import app
-from vitscale.errors import DataError
 from vitscale.shards import Manifest
 from vitscale.shards.opening import open_shard
 from vitscale.shards.verify import verify
@@ -56,16 +55,3 @@ def test_copies_are_found_and_taken_out(tmp_path, monkeypatch, mode):
     assert not verify(view, decode=True).damage
     with open_shard(view, 0) as shard:
         assert shard.slots.tolist() == [0, 2, 3, 5]
-        stored = {slot: shard.image(slot) for slot in shard.slots.tolist()}
-
-    copying = ("dedup", "apply", tmp_path / "train", tmp_path / "found", tmp_path / "copy", "--copy", "--workers", 1)
-    if mode == "raw":
-        with pytest.raises(DataError, match=r"\b4 images\b"):
-            run(*copying)
-        return
-    run(*copying)
-    copy = Manifest.load(tmp_path / "copy")
-    assert (copy.schema_version, copy.fields) == (1, ("image", "label", "uid", "crc"))
-    assert not verify(copy, decode=True).damage
-    with open_shard(copy, 0) as shard:
-        assert {int(uid): shard.image(slot) for slot, uid in enumerate(shard.file.uid)} == stored

@@ -1,10 +1,9 @@
-"""`apply`: what is left, as a view and as a copy, is the dataset without what `find` has listed, and trains."""
+"""`apply`: what is left, as a view, is the dataset without what `find` has listed, and trains."""
 
 import csv
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -12,11 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from messages import refusal
 from planted_copies import OWN, PLANTED, URL
-from stored_dataset import Photo, write_dataset
 
 from data_tools.conversion import convert
 from data_tools.dedup.applying import Removal, write_view
-from data_tools.dedup.copying import write_copy
 from data_tools.dedup.finding import find
 from data_tools.engines.inline import run_inline
 from data_tools.request import Request
@@ -106,103 +103,14 @@ def test_what_was_found_in_a_subset_leaves_the_subset(planted, tmp_path):
         assert len(list(csv.reader(file))) == 1
 
 
-# --------------------------------------------------------------------------------------------------------------- copies
-
-
-def test_a_copy_holds_what_is_left(found, planted, tmp_path):
-    copy = write_copy(removal_of(planted, found), str(tmp_path / "copy"), run_inline)
-    assert samples(tmp_path / "copy") == expected(planted)
-    view = write_view(removal_of(planted, found), str(tmp_path / "view"))
-    left_out = {"shards"}
-    assert copy.model_dump(exclude=left_out) == view.model_dump(exclude=left_out)
-    assert [shard.samples for shard in copy.shards] == [shard.num_selected for shard in view.shards]
-    assert not verify(copy).damage and not verify(copy).notes
-    again = write_copy(removal_of(planted, found), str(tmp_path / "again"), run_inline)
-    assert again.sha256 == copy.sha256
-    assert contents(tmp_path / "again") == contents(tmp_path / "copy")
-
-
-class _KilledError(Exception):
-    pass
-
-
-def killed_after(count):
-    """A runner that ends after so many tasks, as a killed process does: nothing after them is written."""
-
-    def run(tasks, tick):
-        for number, result in enumerate(run_inline(tasks, tick)):
-            if number == count:
-                raise _KilledError
-            yield result
-
-    return run
-
-
-def test_a_killed_copy_goes_on(found, planted, tmp_path):
-    removal = removal_of(planted, found)
-    write_copy(removal, str(tmp_path / "whole"), run_inline)
-    out = tmp_path / "out"
-    for count in (0, 1):
-        with pytest.raises(_KilledError):
-            write_copy(removal, str(out), killed_after(count))
-        assert not (out / "manifest.json").exists()
-    (out / ".shard-00004.beton.0123abcd.part").write_bytes(b"of a worker that was killed")
-    done = {path: path.stat().st_mtime_ns for path in out.glob("*.beton")}
-    assert len(done) >= 3
-    write_copy(removal, str(out), run_inline)
-    assert contents(out) == contents(tmp_path / "whole")
-    assert all(path.stat().st_mtime_ns == before for path, before in done.items())
-
-
-def test_a_copy_begun_of_something_else_is_left_alone(found, planted, tmp_path):
-    removal, out = removal_of(planted, found), str(tmp_path / "out")
-    with pytest.raises(_KilledError):
-        write_copy(removal, out, killed_after(1))
-    with pytest.raises(RecipeError, match=out):
-        write_copy(replace(removal, sha256="0" * 64), out, run_inline)
-
-
 def test_a_shard_of_which_nothing_is_left_disappears(found, planted, tmp_path):
     whole = samples(planted.dataset)
     uids = np.array([uid for uid in whole if 9 <= uid < 18 or uid in (0, 20)])
     removal = replace(removal_of(planted, found), uids=uids)
-    for write in (lambda out: write_view(removal, out), lambda out: write_copy(removal, out, run_inline)):
-        out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
-        written = write(str(out))
-        assert len(written.shards) == len(Manifest.load(planted.dataset).shards) - 1
-        assert samples(out) == {uid: facts for uid, facts in whole.items() if uid not in uids}
-        assert not verify(written).damage
-
-
-def test_copies_keep_lists_of_labels_and_tables_of_any_version(planted, found, tmp_path):
-    photos = [Photo(f"{i}.jpg", ((0, 1), (1,), ())[i % 3], seed=i) for i in range(7)]
-    manifest = write_dataset(tmp_path / "ds", photos, 4)
-    for path in (tmp_path / "ds").glob("*.idx.parquet"):
-        table = pq.read_table(path).drop_columns(["pixels", "pdq", "pdq_quality", "pdq_trimmed"])
-        pq.write_table(table.replace_schema_metadata(None), path)
-    removal = replace(removal_of(planted, found), manifest=manifest, uids=np.array([1, 5]))
-    copy = write_copy(removal, str(tmp_path / "copy"), run_inline)
-    assert not verify(copy).damage and copy.fields[-1] == "labels"
-    labels = {}
-    for index in range(len(copy.shards)):
-        with ShardFile(copy.shard_path(index)) as shard:
-            labels |= {int(shard.uid[slot]): tuple(shard.labels(slot).tolist()) for slot in range(shard.samples)}
-    assert labels == {uid: photos[uid].labels for uid in (0, 2, 3, 4, 6)}
-
-
-def test_a_damaged_image_is_not_copied(found, planted, tmp_path):
-    shutil.copytree(planted.dataset, tmp_path / "ds")
-    path = tmp_path / "ds" / "shard-00002.beton"
-    with ShardFile(path) as shard:
-        position = int(shard.offset[8]) + 300
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
-    removal = replace(removal_of(planted, found, tmp_path / "ds"), uids=np.array([3]))
-    with pytest.raises(DataError, match=r"shard-00002\.beton: uid \d+"):
-        write_copy(removal, str(tmp_path / "copy"), run_inline)
-    assert not (tmp_path / "copy" / "manifest.json").exists()
-    assert not (tmp_path / "copy" / "shard-00002.beton").exists()
+    written = write_view(removal, str(tmp_path / "view"))
+    assert len(written.shards) == len(Manifest.load(planted.dataset).shards) - 1
+    assert samples(tmp_path / "view") == {uid: facts for uid, facts in whole.items() if uid not in uids}
+    assert not verify(written).damage
 
 
 def test_at_a_url(found, planted):
@@ -210,15 +118,9 @@ def test_at_a_url(found, planted):
     removal, memory = removal_of(planted, found, URL), fsspec.filesystem("memory")
     try:
         view = write_view(removal, "memory://planted/view")
-        copy = write_copy(removal, "memory://planted/copy", run_inline)
-        assert not verify(view).damage and not verify(copy).damage
-        assert view.num_samples == copy.num_samples == OWN
-        names = {Path(path).name for path in memory.ls("/planted/copy", detail=False)}
-        tables = {f"shard-{i:05d}.{end}" for i in range(len(copy.shards)) for end in ("beton", "idx.parquet")}
-        assert names == tables | {"manifest.json", "dedup.parquet"}
+        assert not verify(view).damage and view.num_samples == OWN
     finally:
-        for folder in ("/planted/view", "/planted/copy"):
-            memory.rm(folder, recursive=True)
+        memory.rm("/planted/view", recursive=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- mistakes
@@ -258,14 +160,13 @@ def test_nothing_left_is_refused(planted, tmp_path):
         fsspec.filesystem("memory").rm("/planted/fish", recursive=True)
 
 
-@pytest.mark.parametrize("write", ["view", "copy"])
-def test_out_must_be_new_or_empty(found, planted, tmp_path, write):
+def test_out_must_be_new_or_empty(found, planted, tmp_path):
     removal = removal_of(planted, found)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("x")
     for out in (tmp_path / "full", tmp_path / "full" / "mine.txt", planted.dataset):
-        with refusal(RecipeError, "dedup", f"{write} to {out.name}", {out: "OUT"}):
-            write_view(removal, str(out)) if write == "view" else write_copy(removal, str(out), run_inline)
+        with refusal(RecipeError, "dedup", f"view to {out.name}", {out: "OUT"}):
+            write_view(removal, str(out))
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine.txt"]
 
 
@@ -274,5 +175,3 @@ def test_uids_that_the_shards_do_not_have(found, planted, tmp_path):
     with pytest.raises(DataError, match=r"\b0 of\b.*\b1\b"):
         write_view(removal, str(tmp_path / "view"))
     assert not list((tmp_path / "view").iterdir())
-    with pytest.raises(DataError, match=r"\b0 of\b.*\b1\b"):
-        write_copy(removal, str(tmp_path / "copy"), run_inline)
