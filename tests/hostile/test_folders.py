@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -12,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,11 +25,12 @@ from data_tools.output import Output
 from vitscale.checkpoint import CheckpointIndex, CheckpointStore, Fragment, LocalDirectory, RemoteDirectory
 from vitscale.errors import CheckpointError, DataError, RecipeError
 from vitscale.files.digests import file_digests
-from vitscale.files.locks import LockFile, try_lock
+from vitscale.files.locks import LockFile
 from vitscale.files.machine_folder import MachineFolder
 from vitscale.recipe import load_recipe
-from vitscale.runs.checkpoint_index import FileEntry, index_text, parse_index
+from vitscale.runs.checkpoint_index import FileEntry, index_text, parse_index, read_index
 from vitscale.runs.directory import claim, is_held, last_holder
+from vitscale.runs.done import read_done
 from vitscale.runs.launches import Journal, read_launches
 from vitscale.runs.metrics import MetricsLines, MetricsLog
 from vitscale.runs.names import step_folder
@@ -130,14 +131,10 @@ def saved(directory: LocalDirectory | RemoteDirectory, *steps: int) -> Checkpoin
     return store
 
 
-def a_link(path: Path) -> None:
-    moved = path.with_name("elsewhere.safetensors")
-    moved = moved.parent.parent / moved.name
-    (path.parent / "aside").replace(moved)
-    path.symlink_to(moved)
+PIECES = IRREGULAR | {"link": lambda path: path.symlink_to(path.parent / "aside")}
 
 
-@pytest.mark.parametrize("make", [*IRREGULAR.values(), a_link], ids=[*IRREGULAR, "link"])
+@pytest.mark.parametrize("make", PIECES.values(), ids=PIECES)
 def test_a_piece_of_a_checkpoint_is_a_regular_file_of_its_own(make: Callable[[Path], object], tmp_path: Path) -> None:
     store = saved(LocalDirectory(tmp_path / "checkpoints"))
     piece = tmp_path / "checkpoints" / step_folder(1) / "rank-00000.safetensors"
@@ -202,11 +199,20 @@ def test_a_shard_is_a_regular_file(make: Callable[[Path], object], tmp_path: Pat
     assert {damage.path for damage in found.damage} == {path.name} and found.samples == 3
 
 
-@IRREGULARS
-def test_a_manifest_is_a_regular_file(make: Callable[[Path], object], tmp_path: Path) -> None:
-    make(tmp_path / "manifest.json")
+def a_hole(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+@pytest.mark.parametrize("make", [*IRREGULAR.values(), a_hole], ids=[*IRREGULAR, "hole"])
+def test_what_is_read_as_a_whole_is_a_regular_file(make: Callable[[Path], object], tmp_path: Path) -> None:
+    for name in ("manifest.json", "index.json", "DONE"):
+        make(tmp_path / name)
     with pytest.raises(DataError):
         Manifest.load(tmp_path)
+    with pytest.raises(CheckpointError):
+        read_index(tmp_path)
+    assert read_done(tmp_path) is None
 
 
 # ---- The cache of checkpoints ----------------------------------------------------------------------------------------
@@ -328,6 +334,16 @@ PLACES: dict[str, Callable[[Path], object]] = {
 }
 
 
+# Mode and group of a folder above; whether other users can rename what is in it, and whether only a group can.
+ABOVE = [
+    (0o755, 4002, "nobody"),
+    (0o1777, 4002, "nobody"),
+    (0o775, 0, "nobody"),
+    (0o775, 4002, "group"),
+    (0o777, 0, "all"),
+]
+
+
 @ROOT
 @pytest.mark.parametrize("put", PLACES.values(), ids=PLACES)
 def test_compiled_code_is_kept_where_no_other_user_can_write(
@@ -350,6 +366,25 @@ def test_compiled_code_is_kept_where_no_other_user_can_write(
         assert stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
     is_free = put is PLACES["nothing"]
     assert (chosen[1] == chosen[0]) == is_free and (chosen[2] == tmp_path / "usual") == is_free
+
+
+@ROOT
+@pytest.mark.parametrize("mode, group, renamed_by", ABOVE)
+def test_nothing_is_believed_below_a_folder_in_which_others_can_rename_it(
+    mode: int, group: int, renamed_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    above = tmp_path / "above"
+    (above / "ours").mkdir(parents=True, mode=0o700)
+    above.chmod(mode)
+    os.chown(above, 0, group)
+    (tmp_path / "link").symlink_to(above)
+    for path in (above / "ours", above / "ours" / "new", tmp_path / "link" / "ours"):
+        with pytest.raises(PermissionError) if renamed_by == "all" else nullcontext():
+            assert vitscale.private_folder(path) == path.resolve()
+        monkeypatch.delenv("VARIABLE", raising=False)
+        vitscale.choose_code_folder("VARIABLE", str(path))
+        assert (os.environ["VARIABLE"] == str(path.resolve())) == (renamed_by == "nobody")
+    monkeypatch.delenv("VARIABLE")
 
 
 # ---- Locks and lines in a run directory ------------------------------------------------------------------------------
@@ -400,31 +435,18 @@ def test_a_lock_of_an_earlier_version_is_taken_over_and_becomes_private(tmp_path
     assert stat.S_IMODE((tmp_path / ".lock").stat().st_mode) == 0o600 and is_held(tmp_path) is False
 
 
-def _as_a_stranger(run: Path, answers: "multiprocessing.SimpleQueue[object]") -> None:
-    os.setgid(4001)
-    os.setuid(4001)
-    try:
-        with (run / ".lock").open("rb") as file:
-            answers.put(try_lock(file))
-    except PermissionError:
-        answers.put("forbidden")
-    answers.put(is_held(run))
-
-
 @ROOT
-def test_another_user_can_neither_hold_a_lock_nor_tell_that_it_is_held(tmp_path: Path) -> None:
-    run = Path(tempfile.mkdtemp(dir="/tmp"))
-    run.chmod(0o755)
-    with claim(run, load_recipe("b16_i1k")):
-        context = multiprocessing.get_context("fork")
-        answers = context.SimpleQueue()
-        process = context.Process(target=_as_a_stranger, args=(run, answers))
-        process.start()
-        process.join()
-        assert (answers.get(), answers.get()) == ("forbidden", None)
-    for path in run.iterdir():
-        path.unlink()
-    run.rmdir()
+def test_another_user_can_neither_hold_a_lock_nor_tell_that_it_is_held() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, claim(run := Path(folder), load_recipe("b16_i1k")):
+        run.chmod(0o755)
+        os.seteuid(4001)
+        try:
+            with pytest.raises(PermissionError):
+                (run / ".lock").open("rb")  # which flock needs
+            assert is_held(run) is None
+        finally:
+            os.seteuid(0)
+        assert is_held(run)
 
 
 def test_a_conversion_refuses_links_in_its_output(tmp_path: Path) -> None:
@@ -459,6 +481,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from data_tools.locks import ALL_TASKS, claimed
 from vitscale.errors import VitscaleError
+from vitscale.files.durable import new_folder
 from vitscale.files.machine_folder import MachineFolder
 from vitscale.recipe import load_recipe
 from vitscale.runs.directory import claim, is_held
@@ -467,6 +490,7 @@ take = {
     "run": lambda: claim(folder, load_recipe("b16_i1k")),
     "tasks": lambda: claimed(folder, ALL_TASKS),
     "machine folder": lambda: MachineFolder(folder, "x"),
+    "folder": lambda: new_folder(folder / "out"),
 }[what]
 try:
     with take():
@@ -488,7 +512,27 @@ def without_locks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     return os.environ | {"LD_PRELOAD": str(folder / "flock.so")}
 
 
-@pytest.mark.parametrize("what", ["run", "tasks", "machine folder"])
+OWNERS: dict[str, tuple[Callable[[Path], object], bool | None]] = {
+    "now": (lambda path: path.write_text("other:1 5 5"), False),
+    "a day ago": (lambda path: (path.write_text("other:1 5 5"), os.utime(path, (0, path.stat().st_mtime - 1e5))), True),
+    "tomorrow": (lambda path: (path.write_text("other:1 5 5"), os.utime(path, (0, path.stat().st_mtime + 1e5))), True),
+    "huge": (lambda path: (a_hole(path), os.utime(path, (0, 0))), True),
+    "dangling": (lambda path: path.symlink_to("nothing"), True),
+    **{name: (make, None) for name, make in IRREGULAR.items()},
+}
+
+
+@pytest.mark.parametrize("put, is_ours", OWNERS.values(), ids=OWNERS)
+def test_an_owner_counts_while_it_is_renewed(
+    put: Callable[[Path], object], is_ours: bool | None, tmp_path: Path
+) -> None:
+    """Of another machine, so that only its time tells; one of the future would count for ever."""
+    put(tmp_path / "lock.owner")
+    with LockFile(tmp_path / "lock") as file, nullcontext() if is_ours is not None else pytest.raises(OSError):
+        assert file.own(shared=False) == is_ours
+
+
+@pytest.mark.parametrize("what", ["run", "tasks", "machine folder", "folder"])
 def test_an_owner_file_takes_the_place_of_a_lock(what: str, without_locks: dict[str, str], tmp_path: Path) -> None:
     def start() -> "subprocess.Popen[str]":
         command = [sys.executable, "-c", _HOLD, what, str(tmp_path)]
