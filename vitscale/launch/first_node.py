@@ -146,7 +146,7 @@ class FirstNode:
                 new, (host, *_) = self._listener.accept()
                 self._strangers[Connection(new, self._silence, self._secret, ToFirst)] = host
                 if len(self._strangers) > _MOST_STRANGERS:  # a host with many keeps no other one out
-                    [(busiest, _)] = Counter(self._strangers.values()).most_common(1)
+                    busiest = Counter(self._strangers.values()).most_common(1)[0][0]
                     oldest = next(one for one, host in self._strangers.items() if host == busiest)
                     oldest.close()
                     del self._strangers[oldest]

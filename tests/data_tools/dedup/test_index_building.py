@@ -116,7 +116,7 @@ def hook(event, arguments):
     if event == "shutil.rmtree" and str(arguments[0]).endswith("/pieces"):  # all is written, and nothing has its name
         os.kill(os.getpid(), signal.SIGKILL)
 sys.addaudithook(hook)
-building.build_index([building.TestSource("photos", "src", source, "photo", 3)], {str(out)!r}, workers=1)
+building.build_index([building.TestSource("photos", "src", source, "photo", 0)], {str(out)!r}, workers=1)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
     assert list(tmp_path.glob(".index.*.part/index/pieces/*.npz"))
