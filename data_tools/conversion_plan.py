@@ -21,6 +21,7 @@ from data_tools.shuffle import ORDERED, Ordered
 from data_tools.splits import Chooser, SplitRule, choosers
 from vitscale.errors import DataError
 from vitscale.files.durable import durable_file, write_text
+from vitscale.storage import read_bytes
 from vitscale.wording import counted
 
 PLAN = pa.schema([pa.field("uid", pa.int64(), nullable=False), *ORDERED])
@@ -107,7 +108,7 @@ class ConversionPlan:
     def load(cls, folder: Path) -> "ConversionPlan | None":
         """The plan in a folder, or None if there is none or it is incomplete."""
         try:
-            return cls.from_json(json.loads((folder / "plan.json").read_text("utf-8")), folder)
+            return cls.from_json(json.loads(read_bytes(folder / "plan.json")), folder)
         except FileNotFoundError:
             return None
 

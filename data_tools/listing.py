@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -81,7 +82,7 @@ class PartSummary:
     def load(cls, folder: Path, part: int) -> "PartSummary | None":
         """The summary of a part, or None if it is not completely listed yet."""
         try:
-            return cls(**json.loads(summary_path(folder, part).read_text("utf-8")))
+            return cls(**json.loads(storage.read_bytes(summary_path(folder, part))))
         except FileNotFoundError:
             return None
 
@@ -244,7 +245,7 @@ class Spool:
         offset, size = _PLACE.unpack(content)
         path = self.folder / f"part-{part:05d}.bin"
         try:
-            with path.open("rb", buffering=0) as file:
+            with FileIO(path, opener=storage.regular) as file:
                 data = os.pread(file.fileno(), size, offset)
         except FileNotFoundError:
             data = b""

@@ -32,6 +32,7 @@ from data_tools.shuffle import order_images
 from data_tools.sources import Source
 from vitscale.errors import RecipeError
 from vitscale.files.durable import write_text
+from vitscale.storage import read_bytes
 from vitscale.table import Console
 
 _VERSION = 2
@@ -260,6 +261,6 @@ def _first(batches: Iterator[pa.RecordBatch]) -> list[pa.RecordBatch]:
 
 def _says(path: Path, text: str) -> bool:
     try:
-        return path.read_text("utf-8") == text
+        return read_bytes(path) == text.encode()
     except FileNotFoundError:
         return False

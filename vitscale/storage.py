@@ -30,7 +30,7 @@ _POLL_SECONDS = 0.1
 _READ_AHEAD = 8 << 20
 _PIECE_BYTES = 8 << 20
 _CONNECTIONS = 4
-_MOST_TEXT = 64 << 20
+_MOST_TEXT, _MOST_BYTES = 64 << 20, 1 << 30
 _PIPES = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 _INSTALL = {
     "s3": "s3fs",
@@ -126,12 +126,14 @@ def regular(path: str | bytes | Path, flags: int, mode: int = 0o666) -> int:
 
 
 def read_bytes(where: str | Path) -> bytes:
-    """A whole file's content. Raises OSError if it is missing, forbidden or no regular file, StorageError if a URL does
-    not answer.
+    """A whole file's content. Raises OSError if it is missing, forbidden, no regular file or longer than 1 GiB,
+    StorageError if a URL does not answer.
     """
     where = str(where)
     if not is_url(where):
         with open(where, "rb", opener=regular) as file:
+            if os.fstat(file.fileno()).st_size > _MOST_BYTES:  # of holes, which take no space on the disk
+                raise OSError(errno.EFBIG, f"is longer than {_MOST_BYTES >> 30} GiB", where)
             return file.read()
     fs, path = filesystem(where)
     return patiently(where, lambda: _Call(fs, "cat_file", path).result())

@@ -2,36 +2,27 @@
 
 import hashlib
 import json
-import multiprocessing
 import os
 import random
-import signal
-import socket
 import stat
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import xxhash
+from hostile.strange_files import IRREGULAR, NO_HANG, PRECIOUS, ROOT, a_hole
 from pydantic import ValidationError
 
 import vitscale
-from data_tools.locks import TaskRange, claimed
-from data_tools.output import Output
 from vitscale.checkpoint import CheckpointIndex, CheckpointStore, Fragment, LocalDirectory, RemoteDirectory
 from vitscale.errors import CheckpointError, DataError, RecipeError
 from vitscale.files.digests import file_digests
-from vitscale.files.locks import LockFile, try_lock
 from vitscale.files.machine_folder import MachineFolder
-from vitscale.recipe import load_recipe
-from vitscale.runs.checkpoint_index import FileEntry, index_text, parse_index
-from vitscale.runs.directory import claim, is_held, last_holder
-from vitscale.runs.launches import Journal, read_launches
-from vitscale.runs.metrics import MetricsLines, MetricsLog
+from vitscale.runs.checkpoint_index import FileEntry, index_text, parse_index, read_index
+from vitscale.runs.done import read_done
 from vitscale.runs.names import step_folder
 from vitscale.shards import ShardEntry, ShardFile
 from vitscale.shards.cache import ShardCache
@@ -39,28 +30,10 @@ from vitscale.shards.generated import write_generated_dataset
 from vitscale.shards.manifest import Manifest
 from vitscale.shards.verified import verify_once
 from vitscale.shards.verify import verify
+from vitscale.studies.running import last_words
 
+pytestmark = NO_HANG
 DIGEST = hashlib.sha256(b"").hexdigest()
-ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can act for other users")
-PRECIOUS = b"a model of last year"
-
-
-@pytest.fixture(autouse=True)
-def no_hang() -> Iterator[None]:
-    """A pipe that is waited for is an error, not a test suite that never ends."""
-    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-IRREGULAR: dict[str, Callable[[Path], object]] = {
-    "pipe": os.mkfifo,
-    "folder": Path.mkdir,
-    "device": lambda path: path.symlink_to("/dev/zero"),
-    "socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
-}
 IRREGULARS = pytest.mark.parametrize("make", IRREGULAR.values(), ids=IRREGULAR)
 
 
@@ -130,14 +103,10 @@ def saved(directory: LocalDirectory | RemoteDirectory, *steps: int) -> Checkpoin
     return store
 
 
-def a_link(path: Path) -> None:
-    moved = path.with_name("elsewhere.safetensors")
-    moved = moved.parent.parent / moved.name
-    (path.parent / "aside").replace(moved)
-    path.symlink_to(moved)
+PIECES = IRREGULAR | {"link": lambda path: path.symlink_to(path.parent / "aside")}
 
 
-@pytest.mark.parametrize("make", [*IRREGULAR.values(), a_link], ids=[*IRREGULAR, "link"])
+@pytest.mark.parametrize("make", PIECES.values(), ids=PIECES)
 def test_a_piece_of_a_checkpoint_is_a_regular_file_of_its_own(make: Callable[[Path], object], tmp_path: Path) -> None:
     store = saved(LocalDirectory(tmp_path / "checkpoints"))
     piece = tmp_path / "checkpoints" / step_folder(1) / "rank-00000.safetensors"
@@ -183,6 +152,15 @@ def test_saving_removes_no_files_but_those_of_checkpoints(tmp_path: Path) -> Non
     assert store.steps() == [3] and not list(root.glob("step-00000001"))
 
 
+@pytest.mark.parametrize("make", [*IRREGULAR.values(), a_hole], ids=[*IRREGULAR, "hole"])
+def test_hints_in_a_run_directory_are_no_more_than_hints(make: Callable[[Path], object], tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    make(tmp_path / "checkpoints" / "latest")
+    make(tmp_path / "launch.log")
+    assert saved(LocalDirectory(tmp_path / "checkpoints")).steps() == [1]
+    assert last_words(tmp_path / "launch.log").strip("\0") == ""
+
+
 # ---- Shards ----------------------------------------------------------------------------------------------------------
 
 
@@ -202,11 +180,15 @@ def test_a_shard_is_a_regular_file(make: Callable[[Path], object], tmp_path: Pat
     assert {damage.path for damage in found.damage} == {path.name} and found.samples == 3
 
 
-@IRREGULARS
-def test_a_manifest_is_a_regular_file(make: Callable[[Path], object], tmp_path: Path) -> None:
-    make(tmp_path / "manifest.json")
+@pytest.mark.parametrize("make", [*IRREGULAR.values(), a_hole], ids=[*IRREGULAR, "hole"])
+def test_what_is_read_as_a_whole_is_a_regular_file(make: Callable[[Path], object], tmp_path: Path) -> None:
+    for name in ("manifest.json", "index.json", "DONE"):
+        make(tmp_path / name)
     with pytest.raises(DataError):
         Manifest.load(tmp_path)
+    with pytest.raises(CheckpointError):
+        read_index(tmp_path)
+    assert read_done(tmp_path) is None
 
 
 # ---- The cache of checkpoints ----------------------------------------------------------------------------------------
@@ -328,6 +310,16 @@ PLACES: dict[str, Callable[[Path], object]] = {
 }
 
 
+# Mode and group of a folder above; whether other users can rename what is in it, and whether only a group can.
+ABOVE = [
+    (0o755, 4002, "nobody"),
+    (0o1777, 4002, "nobody"),
+    (0o775, 0, "nobody"),
+    (0o775, 4002, "group"),
+    (0o777, 0, "all"),
+]
+
+
 @ROOT
 @pytest.mark.parametrize("put", PLACES.values(), ids=PLACES)
 def test_compiled_code_is_kept_where_no_other_user_can_write(
@@ -352,167 +344,20 @@ def test_compiled_code_is_kept_where_no_other_user_can_write(
     assert (chosen[1] == chosen[0]) == is_free and (chosen[2] == tmp_path / "usual") == is_free
 
 
-# ---- Locks and lines in a run directory ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["link", "hard link", "dangling", "pipe", "folder"])
-def test_a_lock_and_a_journal_are_not_written_through_a_link(kind: str, tmp_path: Path) -> None:
-    thesis, run = tmp_path / "thesis.tex", tmp_path / "run"
-    run.mkdir()
-    thesis.write_bytes(PRECIOUS)
-    if kind == "dangling":
-        thesis.unlink()
-    make = {"link": Path.symlink_to, "dangling": Path.symlink_to, "hard link": Path.hardlink_to}.get(kind)
-    for name in (".lock", "launch.jsonl", "metrics.jsonl"):
-        if make is not None:
-            make(run / name, thesis)
-        else:
-            IRREGULAR[kind](run / name)
-    with pytest.raises((OSError, RecipeError)):
-        claim(run, load_recipe("b16_i1k")).close()
-    with pytest.raises(OSError):
-        LockFile(run / ".lock")
-    said: list[str] = []
-    journal = Journal(run / "launch.jsonl", said.append)
-    journal.write("started")
-    assert len(said) == 1
-    if make is None:
-        assert is_held(run) is None
-        for read in (lambda: read_launches(run / "launch.jsonl"), MetricsLog(run / "metrics.jsonl").refresh):
-            with pytest.raises(DataError):
-                read()
-    MetricsLines(run / "metrics.jsonl", 0).training(1, {"loss": 1.0})
-    assert thesis.exists() == (kind != "dangling") and (kind == "dangling" or thesis.read_bytes() == PRECIOUS)
-
-
-@pytest.mark.parametrize("text", ["a thesis\n", "one\ntwo", "x" * 300, "é"])
-def test_a_lock_that_holds_anything_else_is_not_truncated(text: str, tmp_path: Path) -> None:
-    (tmp_path / ".lock").write_text(text)
-    claim(tmp_path, load_recipe("b16_i1k")).close()
-    assert (tmp_path / ".lock").read_text() == text and last_holder(tmp_path) == ""
-
-
-def test_a_lock_of_an_earlier_version_is_taken_over_and_becomes_private(tmp_path: Path) -> None:
-    (tmp_path / ".lock").write_text("a-node.of-a.cluster")
-    (tmp_path / ".lock").chmod(0o644)
-    with claim(tmp_path, load_recipe("b16_i1k")):
-        assert is_held(tmp_path) and last_holder(tmp_path) == socket.gethostname()
-    assert stat.S_IMODE((tmp_path / ".lock").stat().st_mode) == 0o600 and is_held(tmp_path) is False
-
-
-def _as_a_stranger(run: Path, answers: "multiprocessing.SimpleQueue[object]") -> None:
-    os.setgid(4001)
-    os.setuid(4001)
-    try:
-        with (run / ".lock").open("rb") as file:
-            answers.put(try_lock(file))
-    except PermissionError:
-        answers.put("forbidden")
-    answers.put(is_held(run))
-
-
 @ROOT
-def test_another_user_can_neither_hold_a_lock_nor_tell_that_it_is_held(tmp_path: Path) -> None:
-    run = Path(tempfile.mkdtemp(dir="/tmp"))
-    run.chmod(0o755)
-    with claim(run, load_recipe("b16_i1k")):
-        context = multiprocessing.get_context("fork")
-        answers = context.SimpleQueue()
-        process = context.Process(target=_as_a_stranger, args=(run, answers))
-        process.start()
-        process.join()
-        assert (answers.get(), answers.get()) == ("forbidden", None)
-    for path in run.iterdir():
-        path.unlink()
-    run.rmdir()
-
-
-def test_a_conversion_refuses_links_in_its_output(tmp_path: Path) -> None:
-    (tmp_path / "victim" / "listing").mkdir(parents=True)
-    for name in (".vitscale-convert", "dedup"):
-        out = tmp_path / f"out-{name}"
-        out.mkdir()
-        (out / name).symlink_to(tmp_path / "victim")
-        with pytest.raises(RecipeError):
-            Output.at(str(out), None).refuse_foreign([""])
-    locks = tmp_path / "locks"
-    locks.mkdir()
-    (tmp_path / "thesis").write_bytes(PRECIOUS)
-    (locks / "tasks-x-of-y.lock").touch()
-    (locks / "tasks-0-of-0.lock").touch()
-    (locks / "tasks-0-of-1.lock").symlink_to(tmp_path / "thesis")
-    with pytest.raises(OSError), claimed(locks, TaskRange()):
-        pass
-    assert (tmp_path / "thesis").read_bytes() == PRECIOUS
-
-
-# ---- A file system without locks -------------------------------------------------------------------------------------
-
-_NO_LOCKS = """
-#define _GNU_SOURCE
-#include <errno.h>
-int flock(int file, int kind) { errno = ERROR; return -1; }
-"""
-_HOLD = """
-import sys
-from contextlib import contextmanager
-from pathlib import Path
-from data_tools.locks import ALL_TASKS, claimed
-from vitscale.errors import VitscaleError
-from vitscale.files.machine_folder import MachineFolder
-from vitscale.recipe import load_recipe
-from vitscale.runs.directory import claim, is_held
-what, folder = sys.argv[1], Path(sys.argv[2])
-take = {
-    "run": lambda: claim(folder, load_recipe("b16_i1k")),
-    "tasks": lambda: claimed(folder, ALL_TASKS),
-    "machine folder": lambda: MachineFolder(folder, "x"),
-}[what]
-try:
-    with take():
-        print("held", is_held(folder), flush=True)
-        sys.stdin.read()
-except VitscaleError as error:
-    print(type(error).__name__, flush=True)
-"""
-
-
-@pytest.fixture(scope="module", params=["ENOLCK", "ENOSYS", "EOPNOTSUPP"])
-def without_locks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of processes whose file systems have no locks."""
-    folder = tmp_path_factory.mktemp("no-locks")
-    (folder / "flock.c").write_text(_NO_LOCKS)
-    build = ["gcc", "-shared", "-fPIC", f"-DERROR={request.param}", "-o", str(folder / "flock.so"), "flock.c"]
-    if subprocess.run(build, cwd=folder, check=False).returncode:
-        pytest.skip("no C compiler")
-    return os.environ | {"LD_PRELOAD": str(folder / "flock.so")}
-
-
-@pytest.mark.parametrize("what", ["run", "tasks", "machine folder"])
-def test_an_owner_file_takes_the_place_of_a_lock(what: str, without_locks: dict[str, str], tmp_path: Path) -> None:
-    def start() -> "subprocess.Popen[str]":
-        command = [sys.executable, "-c", _HOLD, what, str(tmp_path)]
-        return subprocess.Popen(
-            command, env=without_locks, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def says(process: "subprocess.Popen[str]") -> str:
-        assert process.stdout is not None
-        return process.stdout.readline().split(" ")[0].strip()
-
-    first, second = start(), None
-    assert says(first) == "held"
-    second = start()
-    shares = what == "machine folder"
-    assert says(second) == ("held" if shares else "RecipeError")
-    second.communicate(timeout=20)
-    assert not shares or (tmp_path / "x" / "in-use").exists()
-    first.kill()
-    first.communicate()
-    assert list(tmp_path.rglob("*.owner*"))  # of the killed one
-    third = start()
-    assert says(third) == "held"
-    assert third.communicate(timeout=20)[1] == "" and third.returncode == 0
-    assert not list(tmp_path.rglob("*.owner*"))
-    if shares:
-        assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+@pytest.mark.parametrize("mode, group, renamed_by", ABOVE)
+def test_nothing_is_believed_below_a_folder_in_which_others_can_rename_it(
+    mode: int, group: int, renamed_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    above = tmp_path / "above"
+    (above / "ours").mkdir(parents=True, mode=0o700)
+    above.chmod(mode)
+    os.chown(above, 0, group)
+    (tmp_path / "link").symlink_to(above)
+    for path in (above / "ours", above / "ours" / "new", tmp_path / "link" / "ours"):
+        with pytest.raises(PermissionError) if renamed_by == "all" else nullcontext():
+            assert vitscale.private_folder(path) == path.resolve()
+        monkeypatch.delenv("VARIABLE", raising=False)
+        vitscale.choose_code_folder("VARIABLE", str(path))
+        assert (os.environ["VARIABLE"] == str(path.resolve())) == (renamed_by == "nobody")
+    monkeypatch.delenv("VARIABLE")

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import stat
@@ -192,6 +193,39 @@ def connected_or_refused(port: int, into: list[socket.socket]) -> bool:
         into.append(connected(port))
         return False
     return True
+
+
+def test_a_host_with_many_connections_keeps_no_other_host_out(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    with Meeting(tmp_path, 0) as first, ExitStack() as idle:
+        secret = secret_of(tmp_path)
+        for _ in range(1500):  # more than are shown out for their silence before a node has waited long enough
+            idle.enter_context(socket.create_connection(("127.0.0.1", first.port), 10, ("127.0.0.2", 0)))
+        come(first.port, secret).tell({"ready": [1, True]})
+        first.join()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert first.layout.world_size == 2
+
+
+def test_single_bytes_do_not_keep_a_node_waiting(tmp_path):
+    """Whoever has taken node 0's place sends a byte now and then, and never a line."""
+    write_secret(tmp_path, os.urandom(32))
+    supervisor, port = Supervisor(), int(free_port())
+    other = OtherNode(ThisNode(1, 2, "127.0.0.1", port, 1.0), supervisor, tmp_path, silence_s=0.5)
+    ended = threading.Event()
+
+    def drip() -> None:
+        with contextlib.suppress(OSError), listener.accept()[0] as stranger:
+            while not ended.is_set():
+                stranger.sendall(b"0")
+                time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        threading.Thread(target=drip, daemon=True).start()
+        with pytest.raises(PeerLostError):
+            other.meet(1, is_asked_for=True)
+        ended.set()
 
 
 def test_a_number_that_is_taken_stays_so_and_its_owner_may_come_back(tmp_path):

@@ -10,7 +10,7 @@ import sys
 import threading
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ import pytest
 from data_tools.sources import SourceOptions, open_source
 from data_tools.sources.parts import clean_path
 from vitscale.errors import DataError, RecipeError
-from vitscale.launch.clusters import Job, slurm
+from vitscale.launch.clusters import Job, hostfile, slurm
 from vitscale.launch.pretraining import Pretraining
 from vitscale.page import read_figures
 from vitscale.recipe import load_recipe, refuse_secrets
@@ -348,6 +348,52 @@ def test_a_batch_script_gets_no_line_of_a_stranger(end, place, tmp_path, monkeyp
     if place not in ("folder", "name"):
         with pytest.raises(RecipeError):
             slurm.render(job)
+
+
+COUNTERS: dict[str, Callable[[Path, Path], object]] = {
+    "a program": lambda path, _: path.write_text("0 a[$(touch PWNED)0]\n"),
+    "no number": lambda path, _: path.write_text("0 08\n"),
+    "a huge number": lambda path, _: path.write_text(f"{'9' * 30} {'9' * 30}\n"),
+    "a link": Path.symlink_to,
+    "a pipe": lambda path, _: os.mkfifo(path),
+}
+
+
+@pytest.mark.parametrize("put", COUNTERS.values(), ids=COUNTERS)
+def test_a_batch_script_believes_only_numbers_in_a_run_directory(put, tmp_path, monkeypatch):
+    """Run for real, with srun and scontrol that stand for Slurm's."""
+    monkeypatch.chdir(tmp_path)
+    for name, does in {"srun": "exit 75", "scontrol": "echo $1 >>requeued", "sleep": ":"}.items():
+        Path(name).write_text(f"#!/bin/sh\n{does}\n")
+        Path(name).chmod(0o755)
+    (tmp_path / "thesis").write_text("mine")
+    run = tmp_path / "run"
+    run.mkdir()
+    put(run / ".slurm-7", tmp_path / "thesis")
+    os.mkfifo(run / "launch.jsonl")
+    script = slurm.render(Job(Pretraining(str(RECIPE), (), run), max_restarts=1))
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    codes = [
+        subprocess.run(["bash", "-c", script], env=environment, capture_output=True, timeout=30).returncode
+        for _ in range(3)
+    ]
+    assert codes == [0, 75, 75] and Path("requeued").read_text() == "requeue\n"
+    assert not Path("PWNED").exists() and (tmp_path / "thesis").read_text() == "mine"
+
+
+ANSWERS = [b"5", b"[1]", b"{}", b'{"version": []}', b"null", b'"x"', b"[" * 100_000, b"\xff\xfe", b""]
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=range(len(ANSWERS)))
+def test_a_host_that_answers_anything_is_refused_in_words(answer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("node1 slots=1\n")
+    Path("answer").write_bytes(answer)
+    job = Job(
+        Pretraining(str(RECIPE), (), tmp_path / "run"), options={"hostfile": "hosts", "ssh": "sh -c 'cat answer' --"}
+    )
+    with pytest.raises(RecipeError):
+        hostfile.submit(job)
 
 
 # ---- The certificate's checker ---------------------------------------------------------------------------------------

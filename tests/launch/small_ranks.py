@@ -68,9 +68,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def signal_when(files: list[Path], *numbers: int, between_s: float = 0.0) -> None:
+def signal_when(files: list[Path], *numbers: int) -> None:
     """From a thread: send this process the signals once all files are there."""
     wait_until(lambda: all(file.exists() for file in files))
     for number in numbers:
         os.kill(os.getpid(), number)
-        time.sleep(between_s)

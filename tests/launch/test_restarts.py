@@ -130,10 +130,11 @@ def test_a_run_that_was_told_to_end_is_not_restarted(tmp_path):
         assert launch(run_dir, (told.format(own),)) == (code, 1)
 
 
-def test_a_second_signal_is_75(tmp_path):
+def test_a_second_signal_is_75(tmp_path, monkeypatch):
+    monkeypatch.setattr("vitscale.launch.supervisor._SAME_REQUEST_SECONDS", 0)
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); note('ready'); time.sleep(100)"
-    arguments = ([tmp_path / "ready"], signal.SIGTERM, signal.SIGTERM)
-    threading.Thread(target=signal_when, args=arguments, kwargs={"between_s": 1.1}, daemon=True).start()
+    arguments = ([tmp_path / "ready"], signal.SIGTERM, signal.SIGINT)
+    threading.Thread(target=signal_when, args=arguments, daemon=True).start()
     assert launch(tmp_path, (body,)) == (75, 1)
 
 

@@ -135,21 +135,41 @@ def test_a_signal_reaches_all_ranks_at_once(tmp_path, sent, arrives):
     assert supervisor.told == getattr(signal, sent) and not supervisor.at_once
 
 
-def test_a_second_signal_ends_ranks_that_ignore_the_first(tmp_path, capfd):
+def test_a_rank_that_starts_after_the_signal_is_told_too(tmp_path):
+    """A process with other threads, such as a notebook's, gets signals even while its main thread starts ranks."""
+    body = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(85))\n" + FOREVER
+    now, told = threading.Event(), threading.Event()
+
+    class Starts(list):
+        def __iter__(self):
+            yield from self[:2]
+            now.set()
+            told.wait()
+            yield from self[2:]
+
+    threading.Thread(target=lambda: (now.wait(), os.kill(os.getpid(), signal.SIGTERM), told.set())).start()
+    with Supervisor(silence_s=5) as supervisor:
+        ends = supervisor.run(Starts(ranks(tmp_path, body, body, body)))
+    assert {end.returncode for end in ends} <= {85, -signal.SIGTERM} and len(ends) == 3
+
+
+def test_a_second_signal_ends_ranks_that_ignore_the_first(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("vitscale.launch.supervisor._SAME_REQUEST_SECONDS", 0)
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
-    in_thread([tmp_path / "ready-0", tmp_path / "ready-1"], signal.SIGTERM, signal.SIGTERM, between_s=1.1)
+    in_thread([tmp_path / "ready-0", tmp_path / "ready-1"], signal.SIGTERM, signal.SIGINT)
     ends, supervisor = run(tmp_path, body, body)
     assert supervisor.at_once and [end.returncode for end in ends] == [-signal.SIGKILL] * 2
     assert "most recent call first" not in capfd.readouterr().err
 
 
-def test_one_request_may_come_twice(tmp_path):
+def test_one_request_may_come_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr("vitscale.launch.supervisor._SAME_REQUEST_SECONDS", 1000)
     body = (
         "def told(*_):\n"
-        "    time.sleep(0.3); sys.exit(85)\n"
+        "    os.kill(os.getppid(), signal.SIGTERM); sys.exit(85)\n"
         "signal.signal(signal.SIGTERM, told); signal.signal(signal.SIGUSR1, told)\n" + FOREVER
     )
-    in_thread([tmp_path / "ready-0"], signal.SIGUSR1, signal.SIGTERM, between_s=0.1)
+    in_thread([tmp_path / "ready-0"], signal.SIGUSR1)
     ends, supervisor = run(tmp_path, body)
     assert [end.returncode for end in ends] == [85] and not supervisor.at_once
 

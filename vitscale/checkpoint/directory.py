@@ -166,7 +166,7 @@ class LocalDirectory:
     def _note_latest(self, step: int) -> None:
         latest, name = self._root / "latest", step_folder(step) + "\n"
         with suppress(OSError):  # a hint for people
-            if not latest.is_file() or latest.read_text(errors="replace") != name:
+            if not latest.is_file() or latest.stat().st_size != len(name) or latest.read_text(errors="replace") != name:
                 write_text(latest, name)
 
     def begin(self, step: int) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from vitscale.errors import DataError, RecipeError
-from vitscale.files.locks import lock, try_lock
+from vitscale.files.locks import LockFile, lock, try_lock
 from vitscale.safe_text import without_secrets
 from vitscale.storage import is_url, without_file_scheme
 
@@ -56,14 +56,19 @@ def durable_file(path: str | Path, *, overwrite: bool = True, mode: int = 0o666)
 
 
 @contextmanager
-def durable_folder(target: Path) -> Iterator[Path]:
-    """`durable_file` for a folder, which replaces nothing but an empty folder. Raises OSError."""
+def durable_folder(target: Path, *, alone: bool = False) -> Iterator[Path]:
+    """`durable_file` for a folder, which replaces nothing but an empty folder. Raises OSError.
+
+    With `alone`, raises FileExistsError at once if another process is writing it, and one of the two would be in vain.
+    """
     make_folder(target.parent)
-    remove_leftovers(target.parent, target.name)
     part = _part_of(target)
     part.mkdir()
     try:
-        with _locked(part / _LOCK) as opened:
+        with LockFile(part / _LOCK) as opened:
+            lock(opened)
+            if remove_leftovers(target.parent, target.name) > 1 and alone:  # ours is one
+                raise FileExistsError(errno.EEXIST, "another process is writing it", str(target))
             aside = part / target.name
             aside.mkdir()
             yield aside
@@ -97,7 +102,7 @@ def new_folder(out: str | Path, what: str = "OUT") -> Iterator[Path]:
             raise RecipeError(
                 f"{what} {out}: is a mount point, which cannot be replaced as a whole. Choose a folder in it"
             )
-        folder = made.enter_context(durable_folder(target))
+        folder = made.enter_context(durable_folder(target, alone=True))
     except OSError as error:
         raise RecipeError(f"{what} {out}: cannot be written ({error.strerror})") from error
     try:
@@ -152,7 +157,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sync_below(folder: Path, opened: BinaryIO) -> None:
+def _sync_below(folder: Path, opened: LockFile) -> None:
     """Flush all that is in a folder to the disk; `opened` is a file beside it, opened before any of it was written."""
     # `syncfs` takes all files at once, which may be hundreds of thousands: one by one they take 20 times as long. It
     # reports what could not be written since `opened` was, even to files that are closed.
@@ -179,17 +184,24 @@ def _locked(path: Path, mode: int = 0o666) -> BinaryIO:
     return file if os.fstat(file.fileno()).st_nlink else _locked(path, mode)
 
 
-def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove what killed processes of this user have left in a folder: parts of `name`, or all. Raises OSError."""
-    names = "*" if name is None else escape(name)
+def remove_leftovers(folder: Path, name: str | None = None) -> int:
+    """Remove what killed processes of this user have left in a folder: parts of `name`, or all.
+
+    Returns the number of parts that processes still write. Raises OSError.
+    """
+    names, living = "*" if name is None else escape(name), 0
     for part in folder.glob(f".{names}.{'[0-9a-f]' * 8}.part"):
         with suppress(OSError):
-            is_folder = part.is_dir()
+            is_folder = part.is_dir() and not part.is_symlink()
             flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # not through a link, and without waiting for a pipe
-            with FileIO(os.open(part / _LOCK if is_folder else part, flags), "r+") as file:
+            with LockFile(part / _LOCK, create=False) if is_folder else FileIO(os.open(part, flags), "r+") as file:
                 status = os.fstat(file.fileno())
-                if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and try_lock(file):
-                    shutil.rmtree(part) if is_folder else part.unlink()
+                if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                    if not try_lock(file):
+                        living += 1
+                    else:
+                        shutil.rmtree(part) if is_folder else part.unlink()
+    return living
 
 
 def write_text(path: Path, text: str) -> None:

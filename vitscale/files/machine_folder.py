@@ -34,8 +34,8 @@ class MachineFolder:
     """
 
     def __init__(self, above: Path, name: str) -> None:
+        above = private_folder(above)
         self.path = above / name
-        private_folder(above)
         with locked(above / _LOCK):
             for other in above.iterdir():
                 if not other.name.startswith(_LOCK):  # nor its owner file

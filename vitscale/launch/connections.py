@@ -73,7 +73,6 @@ class Connection:
         most = _MOST_BYTES[self.is_proven]
         try:
             while chunk := self._socket.recv(1 << 16):
-                self._heard_at = time.monotonic()
                 self._received += chunk
                 if len(self._received) > most:
                     break
@@ -104,6 +103,7 @@ class Connection:
             other = bytes.fromhex(line.decode("ascii"))
             if len(other) != SECRET_BYTES:
                 raise ValueError("not a random number")
+            self._heard_at = time.monotonic()  # by whole lines: single bytes would keep it waiting for hours
             numbers = b"".join(sorted([self._number, other]))
             self._key = hmac.digest(self._secret, b"vitscale launch" + numbers, "sha256")
             self.send()
@@ -112,7 +112,7 @@ class Connection:
         expected = self._authentication(content, self._lines_read, is_from_first=self._reads is FromFirst)
         if not hmac.compare_digest(code, expected):
             raise ValueError("a line of somebody else")
-        self._lines_read, self.is_proven = self._lines_read + 1, True
+        self._lines_read, self.is_proven, self._heard_at = self._lines_read + 1, True, time.monotonic()
         message = self._reads.model_validate_json(content)
         return message if message.model_fields_set else None
 

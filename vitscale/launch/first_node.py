@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,8 +23,9 @@ from vitscale.launch.nodes import Account, Decision, Layout, NodeEndedError, Thi
 from vitscale.launch.secret import SECRET_BYTES, remove_secret, write_secret
 from vitscale.launch.supervisor import Supervisor, say
 
-_MOST_STRANGERS = 64  # connections that are yet to prove themselves; more wait for their turn, and take no files
-_STRANGER_SECONDS = 10.0, 1.0  # that they have for it: as a rule, and while others wait
+_MOST_STRANGERS = 64  # connections that are yet to prove themselves
+_STRANGER_SECONDS = 10.0  # that they have for it
+_MOST_AT_ONCE = 1024  # that are accepted before any is read
 
 
 class FirstNode:
@@ -53,7 +55,7 @@ class FirstNode:
         self._listener = listen(place, resolve(place, supervisor))
         self._run_dir, self._secret = run_dir, os.urandom(SECRET_BYTES)
         write_secret(run_dir, self._secret)
-        self._strangers: list[Connection] = []
+        self._strangers: dict[Connection, str] = {}  # with the host that each comes from, the oldest first
         self._others: dict[int, _Other] = {}
         self._trouble = ""
         self._port: socket.socket | None = None
@@ -140,18 +142,22 @@ class FirstNode:
 
     def _poll(self) -> None:
         with contextlib.suppress(OSError):  # nobody else is there, or whoever was has gone, or files have run out
-            while len(self._strangers) < _MOST_STRANGERS:
-                new = self._listener.accept()[0]
-                self._strangers.append(Connection(new, self._silence, self._secret, ToFirst))
-        is_crowded = len(self._strangers) == _MOST_STRANGERS
+            for _ in range(_MOST_AT_ONCE):
+                new, (host, *_) = self._listener.accept()
+                self._strangers[Connection(new, self._silence, self._secret, ToFirst)] = host
+                if len(self._strangers) > _MOST_STRANGERS:  # a host with many keeps no other one out
+                    busiest = Counter(self._strangers.values()).most_common(1)[0][0]
+                    oldest = next(one for one, host in self._strangers.items() if host == busiest)
+                    oldest.close()
+                    del self._strangers[oldest]
         for stranger in list(self._strangers):
             messages = stranger.receive()
             if messages:
                 self._welcome(stranger, *messages)
-            elif time.monotonic() - stranger.began_at > _STRANGER_SECONDS[is_crowded]:
+            elif time.monotonic() - stranger.began_at > _STRANGER_SECONDS:
                 stranger.close()
             if messages or stranger.lost:
-                self._strangers.remove(stranger)
+                del self._strangers[stranger]
         for other in self._others.values():
             for message in other.connection.receive():
                 other.take(message)

@@ -47,7 +47,7 @@ def say(message: str) -> None:
 class Supervisor:
     """The ranks of one launch, attempt after attempt. A context manager, for the main thread.
 
-    Inside, SIGTERM, SIGINT, SIGHUP and SIGUSR1 to this process go to all ranks at once; a second one ends all of them.
+    Inside, SIGTERM, SIGINT, SIGHUP and SIGUSR1 to this process go to all ranks; a second one ends all of them.
 
     Args:
         grace_s: seconds that other ranks have to end by themselves when one has failed.
@@ -81,7 +81,7 @@ class Supervisor:
     def __enter__(self) -> Self:
         for number in PASSED_ON:
             if signal.getsignal(number) is not signal.SIG_IGN:  # ignored on purpose, as by nohup
-                self._handlers[number] = signal.signal(number, self._pass_on)
+                self._handlers[number] = signal.signal(number, self._take_note)
         self._handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else exit codes may be lost
         return self
 
@@ -131,7 +131,11 @@ class Supervisor:
                     rank.forgive_silence()
             looked_at = now
             if told is not self.told and self.told is not None:
-                told = self.told
+                told = (
+                    self.told
+                )  # passed on here, not in the handler, which another thread may let run between two starts
+                for rank in self._running():
+                    rank.signal(PASSED_ON[told])
                 say(f"{told.name}: passed on to all ranks; they save and end. A second signal ends them at once")
             if self.at_once:
                 say("a second signal: ending all ranks at once")
@@ -234,14 +238,12 @@ class Supervisor:
             self.unkillable = True
             say(f"rank {rank.rank} (pid {rank.pid}) does not die of SIGKILL (its process: {rank.state()})")
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler. It prints nothing, because what it interrupts may be printing."""
+    def _take_note(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler. It only takes note, because what it interrupts may be printing, or starting a rank."""
         del frame
         now = time.monotonic()
         if self.told is None:
             self.told, self._told_at = signal.Signals(number), now
-            for rank in self._running():
-                rank.signal(PASSED_ON[self.told])
         elif now - self._told_at >= _SAME_REQUEST_SECONDS:
             self.at_once = True
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, Self
@@ -19,6 +20,7 @@ from vitscale.files.locks import LockFile, try_lock
 from vitscale.launch import Pretraining
 from vitscale.launch.ends import EXIT_BUG, EXIT_DATA, EXIT_NON_FINITE, EXIT_PREEMPTED, EXIT_RECIPE, EXIT_RETRY
 from vitscale.launch.supervisor import PASSED_ON
+from vitscale.storage import regular
 from vitscale.studies.choosing import choose
 from vitscale.studies.engine import LOG_FILE, Engine
 from vitscale.studies.expansion import Choice, Entry, Expansion
@@ -263,9 +265,9 @@ class StudyRun:
 def last_words(log: Path) -> str:
     """The error of a launch that has failed, if its log has one, else its last line."""
     lines: list[str] = []
-    with suppress(OSError), log.open("rb") as file:
+    with suppress(OSError), FileIO(log, opener=regular) as file:
         file.seek(max(0, log.stat().st_size - _LOG_END_BYTES))
-        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        lines = [line.strip() for line in file.readall().decode(errors="replace").splitlines() if line.strip()]
     return next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1] if lines else "")
 
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from data_tools.dedup import building
 from data_tools.dedup.building import build_index
 from data_tools.dedup.index import FingerprintIndex
 from vitscale.errors import DataError, RecipeError
+from vitscale.files.durable import durable_folder
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -99,26 +99,27 @@ def test_a_disk_that_refuses(inline, monkeypatch, tmp_path, photos, piece):
     assert names_in(tmp_path) == []
 
 
+def test_of_two_builds_of_one_index_the_second_is_refused_at_once(tmp_path, photos):
+    with durable_folder(tmp_path / "index"), pytest.raises(RecipeError):
+        build_index([source_of(photos)], tmp_path / "index", workers=1, told=lambda _: pytest.fail("it works in vain"))
+    assert names_in(tmp_path / "index") == []
+
+
 def test_a_killed_build_leaves_nothing_under_the_name(tmp_path, photos):
     out = tmp_path / "index"
     program = f"""
+import os, signal, sys
 from data_tools.dedup import building
-from data_tools.dedup.against import Candidate
 from data_tools.sources import SourceOptions, open_source
-building._PIECE = 1
 source = open_source({str(photos)!r}, None, SourceOptions(unlabelled=True))
-building.build_index([building.TestSource("photos", "src", source, "photo", 3)], {str(out)!r}, workers=1)
+def hook(event, arguments):
+    if event == "shutil.rmtree" and str(arguments[0]).endswith("/pieces"):  # all is written, and nothing has its name
+        os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(hook)
+building.build_index([building.TestSource("photos", "src", source, "photo", 0)], {str(out)!r}, workers=1)
 """
-    process = subprocess.Popen([sys.executable, "-c", program])
-    try:
-        deadline = time.monotonic() + 60
-        while not list(tmp_path.glob(".index.*.part/pieces/*.npz")):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-    finally:
-        process.kill()
-        process.wait()
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
+    assert list(tmp_path.glob(".index.*.part/index/pieces/*.npz"))
     assert not out.exists()
     with pytest.raises(DataError, match=str(out)):
         FingerprintIndex(out)

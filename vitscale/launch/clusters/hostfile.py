@@ -36,6 +36,7 @@ from vitscale.recipe import load_recipe, refuse_secrets
 from vitscale.runs.checkpoints import newest_checkpoint_step
 from vitscale.runs.launches import Journal
 from vitscale.runs.names import LAUNCH_FILE, default_run_dir
+from vitscale.runs.reading import parse_object
 from vitscale.storage import read_text
 from vitscale.wording import counted
 
@@ -331,7 +332,7 @@ class _Front:
                 problems.append(f"  {host.name}: {answer['error']}")
             elif answer["version"] != vitscale.__version__:
                 problems.append(f"  {host.name}: has vitscale {answer['version']} and this is {vitscale.__version__}")
-            elif not answer["shares"]:
+            elif not answer.get("shares"):
                 problems.append(f"  {host.name}: does not see files written here to {self._run_dir.absolute()}")
         if problems:
             raise RecipeError(
@@ -350,6 +351,7 @@ class _Front:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
+                errors="replace",
                 start_new_session=True,
             )
             for host in hosts
@@ -391,14 +393,13 @@ class _HostLaunch:
 def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
     try:
         shown, complaint = process.communicate(timeout=3 * _ANSWER_SECONDS)
-        return dict(json.loads(shown.strip().splitlines()[-1]))
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
         return {"error": f"has not answered for {3 * _ANSWER_SECONDS} s"}
-    except (ValueError, IndexError):
-        said = complaint.strip().splitlines()
-        return {"error": f"does not answer ({said[-1] if said else f'exit code {process.returncode}'})"}
+    said = complaint.strip().splitlines()
+    error = f"does not answer ({said[-1] if said else f'exit code {process.returncode}'})"
+    return {"error": error, **(parse_object(shown.strip().rpartition("\n")[2].encode()) or {})}
 
 
 def _joint(codes: Sequence[int]) -> int:

@@ -46,7 +46,7 @@ trap told=1 TERM
 # All tasks end together and with one code, by themselves; --wait is for those that are left when one was killed.
 """
 
-_AFTER = """code=$?
+_AFTER = r"""code=$?
 
 case $code in
     0) exit 0 ;;
@@ -55,17 +55,21 @@ esac
 [ -z "$told" ] || exit $code # cancelled, or requeued by Slurm itself
 
 # Requeue while the run gets on: a step beyond all that were reached before begins the count again.
-step=$(cat "$run_dir"/{launch,metrics}.jsonl 2>/dev/null | grep -o '"step": [0-9]*' | sort -n -k 2 | tail -n 1)
+# What lies in the directory may be a stranger's: only files are read, only numbers are believed, links are replaced.
+files() { find "$run_dir" -maxdepth 1 -type f "(" -name "$1" -o -name "$2" ")" -exec cat {} +; }
+step=$(files launch.jsonl metrics.jsonl | grep -oE '"step": [0-9]{1,15}' | sort -n -k 2 | tail -n 1)
 step=${step##* }
-counter=$run_dir/.slurm-$SLURM_JOB_ID
-read -r furthest in_a_row 2>/dev/null <"$counter" || furthest=0 in_a_row=0
+counter=.slurm-$SLURM_JOB_ID
+read -r furthest in_a_row <<<"$(files "$counter" "$counter")"
+[[ "$furthest $in_a_row" =~ ^[0-9]{1,15}\ (0|[1-9][0-9]{0,5})$ ]] || furthest=0 in_a_row=0
 [ "${step:-0}" -le "$furthest" ] || furthest=$step in_a_row=0
 if [ "$in_a_row" -ge "$max_requeues" ]; then
     echo "slurm: exit code $code: not requeued; requeues in a row without a further step: $in_a_row" >&2
     exit $code
 fi
 echo "slurm: exit code $code after step ${step:-0}: requeued" >&2
-echo "$furthest $((in_a_row + 1))" >"$counter"
+rm -f "$run_dir/$counter"
+echo "$furthest $((in_a_row + 1))" >"$run_dir/$counter"
 scontrol requeue "$SLURM_JOB_ID" || exit $code
 sleep 60 # until Slurm ends this script
 """
