@@ -52,6 +52,12 @@ WITH_SECRETS = {
     "https://h/x?sv=2&amp;sig=TOPSECRET%3D&amp;b=1": "https://h/x?sv=2&amp;b=1",
     "URL('https://h/x?AWSAccessKeyId=TOPSECRET&Signature=a%2BTOPSECRET&Expires=1')": "URL('https://h/x?Expires=1')",
     "h/x?api_key=TOPSECRET, and y": "h/x, and y",
+    "https://h/x?a=1;token=TOPSECRET": "https://h/x?a=1",
+    "https://h/x?u=https%3A%2F%2Fu%3ATOPSECRET%40h%3Fa%3D1%26sig%3DTOPSECRET": "https://h/x?u=https%3A%2F%2Fh%3Fa%3D1",
+    "of /home/me/https:/u:TOPSECRET@h/x": "of /home/me/https:/h/x",  # as a path has it
+    r"https:\/\/u:TOPSECRET@h\/x?a=1\u0026sig\u003dTOPSECRET": r"https:\/\/h\/x?a=1",
+    "{'Authorization': 'Basic TOPSECRET', 'Range': 'x'}": "{'Authorization': '...', 'Range': 'x'}",
+    "authorization: Bearer TOPSECRET": "authorization: ...",
     json.dumps({"why": 'of "https://u:TOPSECRET@h/x?key=TOPSECRET"\nhere'}): json.dumps(
         {"why": 'of "https://h/x"\nhere'}
     ),
@@ -75,7 +81,9 @@ def test_text_without_secrets_stays(text):
     assert without_secrets(text) == text
 
 
-@pytest.mark.parametrize("unit", ["x://a:b", "://", "?sig=a&", "https://u:", "@:", "&a_", "?%", "aA-", " "])
+@pytest.mark.parametrize(
+    "unit", ["x://a:b", "://", "?sig=a&", "%3a%2f%2fa", "authorization: ", "https://u:", "@:", "&a_", "?%", "aA-", " "]
+)
 def test_long_text_takes_no_longer_than_it_has_to(unit):
     text = f"https://u:{unit * 50_000}@"  # quadratic time would be an hour
     assert isinstance(shown(text), str)
