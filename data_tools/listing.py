@@ -10,6 +10,7 @@ then reads one place in each run rather than places all over the disk.
 
 import json
 import os
+import shutil
 import struct
 from collections import Counter
 from collections.abc import Iterator
@@ -37,7 +38,8 @@ LISTING = pa.schema(
     ]
 )
 _BATCH_ROWS = 1 << 14
-_RUN_BYTES = 256 << 20
+_RUN_BYTES, _LEAST_HELD = 256 << 20, 512  # an empty file takes memory, too
+_MOST_LEFT = 4 << 30  # bytes of a disk that a spool leaves free, or a twentieth of a small one
 # Properties of a stored object that change with its content; stores differ in their names.
 _TELLING = ("size", "ETag", "etag", "md5", "generation", "mtime", "LastModified", "last_modified", "updated", "created")
 _NO_LABEL = ("-1",)  # as many collections write it
@@ -189,6 +191,7 @@ def _spooled(rows: Iterator[Row], spool: BinaryIO, seed: int) -> Iterator[Row]:
 
     def flush() -> Iterator[Row]:
         nonlocal offset
+        _refuse_full_disk(Path(spool.name).parent, sum(len(content) for *_, content in run))
         run.sort(key=lambda row: row[0])
         for _, key, labels, content in run:
             spool.write(content)
@@ -198,11 +201,22 @@ def _spooled(rows: Iterator[Row], spool: BinaryIO, seed: int) -> Iterator[Row]:
 
     for key, labels, content in rows:
         run.append((order_hash(key, seed), key, labels, content))
-        held += len(content)
+        held += max(len(content), _LEAST_HELD)
         if held >= _RUN_BYTES:
             yield from flush()
             held = 0
     yield from flush()
+
+
+def _refuse_full_disk(folder: Path, size: int) -> None:
+    """Raise DataError if so many bytes more leave others no room: a stream may be endless, or unpack to anything."""
+    disk = shutil.disk_usage(folder)
+    left = min(_MOST_LEFT, disk.total // 20)
+    if disk.free - size < left:
+        raise DataError(
+            f"{folder}: images that can only be read once are kept here, and less than {left / 1e9:.1f} GB of the disk "
+            "would be left. Give a folder on a larger disk with --work"
+        )
 
 
 def _batches(rows: Iterator[Row]) -> Iterator[pa.RecordBatch]:

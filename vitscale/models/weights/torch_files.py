@@ -31,6 +31,8 @@ _INDEX = f"{WEIGHTS}.index.json"
 _OLD_WEIGHTS = "pytorch_model.bin"
 _OLD_PICKLES = 5  # in torch's older format: magic number, version, machine, values, keys of storages
 _MOST_PICKLED = 256 << 20
+# What torch lets a pickle ask for, though it makes memory of a number or takes minutes over a text (punycode).
+_COSTLY = ("Tensor", " bytearray", " UntypedStorage", " TypedStorage", "_codecs encode")
 _WRAPPERS = ("state_dict", "model")
 
 
@@ -142,7 +144,7 @@ def _check_pickles(path: Path, is_zip: bool) -> None:
                 break
             length, names = check_pickle(data)
             data = data[length:]
-            if asked := [name for name in names if name.endswith(("Tensor", " bytearray"))]:  # of any size
+            if asked := [name for name in names if name.endswith(_COSTLY)]:
                 raise ValueError(f"GLOBAL {asked[0].replace(' ', '.')} was not an allowed global")
 
 
