@@ -52,7 +52,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
                 part = file.get_slice(key)
                 shape = tuple(part.get_shape())
                 value = file.get_tensor(key) if rows is None else part[rows]
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, TypeError) as error:
             raise CheckpointError(f"{path}: {key} cannot be read any more: {error}") from None
         if shape != shapes[key]:
             raise CheckpointError(f"{path}: {key} has another shape than before: the file was replaced")
@@ -134,7 +134,8 @@ def _check_pickles(path: Path, is_zip: bool) -> None:
         with zipfile.ZipFile(path) as archive:
             if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
                 raise ValueError("it is compressed, which torch.save does not do")
-            pickles = [archive.read(info) for info in archive.infolist() if info.filename.endswith(".pkl")]
+            # In capitals, too: torch finds them so.
+            pickles = [archive.read(info) for info in archive.infolist() if info.filename.lower().endswith(".pkl")]
     else:
         with path.open("rb") as file:
             pickles = [file.read(_MOST_PICKLED)]
@@ -171,7 +172,10 @@ def _reason(error: Exception) -> str:
 def _floating(value: Tensor, path: Path, key: str) -> Tensor:
     if not value.is_floating_point():
         raise CheckpointError(f"{path}: {key} has type {value.dtype}, which is no floating-point type")
-    return value.float()
+    try:
+        return value.float()
+    except RuntimeError as error:
+        raise CheckpointError(f"{path}: {key} has type {value.dtype}, which torch does not convert: {error}") from None
 
 
 class _Writable(Protocol):
