@@ -191,7 +191,12 @@ def _spooled(rows: Iterator[Row], spool: BinaryIO, seed: int) -> Iterator[Row]:
 
     def flush() -> Iterator[Row]:
         nonlocal offset
-        _refuse_full_disk(Path(spool.name).parent, sum(len(content) for *_, content in run))
+        disk = shutil.disk_usage(spool.fileno())
+        if disk.free - held < min(_MOST_LEFT, disk.total // 20):  # a stream may be endless, or unpack to anything
+            raise DataError(
+                f"{spool.name}: images that can only be read once are kept here, and would fill the disk. Give a folder "
+                "on a larger one with --work"
+            )
         run.sort(key=lambda row: row[0])
         for _, key, labels, content in run:
             spool.write(content)
@@ -206,17 +211,6 @@ def _spooled(rows: Iterator[Row], spool: BinaryIO, seed: int) -> Iterator[Row]:
             yield from flush()
             held = 0
     yield from flush()
-
-
-def _refuse_full_disk(folder: Path, size: int) -> None:
-    """Raise DataError if so many bytes more leave others no room: a stream may be endless, or unpack to anything."""
-    disk = shutil.disk_usage(folder)
-    left = min(_MOST_LEFT, disk.total // 20)
-    if disk.free - size < left:
-        raise DataError(
-            f"{folder}: images that can only be read once are kept here, and less than {left / 1e9:.1f} GB of the disk "
-            "would be left. Give a folder on a larger disk with --work"
-        )
 
 
 def _batches(rows: Iterator[Row]) -> Iterator[pa.RecordBatch]:

@@ -111,12 +111,10 @@ def filesystem(url: str) -> tuple[Any, str]:
         package = _INSTALL.get(scheme)
         hint = f"pip install {package}" if package else str(error)
         raise RecipeError(f"{url}: reading {scheme}:// needs a package that is not installed: {hint}") from error
-    except ValueError as error:
+    except Exception as error:  # also of archives, which are opened at once
+        if isinstance(error, OSError):
+            raise
         raise RecipeError(f"{url}: {scheme}:// is not a kind of storage that fsspec supports ({error})") from error
-    except OSError:
-        raise
-    except Exception as error:  # an archive that a URL leads into is opened at once
-        raise StorageError(f"{url}: cannot be opened ({type(error).__name__}: {error})") from error
 
 
 async def _http_client(**options: Any) -> Any:
@@ -127,15 +125,13 @@ async def _http_client(**options: Any) -> Any:
         async def read(self) -> bytes:
             asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.request_info.headers.get("Range", ""))
             most = int(asked[2]) - int(asked[1]) + 1 if asked else _MOST_AT_ONCE
-            pieces, size = [], 0
-            async for piece in self.content.iter_any():
-                pieces.append(piece)
-                size += len(piece)
-                if size > most:
-                    self.close()
-                    raise OSError(errno.EFBIG, f"more than {most:,} bytes came")
-            self._body = b"".join(pieces)
-            return self._body
+            try:
+                await self.content.readexactly(most + 1)
+            except asyncio.IncompleteReadError as error:
+                self._body = error.partial
+                return error.partial
+            self.close()
+            raise OSError(errno.EFBIG, f"more than {most:,} bytes came")
 
     return aiohttp.ClientSession(response_class=Answer, **options)
 

@@ -10,15 +10,13 @@ from pydantic_core import SchemaError, SchemaValidator, core_schema
 from vitscale.block import Block
 
 _MOST_GROUPS, _LONGEST_PATTERN = 100, 300
-# In ASCII, as names are: each of these takes 60 kB with all of Unicode's letters.
-_CLASSES = {r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]", r"\d": "[0-9]", r"\D": "[^0-9]"}
 
 
 @cache
 def _compiled(pattern: str) -> SchemaValidator:
-    # In Rust's dialect, which takes linear time: Python's may take for ever, and a recipe may be a stranger's.
-    for short, long in _CLASSES.items():
-        pattern = pattern.replace(short, long)
+    # In Rust's dialect, which takes linear time: Python's may take for ever, and a recipe may be a stranger's. With all
+    # of Unicode a \w takes 60 kB.
+    pattern = pattern.replace(r"\w", "[0-9A-Za-z_]").replace(r"\W", "[^0-9A-Za-z_]")
     return SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))
 
 
@@ -29,9 +27,7 @@ def matches(pattern: str, name: str) -> bool:
 
 def _is_pattern(text: str) -> str:
     if len(text) > _LONGEST_PATTERN or any(part in text for part in ("{", r"\p", r"\P")):  # which may be gigabytes
-        raise ValueError(
-            f"{text[:20]!r}: expected at most {_LONGEST_PATTERN} characters, without counts in braces or \\p"
-        )
+        raise ValueError(f"{text[:20]!r}: expected {_LONGEST_PATTERN} characters at most, no counts in braces, no \\p")
     try:
         _compiled(text)
     except SchemaError as error:
