@@ -194,8 +194,8 @@ def _spooled(rows: Iterator[Row], spool: BinaryIO, seed: int) -> Iterator[Row]:
         disk = shutil.disk_usage(spool.fileno())
         if disk.free - held < min(_MOST_LEFT, disk.total // 20):  # a stream may be endless, or unpack to anything
             raise DataError(
-                f"{spool.name}: images that can only be read once are kept here, and would fill the disk. Give a folder "
-                "on a larger one with --work"
+                f"{spool.name}: images that can only be read once are kept here, and would fill the disk. Give a "
+                "folder on a larger one with --work"
             )
         run.sort(key=lambda row: row[0])
         for _, key, labels, content in run:
