@@ -14,7 +14,8 @@ _NAME = (
     r"pwd|credentials?|(?:api|access|secret|auth|private|shared|app|account|session)[_-]?key|key-?id|access-?id|jwt|hmac|"
     r"session-?id)\]?|(?:[\w.%-]*[_.-])?(?:sig|sign|key|pass|auth|authorization|policy|key-pair-id|session|sas|ticket|code))"
 )
-_AND = r"(?:&(?:amp;|#38;)*|;|%26|\\+u0026)"  # as it is, in HTML, in a URL of a URL, and in JSON that is careful
+# As it is, in HTML (but not the end of its other letters), in a URL of a URL, and in JSON that is careful.
+_AND = r"(?:&(?:amp;|#38;)*|(?<!&#3[49])(?<!&[lg]t);|%26|\\+u0026)"
 _PARAMETER = _NAME + r"""(?:=|%3d|\\+u003d)(?:[^\s"'<>\\&#]|\\(?!u0026)[^"'nrt])*(?<![:.,;)\]}])"""
 _FIRST = re.compile(rf"(?:(?<=[?#])|(?<=%3f))(?:{_PARAMETER}{_AND})+", re.IGNORECASE)
 _OTHER = re.compile(rf"(?:[?#]|%3f|{_AND}){_PARAMETER}", re.IGNORECASE)
@@ -22,7 +23,7 @@ _OTHER = re.compile(rf"(?:[?#]|%3f|{_AND}){_PARAMETER}", re.IGNORECASE)
 # first colon is no port, and the host is what follows an @ without another one in its part of the path.
 _USER = re.compile(
     r"""([a-z][a-z0-9+.-]{1,20}:(?:\\*/)+)(?:([^\s/?#"<>]{0,4096})@|[^\s/?#@:"<>\[]{0,256}:"""
-    r"""(?!:[a-z]|\d*(?:[/?#\s"'<>]|$))(?:(?!://)[^\s"<>]){0,4096}?@(?=[^\s/@"<>]*(?:[/\s"'<>]|$)))""",
+    r"""(?!:[a-z]|\d*(?:[/?#\s"'<>]|$))(?:(?!:\\*/)[^\s"<>]){0,4096}?@(?=[^\s/@"<>]*(?:[/\s"'<>]|$)))""",
     re.IGNORECASE,
 )
 _WEB = re.compile(r".*(?:https?|webdavs?|davs?):[\\/]+", re.IGNORECASE)

@@ -66,7 +66,7 @@ WITHOUT_SECRETS = [
     *("abfs://container@account.dfs.core.windows.net/x", "https://host:8080/a@b:c@d", "http://[::1]:80/a@b"),
     *("hf://datasets/o/n@main/a:b@c", "github://org:repo@main/x", "zip://x::s3://b/k?x", "sftp://user@host/x"),
     *("s3://b/a?keyword=1&monkey=2&design=3", "/a:b@c/d", "ask me@host: a://b", "https://host: ask x@y", "12:30@x"),
-    *("https://h/get?id=1&w=2", "a?b=c", "x = y & key=z"),
+    *("https://h/get?id=1&w=2", "a?b=c", "&#34;key=1&#34; &lt;sig=2", "x = y & key=z"),
 ]
 
 
