@@ -31,7 +31,7 @@ _READ_AHEAD = 8 << 20
 _PIECE_BYTES = 8 << 20
 _CONNECTIONS = 4
 _MOST_TEXT = 64 << 20
-_MOST_AT_ONCE = 256 << 20  # bytes of a whole file that are read into memory from a URL
+_MOST_AT_ONCE = 200 << 20  # bytes of a whole file that are read into memory from a URL
 _PIPES = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 _INSTALL = {
     "s3": "s3fs",
