@@ -18,6 +18,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from data_tools.sources.source import TooLarge, refuse_too_large
 from data_tools.unreadable import explain_unreadable
 from vitscale.errors import RecipeError
+from vitscale.files.unpacked import most_pixels
 from vitscale.images import MAX_SIDE, OK, SUBSAMPLING, Header, decode, encode, read_header
 
 JPEG_QUALITY = 95
@@ -159,7 +160,7 @@ def _passed(data: bytes, height: int, width: int, options: ImageOptions) -> Stor
     """An upright JPEG of this size, unchanged; None if it cannot be stored unchanged."""
     if (
         not options.pass_through
-        or _limits(height, width, options) is not None
+        or _limits(data, height, width, options) is not None
         or options.fitted(width, height) != (width, height)
     ):
         return None
@@ -167,11 +168,12 @@ def _passed(data: bytes, height: int, width: int, options: ImageOptions) -> Stor
     return StoredImage(data, height, width, passed_through=True, pixels=pixels) if status == OK else None
 
 
-def _limits(height: int, width: int, options: ImageOptions) -> str | None:
+def _limits(data: bytes, height: int, width: int, options: ImageOptions) -> str | None:
     """Why a picture of this size cannot be stored, or None."""
     fitted = options.fitted(width, height)
-    if width * height > MAX_PIXELS:
-        return f"{width} x {height} pixels; at most {MAX_PIXELS:,} are accepted"
+    most = min(MAX_PIXELS, most_pixels(len(data)))
+    if width * height > most:
+        return f"{width} x {height} pixels; at most {most:,} are accepted in {len(data):,} bytes"
     if max(fitted) > MAX_SIDE or min(width, height) < 1:
         return f"{width} x {height} pixels; a side must have 1 to {MAX_SIDE}"
     return None
@@ -182,7 +184,7 @@ def _store(data: bytes, header: Header | None, options: ImageOptions) -> StoredI
         width, height = image.size
         if image.format in _DRAWINGS:
             return Reject(f"a drawing ({image.format}): render it first")
-        if (reason := _limits(height, width, options)) is not None:
+        if (reason := _limits(data, height, width, options)) is not None:
             return Reject(reason)
         if image.format not in _JPEG_FORMATS:
             return _store_other(image, options)

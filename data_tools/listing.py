@@ -10,6 +10,7 @@ then reads one place in each run rather than places all over the disk.
 
 import json
 import os
+import shutil
 import struct
 from collections import Counter
 from collections.abc import Iterator
@@ -38,7 +39,8 @@ LISTING = pa.schema(
     ]
 )
 _BATCH_ROWS = 1 << 14
-_RUN_BYTES = 256 << 20
+_RUN_BYTES, _LEAST_HELD = 256 << 20, 512  # an empty file takes memory, too
+_MOST_LEFT = 4 << 30  # bytes of a disk that a spool leaves free, or a twentieth of a small one
 # Properties of a stored object that change with its content; stores differ in their names.
 _TELLING = ("size", "ETag", "etag", "md5", "generation", "mtime", "LastModified", "last_modified", "updated", "created")
 _NO_LABEL = ("-1",)  # as many collections write it
@@ -190,6 +192,12 @@ def _spooled(rows: Iterator[Row], spool: BinaryIO, seed: int) -> Iterator[Row]:
 
     def flush() -> Iterator[Row]:
         nonlocal offset
+        disk = shutil.disk_usage(spool.fileno())
+        if disk.free - held < min(_MOST_LEFT, disk.total // 20):  # a stream may be endless, or unpack to anything
+            raise DataError(
+                f"{spool.name}: images that can only be read once are kept here, and would fill the disk. Give a "
+                "folder on a larger one with --work"
+            )
         run.sort(key=lambda row: row[0])
         for _, key, labels, content in run:
             spool.write(content)
@@ -199,7 +207,7 @@ def _spooled(rows: Iterator[Row], spool: BinaryIO, seed: int) -> Iterator[Row]:
 
     for key, labels, content in rows:
         run.append((order_hash(key, seed), key, labels, content))
-        held += len(content)
+        held += max(len(content), _LEAST_HELD)
         if held >= _RUN_BYTES:
             yield from flush()
             held = 0

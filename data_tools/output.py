@@ -217,7 +217,7 @@ class Output:
         for line in reversed(content.splitlines()):
             try:
                 event = json.loads(line)
-            except ValueError:  # truncated by a kill, or mixed with the line of another machine
+            except (ValueError, RecursionError):  # truncated by a kill, or mixed with the line of another machine
                 continue
             if isinstance(event, dict) and "request" in event:
                 return event["request"]

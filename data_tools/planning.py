@@ -67,7 +67,7 @@ class Begun:
             if state.pop("version", None) == _VERSION:
                 return cls(**state)
             what = "was started by another version of vitscale. Finish it with that one, or remove"
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             what = f"its state, {output.state(CONVERSION_NAME)}, is damaged. Remove"
         raise RecipeError(f"OUT {output.where}: {what} the output and start anew")
 

@@ -29,7 +29,7 @@ class Beat(NamedTuple):
         try:
             found = json.loads(line)
             return cls(int(found["step"]), str(found["phase"]), float(found.get("phase_s", 0.0)))
-        except (ValueError, KeyError, TypeError, OverflowError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
 
 
@@ -44,6 +44,6 @@ def why_of(line: bytes) -> str:
     """The message of `tell_launch_why` that a line contains; "" if it contains none."""
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     return str(found.get("why", "")) if isinstance(found, dict) else ""

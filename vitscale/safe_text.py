@@ -14,18 +14,21 @@ _NAME = (
     r"pwd|credentials?|(?:api|access|secret|auth|private|shared|app|account|session)[_-]?key|key-?id|access-?id|jwt|hmac|"
     r"session-?id)\]?|(?:[\w.%-]*[_.-])?(?:sig|sign|key|pass|auth|authorization|policy|key-pair-id|session|sas|ticket|code))"
 )
-_AND = r"(?:&(?:amp;|#38;)?|\\u0026)"  # as it is, in HTML, and in JSON that is careful
-_PARAMETER = _NAME + r"""(?:=|%3d)(?:[^\s"'<>\\&#]|\\(?!u0026)[^"'nrt])*(?<![:.,;)\]}])"""
-_FIRST = re.compile(rf"(?<=[?#])(?:{_PARAMETER}{_AND})+", re.IGNORECASE)
-_OTHER = re.compile(rf"(?:[?#]|{_AND}){_PARAMETER}", re.IGNORECASE)
+# As it is, in HTML (but not the end of its other letters), in a URL of a URL, and in JSON that is careful.
+_AND = r"(?:&(?:amp;|#38;)*|(?<!&#3[49])(?<!&[lg]t);|%26|\\+u0026)"
+_PARAMETER = _NAME + r"""(?:=|%3d|\\+u003d)(?:[^\s"'<>\\&#]|\\(?!u0026)[^"'nrt])*(?<![:.,;)\]}])"""
+_FIRST = re.compile(rf"(?:(?<=[?#])|(?<=%3f))(?:{_PARAMETER}{_AND})+", re.IGNORECASE)
+_OTHER = re.compile(rf"(?:[?#]|%3f|{_AND}){_PARAMETER}", re.IGNORECASE)
 # The user before a URL's host. A password that nobody has percent-encoded may hold / ? # and @: then what follows the
 # first colon is no port, and the host is what follows an @ without another one in its part of the path.
 _USER = re.compile(
-    r"""([a-z][a-z0-9+.-]{0,20}:/{2,})(?:([^\s/?#"<>]{0,4096})@|[^\s/?#@:"<>\[]{0,256}:"""
-    r"""(?!:[a-z]|\d*(?:[/?#\s"'<>]|$))(?:(?!://)[^\s"<>]){0,4096}?@(?=[^\s/@"<>]*(?:[/\s"'<>]|$)))""",
+    r"""([a-z][a-z0-9+.-]{1,20}:(?:\\*/)+)(?:([^\s/?#"<>]{0,4096})@|[^\s/?#@:"<>\[]{0,256}:"""
+    r"""(?!:[a-z]|\d*(?:[/?#\s"'<>]|$))(?:(?!:\\*/)[^\s"<>]){0,4096}?@(?=[^\s/@"<>]*(?:[/\s"'<>]|$)))""",
     re.IGNORECASE,
 )
-_WEB = re.compile(r".*(?:https?|webdavs?|davs?):/+", re.IGNORECASE)
+_WEB = re.compile(r".*(?:https?|webdavs?|davs?):[\\/]+", re.IGNORECASE)
+_ENCODED_USER = re.compile(r"""(%3a(?:%2f){2})(?:(?!%2f)[^\s/?#&"'<>]){0,4096}?%40""", re.IGNORECASE)
+_HEADER = re.compile(r"""(authorization["']?\s*[:=,]\s*["']?)(?:[a-z]+\s+)?[^\s"',;)}\]]+""", re.IGNORECASE)
 
 
 def without_secrets(text: str) -> str:
@@ -33,9 +36,12 @@ def without_secrets(text: str) -> str:
 
     A user's name stays, as `abfs://container@account` needs it, except on the web, where it may be a token.
     """
-    for _ in range(3 if "://" in text else 0):  # a password may look like a host with a password
+    for _ in range(3 if ":" in text and "/" in text else 0):  # a password may look like a host with a password
         text = _USER.sub(_without_user, text)
-    return _OTHER.sub("", _FIRST.sub("", text)) if "=" in text or "%3" in text else text
+    if "%" in text:
+        text = _ENCODED_USER.sub(r"\1", text)
+    text = _HEADER.sub(r"\1...", text)
+    return _OTHER.sub("", _FIRST.sub("", text)) if re.search("=|%3|u003d", text, re.IGNORECASE) else text
 
 
 def _without_user(found: re.Match[str]) -> str:

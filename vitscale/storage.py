@@ -31,6 +31,7 @@ _READ_AHEAD = 8 << 20
 _PIECE_BYTES = 8 << 20
 _CONNECTIONS = 4
 _MOST_TEXT, _MOST_BYTES = 64 << 20, 1 << 30
+_MOST_AT_ONCE = 200 << 20  # bytes of a whole file that are read into memory from a URL
 _PIPES = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 _INSTALL = {
     "s3": "s3fs",
@@ -59,7 +60,8 @@ _NO_ACCESS = {
 # the size of every object before it reads it, unless max_concurrency is 1. Many servers send the checksum of the whole
 # object with a piece of it (ceph/ceph#61901), which botocore then refuses unless validation is "when_required".
 _S3: dict[str, Any] = {"max_concurrency": 1, "config_kwargs": {"response_checksum_validation": "when_required"}}
-_OPTIONS = {"s3": _S3, "s3a": _S3}
+# A URL may be a stranger's, and these make files of templates, in any number, or unpickle what a server sends.
+_REFUSED = {"reference", "dask", "jupyter", "jlab"}
 
 _TEMPORARY = (408, 425, 429)  # HTTP: timeout, too early, too many requests
 
@@ -98,14 +100,40 @@ def filesystem(url: str) -> tuple[Any, str]:
     scheme, _, path = url.partition("://")
     scheme = scheme.lower()
     url = f"{scheme}://{path}"
+    kinds = {part.partition("://")[0].lower() for part in url.split("::")}  # zip://a.jpg::https://...
+    if refused := _REFUSED & kinds:
+        raise RecipeError(f"{url}: {refused.pop()}:// is not read: it is more program than file")
+    options: dict[str, Any] = dict.fromkeys(kinds & {"s3", "s3a"}, _S3)
+    options |= {kind: {"get_client": _http_client} for kind in sorted(kinds & {"http", "https"})}
     try:
-        return fsspec.core.url_to_fs(url, use_listings_cache=False, **_OPTIONS.get(scheme, {}))
+        return fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
     except ImportError as error:
         package = _INSTALL.get(scheme)
         hint = f"pip install {package}" if package else str(error)
         raise RecipeError(f"{url}: reading {scheme}:// needs a package that is not installed: {hint}") from error
-    except ValueError as error:
+    except Exception as error:  # also of archives, which are opened at once
+        if isinstance(error, OSError):
+            raise
         raise RecipeError(f"{url}: {scheme}:// is not a kind of storage that fsspec supports ({error})") from error
+
+
+async def _http_client(**options: Any) -> Any:
+    """A client of aiohttp that reads no more of an answer into memory than was asked for, nor a file of any size."""
+    import aiohttp
+
+    class Answer(aiohttp.ClientResponse):
+        async def read(self) -> bytes:
+            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.request_info.headers.get("Range", ""))
+            most = int(asked[2]) - int(asked[1]) + 1 if asked else _MOST_AT_ONCE
+            try:
+                await self.content.readexactly(most + 1)
+            except asyncio.IncompleteReadError as error:
+                self._body = error.partial
+                return error.partial
+            self.close()
+            raise OSError(errno.EFBIG, f"more than {most:,} bytes came")
+
+    return aiohttp.ClientSession(response_class=Answer, **options)
 
 
 def regular(path: str | bytes | Path, flags: int, mode: int = 0o666) -> int:
@@ -136,7 +164,11 @@ def read_bytes(where: str | Path) -> bytes:
                 raise OSError(errno.EFBIG, f"is longer than {_MOST_BYTES >> 30} GiB", where)
             return file.read()
     fs, path = filesystem(where)
-    return patiently(where, lambda: _Call(fs, "cat_file", path).result())
+    part = {} if fs.async_impl else {"start": 0, "end": _MOST_AT_ONCE + 1}  # it may be in an archive, and grow
+    content: bytes = patiently(where, lambda: _Call(fs, "cat_file", path, **part).result())
+    if len(content) > _MOST_AT_ONCE:
+        raise OSError(errno.EFBIG, f"more than {_MOST_AT_ONCE:,} bytes", where)
+    return content
 
 
 def read_text(path: str | Path, encoding: str = "utf-8") -> str:
@@ -399,6 +431,8 @@ def patiently(where: str, act: Callable[[], Result], sleep: Callable[[float], No
         except Exception as error:  # each file system has its own exceptions
             if isinstance(error, OSError) and isinstance(error, tuple(_FINAL)) and not _hides_an_outage(error):
                 raise _of_file(error, where) from error
+            if getattr(error, "errno", None) == errno.EFBIG:
+                raise
             if type(error).__name__ in _NO_ACCESS:
                 raise PermissionError(errno.EACCES, f"no access: {error}", where) from error
             status = getattr(error, "status", None)

@@ -155,7 +155,7 @@ def _described(folder: Path) -> dict[str, Any]:
         raise DataError(f"{error.filename}: no such file; `vitscale dedup find` writes it") from error
     except OSError as error:
         raise DataError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(f"{path}: damaged ({error!r}). {_AGAIN}") from error
     if version != VERSION:
         raise DataError(f"{path}: version {version!r}; this version of vitscale reads {VERSION}. {_AGAIN}")

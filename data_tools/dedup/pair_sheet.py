@@ -9,6 +9,7 @@ from PIL import Image, ImageDraw, ImageFont
 from data_tools.dedup.closest import Pair
 from data_tools.dedup.pictures import SIDE
 from vitscale.files.durable import durable_file
+from vitscale.files.unpacked import most_pixels
 from vitscale.safe_text import printable
 
 _COLUMNS = 4  # pairs side by side
@@ -87,8 +88,10 @@ def _picture(jpeg: bytes) -> Image.Image | None:
     """The picture, scaled to fit; None if it cannot be decoded."""
     try:
         with Image.open(io.BytesIO(jpeg)) as image:
-            picture = image.convert("RGB")
+            picture = image.convert("RGB") if image.width * image.height <= most_pixels(len(jpeg)) else None
     except Exception:  # Pillow raises nearly anything on damaged files; the pair's facts stay
+        picture = None
+    if picture is None:
         return None
     scale = SIDE / max(picture.size)
     size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))

@@ -196,7 +196,7 @@ def _looks_like_image(field: str) -> bool:
 def _split_labels(text: str) -> tuple[str, ...]:
     """`a|b` or `["a", "b"]` -> (a, b); an empty text and -1 mean no label."""
     if text.startswith("[") and text.endswith("]"):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             listed = json.loads(text)
             return tuple(label for label in dict.fromkeys(map(str, listed)) if label not in ("", "-1", "None"))
     labels = dict.fromkeys(label.strip() for label in text.split("|"))

@@ -10,6 +10,7 @@ There are three kinds:
 
 import csv
 import io
+import math
 import re
 from array import array
 from collections import Counter
@@ -32,6 +33,7 @@ _NAME_COLUMNS = ("path", "filepath", "file_path", "filename", "file_name", "file
 _LABEL_COLUMNS = ("label", "labels", "cls", "class", "class_name", "target", "predictionstring")
 _BOXES = "predictionstring"  # Kaggle's: class, x, y, x, y; class, ...
 _MAX_MEMBER_BYTES = 64 << 20
+_MOST_SYNSETS = 100_000
 _EXAMPLES = 5
 
 # Name or path of an image (None if images are numbered), and its labels.
@@ -225,10 +227,12 @@ def _devkit_rows(where: str) -> Iterator[Row]:
 def _synsets(where: str, meta: bytes) -> dict[str, str]:
     """ILSVRC2012_ID -> synset, such as n02119789."""
     try:
-        from scipy.io import loadmat  # type: ignore[import-untyped]
+        from scipy.io import loadmat, whosmat  # type: ignore[import-untyped]
     except ImportError as error:
         raise RecipeError(f"--labels {where}: reading {_META} needs SciPy: pip install scipy") from error
     try:
+        if any(math.prod(shape) > _MOST_SYNSETS for _, shape, _ in whosmat(io.BytesIO(meta))):
+            raise ValueError(f"more than {_MOST_SYNSETS:,} entries")
         table = loadmat(io.BytesIO(meta), squeeze_me=True, variable_names=["synsets"])["synsets"]
         return {str(int(row["ILSVRC2012_ID"])): str(row["WNID"]) for row in table}
     except Exception as error:  # SciPy raises nearly anything on a damaged file

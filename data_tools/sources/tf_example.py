@@ -20,6 +20,7 @@ from vitscale.images import crc32c
 
 # What protobuf itself allows for one message; a larger length would fill the memory before it is found to be wrong.
 _MAX_RECORD_BYTES = 2 << 30
+_MOST_VALUES = 1 << 20  # of a feature
 _LENGTH = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
@@ -86,7 +87,7 @@ def count_records(file: BinaryIO, where: str) -> int:
 def parse_example(data: bytes, where: str) -> dict[str, Feature]:
     """The features of an Example by name; of equal names the last. Raises DataError for data that is not an Example."""
     found = {}
-    for number, kind, features in _fields(data, (0, len(data)), where):
+    for number, kind, features in _fields(data, (0, len(data)), where, 10):
         if (number, kind) == (1, _DELIMITED):
             for entry_number, entry_kind, entry in _fields(data, features, where):
                 if (entry_number, entry_kind) == (1, _DELIMITED):
@@ -100,7 +101,7 @@ def bytes_values(data: bytes, feature: Feature, where: str) -> list[Span]:
     return [
         value
         for span in feature.lists
-        for number, kind, value in _fields(data, span, where)
+        for number, kind, value in _fields(data, span, where, _MOST_VALUES // len(feature.lists))
         if (number, kind) == (1, _DELIMITED)
     ]
 
@@ -109,10 +110,12 @@ def int_values(data: bytes, feature: Feature, where: str) -> list[int]:
     """The values of an int64 feature, packed or not."""
     values = []
     for span in feature.lists:
-        for number, kind, (start, end) in _fields(data, span, where):
+        for number, kind, (start, end) in _fields(data, span, where, _MOST_VALUES // len(feature.lists)):
             if (number, kind) == (1, _VARINT):
                 values.append(_varint(data, start, end, where)[0])
             elif (number, kind) == (1, _DELIMITED):
+                if end - start > 2 * _MOST_VALUES:
+                    raise DataError(f"{where}: {end - start:,} bytes of numbers, which no label is")
                 while start < end:
                     value, start = _varint(data, start, end, where)
                     values.append(value)
@@ -124,7 +127,7 @@ def float_values(data: bytes, feature: Feature, where: str) -> np.ndarray:
     found = b"".join(
         data[slice(*value)]
         for span in feature.lists
-        for number, kind, value in _fields(data, span, where)
+        for number, kind, value in _fields(data, span, where, _MOST_VALUES // len(feature.lists))
         if number == 1 and kind in (_FIXED32, _DELIMITED)
     )
     if len(found) % 4:
@@ -160,10 +163,13 @@ def _feature(data: bytes, span: Span, where: str) -> Feature:
     return Feature(held, tuple(lists))
 
 
-def _fields(data: bytes, span: Span, where: str) -> Iterator[tuple[int, int, Span]]:
+def _fields(data: bytes, span: Span, where: str, most: int = 1000) -> Iterator[tuple[int, int, Span]]:
     """(number, wire type, span of the value) of every field of the message in `span`."""
     start, end = span
+    count = 0
     while start < end:
+        if (count := count + 1) > most:
+            raise DataError(f"{where}: not a tf.train.Example (more than {most:,} fields in one message)")
         tag, start = _varint(data, start, end, where)
         number, kind = tag >> 3, tag & 7
         if kind == _VARINT:

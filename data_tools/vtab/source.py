@@ -24,6 +24,7 @@ from data_tools.sources.tfrecord import open_records, open_tfrecords
 from data_tools.vtab.copies import Copy
 from data_tools.vtab.tasks import ORIGINS
 from vitscale.errors import DataError
+from vitscale.files.unpacked import most_pixels
 from vitscale.vtab import TASKS
 
 _LABEL_COLUMNS = ("label", "fine_label", "labels")  # Hugging Face's CIFAR-100 has a coarse one, too
@@ -154,6 +155,8 @@ def taken(piece: Piece, ignored: Counter[str]) -> Iterator[tuple[int, Item]]:
 def with_full_contrast(image: bytes) -> bytes:
     """An image with values 0 and 1 as a PNG with 0 and 255; any other image unchanged. Raises OSError."""
     with Image.open(io.BytesIO(image)) as opened:
+        if opened.width * opened.height > most_pixels(len(image)):
+            return image  # refused when it is stored
         pixels = np.asarray(opened)
     if pixels.dtype != bool and pixels.max() > 1:
         return image

@@ -87,14 +87,17 @@ def tfrecord(*records: bytes) -> bytes:
     return b"".join(framed(len(record).to_bytes(8, "little")) + framed(record) for record in records)
 
 
-def example(image: bytes, label: int) -> bytes:
+def example(image: bytes, label: int | bytes) -> bytes:
     def field(number: int, data: bytes) -> bytes:
         size, length = len(data), b""
         while size > 127:
             length, size = length + bytes([size & 127 | 128]), size >> 7
         return bytes([number << 3 | 2]) + length + bytes([size]) + data
 
-    features = {b"image/encoded": field(1, field(1, image)), b"label": field(3, field(1, bytes([label])))}
+    features = {
+        b"image/encoded": field(1, field(1, image)),
+        b"label": field(3, field(1, bytes([label]) if isinstance(label, int) else label)),
+    }
     return field(1, b"".join(field(1, field(1, key) + field(2, value)) for key, value in features.items()))
 
 

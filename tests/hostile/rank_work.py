@@ -70,7 +70,7 @@ def train_and_prove(rank: int, world_size: int, port: int, root: Path, work: Any
     if rank == 0:
         write_generated_dataset(root / TRAIN, [96])
     dist.barrier()
-    prover = Prover(small_form(load_recipe("b16_jft", ["precision=bf16"]), root, world_size), world, root)
+    prover = Prover(small_form(load_recipe("b16_jft", ["precision=fp32"]), root, world_size), world, root)
     proof = prover.run(2)
     (root / f"found-{rank}.json").write_text(json.dumps([found, proof and proof["is_proven"]]))
     dist.barrier()

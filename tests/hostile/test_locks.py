@@ -136,7 +136,12 @@ except VitscaleError as error:
 """
 
 
-@pytest.fixture(scope="module", params=["ENOLCK", "ENOSYS", "EOPNOTSUPP"])
+_SLOW = pytest.mark.slow
+
+
+@pytest.fixture(
+    scope="module", params=["ENOLCK", pytest.param("ENOSYS", marks=_SLOW), pytest.param("EOPNOTSUPP", marks=_SLOW)]
+)
 def without_locks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of processes whose file systems have no locks."""
     folder = tmp_path_factory.mktemp("no-locks")

@@ -96,7 +96,7 @@ def _pictures(model: FinishedModel, where: str, count: int) -> Pictures:
 def _progress(name: str, what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A progress bar on standard error, if that is a terminal."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"{name}: {what}", total=total)
         yield lambda count: progress.advance(task, count)

@@ -11,9 +11,10 @@ from vitscale.errors import DataError
 
 _ROOM, _MOST_GROWTH = 32 << 20, 50
 _MOST_ROWS = 1 << 17  # and one for each byte of the file
-_MOST_VALUES = 1 << 22  # of a column in a row group, likewise
+_MOST_VALUES = 1 << 20  # of a column in a row group, likewise
 _MOST_PAGE = 1 << 31
 _BATCH_BYTES = 64 << 20
+_SMALL_PICTURE, _MOST_PIXELS_A_BYTE = 1 << 24, 180
 CHECKS: dict[str, Any] = {
     "page_checksum_verification": True,
     "thrift_string_size_limit": 64 << 20,
@@ -29,6 +30,11 @@ def refuse_growth(where: str, packed: int, unpacked: int) -> None:
             f"{where}: its {packed:,} bytes unpack to {unpacked:,} or more, which looks like an attack. If they are "
             "what you expect, unpack them to files first"
         )
+
+
+def most_pixels(packed: int) -> int:
+    """Pixels that an image file of so many bytes may have: to decode one takes up to 27 bytes, and none in the file."""
+    return max(_SMALL_PICTURE, _MOST_PIXELS_A_BYTE * packed)
 
 
 def read_batches(

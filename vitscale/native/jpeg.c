@@ -23,6 +23,8 @@ enum { MAX_SEGMENTS = 10000 }; /* of a header; profiles of 16 MB have 255 */
 /* Each goes over all pixels, in a few bytes if it likes. Files that programs write have about 10; libjpeg-turbo's own
  * limit for files from strangers is the same. */
 enum { MAX_SCANS = 500 };
+/* Of a file in several scans; vitscale/files/unpacked.py has the same limits for files of all formats. */
+enum { SMALL_PICTURE = 1 << 24, MOST_PIXELS_A_BYTE = 180 };
 
 typedef struct {
     struct jpeg_error_mgr base;
@@ -124,6 +126,10 @@ static int open_jpeg(Job *job) {
     if ((int64_t)decoder->image_height != job->height || (int64_t)decoder->image_width != job->width) return WRONG_SIZE;
     /* Arithmetic coding is a matter of how libjpeg-turbo was built: no other machine would have to read it. */
     if (job->errors.base.num_warnings || decoder->arith_code) return REFUSED;
+    /* Several scans take six bytes for each pixel before the first row, and a file of 500 bytes may have them. */
+    const int64_t pixels = job->height * job->width;
+    if (jpeg_has_multiple_scans(decoder) && pixels > SMALL_PICTURE && pixels / MOST_PIXELS_A_BYTE > (int64_t)job->size)
+        return REFUSED;
     job->errors.is_strict = 1;
     job->progress.progress_monitor = limit_scans;
     decoder->progress = &job->progress;

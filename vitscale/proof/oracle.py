@@ -7,7 +7,6 @@ computes with (rounded to bf16 where it does); an update and its moments are in 
 """
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 from vitscale.data import Batch, TrainingInput
 from vitscale.objectives import build_objective
 from vitscale.proof.rounding import ways
-from vitscale.recipe import Recipe, validate_recipe
+from vitscale.recipe import Recipe, matches, validate_recipe
 
 _LINEAR, _CUBIC, _FIFTH = (  # Muon's: x -> a x + b x^3 + c x^5, one for each step
     (4.0848, 3.9505, 3.7418, 2.8769, 2.8366),
@@ -69,12 +68,12 @@ class Oracle:
     def group(self, name: str) -> tuple[float, float] | None:
         """(Factor of the learning rate, weight decay) of a parameter; None for a frozen one."""
         settings, factor = self.recipe.optimizer, 1.0
-        excluded = settings.decay_exclude is not None and re.search(settings.decay_exclude, name)
+        excluded = settings.decay_exclude is not None and matches(settings.decay_exclude, name)
         decay = 0.0 if excluded else settings.weight_decay
         if settings.layer_decay is not None:
             factor = settings.layer_decay ** self.recipe.model.layers_above(name)
         for group in settings.groups:
-            if re.search(group.match, name):
+            if matches(group.match, name):
                 own = decay if group.weight_decay is None else group.weight_decay
                 return None if group.frozen else (factor * group.lr_factor, own)
         return factor, decay

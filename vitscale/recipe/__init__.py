@@ -24,7 +24,7 @@ from vitscale.recipe.image_operations import (
 )
 from vitscale.recipe.normalise import Normalise
 from vitscale.recipe.objectives import Classification, Mixing, Objective
-from vitscale.recipe.optimizers import SGD, Adafactor, AdamW, Kept, Lamb, Muon, Optimizer, group_of, is_frozen
+from vitscale.recipe.optimizers import SGD, Adafactor, AdamW, Kept, Lamb, Muon, Optimizer, group_of, is_frozen, matches
 from vitscale.recipe.reading import (
     apply_setting,
     find_recipe,
@@ -95,6 +95,7 @@ __all__ = [
     "json_schema",
     "list_recipes",
     "load_recipe",
+    "matches",
     "override",
     "read_content",
     "read_recipe",

@@ -1,6 +1,5 @@
 """Which parameters are trained, and how: groups by weight decay and by a factor of the learning rate."""
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +7,7 @@ from torch import nn
 
 from vitscale.errors import RecipeError
 from vitscale.objectives import Objective
-from vitscale.recipe import Muon, Optimizer, Recipe, group_of, is_frozen
+from vitscale.recipe import Muon, Optimizer, Recipe, group_of, is_frozen, matches
 
 LR_FACTOR = "lr_factor"
 """The key of a group of torch's optimizer that holds its factor of the learning rate."""
@@ -70,7 +69,7 @@ def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def _is_excluded(settings: Optimizer, name: str) -> bool:
-    return settings.decay_exclude is not None and re.search(settings.decay_exclude, name) is not None
+    return settings.decay_exclude is not None and matches(settings.decay_exclude, name)
 
 
 def _idle_groups(settings: Optimizer, names: list[str]) -> Iterator[str]:
@@ -78,6 +77,6 @@ def _idle_groups(settings: Optimizer, names: list[str]) -> Iterator[str]:
     chosen = [group_of(settings, name) for name in names]
     for index, group in enumerate(settings.groups):
         if not any(group is each for each in chosen):
-            is_found = any(re.search(group.match, name) for name in names)
+            is_found = any(matches(group.match, name) for name in names)
             why = "only parameters of groups before it" if is_found else "none of the model's parameters"
             yield f"optimizer.groups.{index}.match: {group.match!r} matches {why}"

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vitscale.errors import CheckpointError
 from vitscale.files.arrays import read_array, read_header
+from vitscale.files.unpacked import refuse_growth
 from vitscale.models.weights.source import Entry, Source, rename, some
 from vitscale.recipe import Normalise
 
@@ -39,7 +40,6 @@ _IN_BLOCK = {
 _POSITIONS = "Transformer/posembed_input/pos_embedding"
 _STACKED = "Transformer/encoderblock/"
 _MOST_LAYERS = 128  # in one stacked array; each is read from the beginning of a compressed one
-_MOST_GROWTH = 1100  # of what deflate has compressed; others grow without limit
 # What zipfile raises; RuntimeError for an encrypted member.
 _DAMAGED = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError, KeyError, RuntimeError, MemoryError)
 
@@ -105,8 +105,7 @@ def _members(path: Path) -> dict[str, Entry]:
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
-            if sum(info.file_size for info in members) > _MOST_GROWTH * path.stat().st_size:
-                raise ValueError("its arrays are said to be larger than it can hold")
+            refuse_growth(str(path), path.stat().st_size, sum(info.file_size for info in members))
             for info in members:
                 if not info.filename.endswith(".npy"):
                     raise CheckpointError(f"{path}: a zip, but no .npz: it holds {info.filename}")

@@ -31,6 +31,8 @@ _INDEX = f"{WEIGHTS}.index.json"
 _OLD_WEIGHTS = "pytorch_model.bin"
 _OLD_PICKLES = 5  # in torch's older format: magic number, version, machine, values, keys of storages
 _MOST_PICKLED = 256 << 20
+# What torch lets a pickle ask for, though it makes memory of a number or takes minutes over a text (punycode).
+_COSTLY = ("Tensor", " bytearray", " UntypedStorage", " TypedStorage", "_codecs encode")
 _WRAPPERS = ("state_dict", "model")
 
 
@@ -50,7 +52,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
                 part = file.get_slice(key)
                 shape = tuple(part.get_shape())
                 value = file.get_tensor(key) if rows is None else part[rows]
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, TypeError) as error:
             raise CheckpointError(f"{path}: {key} cannot be read any more: {error}") from None
         if shape != shapes[key]:
             raise CheckpointError(f"{path}: {key} has another shape than before: the file was replaced")
@@ -132,7 +134,8 @@ def _check_pickles(path: Path, is_zip: bool) -> None:
         with zipfile.ZipFile(path) as archive:
             if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
                 raise ValueError("it is compressed, which torch.save does not do")
-            pickles = [archive.read(info) for info in archive.infolist() if info.filename.endswith(".pkl")]
+            # In capitals, too: torch finds them so.
+            pickles = [archive.read(info) for info in archive.infolist() if info.filename.lower().endswith(".pkl")]
     else:
         with path.open("rb") as file:
             pickles = [file.read(_MOST_PICKLED)]
@@ -142,7 +145,7 @@ def _check_pickles(path: Path, is_zip: bool) -> None:
                 break
             length, names = check_pickle(data)
             data = data[length:]
-            if asked := [name for name in names if name.endswith(("Tensor", " bytearray"))]:  # of any size
+            if asked := [name for name in names if name.endswith(_COSTLY)]:
                 raise ValueError(f"GLOBAL {asked[0].replace(' ', '.')} was not an allowed global")
 
 
@@ -167,8 +170,8 @@ def _reason(error: Exception) -> str:
 
 
 def _floating(value: Tensor, path: Path, key: str) -> Tensor:
-    if not value.is_floating_point():
-        raise CheckpointError(f"{path}: {key} has type {value.dtype}, which is no floating-point type")
+    if not value.is_floating_point() or "float4" in str(value.dtype):
+        raise CheckpointError(f"{path}: {key} has type {value.dtype}, which is no floating-point type that we read")
     return value.float()
 
 
