@@ -6,6 +6,7 @@ import fsspec
 import pytest
 import torch
 import yaml
+from finished_runs import evaluate_run
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -18,7 +19,7 @@ from vitscale.checkpoint import (
     checkpoint_directory,
 )
 from vitscale.cli.main import app
-from vitscale.evaluation.finished import evaluate_run, load_model, open_run
+from vitscale.evaluation.finished import load_model, open_run
 from vitscale.models import build_model
 from vitscale.recipe import Recipe, validate_recipe
 from vitscale.runs.names import CHECKPOINTS, RECIPE_FILE

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from finished_runs import evaluate_run
 from models.weights.exported import described, valued, write
 from ranks import STEPS, launch, make_data, make_recipe
 
 from vitscale.checkpoint import CheckpointStore
 from vitscale.cli.export import run_export
-from vitscale.evaluation.finished import evaluate_run, load_model, open_run
+from vitscale.evaluation.finished import load_model, open_run
 from vitscale.models import build_model, initial_value
 from vitscale.models.weights import describe, load_weights, open_weights
 from vitscale.objectives import build_objective

@@ -101,7 +101,7 @@ def write_again(checkpoint, path):
 def test_that_the_weights_were_not_checked_is_said(copied):
     rows, bad = verified(copied, "run", *NOTHING)
     said = {row["what"]: row for row in rows if row["is_sound"] is None}
-    assert not bad and list(said) == ["evaluations", "links", f"weights of the result (step {STEPS})"]
+    assert not bad and list(said) == ["shards", "evaluations", "links", f"weights of the result (step {STEPS})"]
     assert all("NOT CHECKED" in said[what]["detail"] for what in said if what != "links")
     assert "--steps 2" in said[f"weights of the result (step {STEPS})"]["detail"]
 
@@ -173,6 +173,72 @@ def test_a_checkpoint_of_another_run(root, copied):
     shutil.rmtree(copied / "run" / "checkpoints" / checkpoint)
     shutil.copytree(root / "runs" / "other" / "checkpoints" / checkpoint, copied / "run" / "checkpoints" / checkpoint)
     assert verified(copied, "run", *NOTHING)[1] == [f"checkpoint {SAVED}"]
+
+
+def edit_lines(folder, change):
+    path = folder / "run" / "metrics.jsonl"
+    lines = [change(json.loads(line)) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("key", ["exaflops", "images_per_s", "world_size"])
+def test_what_a_run_has_cost(copied, key):
+    edit_lines(copied, lambda line: line | ({key: line[key] * 0.5} if key in line else {}))
+    assert verified(copied, "run", *NOTHING)[1] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("exaflops", 1e-9), ("stopped_early", True), ("total_steps", 4), ("best_step", None)]
+)
+def test_an_end_with_another_figure(copied, key, value):
+    done = json.loads((copied / "run" / "DONE").read_text())
+    (copied / "run" / "DONE").write_text(json.dumps(done | {key: value}))
+    assert verified(copied, "run", *NOTHING)[1] == ["DONE"]
+
+
+@pytest.mark.parametrize("stopped_early", [False, True])
+def test_an_end_of_an_unfinished_run(copied, stopped_early):
+    shutil.rmtree(copied / "run" / "checkpoints" / f"step-{STEPS:08d}")
+    path = copied / "run" / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] < STEPS - 1))
+    state = read_index(copied / "run" / "checkpoints" / f"step-{STEPS - 2:08d}").selection
+    done = json.loads((copied / "run" / "DONE").read_text())
+    done |= {"step": STEPS - 2, "best_step": state["best_step"], "stopped_early": stopped_early, "evaluation": {}}
+    done["exaflops"] *= (STEPS - 2) / STEPS
+    (copied / "run" / "DONE").write_text(json.dumps(done))
+    assert verified(copied, "run", *NOTHING)[1] == ["DONE"]
+
+
+@pytest.mark.parametrize("line", ["loss", "eval/validation/top1"])
+def test_a_line_after_the_end(copied, line):
+    path = copied / "run" / "metrics.jsonl"
+    last = next(row for row in map(json.loads, reversed(path.read_text().splitlines())) if line in row)
+    more = {"lr", "images_seen", "exaflops"} & last.keys()
+    with path.open("a") as file:
+        file.write(json.dumps({key: last[key] for key in last if key not in more} | {"step": STEPS + 1}) + "\n")
+    assert "metrics.jsonl" in verified(copied, "run", *NOTHING)[1]
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"exaflops": 1e-9}, {"hours": 1e-9}, {"metrics": {"validation/top9": 1.0}}, {"name": "it"}]
+)
+def test_a_report_of_other_figures(copied, change):
+    content, folder = gather([copied / "run"]), copied / "report"
+    content["runs"][0] |= change
+    folder.mkdir()
+    (folder / "results.json").write_text(json.dumps(content))
+    expected = [str(folder / "results.json")] if change else []
+    assert verified(copied, "run", *NOTHING, "--report", folder)[1] == expected
+
+
+def test_lines_that_became_more_frequent(root, copied):
+    """Each process logged as its own recipe said."""
+    blocks = {"checkpoint": {"every": {"steps": 2}, "keep": 20}, "evaluation": {"validation": None}}
+    every = [{**blocks, "logging": {"every": steps}} for steps in (2, 1)]
+    launch(root, [{"name": "more", "stops": [4, None], "blocks": every}], 1)
+    shutil.copytree(root / "runs" / "more", copied / "more")
+    assert verified(copied, "more", *NOTHING)[1] == []
 
 
 def test_another_recipe_and_another_end(copied):

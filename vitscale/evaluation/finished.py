@@ -349,15 +349,6 @@ def evaluate_finished(model: FinishedModel) -> dict[str, float]:
     return evaluate(evaluators, model.predict)
 
 
-def evaluate_run(
-    run_dir: Path, settings: Sequence[str] = (), step: int | None = None, *, use_average: bool = True
-) -> tuple[int, dict[str, float]]:
-    """(step, metrics) of a run's checkpoint by its recipe's evaluators; arguments and errors as for `FinishedModel`."""
-    model = FinishedModel(run_dir, settings, step, use_average=use_average)
-    assert model.step is not None, "a run's checkpoint has a step"
-    return model.step, evaluate_finished(model)
-
-
 def tell_common_samples(model: FinishedModel, dataset: Manifest) -> None:
     """Print how many of the dataset's samples the run was trained on, if its training data can be read from here."""
     if model.recipe is None or not is_main():
