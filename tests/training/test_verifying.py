@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from vitscale.cli.main import app
 from vitscale.errors import DataError, RecipeError
 from vitscale.report import gather
-from vitscale.runs.checkpoint_index import index_text, read_index
+from vitscale.runs.checkpoint_index import CheckpointIndex, FileEntry, index_text, read_index
 from vitscale.runs.done import verification
 from vitscale.status import RunReader
 
@@ -281,7 +281,9 @@ def test_an_evaluation_of_a_step_in_between(copied):
 
 
 @pytest.mark.slow  # takes steps in processes of their own
-@pytest.mark.parametrize(("kind", "factor"), [("master", 1.0001), ("ema", 1.0001), ("exp_avg", 2)])
+@pytest.mark.parametrize(
+    ("kind", "factor"), [("master", 1.0001), ("ema", 1.0001), ("exp_avg", 2), ("exp_avg_sq", 1.0001)]
+)
 def test_the_state_of_the_last_checkpoint(copied, kind, factor):
     """Of weights and averages a little, as other hardware might have left them."""
     checkpoint = copied / "run" / "checkpoints" / f"step-{STEPS:08d}"
@@ -293,6 +295,26 @@ def test_the_state_of_the_last_checkpoint(copied, kind, factor):
     write_again(checkpoint, path)
     bad = verified(copied, "run", *LAST_LINK)[1]
     assert bad == [f"checkpoint {STEPS}", f"weights of the result (step {STEPS})"]
+
+
+def test_weights_that_the_run_did_not_begin_with(root, copied):
+    """The recipe names another run's weights, in every file."""
+    blocks = {"checkpoint": {"every": {"steps": 2}}, "evaluation": {"validation": None}}
+    begin = {**blocks, "init": {"from": str(root / "runs" / "other")}}
+    launch(root, [{"name": "begun", "stops": [4], "blocks": [begin]}], 1)
+    shutil.copytree(root / "runs" / "begun", copied / "begun")
+    assert verified(copied, "begun", *NOTHING)[1] == []
+    paths = [copied / "begun" / "recipe.yaml", *(copied / "begun" / "checkpoints").glob("step-*/index.json")]
+    for path in paths:
+        text = path.read_text().replace(str(root / "runs" / "other"), str(root / "runs" / "run"))
+        path.write_text(text)
+        if path.name == "index.json":
+            content = json.loads(text)
+            del content["schema_version"], content["checksum"]
+            path.write_text(
+                index_text(CheckpointIndex(**content | {"files": [FileEntry(**each) for each in content["files"]]}))
+            )
+    assert verified(copied, "begun", *NOTHING)[1] == ["init.from"]
 
 
 @pytest.mark.slow  # takes steps in processes of their own

@@ -43,7 +43,7 @@ from vitscale.runs.names import CHECKPOINTS, DONE_FILE, INDEX_FILE, METRICS_FILE
 from vitscale.runs.reading import count, number, read_object
 from vitscale.shards import Manifest
 from vitscale.shards.verify import verify as verify_shards
-from vitscale.training.found_weights import Named, find_weights
+from vitscale.training.found_weights import Named, digests, find_weights
 from vitscale.training.run_plan import plan_run
 from vitscale.training.selection import Selection
 from vitscale.versions import versions
@@ -56,8 +56,8 @@ _OF_THE_MACHINE = {
     *("time", "images_per_s", "data_wait", "data_wait_s", "step_time_s", "world_size", "peak_memory_bytes", "mfu"),
     *("slowest_rank", "slowest_rank_s", "median_rank_s", "checkpoint_stall_s", "bad_samples"),
 }
+_MEANS = {"exp_avg", "momentum_buffer"}  # the optimizers' means of gradients
 _FEW = 0.01  # a smaller share of differing numbers is not rounding, which reaches all numbers of a state in one step
-_TAIL = 2000  # characters of a launch's output in a message
 
 
 class _Limits(NamedTuple):
@@ -192,7 +192,9 @@ class _Verification:
         best = count(self.newest.selection.get("best_step"))
         results = {"result": self.newest.step} | ({} if best in (None, self.newest.step) else {"best": best})
         links = list(pairwise([trained.first_step, *sorted(readers)]))
-        possible = links if self._can_begin() else links[1:]
+        initial = [*self._initial()]
+        yield from initial
+        possible = links if all(finding.is_sound for finding in initial) else links[1:]
         steps = math.inf if asked.everything else asked.steps
         for first, last in _chosen(possible, list(results.values()), steps, asked.seed):
             self.say(f"taking steps {first + 1:,} to {last:,} again")
@@ -217,15 +219,16 @@ class _Verification:
                 settings.append(f"init.step={taken}")
         return override(recipe.dump(), settings, "the recipe")
 
-    def _can_begin(self) -> bool:
-        """Whether the weights that the run began with are still where its recipe says."""
-        if self.trained.init is None:
-            return True
-        try:
-            found = find_weights(Named.by_init(self.trained.init)).files
-        except (VitscaleError, OSError):
-            return False
-        return found in ({}, _identity(self.newest)["init"])  # {}: a file, whose digest is compared afterwards
+    def _initial(self) -> Iterator[Finding]:
+        """Check that the weights that the run began with, if its recipe names any, are still there."""
+        if (init := self.trained.init) is not None:
+            try:
+                found = find_weights(Named.by_init(init)).files or digests(Path(init.source))
+                is_same = found == _identity(self.newest)["init"]
+                told = f"{init.source} has {'' if is_same else 'NOT '}the weights that the run began with"
+                yield Finding("init.from", is_same, told)
+            except (VitscaleError, OSError) as error:
+                yield Finding("init.from", None, f"NOT CHECKED: {error}")
 
     # ---- Whether the files agree with each other ---------------------------------------------------------------------
 
@@ -323,8 +326,7 @@ class _Verification:
                 wrong[where] = [] if found and done is not None else [f"{name} is not a finished run"]
             for entry in found:
                 run = read_run(self.run_dir)
-                known = {"best_step": run.best_step, "images": run.images, "hours": run.seconds / 3600}
-                known |= {"exaflops": run.exaflops, "step": run.step}
+                known = {"images": run.images, "hours": run.seconds / 3600, "exaflops": run.exaflops, "step": run.step}
                 if "entries" in content:  # of a study: the step is that of the metrics, the cost with the trunk's
                     known = {"step": run.best_step or run.step, "exaflops": self._exaflops(run.step)}
                 wrong[where] += _mistakes(entry, known) + _mistakes(_object(entry, "metrics"), run.evaluation)
@@ -339,8 +341,8 @@ class _Verification:
 
     def _again(self, first: int, last: int) -> Iterator[Finding]:
         """Repeat steps (first, last] from the checkpoint of `first`, and compare them with what the run recorded."""
-        asked = self.asked
-        evaluation = self.trained.dump()["evaluation"] if asked.everything and asked.evaluations else {}
+        evaluates = self.asked.everything and self.asked.evaluations
+        evaluation = self.trained.dump()["evaluation"] if evaluates else {}
         ranks = self._ranks(self.readers[min(step for step in self.readers if step >= last)].index.world_size)
         with _copy(_bare(self.trained, evaluation), self.readers.get(first), last, ranks) as (log, store):
             ours = {row["step"]: row for row in log.rows}
@@ -393,7 +395,10 @@ class _Verification:
             return Finding(what, True, "every number is equal to the last bit")
         # Weights follow from moments, and the average from weights, to the last bit wherever those are equal.
         kinds = {place.partition("/")[0] for place in places}
-        is_edited = kinds == {EMA} or (MASTER in kinds and kinds <= {MASTER, EMA} < set(index.kinds))
+        # So do mean squares from gradients, of which the mean in fp32 has every bit.
+        is_edited = EMA in kinds or not (self.trained.optimizer.kept_in_bf16 or kinds & _MEANS)
+        if MASTER in kinds:
+            is_edited = kinds <= {MASTER, EMA} < set(index.kinds)
         if is_edited or differing < _FEW * total:
             places[3:] = [f"{len(places) - 3:,} more"] if places[3:] else []
             rest = "; all others are equal to the last bit"
@@ -516,11 +521,9 @@ def _copy(
         what = Pretraining(str(copy / RECIPE_FILE), run_dir=copy, ranks=ranks, stop_at=last)
         command = launch_command(Job(what, max_restarts=0), [sys.executable, "-m", "vitscale"])
         with output.open("wb") as file:
-            code = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, check=False
-            ).returncode
+            code = subprocess.call(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
         if code:
-            text = output.read_text(errors="replace")[-_TAIL:]
+            text = output.read_text(errors="replace")[-2000:]
             raise DataError(f"what the run did could not be repeated: exit code {code}:\n{text}")
         log = MetricsLog(copy / METRICS_FILE, whole=True)
         log.refresh()
