@@ -57,6 +57,7 @@ _OF_THE_MACHINE = {
     *("slowest_rank", "slowest_rank_s", "median_rank_s", "checkpoint_stall_s", "bad_samples"),
 }
 _MEANS = {"exp_avg", "momentum_buffer"}  # the optimizers' means of gradients
+_OF_A_SUM = 1e-5  # share by which the same losses or squares, summed up by another number of ranks, may differ
 _FEW = 0.01  # a smaller share of differing numbers is not rounding, which reaches all numbers of a state in one step
 
 
@@ -147,7 +148,7 @@ class _Verification:
         self.log = MetricsLog(run_dir / METRICS_FILE, whole=True)
         self.recorded: dict[int, list[tuple[str, _Values]]] = defaultdict(list)  # step -> files and their values
         self.states: dict[int, Finding] = {}  # at the ends of the links that were repeated
-        self.exact: set[int] = set()  # of these, the steps whose state is equal to the last bit
+        self.exact: dict[int, float] = {}  # steps whose state is equal to the last bit -> share that sums may differ by
         self.computed: dict[int, _Values] = {}  # evaluations
 
     def run(self) -> Iterator[Finding]:
@@ -349,21 +350,26 @@ class _Verification:
             if last in self.readers:
                 self.states[last] = self._compare_state(first, last, store.open(last))
                 if last in self.exact:
-                    self.computed |= {step: values for step, values in log.evaluations if step not in self.readers}
-        yield self._compare_rows(ours, f"steps {first + 1:,} to {last:,}", is_exact=last in self.exact)
+                    between = {step: values for step, values in log.evaluations if step not in self.readers}
+                    self.computed |= between
+                    self.exact |= dict.fromkeys(between, self.exact[last])
+        yield self._compare_rows(ours, f"steps {first + 1:,} to {last:,}", self.exact.get(last))
         if last in self.states:
             yield self.states[last]
 
-    def _compare_rows(self, ours: dict[int, Row], what: str, *, is_exact: bool) -> Finding:
-        rows, limit, common = self.rows, self.limits.loss, sorted(ours.keys() & self.rows.keys())
+    def _compare_rows(self, ours: dict[int, Row], what: str, exact: float | None) -> Finding:
+        rows, common = self.rows, sorted(ours.keys() & self.rows.keys())
+        limit = self.limits.loss if exact is None else exact
         apart = {step: _apart({"loss": None, "grad_norm": None, **rows[step]}, ours[step]) for step in common}
         wrong = [
             f"step {step:,}: {_told(rows[step], ours[step], far)}"
             for step, keys in apart.items()
-            if (far := [key for key in keys if is_exact or _far(key, rows[step].get(key), ours[step].get(key), limit)])
+            if (far := [key for key in keys if _far(key, rows[step].get(key), ours[step].get(key), limit)])
         ]
         if wrong:
-            why = f"{counted(len(wrong), 'line')} edited, as all weights are bit-identical: " if is_exact else ""
+            why = (
+                f"{counted(len(wrong), 'line')} edited, as all weights are bit-identical: " if exact is not None else ""
+            )
             return Finding(what, False, why + "; ".join(wrong[:3]))
         if any(apart.values()):
             return Finding(what, True, f"within {limit:g} of the run's, not to the last bit")
@@ -372,7 +378,10 @@ class _Verification:
     def _compare_state(self, first: int, last: int, again: CheckpointReader) -> Finding:
         """Compare a checkpoint's weights, moments and average with those of the same step repeated."""
         saved, start = self.readers[last], self.readers.get(first)
-        what, index, total, differing, places, worst = f"checkpoint {last}", saved.index, 0, 0, [], (-1.0, "")
+        what, index, differing, places, worst = f"checkpoint {last}", saved.index, 0, [], (-1.0, "")
+        counts: dict[str, int] = defaultdict(int)  # of the numbers of a parameter's state that moved
+        worlds = {row.get("world_size") for step, row in self.rows.items() if first < step <= last}
+        is_same_world = {*worlds, index.world_size} == {again.index.world_size}
         if wrong := _apart(_identity(index), _identity(again.index)):
             return Finding(what, False, "its index has another " + " and ".join(wrong))
         for kind in index.kinds:
@@ -382,7 +391,7 @@ class _Verification:
                     continue
                 ours, theirs = again.parameter(name, kind).double(), saved.parameter(name, kind).double()
                 moved = ours if start is None else ours - start.parameter(name, kind).double()
-                total += int((moved != 0).sum())
+                counts[name] += int((moved != 0).sum())
                 moved_squared += float(moved.square().sum())
                 if here := int((ours != theirs).sum()):
                     differing += here
@@ -391,15 +400,17 @@ class _Verification:
             apart = math.sqrt(squared / (moved_squared or 1e-24))
             worst = worst if apart <= worst[0] else (apart, kind)  # a NaN is worst of all
         if not differing:
-            self.exact.add(last)
+            self.exact[last] = 0.0 if is_same_world else _OF_A_SUM
             return Finding(what, True, "every number is equal to the last bit")
-        # Weights follow from moments, and the average from weights, to the last bit wherever those are equal.
-        kinds = {place.partition("/")[0] for place in places}
-        # So do mean squares from gradients, of which the mean in fp32 has every bit.
-        is_edited = EMA in kinds or not (self.trained.optimizer.kept_in_bf16 or kinds & _MEANS)
-        if MASTER in kinds:
-            is_edited = kinds <= {MASTER, EMA} < set(index.kinds)
-        if is_edited or differing < _FEW * total:
+        # Weights follow from moments and the average from weights to the last bit, wherever those are equal; so do mean
+        # squares from gradients, of which the mean in fp32 has every bit. Ranks of another number may hide that.
+        kinds, names = ({place.split()[0].split("/")[at] for place in places} for at in (0, 1))
+        total, equal = sum(counts.values()), sum(counts[name] for name in counts.keys() - names)
+        is_edited = EMA in kinds and MASTER not in kinds
+        if not self.trained.optimizer.kept_in_bf16:  # in which small differences come and go
+            is_edited |= not kinds & {MASTER, *_MEANS} or kinds <= {MASTER, EMA} < set(index.kinds)
+            is_edited |= differing < _FEW * total or equal > total / 2
+        if is_same_world and is_edited:
             places[3:] = [f"{len(places) - 3:,} more"] if places[3:] else []
             rest = "; all others are equal to the last bit"
             return Finding(what, False, f"was edited: {differing:,} numbers differ, in {', '.join(places)}{rest}")
@@ -421,16 +432,15 @@ class _Verification:
     def _compare_evaluation(self, step: int) -> Finding:
         """Compare an evaluation with what is recorded of it: exactly, if its weights are those recomputed."""
         what, detail, computed = f"evaluation {step}", "equal to the last bit", self.computed[step]
-        is_exact = step in self.exact or step not in self.readers
         for where, values in self.recorded[step]:
             apart = _apart({**dict.fromkeys(computed), **values}, computed)
-            if far := [key for key in apart if is_exact or self._is_far(key, values, computed)]:
+            if far := [key for key in apart if self._is_far(key, values, computed, self.exact.get(step))]:
                 return Finding(what, False, f"{_told(values, computed, far)} ({where})")
             if apart:
                 detail = f"not to the last bit, but within rounding: {_told(values, computed, apart)}"
         return Finding(what, True, detail)
 
-    def _is_far(self, metric: str, values: _Values, computed: _Values) -> bool:
+    def _is_far(self, metric: str, values: _Values, computed: _Values, exact: float | None) -> bool:
         """Whether two values of a metric, for the same weights, differ by more than rounding.
 
         Rounding changes some answers for better and some for worse: a share s of N changes an accuracy by sqrt(s / N),
@@ -438,8 +448,8 @@ class _Verification:
         """
         share, (dataset, _) = self.limits.answers, self.trained.measured_on(metric)
         value, ours, loss = values.get(metric), computed.get(metric), f"{metric.rpartition('/')[0]}/loss"
-        if dataset is None or value is None or ours is None or metric == loss:
-            return _far(metric, value, ours, share)
+        if exact is not None or dataset is None or value is None or ours is None or metric == loss:
+            return _far(metric, value, ours, share if exact is None else exact)
         samples = Manifest.load(self.trained.dataset_path(dataset)).num_samples
         is_equal = loss in computed and values.get(loss) == computed[loss]
         return is_equal or abs(value - ours) > max(1.01 / samples, 3 * math.sqrt(share / samples))
@@ -549,7 +559,8 @@ def _mistakes(told: Mapping[str, Any], known: Mapping[str, Any], how: str = "by 
 
 
 def _far(key: str, value: object, computed: object, limit: float) -> bool:
-    if isinstance(value, float) and isinstance(computed, float) and key != "epoch":
+    """Whether two values that are not equal differ by more than a share; any do if that is 0."""
+    if limit and isinstance(value, float) and isinstance(computed, float) and key != "epoch":
         return not math.isclose(value, computed, rel_tol=limit, abs_tol=1e-6)
     return True
 
