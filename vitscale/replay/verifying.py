@@ -5,7 +5,8 @@ the result's weights comes first, then links drawn at random. The newest and the
 
 `vitscale launch` does both in a temporary folder. With the run's versions, hardware and number of ranks everything is
 equal to the last bit; otherwise within `_LIMITS`. Where the weights are equal to the last bit, a recorded value that is
-not was edited. Nothing less proves that: elsewhere, some losses and norms are equal to the last bit by chance.
+not was edited. Nothing less proves that: elsewhere, some losses and norms are equal to the last bit by chance, and on
+another number of ranks losses are rounded otherwise even before equal weights.
 """
 
 import math
@@ -416,9 +417,7 @@ class _Verification:
             return Finding(what, False, f"was edited: {differing:,} numbers differ, in {', '.join(places)}{rest}")
         # A parameter whose gradient is only rounding error, such as a key's bias, is as good as random. So the norm
         # over all parameters is compared, not one parameter by itself.
-        limit, of = (
-            (self.limits.loss, "its norm") if start is None else (self.limits.state, "what these steps moved it")
-        )
+        limit, of = (self.limits.loss, "its norm") if start is None else (self.limits.state, "its change in the link")
         told = f"{differing / max(total, 1):.0%} of the numbers differ, and {worst[1]} is off by {worst[0]:.2g} of {of}"
         return Finding(what, worst[0] <= limit, f"not to the last bit: {told}; {limit:g} is allowed for rounding")
 
