@@ -62,6 +62,11 @@ CROPS = _unique([*_FIRST, *_SECOND, *_THIRD])
 LEVELS = (1, len(_FIRST), len(_FIRST) + len(_SECOND), len(CROPS))  # crops per level; each is also mirrored
 
 
+def variants_of(level: int) -> int:
+    """The number of fingerprints per picture at a level, at most: 2, 8, 16 or 96, and 2 more if it has a border."""
+    return 2 * LEVELS[level]
+
+
 def crops_of(rgb: np.ndarray, level: int) -> tuple[np.ndarray, list[tuple[int, Box]]]:
     """The picture to crop, and the crops: each a number in `CROPS` and a box in pixels of that picture.
 

@@ -288,10 +288,8 @@ class _Verification:
                 follows["epoch"] = plan.order.epochs(step)
             if step in self.readers:
                 follows["world_size"] = self.readers[step].index.world_size
-            wrong += [
-                f"step {step:,}: {told}"
-                for told in _mistakes({key: row[key] for key in follows if key in row}, follows, "by the recipe")
-            ]
+            mistakes = _mistakes({key: row[key] for key in follows if key in row}, follows, "by the recipe")
+            wrong += [f"step {step:,}: {mistake}" for mistake in mistakes]
         told = "; ".join(wrong[:5]) or f"{len(self.rows):,} lines, as the recipe has it; times cannot be checked"
         yield Finding(METRICS_FILE, not wrong, told)
 
@@ -343,8 +341,7 @@ class _Verification:
 
     def _again(self, first: int, last: int) -> Iterator[Finding]:
         """Repeat steps (first, last] from the checkpoint of `first`, and compare them with what the run recorded."""
-        evaluates = self.asked.everything and self.asked.evaluations
-        evaluation = self.trained.dump()["evaluation"] if evaluates else {}
+        evaluation = self.trained.dump()["evaluation"] if self.asked.everything and self.asked.evaluations else {}
         ranks = self._ranks(self.readers[min(step for step in self.readers if step >= last)].index.world_size)
         with _copy(_bare(self.trained, evaluation), self.readers.get(first), last, ranks) as (log, store):
             ours = {row["step"]: row for row in log.rows}
@@ -413,8 +410,7 @@ class _Verification:
             is_edited |= differing < _FEW * total or equal > total / 2
         if is_same_world and is_edited:
             places[3:] = [f"{len(places) - 3:,} more"] if places[3:] else []
-            rest = "; all others are equal to the last bit"
-            return Finding(what, False, f"was edited: {differing:,} numbers differ, in {', '.join(places)}{rest}")
+            return Finding(what, False, f"was edited: {differing:,} numbers differ, and no others: {', '.join(places)}")
         # A parameter whose gradient is only rounding error, such as a key's bias, is as good as random. So the norm
         # over all parameters is compared, not one parameter by itself.
         limit, of = (self.limits.loss, "its norm") if start is None else (self.limits.state, "its change in the link")
