@@ -30,6 +30,7 @@ from vitscale.cli.main import app as vitscale_app
 from vitscale.data.order import ORDER_VERSION
 from vitscale.flops.command import app as flops_app
 from vitscale.recipe.fields import blocks
+from vitscale.replay.verifying import Asked, verify_run
 from vitscale.shards.decisions import DECISIONS
 from vitscale.shards.provenance import PROVENANCE, REJECTS
 from vitscale.studies.reading import study_schema
@@ -163,13 +164,14 @@ def files(run: Path, report: Path) -> Iterator[str]:
     yield f"order of samples: version {ORDER_VERSION}"
     for name, schema in {"*.idx.parquet": PROVENANCE, "rejects.parquet": REJECTS, "dedup.parquet": DECISIONS}.items():
         yield from (f"{name} {field.name}: {_type(field)}" for field in schema)
+    list(verify_run(run, Asked(steps=0, shards=False, evaluations=False)))  # writes verified.json
     for path in sorted(run.rglob("*")):
         if path.is_file() and "tensorboard" not in path.parts:
             yield f"run/{_numbers_as_n(str(path.relative_to(run)))}"
     for path in (
         *run.glob("smoke-data-*/train/manifest.json"),
         *run.glob("checkpoints/step-*/index.json"),
-        *(run / name for name in ("DONE", "newest-checkpoint.json", "metrics.jsonl", "launch.jsonl")),
+        *(run / name for name in ("DONE", "newest-checkpoint.json", "metrics.jsonl", "launch.jsonl", "verified.json")),
         report / "results.json",
     ):
         lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]

@@ -6,6 +6,7 @@ import fsspec
 import pytest
 import torch
 import yaml
+from finished_runs import evaluate_run, load_model
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -18,7 +19,7 @@ from vitscale.checkpoint import (
     checkpoint_directory,
 )
 from vitscale.cli.main import app
-from vitscale.evaluation.finished import evaluate_run, load_model, open_run
+from vitscale.evaluation.finished import open_run
 from vitscale.models import build_model
 from vitscale.recipe import Recipe, validate_recipe
 from vitscale.runs.names import CHECKPOINTS, RECIPE_FILE
@@ -97,7 +98,7 @@ def test_the_average_is_evaluated_and_exported_unless_the_last_weights_are_asked
         assert evaluate_run(both, use_average=False) == evaluate_run(only_last) != evaluate_run(both)
         read, reader = open_run(both)
         for use_average, expected in ((True, average), (False, last)):
-            model = load_model(read, reader, torch.device("cpu"), use_average=use_average)
+            model = load_model(read, reader, use_average=use_average)
             assert all(torch.equal(value, expected[name]) for name, value in model.named_weights())
 
         for flags, expected, words in (([], average, ", average of the weights"), (["--no-ema"], last, "step 3 as")):

@@ -1,10 +1,11 @@
 """`vitscale evaluate` from another folder than the run began in finds its data, or says where it looked."""
 
 import pytest
+from finished_runs import evaluate_run
 from models.weights.exported import TINY, described, finished_run, valued
 
 from vitscale.errors import DataError
-from vitscale.evaluation.finished import FinishedModel, evaluate_run
+from vitscale.evaluation.finished import FinishedModel
 from vitscale.shards.generated import CLASS_NAMES, write_generated_dataset
 
 

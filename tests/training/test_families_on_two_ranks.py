@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from finished_runs import evaluate_run, load_model
 from models.weights.exported import described, valued, write
 from ranks import STEPS, launch, make_data, make_recipe
 
 from vitscale.checkpoint import CheckpointStore
 from vitscale.cli.export import run_export
-from vitscale.evaluation.finished import evaluate_run, load_model, open_run
+from vitscale.evaluation.finished import open_run
 from vitscale.models import build_model, initial_value
 from vitscale.models.weights import describe, load_weights, open_weights
 from vitscale.objectives import build_objective
@@ -133,7 +134,7 @@ def test_a_run_of_any_stage_leaves_in_a_format_and_comes_back(root, family, form
     out = tmp_path / ("weights.npz" if form == "npz" else "weights.safetensors")
     run_export(str(run_dir), form, out)
     recipe, reader = open_run(run_dir)
-    trained = load_model(recipe, reader, torch.device("cpu"))
+    trained = load_model(recipe, reader)
     source = open_weights(out)
     returned = build_model(recipe, 7).eval()
     assert describe(source, recipe.dump()["model"], 32).build().shape == trained.backbone.shape

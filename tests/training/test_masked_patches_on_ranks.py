@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from finished_runs import evaluate_run
 from outcomes import assert_same_run, checkpoint, column
 from ranks import SHARDS, STEPS, launch, make_data, make_recipe
 
 from vitscale.cli.export import run_export
 from vitscale.data import Loader, TrainOrder, TrainTransform, to_model_input
-from vitscale.evaluation.finished import evaluate_run, open_run
+from vitscale.evaluation.finished import open_run
 from vitscale.models import initial_value
 from vitscale.models.weights import describe, open_weights
 from vitscale.objectives import build_objective

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from finished_runs import evaluate_run
 from outcomes import checkpoint, column, equal, error_of, everything, store
 from ranks import SHARDS, STEPS, launch, make_data, make_recipe
 from torch.nn import functional as F
 
 from vitscale.data import Loader, TrainOrder, TrainTransform, to_model_input
-from vitscale.evaluation.finished import evaluate_run
 from vitscale.models import initial_value
 from vitscale.objectives import build_objective
 from vitscale.shards import Manifest

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from finished_runs import evaluate_run
 from outcomes import assert_same_run, checkpoint, column, evaluations, everything
 from rank_faults import save_at_once
 from ranks import STEPS, asked, launch, make_data, make_recipe
 
-from vitscale.evaluation.finished import evaluate_run
 from vitscale.models import initial_value
 from vitscale.objectives import build_objective
 

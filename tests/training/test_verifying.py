@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from vitscale.cli.main import app
 from vitscale.errors import DataError, RecipeError
 from vitscale.report import gather
-from vitscale.runs.checkpoint_index import index_text, read_index
+from vitscale.runs.checkpoint_index import CheckpointIndex, FileEntry, index_text, read_index
 from vitscale.runs.done import verification
 from vitscale.status import RunReader
 
@@ -101,7 +101,7 @@ def write_again(checkpoint, path):
 def test_that_the_weights_were_not_checked_is_said(copied):
     rows, bad = verified(copied, "run", *NOTHING)
     said = {row["what"]: row for row in rows if row["is_sound"] is None}
-    assert not bad and list(said) == ["evaluations", "links", f"weights of the result (step {STEPS})"]
+    assert not bad and list(said) == ["shards", "evaluations", "links", f"weights of the result (step {STEPS})"]
     assert all("NOT CHECKED" in said[what]["detail"] for what in said if what != "links")
     assert "--steps 2" in said[f"weights of the result (step {STEPS})"]["detail"]
 
@@ -175,6 +175,72 @@ def test_a_checkpoint_of_another_run(root, copied):
     assert verified(copied, "run", *NOTHING)[1] == [f"checkpoint {SAVED}"]
 
 
+def edit_lines(folder, change):
+    path = folder / "run" / "metrics.jsonl"
+    lines = [change(json.loads(line)) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("key", ["exaflops", "images_per_s", "world_size"])
+def test_what_a_run_has_cost(copied, key):
+    edit_lines(copied, lambda line: line | ({key: line[key] * 0.5} if key in line else {}))
+    assert verified(copied, "run", *NOTHING)[1] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("exaflops", 1e-9), ("stopped_early", True), ("total_steps", 4), ("best_step", None)]
+)
+def test_an_end_with_another_figure(copied, key, value):
+    done = json.loads((copied / "run" / "DONE").read_text())
+    (copied / "run" / "DONE").write_text(json.dumps(done | {key: value}))
+    assert verified(copied, "run", *NOTHING)[1] == ["DONE"]
+
+
+@pytest.mark.parametrize("stopped_early", [False, True])
+def test_an_end_of_an_unfinished_run(copied, stopped_early):
+    shutil.rmtree(copied / "run" / "checkpoints" / f"step-{STEPS:08d}")
+    path = copied / "run" / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] < STEPS - 1))
+    state = read_index(copied / "run" / "checkpoints" / f"step-{STEPS - 2:08d}").selection
+    done = json.loads((copied / "run" / "DONE").read_text())
+    done |= {"step": STEPS - 2, "best_step": state["best_step"], "stopped_early": stopped_early, "evaluation": {}}
+    done["exaflops"] *= (STEPS - 2) / STEPS
+    (copied / "run" / "DONE").write_text(json.dumps(done))
+    assert verified(copied, "run", *NOTHING)[1] == ["DONE"]
+
+
+@pytest.mark.parametrize("line", ["loss", "eval/validation/top1"])
+def test_a_line_after_the_end(copied, line):
+    path = copied / "run" / "metrics.jsonl"
+    last = next(row for row in map(json.loads, reversed(path.read_text().splitlines())) if line in row)
+    more = {"lr", "images_seen", "exaflops"} & last.keys()
+    with path.open("a") as file:
+        file.write(json.dumps({key: last[key] for key in last if key not in more} | {"step": STEPS + 1}) + "\n")
+    assert "metrics.jsonl" in verified(copied, "run", *NOTHING)[1]
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"exaflops": 1e-9}, {"hours": 1e-9}, {"metrics": {"validation/top9": 1.0}}, {"name": "it"}]
+)
+def test_a_report_of_other_figures(copied, change):
+    content, folder = gather([copied / "run"]), copied / "report"
+    content["runs"][0] |= change
+    folder.mkdir()
+    (folder / "results.json").write_text(json.dumps(content))
+    expected = [str(folder / "results.json")] if change else []
+    assert verified(copied, "run", *NOTHING, "--report", folder)[1] == expected
+
+
+def test_lines_that_became_more_frequent(root, copied):
+    """Each process logged as its own recipe said."""
+    blocks = {"checkpoint": {"every": {"steps": 2}, "keep": 20}, "evaluation": {"validation": None}}
+    every = [{**blocks, "logging": {"every": steps}} for steps in (2, 1)]
+    launch(root, [{"name": "more", "stops": [4, None], "blocks": every}], 1)
+    shutil.copytree(root / "runs" / "more", copied / "more")
+    assert verified(copied, "more", *NOTHING)[1] == []
+
+
 def test_another_recipe_and_another_end(copied):
     path = copied / "run" / "recipe.yaml"
     path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"seed": 9}))
@@ -215,18 +281,51 @@ def test_an_evaluation_of_a_step_in_between(copied):
 
 
 @pytest.mark.slow  # takes steps in processes of their own
-@pytest.mark.parametrize(("kind", "factor"), [("master", 1.0001), ("ema", 1.0001), ("exp_avg", 2)])
-def test_the_state_of_the_last_checkpoint(copied, kind, factor):
-    """Of weights and averages a little, as other hardware might have left them."""
+@pytest.mark.parametrize(
+    ("part", "factor"),
+    [("master/", 1.0001), ("ema/", 1.0001), ("exp_avg/", 2), ("exp_avg_sq/", 1.0001), ("head.", 1.0001)],
+)
+def test_the_state_of_the_last_checkpoint(copied, part, factor):
+    """Most of them a little, as other hardware might have left them."""
     checkpoint = copied / "run" / "checkpoints" / f"step-{STEPS:08d}"
     path = checkpoint / "rank-00000.safetensors"
     tensors = load_file(path)
-    forged = {key: value * factor if key.startswith(f"{kind}/") else value for key, value in tensors.items()}
+    forged = {key: value * factor if f"/{part}" in f"/{key}" else value for key, value in tensors.items()}
     assert any(not forged[key].equal(tensors[key]) for key in tensors)
     save_file(forged, path)
     write_again(checkpoint, path)
     bad = verified(copied, "run", *LAST_LINK)[1]
     assert bad == [f"checkpoint {STEPS}", f"weights of the result (step {STEPS})"]
+
+
+def test_weights_that_the_run_did_not_begin_with(root, copied):
+    """The recipe names another run's weights, in every file."""
+    blocks = {"checkpoint": {"every": {"steps": 2}}, "evaluation": {"validation": None}}
+    begin = {**blocks, "init": {"from": str(root / "runs" / "other")}}
+    launch(root, [{"name": "begun", "stops": [4], "blocks": [begin]}], 1)
+    shutil.copytree(root / "runs" / "begun", copied / "begun")
+    assert verified(copied, "begun", *NOTHING)[1] == []
+    paths = [copied / "begun" / "recipe.yaml", *(copied / "begun" / "checkpoints").glob("step-*/index.json")]
+    for path in paths:
+        text = path.read_text().replace(str(root / "runs" / "other"), str(root / "runs" / "run"))
+        path.write_text(text)
+        if path.name == "index.json":
+            content = json.loads(text)
+            del content["schema_version"], content["checksum"]
+            path.write_text(
+                index_text(CheckpointIndex(**content | {"files": [FileEntry(**each) for each in content["files"]]}))
+            )
+    assert verified(copied, "begun", *NOTHING)[1] == ["init.from"]
+
+
+@pytest.mark.slow  # takes steps in processes of their own
+def test_a_run_of_two_ranks_on_one(root, copied):
+    """Some states are equal to the last bit there, others in all numbers but five, and sums are not."""
+    blocks = {"precision": "fp32", "checkpoint": {"every": {"steps": 2}, "keep": 20}, "ema": {"decay": 0.5}}
+    launch(root, [{"name": "two", "stops": [None], "blocks": [blocks]}], 2)
+    shutil.copytree(root / "runs" / "two", copied / "two")
+    rows, bad = verified(copied, "two", "--world", 1, "--steps", STEPS)
+    assert not bad, rows
 
 
 @pytest.mark.slow  # takes steps in processes of their own

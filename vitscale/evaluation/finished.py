@@ -20,7 +20,7 @@ from vitscale.data import EvalTransform, Reading, to_model_input
 from vitscale.errors import CheckpointError, DataError, RecipeError, VitscaleError
 from vitscale.evaluation.build import build_evaluators, exact_pass
 from vitscale.evaluation.contract import MakeLoader, evaluate
-from vitscale.evaluation.placing import ReadTensor, fill, is_main, join, place, tell
+from vitscale.evaluation.placing import ReadTensor, is_main, join, place, tell
 from vitscale.evaluation.splits import common_samples
 from vitscale.models import BlockTokens, Model, Outputs, weight_dtype
 from vitscale.models.weights import (
@@ -86,18 +86,7 @@ def empty_objective(recipe: Recipe, reader: CheckpointReader) -> Objective:
     return objective
 
 
-def load_model(
-    recipe: Recipe, reader: CheckpointReader, device: torch.device, *, use_average: bool = True
-) -> Objective:
-    """A checkpoint's objective in evaluation mode, in the precision it was trained in.
-
-    Its weights are the averaged ones if the run keeps an average, unless `use_average` is False.
-    """
-    model = empty_objective(recipe, reader).to(weight_dtype(recipe)).eval()
-    return fill(model, _stored_values(model, reader, use_average), device)
-
-
-def _stored_values(objective: Objective, reader: CheckpointReader, use_average: bool) -> dict[str, ReadTensor]:
+def stored_values(objective: Objective, reader: CheckpointReader, use_average: bool) -> dict[str, ReadTensor]:
     """How to read each parameter of an objective from its checkpoint."""
     kind = reader.index.evaluated_kind if use_average else MASTER
     stored = [name for name, _ in objective.named_weights()]
@@ -178,7 +167,7 @@ class FinishedModel:
         self.loss = recipe.objective.loss if isinstance(recipe.objective, Classification) else "softmax"
         self._batch, self._data = recipe.evaluation.batch, recipe.data
         objective = empty_objective(recipe, reader)
-        return objective, _stored_values(objective, reader, use_average), weight_dtype(recipe)
+        return objective, stored_values(objective, reader, use_average), weight_dtype(recipe)
 
     def _open_weights(self, weights: "OfWeights") -> _Opened:
         source = open_weights(self.source)
@@ -347,15 +336,6 @@ def evaluate_finished(model: FinishedModel) -> dict[str, float]:
             "the run's recipe has no evaluation; add one: --data DATASET, or --set evaluation.validation=DATASET"
         )
     return evaluate(evaluators, model.predict)
-
-
-def evaluate_run(
-    run_dir: Path, settings: Sequence[str] = (), step: int | None = None, *, use_average: bool = True
-) -> tuple[int, dict[str, float]]:
-    """(step, metrics) of a run's checkpoint by its recipe's evaluators; arguments and errors as for `FinishedModel`."""
-    model = FinishedModel(run_dir, settings, step, use_average=use_average)
-    assert model.step is not None, "a run's checkpoint has a step"
-    return model.step, evaluate_finished(model)
 
 
 def tell_common_samples(model: FinishedModel, dataset: Manifest) -> None:

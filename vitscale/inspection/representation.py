@@ -4,7 +4,7 @@ Shape legend: B images of a minibatch, T tokens, N patches, D width, k pictures,
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,14 +64,6 @@ def colours(tokens: Tensor) -> tuple[Tensor, Tensor]:
     low, high = values.quantile(0.01, dim=0), values.quantile(0.99, dim=0)
     values = ((values - low) / (high - low).clamp_min(1e-12)).clamp(0, 1)
     return F.pad(values, (0, 3 - values.shape[1])).view(k, N, 3), F.pad(shares, (0, 3 - len(shares)))
-
-
-class Seen(Protocol):
-    """A batch of a dataset's pictures, as loaders yield it."""
-
-    images: Tensor
-    uids: Tensor
-    mask: Tensor
 
 
 class Neighbours(NamedTuple):

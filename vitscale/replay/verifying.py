@@ -1,15 +1,12 @@
 """Checks a run against its own files, by evaluating its checkpoints again, and by repeating some of its steps.
 
-It compares every file of every checkpoint with its digest; the recipe, data and beginning of all checkpoints with each
-other; the lines of metrics with what the recipe implies for their steps; DONE and results.json with the metrics; and
-every shard with its manifest.
-
 Checkpoints are a chain: each link, the steps from one to the next, is recomputed or it is not. The link that ends in
 the result's weights comes first, then links drawn at random. The newest and the best checkpoint are evaluated again.
 
 `vitscale launch` does both in a temporary folder. With the run's versions, hardware and number of ranks everything is
 equal to the last bit; otherwise within `_LIMITS`. Where the weights are equal to the last bit, a recorded value that is
-not was edited. Nothing less proves that: elsewhere, some losses and norms are equal to the last bit by chance.
+not was edited. Nothing less proves that: elsewhere, some losses and norms are equal to the last bit by chance, and on
+another number of ranks losses are rounded otherwise even before equal weights.
 """
 
 import math
@@ -29,14 +26,17 @@ from typing import Any, NamedTuple
 import yaml
 
 from vitscale.checkpoint import EMA, MASTER, CheckpointReader, CheckpointStore, checkpoint_directory
-from vitscale.errors import EXIT_DONE, CheckpointError, DataError
+from vitscale.errors import EXIT_DONE, CheckpointError, DataError, VitscaleError
 from vitscale.evaluation.finished import trained_recipe
 from vitscale.files.durable import write_text
+from vitscale.flops.accounting import exaflops
+from vitscale.flops.records import read_run
+from vitscale.flops.work import recipe_work
 from vitscale.launch import Pretraining, count_devices
 from vitscale.launch.clusters import Job, launch_command
 from vitscale.recipe import Recipe, differences, override, validate_recipe
 from vitscale.recipe.datasets import find_dataset
-from vitscale.runs.checkpoint_index import data_root, find_path, index_text
+from vitscale.runs.checkpoint_index import CheckpointIndex, data_root, find_path, index_text
 from vitscale.runs.directory import recipe_of_run
 from vitscale.runs.done import covered_files, read_done, write_verified
 from vitscale.runs.metrics import MetricsLog, Row
@@ -44,6 +44,7 @@ from vitscale.runs.names import CHECKPOINTS, DONE_FILE, INDEX_FILE, METRICS_FILE
 from vitscale.runs.reading import count, number, read_object
 from vitscale.shards import Manifest
 from vitscale.shards.verify import verify as verify_shards
+from vitscale.training.found_weights import Named, digests, find_weights
 from vitscale.training.run_plan import plan_run
 from vitscale.training.selection import Selection
 from vitscale.versions import versions
@@ -56,11 +57,9 @@ _OF_THE_MACHINE = {
     *("time", "images_per_s", "data_wait", "data_wait_s", "step_time_s", "world_size", "peak_memory_bytes", "mfu"),
     *("slowest_rank", "slowest_rank_s", "median_rank_s", "checkpoint_stall_s", "bad_samples"),
 }
-_OF_THE_STEP = ("epoch", "images_seen", "lr")  # the same on every machine
-_KEPT_FILES = 1_000_000  # no checkpoint of the copy is deleted
+_MEANS = {"exp_avg", "momentum_buffer"}  # the optimizers' means of gradients
+_OF_A_SUM = 1e-5  # share by which the same losses or squares, summed up by another number of ranks, may differ
 _FEW = 0.01  # a smaller share of differing numbers is not rounding, which reaches all numbers of a state in one step
-_LEAST = 1e-12
-_TAIL = 2000  # characters of a launch's output in a message
 
 
 class _Limits(NamedTuple):
@@ -150,7 +149,7 @@ class _Verification:
         self.log = MetricsLog(run_dir / METRICS_FILE, whole=True)
         self.recorded: dict[int, list[tuple[str, _Values]]] = defaultdict(list)  # step -> files and their values
         self.states: dict[int, Finding] = {}  # at the ends of the links that were repeated
-        self.exact: set[int] = set()  # of these, the steps whose state is equal to the last bit
+        self.exact: dict[int, float] = {}  # steps whose state is equal to the last bit -> share that sums may differ by
         self.computed: dict[int, _Values] = {}  # evaluations
 
     def run(self) -> Iterator[Finding]:
@@ -171,13 +170,13 @@ class _Verification:
         yield from self._same_run()
         manifest = Manifest.load(find_dataset(trained.data.train, trained.data.root))
         is_same = manifest.sha256 == self.newest.data.get("manifest_sha256")
-        which = "is the one that the checkpoints name" if is_same else "is another than the checkpoints name"
-        yield Finding("manifest", is_same, f"{manifest.where} {which}")
+        yield Finding("manifest", is_same, f"{manifest.where} is {'' if is_same else 'not '}the one in the checkpoints")
         if not is_same:
             return
         if asked.ranks is not None:
             trained.split(asked.ranks)  # raises before all the data are read
-        self.plan = plan_run(_bare(trained, trained.logging.every), 0, 1)
+        self.plan = plan_run(_bare(trained), 0, 1)
+        self.macs = recipe_work(trained, self.plan.num_classes).accounting_macs
         self.log.refresh()
         self.rows = {row["step"]: row for row in self.log.rows}
         yield from self._metrics()
@@ -190,13 +189,14 @@ class _Verification:
                 yield Finding(f"shard {damage.path}{at}", False, damage.what)
             if not verdict.damage:
                 yield Finding("shards", True, f"{verdict.samples:,} samples: every byte is that of the manifest")
+        else:
+            yield Finding("shards", None, "NOT CHECKED, as --no-shards asks")
         best = count(self.newest.selection.get("best_step"))
-        results = {"result": self.newest.step}
-        if best is not None and best != self.newest.step:
-            results["best"] = best
+        results = {"result": self.newest.step} | ({} if best in (None, self.newest.step) else {"best": best})
         links = list(pairwise([trained.first_step, *sorted(readers)]))
-        can_begin = trained.init is None or Path(trained.init.source).exists()
-        possible = links if can_begin else links[1:]
+        initial = [*self._initial()]
+        yield from initial
+        possible = links if all(finding.is_sound for finding in initial) else links[1:]
         steps = math.inf if asked.everything else asked.steps
         for first, last in _chosen(possible, list(results.values()), steps, asked.seed):
             self.say(f"taking steps {first + 1:,} to {last:,} again")
@@ -217,7 +217,20 @@ class _Verification:
         settings = [f"data.root={self.asked.root or data_root(recipe, index) or 'null'}"]
         if recipe.init is not None:
             settings.append(f"init.from={find_path(recipe.init.source, index, self.run_dir).absolute()}")
+            if (taken := count(_object(index.data, "init").get("step"))) is not None:  # there may be later ones now
+                settings.append(f"init.step={taken}")
         return override(recipe.dump(), settings, "the recipe")
+
+    def _initial(self) -> Iterator[Finding]:
+        """Check that the weights that the run began with, if its recipe names any, are still there."""
+        if (init := self.trained.init) is not None:
+            try:
+                found = find_weights(Named.by_init(init)).files or digests(Path(init.source))
+                is_same = found == _identity(self.newest)["init"]
+                told = f"{init.source} has {'' if is_same else 'NOT '}the weights that the run began with"
+                yield Finding("init.from", is_same, told)
+            except (VitscaleError, OSError) as error:
+                yield Finding("init.from", None, f"NOT CHECKED: {error}")
 
     # ---- Whether the files agree with each other ---------------------------------------------------------------------
 
@@ -233,11 +246,7 @@ class _Verification:
         for step, reader in self.readers.items():
             index = reader.index
             wrong = differences(trained, trained_recipe(reader).dump())
-            wrong += [
-                f"{key}: {newest.data.get(key)!r} -> {index.data.get(key)!r}"
-                for key in sorted({*newest.data, *index.data} - {"working_directory"})
-                if newest.data.get(key) != index.data.get(key)
-            ]
+            wrong += differences(newest.data, index.data, free=("working_directory",))
             wrong += [f"other {key}" for key in ("shapes", "kinds") if getattr(newest, key) != getattr(index, key)]
             if before is not None and index.position - before.position < step - before.step:
                 wrong.append(f"position {index.position:,} in the data; step {before.step:,} had {before.position:,}")
@@ -245,73 +254,82 @@ class _Verification:
             if wrong:
                 yield Finding(f"checkpoint {step}", False, "of another run: " + "; ".join(wrong))
 
+    def _exaflops(self, step: int) -> float:
+        return exaflops(self.macs, step * self.trained.batch.global_size)
+
     def _metrics(self) -> Iterator[Finding]:
         """Check that no line of metrics is missing or too many, and that each has the values of its step."""
-        recipe, plan, last, before = self.trained, self.plan, self.newest.step, self.trained.first_step
+        batch, plan, last, before = self.trained.batch.global_size, self.plan, self.newest.step, self.trained.first_step
         wrong = [f"{self.log.damaged} lines cannot be read"] if self.log.damaged else []
-        lines = {step for step in range(before + 1, last + 1) if plan.due(step, last).log}
-        measured, due = {step for step, _ in self.log.evaluations if step <= last}, set[int]()
+        taken, measured = self.rows.keys(), {step for step, _ in self.log.evaluations}
+        lines, due = set[int](), set[int]()
         for step, reader in self.readers.items():  # saved by a process that also took the steps before
-            settings = trained_recipe(reader).evaluation
-            every = settings.every
-            stride = every.to_steps(plan.manifest.num_samples, recipe.batch.global_size) if every is not None else 0
-            if settings.validation or settings.fewshot or settings.evaluators:
-                steps = range(before + 1, step + 1)
+            settings, steps = trained_recipe(reader), range(before + 1, step + 1)
+            lines |= {at for at in steps if at % settings.logging.every == 0}
+            evaluation = settings.evaluation
+            stride = 0 if evaluation.every is None else evaluation.every.to_steps(plan.manifest.num_samples, batch)
+            if evaluation.validation or evaluation.fewshot or evaluation.evaluators:
                 due |= {at for at in steps if at == plan.total_steps or (stride and at % stride == 0)}
             before = step
-        not_yet = {last} if self.done is None else set()
+        not_yet, end = ({last}, math.inf) if self.done is None else (set(), last)
         for what, found in (
-            ("no line", lines - self.rows.keys()),
+            ("no line", lines - taken),
             ("no evaluation", due - measured - not_yet),
-            ("an evaluation that was not due", measured - due),
+            ("an evaluation that was not due", {step for step in measured if step <= last} - due),
+            ("a line after the end", {step for step in taken | measured if step > end}),
         ):
             if found:
                 more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
                 wrong.append(f"{what} of step {min(found):,}{more}")
         for step, row in self.rows.items():
-            images = step * recipe.batch.global_size
-            for key, value in (("lr", plan.rates(step - 1).learning_rate), ("images_seen", images)):
-                if row.get(key) != value:
-                    wrong.append(f"step {step:,}: {key} is {row.get(key)!r}; {value!r} follows from the recipe")
-        told = "; ".join(wrong[:5]) or f"{len(self.rows):,} lines, as the recipe has it"
+            follows: dict[str, Any] = {"lr": plan.rates(step - 1).learning_rate, "images_seen": step * batch}
+            follows |= {"exaflops": self._exaflops(step), "images_per_s": batch / row["step_time_s"]}
+            if step <= self.newest.position == last:  # no batch was left out
+                follows["epoch"] = plan.order.epochs(step)
+            if step in self.readers:
+                follows["world_size"] = self.readers[step].index.world_size
+            mistakes = _mistakes({key: row[key] for key in follows if key in row}, follows, "by the recipe")
+            wrong += [f"step {step:,}: {mistake}" for mistake in mistakes]
+        told = "; ".join(wrong[:5]) or f"{len(self.rows):,} lines, as the recipe has it; times cannot be checked"
         yield Finding(METRICS_FILE, not wrong, told)
 
     def _records(self) -> Iterator[Finding]:
         """Check what DONE and results.json repeat, and gather what is recorded of evaluations."""
-        done, newest, state = self.done, self.newest, self.newest.selection
-        rule, said = self.trained.selection, dict(self.log.evaluations)
-        wrong: dict[str, list[str]] = {} if done is None else {DONE_FILE: []}
-        expected = {"step": newest.step, "total_steps": self.plan.total_steps, "best_step": state.get("best_step")}
-        for key, value in expected.items():
-            if done is not None and done.get(key) != value:
-                wrong[DONE_FILE].append(f"{key} {done.get(key)!r}; by the newest checkpoint {value!r}")
-        if rule is not None and state:
-            best, evaluated = Selection(), Selection.of(state).evaluated or newest.step
-            for step, values in said.items():
-                if step <= evaluated:
-                    value = values.get(rule.metric)
-                    best = best.after(rule, step, {rule.metric: math.nan if value is None else value})
-            if (best.best_step, best.best) != (state.get("best_step"), state.get("best")):
-                wrong[f"checkpoint {newest.step}"] = [
-                    f"the best step is {state.get('best_step')!r} with {state.get('best')!r}; by the metrics it is "
-                    f"{best.best_step!r} with {best.best!r}"
-                ]
-        repeated = [] if done is None else [(DONE_FILE, done.get("step"), done.get("evaluation"))]
-        for folder in (self.run_dir.parent, self.run_dir, *([Path(self.asked.report)] if self.asked.report else [])):
-            content = read_object(folder / _RESULTS_FILE) or {}
-            for entry in content.get("entries") or content.get("runs") or ():
-                if entry.get("name") == self.run_dir.resolve().name and entry.get("state") == "done":
-                    at = entry.get("best_step") or entry.get("step")
-                    repeated.append((str(folder / _RESULTS_FILE), at, entry.get("metrics")))
-        for evaluated_at, values in self.log.evaluations:
-            self.recorded[evaluated_at].append((METRICS_FILE, values))
-        for where, at, found in repeated:
-            if isinstance(at, int) and isinstance(found, dict) and found:
-                values, known = {key: number(value) for key, value in found.items()}, said.get(at, {})
-                apart = _apart(values, known) if known else []
-                told = [f"step {at:,}: {_told(values, known, apart, f'in {METRICS_FILE}')}"] if apart else []
-                wrong.setdefault(where, []).extend(told)
-                self.recorded[at].append((where, values))
+        done, newest, rule = self.done, self.newest, self.trained.selection
+        wrong: dict[str, list[str]] = {}
+        said, state, best = dict(self.log.evaluations), Selection.of(newest.selection), Selection()
+        for step, values in self.log.evaluations:
+            self.recorded[step].append((METRICS_FILE, values))
+        for step in said if newest.selection else ():
+            if step <= (newest.step if "evaluated" not in newest.selection else state.evaluated):
+                finite = {key: value for key, value in said[step].items() if value is not None}
+                best = best.after(rule, step, {rule.metric: math.nan, **finite} if rule else finite)
+        if told := _mistakes(state.state(), best.state() | {"evaluated": state.evaluated}, "by the metrics"):
+            is_lost = best.best_step is not None and best.best_step not in self.readers  # as if its save had failed
+            yield Finding(f"checkpoint {newest.step}", None if is_lost else False, ", ".join(told))
+        if done is not None:
+            is_early, total = state.is_out_of_patience(rule), self.plan.total_steps
+            known: dict[str, Any] = {"total_steps": total, "stopped_early": is_early, "best_step": state.best_step}
+            known |= {"step": newest.step if is_early else total, "exaflops": self._exaflops(newest.step)}
+            ended = {key: number(value) for key, value in _object(done, "evaluation").items()}
+            wrong[DONE_FILE] = _mistakes(done, known) + _mistakes(ended, said.get(newest.step, ended))
+            if done.get("step") != newest.step:
+                wrong[DONE_FILE].append(f"the newest checkpoint is of step {newest.step:,}")
+            self.recorded[newest.step] += [(DONE_FILE, ended)] if ended else []
+        report = None if self.asked.report is None else Path(self.asked.report)
+        for folder in {self.run_dir.parent, self.run_dir, report or self.run_dir}:
+            where, content = str(folder / _RESULTS_FILE), read_object(folder / _RESULTS_FILE) or {}
+            name, entries = self.run_dir.resolve().name, content.get("entries") or content.get("runs") or ()
+            entries = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+            found = [entry for entry in entries if entry.get("name") == name and entry.get("state") == "done"]
+            if found or folder == report:
+                wrong[where] = [] if found and done is not None else [f"{name} is not a finished run"]
+            for entry in found:
+                run = read_run(self.run_dir)
+                known = {"images": run.images, "hours": run.seconds / 3600, "exaflops": run.exaflops, "step": run.step}
+                if "entries" in content:  # of a study: the step is that of the metrics, the cost with the trunk's
+                    known = {"step": run.best_step or run.step, "exaflops": self._exaflops(run.step)}
+                wrong[where] += _mistakes(entry, known) + _mistakes(_object(entry, "metrics"), run.evaluation)
         for where, lines in wrong.items():
             yield Finding(where, not lines, "; ".join(lines[:3]) or f"says what the checkpoints and {METRICS_FILE} say")
 
@@ -323,52 +341,46 @@ class _Verification:
 
     def _again(self, first: int, last: int) -> Iterator[Finding]:
         """Repeat steps (first, last] from the checkpoint of `first`, and compare them with what the run recorded."""
-        asked, rows = self.asked, self.rows
-        evaluation = self.trained.dump()["evaluation"] if asked.everything and asked.evaluations else {}
+        evaluation = self.trained.dump()["evaluation"] if self.asked.everything and self.asked.evaluations else {}
         ranks = self._ranks(self.readers[min(step for step in self.readers if step >= last)].index.world_size)
-        with _copy(_bare(self.trained, 1, evaluation), self.readers.get(first), last, ranks) as (log, store):
+        with _copy(_bare(self.trained, evaluation), self.readers.get(first), last, ranks) as (log, store):
             ours = {row["step"]: row for row in log.rows}
-            apart = {
-                step: _apart({"loss": None, "grad_norm": None, **rows[step]}, ours[step])
-                for step in range(first + 1, last + 1)
-                if step in rows and step in ours
-            }
             if last in self.readers:
                 self.states[last] = self._compare_state(first, last, store.open(last))
                 if last in self.exact:
-                    self.computed |= {step: values for step, values in log.evaluations if step not in self.readers}
-        yield self._compare_rows(ours, apart, f"steps {first + 1:,} to {last:,}", is_exact=last in self.exact)
+                    between = {step: values for step, values in log.evaluations if step not in self.readers}
+                    self.computed |= between
+                    self.exact |= dict.fromkeys(between, self.exact[last])
+        yield self._compare_rows(ours, f"steps {first + 1:,} to {last:,}", self.exact.get(last))
         if last in self.states:
             yield self.states[last]
 
-    def _compare_rows(self, ours: dict[int, Row], apart: dict[int, list[str]], what: str, *, is_exact: bool) -> Finding:
-        rows = self.rows
-        if not apart:
-            return Finding(what, True, "taken; the run has logged none of them")
-        edited = [step for step, keys in apart.items() if keys and is_exact]
-        if edited:
-            step, more = edited[0], f", and {counted(len(edited) - 1, 'more line')}" if edited[1:] else ""
-            told = _told(rows[step], ours[step], apart[step])
-            return Finding(
-                what, False, f"line {step:,} was edited: {told}{more}; all weights are equal to the last bit"
-            )
-        if not any(apart.values()):
-            return Finding(what, True, "equal to the last bit")
-        limit = self.limits.loss
-        far = [
-            f"step {step:,}: {_told(rows[step], ours[step], wrong)}"
+    def _compare_rows(self, ours: dict[int, Row], what: str, exact: float | None) -> Finding:
+        rows, common = self.rows, sorted(ours.keys() & self.rows.keys())
+        limit = self.limits.loss if exact is None else exact
+        apart = {step: _apart({"loss": None, "grad_norm": None, **rows[step]}, ours[step]) for step in common}
+        wrong = [
+            f"step {step:,}: {_told(rows[step], ours[step], far)}"
             for step, keys in apart.items()
-            if (wrong := [key for key in keys if _far(key, rows[step].get(key), ours[step].get(key), limit)])
+            if (far := [key for key in keys if _far(key, rows[step].get(key), ours[step].get(key), limit)])
         ]
-        return Finding(what, not far, "; ".join(far[:3]) or f"within {limit:g} of the run's, not to the last bit")
+        if wrong:
+            why = (
+                f"{counted(len(wrong), 'line')} edited, as all weights are bit-identical: " if exact is not None else ""
+            )
+            return Finding(what, False, why + "; ".join(wrong[:3]))
+        if any(apart.values()):
+            return Finding(what, True, f"within {limit:g} of the run's, not to the last bit")
+        return Finding(what, True, "equal to the last bit" if apart else "taken; the run has logged none of them")
 
     def _compare_state(self, first: int, last: int, again: CheckpointReader) -> Finding:
         """Compare a checkpoint's weights, moments and average with those of the same step repeated."""
         saved, start = self.readers[last], self.readers.get(first)
-        what, index, total, differing, places, worst = f"checkpoint {last}", saved.index, 0, 0, [], (-1.0, "")
-        if wrong := [
-            key for key in ("position", "optimizer_steps") if getattr(index, key) != getattr(again.index, key)
-        ]:
+        what, index, differing, places, worst = f"checkpoint {last}", saved.index, 0, [], (-1.0, "")
+        counts: dict[str, int] = defaultdict(int)  # of the numbers of a parameter's state that moved
+        worlds = {row.get("world_size") for step, row in self.rows.items() if first < step <= last}
+        is_same_world = {*worlds, index.world_size} == {again.index.world_size}
+        if wrong := _apart(_identity(index), _identity(again.index)):
             return Finding(what, False, "its index has another " + " and ".join(wrong))
         for kind in index.kinds:
             squared = moved_squared = 0.0
@@ -377,62 +389,65 @@ class _Verification:
                     continue
                 ours, theirs = again.parameter(name, kind).double(), saved.parameter(name, kind).double()
                 moved = ours if start is None else ours - start.parameter(name, kind).double()
-                total += int((moved != 0).sum())
+                counts[name] += int((moved != 0).sum())
                 moved_squared += float(moved.square().sum())
                 if here := int((ours != theirs).sum()):
                     differing += here
                     squared += float((ours - theirs).square().sum())
                     places.append(f"{kind}/{name} ({here:,} of {ours.numel():,})")
-            apart = math.sqrt(squared) / max(math.sqrt(moved_squared), _LEAST)
+            apart = math.sqrt(squared / (moved_squared or 1e-24))
             worst = worst if apart <= worst[0] else (apart, kind)  # a NaN is worst of all
         if not differing:
-            self.exact.add(last)
+            self.exact[last] = 0.0 if is_same_world else _OF_A_SUM
             return Finding(what, True, "every number is equal to the last bit")
-        # Weights follow from moments, and the average from weights, to the last bit wherever those are equal.
-        kinds = {place.partition("/")[0] for place in places}
-        is_edited = kinds == {EMA} or (MASTER in kinds and kinds <= {MASTER, EMA} < set(index.kinds))
-        if is_edited or differing < _FEW * total:
+        # Weights follow from moments and the average from weights to the last bit, wherever those are equal; so do mean
+        # squares from gradients, of which the mean in fp32 has every bit. Ranks of another number may hide that.
+        kinds, names = ({place.split()[0].split("/")[at] for place in places} for at in (0, 1))
+        total, equal = sum(counts.values()), sum(counts[name] for name in counts.keys() - names)
+        is_edited = EMA in kinds and MASTER not in kinds
+        if not self.trained.optimizer.kept_in_bf16:  # in which small differences come and go
+            is_edited |= not kinds & {MASTER, *_MEANS} or kinds <= {MASTER, EMA} < set(index.kinds)
+            is_edited |= differing < _FEW * total or equal > total / 2
+        if is_same_world and is_edited:
             places[3:] = [f"{len(places) - 3:,} more"] if places[3:] else []
-            rest = "; all others are equal to the last bit"
-            return Finding(what, False, f"was edited: {differing:,} numbers differ, in {', '.join(places)}{rest}")
+            return Finding(what, False, f"was edited: {differing:,} numbers differ, and no others: {', '.join(places)}")
         # A parameter whose gradient is only rounding error, such as a key's bias, is as good as random. So the norm
         # over all parameters is compared, not one parameter by itself.
-        limit, of = self.limits.state, "what these steps moved it"
-        if start is None:
-            limit, of = self.limits.loss, "its norm"
-        detail = f"not to the last bit: {worst[1]} is off by {worst[0]:.2g} of {of}; rounding makes at most {limit:g}"
-        return Finding(what, worst[0] <= limit, detail)
+        limit, of = (self.limits.loss, "its norm") if start is None else (self.limits.state, "its change in the link")
+        told = f"{differing / max(total, 1):.0%} of the numbers differ, and {worst[1]} is off by {worst[0]:.2g} of {of}"
+        return Finding(what, worst[0] <= limit, f"not to the last bit: {told}; {limit:g} is allowed for rounding")
 
     def _evaluated(self, step: int) -> _Values:
         """Evaluate a checkpoint as the run did."""
         reader, recipe = self.readers[step], self._here(step)
-        once = _bare(recipe, 1, recipe.dump()["evaluation"] | {"every": {"steps": step}})
+        once = _bare(recipe, recipe.dump()["evaluation"] | {"every": {"steps": step}})
         with _copy(once, reader, step, self._ranks(reader.index.world_size)) as (log, _):
             return dict(log.evaluations).get(step, {})
 
     def _compare_evaluation(self, step: int) -> Finding:
         """Compare an evaluation with what is recorded of it: exactly, if its weights are those recomputed."""
         what, detail, computed = f"evaluation {step}", "equal to the last bit", self.computed[step]
-        is_exact = step in self.exact or step not in self.readers
         for where, values in self.recorded[step]:
             apart = _apart({**dict.fromkeys(computed), **values}, computed)
-            if far := [key for key in apart if is_exact or self._is_far(key, values.get(key), computed.get(key))]:
+            if far := [key for key in apart if self._is_far(key, values, computed, self.exact.get(step))]:
                 return Finding(what, False, f"{_told(values, computed, far)} ({where})")
             if apart:
                 detail = f"not to the last bit, but within rounding: {_told(values, computed, apart)}"
         return Finding(what, True, detail)
 
-    def _is_far(self, metric: str, value: float | None, computed: float | None) -> bool:
+    def _is_far(self, metric: str, values: _Values, computed: _Values, exact: float | None) -> bool:
         """Whether two values of a metric, for the same weights, differ by more than rounding.
 
         Rounding changes some answers for better and some for worse: a share s of N changes an accuracy by sqrt(s / N),
-        as a standard deviation. Three of them are allowed, and one answer at least.
+        as a standard deviation. Three of them are allowed, and one answer at least; none where the loss is the same.
         """
         share, (dataset, _) = self.limits.answers, self.trained.measured_on(metric)
-        if dataset is None or value is None or computed is None or metric.endswith("/loss"):
-            return _far(metric, value, computed, share)
+        value, ours, loss = values.get(metric), computed.get(metric), f"{metric.rpartition('/')[0]}/loss"
+        if exact is not None or dataset is None or value is None or ours is None or metric == loss:
+            return _far(metric, value, ours, share if exact is None else exact)
         samples = Manifest.load(self.trained.dataset_path(dataset)).num_samples
-        return abs(value - computed) > max(1.01 / samples, 3 * math.sqrt(share / samples))
+        is_equal = loss in computed and values.get(loss) == computed[loss]
+        return is_equal or abs(value - ours) > max(1.01 / samples, 3 * math.sqrt(share / samples))
 
     # ---- What it comes to --------------------------------------------------------------------------------------------
 
@@ -449,16 +464,22 @@ class _Verification:
         yield Finding("links", None if told else True, f"recomputed {len(self.states)} of {len(links)}{told}")
         for name, step in results.items():
             first, what = {last: first for first, last in links}.get(step, 0), f"weights of the {name} (step {step})"
-            place = f"step {first:,}" if first else "the beginning"
+            source = self.trained.init and f"the weights in {self.trained.init.source}, which are NOT CHECKED"
+            place = f"step {first:,}" if first in self.readers else source or "the beginning"
             if step in self.states:
                 sound = self.states[step].is_sound
                 yield Finding(what, sound, f"{'' if sound else 'NOT those '}recomputed from {place}")
-            elif step not in self.readers:
-                yield Finding(what, None, "NOT CHECKED: there is no checkpoint of it")
             elif (first, step) in possible:
                 yield Finding(what, None, f"NOT CHECKED; --steps {step - first} recomputes them from {place}")
             else:
-                yield Finding(what, None, "NOT CHECKED: the weights that the run began with (init.from) are not there")
+                missing = "what the run began with (init.from)" if step in self.readers else "its checkpoint"
+                yield Finding(what, None, f"NOT CHECKED: {missing} cannot be found")
+
+
+def _identity(index: CheckpointIndex) -> dict[str, Any]:
+    """What follows from recipe and step, and the digests of the weights that a run began with or learns from."""
+    own = {key: getattr(index, key) for key in ("position", "optimizer_steps", "shapes", "kinds")}
+    return own | {key: _object(index.data, key).get("files") for key in ("init", "teacher")}
 
 
 def _chosen(links: Sequence[tuple[int, int]], results: Sequence[int], steps: float, seed: int) -> list[tuple[int, int]]:
@@ -475,13 +496,13 @@ def _chosen(links: Sequence[tuple[int, int]], results: Sequence[int], steps: flo
     return sorted([*found, *((first, first + int(steps)) for first in rest[-1:] if steps)])
 
 
-def _bare(recipe: Recipe, log_every: int, evaluation: Mapping[str, Any] | None = None) -> Recipe:
+def _bare(recipe: Recipe, evaluation: Mapping[str, Any] | None = None) -> Recipe:
     """The run's recipe without everything that does not affect its steps; with this `evaluation`, if any."""
     content = recipe.dump()
-    content["logging"] |= {"every": log_every, "trackers": [], "batch_digest": True}
+    content["logging"] |= {"every": 1, "trackers": [], "batch_digest": True}
     content["evaluation"] = {**(evaluation or {}), "inspect": None}
     content["selection"] = None
-    content["checkpoint"] = {"keep": _KEPT_FILES, "tail": None}
+    content["checkpoint"] = {"keep": 1_000_000, "tail": None}
     del content["profile"]
     return validate_recipe(content, "the recipe of the run")
 
@@ -505,11 +526,9 @@ def _copy(
         what = Pretraining(str(copy / RECIPE_FILE), run_dir=copy, ranks=ranks, stop_at=last)
         command = launch_command(Job(what, max_restarts=0), [sys.executable, "-m", "vitscale"])
         with output.open("wb") as file:
-            code = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, check=False
-            ).returncode
+            code = subprocess.call(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
         if code:
-            text = output.read_text(errors="replace")[-_TAIL:]
+            text = output.read_text(errors="replace")[-2000:]
             raise DataError(f"what the run did could not be repeated: exit code {code}:\n{text}")
         log = MetricsLog(copy / METRICS_FILE, whole=True)
         log.refresh()
@@ -521,8 +540,22 @@ def _apart(recorded: Mapping[str, Any], computed: Mapping[str, Any]) -> list[str
     return [key for key in recorded if key not in _OF_THE_MACHINE and recorded[key] != computed.get(key)]
 
 
+def _object(content: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = content.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _mistakes(told: Mapping[str, Any], known: Mapping[str, Any], how: str = "by the run") -> list[str]:
+    """How figures differ from those that are known; metrics that are not known are wrong, too."""
+    metrics = dict.fromkeys(key for key in told if "/" in key)
+    return [
+        _told(told, known, [key], how) for key, value in {**metrics, **known}.items() if told.get(key, value) != value
+    ]
+
+
 def _far(key: str, value: object, computed: object, limit: float) -> bool:
-    if isinstance(value, float) and isinstance(computed, float) and key not in _OF_THE_STEP:
+    """Whether two values that are not equal differ by more than a share; any do if that is 0."""
+    if limit and isinstance(value, float) and isinstance(computed, float) and key != "epoch":
         return not math.isclose(value, computed, rel_tol=limit, abs_tol=1e-6)
     return True
 

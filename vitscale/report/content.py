@@ -40,7 +40,7 @@ class _Item:
     @property
     def metrics(self) -> Mapping[str, float]:
         """The metrics at its end; none before."""
-        if self.entry:
+        if self.entry and (self.record is None or self.entry["state"] != "done"):
             return self.entry["metrics"] if self.entry["state"] == "done" else {}
         return self.record.metrics if self.record is not None and self.record.is_done else {}
 

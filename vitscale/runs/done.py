@@ -64,7 +64,7 @@ def verification(run_dir: Path, checkpoints: str) -> str:
         now = covered_files(run_dir, checkpoints)
         if changed := sorted(name for name in {*files, *now} if files.get(name) != now.get(name)):
             return f"no: verified on {when}, then changed: {', '.join(changed[:3])}"
-        if outcome["exit_code"]:
+        if outcome["exit_code"] or bad:
             return f"no: on {when}, not what it says: {', '.join(bad) or 'not everything was looked at'}"
         return f"yes, on {when}" + "".join(f"; {each}" for each in missed)
     except (KeyError, TypeError, AttributeError, OSError):

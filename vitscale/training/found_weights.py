@@ -97,7 +97,7 @@ def open_found(named: Named, world: distributed.World, say: Callable[[str], None
     store, step = find_checkpoint(named, world)
     if store is None:
         path = _path(named)
-        return dataclasses.replace(_of_file(path), files=on_rank_zero(lambda: _digests(path)))
+        return dataclasses.replace(_of_file(path), files=on_rank_zero(lambda: digests(path)))
     reader = store.newest(lambda problem: say(f"WARNING: {problem}")) if step is None else store.open(step)
     if reader is None:
         raise _no_checkpoint(named, store).on_all_ranks()
@@ -210,7 +210,7 @@ def _of_file(path: Path) -> Found:
     )
 
 
-def _digests(path: Path) -> dict[str, str]:
+def digests(path: Path) -> dict[str, str]:
     """Name -> sha256 of a file of weights, or of every file that is read of a folder in another library's format."""
     try:
         files = [path] if path.is_file() else [file for file in path.iterdir() if file.suffix in _READ_WITH_WEIGHTS]

@@ -10,12 +10,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from finished_runs import evaluate_run
 from models.weights.exported import TINY, described, finished_run, valued
 
 from data_tools.convert import Machine, Request, convert
 from vitscale.cli.export import run_export
 from vitscale.data import EvalOrder, EvalTransform, Loader, to_model_input
-from vitscale.evaluation.finished import evaluate_run
 from vitscale.recipe import EvalCrop
 from vitscale.shards import Manifest
 
