@@ -77,8 +77,8 @@ class ViT(Model):
     mlp: Literal["gelu", "exact_gelu", "swiglu"] | None = Field(
         None,
         description="activation of an MLP's hidden layer; default gelu, in its tanh form; swiglu: mlp_dim gates and "
-        "as many values. With two thirds of gelu's mlp_dim it has as many parameters; DINOv2 g rounds that up to a "
-        "multiple of 8, EVA-02 down to a whole number",
+        "as many values. Two thirds of gelu's mlp_dim give as many parameters; DINOv2 g rounds this number up to a "
+        "multiple of 8, EVA-02 rounds it down",
     )
     qkv_bias: Literal["all", "no_key", "none"] | None = Field(
         None,

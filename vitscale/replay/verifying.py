@@ -164,7 +164,7 @@ class _Verification:
                 yield Finding(f"checkpoint {step}", False, str(error))
         if not readers:
             raise CheckpointError(f"{self.run_dir} has no checkpoint that can be read")
-        yield Finding("checkpoints", True, f"{len(readers)}: every byte is that of their indices")
+        yield Finding("checkpoints", True, f"{len(readers)} read: every byte is as their indices say")
         self.newest = readers[max(readers)].index
         self.trained = trained = self._here(self.newest.step)
         self.limits = _LIMITS.get(trained.precision, _LIMITS_OF_BF16)
@@ -273,7 +273,7 @@ class _Verification:
             for key, value in (("lr", plan.rates(step - 1).learning_rate), ("images_seen", images)):
                 if row.get(key) != value:
                     wrong.append(f"step {step:,}: {key} is {row.get(key)!r}; {value!r} follows from the recipe")
-        told = "; ".join(wrong[:5]) or f"{len(self.rows):,} lines, as the recipe has it"
+        told = "; ".join(wrong[:5]) or f"{len(self.rows):,} lines, as the recipe asks"
         yield Finding(METRICS_FILE, not wrong, told)
 
     def _records(self) -> Iterator[Finding]:
@@ -503,13 +503,13 @@ def _copy(
             write_text(folder / INDEX_FILE, index_text(replace(start.index, recipe=recipe.dump(), selection={})))
         (copy / RECIPE_FILE).write_text(yaml.safe_dump(recipe.dump(), sort_keys=False))
         what = Pretraining(str(copy / RECIPE_FILE), run_dir=copy, ranks=ranks, stop_at=last)
-        command = launch_command(Job(what, max_restarts=0), [sys.executable, "-m", "vitscale"])
+        command = launch_command(Job(what, max_restarts=0), [sys.executable, "-P", "-m", "vitscale"])
         with output.open("wb") as file:
             code = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, check=False
             ).returncode
         if code:
-            text = output.read_text(errors="replace")[-_TAIL:]
+            text = output.read_text(errors="replace")[-_TAIL:].rstrip()
             raise DataError(f"what the run did could not be repeated: exit code {code}:\n{text}")
         log = MetricsLog(copy / METRICS_FILE, whole=True)
         log.refresh()
