@@ -105,9 +105,9 @@ class ResultTable:
 
 
 def hanging(text: str, indent: int) -> str:
-    """A text for a line of stdout that has `indent` characters, wrapped between words below its own beginning."""
+    """A text for stdout after `indent` characters, on a terminal wrapped between words below its own beginning."""
     console = Console()
-    room = (console.width if console.is_terminal else _PIPED) - indent
+    room = console.width - indent if console.is_terminal else _UNLIMITED
     return f"\n{' ' * indent}".join(textwrap.wrap(text, max(room, 1), break_long_words=False, break_on_hyphens=False))
 
 

@@ -14,7 +14,7 @@ from vitscale.families.family import Model, Patches, Pool, complete
 from vitscale.families.position import ROPE_BASES, Position
 from vitscale.families.resnet import Blocks, ResNetShape, WidthFactor, feature_operations, small_stages
 from vitscale.families.vit_operations import block_operations, map_operations, norm_parameters
-from vitscale.families.vit_shape import BESIDE, PATTERNS, DropPathRule, ViTShape, shape_of
+from vitscale.families.vit_shape import BESIDE, DropPathRule, ViTShape, shape_of
 from vitscale.operations import Operation, block_of, dense, parameters
 
 _OF_PARTS = (
@@ -47,7 +47,6 @@ class ViT(Model):
         *("DINOv3-S/16", "DINOv3-S+/16", "DINOv3-B/16", "DINOv3-L/16", "DINOv3-H+/16"),
         *("EVA02-Ti/14", "EVA02-S/14", "EVA02-B/14", "EVA02-L/14"),
     )
-    patterns: ClassVar[str] = PATTERNS
     dimensions: ClassVar[tuple[str, ...]] = (
         *("patch_size", "width", "depth", "mlp_dim", "num_heads", "attention"),
         *("blocks", "width_factor"),
