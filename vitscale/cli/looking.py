@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,8 +16,6 @@ from vitscale.table import Console
 from vitscale.wording import counted
 
 if TYPE_CHECKING:
-    from rich.status import Status
-
     from vitscale.evaluation.finished import FinishedModel
     from vitscale.evaluation.metrics import ReaL
     from vitscale.shards import Manifest
@@ -354,7 +352,7 @@ def opened(
             yield FinishedModel(source, settings or [], step, use_average=not no_ema, max_memory_gb=max_memory)
 
 
-def _at_work(finished: "FinishedModel", what: str) -> "Status":
+def _at_work(finished: "FinishedModel", what: str) -> AbstractContextManager[Any]:
     """What the command is doing, seen on a terminal only."""
     return Console(stderr=True, quiet=not finished.accelerator.is_main_process).status(what)
 

@@ -71,10 +71,7 @@ def _place(name: str, root: str | None, hint: str) -> tuple[str, str]:
             "a path begins with /, ./, ../ or ~"
         )
     if root:
-        return (
-            join(_folder(root), name),
-            " (by data.root; another place: --set data.root=DIR, or --data-root DIR in commands without --set)",
-        )
+        return join(_folder(root), name), " (by data.root, which --set data.root=DIR or --data-root DIR changes)"
     for file in _files():
         if file.is_file():
             places = _read(file)
