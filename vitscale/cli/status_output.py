@@ -304,7 +304,7 @@ def _devices(status: RunStatus) -> str:
     if status.world_size is None:
         return ""
     others = [f"{world_size:,}" for world_size in status.world_sizes if world_size != status.world_size]
-    return counted(status.world_size, "device") + (f" (others of its steps: {', '.join(others)})" if others else "")
+    return counted(status.world_size, "device") + (f" ({', '.join(others)} for other steps)" if others else "")
 
 
 def _restarts(status: RunStatus) -> str:
