@@ -80,7 +80,7 @@ def preflight(
     directory = checkpoint_directory(recipe, run_dir)
     if isinstance(directory, LocalDirectory):
         _check_shared(Path(directory.root), world, ranks)
-        free, about_room = on_rank_zero(lambda: _check_room(recipe, plan, directory, checkpoint_bytes))
+        free, about_room = on_rank_zero(lambda: _check_room(recipe, directory, checkpoint_bytes))
         warnings += about_room
         needs += f", checkpoints {_decimal(checkpoint_bytes)} each of {_decimal(free)} free"
     hosts = len({rank.host for rank in ranks})
@@ -375,9 +375,7 @@ def _appears(path: Path) -> bool:
         time.sleep(0.2)
 
 
-def _check_room(
-    recipe: Recipe, plan: RunPlan, directory: LocalDirectory, checkpoint_bytes: int
-) -> tuple[int, list[str]]:
+def _check_room(recipe: Recipe, directory: LocalDirectory, checkpoint_bytes: int) -> tuple[int, list[str]]:
     """Tidy the folder of checkpoints. Returns (bytes free, warnings).
 
     Raises `RecipeError` if not even the first fits, `StorageError` if the next one does not.
@@ -387,6 +385,7 @@ def _check_room(
         free, present = shutil.disk_usage(directory.root).free, len(directory.steps())
     except OSError as error:
         raise RecipeError(f"{error.filename or directory.root} cannot be read: {error.strerror or error}") from None
+    keep = recipe.checkpoint.keep
     size, left = _decimal(checkpoint_bytes), f"{_decimal(free)} free"
     if free < 1.5 * checkpoint_bytes:
         # What has filled the disk since a run began may go away again, so the run is worth repeating.
@@ -394,12 +393,11 @@ def _check_room(
             f"{directory.root}: {left}, but a checkpoint takes {size}, and 1.5 times that must be free. Make room, or "
             "set checkpoint.dir to another folder or a URL"
         )
-    saves = plan.total_steps // (plan.checkpoint_every or plan.total_steps) + 1  # with that of the tail
-    to_come = max(1, min(recipe.checkpoint.keep + 1, saves) - present)
+    to_come = max(1, keep + 1 - present)
     if free < to_come * checkpoint_bytes:
         return free, [
             f"{directory.root}: {left}, but {to_come} more checkpoints will take {size} each (checkpoint.keep is "
-            f"{recipe.checkpoint.keep}, and one more exists while it is written)"
+            f"{keep}, and one more exists while it is written)"
         ]
     return free, []
 
