@@ -8,7 +8,7 @@ Shape legend: k pictures, L layers, N patches, n patches on a side.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -545,8 +545,3 @@ def _grid_names(prefix: str, *sizes: int) -> Iterator[str]:
 def _short(number: float) -> str:
     """A number with six digits, since further ones differ between machines."""
     return f"{number:.6g}"
-
-
-def csv_lines(figure: InspectionFigure) -> Iterable[Sequence[Value]]:
-    """The figure's numbers as lines of a CSV file: the heading, then the rows."""
-    return [list(figure.columns), *map(list, figure.rows)]
