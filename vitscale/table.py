@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import rich.console
 from rich import box
+from rich.cells import cell_len
 from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
@@ -208,7 +209,9 @@ def _table(results: ResultTable, columns: Sequence[Column]) -> Table:
     for column in columns:
         justify: Literal["left", "right"] = "left" if column.is_text else "right"
         overflow: Literal["fold", "ellipsis"] = "fold" if column.folds else "ellipsis"
-        table.add_column(column.heading, justify=justify, overflow=overflow, no_wrap=not column.folds)
+        texts = [*column.heading.splitlines(), *map(column.cell, results.rows)]
+        least = None if column.folds else max(map(cell_len, texts), default=0)
+        table.add_column(column.heading, justify=justify, overflow=overflow, no_wrap=not column.folds, min_width=least)
     ends = {sum(results.groups[: index + 1]) for index in range(len(results.groups))}
     for index, row in enumerate(results.rows, start=1):
         table.add_row(*(_styled(column, row) for column in columns), end_section=index in ends)
