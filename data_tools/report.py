@@ -8,7 +8,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from vitscale.table import Console
+from vitscale.table import Console, number
 
 _LINE_SECONDS = 10.0
 
@@ -119,6 +119,6 @@ def summary(totals: Totals) -> Table:
     ):
         table.add_row(name, value)
     if totals.images_now:
-        table.add_row("images/s, start included", f"{totals.images_now / max(totals.seconds, 1e-9):,.0f}")
+        table.add_row("images/s, start included", number(0)(totals.images_now / max(totals.seconds, 1e-9)))
         table.add_row("seconds", f"{totals.seconds:,.1f}")
     return table

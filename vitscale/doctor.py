@@ -122,8 +122,8 @@ def _processor() -> Iterator[Finding]:
             yield Finding(
                 "bf16 on CPUs",
                 "slows",
-                "the processor has no instructions for it, or ONEDNN_MAX_CPU_ISA forbids them; matters without a GPU",
-                "--set precision=fp32 (what precision auto takes by itself)",
+                "emulated: the processor has no instructions for it, or ONEDNN_MAX_CPU_ISA forbids them",
+                "nothing with precision: auto, the default, which then trains in fp32 on CPUs",
             )
 
 

@@ -3,12 +3,14 @@
 import csv
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import rich.console
 from rich import box
+from rich.cells import cell_len
 from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
@@ -20,6 +22,7 @@ Form = Literal["table", "json", "csv", "markdown"]
 Row = dict[str, Any]
 
 _UNLIMITED = 2**20  # characters in a line
+_PIPED = 120  # characters of a table's line in a pipe, where columns can fold
 
 
 class Console(rich.console.Console):
@@ -102,6 +105,13 @@ class ResultTable:
         return [column for column in self.columns if any(row[column.key] is not None for row in self.rows)]
 
 
+def hanging(text: str, indent: int) -> str:
+    """A text for stdout after `indent` characters, on a terminal wrapped between words below its own beginning."""
+    console = Console()
+    room = console.width - indent if console.is_terminal else _UNLIMITED
+    return f"\n{' ' * indent}".join(textwrap.wrap(text, max(room, 1), break_long_words=False, break_on_hyphens=False))
+
+
 def number(decimals: int, scale: float = 1.0) -> Callable[[float], str]:
     """Shows numbers with digits in groups of three; those that would look like zero, with three significant digits."""
 
@@ -165,7 +175,9 @@ def _print_table(results: ResultTable) -> None:
     table, hidden = fitted(console, results, room)
     # A number cut short would be another number: if there still is no room, lines are longer than the terminal.
     if results.rows:
-        Console(highlight=False, width=_width(console, table)).print(table)
+        needed = _width(console, table)
+        width = max(needed.minimum, min(needed.maximum, room if console.is_terminal else _PIPED))
+        Console(highlight=False, width=width).print(table)
         print()
     notes = [*results.legend, *results.notes] if results.rows else list(results.notes)
     if hidden:
@@ -180,16 +192,16 @@ def fitted(console: Console, results: ResultTable, room: int) -> tuple[Table, li
     columns = results.shown_columns()
     hidden: list[Column] = []
     table = _table(results, columns)
-    while _width(console, table) > room and any(column.spare for column in columns):
+    while _width(console, table).maximum > room and any(column.spare for column in columns):
         hidden.append(max(columns, key=lambda column: column.spare))
         columns.remove(hidden[-1])
         table = _table(results, columns)
     return table, hidden
 
 
-def _width(console: Console, table: Table) -> int:
-    """The width in characters that the table needs to be shown in full."""
-    return Measurement.get(console, console.options.update(width=_UNLIMITED), table).maximum
+def _width(console: Console, table: Table) -> Measurement:
+    """The width in characters that the table needs with its columns folded, and to be shown in full."""
+    return Measurement.get(console, console.options.update(width=_UNLIMITED), table)
 
 
 def _table(results: ResultTable, columns: Sequence[Column]) -> Table:
@@ -197,7 +209,9 @@ def _table(results: ResultTable, columns: Sequence[Column]) -> Table:
     for column in columns:
         justify: Literal["left", "right"] = "left" if column.is_text else "right"
         overflow: Literal["fold", "ellipsis"] = "fold" if column.folds else "ellipsis"
-        table.add_column(column.heading, justify=justify, overflow=overflow, no_wrap=not column.folds)
+        texts = [*column.heading.splitlines(), *map(column.cell, results.rows)]
+        least = None if column.folds else max(map(cell_len, texts), default=0)
+        table.add_column(column.heading, justify=justify, overflow=overflow, no_wrap=not column.folds, min_width=least)
     ends = {sum(results.groups[: index + 1]) for index in range(len(results.groups))}
     for index, row in enumerate(results.rows, start=1):
         table.add_row(*(_styled(column, row) for column in columns), end_section=index in ends)

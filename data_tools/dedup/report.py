@@ -210,7 +210,7 @@ def _caption(report: dict[str, Any], with_model: bool) -> str:
     lines = [
         f"{counted(images, 'image')} compared, {removed:,} of them copies of test images "
         f"({removed / max(1, images):.3%}).",
-        "wrongly: no copies, near by chance alone, as the counts have it; <=: expected at most (95 %);",
+        "wrongly: expected by chance alone, estimated from the counts of near misses; <=: at most (95 %);",
         "?: too few pairs are nearly alike to tell, which is no sign that any is wrong.",
         "Look-alikes are not in that number: see the contact sheets.",
     ]

@@ -218,6 +218,26 @@ def test_ctrl_c_while_modules_are_imported_leaves_no_trace(command, imported, tm
     assert process.returncode == 130 and "Traceback" not in errors
 
 
+def test_an_error_that_follows_ctrl_c_leaves_no_trace():
+    # As numpy does if it is interrupted while it imports a part of itself.
+    program = """if True:
+        import os, signal, typer
+        from vitscale.cli.command_line import run
+
+        def command():
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                raise RecursionError from None
+
+        app = typer.Typer()
+        app.command()(command)
+        run(app)
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 130 and "Traceback" not in done.stderr
+
+
 def test_a_name_that_is_not_utf8_is_told_and_no_trace(tmp_path):
     (tmp_path / "images" / "a").mkdir(parents=True)
     (tmp_path / "images" / "a" / "1.jpg").write_bytes(encoded(make_picture(0, 40, 40)))

@@ -34,7 +34,7 @@ def test_what_people_see(run_dir):
     save_checkpoint(run_dir / "checkpoints", 20)
     text = shown(run_dir, "--price", "1")
     assert "20 of 100 (20.0 %, 4 min 0 s left)" in text
-    assert "2,048.0 images/s, 3 s a step, 8 devices (others of its steps: 4)" in text
+    assert "2,048.0 images/s, 3 s a step, 8 devices (4 for other steps)" in text
     assert "5 GB at most" in text and "price 0.09" in text
     assert "validation/loss not finite" in text and "step 10: validation/top1 0.7500" in text
 

@@ -241,3 +241,19 @@ def test_json_has_no_infinity(capsys):
 
     with pytest.raises(ValueError, match="JSON"):
         render(ResultTable([Column("a", "a")], [{"a": float("inf")}]), "json")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_tables_fold_words_and_cut_no_number(terminal, capsys, monkeypatch):
+    from vitscale.table import Column, ResultTable, render
+
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("COLUMNS", "60")
+    columns = [Column("words", "words", is_text=True, folds=True), Column("state", "state", is_text=True)]
+    columns += [Column(f"n{index}", f"n{index}") for index in range(3)]
+    numbers = {f"n{index}": f"{10**9 + index}" for index in range(3)}
+    render(ResultTable(columns, [{"words": "word " * 40, "state": "slows a little", **numbers}]), "table")
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= (60 if terminal else 120)
+    assert any("slows a little" in line and all(number in line for number in numbers.values()) for line in lines)

@@ -46,8 +46,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(root, tmp_path, monkeypatch) -> Path:
-    """The run and its data, to be tampered with; steps are taken again by as many threads as the run had."""
+    """The run and its data, to be tampered with; steps are taken again by as many threads as the run had.
+
+    The current folder has a package of a stranger, called vitscale, which nothing may run.
+    """
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "here" / "vitscale").mkdir(parents=True)
+    (tmp_path / "here" / "vitscale" / "__init__.py").write_text("raise SystemExit('not the installed package')")
+    monkeypatch.chdir(tmp_path / "here")
     shutil.copytree(root / "runs" / "run", tmp_path / "run")
     shutil.copytree(root / "train", tmp_path / "data" / "train")
     shutil.copytree(root / "test", tmp_path / "data" / "test")

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Annotated, Any, cast
 
 import typer
@@ -61,9 +62,14 @@ def run(app: typer.Typer) -> None:
     with its own code.
     """
     # A shell makes its background processes ignore Ctrl-C.
-    is_ctrl_c_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    is_ctrl_c_ignored, interrupts = signal.getsignal(signal.SIGINT) is signal.SIG_IGN, []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        signal.default_int_handler(number, frame)
+
     if not is_ctrl_c_ignored:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, interrupt)
     forbid_writing_by_everybody()
     share_cores()
     output = _open_output()
@@ -90,6 +96,10 @@ def run(app: typer.Typer) -> None:
         _complain(f"the output cannot be written: {error.strerror}")
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    except Exception:
+        if not interrupts:
+            raise
+        code = EXIT_INTERRUPTED  # Python's imports can turn Ctrl-C into other errors
     with contextlib.suppress(OSError):
         sys.stdout.flush()  # what was printed before the error
     if not is_ctrl_c_ignored:

@@ -12,7 +12,7 @@ from torch import Tensor
 from vitscale.checkpoint import EMA, MASTER
 from vitscale.cli.model_block import model_block
 from vitscale.errors import RecipeError
-from vitscale.families import architecture
+from vitscale.families import architecture, nearest
 from vitscale.models import initial_value
 from vitscale.models.weights import (
     HEAD,
@@ -137,8 +137,9 @@ def _is_there(path: Path) -> bool:
 def _check_name(source: str) -> None:
     try:
         architecture(source)
-    except ValueError as error:
-        raise RecipeError(f"{source}: there is no such run, file or folder, and as a model: {error}") from None
+    except ValueError:
+        known = "" if Path(source).suffix else f", and no model of this name; the nearest is {nearest(source)!r}"
+        raise RecipeError(f"{source}: there is no such run, file or folder{known}") from None
 
 
 def _only(kind: str, source: str, given: set[str]) -> None:

@@ -55,7 +55,8 @@ def run_inspect(
         figures = inspection_figures(findings)
         facts.append(("pictures", f"{', '.join(str(each.images) for each in findings.values())} of {images}"))
         title = "Inside " + " and ".join(names)
-        write(folder, figures, title, ", ".join(each.title for each in findings.values()), facts, notes)
+        with Console(stderr=True).status("drawing"):  # seen on a terminal only
+            write(folder, figures, title, ", ".join(each.title for each in findings.values()), facts, notes)
     for figure in figures:
         print(f"{figure.key:<20} {figure.title}")
     print(f"wrote {out / PAGE}: {len(figures)} figures, each as PNG, SVG and CSV")

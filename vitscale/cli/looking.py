@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,6 +12,7 @@ import typer
 from vitscale.errors import DataError, RecipeError, VitscaleError
 from vitscale.safe_text import printable, without_secrets
 from vitscale.storage import read_text
+from vitscale.table import Console
 from vitscale.wording import counted
 
 if TYPE_CHECKING:
@@ -86,11 +87,12 @@ def evaluate(
         source, step, no_ema, settings, model, image_size, class_names, batch, precision, max_memory
     ) as finished:
         policy = finished.policy()
-        if data is None:
-            values = evaluate_finished(finished)
-        else:
-            values, about = _scores(finished, data, metrics, real, objectnet)
-            policy |= about
+        with _at_work(finished, "evaluating"):
+            if data is None:
+                values = evaluate_finished(finished)
+            else:
+                values, about = _scores(finished, data, metrics, real, objectnet)
+                policy |= about
         if not finished.accelerator.is_main_process:
             return
         if as_json:
@@ -185,7 +187,8 @@ def features(
             "policy": finished.policy(crop),
         }
         expected = samples_expected(finished.recipe, manifest)
-        count = write_features(finished.loader(manifest, crop), finished.predict, out, about, expected)
+        with _at_work(finished, "computing representations"):
+            count = write_features(finished.loader(manifest, crop), finished.predict, out, about, expected)
         if finished.accelerator.is_main_process:
             print(f"wrote {out}: the representations of {count:,} samples")
 
@@ -305,7 +308,8 @@ def fewshot(
                 print(json.dumps(found) if as_json else table_of(found))
         return
     with opened(source, step, no_ema, settings, model, image_size, None, batch, precision, max_memory) as finished:
-        found = measure(finished, tasks, method, counts, seeds, strength, overlap)
+        with _at_work(finished, "computing representations"):
+            found = measure(finished, tasks, method, counts, seeds, strength, overlap)
         if finished.accelerator.is_main_process:
             print(json.dumps(found) if as_json else table_of(found))
 
@@ -346,6 +350,11 @@ def opened(
                 {"--batch": batch, "--precision": precision},
             )
             yield FinishedModel(source, settings or [], step, use_average=not no_ema, max_memory_gb=max_memory)
+
+
+def _at_work(finished: "FinishedModel", what: str) -> AbstractContextManager[Any]:
+    """What the command is doing, seen on a terminal only."""
+    return Console(stderr=True, quiet=not finished.accelerator.is_main_process).status(what)
 
 
 @contextmanager

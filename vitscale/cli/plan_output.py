@@ -8,7 +8,7 @@ from typing import Any
 from vitscale.planning.cluster import GB, Cluster
 from vitscale.planning.plan import Choice, ClusterPlan, Goodput, Totals, find_best
 from vitscale.planning.step_time import message_time
-from vitscale.table import Column, ResultTable, Row, number, percent, render, short
+from vitscale.table import Column, ResultTable, Row, hanging, number, percent, render, short
 from vitscale.wording import counted
 
 _PARTS = ("weights", "optimizer", "ema", "gradients", "update", "activations", "workspace", "images")
@@ -30,13 +30,14 @@ def show_plan(plan: ClusterPlan, *, every_micro_batch: bool, as_json: bool) -> N
     if best is None:
         print("Nothing fits. More devices, stage 3, parallelism.offload=optimizer or a smaller model may.")
     else:
-        print("\n".join(_of_the_best(plan, best)))
-        if plan.goodput is not None:
-            print("\n".join(_of_failures(plan, plan.goodput)))
+        settings, *lines = _of_the_best(plan, best)
+        print(settings)  # to be copied: one line
+        for line in [*lines, *([] if plan.goodput is None else _of_failures(plan, plan.goodput))]:
+            print(line[:16] + hanging(line[16:], 16))
     print("\nAssumed:")
     for assumption in plan.assumptions:
-        print(f"  {assumption}")
-    print(f"\n{_ON_PAPER}")
+        print(f"  {hanging(assumption, 4)}")
+    print(f"\n{hanging(_ON_PAPER, 0)}")
 
 
 def _heading(plan: ClusterPlan) -> str:
@@ -68,8 +69,8 @@ def _giga(value: float) -> str:
 
 _COLUMNS = (
     Column("zero_stage", "ZeRO"),
-    Column("overlap", "overlap", spare=1),
-    Column("hpz_size", "hpz\nsize", spare=1),
+    Column("overlap", "overlap"),
+    Column("hpz_size", "hpz\nsize"),
     Column("activation_checkpointing", "recompute\nevery"),
     Column("micro_batch", "micro\nbatch"),
     Column("accumulation", "x"),
@@ -84,8 +85,8 @@ _COLUMNS = (
     Column("sent_bytes", "sent a step\nGB", _giga, spare=2),
     Column("step_s", "step\ns", number(3)),
     Column("waiting_s", "of it\nwaiting", number(3), spare=3),
-    Column("images_per_s", "images/s", number(0), spare=1),
-    Column("mfu", "MFU", percent(1)),
+    Column("images_per_s", "images/s", number(0), spare=2),
+    Column("mfu", "MFU", percent(1), spare=1),
     Column("verdict", "", is_text=True),
 )
 _LEGEND = (

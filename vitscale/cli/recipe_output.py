@@ -9,6 +9,7 @@ import yaml
 
 from vitscale.errors import RecipeError
 from vitscale.recipe import differences, explain_fields, json_schema, list_recipes, load_recipe
+from vitscale.table import hanging
 
 _EXIT_DIFFERENT = 1
 
@@ -16,7 +17,7 @@ _EXIT_DIFFERENT = 1
 def show_recipes() -> None:
     """Print the recipes that come with vitscale, one per line."""
     for shipped, title in list_recipes().items():
-        print(f"{shipped:<21}  {title}")
+        print(f"{shipped:<23}  {hanging(title, 25)}")
 
 
 def show_recipe(name: str, settings: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from vitscale.files.durable import durable_file
 from vitscale.safe_text import printable
 from vitscale.shards import MANIFEST_NAME, Manifest
 from vitscale.storage import without_file_scheme
-from vitscale.table import Console
+from vitscale.table import Console, hanging
 from vitscale.wording import counted
 
 _LINE_SECONDS = 10.0
@@ -65,11 +65,11 @@ def show_info(dataset: str, classes: bool, as_json: bool) -> None:
         if shard := facts[f"{which}_shard"]:
             rows[f"{which} shard"] = f"{shard['path']}, {shard['bytes']:,} bytes"
     rows |= {f"option {name}": json.dumps(value) for name, value in sorted(facts["options"].items())}
-    say = partial(console.print, highlight=False, soft_wrap=True)
-    say(plain(facts["manifest"]))
+    width, as_is = max(map(len, rows)), {"highlight": False, "soft_wrap": True}
+    console.print(plain(facts["manifest"]), **as_is)
     for name, value in rows.items():
         if value is not None:
-            say(f"  {name:<{max(map(len, rows))}}  {plain(value)}")
+            console.print(f"  {name:<{width}}  {hanging(plain(value), width + 4)}", **as_is)
     if found is not None:
         _print_counts(console, found.classes, found.unlabelled)
 

@@ -21,7 +21,7 @@ from vitscale.errors import VitscaleError
 from vitscale.safe_text import indented, printable
 from vitscale.status import NoRunYetError, RunReader, RunStatus
 from vitscale.status.liveness import duration
-from vitscale.table import Column, Console, ResultTable, Row, fitted, hours, number, percent, short
+from vitscale.table import Column, Console, ResultTable, Row, fitted, hanging, hours, number, percent, short
 from vitscale.wording import counted
 
 _EVERY_S = 2.0
@@ -153,7 +153,7 @@ def _block(status: RunStatus) -> RenderableType:
     lines = [Text(printable(status.run), style="bold")]
     for name, value in facts.items():
         style = _style(status) if name == "state" else ""
-        lines.append(Text(f"  {name:<{width}}  ").append(printable(value), style=style))
+        lines.append(Text(f"  {name:<{width}}  ").append(hanging(printable(value), width + 4), style=style))
     return Group(*lines, *(Text(f"  note: {printable(note)}") for note in status.notes))
 
 
@@ -304,7 +304,7 @@ def _devices(status: RunStatus) -> str:
     if status.world_size is None:
         return ""
     others = [f"{world_size:,}" for world_size in status.world_sizes if world_size != status.world_size]
-    return counted(status.world_size, "device") + (f" (others of its steps: {', '.join(others)})" if others else "")
+    return counted(status.world_size, "device") + (f" ({', '.join(others)} for other steps)" if others else "")
 
 
 def _restarts(status: RunStatus) -> str:

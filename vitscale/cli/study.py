@@ -36,9 +36,10 @@ app = typer.Typer(
 def list_() -> None:
     """List the studies that come with vitscale, as without a command."""
     from vitscale.studies.reading import list_studies
+    from vitscale.table import hanging
 
     for stem, title in list_studies().items():
-        print(f"{stem:<20}  {title}")
+        print(f"{stem:<20}  {hanging(title, 22)}")
 
 
 @app.command()

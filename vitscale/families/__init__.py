@@ -46,8 +46,7 @@ def _named(name: str) -> tuple[type[Model], Shape]:
     for family in FAMILIES if len(name) <= _LONGEST_NAME else ():
         if (shape := family.named(name)) is not None:
             return family, shape
-    patterns = ", ".join(family.patterns for family in FAMILIES)
-    raise ValueError(f"unknown model {shortened(name)!r} (did you mean {nearest(name)!r}?); expected {patterns}")
+    raise ValueError(f"unknown model {shortened(name)!r} (did you mean {nearest(name)!r}?); see `vitscale models`")
 
 
 def nearest(name: str) -> str:

@@ -48,7 +48,6 @@ class Model(Block):
         implementation: `module:class` of the `vitscale.models.Model` that computes it.
         title: what messages call a model of this family.
         names: the models that `vitscale models` lists and the tests cover; other names of the same patterns work, too.
-        patterns: the patterns of all known names, in words.
         dimensions: the keys that each replace one dimension of the named model.
         optional: the keys that a resolved recipe has only if they are set.
     """
@@ -56,7 +55,6 @@ class Model(Block):
     implementation: ClassVar[str]
     title: ClassVar[str]
     names: ClassVar[tuple[str, ...]] = ()
-    patterns: ClassVar[str] = ""
     dimensions: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[tuple[str, ...]] = ()
 

@@ -84,7 +84,6 @@ class ResNet(Model):
         *("ResNet50x1", "ResNet50x2", "ResNet50x3", "ResNet101x1", "ResNet101x3"),
         *("ResNet152x1", "ResNet152x2", "ResNet152x4", "ResNet200x3", "AxialResNet50"),
     )
-    patterns: ClassVar[str] = f"ResNetDEPTHxWIDTH or AxialResNetDEPTHxWIDTH with DEPTH one of {', '.join(_BLOCKS)}"
     dimensions: ClassVar[tuple[str, ...]] = ("blocks", "width_factor", "variant", "mixing")
     optional: ClassVar[tuple[str, ...]] = ("drop_path",)
 

@@ -14,7 +14,7 @@ from vitscale.families.family import Model, Patches, Pool, complete
 from vitscale.families.position import ROPE_BASES, Position
 from vitscale.families.resnet import Blocks, ResNetShape, WidthFactor, feature_operations, small_stages
 from vitscale.families.vit_operations import block_operations, map_operations, norm_parameters
-from vitscale.families.vit_shape import BESIDE, PATTERNS, DropPathRule, ViTShape, shape_of
+from vitscale.families.vit_shape import BESIDE, DropPathRule, ViTShape, shape_of
 from vitscale.operations import Operation, block_of, dense, parameters
 
 _OF_PARTS = (
@@ -47,7 +47,6 @@ class ViT(Model):
         *("DINOv3-S/16", "DINOv3-S+/16", "DINOv3-B/16", "DINOv3-L/16", "DINOv3-H+/16"),
         *("EVA02-Ti/14", "EVA02-S/14", "EVA02-B/14", "EVA02-L/14"),
     )
-    patterns: ClassVar[str] = PATTERNS
     dimensions: ClassVar[tuple[str, ...]] = (
         *("patch_size", "width", "depth", "mlp_dim", "num_heads", "attention"),
         *("blocks", "width_factor"),
@@ -77,8 +76,8 @@ class ViT(Model):
     mlp: Literal["gelu", "exact_gelu", "swiglu"] | None = Field(
         None,
         description="activation of an MLP's hidden layer; default gelu, in its tanh form; swiglu: mlp_dim gates and "
-        "as many values. With two thirds of gelu's mlp_dim it has as many parameters; DINOv2 g rounds that up to a "
-        "multiple of 8, EVA-02 down to a whole number",
+        "as many values. Two thirds of gelu's mlp_dim give as many parameters; DINOv2 g rounds this number up to a "
+        "multiple of 8, EVA-02 rounds it down",
     )
     qkv_bias: Literal["all", "no_key", "none"] | None = Field(
         None,

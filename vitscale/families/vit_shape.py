@@ -62,12 +62,6 @@ _STEMS = {
     ("R26", "32"): ((2, 2, 2, 2), 1),
     ("R", "16"): ((), 8),
 }
-PATTERNS = (
-    f"ViT-SIZE/PATCH or Axial-ViT-SIZE/PATCH with SIZE one of {', '.join(_SIZES)}, "
-    f"{', '.join(f'{stem}+ViT-SIZE/{patch}' for stem, patch in _STEMS)}, "
-    f"{', '.join(f'{name}-{size}/{sizes[0]}' for (name, size), (sizes, _) in _LATER.items())}"
-)
-"""The patterns of known names, as shown to people."""
 
 DropPathRule = Literal["growing", "uniform"]
 

@@ -69,7 +69,7 @@ def _launch(folder: Path, ranks: int) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": free_port(),
     }
-    command = [sys.executable, "-m", "vitscale.proof.rank", str(folder)]
+    command = [sys.executable, "-P", "-m", "vitscale.proof.rank", str(folder)]
     commands = [
         RankCommand(rank, command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)
     ]

@@ -28,7 +28,8 @@ def find_dataset(dataset: str, root: str | None) -> str:
     when it is read.
     """
     try:
-        here = f"; the folder here of this name is ./{dataset}" if Path(dataset).is_dir() else ""
+        is_here = (Path(dataset) / "manifest.json").is_file()  # otherwise such a folder can be the images themselves
+        here = f"; the dataset here of this name is ./{dataset}" if is_here else ""
         is_place = dataset.startswith(("/", "./", "../", "~")) or is_url(dataset)
         where, said_by = (_folder(dataset), "") if is_place else _place(dataset, root, here)
         if is_url(where) or Path(where).exists():
@@ -70,10 +71,7 @@ def _place(name: str, root: str | None, hint: str) -> tuple[str, str]:
             "a path begins with /, ./, ../ or ~"
         )
     if root:
-        return (
-            join(_folder(root), name),
-            " (by data.root; another place: --set data.root=DIR, or --data-root DIR in commands without --set)",
-        )
+        return join(_folder(root), name), " (by data.root, which --set data.root=DIR or --data-root DIR changes)"
     for file in _files():
         if file.is_file():
             places = _read(file)

@@ -163,7 +163,7 @@ class _Verification:
                 yield Finding(f"checkpoint {step}", False, str(error))
         if not readers:
             raise CheckpointError(f"{self.run_dir} has no checkpoint that can be read")
-        yield Finding("checkpoints", True, f"{len(readers)}: every byte is that of their indices")
+        yield Finding("checkpoints", True, f"{len(readers)} read: every byte is as their indices say")
         self.newest = readers[max(readers)].index
         self.trained = trained = self._here(self.newest.step)
         self.limits = _LIMITS.get(trained.precision, _LIMITS_OF_BF16)
@@ -290,7 +290,7 @@ class _Verification:
                 follows["world_size"] = self.readers[step].index.world_size
             mistakes = _mistakes({key: row[key] for key in follows if key in row}, follows, "by the recipe")
             wrong += [f"step {step:,}: {mistake}" for mistake in mistakes]
-        told = "; ".join(wrong[:5]) or f"{len(self.rows):,} lines, as the recipe has it; times cannot be checked"
+        told = "; ".join(wrong[:5]) or f"{len(self.rows):,} lines, as the recipe asks; times cannot be checked"
         yield Finding(METRICS_FILE, not wrong, told)
 
     def _records(self) -> Iterator[Finding]:
@@ -524,11 +524,11 @@ def _copy(
             write_text(folder / INDEX_FILE, index_text(replace(start.index, recipe=recipe.dump(), selection={})))
         (copy / RECIPE_FILE).write_text(yaml.safe_dump(recipe.dump(), sort_keys=False))
         what = Pretraining(str(copy / RECIPE_FILE), run_dir=copy, ranks=ranks, stop_at=last)
-        command = launch_command(Job(what, max_restarts=0), [sys.executable, "-m", "vitscale"])
+        command = launch_command(Job(what, max_restarts=0), [sys.executable, "-P", "-m", "vitscale"])
         with output.open("wb") as file:
             code = subprocess.call(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
         if code:
-            text = output.read_text(errors="replace")[-2000:]
+            text = output.read_text(errors="replace")[-2000:].rstrip()
             raise DataError(f"what the run did could not be repeated: exit code {code}:\n{text}")
         log = MetricsLog(copy / METRICS_FILE, whole=True)
         log.refresh()

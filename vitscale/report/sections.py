@@ -205,7 +205,7 @@ def _paper(content: Content) -> Iterator[Part]:
     if not tables:
         yield Text(
             "No finished run was fine-tuned on a task of the paper's Tables 2, 5, 6 and 9 (ImageNet, CIFAR-10, "
-            "CIFAR-100, Pets, Flowers, the 19 of VTAB-1k; by the data set's name): none of its figures is of the same."
+            "CIFAR-100, Pets, Flowers, the 19 of VTAB-1k; by the data set's name): there is nothing to compare."
         )
     for table in tables:
         yield from _of_vtab(content, table) if table["table"] == "9" else _of_table(table, repeats=table != tables[0])

@@ -34,7 +34,8 @@ def recipe_of_run(run_dir: Path) -> Recipe:
     """
     saved = run_dir / RECIPE_FILE
     if not saved.is_file():
-        raise RecipeError(f"{run_dir} is not a run directory: it has no {saved.name}")
+        what = f"it has no {saved.name}" if run_dir.is_dir() else "there is no such directory"
+        raise RecipeError(f"{run_dir} is not a run directory: {what}")
     return read_recipe(saved)
 
 

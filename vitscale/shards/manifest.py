@@ -204,7 +204,7 @@ class Manifest(_Strict):
         except FileNotFoundError as error:
             looked = "no dataset there (no manifest.json)" if is_folder else "no such file or directory"
             below = sorted(path.parent.name for path in Path(where).glob(f"*/{MANIFEST_NAME}")) if is_folder else []
-            what = f"name one of its {', '.join(below)}" if below else "a dataset is what vitscale-convert writes"
+            what = f"name a dataset in it: {', '.join(below)}" if below else "a dataset is what vitscale-convert writes"
             raise DataError(f"{where}: {looked}; {what}") from error
         except OSError as error:
             raise DataError(f"{file}: cannot be read ({error.strerror or error})") from error

@@ -103,7 +103,7 @@ def start_launch(what: Pretraining, environment: Mapping[str, str]) -> "subproce
     make_folder(what.run_dir)
     with FileIO(what.run_dir / LOG_FILE, "a", opener=regular) as log:
         return subprocess.Popen(
-            launch_command(Job(what), [sys.executable, "-m", "vitscale"]),
+            launch_command(Job(what), [sys.executable, "-P", "-m", "vitscale"]),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

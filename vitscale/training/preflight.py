@@ -234,8 +234,8 @@ def _check_load(world: distributed.World, ranks: Sequence[_Rank]) -> list[str]:
     if world.device.type == "cuda" or not loaded:
         return []
     return [
-        f"the machine of {_describe(loaded, ranks)} has other work: in the last minute, {ranks[loaded[0]].load:.1f} "
-        f"processes wanted each of its cores, and steps will take longer by that much"
+        f"the machine of {_describe(loaded, ranks)} has other work, {ranks[loaded[0]].load:.1f} processes for each "
+        "core in the last minute: steps will take longer"
     ]
 
 
