@@ -1,9 +1,10 @@
-"""CIFAR-10 and CIFAR-100 as their authors publish them: the Python or the binary version, packed or unpacked.
+"""CIFAR-10 and CIFAR-100 in the binary version of their authors, packed or unpacked.
 
-    Python   data_batch_1..5, test_batch (CIFAR-100: train, test): pickled dicts of data (N, 3072), labels, filenames
-             batches.meta (CIFAR-100: meta): a pickled dict of the classes' names
-    binary   the same with .bin: records of the label (CIFAR-100: coarse, then fine) and 3072 bytes of pixels
-             batches.meta.txt (CIFAR-100: fine_label_names.txt, coarse_label_names.txt): a name a line
+    data_batch_1..5.bin, test_batch.bin (CIFAR-100: train.bin, test.bin): records of the label (CIFAR-100: coarse, then
+             fine) and 3072 bytes of pixels
+    batches.meta.txt (CIFAR-100: fine_label_names.txt, coarse_label_names.txt): a name a line
+
+The Python version is recognised and refused: it is made of pickles, which are programs.
 
 Pixels are red, green and blue planes of 32 x 32, row by row. Each image is passed on as a binary PPM file, which is
 those pixels after a line of text. Source: https://www.cs.toronto.edu/~kriz/cifar.html
@@ -14,14 +15,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from data_tools.sources.archive import is_tar, open_archive
 from data_tools.sources.fields import NO_LABELS
 from data_tools.sources.parts import open_part, reading
-from data_tools.sources.restricted_pickle import load_pickle
 from data_tools.sources.source import Item, SourceOptions
 from vitscale.errors import DataError, RecipeError
 from vitscale.storage import base_name
@@ -89,18 +89,16 @@ class CifarSource:
     def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
         place = self.places[part]
         data = place.read()
-        batch = _binary_batch(data, place) if place.is_binary else _pickled_batch(data, place)
+        pixels, labels_of = _batch(data, place)
         classes = _CLASSES[self.labels] if self.labels is not None else 0
-        for i, pixels in enumerate(batch.pixels):
+        for i, planes in enumerate(pixels.reshape(-1, 3, 32, 32)):
             labels: tuple[str, ...] = ()
             if self.labels is not None:
-                label = batch.labels[self.labels][i]
+                label = labels_of[self.labels][i]
                 if not 0 <= label < classes:
                     raise DataError(f"{place}: image {i} has the label {label}; there are {classes} classes")
                 labels = (self.class_names[label],) if self.class_names is not None else ()
-            name = f"/{batch.names[i]}" if batch.names else ""
-            planes = pixels.reshape(3, 32, 32)
-            yield Item(f"{place.name}/{i:05d}{name}", labels, _PPM_HEAD + planes.transpose(1, 2, 0).tobytes())
+            yield Item(f"{place.name}/{i:05d}", labels, _PPM_HEAD + planes.transpose(1, 2, 0).tobytes())
 
     def read(self, part: int, content: bytes) -> bytes:
         return content
@@ -131,7 +129,12 @@ def open_cifar(src: str, files: Sequence[str], options: SourceOptions, mixed_ok:
     places = [place for file in files for place in _batches(file)]
     names = [place.name for place in places]
     if not places:
-        raise RecipeError(f"{src}: no batches of CIFAR ({', '.join((*_CIFAR10, *_CIFAR100))}; perhaps with .bin)")
+        raise RecipeError(f"{src}: no batches of CIFAR ({', '.join(name + _BINARY for name in _CIFAR10 + _CIFAR100)})")
+    if pickled := [place for place in places if not place.is_binary]:
+        raise RecipeError(
+            f"{pickled[0]}: is a pickle, which is a program and is not read. Take the binary version, of the same site "
+            f"(cifar-10-binary.tar.gz, cifar-100-binary.tar.gz), or parquet of the Hugging Face hub"
+        )
     is_fine = names[0] in _CIFAR100
     if len(set(names)) < len(names) or any((name in _CIFAR100) != is_fine for name in names):
         shown = ", ".join(map(str, places))
@@ -163,74 +166,28 @@ def _batches(file: str) -> list[_File]:
 
 def _class_names(place: _File, field: str) -> tuple[str, ...]:
     """The class names, from the file beside a batch."""
-    key = field.replace("labels", "label_names")
-    if place.is_binary:
-        meta = place.beside("batches.meta.txt" if field == "labels" else f"{key}.txt")
-        names: Any = [line.strip() for line in meta.read().decode("utf-8", "replace").splitlines() if line.strip()]
-    else:
-        meta = place.beside("batches.meta" if field == "labels" else "meta")
-        names = _dict(meta).get(key)
+    meta = place.beside("batches.meta.txt" if field == "labels" else f"{field.removesuffix('s')}_names.txt")
+    names = [line.strip() for line in meta.read().decode("utf-8", "replace").splitlines() if line.strip()]
     count = _CLASSES[field]
-    is_list = isinstance(names, list) and all(isinstance(name, bytes | str) for name in names)
-    if not is_list or len(names) != count or len(set(names)) < count:
-        found = counted(len(names), "entry") if isinstance(names, list) else type(names).__name__
-        raise DataError(f"{meta}: expected the names of {count} classes, all different, found {found}")
-    return tuple(map(_text, names))
+    if len(names) != count or len(set(names)) < count:
+        raise DataError(
+            f"{meta}: expected the names of {count} classes, all different, found {counted(len(names), 'entry')}"
+        )
+    return tuple(names)
 
 
 # -------------------------------------------------------------------------------------------------------------- batches
 
 
-class _Batch(NamedTuple):
-    """uint8 (N, 3072) pixels; N labels for each list of labels, by its name; N file names, or an empty list."""
-
-    pixels: np.ndarray
-    labels: dict[str, list[int]]
-    names: list[str]
-
-
-def _binary_batch(data: bytes, place: _File) -> _Batch:
+def _batch(data: bytes, place: _File) -> tuple[np.ndarray, dict[str, list[int]]]:
+    """uint8 (N, 3072) pixels; N labels for each list of labels, by its name."""
     fields = ("coarse_labels", "fine_labels") if place.name in _CIFAR100 else ("labels",)
     size = len(fields) + _PIXELS
     if not data or len(data) % size:
         raise DataError(f"{place}: {len(data):,} bytes; expected records of {size:,}: truncated, or no batch of CIFAR")
     records = np.frombuffer(data, np.uint8).reshape(-1, size)
     labels = {field: records[:, column].tolist() for column, field in enumerate(fields)}
-    return _Batch(records[:, len(fields) :], labels, [])
-
-
-def _pickled_batch(data: bytes, place: _File) -> _Batch:
-    batch = _dict(place, data)
-    pixels = batch.get("data")
-    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (_PIXELS,):
-        raise DataError(f"{place}: not a batch of CIFAR: expected `data`, an array of bytes (N, {_PIXELS})")
-    fields = ("fine_labels", "coarse_labels") if place.name in _CIFAR100 else ("labels",)
-    labels: dict[str, list[int]] = {}
-    for field in fields:
-        values = batch.get(field)
-        if (
-            not isinstance(values, list)
-            or len(values) != len(pixels)
-            or any(type(value) is not int or value >= 1 << 31 for value in values)
-        ):
-            raise DataError(f"{place}: not a batch of CIFAR: expected `{field}`, a list of {len(pixels):,} numbers")
-        labels[field] = values
-    names = batch.get("filenames", [])
-    is_list = isinstance(names, list) and all(isinstance(name, bytes | str) for name in names)
-    if not is_list or len(names) not in (0, len(pixels)):
-        raise DataError(f"{place}: not a batch of CIFAR: expected `filenames`, a list of {len(pixels):,} names")
-    return _Batch(pixels, labels, [_text(name) for name in names])
-
-
-def _dict(place: _File, data: bytes | None = None) -> dict[str, Any]:
-    value = load_pickle(place.read() if data is None else data, str(place))
-    if not isinstance(value, dict):
-        raise DataError(f"{place}: expected a dict, found {type(value).__name__}")
-    return {_text(key): item for key, item in value.items() if isinstance(key, bytes | str)}
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value
+    return records[:, len(fields) :], labels
 
 
 def _member_name(path: bytes) -> str:

@@ -4,7 +4,6 @@ import csv
 import gzip
 import io
 import json
-import pickle
 import tarfile
 from collections import Counter
 from collections.abc import Callable
@@ -221,10 +220,8 @@ def checkpoint_index() -> str:
 
 
 def cifar(folder: Path, name: str) -> Path:
-    labels = list(range(10))
-    batch = {b"data": np.zeros((10, 3072), np.uint8), b"labels": labels, b"filenames": [b"%d" % i for i in labels]}
-    (folder / "test_batch").write_bytes(pickle.dumps(batch, 2))
-    (folder / "batches.meta").write_bytes(pickle.dumps({b"label_names": [b"c%d" % i for i in labels]}, 2))
+    (folder / "test_batch.bin").write_bytes(b"".join(bytes([label]) + bytes(3072) for label in range(10)))
+    (folder / "batches.meta.txt").write_text("".join(f"c{label}\n" for label in range(10)))
     return folder / name
 
 
@@ -260,8 +257,8 @@ FORMATS: dict[str, Format] = {
     "index, hashes": Format(index("hashes.npy"), read_index, seal_index),
     "rejects": Format(rejects, read_rejects),
     "parquet": Format(parquet, read_source),
-    "cifar": Format(lambda folder: cifar(folder, "test_batch"), lambda path: read_source(path.parent)),
-    "cifar, meta": Format(lambda folder: cifar(folder, "batches.meta"), lambda path: read_source(path.parent)),
+    "cifar": Format(lambda folder: cifar(folder, "test_batch.bin"), lambda path: read_source(path.parent)),
+    "cifar, meta": Format(lambda folder: cifar(folder, "batches.meta.txt"), lambda path: read_source(path.parent)),
     "tar": Format(_file("a.tar", lambda: _tar("w", "a/1.jpg", "b/2.jpg")), read_source),
     "tar.gz": Format(_file("a.tar.gz", lambda: _tar("w:gz", "a/1.jpg", "b/2.jpg")), read_source),
     "webdataset": Format(_file("a.tar", lambda: _tar("w", "1.jpg", "1.cls", "2.jpg", "2.cls")), read_source),

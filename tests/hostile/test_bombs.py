@@ -84,7 +84,7 @@ def encoded(times: int) -> bytes:
     return b"](" + text + b"c_codecs\nencode\nq\x02" + b"h\x02h\x00h\x01\x86R" * times + b"e"
 
 
-CIFAR = {
+PICKLES = {
     "memo": b"\x80\x02Nr\xff\xff\xff\x0f.",
     "memo, further": b"\x80\x02Nr\xff\xff\xff\x3f.",
     "memo, in text": b"Np1000000000\n.",
@@ -113,14 +113,6 @@ def one(name: str, content: Callable[[], bytes | str] | bytes | str, read: Calla
         return folder / name
 
     return Attack(make, read)
-
-
-def cifar(name: str, content: bytes) -> Attack:
-    def make(folder: Path) -> Path:
-        formats.cifar(folder, name).write_bytes(content)
-        return folder
-
-    return Attack(make, formats.read_source)
 
 
 def aliases(levels: int, key: str = "deepspeed") -> str:
@@ -332,8 +324,7 @@ weights, recipe = formats.read_weights, formats.FORMATS["recipe"].read
 ANY_RECIPE = next(iter(list_recipes()))
 source = formats.read_source
 ATTACKS = {
-    **{f"pickle: {name}": cifar("test_batch", content) for name, content in CIFAR.items()},
-    **{f"pickle: {name}, as names": cifar("batches.meta", content) for name, content in CIFAR.items()},
+    **{f"pickle: {name}": one("w.pth", content, weights) for name, content in PICKLES.items()},
     **{f"YAML: {name}": one("r.yaml", text, recipe) for name, text in YAMLS.items()},
     "YAML: a pattern": one("r.yaml", RECIPE.replace("lr: 1.0", f"lr: 1.0, groups: [{NEVER_ENDING}]"), matched),
     **{f"image: {name}": picture(make) for name, make in PICTURES.items()},

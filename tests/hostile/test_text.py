@@ -22,7 +22,6 @@ from vitscale.launch.clusters import Job, hostfile, slurm
 from vitscale.launch.pretraining import Pretraining
 from vitscale.page import read_figures
 from vitscale.recipe import load_recipe, refuse_secrets
-from vitscale.replay import check_certificate
 from vitscale.safe_text import SafeStream, shown, without_secrets
 from vitscale.shards.generated import write_generated_dataset
 from vitscale.table import Console
@@ -231,7 +230,6 @@ def test_a_run_on_data_behind_a_password_leaves_no_secret(server, tmp_path):
     run("report", "run", "-o", "report")
     run("verify", "run")
     run("status", "run")
-    run("certificate", "run", code=3)
     run("recipe", str(RECIPE))
     run("doctor")
     run.check()
@@ -402,64 +400,3 @@ def test_a_host_that_answers_anything_is_refused_in_words(answer, tmp_path, monk
     )
     with pytest.raises(RecipeError):
         hostfile.submit(job)
-
-
-# ---- The certificate's checker ---------------------------------------------------------------------------------------
-
-
-def _certificate(folder: Path, **changes: object) -> dict[str, object]:
-    """A certificate of files that are as they should be, in a folder of its own, with changes."""
-    contents = {
-        "recipe.yaml": b"a",
-        "metrics.jsonl": b"{}",
-        "DONE": b'{"step": 3}',
-        "checkpoints/step-3/index.json": b"{}",
-    }
-    files = []
-    for name, content in contents.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-        entry = {"name": f"run/{name}", "bytes": len(content), "sha256": check_certificate.sha256_of(folder / name)}
-        files.append(entry)
-    files.append({"name": "train/manifest.json", "bytes": 1, "sha256": "0"})
-    found = {"version": 1, "about": {"done": {"step": 3}}, "files": files} | changes
-    found["root"] = check_certificate.root_of(found)
-    (folder / "certificate.json").write_text(json.dumps(found))
-    return found
-
-
-def _checked(folder: Path) -> int:
-    return check_certificate.main([str(folder / "certificate.json")])
-
-
-def test_a_certificate_without_files_or_with_another_result_is_not_good(tmp_path, capsys):
-    good = _certificate(tmp_path)
-    assert _checked(tmp_path) == 0
-    files = good["files"]
-    assert isinstance(files, list)
-    for number in range(len(files)):
-        _certificate(tmp_path, files=files[:number] + files[number + 1 :])
-        assert _checked(tmp_path) == 1
-    for changes in ({"files": []}, {"files": [*files, files[0]]}, {"about": {"done": {"step": 4}}}, {"about": {}}):
-        _certificate(tmp_path, **changes)
-        assert _checked(tmp_path) == 1
-    _certificate(tmp_path, files=[*files, {"name": "run/\x1b[2J\nBAD", "bytes": 1, "sha256": ""}])
-    capsys.readouterr()
-    assert _checked(tmp_path) == 1 and all(line.isprintable() for line in capsys.readouterr().out.splitlines())
-    _certificate(tmp_path, files=[*files, {"name": "run/a\0", "bytes": 1, "sha256": ""}])
-    assert _checked(tmp_path) == 1
-    (tmp_path / "pipe").unlink(missing_ok=True)
-    os.mkfifo(tmp_path / "pipe")
-    _certificate(tmp_path, files=[*files, {"name": "run/pipe", "bytes": 0, "sha256": ""}])
-    assert _checked(tmp_path) == 1
-
-
-@pytest.mark.parametrize("text", ["", "[" * 10**5, '{"a":' * 10**5, "[]", "{}", "1" * 9999, '{"version": 1}', "\xff"])
-def test_what_is_no_certificate_cannot_be_read(text, tmp_path):
-    (tmp_path / "certificate.json").write_text(text)
-    assert _checked(tmp_path) == 2
-
-
-def test_a_pipe_is_no_certificate(tmp_path):
-    os.mkfifo(tmp_path / "certificate.json")
-    assert _checked(tmp_path) == 2

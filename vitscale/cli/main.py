@@ -7,7 +7,6 @@ import typer
 from typer.core import TyperCommand
 
 from vitscale.cli import dedup, looking, shards, study, vtab
-from vitscale.cli.certificate import certificate
 from vitscale.cli.command_line import HELP, Version, readable_command, run
 from vitscale.cli.doctor import doctor
 from vitscale.cli.inspect import InspectCommand, inspect
@@ -122,7 +121,6 @@ app.command(short_help="Show when a run saw an image, and how.")(seen)
 app.command(short_help="Continue without some images: from which step, at what cost.")(without)
 app.command(short_help="Check a run against its files and its own steps.")(verify)
 app.command(short_help="Compare a recipe's updates with plain torch.")(prove)
-app.command(short_help="Put the evidence for a run's claims under one hash.")(certificate)
 
 
 app.command(short_help="Evaluate a run, or any weights on a dataset.")(looking.evaluate)
