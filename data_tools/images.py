@@ -173,7 +173,8 @@ def _limits(data: bytes, height: int, width: int, options: ImageOptions) -> str 
     fitted = options.fitted(width, height)
     most = min(MAX_PIXELS, most_pixels(len(data)))
     if width * height > most:
-        return f"{width} x {height} pixels; at most {most:,} are accepted in {len(data):,} bytes"
+        of_so_few = f" in {len(data):,} bytes" if most < MAX_PIXELS else ""
+        return f"{width} x {height} pixels; at most {most:,} are accepted{of_so_few}"
     if max(fitted) > MAX_SIDE or min(width, height) < 1:
         return f"{width} x {height} pixels; a side must have 1 to {MAX_SIDE}"
     return None
