@@ -100,6 +100,17 @@ def test_equal_records_are_equal_bytes(study, made):
     assert reported(study)[:2] == made[:2]
 
 
+def test_figures_are_those_of_the_runs_whatever_the_study_says(study, made, tmp_path):
+    shutil.copytree(study, tmp_path / "study")
+    path = tmp_path / "study" / "results.json"
+    own = json.loads(path.read_text())
+    for entry in own["entries"]:
+        entry["metrics"] = dict.fromkeys(entry["metrics"], 0.99)
+    path.write_text(json.dumps(own))
+    content, _, _ = reported(tmp_path / "study")
+    assert [result["mean"] for result in content["results"]] == [result["mean"] for result in made[0]["results"]]
+
+
 def test_means_are_the_studys(study, made):
     own = json.loads((study / "results.json").read_text())
     content, _, _ = made
