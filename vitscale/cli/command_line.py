@@ -62,7 +62,8 @@ def run(app: typer.Typer) -> None:
     with its own code.
     """
     # A shell makes its background processes ignore Ctrl-C.
-    is_ctrl_c_ignored, interrupts = signal.getsignal(signal.SIGINT) is signal.SIG_IGN, []
+    is_ctrl_c_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    interrupts: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         interrupts.append(number)

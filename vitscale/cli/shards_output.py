@@ -65,11 +65,11 @@ def show_info(dataset: str, classes: bool, as_json: bool) -> None:
         if shard := facts[f"{which}_shard"]:
             rows[f"{which} shard"] = f"{shard['path']}, {shard['bytes']:,} bytes"
     rows |= {f"option {name}": json.dumps(value) for name, value in sorted(facts["options"].items())}
-    width, as_is = max(map(len, rows)), {"highlight": False, "soft_wrap": True}
-    console.print(plain(facts["manifest"]), **as_is)
+    say, width = partial(console.print, highlight=False, soft_wrap=True), max(map(len, rows))
+    say(plain(facts["manifest"]))
     for name, value in rows.items():
         if value is not None:
-            console.print(f"  {name:<{width}}  {hanging(plain(value), width + 4)}", **as_is)
+            say(f"  {name:<{width}}  {hanging(plain(value), width + 4)}")
     if found is not None:
         _print_counts(console, found.classes, found.unlabelled)
 
