@@ -23,7 +23,7 @@ from vitscale.launch.nodes import Account, Decision, Layout, NodeEndedError, Thi
 from vitscale.launch.secret import SECRET_BYTES, remove_secret, write_secret
 from vitscale.launch.supervisor import Supervisor, say
 
-_MOST_STRANGERS = 64  # connections that are yet to prove themselves
+_MOST_STRANGERS = 64  # connections that are yet to prove themselves, beside one for each node that is missing
 _STRANGER_SECONDS = 10.0  # that they have for it
 _MOST_AT_ONCE = 1024  # that are accepted before any is read
 
@@ -141,13 +141,15 @@ class FirstNode:
         ]
 
     def _poll(self) -> None:
+        most = _MOST_STRANGERS + self._place.nodes - sum(not other.connection.lost for other in self._others.values())
         with contextlib.suppress(OSError):  # nobody else is there, or whoever was has gone, or files have run out
             for _ in range(_MOST_AT_ONCE):
+                oldest = self._oldest_of_a_crowd() if len(self._strangers) >= most else None
+                if len(self._strangers) >= most and oldest is None:
+                    break  # each is from a host of its own: the others wait for their turn
                 new, (host, *_) = self._listener.accept()
                 self._strangers[Connection(new, self._silence, self._secret, ToFirst)] = host
-                if len(self._strangers) > _MOST_STRANGERS:  # a host with many keeps no other one out
-                    busiest = Counter(self._strangers.values()).most_common(1)[0][0]
-                    oldest = next(one for one, host in self._strangers.items() if host == busiest)
+                if oldest is not None:
                     oldest.close()
                     del self._strangers[oldest]
         for stranger in list(self._strangers):
@@ -161,6 +163,11 @@ class FirstNode:
         for other in self._others.values():
             for message in other.connection.receive():
                 other.take(message)
+
+    def _oldest_of_a_crowd(self) -> Connection | None:
+        """The oldest stranger of the host that has most of them; None if no host has two."""
+        [(busiest, count)] = Counter(self._strangers.values()).most_common(1)
+        return next((one for one, host in self._strangers.items() if host == busiest and count > 1), None)
 
     def _welcome(self, stranger: Connection, first: ToFirst, *messages: ToFirst) -> None:
         """Register a node by its hello message, or refuse it; then handle the messages that came with it."""
